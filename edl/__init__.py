@@ -1,0 +1,1 @@
+"""The command `edl`: a dispatcher, nothing else."""

@@ -1,0 +1,1 @@
+"""The job client: it supervises the pods of one node."""

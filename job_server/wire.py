@@ -1,0 +1,571 @@
+"""The job server's contract: every type that crosses its wire, and nothing else.
+
+Server, job client, pod runtime and controller import these types from here. Standard library
+only: importing this module never pulls in Flask. JSON is made and checked by `job_server.codec`.
+
+The conversation is level-triggered. Clients and launchers long-poll for what should be true now
+(`NodePlan`, `PodOrders`) and report what is true now (`NodeReport`, `Attach`, `PodReport`); every
+message may be repeated, and none carries a difference to an earlier one.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from job_server.codec import WireError, decode, encode
+
+__all__ = ["WireError", "decode", "encode"]  # the rest is public as well; these are re-exports
+
+API = "/api/v1"
+MAX_POLL_S = 60.0  # the longest a server holds a long poll
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
+
+
+def check_id(field: str, value: str) -> None:
+    """Refuse ids that could leave a folder or break a path, such as `../x`.
+
+    Raises:
+        WireError: `value` is not 1 to 100 letters, digits, `.`, `_`, `-`, the first one alphanumeric.
+    """
+    if not _ID.match(value):
+        shown = value if len(value) <= 60 else value[:57] + "..."
+        raise WireError(
+            f"{field}: {shown!r} is not an id; use 1 to 100 letters, digits, '.', '_' or '-', "
+            "beginning with a letter or digit"
+        )
+
+
+def check_range(field: str, value: float, low: float, high: float) -> None:
+    """Raise a WireError unless low <= value <= high."""
+    if not low <= value <= high:
+        raise WireError(f"{field}: must be between {low:g} and {high:g}, got {value:g}")
+
+
+# --- nodes: job client <-> server -------------------------------------------------------------
+
+
+class SlotKind(Enum):
+    GPU = "gpu"
+    CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """A place for one trainer: one GPU, or a share of the CPU."""
+
+    index: int  # as NVML numbers GPUs; CPU slots count from 0
+    kind: SlotKind
+    name: str = ""
+    uuid: str = ""
+    memory_bytes: int = 0
+    usable: bool = True
+    reason: str = ""  # why it is not usable
+
+    def __post_init__(self) -> None:
+        check_range("index", self.index, 0, 4095)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """What a job client registers: its slots and where its pods listen."""
+
+    node_id: str
+    addr: str  # address that other nodes' trainers reach
+    slots: tuple[Slot, ...]
+    port_low: int  # first port that trainers of this node may use
+    port_high: int  # last one, inclusive
+    job_id: str | None = None  # the one job it serves; None: any job whose folder it has
+    folders: tuple[str, ...] = ()  # jobs it can run by `--jobs_dir`; unused where job_id is set
+
+    def __post_init__(self) -> None:
+        check_id("node_id", self.node_id)
+        if self.job_id is not None:
+            check_id("job_id", self.job_id)
+        if not self.addr or len(self.addr) > 255 or any(c in self.addr for c in " ,/;"):
+            raise WireError(f"addr: expected a host name or an address, got {self.addr[:60]!r}")
+        check_range("port_low", self.port_low, 1024, 65535)
+        check_range("port_high", self.port_high, self.port_low, 65535)
+        if not self.slots:
+            raise WireError("slots: a node needs at least one slot")
+        if len({slot.index for slot in self.slots}) != len(self.slots):
+            raise WireError("slots: two slots have the same index")
+        if self.port_high - self.port_low + 1 < 2 * len(self.slots):
+            raise WireError(
+                f"port_high: {self.port_high - self.port_low + 1} ports are too few for "
+                f"{len(self.slots)} slots; give at least two per slot"
+            )
+
+
+class Want(Enum):
+    RUN = "run"
+    HOLD = "hold"  # stop every process of the pod, keep its shim: it holds a snapshot
+    KILL = "kill"  # SIGKILL the whole pod now (a change script or an operator asked for it)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePod:
+    """One pod as its node should have it. A pod that is not named is stopped and released."""
+
+    pod_id: str
+    job_id: str
+    slots: tuple[int, ...]
+    want: Want
+    folder: str | None = None  # subfolder of --jobs_dir; None: the client's own script
+    max_trainers: int = 1
+    grace_s: float = 15.0
+
+    def __post_init__(self) -> None:
+        check_id("pod_id", self.pod_id)
+        check_id("job_id", self.job_id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePlan:
+    """Answer to a client's long poll: all of this node's pods, of all jobs."""
+
+    server_id: str  # changes when the server restarts: register and report again
+    revision: int
+    pods: tuple[NodePod, ...]
+    heartbeat_s: float
+
+
+class PodPhase(Enum):
+    STARTING = "starting"  # package script, shim
+    RUNNING = "running"
+    STOPPING = "stopping"
+    EXITED = "exited"  # no process but, perhaps, the shim that holds a snapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodState:
+    pod_id: str
+    job_id: str
+    phase: PodPhase
+    exit_code: int | None = None  # None: not exited, or ended by a signal
+    signal: int | None = None
+    reason: str = ""
+    last_lines: tuple[str, ...] = ()
+    log_path: str = ""
+    cpu_percent: float = 0.0
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotUsage:
+    index: int
+    utilization_percent: float = 0.0
+    memory_used_bytes: int = 0
+    temperature_c: float | None = None  # None: not a GPU, or not known
+    stranger: str = ""  # who else is on it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReport:
+    """Heartbeat of a client, sent every `heartbeat_s` and at once when a pod's phase changes."""
+
+    node_id: str
+    pods: tuple[PodState, ...] = ()
+    slots: tuple[SlotUsage, ...] = ()
+    leaving: bool = False  # the client ends in an orderly way and has stopped its pods
+
+
+# --- stages: launcher <-> server --------------------------------------------------------------
+
+
+class Way(Enum):
+    """How a change of stage happens."""
+
+    START = "start"  # nothing runs: a first start, a resume, a recovery
+    STOP = "stop"  # trainers that never called the elastic loop: SIGTERM, then start again
+    DRAIN = "drain"  # agree on a step, put the state away, then start
+    REPLACE = "replace"  # the next stage's trainers are ready before the cut
+    JOIN = "join"  # trainers that stay form the next group beside the old one
+
+
+class Order(Enum):
+    """What a pod should do about one stage."""
+
+    PREPARE = "prepare"  # be there; no trainer yet, unless the way is replace or join
+    START = "start"  # start this stage's trainers: form the group, restore, then wait for GO
+    GO = "go"  # the stage is committed: train
+    CUT = "cut"  # agree on a step, finish it, put the state away, park
+    RESUME = "resume"  # the change was abandoned: parked trainers go on
+    END = "end"  # the stage is over: stop its trainers, keep the launcher
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotRef:
+    """The newest complete snapshot that a pod's shim holds."""
+
+    stage: int
+    step: int  # global steps committed since the job began
+    digest: str = ""  # of the layout: names, shapes and types
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreFrom:
+    """Where a stage's state comes from. Without it: the newest intact checkpoint, else afresh."""
+
+    stage: int
+    step: int
+    pods: tuple[str, ...]  # whose shims hold it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanPod:
+    pod_id: str
+    pod_rank: int
+    node_id: str
+    addr: str
+    slots: tuple[int, ...]
+    ranks: tuple[int, ...]
+    ports: tuple[int, ...]  # one per rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """One stage as every pod of it must see it, with this pod's order."""
+
+    job_id: str
+    stage: int
+    flag: int  # the original's count of committed changes; -1 is the first stage
+    way: Way
+    order: Order
+    attempt: int = 0  # +1 whenever ports were dealt anew; a START with a new attempt starts again
+    pods: tuple[PlanPod, ...]
+    master: str  # "addr:port" of rank 0
+    restore_from: RestoreFrom | None = None  # None: checkpoint or afresh
+    max_trainers: int
+    durable: bool = False  # with CUT: also write a checkpoint before `drained` (pause, stop)
+    kill_ranks: tuple[tuple[str, int], ...] = ()  # (kill id, rank): SIGKILL that trainer, once
+
+    @property
+    def world_size(self) -> int:
+        return sum(len(pod.ranks) for pod in self.pods)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodOrders:
+    """Answer to a launcher's long poll: at most the stage in force and the one in preparation."""
+
+    server_id: str  # changes when the server restarts: attach again
+    revision: int
+    plans: tuple[StagePlan, ...]
+    heartbeat_s: float
+    leave: bool = False  # no stage needs this pod any more: end the trainers and exit 0
+
+
+class ReportKind(Enum):
+    READY = "ready"  # PREPARE done: launcher is there (replace, join: trainers are, too)
+    STARTED = "started"  # START: every trainer process has been spawned
+    LOADED = "loaded"  # START: every trainer has formed the group and restored its state
+    FIRST_STEP = "first_step"
+    PROGRESS = "progress"  # heartbeat: step, metrics, newest snapshot
+    DRAINED = "drained"  # CUT done: parked after `step`
+    ENDED = "ended"  # END done: no trainer of that stage is left in this pod
+    FAILED = "failed"  # a trainer died; the launcher has not touched the others
+    PORT_TAKEN = "port_taken"  # START refused: deal new ports
+    STAGE_TOO_LOW = "stage_too_low"  # the checkpoint path holds stages up to `highest_stage`
+    DONE = "done"  # training is complete and its final checkpoint has its manifest
+    EXITED = "exited"  # the launcher is about to exit with `code`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodReport:
+    """What a launcher tells. Idempotent, keyed by (pod, stage, kind)."""
+
+    kind: ReportKind
+    stage: int
+    attempt: int = 0
+    step: int = 0  # global steps committed so far
+    epoch: int = 0
+    snapshot: SnapshotRef | None = None  # None: this pod's shim holds none
+    rank: int | None = None  # FAILED: whose; None: the launcher's own trouble
+    code: int | None = None  # FAILED, EXITED: exit code, negative for a signal
+    reason: str = ""
+    peer_lost: bool = False  # FAILED: a victim of another trainer's death, not the cause
+    elastic: bool = False  # a trainer of this stage has called the elastic loop
+    highest_stage: int = 0  # STAGE_TOO_LOW
+    total_steps: int | None = None  # None: not known
+    step_s: float | None = None  # mean duration of recent steps; None: no step yet
+    metrics: dict[str, float] | None = None  # None: unchanged
+
+
+class LocalStage(Enum):
+    """Where a launcher is with one stage."""
+
+    IDLE = "idle"  # launcher only
+    STARTING = "starting"
+    LOADED = "loaded"
+    TRAINING = "training"
+    PARKED = "parked"
+    ENDED = "ended"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attach:
+    """A launcher's whole truth; sent first, and again whenever the server has restarted."""
+
+    pod_id: str
+    node_id: str
+    pid: int
+    highest_stage: int = 0  # found in the checkpoint path, 0 for none or unknown
+    stage: int = 0  # the newest stage it has trainers (or had them) for; 0: none yet
+    attempt: int = 0
+    phase: LocalStage = LocalStage.IDLE  # of `stage`
+    step: int = 0
+    snapshot: SnapshotRef | None = None  # None: its shim holds none
+    elastic: bool = False
+    done: bool = False
+    failure: PodReport | None = None  # what it reported last, where phase is FAILED
+
+    def __post_init__(self) -> None:
+        check_id("pod_id", self.pod_id)
+        check_id("node_id", self.node_id)
+
+
+# --- jobs: users <-> server -------------------------------------------------------------------
+
+
+class JobState(Enum):
+    WAITING = "WAITING"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    PREPARING = "PREPARING"
+    CUTTING_OVER = "CUTTING_OVER"
+    RECOVERING = "RECOVERING"
+    PAUSING = "PAUSING"
+    PAUSED = "PAUSED"
+    STOPPING = "STOPPING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    STOPPED = "STOPPED"
+
+    @property
+    def ended(self) -> bool:
+        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.STOPPED)
+
+
+class ScriptKind(Enum):
+    NONE = "none"
+    ALTERNATE = "alternate"  # the original's
+    TIMELINE = "timeline"
+    WALK = "walk"
+    TRACE = "trace"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptSpec:
+    """Which changes fall due when. Only the fields of its kind count."""
+
+    kind: ScriptKind = ScriptKind.NONE
+    interval_s: float = 900.0  # alternate, walk: time between changes
+    del_pods: int = 1  # alternate: pods removed in one step
+    add_pods: int = 1  # alternate: pods added in one step
+    text: str = ""  # timeline: YAML; trace: CSV
+    seed: int = 0  # walk
+    min_pods: int = 1  # walk
+    max_pods: int | None = None  # walk; None: the job's
+
+    def __post_init__(self) -> None:
+        check_range("interval_s", self.interval_s, 0.05, 366 * 86400)
+        check_range("del_pods", self.del_pods, 0, 4096)
+        check_range("add_pods", self.add_pods, 0, 4096)
+        check_range("min_pods", self.min_pods, 1, 4096)
+        if self.max_pods is not None:
+            check_range("max_pods", self.max_pods, self.min_pods, 4096)
+        if len(self.text) > 1_000_000:
+            raise WireError(f"text: at most 1000000 characters, got {len(self.text)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """What a user submits. Pods count, not slots; a pod has `slots_per_pod` trainers."""
+
+    job_id: str
+    min_pods: int = 1
+    max_pods: int = 1
+    pods: int | None = None  # at the first start; None: max_pods
+    slots_per_pod: int = 1
+    folder: str | None = None  # subfolder of the clients' --jobs_dir; None: their own script
+    script: ScriptSpec = ScriptSpec()
+    policy: str = "fixed_global"
+    overlap: str = "auto"
+    spares: int = 0
+    standby: int = 0
+    prepare_timeout_s: float = 120.0
+    start_timeout_s: float = 60.0
+    expected_nodes: int = 1  # a first start waits for so many, or for start_timeout_s
+    grace_s: float = 15.0
+    max_failures: int | None = 20  # None: no limit
+    max_preemptions: int | None = None
+    max_resizes: int | None = None
+    max_restarts_without_progress: int = 3
+
+    def __post_init__(self) -> None:
+        check_id("job_id", self.job_id)
+        if self.folder is not None:
+            check_id("folder", self.folder)
+        check_range("min_pods", self.min_pods, 1, 4096)
+        check_range("max_pods", self.max_pods, 1, 4096)
+        if self.max_pods < self.min_pods:
+            raise WireError(
+                f"max_pods: must be at least min_pods ({self.min_pods}), got {self.max_pods}"
+            )
+        if self.pods is not None:
+            check_range("pods", self.pods, self.min_pods, self.max_pods)
+        check_range("slots_per_pod", self.slots_per_pod, 1, 4096)
+        check_range("spares", self.spares, 0, 64)
+        check_range("standby", self.standby, 0, 2)
+        check_range("prepare_timeout_s", self.prepare_timeout_s, 1, 86400)
+        check_range("start_timeout_s", self.start_timeout_s, 0, 86400)
+        check_range("expected_nodes", self.expected_nodes, 1, 4096)
+        check_range("grace_s", self.grace_s, 0, 3600)
+        check_range("max_restarts_without_progress", self.max_restarts_without_progress, 1, 10000)
+        for field in ("max_failures", "max_preemptions", "max_resizes"):
+            value = getattr(self, field)
+            if value is not None:
+                check_range(field, value, 0, 1_000_000)
+        if self.overlap not in ("on", "off", "auto"):
+            raise WireError(f"overlap: expected on, off or auto, got {self.overlap!r}")
+        if self.policy not in ("fixed_global", "linear"):
+            raise WireError(f"policy: expected fixed_global or linear, got {self.policy!r}")
+
+    @property
+    def first_pods(self) -> int:
+        return self.max_pods if self.pods is None else self.pods
+
+    @property
+    def max_trainers(self) -> int:
+        return self.max_pods * self.slots_per_pod
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPod:
+    pod_id: str
+    pod_rank: int
+    node_id: str
+    addr: str
+    slots: tuple[int, ...]
+    ranks: tuple[int, ...]
+    phase: str  # "running", "preparing", "leaving" or "holding"
+    log_path: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRecord:
+    """One attempt, in the order in which they were made."""
+
+    stage: int
+    flag: int
+    way: Way
+    pods: int
+    trainers: int
+    reason: str  # why it was made
+    outcome: str = "preparing"  # "preparing", "committed", "ended" or "abandoned: why"
+    wanted_at: float = 0.0  # all *_at: seconds since 1970
+    committed_at: float | None = None  # None: never
+    first_step_at: float | None = None  # None: not yet
+    ended_at: float | None = None  # None: it runs
+    first_step: int | None = None  # of the job, 1-based; None: no step yet
+    last_step: int | None = None  # None: no step yet
+    pause_s: float | None = None  # last old step's end to first new step's end; None: not known
+    redone_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """Where a job's wall clock went; the parts add up to it."""
+
+    training_s: float = 0.0
+    preparing_s: float = 0.0  # training beside a preparation, so slower
+    cutting_over_s: float = 0.0
+    recovering_s: float = 0.0
+    waiting_s: float = 0.0  # for nodes, pods, a first start, an operator, the server
+    paused_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return (
+            self.training_s
+            + self.preparing_s
+            + self.cutting_over_s
+            + self.recovering_s
+            + self.waiting_s
+            + self.paused_s
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStatus:
+    """A job as users see it."""
+
+    job_id: str
+    state: JobState
+    reason: str
+    revision: int
+    spec: JobSpec
+    stage: int
+    flag: int
+    pods: tuple[JobPod, ...]
+    target_pods: int
+    queued_changes: tuple[str, ...]
+    step: int
+    epoch: int
+    total_steps: int | None
+    metrics: dict[str, float]
+    failures: int
+    preemptions: int
+    resizes: int
+    redone_steps: int
+    script_elapsed_s: float
+    estimated_run_time_s: float | None  # from POST job_runtime_static; None: nobody said
+    submitted_at: float  # seconds since 1970
+    account: Account
+    stages: tuple[StageRecord, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEvent:
+    """A line of a job's life, for `edl events` and the page."""
+
+    number: int
+    at: float  # seconds since 1970
+    job_id: str
+    stage: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resize:
+    pods: int
+    assume_dead: bool = False  # treat the pods that cannot be reached as stopped
+
+    def __post_init__(self) -> None:
+        check_range("pods", self.pods, 1, 4096)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """Exactly one of the two."""
+
+    pod_id: str | None = None  # kill that whole pod; None: a rank is named
+    rank: int | None = None  # kill that trainer; None: a pod is named
+
+    def __post_init__(self) -> None:
+        if (self.pod_id is None) == (self.rank is None):
+            raise WireError("pod_id: name either a pod_id or a rank")
+        if self.pod_id is not None:
+            check_id("pod_id", self.pod_id)
+        if self.rank is not None:
+            check_range("rank", self.rank, 0, 1_000_000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStatus:
+    node: Node
+    alive: bool
+    last_seen_at: float
+    report: dict[str, Any]

@@ -1,0 +1,20 @@
+"""What runs inside a pod. Training scripts write `from pod_runtime import elastic`.
+
+Names are loaded when they are first used: the launcher and the shim import this package too, and
+must not load numpy or a framework.
+"""
+
+import importlib
+from typing import Any
+
+_LAZY = {
+    "elastic": ("pod_runtime.trainer.elastic", None),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'pod_runtime' has no attribute {name!r}")
+    module_name, attribute = _LAZY[name]
+    module = importlib.import_module(module_name)
+    return module if attribute is None else getattr(module, attribute)

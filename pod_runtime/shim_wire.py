@@ -1,0 +1,215 @@
+"""The contract of a pod's shim: files in its folder and requests on its socket. Standard library only.
+
+A shim's folder (`--pod_dir DIR`, or $EDL_POD_DIR inside the pod) holds
+
+    shim.json   {"pid", "start_time", "pod_id", "argv"}    written first, by the shim
+    sock        a unix socket: one JSON request a line, one JSON answer a line
+    exit.json   `PodExit`                                  written once no process of the pod is left
+    log         standard output and error of the pod's script
+
+Requests, each `{"op": ...}`:
+
+    status                      -> {"ok": true, "running": bool, "exit": PodExit | null, "segments": [...]}
+    stop    grace_s             -> at once {"ok": true}; SIGTERM to the pod, SIGKILL after the grace
+    kill                        -> at once {"ok": true}; SIGKILL to every process of the pod
+    put     segment + one fd    -> keeps a snapshot segment, in place of the same (pod_id, stage)
+    get     stage               -> {"ok", "segments": [...]} and as many fds; newest first; stage null: all
+    drop    below_stage         -> forgets segments of lower stages
+    release                     -> {"ok": true}; forgets all; the shim exits as soon as no process is left
+    watch                       -> {"ok": true}, then nothing: the connection closes when the shim dies
+
+A shim whose script has ended stays as long as it holds a segment, until `release`, or for
+`LINGER_S` if nobody asks. A refused request answers {"ok": false, "error": text}.
+"""
+
+import array
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+LINGER_S = 600.0
+MAX_LINE = 1 << 20
+MAX_FDS = 16
+
+
+class ShimError(OSError):
+    """The shim cannot be reached, or refused a request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodExit:
+    """How a pod's script ended."""
+
+    code: int | None  # None: ended by a signal
+    signal: int | None  # None: exited
+    reason: str
+    last_lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A snapshot segment (a memfd) that a shim holds; its content describes itself."""
+
+    pod_id: str
+    stage: int
+    size_bytes: int
+    digest: str = ""
+
+
+class LineSocket:
+    """JSON lines, with file descriptors beside them, over a connected unix stream socket.
+
+    Not thread-safe for two readers or two writers; one of each is fine.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._buffer = b""
+        self._fds: list[int] = []
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+        """Send one message; `fds` stay open here.
+
+        Raises:
+            OSError: the other side is gone.
+        """
+        data = json.dumps(message, separators=(",", ":")).encode() + b"\n"
+        if fds:
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+            sent = self.socket.sendmsg([data], ancillary)
+            data = data[sent:]
+        if data:
+            self.socket.sendall(data)
+
+    def receive(self) -> tuple[dict[str, Any], tuple[int, ...]] | None:
+        """Return the next message and its descriptors (now owned by the caller); None at the end.
+
+        Raises:
+            ShimError: the line is too long or no JSON object.
+            TimeoutError: the socket has a timeout and nothing came.
+        """
+        while b"\n" not in self._buffer:
+            chunk, fds, _flags, _addr = socket.recv_fds(self.socket, 1 << 16, MAX_FDS)
+            self._fds += fds
+            if not chunk:
+                return None
+            self._buffer += chunk
+            if len(self._buffer) > MAX_LINE:
+                raise ShimError("a message is longer than 1 MiB")
+        return self._next()
+
+    def pending(self) -> tuple[dict[str, Any], tuple[int, ...]] | None:
+        """Return a message that has been received already, without reading; None if there is none."""
+        return self._next() if b"\n" in self._buffer else None
+
+    def _next(self) -> tuple[dict[str, Any], tuple[int, ...]]:
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        try:
+            message = json.loads(line)
+        except ValueError as error:
+            raise ShimError(f"not JSON: {line[:80]!r}") from error
+        if not isinstance(message, dict):
+            raise ShimError(f"not a JSON object: {line[:80]!r}")
+        count = message.get("fds", 0)
+        if not isinstance(count, int) or not 0 <= count <= len(self._fds):
+            raise ShimError(f"fds: {count!r} announced, {len(self._fds)} received")
+        fds, self._fds = tuple(self._fds[:count]), self._fds[count:]
+        return message, fds
+
+    def close(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+        self._fds = []
+        self.socket.close()
+
+
+def bind(folder: Path) -> socket.socket:
+    """Return a listening socket at `folder/sock`; the path may be longer than a sun_path."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    folder_fd = os.open(folder, os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        (folder / "sock").unlink(missing_ok=True)
+        listener.bind(f"/proc/self/fd/{folder_fd}/sock")
+    finally:
+        os.close(folder_fd)
+    listener.listen(64)
+    return listener
+
+
+def connect(folder: Path, timeout_s: float = 5.0) -> LineSocket:
+    """Connect to the shim of `folder`.
+
+    Raises:
+        ShimError: there is none, or it does not answer.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    connection.settimeout(timeout_s)
+    try:
+        folder_fd = os.open(folder, os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            connection.connect(f"/proc/self/fd/{folder_fd}/sock")
+        finally:
+            os.close(folder_fd)
+    except OSError as error:
+        connection.close()
+        raise ShimError(f"{folder}: no shim answers: {error}") from error
+    return LineSocket(connection)
+
+
+def request(
+    folder: Path, message: dict[str, Any], fds: tuple[int, ...] = (), timeout_s: float = 5.0
+) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """Send one request to the shim of `folder` and return its answer and descriptors.
+
+    `fds` stay open here; those returned belong to the caller.
+
+    Raises:
+        ShimError: no shim, no answer in time, or a refusal.
+    """
+    connection = connect(folder, timeout_s)
+    try:
+        connection.send({**message, "fds": len(fds)}, fds)
+        answer = connection.receive()
+    except OSError as error:
+        raise ShimError(f"{folder}: {message.get('op')}: {error}") from error
+    finally:
+        connection.close()
+    if answer is None:
+        raise ShimError(f"{folder}: {message.get('op')}: the shim closed the connection")
+    body, received = answer
+    if not body.get("ok"):
+        for fd in received:
+            os.close(fd)
+        raise ShimError(f"{folder}: {message.get('op')}: {body.get('error', 'refused')}")
+    return body, received
+
+
+def read_exit(folder: Path) -> PodExit | None:
+    """Return how the pod of `folder` ended, or None while it has not."""
+    try:
+        data = json.loads((folder / "exit.json").read_text())
+    except FileNotFoundError:
+        return None
+    return PodExit(
+        code=data["code"],
+        signal=data["signal"],
+        reason=data["reason"],
+        last_lines=tuple(data["last_lines"]),
+    )
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a small file so that readers see all of it or nothing."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(value))
+    temporary.replace(path)
+
+
+def segment_json(segment: Segment) -> dict[str, Any]:
+    return asdict(segment)

@@ -1,0 +1,1 @@
+"""Inside a trainer: the elastic loop and what it is made of."""

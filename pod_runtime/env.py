@@ -1,0 +1,265 @@
+"""The one maker and the one reader of the environments of pods and of trainers. Standard library only.
+
+    job client --pod_environment()--> pod (script, launcher): PodEnv.read()
+    launcher   --trainer_environment()--> trainer: TrainerEnv.read()
+
+docs/architecture.md lists what a pod gets, docs/training.md what a trainer gets.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from job_server.wire import SlotKind, StagePlan
+
+POD_ID = "EDL_POD_ID"
+RUN_MARKER = "EDL_RUN_MARKER"
+CHANNEL = "EDL_CHANNEL"
+RUNNING_ENV = "PADDLE_EDL"
+
+_PROXIES = frozenset({"http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"})
+_SECRETS = frozenset({"EDL_TOKEN", "EDL_TOKEN_FILE"})
+
+# What an outer launcher, or a pod around this one, may have left behind. Taken over by mistake,
+# each of these would send a trainer to the wrong group.
+_OF_A_POD = frozenset(
+    {
+        "PADDLE_JOBSERVER", "PADDLE_JOB_ID", "PADDLE_POD_ID", POD_ID, RUN_MARKER,
+        "EDL_POD_DIR", "EDL_NODE_ID", "EDL_SLOTS", "EDL_SLOT_KIND",
+        "EDL_MAX_TRAINERS", "EDL_GRACE_S", *_SECRETS,
+    }
+)  # fmt: skip
+_OF_A_TRAINER = frozenset(
+    {
+        "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ENDPOINTS",
+        "PADDLE_CURRENT_ENDPOINT", "PADDLE_RUNING_ENV", "PADDLE_MASTER", "PADDLE_GLOBAL_RANK",
+        "PADDLE_LOCAL_RANK", "PADDLE_GLOBAL_SIZE", "PADDLE_LOCAL_SIZE", "PADDLE_RANK_IN_NODE",
+        "PADDLE_DISTRI_BACKEND", "FLAGS_selected_gpus", "RANK", "WORLD_SIZE", "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "EDL_STAGE", "EDL_RUN_DIR", CHANNEL,
+    }
+)  # fmt: skip
+
+
+class EnvError(ValueError):
+    """A variable is missing or malformed; the text names it, its value and the remedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodEnv:
+    """What a pod knows about itself."""
+
+    job_server: str  # URL
+    job_id: str
+    pod_id: str
+    pod_dir: Path  # the shim's folder; those of the node's other pods are its siblings
+    node_id: str
+    run_marker: str  # every process of the pod carries it; the client cleans up by it
+    slots: tuple[int, ...]
+    slot_kind: SlotKind
+    max_trainers: int
+    grace_s: float
+    token_file: Path | None = None  # None: the server wants no token
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Self:
+        """Read what `pod_environment` made.
+
+        Raises:
+            EnvError: this is no pod's environment.
+        """
+        kind = _text(environ, "EDL_SLOT_KIND")
+        if kind not in {member.value for member in SlotKind}:
+            raise EnvError(f"EDL_SLOT_KIND: expected gpu or cpu, got {kind!r}")
+        token_file = environ.get("EDL_TOKEN_FILE")
+        return cls(
+            job_server=_text(environ, "PADDLE_JOBSERVER"),
+            job_id=_text(environ, "PADDLE_JOB_ID"),
+            pod_id=_text(environ, POD_ID),
+            pod_dir=Path(_text(environ, "EDL_POD_DIR")),
+            node_id=_text(environ, "EDL_NODE_ID"),
+            run_marker=_text(environ, RUN_MARKER),
+            slots=_slots(_text(environ, "EDL_SLOTS")),
+            slot_kind=SlotKind(kind),
+            max_trainers=_whole(environ, "EDL_MAX_TRAINERS", low=1),
+            grace_s=_number(environ, "EDL_GRACE_S"),
+            token_file=Path(token_file) if token_file else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerEnv:
+    """What a trainer knows about itself when it starts. Outside EDL: a world of one, or Paddle's own."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    endpoints: tuple[str, ...]  # by rank; () in a world of one outside EDL
+    job_id: str | None  # None: outside EDL
+    pod_id: str | None  # None: outside EDL
+    pod_dir: Path | None  # None: outside EDL
+    channel: str | None  # name of the launcher's abstract socket; None: outside EDL
+    stage: int | None  # None: outside EDL
+    max_trainers: int | None  # None: nobody said
+    run_dir: Path | None  # None: nobody said
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Self:
+        """Read what `trainer_environment`, or `paddle.distributed.launch`, or nobody made.
+
+        Raises:
+            EnvError: a variable is malformed, or the rank is not below the world size.
+        """
+        world_size = _whole(environ, "PADDLE_TRAINERS_NUM", low=1, default=1)
+        rank = _whole(environ, "PADDLE_TRAINER_ID", low=0, default=0)
+        if rank >= world_size:
+            raise EnvError(
+                f"PADDLE_TRAINER_ID: {rank} is not below PADDLE_TRAINERS_NUM, {world_size}"
+            )
+        endpoints = environ.get("PADDLE_TRAINER_ENDPOINTS", "")
+        channel = environ.get(CHANNEL) or None
+        run_dir = environ.get("EDL_RUN_DIR")
+        pod_dir = environ.get("EDL_POD_DIR")
+        return cls(
+            rank=rank,
+            world_size=world_size,
+            local_rank=_whole(environ, "LOCAL_RANK", low=0, default=rank),
+            endpoints=tuple(part for part in endpoints.split(",") if part),
+            job_id=environ.get("PADDLE_JOB_ID") or None,
+            pod_id=environ.get(POD_ID) or None,
+            pod_dir=Path(pod_dir) if pod_dir else None,
+            channel=channel,
+            stage=_whole(environ, "EDL_STAGE", low=0) if "EDL_STAGE" in environ else None,
+            max_trainers=(
+                _whole(environ, "EDL_MAX_TRAINERS", low=1)
+                if "EDL_MAX_TRAINERS" in environ
+                else None
+            ),
+            run_dir=Path(run_dir) if run_dir else None,
+        )
+
+
+def pod_environment(base: Mapping[str, str], pod: PodEnv) -> dict[str, str]:
+    """Return the environment of a pod's script: `base` without proxies and leftovers, and `pod`."""
+    env = _without(base, _OF_A_POD | _OF_A_TRAINER)
+    env |= {
+        "PADDLE_JOBSERVER": pod.job_server,
+        "PADDLE_JOB_ID": pod.job_id,
+        "PADDLE_POD_ID": pod.pod_id,
+        POD_ID: pod.pod_id,
+        RUN_MARKER: pod.run_marker,
+        "EDL_POD_DIR": str(pod.pod_dir),
+        "EDL_NODE_ID": pod.node_id,
+        "EDL_SLOTS": ",".join(map(str, pod.slots)),
+        "EDL_SLOT_KIND": pod.slot_kind.value,
+        "EDL_MAX_TRAINERS": str(pod.max_trainers),
+        "EDL_GRACE_S": f"{pod.grace_s:g}",
+        "PADDLE_RUNING_ENV": RUNNING_ENV,
+    }
+    if pod.token_file is not None:
+        env["EDL_TOKEN_FILE"] = str(pod.token_file)
+    return env | _devices(pod)
+
+
+def trainer_environment(
+    base: Mapping[str, str],
+    pod: PodEnv,
+    plan: StagePlan,
+    rank: int,
+    *,
+    channel: str,
+    run_dir: Path,
+) -> dict[str, str]:
+    """Return the environment of the trainer `rank` of `plan`, which is one of this pod's.
+
+    Without the token: a training script is the user's code and has no business with it.
+
+    Raises:
+        ValueError: `rank` is not one of this pod's in `plan`.
+    """
+    mine = next((each for each in plan.pods if each.pod_id == pod.pod_id), None)
+    if mine is None or rank not in mine.ranks:
+        raise ValueError(f"rank: {rank} is not one of pod {pod.pod_id} in stage {plan.stage}")
+    endpoints = {
+        each_rank: f"{each.addr}:{port}"
+        for each in plan.pods
+        for each_rank, port in zip(each.ranks, each.ports, strict=True)
+    }
+    local_rank = mine.ranks.index(rank)
+    master_addr, _, master_port = plan.master.rpartition(":")
+    env = _without(base, _OF_A_TRAINER | _SECRETS)
+    env |= {
+        "PADDLE_TRAINER_ID": str(rank),
+        "PADDLE_TRAINERS_NUM": str(plan.world_size),
+        "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints[each] for each in sorted(endpoints)),
+        "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
+        "PADDLE_JOB_ID": pod.job_id,
+        "PADDLE_POD_ID": pod.pod_id,
+        "PADDLE_JOBSERVER": pod.job_server,
+        "PADDLE_RUNING_ENV": RUNNING_ENV,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(plan.world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(len(mine.ranks)),
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": master_port,
+        POD_ID: pod.pod_id,
+        RUN_MARKER: pod.run_marker,
+        "EDL_POD_DIR": str(pod.pod_dir),
+        "EDL_STAGE": str(plan.stage),
+        "EDL_MAX_TRAINERS": str(plan.max_trainers),
+        "EDL_RUN_DIR": str(run_dir),
+        CHANNEL: channel,
+    }
+    env |= _devices(pod)
+    if pod.slot_kind is SlotKind.GPU:
+        env["FLAGS_selected_gpus"] = str(local_rank)
+    else:
+        env["PADDLE_DISTRI_BACKEND"] = "gloo"
+        env.setdefault("OMP_NUM_THREADS", "1")  # a CPU slot is one core
+    return env
+
+
+def _devices(pod: PodEnv) -> dict[str, str]:
+    """CUDA sees the pod's GPUs only, numbered as NVML numbers them; a CPU pod sees none."""
+    gpus = ",".join(map(str, pod.slots)) if pod.slot_kind is SlotKind.GPU else ""
+    return {"CUDA_VISIBLE_DEVICES": gpus, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+def _without(base: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    drop = frozenset(names)
+    return {k: v for k, v in base.items() if k not in drop and k.lower() not in _PROXIES}
+
+
+def _text(environ: Mapping[str, str], name: str) -> str:
+    value = environ.get(name, "")
+    if not value:
+        raise EnvError(f"{name}: not set; a pod's script is started by the job client or `edl run`")
+    return value
+
+
+def _whole(environ: Mapping[str, str], name: str, *, low: int, default: int | None = None) -> int:
+    value = environ.get(name, "")
+    if not value and default is not None:
+        return default
+    if not value.isascii() or not value.isdigit() or int(value) < low:
+        raise EnvError(f"{name}: expected a whole number of at least {low}, got {value!r}")
+    return int(value)
+
+
+def _number(environ: Mapping[str, str], name: str) -> float:
+    value = _text(environ, name)
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise EnvError(f"{name}: expected seconds, 0 or more, got {value!r}")
+    return number
+
+
+def _slots(value: str) -> tuple[int, ...]:
+    parts = value.split(",")
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise EnvError(f"EDL_SLOTS: expected numbers such as 0,1, got {value!r}")
+    return tuple(map(int, parts))

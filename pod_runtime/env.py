@@ -1,9 +1,9 @@
-"""The one maker and the one reader of the environments of pods and of trainers. Standard library only.
+"""The one maker and the one reader of the environments of pods and trainers. Standard library only.
 
     job client --pod_environment()--> pod (script, launcher): PodEnv.read()
     launcher   --trainer_environment()--> trainer: TrainerEnv.read()
 
-docs/architecture.md lists what a pod gets, docs/training.md what a trainer gets.
+docs/architecture.md lists what a pod gets.
 """
 
 from collections.abc import Iterable, Mapping
@@ -89,7 +89,7 @@ class PodEnv:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerEnv:
-    """What a trainer knows about itself when it starts. Outside EDL: a world of one, or Paddle's own."""
+    """What a trainer knows when it starts. Outside EDL: a world of one, or Paddle's own."""
 
     rank: int
     world_size: int

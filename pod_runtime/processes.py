@@ -1,0 +1,217 @@
+"""What Linux knows about processes, read from /proc. Standard library only: the shim loads it.
+
+A process is named by (pid, start_time) wherever it may have died meanwhile: the kernel gives a
+pid to another process sooner or later, but never together with the same start time.
+"""
+
+import ctypes
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process as /proc showed it a moment ago."""
+
+    pid: int
+    ppid: int
+    pgid: int
+    state: str  # R, S, D, T, Z, ...; Z: dead, not yet waited for
+    start_time: int  # clock ticks since boot
+    cpu_s: float  # user and system time that it has used
+    rss_bytes: int
+
+
+def set_child_subreaper() -> None:
+    """Make this process the new parent of every descendant that loses its own."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent_pid: int, signal_number: int = signal.SIGKILL) -> None:
+    """Have the kernel signal this process when the parent's *thread* that made it ends.
+
+    To be called between fork and exec, and again after an exec of a setuid program. Ends this
+    process at once when the parent is gone already.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal_number)
+    if os.getppid() != parent_pid:
+        os._exit(128 + signal_number)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl({option}): {os.strerror(error)}")
+
+
+def read(pid: int) -> Process | None:
+    """Return what /proc says about `pid`; None when there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except OSError:
+        return None
+    # The name, in parentheses, may itself contain blanks and parentheses.
+    fields = text[text.rindex(b")") + 2 :].split()
+    return Process(
+        pid=pid,
+        ppid=int(fields[1]),
+        pgid=int(fields[2]),
+        state=fields[0].decode(),
+        start_time=int(fields[19]),
+        cpu_s=(int(fields[11]) + int(fields[12])) / _TICKS_PER_S,
+        rss_bytes=int(fields[21]) * _PAGE_BYTES,
+    )
+
+
+def read_all() -> dict[int, Process]:
+    """Return every process that this one can see, by pid."""
+    found = (read(int(name)) for name in os.listdir("/proc") if name.isdigit())
+    return {process.pid: process for process in found if process is not None}
+
+
+def start_time(pid: int) -> int | None:
+    """Return when `pid` started, in clock ticks since boot; None when there is no such process."""
+    process = read(pid)
+    return None if process is None else process.start_time
+
+
+def is_alive(pid: int, started: int) -> bool:
+    """Return whether the process (pid, start time) runs; a zombie does not."""
+    process = read(pid)
+    return process is not None and process.start_time == started and process.state not in "ZX"
+
+
+def descendants(root: int, table: Mapping[int, Process] | None = None) -> list[Process]:
+    """Return the living descendants of `root`, without itself; from `table` or from /proc now."""
+    table = read_all() if table is None else table
+    children: dict[int, list[Process]] = {}
+    for process in table.values():
+        children.setdefault(process.ppid, []).append(process)
+    found: list[Process] = []
+    waiting = [root]
+    while waiting:
+        for child in children.get(waiting.pop(), ()):
+            waiting.append(child.pid)
+            if child.state not in "ZX":
+                found.append(child)
+    return found
+
+
+def environment(pid: int) -> dict[str, str]:
+    """Return the environment that `pid` was started with; {} when it is gone or another user's."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            data = file.read()
+    except OSError:
+        return {}
+    pairs = (item.partition(b"=") for item in data.split(b"\0") if b"=" in item)
+    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+
+
+def find_marked(name: str, value: str) -> dict[int, dict[str, str]]:
+    """Return the environments of all living processes that have `name=value` in theirs, by pid.
+
+    Never contains this process.
+    """
+    me = os.getpid()
+    needle = os.fsencode(f"{name}={value}")
+    found: dict[int, dict[str, str]] = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) == me:
+            continue
+        try:
+            with open(f"/proc/{entry}/environ", "rb") as file:
+                if needle not in file.read():
+                    continue
+        except OSError:
+            continue
+        env = environment(int(entry))
+        if env.get(name) == value:
+            found[int(entry)] = env
+    return found
+
+
+def send_signal(pid: int, started: int, signal_number: int) -> bool:
+    """Signal the process (pid, start time), and never one that has the pid by now.
+
+    Returns:
+        Whether it was there to be signalled.
+    """
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:
+        if start_time(pid) != started:
+            return False
+        signal.pidfd_send_signal(pidfd, signal_number)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(pidfd)
+    return True
+
+
+def wait_gone(pid: int, started: int, timeout_s: float) -> bool:
+    """Wait until the process (pid, start time) has ended; return whether it has."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return True
+    try:
+        if start_time(pid) != started:
+            return True
+        poller = select.poll()
+        poller.register(pidfd, select.POLLIN)
+        return bool(poller.poll(max(0.0, timeout_s) * 1000))
+    finally:
+        os.close(pidfd)
+
+
+def kill_marked(
+    name: str, value: str, spare: Callable[[Mapping[str, str]], bool], timeout_s: float = 10.0
+) -> list[int]:
+    """SIGKILL the processes that carry `name=value`, until none is left but those to `spare`.
+
+    Args:
+        spare: told a process's environment; true leaves it alone.
+        timeout_s: processes that the kernel cannot end by then (waiting for a disk) are left.
+
+    Returns:
+        The pids that were killed.
+    """
+    killed: list[int] = []
+    deadline = time.monotonic() + timeout_s
+    while True:
+        victims = [pid for pid, env in find_marked(name, value).items() if not spare(env)]
+        begun = _kill_if_marked(victims, name, value)
+        if not begun:
+            return killed
+        killed += [pid for pid, _ in begun if pid not in killed]
+        for pid, started in begun:
+            wait_gone(pid, started, deadline - time.monotonic())
+        if time.monotonic() > deadline:
+            return killed
+
+
+def _kill_if_marked(pids: Iterable[int], name: str, value: str) -> list[tuple[int, int]]:
+    begun = []
+    for pid in pids:
+        started = start_time(pid)
+        # Asked again: between finding and killing, the pid may have gone to a stranger.
+        if started is None or environment(pid).get(name) != value:
+            continue
+        if send_signal(pid, started, signal.SIGKILL):
+            begun.append((pid, started))
+    return begun

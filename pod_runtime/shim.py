@@ -1,0 +1,468 @@
+"""Hold one pod: start its script, pass stops on, let nothing of it survive, keep its snapshots.
+
+    python -m pod_runtime.shim --pod_dir DIR [--detach] -- CMD...
+
+`pod_runtime.shim_wire` is the contract. One thread; standard library only, because it is started
+for every pod and must outlive everything else of it. The script runs in the current folder and
+with the current environment. `--detach` returns as soon as the shim answers on its socket.
+
+The shim is a child subreaper, so every process of the pod, also one that called setsid or lost its
+parent, stays below it; when it has no child left, no process of the pod is left.
+"""
+
+import contextlib
+import fcntl
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pod_runtime import processes, shim_wire
+from pod_runtime.shim_segments import Segments
+from pod_runtime.shim_wire import LineSocket, PodExit
+
+DEFAULT_GRACE_S = 15.0
+MAX_GRACE_S = 86400.0
+MAX_CONNECTIONS = 100
+KILL_AGAIN_S = 0.1  # a process forked while we killed is met by the next round
+LOG_TAIL_BYTES = 16384
+LOG_TAIL_LINES = 20
+LOG_LINE_CHARS = 500
+# Python and this program ignore or handle these; the script is to find them as any program does.
+_NOT_FOR_THE_SCRIPT = (
+    signal.SIGPIPE, signal.SIGXFSZ, signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD,
+)  # fmt: skip
+
+
+class Script:
+    """The pod's script and everything that descends from it."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        self.pid: int | None = None  # None: it could not be started
+        self.wait_status: int | None = None  # None: it runs
+        self.error = ""  # why it could not be started
+        self.deadline: float | None = None  # monotonic; SIGKILL then. None: nobody stops it
+        self.why = ""  # who stops it
+        self.killed = False  # SIGKILL has been sent
+        self.kill_asked = False
+        self.gone = False  # no process of the pod is left
+        self._log = log
+        self._start(command)
+
+    def _start(self, command: list[str]) -> None:
+        parent = os.getpid()
+        report, child_report = os.pipe()  # closed by a successful exec, else says what failed
+        pid = os.fork()
+        if pid == 0:
+            self._become(command, parent, child_report)
+        os.close(child_report)
+        with os.fdopen(report, "rb") as file:
+            self.error = file.read().decode(errors="replace")
+        self.pid = pid
+
+    def _become(self, command: list[str], parent: int, report: int) -> None:
+        """In the child: turn into the script."""
+        try:
+            os.setpgid(0, 0)  # the shim, alone in its group, is never hit by a signal to one
+            processes.die_with_parent(parent)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            for number in _NOT_FOR_THE_SCRIPT:
+                signal.signal(number, signal.SIG_DFL)
+            os.execvp(command[0], command)
+        except OSError as error:
+            os.write(report, f"cannot start {command[0]}: {error.strerror}".encode())
+        finally:
+            os._exit(127)
+
+    def stop(self, grace_s: float, why: str) -> None:
+        """SIGTERM every process of the pod, SIGKILL after `grace_s`; a repeat may shorten that."""
+        deadline = time.monotonic() + grace_s
+        if self.deadline is not None:
+            self.deadline = min(self.deadline, deadline)
+        elif not self.gone:
+            self.deadline, self.why = deadline, why
+            self._signal(signal.SIGTERM)
+            self._signal(signal.SIGCONT)  # a stopped process cannot act on its SIGTERM
+
+    def kill(self, why: str) -> None:
+        if not self.gone:
+            self.deadline, self.why, self.kill_asked = time.monotonic(), why, True
+            self.tick()
+
+    def tick(self) -> float | None:
+        """Do what is due; return the seconds until the next call, None: not before an event."""
+        if self.gone or self.deadline is None:
+            return None
+        left = self.deadline - time.monotonic()
+        if left > 0:
+            return left
+        self.killed = self._signal(signal.SIGKILL) or self.killed
+        return KILL_AGAIN_S
+
+    def _signal(self, number: int) -> bool:
+        """Signal the pod's process groups: unlike one by one, a fork cannot slip through."""
+        own_group = os.getpgid(0)
+        found = processes.descendants(os.getpid())
+        for group in {process.pgid for process in found} - {own_group, 0}:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, number)
+        for process in found:
+            if process.pgid in (own_group, 0):
+                processes.send_signal(process.pid, process.start_time, number)
+        return bool(found)
+
+    def reap(self) -> None:
+        """Wait for every child that has ended, of whatever descent."""
+        while not self.gone:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                self.gone = True
+                return
+            if pid == 0:
+                return
+            if pid == self.pid:
+                self.wait_status = status
+
+    def exit(self) -> PodExit:
+        """Return how the script ended; only once it is gone."""
+        status = 0 if self.wait_status is None else self.wait_status
+        code = os.waitstatus_to_exitcode(status)
+        if self.error:
+            reason = self.error
+        elif code >= 0:
+            reason = f"exited with code {code}"
+        else:
+            reason = f"ended by {signal.Signals(-code).name}"
+        if self.why:
+            reason = f"{self.why}: {reason}"
+        if self.killed and not self.kill_asked:
+            reason += "; what was left after the grace was killed"
+        return PodExit(
+            code=code if code >= 0 else None,
+            signal=-code if code < 0 else None,
+            reason=reason,
+            last_lines=last_lines(self._log),
+        )
+
+
+class Shim:
+    """The event loop around a script and its segments."""
+
+    def __init__(self, pod_dir: Path, script: Script, listener: socket.socket, wake: int) -> None:
+        self.pod_dir = pod_dir
+        self.script = script
+        self.exit: PodExit | None = None  # None: processes of the pod are left
+        self.segments = Segments()
+        self.released = False
+        self.asked_at = time.monotonic()
+        self._watchers: dict[LineSocket, bool] = {}  # True: wants to be told of the exit
+        self._connections: list[LineSocket] = []
+        self._wake = wake
+        self._listener = listener
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, None)
+        self._selector.register(wake, selectors.EVENT_READ, None)
+        self.signalled = False  # the shim itself was asked to end
+
+    def run(self) -> None:
+        """Return when nothing is left to be held."""
+        while True:
+            self._after_reaping()
+            timeout = self.script.tick()
+            if self.exit is not None:
+                if self._finished():
+                    break
+                timeout = shim_wire.LINGER_S / 10
+            for key, _ in self._selector.select(timeout):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj == self._wake:
+                    self._woken()
+                else:
+                    self._serve(key.data)
+        for connection in list(self._connections):
+            self._drop(connection)
+
+    def _finished(self) -> bool:
+        """Once no process of the pod is left: does nobody need the segments?"""
+        if self.released or not len(self.segments):
+            return True
+        lonely = not self._watchers and time.monotonic() - self.asked_at > shim_wire.LINGER_S
+        return lonely or self.signalled
+
+    def _woken(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            if set(os.read(self._wake, 4096)) & {signal.SIGTERM, signal.SIGINT}:
+                self.signalled = True
+                self.script.stop(_grace_of_environment(), "the shim was told to end")
+
+    def _after_reaping(self) -> None:
+        if self.exit is not None:
+            return
+        script = self.script
+        script.reap()
+        if script.wait_status is not None and not script.gone and script.deadline is None:
+            script.stop(_grace_of_environment(), "the script ended and left processes behind")
+        if script.gone:
+            self.exit = script.exit()
+            self._write_exit(self.exit)
+            for watcher, wants_exit in list(self._watchers.items()):
+                if wants_exit:
+                    self._answer(watcher, {"ok": True, "exit": _exit_json(self.exit)})
+
+    def _write_exit(self, ended: PodExit) -> None:
+        try:
+            shim_wire.write_json(self.pod_dir / "exit.json", _exit_json(ended))
+        except OSError as error:  # disk full, folder gone: who watches is told over the socket
+            sys.stderr.write(f"shim: exit.json not written: {error}\n")
+
+    # --- connections
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # out of descriptors: an idle connection goes, the next try succeeds
+            self._drop_oldest()
+            return
+        connection.setblocking(False)
+        if _peer_uid(connection) not in (os.getuid(), 0):
+            connection.close()
+            return
+        if len(self._connections) >= MAX_CONNECTIONS:
+            self._drop_oldest()
+        line = LineSocket(connection)
+        self._connections.append(line)
+        self._selector.register(connection, selectors.EVENT_READ, line)
+
+    def _drop_oldest(self) -> None:
+        idle = next((c for c in self._connections if c not in self._watchers), None)
+        victim = idle or next(iter(self._connections), None)
+        if victim is not None:
+            self._drop(victim)
+
+    def _drop(self, line: LineSocket) -> None:
+        if line in self._connections:
+            self._connections.remove(line)
+            self._watchers.pop(line, None)
+            self._selector.unregister(line.socket)
+            line.close()
+
+    def _serve(self, line: LineSocket) -> None:
+        try:
+            received = line.receive()
+            while received is not None:
+                message, fds = received
+                self._request(line, message, fds)
+                received = line.pending()
+                if received is None:
+                    return  # not the end, only no further line yet
+            self._drop(line)
+        except BlockingIOError:
+            return
+        # Whatever a request may bring (JSON a thousand brackets deep), the pod goes on.
+        except Exception as error:  # noqa: BLE001
+            self._answer(line, {"ok": False, "error": str(error)})
+            self._drop(line)
+
+    def _answer(self, line: LineSocket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+        try:
+            line.send({**message, "fds": len(fds)}, fds)
+        except OSError:  # gone, or it does not read what it asked for
+            self._drop(line)
+
+    def _request(self, line: LineSocket, message: dict[str, Any], fds: tuple[int, ...]) -> None:
+        self.asked_at = time.monotonic()
+        try:
+            answer, out = self._handle(line, message, fds)
+        except ValueError as error:
+            answer, out = {"ok": False, "error": str(error)}, ()
+        finally:
+            for fd in fds:  # what is kept has been duplicated
+                os.close(fd)
+        self._answer(line, answer, out)
+
+    def _handle(
+        self, line: LineSocket, message: dict[str, Any], fds: tuple[int, ...]
+    ) -> tuple[dict[str, Any], tuple[int, ...]]:
+        """Carry one request out. Raises ValueError with the text of the refusal."""
+        op = message.get("op")
+        if op == "status":
+            return self._status(), ()
+        if op == "stop":
+            grace_s = message.get("grace_s", DEFAULT_GRACE_S)
+            if type(grace_s) not in (int, float) or not 0 <= grace_s <= MAX_GRACE_S:
+                raise ValueError(f"grace_s: expected 0 to {MAX_GRACE_S:g} seconds, got {grace_s!r}")
+            self.script.stop(float(grace_s), "stopped on request")
+        elif op == "kill":
+            self.script.kill("killed on request")
+        elif op == "put":
+            self.segments.put(message.get("segment"), fds)
+        elif op == "get":
+            kept = self.segments.get(message.get("stage"))
+            listed = [shim_wire.segment_json(segment) for segment, _ in kept]
+            return {"ok": True, "segments": listed}, tuple(fd for _, fd in kept)
+        elif op == "drop":
+            self.segments.drop(message.get("below_stage"))
+        elif op == "release":
+            self.segments.clear()
+            self.released = True
+        elif op == "watch":
+            self._watchers[line] = message.get("exit") is True
+            if self._watchers[line] and self.exit is not None:
+                return {"ok": True, "exit": _exit_json(self.exit)}, ()
+        else:
+            raise ValueError(
+                f"op: {op!r} is none of status, stop, kill, put, get, drop, release, watch"
+            )
+        return {"ok": True}, ()
+
+    def _status(self) -> dict[str, Any]:
+        return {
+            "ok": True,
+            "running": self.exit is None,
+            "stopping": self.exit is None and self.script.deadline is not None,
+            "exit": None if self.exit is None else _exit_json(self.exit),
+            "segments": [shim_wire.segment_json(segment) for segment, _ in self.segments.get(None)],
+        }
+
+
+def last_lines(log: Path) -> tuple[str, ...]:
+    """Return the last lines that are not blank, shortened: enough to see why a script ended."""
+    try:
+        with log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - LOG_TAIL_BYTES))
+            text = file.read(LOG_TAIL_BYTES).decode(errors="replace")
+    except OSError:
+        return ()
+    lines = [line[:LOG_LINE_CHARS] for line in text.splitlines() if line.strip()]
+    return tuple(lines[-LOG_TAIL_LINES:])
+
+
+def _exit_json(ended: PodExit) -> dict[str, Any]:
+    return {
+        "code": ended.code,
+        "signal": ended.signal,
+        "reason": ended.reason,
+        "last_lines": list(ended.last_lines),
+    }
+
+
+def _grace_of_environment() -> float:
+    try:
+        return min(max(0.0, float(os.environ.get("EDL_GRACE_S", DEFAULT_GRACE_S))), MAX_GRACE_S)
+    except ValueError:
+        return DEFAULT_GRACE_S
+
+
+def _peer_uid(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int(struct.unpack("3i", credentials)[1])
+
+
+def _lock(pod_dir: Path) -> int:
+    """Make sure that this is the folder's only shim; the lock goes with the process."""
+    fd = os.open(pod_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SystemExit(f"shim: --pod_dir: {pod_dir} has a running shim already") from None
+    return fd
+
+
+def _parse(argv: list[str]) -> tuple[Path, bool, list[str]]:
+    """Return (pod_dir, detach, command). By hand: argparse would double the time of a start."""
+    usage = "usage: python -m pod_runtime.shim --pod_dir DIR [--detach] -- CMD..."
+    if "--" not in argv:
+        raise SystemExit(usage)
+    flags, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+    detach = "--detach" in flags
+    flags = [flag for flag in flags if flag != "--detach"]
+    if len(flags) != 2 or flags[0] != "--pod_dir" or not command:
+        raise SystemExit(usage)
+    pod_dir = Path(flags[1]).absolute()
+    if not pod_dir.is_dir():
+        raise SystemExit(f"shim: --pod_dir: {pod_dir} is not a folder; make it first")
+    return pod_dir, detach, command
+
+
+def _detach() -> int:
+    """Go on in a child; the parent returns to its caller once the child has written to this fd."""
+    ready, child_ready = os.pipe()
+    if os.fork() == 0:
+        os.close(ready)
+        return child_ready
+    os.close(child_ready)
+    with os.fdopen(ready, "rb") as file:
+        os._exit(0 if file.read() else 1)
+
+
+def _wake_on_signals() -> int:
+    """Return a descriptor that gets a byte with the number of each signal that comes."""
+    wake, wake_write = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    return wake
+
+
+def main(argv: list[str]) -> int:
+    """Run the shim in this process; returns when it is not needed any more."""
+    pod_dir, detach, command = _parse(argv)
+    lock = _lock(pod_dir)
+    ready = _detach() if detach else None
+    with contextlib.suppress(PermissionError):  # a session leader already
+        os.setsid()
+    processes.set_child_subreaper()
+    wake = _wake_on_signals()
+    me = {
+        "pid": os.getpid(),
+        "start_time": processes.start_time(os.getpid()),
+        "pod_id": os.environ.get("EDL_POD_ID", pod_dir.name),
+        "argv": command,
+    }
+    shim_wire.write_json(pod_dir / "shim.json", me)
+    listener = shim_wire.bind(pod_dir)
+    listener.setblocking(False)
+    script = Script(command, pod_dir / "log")
+    if ready is not None:
+        os.write(ready, b"1")
+        os.close(ready)
+        _forget_console(pod_dir / "log")
+    try:
+        Shim(pod_dir, script, listener, wake).run()
+    finally:
+        with contextlib.suppress(OSError):
+            (pod_dir / "sock").unlink()
+        os.close(lock)
+    return 0
+
+
+def _forget_console(log: Path) -> None:
+    """Let go of the caller's pipes; what the shim itself may have to say goes to the pod's log."""
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    try:
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:
+        out = null
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    for fd in {null, out} - {0, 1, 2}:
+        os.close(fd)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,44 @@
+"""An elastic Paddle training script: plain.py beside it, with ten lines changed.
+
+python train.py                                        alone, as any script
+edl run --min 1 --max 4 train.py --checkpoint ckpt     elastic, on this machine
+"""
+
+import argparse
+
+import paddle
+import paddle.nn.functional as F
+from digits import make
+
+from pod_runtime import elastic
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--model", choices=["lenet", "resnet50"], default="lenet")
+parser.add_argument("--epochs", type=int, default=20)
+parser.add_argument("--batch_size", type=int, default=64)
+parser.add_argument("--lr", type=float, default=0.02)
+parser.add_argument("--images", type=int, help="train on only so many, for a quick look")
+parser.add_argument("--seed", type=int, default=1)
+parser.add_argument("--checkpoint", default="checkpoint")
+
+
+def count(images, labels):
+    return {"correct": (model(images).argmax(axis=1) == labels).sum()}
+
+
+args = parser.parse_args()
+paddle.seed(args.seed)
+model, train_set, test_set = make(args.model, args.images)
+optimizer = paddle.optimizer.Momentum(args.lr, parameters=model.parameters())
+
+train_loader = paddle.io.DataLoader(train_set, batch_size=args.batch_size, shuffle=True)
+loop = elastic.Loop(model, optimizer, train_loader, epochs=args.epochs, checkpoint=args.checkpoint)
+for epoch in loop.epochs():
+    model.train()
+    for step in epoch:
+        for images, labels in step:
+            step.backward(F.cross_entropy(model(images), labels))
+        step.update()
+    model.eval()
+    result = loop.evaluate(test_set, count, batch_size=256)
+    loop.log(accuracy=result["correct"] / len(test_set))

@@ -1,0 +1,114 @@
+# Shared by the scripts of this folder, which source it; `root` is the repository.
+# shellcheck shell=bash
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+say() { printf '%s\n' "$*" >&2; }
+die() { say "$@"; exit 1; }
+usage_error() { say "$@"; exit 2; }
+
+# Prints the first Python that this project runs on: $PYTHON, else one from PATH.
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.11 python3.12 python3.13; do
+        if "$candidate" -c 'import sys; raise SystemExit(not (3, 11) <= sys.version_info < (3, 14))' \
+            >/dev/null 2>&1; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    die "No Python 3.11 to 3.13 found; install one (Debian: sudo apt-get install python3 python3-venv)," \
+        "or name it: PYTHON=/path/to/python3.11 $0"
+}
+
+# Prints how many NVIDIA GPUs the driver shows; 0 without a driver.
+gpu_count() {
+    if [ -n "${EDL_NO_GPU:-}" ] || ! command -v nvidia-smi >/dev/null 2>&1; then
+        echo 0
+    else
+        nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true
+    fi
+}
+
+# Runs a command, its output in a log that is shown only if it fails. On a terminal, one line
+# tells what it is at.
+quietly() {
+    local what="$1" log="$2" pid status=0 start=$SECONDS
+    shift 2
+    "$@" >>"$log" 2>&1 &
+    pid=$!
+    trap 'kill "$pid" 2>/dev/null; exit 130' INT TERM
+    if [ -t 2 ]; then
+        while kill -0 "$pid" 2>/dev/null; do
+            printf '\r\033[K  %s  %ds  %s' "$what" "$((SECONDS - start))" \
+                "$(tail -n 1 "$log" 2>/dev/null | tr -d '\r' | cut -c 1-50)" >&2
+            sleep 0.3
+        done
+        printf '\r\033[K' >&2
+    else
+        say "  $what"
+    fi
+    wait "$pid" || status=$?
+    trap - INT TERM
+    if [ "$status" -ne 0 ]; then
+        tail -n 25 "$log" >&2
+        say "$what: failed with exit code $status; all of it is in $log"
+    fi
+    return "$status"
+}
+
+# Prints the line for a .pth file that lends the packages of another Python ($1) to ours.
+borrow_line() {
+    "$1" -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))'
+}
+
+# Makes $root/.venv with these extras of pyproject.toml ($1), once: a stamp holds the digest of what it
+# was made from. "dev" contains all that "examples" needs, so either is satisfied by it.
+# Leaves the interpreter in $python.
+ensure_venv() {
+    local extras="$1" venv="$root/.venv" digest stamp log base="" framework=paddle
+    python="$venv/bin/python"
+    digest="$(cat "$root/pyproject.toml" "$root/setup.py" "${BASH_SOURCE[0]}" | sha256sum | cut -d ' ' -f 1)"
+    log="$venv/install.log"
+    for stamp in "$venv/.made-for-dev" "$venv/.made-for-$extras"; do
+        if [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$digest" ]; then
+            return
+        fi
+    done
+
+    base="$(find_python)"
+    "$base" -c 'import ensurepip, venv' >/dev/null 2>&1 || die \
+        "$base cannot make virtual environments; on Debian or Ubuntu: sudo apt-get install python3-venv"
+    if [ ! -x "$python" ] || ! "$python" -c '' 2>/dev/null; then
+        rm -rf "$venv"
+        "$base" -m venv "$venv" || die "$venv could not be made; is the disk full or read-only?"
+    fi
+    rm -f "$venv"/.made-for-*
+    if [ "$(gpu_count)" -gt 0 ]; then
+        if "$python" "$root/scripts/gpu_paddle.py" >/dev/null 2>&1; then
+            framework=gpu
+        elif "$base" "$root/scripts/gpu_paddle.py" >/dev/null 2>&1; then
+            say "  $base has a Paddle that runs on this GPU: it is used."
+            borrow_line "$base" >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
+            framework=gpu
+        fi
+    fi
+    : >"$log"
+    quietly "Installing EDL and what it needs into .venv, once (about 250 MB, a minute or two)" "$log" \
+        "$python" -m pip install --disable-pip-version-check --no-input --progress-bar off \
+        --editable "$root[$framework,$extras]" || exit 1
+    printf '%s\n' "$digest" >"$venv/.made-for-$extras"
+}
+
+# For programs that need EDL but no test tools: $EDL_PYTHON, else .venv, else the caller's Python
+# where EDL is installed in it, else .venv made now. Leaves the interpreter in $python.
+ensure_python() {
+    python="${EDL_PYTHON:-}"
+    if [ -n "$python" ]; then
+        return
+    fi
+    if [ ! -d "$root/.venv" ] && python="$(command -v python3)" &&
+        (cd / && "$python" -c 'import job_server.app, job_client, pod_runtime' 2>/dev/null); then
+        return
+    fi
+    ensure_venv examples
+}

@@ -1,0 +1,364 @@
+"""Show elastic training on this machine: one job, seven stages, one kill -9, and the proof.
+
+`./scripts/quickstart.sh` installs what is needed and starts this. Exit code 0 means that everything
+promised held; 1 that something did not; 130 after Ctrl-C, with everything cleaned up.
+"""
+
+import argparse
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # so that this file also runs by its path
+
+from job_server.api_client import ApiClient, ApiError  # noqa: E402 - after the path
+
+from job_server.wire import JobSpec, JobStatus, ScriptKind, ScriptSpec  # noqa: E402
+from scripts import quickstart_view as view  # noqa: E402
+from scripts.quickstart_io import (  # noqa: E402
+    JOB_ID,
+    Processes,
+    QuickstartError,
+    Screen,
+    free_port,
+    tail,
+)
+from scripts.quickstart_plan import (  # noqa: E402
+    RECIPES,
+    TRAIN_IMAGES,
+    Change,
+    Recipe,
+    checks,
+    committed,
+    epochs_for,
+    images_per_second,
+    plan_changes,
+    timeline_yaml,
+)
+
+EXAMPLE = ROOT / "examples" / "digits"
+SILENCE_S = 120.0  # without a step or a change: something hangs
+LOOK_S = 0.2
+TRIAL_EPOCHS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    model: str
+    pods: int  # at most; the job starts with one fewer
+    epochs: int | None  # None: as many as outlast the timeline on this machine
+    gap_s: float | None  # None: the recipe's
+    seed: int
+    gpus: bool
+    out: Path
+
+    @property
+    def recipe(self) -> Recipe:
+        return RECIPES[self.model]
+
+
+# --- the acts -----------------------------------------------------------------------------------
+
+
+def train_alone(config: Config, processes: Processes, screen: Screen) -> float:
+    """Run the training script by itself for a few short epochs; return images per second."""
+    argv = [
+        sys.executable, str(EXAMPLE / "train.py"), "--model", config.model,
+        "--epochs", str(TRIAL_EPOCHS), "--images", str(config.recipe.trial_images),
+        "--batch_size", str(config.recipe.batch_size), "--checkpoint", "",
+    ]  # fmt: skip
+    env = {**processes.env, "EDL_MAX_TRAINERS": str(config.pods), "OMP_NUM_THREADS": "1"}
+    log = processes.log("alone")
+    epochs: list[float] = []
+    with (
+        log.open("w") as copy,
+        subprocess.Popen(
+            argv, env=env, cwd=EXAMPLE, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        ) as process,
+    ):  # fmt: skip
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                copy.write(line)
+                if "accuracy" in line:
+                    epochs.append(time.monotonic())
+                    screen.live(line.strip())
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode or len(epochs) < 2:
+        raise QuickstartError(
+            f"{EXAMPLE / 'train.py'} alone ended with exit code {process.returncode}; "
+            f"{log} ends so:\n{tail(log)}"
+        )
+    fastest = min(after - before for before, after in itertools.pairwise(epochs))
+    return images_per_second(config.recipe.trial_images, fastest)
+
+
+def start_server(config: Config, processes: Processes) -> ApiClient:
+    port = free_port()
+    processes.start(
+        "job_server",
+        [
+            sys.executable, "-m", "job_server", "--no_job", "--server_port", str(port),
+            "--db", str(config.out / "job_server.db"), "--heartbeat_s", "0.5",
+        ],
+    )  # fmt: skip
+    api = ApiClient(f"http://127.0.0.1:{port}")
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            api.health()
+            return api
+        except ApiError as error:
+            processes.check()
+            if time.monotonic() > deadline:
+                raise QuickstartError(f"the job server does not answer: {error}") from error
+            time.sleep(0.05)
+
+
+def start_job(
+    config: Config, changes: tuple[Change, ...], epochs: int, api: ApiClient, processes: Processes
+) -> None:
+    api.submit(
+        JobSpec(
+            job_id=JOB_ID,
+            min_pods=1,
+            max_pods=config.pods,
+            pods=config.pods - 1,
+            script=ScriptSpec(kind=ScriptKind.TIMELINE, text=timeline_yaml(changes)),
+            grace_s=5.0,
+        )
+    )
+    slots = [] if config.gpus else ["--cpu_slots", str(config.pods)]
+    processes.start(
+        "job_client",
+        [
+            sys.executable, "-m", "job_client", "--job_server", api.url,
+            "--log_dir", str(config.out / "logs"), "--pod_path", str(config.out / "pods"),
+            *slots, "--port_range", "auto", "--grace_s", "5", str(EXAMPLE / "train.sh"),
+            "--model", config.model, "--epochs", str(epochs), "--seed", str(config.seed),
+            "--batch_size", str(config.recipe.batch_size),
+            "--checkpoint", str(config.out / "checkpoint"),
+        ],
+    )  # fmt: skip
+
+
+def follow(config: Config, api: ApiClient, processes: Processes, screen: Screen) -> JobStatus:
+    """Show the job's life until it has ended."""
+    before: JobStatus | None = None
+    recent: deque[tuple[float, int]] = deque(maxlen=16)  # (when, step)
+    moved_at = time.monotonic()
+    while True:
+        status = api.status(JOB_ID)
+        now = time.monotonic()
+        for line in view.news(before, status, screen.style):
+            screen.news(line)
+        if status.state.ended:
+            return status
+        if before is None or status.step != before.step or status.revision != before.revision:
+            moved_at = now
+        if now - moved_at > SILENCE_S:
+            raise QuickstartError(
+                f"no step for {SILENCE_S:.0f} s: {status.state.value}, {status.reason}; "
+                f"the logs are in {config.out / 'logs'}"
+            )
+        if before is None or status.stage != before.stage or status.step < before.step:
+            recent.clear()
+        if not recent or status.step != recent[-1][1]:
+            recent.append((now, status.step))
+        screen.live(view.live_line(status, _speed(recent, config.recipe.batch_size), screen.style))
+        before = status
+        processes.check()
+        time.sleep(LOOK_S)
+
+
+def _speed(recent: deque[tuple[float, int]], batch_size: int) -> float | None:
+    if len(recent) < 3:
+        return None
+    (began, first), (ended, last) = recent[0], recent[-1]
+    return (last - first) * batch_size / (ended - began)
+
+
+def verify(config: Config, processes: Processes) -> tuple[bool, str]:
+    """Return whether the ledger proves that each sample counted once per epoch, and its words."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pod_runtime.verify", str(config.out / "checkpoint")],
+        env=processes.env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    processes.log("verify").write_text(done.stdout + done.stderr)
+    said = (done.stdout.strip() or done.stderr.strip() or "no answer").splitlines()
+    return done.returncode == 0, f"verify: {said[-1]}"
+
+
+def show_end(
+    config: Config, status: JobStatus, verified: tuple[bool, str], leftovers: tuple[str, ...],
+    screen: Screen,
+) -> bool:  # fmt: skip
+    """Print the table and the checks; return whether all held."""
+    style = screen.style
+    screen.say()
+    header, *rows = view.stage_table(committed(status.stages))
+    screen.say("  " + style.bold(header))
+    for row in rows:
+        screen.say("  " + row)
+    screen.say()
+    screen.say("  " + view.account_line(status.account))
+    screen.say()
+    results = checks(
+        status,
+        verified=verified[0],
+        verdict=verified[1],
+        floor=config.recipe.floor,
+        leftovers=leftovers,
+    )
+    for line in view.check_lines(results, style):
+        screen.say("  " + line)
+    screen.say()
+    for name, path in (
+        ("logs", "logs"), ("checkpoints", "checkpoint"), ("status page, as it was", "status.html"),
+    ):  # fmt: skip
+        screen.say(f"  {name:<24}{config.out / path}")
+    return all(each.holds for each in results)
+
+
+def run(config: Config, screen: Screen) -> bool:
+    style = screen.style
+    processes = Processes(config.out)
+    recipe = config.recipe
+    changes = plan_changes(config.pods, config.gap_s or recipe.gap_s)
+    kind = "GPUs" if config.gpus else "CPU slots"
+    leftovers: tuple[str, ...] = ()
+    try:
+        screen.say(style.bold(f"EDL quickstart: {config.model} on 1,797 handwritten digits"))
+        screen.say(f"  {config.pods} {kind}, one trainer each; everything goes to {config.out}")
+        api = start_server(config, processes)
+        screen.say(f"  status page: {api.url}/")
+        screen.say()
+        epochs = config.epochs
+        if epochs is None:
+            screen.news(
+                "first the script alone, as any Paddle script, to learn this machine's speed"
+            )
+            alone = train_alone(config, processes, screen)
+            epochs = epochs_for(
+                changes, alone, config.pods, None if config.gpus else os.cpu_count()
+            )
+            screen.news(f"{alone:,.0f} images/s; {epochs} epochs of {TRAIN_IMAGES:,} images it is")
+        screen.news(f"now elastic: a change every {changes[0].at_s:g} s, among them one kill -9")
+        start_job(config, changes, epochs, api, processes)
+        status = follow(config, api, processes, screen)
+        screen.news(f"{status.state.value}: {status.reason}")
+        (config.out / "status.html").write_text(api.page())
+        (config.out / "timeline.yaml").write_text(timeline_yaml(changes))
+    finally:
+        # From here on Ctrl-C would only leave processes behind.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        screen.live("stopping what was started")
+        leftovers = processes.stop()
+    return show_end(config, status, verify(config, processes), leftovers, screen)
+
+
+# --- the command line ---------------------------------------------------------------------------
+
+
+def parse(argv: list[str] | None = None) -> Config:
+    parser = argparse.ArgumentParser(prog="quickstart.sh", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=sorted(RECIPES), default="lenet")
+    parser.add_argument("--pods", type=int, help="the most pods; default: 3, or the GPUs up to 4")
+    parser.add_argument("--epochs", type=int, help="default: as many as this needs to show itself")
+    parser.add_argument("--gap_s", type=float, help="seconds between changes; default by model")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto")
+    parser.add_argument("--out", type=Path, help="folder for all that is written; must not exist")
+    args = parser.parse_args(argv)
+    usable, why_not = usable_gpus() if args.device != "cpu" else (0, "")
+    pods = args.pods if args.pods is not None else (min(4, usable) if usable >= 2 else 3)
+    for name, value, low in (("--pods", pods, 2), ("--epochs", args.epochs, 1)):
+        if value is not None and value < low:
+            parser.error(f"argument {name}: must be at least {low}, got {value}")
+    if args.gap_s is not None and not 0.5 <= args.gap_s <= 3600:
+        parser.error(f"argument --gap_s: must be between 0.5 and 3600, got {args.gap_s:g}")
+    if args.device == "gpu" and usable < pods:
+        parser.error(f"argument --device: {usable} usable GPUs for {pods} pods: {why_not}")
+    if why_not and args.device == "auto":
+        print(f"  CPU it is: {why_not}", file=sys.stderr)
+    out = args.out or ROOT / "edl_run" / time.strftime("quickstart-%Y%m%d-%H%M%S")
+    try:
+        out.mkdir(parents=True)
+    except OSError as error:
+        parser.error(f"argument --out: {out}: {error.strerror}; name a folder that can be made")
+    return Config(
+        model=args.model,
+        pods=pods,
+        epochs=args.epochs,
+        gap_s=args.gap_s,
+        seed=args.seed,
+        gpus=usable >= pods,
+        out=out.resolve(),
+    )
+
+
+def usable_gpus() -> tuple[int, str]:
+    """Return how many GPUs the trainers can use, and why not more where GPUs are seen."""
+    try:
+        seen = int(subprocess.check_output(["nvidia-smi", "--list-gpus"]).count(b"GPU "))
+    except (OSError, subprocess.CalledProcessError):
+        return 0, ""
+    if seen == 0 or os.environ.get("EDL_NO_GPU"):
+        return 0, ""
+    if seen == 1:
+        return 1, "this machine has one GPU, and pods that come and go need two or more"
+    probe = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "gpu_paddle.py")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if probe.returncode == 0:
+        return seen, ""
+    said = (probe.stdout.strip() or probe.stderr.strip()[-300:]).splitlines()
+    return 0, (
+        f"{said[-1] if said else 'Paddle does not run on the GPUs'}. For the GPUs, install the "
+        "build that fits your driver into .venv: https://www.paddlepaddle.org.cn/en/install/quick "
+        "(the newest paddlepaddle-gpu that pip finds by itself, 2.6.2, does not run on newer GPUs)"
+    )
+
+
+def _end(number: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def main() -> int:
+    config = parse()
+    screen = Screen(sys.stdout)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
+    try:
+        held = run(config, screen)
+    except KeyboardInterrupt:
+        screen.say("Interrupted; everything that was started has been stopped.")
+        return 130
+    except (QuickstartError, ApiError) as error:
+        screen.say(f"{screen.style.cross} {error}")
+        return 1
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

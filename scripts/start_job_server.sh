@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# Start the job server in the background. Without arguments: this node, one pod per GPU (or CPU slot),
+# and the change of the pod set every 900 s; all arguments go to `python -m job_server`.
+#   --foreground   stay in front        --stop   end the one that runs        --help   all options
+# Honours PADDLE_TRAINERS (node IPs; the first hosts the server), PADDLE_JOB_ID, EDL_TOKEN.
+set -euo pipefail
+here="$(dirname "${BASH_SOURCE[0]}")"
+source "$here/lib.sh"
+source "$here/background.sh"
+
+foreground="" stop="" args=()
+for argument in "$@"; do
+    case "$argument" in
+        --foreground) foreground=yes ;;
+        --stop) stop=yes ;;
+        *) args+=("$argument") ;;
+    esac
+done
+for argument in "$@"; do
+    case "$argument" in -h | --help)
+        ensure_python
+        sed -n '2,5s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+        exec "$python" -m job_server --help
+        ;;
+    esac
+done
+
+nodes="${PADDLE_TRAINERS:-127.0.0.1}"
+port="$(option server_port 8180 ${args[@]+"${args[@]}"})"
+case "$port" in
+    '' | *[!0-9]*) usage_error "--server_port: expected a port number, got '$port'" ;;
+esac
+name="job_server_$port"
+mkdir -p "$state" || die "$state cannot be made; name another folder: EDL_STATE_DIR=DIR $0"
+if [ -n "$stop" ]; then
+    stop_background "$name" 30
+    exit
+fi
+
+ensure_python
+address="${nodes%%,*}"
+slots="$(gpu_count)"
+[ "$slots" -gt 0 ] || slots="$(cpu_slots)"
+command=("$python" -m job_server --node_ips "$nodes" --server_port "$port"
+    --gpu_num_of_node "$slots" --pod_num_of_node "$slots" --db "$state/$name.db")
+if [ -n "${PADDLE_JOB_ID:-}" ]; then
+    command+=(--job_id "$PADDLE_JOB_ID")
+fi
+case "$address" in
+    127.* | localhost | ::1) ;;
+    *) command+=(--bind "$address") ;;  # which wants a token: the server says so if there is none
+esac
+command+=(${args[@]+"${args[@]}"})
+
+bound="$(option bind "$address" ${args[@]+"${args[@]}"})"
+case "$bound" in 0.0.0.0 | ::) bound=127.0.0.1 ;; esac
+url="http://$bound:$port"
+pid="$(running_pid "$state/$name.pid")"
+if [ -n "$pid" ]; then
+    say "The job server runs already (pid $pid): $url/   Stop it: $0 --stop --server_port $port"
+    exit 0
+fi
+if [ -n "$foreground" ]; then
+    exec "${command[@]}"
+fi
+in_background "$name" "${command[@]}"
+for _ in $(seq 150); do
+    if [ -z "$(running_pid "$state/$name.pid")" ]; then
+        give_up "$name" "ended at once"
+    fi
+    if server_answers "$url"; then
+        say "The job server runs (pid $started_pid): $url/"
+        say "  look:  $python -m edl status --job_server $url     log: $state/$name.log"
+        say "  stop:  $0 --stop$([ "$port" = 8180 ] || echo " --server_port $port")"
+        exit 0
+    fi
+    sleep 0.1
+done
+give_up "$name" "does not answer at $url"

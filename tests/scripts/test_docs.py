@@ -1,0 +1,86 @@
+"""What the documents show is what the code does."""
+
+import ast
+import difflib
+import re
+from pathlib import Path
+
+import pytest
+
+from job_server.change_script import parse_script
+from job_server.wire import JobSpec, ScriptKind, ScriptSpec, WireError
+
+ROOT = Path(__file__).resolve().parents[2]
+DIGITS = ROOT / "examples" / "digits"
+
+
+def blocks(document: str, language: str) -> list[str]:
+    text = (ROOT / document).read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def code(path: Path) -> list[str]:
+    """The lines after the module's docstring."""
+    text = path.read_text()
+    first = ast.parse(text).body[0]
+    assert first.end_lineno is not None
+    return text.splitlines()[first.end_lineno :]
+
+
+def the_difference() -> list[str]:
+    before, after = code(DIGITS / "plain.py"), code(DIGITS / "train.py")
+    lines = list(difflib.unified_diff(before, after, n=2, lineterm=""))[2:]
+    return ["..." if line.startswith("@@") else line for line in lines][1:]
+
+
+def test_the_diff_in_readme_is_the_difference_of_the_two_scripts():
+    (shown,) = blocks("README.md", "diff")
+    assert shown.splitlines() == the_difference()
+
+
+def test_a_plain_script_becomes_elastic_by_at_most_ten_lines():
+    added = [line for line in the_difference() if line.startswith("+") and line[1:].strip()]
+    assert len(added) <= 10
+
+
+def test_the_loop_in_the_guide_is_the_one_of_the_example():
+    text = (DIGITS / "train.py").read_text()
+    example = [line for line in text[text.index("for epoch in") :].splitlines() if line]
+    (guide,) = (block for block in blocks("docs/training-scripts.md", "python") if "Loop(" in block)
+    assert guide[guide.index("for epoch in") :].splitlines() == example
+
+
+@pytest.mark.parametrize("text", blocks("docs/change-scripts.md", "yaml"))
+def test_every_timeline_in_the_guide_is_accepted(text: str):
+    spec = ScriptSpec(kind=ScriptKind.TIMELINE, text=text)
+    assert parse_script(spec, JobSpec(job_id="j", max_pods=8)).change(0) is not None
+
+
+@pytest.mark.parametrize("text", blocks("docs/change-scripts.md", "csv"))
+def test_every_trace_in_the_guide_is_accepted(text: str):
+    spec = ScriptSpec(kind=ScriptKind.TRACE, text=text)
+    assert parse_script(spec, JobSpec(job_id="j", max_pods=8)).change(2) is not None
+
+
+def test_the_refusal_in_the_guide_is_the_one_of_the_code():
+    guide = (ROOT / "docs" / "change-scripts.md").read_text()
+    text = "- {at: 5s, add: 1}\n- {at: 6s, add: 1}\n- {at: 5x, add: 1}\n"
+    with pytest.raises(WireError) as refusal:
+        parse_script(ScriptSpec(kind=ScriptKind.TIMELINE, text=text), JobSpec(job_id="j"))
+    assert f"`{refusal.value}`" in guide
+
+
+@pytest.mark.parametrize(
+    "document", ["README.md", "CHANGELOG.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+)
+def test_links_between_documents_lead_somewhere(document: str):
+    path = ROOT / document
+    links = re.findall(r"\]\((?!https?://|#)([^)#]+)", path.read_text())
+    missing = [link for link in links if not (path.parent / link).exists()]
+    assert missing == []
+
+
+def test_every_command_in_readme_that_is_a_file_exists_and_may_be_run():
+    named = set(re.findall(r"\./(scripts/[a-z_]+\.sh)", (ROOT / "README.md").read_text()))
+    assert named >= {"scripts/quickstart.sh", "scripts/test.sh", "scripts/start_job_server.sh"}
+    assert [name for name in sorted(named) if not (ROOT / name).stat().st_mode & 0o100] == []

@@ -1,0 +1,120 @@
+"""The installation of quickstart.sh and test.sh, with a Python that only notes its calls."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Says yes to every question, makes a "virtual environment" of copies of itself, notes pip's calls.
+FAKE_PYTHON = """#!/bin/bash
+case "$1 $2" in
+    "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    "-m pip")
+        echo "pip $*" >>"$CALLS"
+        echo "pip says something"
+        exit "${PIP_EXIT:-0}" ;;
+    "-c "*"ensurepip"*) exit "${ENSUREPIP_EXIT:-0}" ;;
+    "-c "*"version_info"*) exit "${VERSION_EXIT:-0}" ;;
+esac
+"""
+
+
+class Checkout:
+    """A copy of what the installation looks at, and a way to run it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "clone with a blank"
+        (self.root / "scripts").mkdir(parents=True)
+        for name in ("pyproject.toml", "setup.py", "scripts/lib.sh"):
+            shutil.copy(ROOT / name, self.root / name)
+        self.python = folder / "python-that-notes"
+        self.python.write_text(FAKE_PYTHON)
+        self.python.chmod(0o755)
+        self.calls = folder / "calls"
+
+    def install(self, extras: str, **env: str) -> subprocess.CompletedProcess[str]:
+        script = f'source scripts/lib.sh; ensure_venv {extras}; echo "has $python"'
+        return subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script],
+            cwd=self.root,
+            env={
+                "PATH": os.environ["PATH"],
+                "PYTHON": str(self.python),
+                "CALLS": str(self.calls),
+                "EDL_NO_GPU": "1",
+                **env,
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def pip_calls(self) -> list[str]:
+        return self.calls.read_text().splitlines() if self.calls.exists() else []
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+def test_the_first_run_installs_and_the_second_asks_pip_nothing(checkout: Checkout):
+    first, second = checkout.install("examples"), checkout.install("examples")
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert first.stdout == second.stdout == f"has {checkout.root}/.venv/bin/python\n"
+    (call,) = checkout.pip_calls()
+    assert call.endswith(f"--editable {checkout.root}[paddle,examples]")
+    assert second.stderr == ""
+
+
+def test_pip_is_not_heard_when_it_succeeds(checkout: Checkout):
+    assert "pip says" not in checkout.install("examples").stderr
+
+
+def test_other_requirements_are_installed_anew(checkout: Checkout):
+    checkout.install("examples")
+    (checkout.root / "pyproject.toml").write_text("other")
+    checkout.install("examples")
+    assert len(checkout.pip_calls()) == 2
+
+
+def test_what_the_tests_need_contains_what_the_quickstart_needs_but_not_the_reverse(
+    checkout: Checkout,
+):
+    checkout.install("examples")
+    checkout.install("dev")
+    assert len(checkout.pip_calls()) == 2
+    checkout.install("examples")
+    checkout.install("dev")
+    assert len(checkout.pip_calls()) == 2
+
+
+def test_a_failed_installation_is_shown_fails_and_is_tried_again(checkout: Checkout):
+    failed = checkout.install("examples", PIP_EXIT="3")
+    assert failed.returncode == 1
+    assert "pip says something" in failed.stderr
+    assert "failed with exit code 3" in failed.stderr
+    assert "has" not in failed.stdout
+    assert checkout.install("examples").returncode == 0
+    assert len(checkout.pip_calls()) == 2
+
+
+def test_a_python_without_venv_is_told_which_package_is_missing(checkout: Checkout):
+    refused = checkout.install("examples", ENSUREPIP_EXIT="1")
+    assert refused.returncode == 1
+    assert "apt-get install python3-venv" in refused.stderr
+    assert not (checkout.root / ".venv").exists()
+
+
+def test_without_a_fitting_python_the_versions_are_named(checkout: Checkout, tmp_path: Path):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("bash", "cat", "cut", "dirname", "sha256sum"):
+        (tools / name).symlink_to(shutil.which(name) or name)
+    refused = checkout.install("examples", VERSION_EXIT="1", PATH=str(tools))
+    assert refused.returncode == 1
+    assert "No Python 3.11 to 3.13 found" in refused.stderr

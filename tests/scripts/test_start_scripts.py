@@ -1,0 +1,205 @@
+"""The start scripts: the command lines that they make, and real programs in the background."""
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from job_server.api_client import ApiClient
+from tests.support import free_port, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVER = ROOT / "scripts" / "start_job_server.sh"
+CLIENT = ROOT / "scripts" / "start_job_client.sh"
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Run one of the scripts with this test's own folder for pid files and logs."""
+
+    def call(script: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+        ours = {k: v for k, v in os.environ.items() if not k.startswith(("PADDLE_", "EDL_"))}
+        ours |= {
+            "EDL_STATE_DIR": str(tmp_path / "state"),
+            "EDL_PYTHON": sys.executable,
+            "EDL_NO_GPU": "1",
+            "EDL_CPU_SLOTS": "2",
+        }
+        return subprocess.run(
+            ["bash", str(script), *args],
+            env=ours | env,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return call
+
+
+@pytest.fixture
+def command_of(run: Run, tmp_path: Path) -> Callable[..., list[str]]:
+    """Return the command line that a script would run, without the Python before it."""
+    echo = tmp_path / "bin" / "python"
+    echo.parent.mkdir()
+    echo.write_text("#!/bin/bash\nprintf '%q ' \"$@\"\n")
+    echo.chmod(0o755)
+
+    def command(script: Path, *args: str, **env: str) -> list[str]:
+        done = run(script, "--foreground", *args, EDL_PYTHON=str(echo), **env)
+        assert done.returncode == 0, done.stderr
+        return shlex.split(done.stdout)
+
+    return command
+
+
+@pytest.fixture
+def port(run: Run) -> Iterator[str]:
+    """A port for a server that does not outlive the test."""
+    number = str(free_port())
+    yield number
+    run(CLIENT, "--stop")
+    run(SERVER, "--stop", "--server_port", number)
+
+
+def value(command: list[str], flag: str) -> str:
+    """The value that argparse would take: the last one."""
+    return command[len(command) - 1 - command[::-1].index(flag) + 1]
+
+
+def test_the_server_without_arguments_is_this_node_with_one_pod_per_slot(command_of):
+    command = command_of(SERVER)
+    assert command[:2] == ["-m", "job_server"]
+    assert value(command, "--node_ips") == "127.0.0.1"
+    assert value(command, "--gpu_num_of_node") == value(command, "--pod_num_of_node") == "2"
+    assert "--bind" not in command
+
+
+def test_the_first_of_paddle_trainers_hosts_the_server(command_of):
+    nodes = {"PADDLE_TRAINERS": "10.0.0.7,10.0.0.8"}
+    command = command_of(SERVER, **nodes)
+    assert value(command, "--node_ips") == "10.0.0.7,10.0.0.8"
+    assert value(command, "--bind") == "10.0.0.7"
+    assert value(command_of(CLIENT, **nodes), "--job_server") == "http://10.0.0.7:8180"
+
+
+def test_the_users_own_flags_come_last_and_so_win(command_of):
+    command = command_of(SERVER, "--pod_num_of_node", "1", "--time_interval_to_change", "30")
+    assert value(command, "--pod_num_of_node") == "1"
+    assert value(command, "--time_interval_to_change") == "30"
+
+
+@pytest.mark.parametrize(
+    ("args", "env", "server"),
+    [
+        pytest.param([], {}, "http://127.0.0.1:8180", id="nothing said"),
+        pytest.param([], {"PADDLE_JOBSERVER": "http://h:1"}, "http://h:1", id="PADDLE_JOBSERVER"),
+        pytest.param([], {"PADDLE_JOBSERVER": "h:1"}, "http://h:1", id="without the scheme"),
+        pytest.param(
+            ["--job_server", "http://flag:2"], {"PADDLE_JOBSERVER": "h:1"}, "http://flag:2",
+            id="the flag wins",
+        ),
+    ],
+)  # fmt: skip
+def test_which_server_the_client_talks_to(command_of, args, env, server):
+    assert value(command_of(CLIENT, *args, **env), "--job_server") == server
+
+
+@pytest.mark.parametrize(
+    "args", [[], ["--grace_s", "3"], ["--cpu_slots=4", "--log_level", "10"]], ids=str
+)
+def test_a_client_that_is_told_no_script_trains_the_digits(command_of, args):
+    command = command_of(CLIENT, *args)
+    assert str(ROOT / "examples" / "digits" / "train.sh") in command
+    assert value(command, "--cpu_slots") == "2"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["./my.sh"], ["--grace_s", "3", "./my.sh", "--lr", "1"], ["--grace_s=3", "my.sh"],
+     ["--jobs_dir", "jobs"]],
+    ids=str,
+)  # fmt: skip
+def test_a_client_that_is_told_what_to_run_runs_only_that(command_of, args):
+    command = command_of(CLIENT, *args)
+    assert command[-len(args) :] == args
+    assert not any("digits" in word for word in command)
+
+
+def test_the_checkpoint_path_of_the_original_is_honoured(command_of):
+    command = command_of(CLIENT, PADDLE_EDL_FLEET_CHECKPOINT_PATH="/data/check points")
+    assert value(command, "--checkpoint") == "/data/check points"
+
+
+def test_a_server_starts_once_and_stops(run: Run, port: str):
+    api = ApiClient(f"http://127.0.0.1:{port}")
+    first = run(SERVER, "--server_port", port)
+    assert first.returncode == 0, first.stderr
+    assert "--stop" in first.stderr
+    pid = int(first.stderr.split("pid ")[1].split(")")[0])
+    server_id = api.health()["server_id"]
+
+    second = run(SERVER, "--server_port", port)
+    assert second.returncode == 0
+    assert f"runs already (pid {pid})" in second.stderr
+    assert api.health()["server_id"] == server_id
+
+    assert run(SERVER, "--stop", "--server_port", port).returncode == 0
+    assert not psutil.pid_exists(pid)
+    again = run(SERVER, "--stop", "--server_port", port)
+    assert again.returncode == 0
+    assert "does not run" in again.stderr
+
+
+def test_a_server_that_cannot_start_says_why_and_leaves_no_pid_file(
+    run: Run, tmp_path: Path, port: str
+):
+    refused = run(SERVER, "--server_port", port, "--time_interval_to_change", "soon")
+    assert refused.returncode == 1
+    assert "soon" in refused.stderr
+    assert list((tmp_path / "state").glob("*.pid")) == []
+
+
+def test_a_port_that_is_no_number_is_a_wrong_command_line(run: Run):
+    refused = run(SERVER, "--server_port", "many")
+    assert refused.returncode == 2
+    assert "'many'" in refused.stderr
+
+
+def test_a_process_that_has_taken_over_the_pid_is_not_stopped(run: Run, tmp_path: Path):
+    bystander = subprocess.Popen(["sleep", "60"])
+    try:
+        (tmp_path / "state").mkdir()
+        (tmp_path / "state" / "job_client.pid").write_text(f"{bystander.pid} 1\n")
+        stopped = run(CLIENT, "--stop")
+        assert "does not run" in stopped.stderr
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_a_client_runs_a_script_until_it_is_stopped(run: Run, tmp_path: Path, port: str):
+    """The script is the user's own; the pod must be gone when --stop returns."""
+    script = tmp_path / "train.sh"
+    script.write_text(f"echo $$ >{shlex.quote(str(tmp_path / 'pid'))}\nexec sleep 600\n")
+    assert run(SERVER, "--server_port", port).returncode == 0
+    started = run(
+        CLIENT, "--job_server", f"http://127.0.0.1:{port}", "--port_range", "auto",
+        "--grace_s", "1", str(script),
+    )  # fmt: skip
+    assert started.returncode == 0, started.stderr
+    wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip())
+    pid = int((tmp_path / "pid").read_text())
+    assert "runs already" in run(CLIENT).stderr
+
+    stopped = run(CLIENT, "--stop")
+    assert stopped.returncode == 0, stopped.stderr
+    assert not psutil.pid_exists(pid)

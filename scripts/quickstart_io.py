@@ -111,10 +111,10 @@ class Processes:
         self._started.clear()
         left = self._left_over()
         _gone, alive = psutil.wait_procs(left, timeout=3)  # a shim may be just about to leave
-        names = tuple(_describe(process) for process in alive)
+        names = tuple(_describe(each) for each in alive)
         while alive:
-            for process in alive:
-                process.kill()
+            for survivor in alive:
+                survivor.kill()
             psutil.wait_procs(alive, timeout=5)
             alive = self._left_over()
         return names

@@ -7,7 +7,6 @@ from job_server.wire import JobState, JobStatus, StageRecord, Way
 
 TRAIN_IMAGES, TEST_IMAGES = 1437, 360
 EVALUATION_COST = 1 / 3  # of an image, against training it: forward only
-TAIL_S = 6.0  # training left after the last change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +71,7 @@ def images_per_second(trial_images: int, epoch_s: float) -> float:
 def epochs_for(
     changes: tuple[Change, ...], alone_per_s: float, trainers: int, cores: int | None
 ) -> int:
-    """Return enough epochs that training outlasts the changes, with a tail.
+    """Return enough epochs that training outlasts the changes, with a tail of one more gap.
 
     The time of the pauses comes on top of it; so training ends too early only where it is much
     faster than was foreseen.
@@ -83,7 +82,7 @@ def epochs_for(
     """
     at_once = trainers if cores is None else min(trainers, cores)
     speed = alone_per_s * max(1.0, 0.7 * at_once)
-    seconds = (changes[-1].at_s if changes else 0.0) + TAIL_S
+    seconds = changes[-1].at_s + changes[0].at_s
     return max(2, round(seconds * speed / (TRAIN_IMAGES + TEST_IMAGES * EVALUATION_COST)))
 
 

@@ -1,0 +1,117 @@
+"""The quickstart as a user runs it: real server, client, pods and trainers."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support import wait_until
+
+pytest.importorskip("paddle")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start the quickstart in a folder of this test; it is gone when the test ends."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(*args: str) -> subprocess.Popen[str]:
+        log = (tmp_path / "screen").open("w")
+        process = subprocess.Popen(
+            [
+                sys.executable, str(ROOT / "scripts" / "quickstart.py"), "--device", "cpu",
+                "--out", str(tmp_path / "out"), *args,
+            ],
+            cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        log.close()
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+
+
+def strays(out: Path) -> list[str]:
+    """Processes whose environment or command line names the folder of a run."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = [*process.cmdline(), *process.environ().values()]
+        except psutil.Error:
+            continue
+        if process.pid != os.getpid() and any(str(out) in word for word in words):
+            found.append(f"{process.pid} {process.cmdline()}")
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(["--pods", "2", "--gap_s", "3"], id="short"),
+        pytest.param([], id="as it is", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.timeout(400)
+def test_the_quickstart_ends_well_and_leaves_nothing_running(
+    start: Start, tmp_path: Path, options: list[str]
+):
+    code = start(*options).wait(380)
+    screen = (tmp_path / "screen").read_text()
+    assert code == 0, screen
+    assert "SUCCEEDED" in screen
+    assert "no process is left" in screen
+    assert strays(tmp_path / "out") == []
+    assert (tmp_path / "out" / "status.html").stat().st_size > 0
+    assert list((tmp_path / "out" / "checkpoint").rglob("manifest.json"))
+
+
+@pytest.mark.timeout(200)
+def test_ctrl_c_in_the_middle_of_training_cleans_up_everything(start: Start, tmp_path: Path):
+    quickstart = start("--epochs", "5000", "--pods", "2")
+    screen = tmp_path / "screen"
+    wait_until(
+        lambda: "stage 1" in screen.read_text() or quickstart.poll() is not None, timeout_s=90
+    )
+    assert quickstart.poll() is None, screen.read_text()
+    quickstart.send_signal(signal.SIGINT)
+    assert quickstart.wait(60) == 130
+    assert "has been stopped" in screen.read_text()
+    assert strays(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        pytest.param(["--pods", "1"], "--pods: must be at least 2, got 1", id="too few pods"),
+        pytest.param(["--epochs", "0"], "--epochs: must be at least 1, got 0", id="no epoch"),
+        pytest.param(["--gap_s", "0"], "--gap_s: must be between 0.5 and 3600, got 0", id="gap"),
+        pytest.param(["--model", "vgg"], "invalid choice: 'vgg'", id="unknown model"),
+    ],
+)
+def test_a_wrong_command_line_is_named_and_starts_nothing(
+    start: Start, tmp_path: Path, args: list[str], said: str
+):
+    assert start(*args).wait(30) == 2
+    assert said in (tmp_path / "screen").read_text()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_exists_is_not_written_into(start: Start, tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("precious")
+    assert start().wait(30) == 2
+    assert "File exists" in (tmp_path / "screen").read_text()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]

@@ -220,6 +220,12 @@ def trainer_environment(
     return env
 
 
+def checkpoint_path(environ: Mapping[str, str]) -> Path | None:
+    """Return the local folder of the job's checkpoints; None: nobody said, or it is a URL."""
+    value = environ.get("EDL_CHECKPOINT") or environ.get("PADDLE_EDL_FLEET_CHECKPOINT_PATH") or ""
+    return Path(value) if value and "://" not in value else None
+
+
 def _devices(pod: PodEnv) -> dict[str, str]:
     """CUDA sees the pod's GPUs only, numbered as NVML numbers them; a CPU pod sees none."""
     gpus = ",".join(map(str, pod.slots)) if pod.slot_kind is SlotKind.GPU else ""

@@ -1,0 +1,119 @@
+"""What a trainer may say to its launcher, checked. Standard library only, pure.
+
+docs/architecture.md, "Launcher and trainer", says when each is said. What the launcher answers is
+made where it is sent (`launcher_state`, `segments`), as plain JSON objects.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from job_server.codec import WireError, decode
+from pod_runtime.errors import ChannelError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """The trainer has called the elastic loop."""
+
+    rank: int
+    stage: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTooLow:
+    highest_stage: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    step: int  # global steps committed so far
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepped:
+    step: int
+    epoch: int = 0
+    total_steps: int | None = None  # None: not known
+    step_s: float | None = None  # None: too early to say
+    metrics: dict[str, float] | None = None  # None: unchanged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentMade:
+    """A memfd comes with it."""
+
+    stage: int
+    size_bytes: int
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotMade:
+    stage: int
+    step: int
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drained:
+    step: int
+    id: int | None = None  # of the cut it answers; None: it followed its peers, or does not say
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    step: int
+
+
+Said = Hello | StageTooLow | Loaded | Stepped | SegmentMade | SnapshotMade | Drained | Done
+
+_KINDS: dict[str, type[Said]] = {
+    "hello": Hello,
+    "stage_too_low": StageTooLow,
+    "loaded": Loaded,
+    "step": Stepped,
+    "segment": SegmentMade,
+    "snapshot": SnapshotMade,
+    "drained": Drained,
+    "done": Done,
+}
+
+
+def parse(message: Mapping[str, Any]) -> Said:
+    """Return the typed form of what a trainer said.
+
+    A metric that is not finite is left out: a loss that became NaN is the user's concern, and no
+    reason to lose the trainer.
+
+    Raises:
+        ChannelError: an unknown `say`, or a field is missing or of another type.
+    """
+    word = message.get("say")
+    kind = _KINDS.get(word) if isinstance(word, str) else None
+    if kind is None:
+        raise ChannelError(f"say: expected one of {', '.join(_KINDS)}, got {word!r}")
+    body = dict(message)
+    if kind is Stepped:
+        body = _finite_only(body)
+    try:
+        return decode(kind, body)
+    except WireError as error:
+        raise ChannelError(f"{word}: {error}") from error
+
+
+def _finite_only(body: dict[str, Any]) -> dict[str, Any]:
+    metrics = body.get("metrics")
+    if isinstance(metrics, dict):
+        body["metrics"] = {
+            name: value
+            for name, value in metrics.items()
+            if not (isinstance(value, float) and not math.isfinite(value))
+        }
+    step_s = body.get("step_s")
+    if isinstance(step_s, float) and not math.isfinite(step_s):
+        body["step_s"] = None
+    return body

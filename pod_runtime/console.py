@@ -1,0 +1,93 @@
+"""Show the trainers' logs on the launcher's standard output, each line with its rank.
+
+A thread of its own reads the files: when nobody reads our output, the thread waits and the
+launcher does not.
+"""
+
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+_LOOK_EVERY_S = 0.1
+_CHUNK_BYTES = 1 << 16
+_LONGEST_LINE = 1 << 16  # a longer one is shown in parts
+
+
+@dataclass(slots=True)
+class _Tail:
+    path: Path
+    prefix: bytes
+    offset: int
+    partial: bytes = b""
+    over: bool = False  # the trainer has ended: nothing will be added
+
+
+class Console:
+    """Follows log files; `follow` and `finish` may be called by any one thread."""
+
+    def __init__(self, output: BinaryIO | None = None) -> None:
+        self._output = output if output is not None else sys.stdout.buffer
+        self._tails: list[_Tail] = []
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="console", daemon=True)
+        self._thread.start()
+
+    def follow(self, path: Path, rank: int, start: int) -> None:
+        """Show what is written to `path` from byte `start` on."""
+        with self._lock:
+            self._tails.append(_Tail(path, f"[rank {rank}] ".encode(), start))
+
+    def ended(self, path: Path) -> None:
+        """No more will be written to `path`; it is read to its end and then left."""
+        with self._lock:
+            for tail in self._tails:
+                if tail.path == path:
+                    tail.over = True
+
+    def finish(self, timeout_s: float) -> None:
+        """Show what is left, and stop; waits no longer than `timeout_s` for a slow reader."""
+        self._stop.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.wait(_LOOK_EVERY_S):
+                self._show_new()
+            self._show_new(last=True)
+        except (OSError, ValueError):
+            return  # nobody reads our output any more; the files have it all
+
+    def _show_new(self, last: bool = False) -> None:
+        with self._lock:
+            tails = list(self._tails)
+        for tail in tails:
+            over = tail.over  # before reading: what comes after it is then in the file
+            self._show(tail, last or over)
+            if over:
+                with self._lock:
+                    self._tails.remove(tail)
+
+    def _show(self, tail: _Tail, to_the_end: bool) -> None:
+        try:
+            with tail.path.open("rb") as file:
+                file.seek(tail.offset)
+                while chunk := file.read(_CHUNK_BYTES):
+                    tail.offset += len(chunk)
+                    self._write(tail, tail.partial + chunk)
+        except FileNotFoundError:
+            return
+        if to_the_end and tail.partial:
+            self._write(tail, tail.partial + b"\n")
+
+    def _write(self, tail: _Tail, data: bytes) -> None:
+        *lines, tail.partial = data.split(b"\n")
+        if len(tail.partial) > _LONGEST_LINE:
+            lines.append(tail.partial)
+            tail.partial = b""
+        if lines:
+            # One write for many lines: those of several launchers on one terminal stay whole.
+            self._output.write(b"".join(tail.prefix + line + b"\n" for line in lines))
+            self._output.flush()

@@ -1,0 +1,107 @@
+"""Run a pod's trainers, stage by stage, as the job server says.
+
+    python -m pod_runtime.launch --log_dir log --log_level 20 train.py [ARGS...]
+
+Started by a pod's script. Outside a pod (no PADDLE_JOBSERVER) the same command is `edl run` with
+a fixed number of pods of one slot each: it starts a job server and a job client of its own.
+"""
+
+import argparse
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from job_server.api_client import ApiClient
+from pod_runtime.env import EnvError, PodEnv, checkpoint_path
+from pod_runtime.errors import LaunchError
+from pod_runtime.launcher import LaunchConfig, Launcher, trainer_command
+from pod_runtime.segments import highest_stage
+
+logger = logging.getLogger(__name__)
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m pod_runtime.launch", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--log_dir", type=Path, default=Path("log"), help="trainers' logs")
+    parser.add_argument("--log_level", type=int, default=20, help="10 debug, 20 info, 30 warnings")
+    parser.add_argument(
+        "--run_dir", type=Path, help="what the training is accounted in (LOG_DIR/run)"
+    )
+    parser.add_argument("script", help="training script; arguments after it are the script's")
+    parser.add_argument("args", nargs=argparse.REMAINDER)
+    return parser.parse_args(argv)
+
+
+def find_script(name: str) -> str:
+    """Return the training script as something that can be started.
+
+    Raises:
+        LaunchError: there is no such file, or it is neither Python nor executable.
+    """
+    path = Path(name)
+    if path.is_file():
+        if path.suffix != ".py" and not os.access(path, os.X_OK):
+            raise LaunchError(f"script: {name} is neither a .py file nor executable", 2)
+        return str(path.absolute())
+    found = shutil.which(name) if os.sep not in name else None
+    if found is None:
+        raise LaunchError(f"script: {name} does not exist in {Path.cwd()}", 2)
+    return found
+
+
+def read_token(path: Path | None) -> str | None:
+    """Return the token in a file; None where the server wants none.
+
+    Raises:
+        LaunchError: the file cannot be read.
+    """
+    if path is None:
+        return None
+    try:
+        return path.read_text().strip()
+    except OSError as error:
+        raise LaunchError(f"EDL_TOKEN_FILE: {path}: {error.strerror}", 2) from error
+
+
+def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
+    args = parse_args(argv)
+    logging.basicConfig(
+        level=args.log_level,
+        format="%(asctime)s %(levelname)s launcher: %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        script = find_script(args.script)
+        if not environ.get("PADDLE_JOBSERVER"):
+            return _run_alone(args)
+        pod_env = PodEnv.read(environ)
+        token = read_token(pod_env.token_file)
+        checkpoint = checkpoint_path(environ)
+        config = LaunchConfig(
+            command=trainer_command(script, args.args),
+            log_dir=args.log_dir.absolute(),
+            run_dir=(args.run_dir or args.log_dir / "run").absolute(),
+            highest_stage=highest_stage(checkpoint) if checkpoint is not None else 0,
+        )
+        launcher = Launcher(config, pod_env, environ, lambda: ApiClient(pod_env.job_server, token))
+        return launcher.run()
+    except EnvError as error:
+        sys.stderr.write(f"launch: {error}\n")
+        return 2
+    except LaunchError as error:
+        sys.stderr.write(f"launch: {error}\n")
+        return error.exit_code
+
+
+def _run_alone(args: argparse.Namespace) -> int:
+    from pod_runtime import run  # only here: a pod's launcher does without it
+
+    return run.main(["--log_dir", str(args.log_dir), args.script, *args.args])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

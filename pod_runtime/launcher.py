@@ -1,0 +1,450 @@
+"""The launcher's event loop: one thread that owns the trainers and carries decisions out.
+
+What to do is decided in `launcher_decisions`; this module only turns what happens on sockets,
+pidfds and signals into events, and actions into system calls.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import queue
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from job_server.wire import Attach, PodReport, ReportKind, StagePlan, encode
+from pod_runtime import launcher_decisions as decisions
+from pod_runtime import launcher_state as state
+from pod_runtime import server_link
+from pod_runtime.channel import Channel, Connection, close_all
+from pod_runtime.channel_wire import Hello, Said, SegmentMade, SnapshotMade
+from pod_runtime.console import Console
+from pod_runtime.env import PodEnv, trainer_environment
+from pod_runtime.errors import ChannelError, LaunchError, SpawnError
+from pod_runtime.launcher_reports import attach_truth
+from pod_runtime.orphans import kill_orphans, reap_adopted, remove_shared_memory
+from pod_runtime.processes import read, set_child_subreaper
+from pod_runtime.segments import Segments
+from pod_runtime.server_link import Api, LinkEvent, ServerLink
+from pod_runtime.shim_wire import LineSocket, ShimError, connect
+from pod_runtime.trainers import TrainerProcess, find_taken_port, with_defaults
+
+logger = logging.getLogger(__name__)
+
+_EXIT_FLUSH_S = 30.0  # training is over: the server may take so long to come back and hear it
+_STOP_FLUSH_S = 2.0  # somebody wants us gone
+_CONSOLE_S = 2.0
+_FRESH_SNAPSHOT = (ReportKind.DRAINED, ReportKind.ENDED, ReportKind.FAILED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchConfig:
+    """What the command line says."""
+
+    command: tuple[str, ...]  # interpreter, script, arguments
+    log_dir: Path
+    run_dir: Path
+    highest_stage: int = 0  # found in the checkpoint path; 0: none, or not known
+    console: bool = True  # show the trainers' output, prefixed
+
+
+class Launcher:
+    """One pod's launcher. Construct and run it in the main thread: trainers die with that."""
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        pod_env: PodEnv,
+        environ: Mapping[str, str],
+        connect_server: Callable[[], Api],
+    ) -> None:
+        self._config, self._env, self._environ = config, pod_env, environ
+        self._pod = state.Pod(
+            pod_id=pod_env.pod_id, node_id=pod_env.node_id, grace_s=pod_env.grace_s
+        )
+        self._trainers: dict[tuple[state.Key, int], TrainerProcess] = {}
+        self._connections: dict[tuple[state.Key, int], Connection] = {}
+        self._exit: decisions.Exit | None = None
+        self._spawn_order = 0
+        self._inbox: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
+        self._selector = selectors.DefaultSelector()
+        self._channel = Channel(pod_env.pod_id)
+        self._segments = Segments(pod_env.pod_id, pod_env.pod_dir)
+        self._console = Console() if config.console else None
+        self._dead_pids: set[int] = set()  # of ours; what they left in /dev/shm is to go
+        self._truth = self._attach_now()  # replaced as a whole, so other threads may read it
+        self._wake_read, self._wake_write = os.pipe()
+        for fd in (self._wake_read, self._wake_write):
+            os.set_blocking(fd, False)
+        self._link = ServerLink(
+            connect=connect_server,
+            job_id=pod_env.job_id,
+            pod_id=pod_env.pod_id,
+            truth=lambda: dataclasses.replace(self._truth, snapshot=self._segments.newest()),
+            deliver=self._deliver,
+        )
+
+    def run(self) -> int:
+        """Work until the pod is over; return the exit code.
+
+        Raises:
+            LaunchError: there is no shim, or the server refuses this launcher.
+        """
+        set_child_subreaper()
+        shim = self._watch_shim()
+        with self._signals():
+            self._selector.register(self._wake_read, selectors.EVENT_READ, self._on_wake)
+            self._selector.register(self._channel, selectors.EVENT_READ, self._on_connect)
+            self._selector.register(shim, selectors.EVENT_READ, self._on_shim_gone)
+            self._link.start()
+            try:
+                while self._exit is None:
+                    self._wait()
+                    self._settle()
+            finally:
+                self._kill_rest()
+                shim.close()
+                self._channel.close()
+        return self._finish(self._exit)
+
+    # --- events -------------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        """Handle what has happened: signals and orders first, deaths last.
+
+        A trainer says why it goes before it goes: its words must be heard before its death.
+        """
+        deadline = decisions.next_deadline(self._pod)
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = [key for key, _ in self._selector.select(timeout)]
+        for key in sorted(ready, key=self._urgency):
+            if isinstance(key.data, TrainerProcess):
+                self._on_death(key.data)
+            elif isinstance(key.data, Connection):
+                self._on_message(key.data)
+            else:
+                key.data()
+
+    def _urgency(self, key: selectors.SelectorKey) -> int:
+        if isinstance(key.data, TrainerProcess):
+            return 3
+        if isinstance(key.data, Connection):
+            return 2
+        return 0 if key.data == self._on_wake else 1
+
+    def _on_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for number in os.read(self._wake_read, 4096):
+                if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                    self._on_stop(signal.Signals(number))
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._on_link(self._inbox.get_nowait())
+        self._dead_pids |= reap_adopted({t.pid for t in self._trainers.values()})
+        self._clean_shared_memory()
+
+    def _on_stop(self, signum: signal.Signals) -> None:
+        again = self._pod.leaving is not None
+        logger.info("%s: %s", signum.name, "killing the trainers" if again else "ending")
+        leaving = state.Leaving(code=128 + signum, reason=signum.name, at_once=again)
+        self._pod = state.leave(self._pod, leaving)
+
+    def _on_link(self, event: LinkEvent) -> None:
+        match event:
+            case server_link.Attached(orders):
+                self._pod = state.attached(self._pod, orders)
+            case server_link.Ordered(orders):
+                self._pod = state.ordered(self._pod, orders)
+            case server_link.NotWanted(reason):
+                logger.info("the server does not want this pod any more: %s", reason)
+                self._pod = state.leave(self._pod, state.Leaving(code=0, reason=reason))
+            case server_link.Refused(reason):
+                self._pod = state.leave(self._pod, state.Leaving(code=1, reason=reason))
+
+    def _on_shim_gone(self) -> None:
+        logger.error("the pod's shim is gone: ending the trainers")
+        leaving = state.Leaving(code=1, reason="the pod's shim is gone", at_once=True)
+        self._pod = state.leave(self._pod, leaving)
+        for key in [k for k in self._selector.get_map().values() if k.data == self._on_shim_gone]:
+            self._selector.unregister(key.fileobj)
+
+    def _on_connect(self) -> None:
+        while (connection := self._channel.accept()) is not None:
+            self._selector.register(connection, selectors.EVENT_READ, connection)
+
+    def _on_message(self, connection: Connection) -> None:
+        try:
+            for said, fds in connection.messages():
+                try:
+                    self._on_said(connection, said, fds)
+                finally:
+                    close_all(fds)
+        except ChannelError as error:
+            logger.error("a trainer (pid %d) is cut off: %s", connection.peer_pid, error)
+            connection.open = False
+        if not connection.open:
+            self._forget(connection)
+
+    def _on_said(self, connection: Connection, said: Said, fds: tuple[int, ...]) -> None:
+        if isinstance(said, Hello):
+            self._introduce(connection, said)
+        name = self._name_of(connection)
+        if name is None:
+            raise ChannelError(f"{type(said).__name__} from a process that is no trainer of ours")
+        key, rank = name
+        run = state.find_run(self._pod, key)
+        if run is None:
+            return
+        match said:
+            case SegmentMade():
+                if len(fds) != 1:
+                    raise ChannelError(f"segment: expected one descriptor, got {len(fds)}")
+                self._segments.keep(run.plan, said, fds[0])
+            case SnapshotMade():
+                self._segments.complete(run.plan, said)
+            case _:
+                self._pod = state.heard(self._pod, key, rank, said)
+
+    def _introduce(self, connection: Connection, hello: Hello) -> None:
+        """Bind a connection to the trainer that it, or an ancestor of its process, is."""
+        by_pid = {trainer.pid: name for name, trainer in self._trainers.items()}
+        pid = connection.peer_pid
+        while pid > 1 and pid not in by_pid:
+            process = read(pid)
+            pid = 0 if process is None else process.ppid
+        name = by_pid.get(pid)
+        if name is None or (name[0][0], name[1]) != (hello.stage, hello.rank):
+            raise ChannelError(
+                f"hello: pid {connection.peer_pid} is not rank {hello.rank} of stage {hello.stage}"
+            )
+        self._connections[name] = connection
+
+    def _on_death(self, trainer: TrainerProcess) -> None:
+        name = trainer.key, trainer.rank
+        connection = self._connections.get(name)
+        if connection is not None:
+            self._on_message(connection)
+            self._forget(connection)
+        self._selector.unregister(trainer)
+        code = trainer.reap()
+        del self._trainers[name]
+        reason = "" if code in (0, -signal.SIGKILL) else trainer.last_words()
+        logger.info(
+            "stage %d: rank %d (pid %d) %s",
+            trainer.stage, trainer.rank, trainer.pid, state.describe_exit(code),
+        )  # fmt: skip
+        self._pod = state.died(self._pod, trainer.key, trainer.rank, code, reason)
+        self._bury(trainer)
+
+    def _bury(self, trainer: TrainerProcess) -> None:
+        if self._console is not None:
+            self._console.ended(trainer.log_path)
+        living = {each.pid for each in self._trainers.values()}
+        killed = kill_orphans(self._env.pod_id, trainer.stage, trainer.rank, living)
+        if killed:
+            logger.info("rank %d left %d processes behind: killed", trainer.rank, len(killed))
+        self._dead_pids |= killed | trainer.children | {trainer.pid}
+        self._dead_pids |= reap_adopted(living)
+        self._clean_shared_memory()
+
+    def _clean_shared_memory(self) -> None:
+        if self._dead_pids:
+            remove_shared_memory(self._dead_pids)
+            self._dead_pids.clear()
+
+    def _deliver(self, event: LinkEvent) -> None:
+        """Called by the link's threads."""
+        self._inbox.put(event)
+        with contextlib.suppress(BlockingIOError):  # full: the main thread is to wake anyway
+            os.write(self._wake_write, b"\0")
+
+    # --- actions ------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Decide and act until nothing more follows."""
+        while self._exit is None:
+            self._pod, actions = decisions.decide(self._pod, time.monotonic())
+            for action in actions:
+                self._act(action)
+            self._truth = self._attach_now()
+            if not any(isinstance(action, decisions.Spawn) for action in actions):
+                return
+
+    def _act(self, action: decisions.Action) -> None:
+        match action:
+            case decisions.Spawn(plan=plan):
+                self._spawn(plan)
+            case decisions.Welcome(key=key, rank=rank):
+                self._welcome(action)
+            case decisions.Tell(key=key, rank=rank, message=message):
+                logger.info("stage %d: rank %d: %s", key[0], rank, message["do"])
+                self._tell(key, rank, message)
+            case decisions.Signal(key=key, rank=rank, signum=signum):
+                logger.info("stage %d: rank %d: %s", key[0], rank, signum.name)
+                self._trainers[key, rank].send_signal(signum)
+            case decisions.Report(report=report):
+                self._report(report)
+            case decisions.Exit():
+                self._exit = action
+
+    def _spawn(self, plan: StagePlan) -> None:
+        mine = state.own_pod(self._env.pod_id, plan)
+        taken = find_taken_port(mine)
+        if taken:
+            logger.warning("stage %d: %s", plan.stage, taken)
+            self._pod = state.refused_ports(self._pod, plan, taken)
+            return
+        logger.info(
+            "stage %d: starting ranks %s of %d, by %s",
+            plan.stage, ",".join(map(str, mine.ranks)), plan.world_size, plan.way.value,
+        )  # fmt: skip
+        started: list[int] = []
+        for rank in mine.ranks:
+            try:
+                self._start_trainer(plan, rank)
+            except SpawnError as error:
+                logger.error("stage %d: %s", plan.stage, error)
+                self._pod = state.not_spawned(self._pod, plan, started, rank, error.reason)
+                return
+            started.append(rank)
+        self._pod = state.spawned(self._pod, plan)
+
+    def _start_trainer(self, plan: StagePlan, rank: int) -> None:
+        env = trainer_environment(
+            self._environ,
+            self._env,
+            plan,
+            rank,
+            channel=self._channel.name,
+            run_dir=self._config.run_dir,
+        )
+        trainer = TrainerProcess(
+            stage=plan.stage,
+            attempt=plan.attempt,
+            rank=rank,
+            argv=self._config.command,
+            env=with_defaults(env),
+            log_path=self._config.log_dir / f"trainer_{rank}.stage_{plan.stage}.log",
+        )
+        self._trainers[trainer.key, rank] = trainer
+        self._selector.register(trainer, selectors.EVENT_READ, trainer)
+        if self._console is not None:
+            self._console.follow(trainer.log_path, rank, trainer.log_start)
+
+    def _welcome(self, action: decisions.Welcome) -> None:
+        segments, fds = self._segments.for_restore(action.plan)
+        message = {
+            "do": "welcome",
+            "plan": encode(action.plan),
+            "writer": action.writer,
+            "segments": segments,
+        }
+        try:
+            self._tell(action.key, action.rank, message, fds)
+        finally:
+            close_all(fds)
+
+    def _tell(
+        self, key: state.Key, rank: int, message: dict[str, object], fds: tuple[int, ...] = ()
+    ) -> None:
+        connection = self._connections.get((key, rank))
+        if connection is None:  # it has hung up, so it will exit
+            return
+        try:
+            connection.send(message, fds)
+        except OSError as error:
+            logger.warning("rank %d does not hear %s: %s", rank, message["do"], error)
+            self._forget(connection)
+
+    def _report(self, report: PodReport) -> None:
+        if report.kind is ReportKind.PROGRESS:
+            for trainer in self._trainers.values():
+                trainer.note_children()
+        else:
+            logger.info(
+                "stage %d: %s%s", report.stage, report.kind.value,
+                f": {report.reason}" if report.reason else "",
+            )  # fmt: skip
+        fresh = report.kind in _FRESH_SNAPSHOT
+        snapshot = self._segments.newest() if fresh else self._segments.announced()
+        self._link.send(dataclasses.replace(report, snapshot=snapshot))
+
+    # --- begin and end ------------------------------------------------------------------------
+
+    def _attach_now(self) -> Attach:
+        return attach_truth(self._pod, os.getpid(), self._config.highest_stage)
+
+    def _name_of(self, connection: Connection) -> tuple[state.Key, int] | None:
+        names = (name for name, each in self._connections.items() if each is connection)
+        return next(names, None)
+
+    def _forget(self, connection: Connection) -> None:
+        name = self._name_of(connection)
+        if name is not None:
+            del self._connections[name]
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(connection)
+        connection.close()
+
+    def _watch_shim(self) -> LineSocket:
+        try:
+            shim = connect(self._env.pod_dir)
+            shim.send({"op": "watch", "fds": 0})
+            shim.receive()
+        except ShimError as error:
+            raise LaunchError(
+                f"EDL_POD_DIR: {error}; the launcher is started inside a pod, by the job client"
+            ) from error
+        shim.socket.settimeout(None)
+        return shim
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Turn signals into wake-ups of the event loop."""
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+        before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        woken_before = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(woken_before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _kill_rest(self) -> None:
+        """No trainer outlives its launcher, however that ends."""
+        for trainer in list(self._trainers.values()):
+            trainer.send_signal(signal.SIGKILL)
+        for trainer in list(self._trainers.values()):
+            trainer.reap()
+            del self._trainers[trainer.key, trainer.rank]
+            self._bury(trainer)
+
+    def _finish(self, exit_now: decisions.Exit) -> int:
+        logger.info("exiting with %d: %s", exit_now.code, exit_now.reason)
+        if self._console is not None:
+            self._console.finish(_CONSOLE_S)
+        report = PodReport(
+            kind=ReportKind.EXITED,
+            stage=exit_now.stage,
+            code=exit_now.code,
+            reason=exit_now.reason,
+        )
+        self._report(report)
+        patience_s = _EXIT_FLUSH_S if self._pod.leaving is None else _STOP_FLUSH_S
+        if not self._link.flush(patience_s):
+            logger.warning("the job server has not heard that this pod ends: it is away")
+        self._link.close()
+        return exit_now.code
+
+
+def trainer_command(script: str, args: Sequence[str]) -> tuple[str, ...]:
+    """Return what starts a trainer: this interpreter, or the script itself if not Python."""
+    if script.endswith(".py"):
+        return sys.executable, script, *args
+    return script, *args

@@ -1,0 +1,217 @@
+"""Decide what a pod's launcher does now. Pure: what is known and the time come in, actions out."""
+
+import signal
+from dataclasses import dataclass, replace
+from typing import Any
+
+from job_server.wire import Order, PodReport, StagePlan
+from pod_runtime.launcher_reports import due_reports, makes_progress
+from pod_runtime.launcher_state import (
+    ELASTIC_GRACE_S,
+    TRAINS,
+    Key,
+    Leaving,
+    Pod,
+    Run,
+    Trainer,
+    find_run,
+    is_writer,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spawn:
+    """Start trainers; answered by `spawned`, `refused_ports` or `not_spawned`."""
+
+    plan: StagePlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    key: Key
+    rank: int
+    plan: StagePlan
+    writer: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tell:
+    key: Key
+    rank: int
+    message: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signal:
+    key: Key
+    rank: int
+    signum: signal.Signals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    report: PodReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    code: int
+    reason: str
+    stage: int
+
+
+Action = Spawn | Welcome | Tell | Signal | Report | Exit
+
+
+def decide(pod: Pod, now: float) -> tuple[Pod, tuple[Action, ...]]:
+    """Return what should be done at `now` (monotonic seconds), and the pod as it then is.
+
+    Call it after every event, and again after having carried out a `Spawn`.
+    """
+    actions: list[Action] = []
+    by_key = {(plan.stage, plan.attempt): plan for plan in pod.plans}
+    going = _going(pod)
+    runs: list[Run] = []
+    for run in pod.runs:
+        plan = by_key.get(run.key)
+        over = going is not None or plan is None or plan.order is Order.END
+        run = replace(run, plan=plan or run.plan, ending=run.ending or over)
+        run, more = _end(run, now, pod.grace_s, going) if run.ending else _guide(run, pod.pod_id)
+        actions += more
+        runs.append(run)
+    pod = replace(pod, runs=_worth_keeping(runs, by_key))
+    pod, kills = _kill_on_demand(pod)
+    actions += kills
+    if going is None:
+        actions += _spawn(pod)
+    pod, reports = due_reports(pod, now)
+    actions += [Report(report=report) for report in reports]
+    actions += _exit(pod, going)
+    return pod, tuple(actions)
+
+
+def next_deadline(pod: Pod) -> float | None:
+    """Return when `decide` wants to be called although nothing happens; None: no such time."""
+    times = [
+        trainer.terminated_at + _grace(trainer, pod.grace_s)
+        for run in pod.runs
+        for trainer in run.trainers
+        if trainer.alive and trainer.terminated_at is not None and not trainer.killed
+    ]
+    if any(makes_progress(run) for run in pod.runs):
+        times.append(pod.progress_at)
+    return min(times, default=None)
+
+
+def _going(pod: Pod) -> Leaving | None:
+    if pod.leaving is not None:
+        return pod.leaving
+    stages_over = all(plan.order is Order.END for plan in pod.plans)
+    if pod.orders is not None and pod.orders.leave and stages_over:
+        return Leaving(code=0, reason="no stage needs this pod any more")
+    return None
+
+
+def _guide(run: Run, pod_id: str) -> tuple[Run, list[Action]]:
+    """Bring a stage that is not over, and its trainers, in line with its order."""
+    order = run.plan.order
+    actions: list[Action] = []
+    if order is Order.CUT and not run.cutting:
+        run = replace(run, cutting=True, cut_id=run.cut_id + 1)
+    off = order in (Order.GO, Order.RESUME) and (
+        run.cutting or any(t.alive and t.parked_at is not None for t in run.trainers)
+    )
+    if off and not run.cutting:  # parked by its peers' flag, before our own order was heard
+        run = replace(run, cut_id=run.cut_id + 1)
+    trainers = []
+    for trainer in run.trainers:
+        if trainer.alive and trainer.elastic:
+            trainer, more = _guide_trainer(run, trainer, off, pod_id)
+            actions += more
+        trainers.append(trainer)
+    return replace(run, trainers=tuple(trainers), cutting=run.cutting and not off), actions
+
+
+def _guide_trainer(
+    run: Run, trainer: Trainer, off: bool, pod_id: str
+) -> tuple[Trainer, list[Action]]:
+    """What an elastic trainer that is alive should hear now; `off`: a cut has been called off."""
+    key, rank, order = run.key, trainer.rank, run.plan.order
+    actions: list[Action] = []
+    if not trainer.welcomed:
+        writer = is_writer(pod_id, run.plan, rank)
+        actions.append(Welcome(key=key, rank=rank, plan=run.plan, writer=writer))
+        trainer = replace(trainer, welcomed=True)
+    if order in TRAINS and not trainer.told_go:
+        actions.append(Tell(key=key, rank=rank, message={"do": "go"}))
+        trainer = replace(trainer, told_go=True)
+    if off:
+        actions.append(Tell(key=key, rank=rank, message={"do": "resume", "id": run.cut_id}))
+        trainer = replace(trainer, parked_at=None)
+    if order is Order.CUT and trainer.told_cut < run.cut_id:
+        message = {"do": "cut", "id": run.cut_id, "durable": run.plan.durable}
+        actions.append(Tell(key=key, rank=rank, message=message))
+        trainer = replace(trainer, told_cut=run.cut_id)
+    return trainer, actions
+
+
+def _end(run: Run, now: float, grace_s: float, going: Leaving | None) -> tuple[Run, list[Action]]:
+    """SIGKILL to parked trainers; to others SIGTERM, and after the grace SIGKILL."""
+    actions: list[Action] = []
+    trainers = []
+    at_once = going is not None and going.at_once
+    for trainer in run.trainers:
+        if trainer.alive and not trainer.killed:
+            since = trainer.terminated_at
+            late = since is not None and now >= since + _grace(trainer, grace_s)
+            if at_once or late or trainer.parked_at is not None:
+                actions.append(Signal(key=run.key, rank=trainer.rank, signum=signal.SIGKILL))
+                trainer = replace(trainer, killed=True)
+            elif since is None:
+                actions.append(Signal(key=run.key, rank=trainer.rank, signum=signal.SIGTERM))
+                trainer = replace(trainer, terminated_at=now)
+        trainers.append(trainer)
+    return replace(run, trainers=tuple(trainers)), actions
+
+
+def _grace(trainer: Trainer, grace_s: float) -> float:
+    return min(grace_s, ELASTIC_GRACE_S) if trainer.elastic else grace_s
+
+
+def _worth_keeping(runs: list[Run], plans: dict[Key, StagePlan]) -> tuple[Run, ...]:
+    return tuple(run for run in runs if run.alive or run.key in plans or run.key == runs[-1].key)
+
+
+def _kill_on_demand(pod: Pod) -> tuple[Pod, list[Action]]:
+    """SIGKILL, once each, to the trainers that a change script or an operator wants killed."""
+    actions: list[Action] = []
+    done = set(pod.kills_done)
+    for plan in pod.plans:
+        run = find_run(pod, (plan.stage, plan.attempt))
+        for kill_id, rank in plan.kill_ranks:
+            alive = run is not None and any(t.rank == rank and t.alive for t in run.trainers)
+            if run is not None and alive and kill_id not in done:
+                done.add(kill_id)
+                actions.append(Signal(key=run.key, rank=rank, signum=signal.SIGKILL))
+    return replace(pod, kills_done=frozenset(done)), actions
+
+
+def _spawn(pod: Pod) -> list[Action]:
+    """Start a stage's trainers as soon as no older trainer is left: they hold its GPUs."""
+    for plan in pod.plans:
+        wanted = plan.order is Order.START and find_run(pod, (plan.stage, plan.attempt)) is None
+        if wanted and not any(run.alive for run in pod.runs):
+            return [Spawn(plan=plan)]
+    return []
+
+
+def _exit(pod: Pod, going: Leaving | None) -> list[Action]:
+    stage = pod.runs[-1].plan.stage if pod.runs else 0
+    if going is not None:
+        if any(run.alive for run in pod.runs):
+            return []
+        return [Exit(code=going.code, reason=going.reason, stage=stage)]
+    newest = pod.runs[-1] if pod.runs else None
+    if newest is not None and newest.succeeded and not newest.ending:
+        return [Exit(code=0, reason="every trainer has exited with 0", stage=stage)]
+    return []

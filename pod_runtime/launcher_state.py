@@ -1,0 +1,282 @@
+"""What a pod's launcher knows, and how each event changes that. Pure: no clock, no process.
+
+A `Pod` holds the server's orders and, for each attempt at a stage that trainers were started for,
+a `Run`. The functions under "events" return a new `Pod`; `launcher_decisions.decide` says what
+follows from it.
+"""
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from job_server.wire import Order, PlanPod, PodOrders, PodReport, ReportKind, StagePlan
+from pod_runtime.channel_wire import Done, Drained, Hello, Loaded, Said, StageTooLow, Stepped
+
+PEER_LOST_EXIT = 75  # what the elastic loop exits with when another trainer has gone
+_PEER_LOST_CODES = (-signal.SIGABRT, -signal.SIGTERM, PEER_LOST_EXIT)  # gloo aborts its process
+ELASTIC_GRACE_S = 3.0  # state of an elastic trainer is in its snapshot: a long grace saves nothing
+
+Key = tuple[int, int]  # (stage, attempt)
+TRAINS = (Order.GO, Order.CUT, Order.RESUME)  # orders of a committed stage
+
+
+# --- what is known ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainer:
+    rank: int
+    code: int | None = None  # None: alive; negative: the signal that ended it
+    elastic: bool = False  # it has said hello
+    welcomed: bool = False
+    loaded: bool = False
+    told_go: bool = False
+    told_cut: int = 0  # id of the last cut that it was told of; 0: none
+    parked_at: int | None = None  # None: not parked
+    terminated_at: float | None = None  # None: no SIGTERM sent
+    killed: bool = False
+
+    @property
+    def alive(self) -> bool:
+        return self.code is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """This pod's part in one attempt at a stage."""
+
+    plan: StagePlan
+    trainers: tuple[Trainer, ...]
+    trouble: PodReport | None = None  # FAILED, PORT_TAKEN or STAGE_TOO_LOW; None: all is well
+    ending: bool = False
+    cut_id: int = 0
+    cutting: bool = False
+    step: int = 0
+    epoch: int = 0
+    first_step: int | None = None  # of this stage; None: not yet
+    total_steps: int | None = None  # None: not known
+    step_s: float | None = None  # None: too early to say
+    metrics: dict[str, float] | None = None  # None: nobody has sent any
+    done_step: int | None = None  # None: training is not complete
+
+    @property
+    def key(self) -> Key:
+        return self.plan.stage, self.plan.attempt
+
+    @property
+    def alive(self) -> bool:
+        return any(trainer.alive for trainer in self.trainers)
+
+    @property
+    def elastic(self) -> bool:
+        return any(trainer.elastic for trainer in self.trainers)
+
+    @property
+    def loaded(self) -> bool:
+        return bool(self.trainers) and all(trainer.loaded for trainer in self.trainers)
+
+    @property
+    def parked(self) -> bool:
+        return self.alive and all(t.parked_at is not None or not t.alive for t in self.trainers)
+
+    @property
+    def succeeded(self) -> bool:
+        exited = bool(self.trainers) and all(trainer.code == 0 for trainer in self.trainers)
+        return exited and self.trouble is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """The launcher is to exit once no trainer is left."""
+
+    code: int
+    reason: str
+    at_once: bool = False  # SIGKILL, no grace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pod:
+    pod_id: str
+    node_id: str
+    grace_s: float
+    orders: PodOrders | None = None  # None: the server has not spoken yet
+    runs: tuple[Run, ...] = ()  # oldest first; the newest is kept after its end
+    leaving: Leaving | None = None
+    told: frozenset[tuple[Any, ...]] = frozenset()  # reports made since the last attach
+    kills_done: frozenset[str] = frozenset()
+    progress_at: float = 0.0  # when the next PROGRESS is due
+
+    @property
+    def plans(self) -> tuple[StagePlan, ...]:
+        return self.orders.plans if self.orders is not None else ()
+
+
+# --- events -----------------------------------------------------------------------------------
+
+
+def ordered(pod: Pod, orders: PodOrders) -> Pod:
+    """The server has said what should be true now."""
+    return replace(pod, orders=orders)
+
+
+def attached(pod: Pod, orders: PodOrders) -> Pod:
+    """The server has taken our whole truth; what it may have missed is to be told again."""
+    return replace(pod, orders=orders, told=frozenset())
+
+
+def spawned(pod: Pod, plan: StagePlan) -> Pod:
+    ranks = own_pod(pod.pod_id, plan).ranks
+    run = Run(plan=plan, trainers=tuple(Trainer(rank=rank) for rank in ranks))
+    return replace(pod, runs=(*pod.runs, run))
+
+
+def refused_ports(pod: Pod, plan: StagePlan, reason: str) -> Pod:
+    """A port of `plan` is taken: nothing was started."""
+    return _with_trouble(pod, plan, (), kind=ReportKind.PORT_TAKEN, reason=reason)
+
+
+def not_spawned(pod: Pod, plan: StagePlan, started: Iterable[int], rank: int, reason: str) -> Pod:
+    """Trainer `rank` could not be started; the ranks `started` before it run."""
+    trainers = tuple(Trainer(rank=each) for each in started)
+    return _with_trouble(pod, plan, trainers, kind=ReportKind.FAILED, reason=reason, rank=rank)
+
+
+def heard(pod: Pod, key: Key, rank: int, said: Said) -> Pod:
+    """Trainer `rank` of the attempt `key` has said something about itself."""
+    run = find_run(pod, key)
+    if run is None:
+        return pod
+    match said:
+        case Hello():
+            # Afresh also when a script enters a second loop: it is to be welcomed again.
+            afresh = {"welcomed": False, "loaded": False, "told_go": False, "told_cut": 0}
+            run = _with_trainer(run, rank, elastic=True, parked_at=None, **afresh)
+        case StageTooLow(highest_stage=highest):
+            if run.trouble is None:
+                kind = ReportKind.STAGE_TOO_LOW
+                run = replace(run, trouble=report_on(run, kind, highest_stage=highest))
+        case Loaded(step=step, epoch=epoch):
+            run = replace(run, step=max(run.step, step), epoch=max(run.epoch, epoch))
+            run = _with_trainer(run, rank, loaded=True)
+        case Stepped():
+            run = _stepped(run, rank, said)
+        case Drained(step=step, id=cut_id):
+            if cut_id is None or cut_id >= run.cut_id:  # else: an answer to a cut that is off
+                run = replace(run, step=max(run.step, step))
+                run = _with_trainer(run, rank, parked_at=step)
+        case Done(step=step):
+            run = replace(run, step=max(run.step, step), done_step=step)
+    return _put(pod, run)
+
+
+def died(pod: Pod, key: Key, rank: int, code: int, reason: str) -> Pod:
+    """Trainer `rank` has ended; `reason` is the essence of its last lines."""
+    run = find_run(pod, key)
+    if run is None:
+        return pod
+    run = _with_trainer(run, rank, code=code)
+    if code != 0 and not run.ending and pod.leaving is None:
+        peer_lost = code in _PEER_LOST_CODES and run.plan.world_size > 1
+        # The first failure is told, and one more: the cause, where the first was only a victim.
+        if run.trouble is None or (
+            run.trouble.kind is ReportKind.FAILED and run.trouble.peer_lost and not peer_lost
+        ):
+            kind = ReportKind.FAILED
+            text = f"rank {rank} {describe_exit(code)}" + (f": {reason}" if reason else "")
+            trouble = report_on(run, kind, rank=rank, code=code, reason=text, peer_lost=peer_lost)
+            run = replace(run, trouble=trouble)
+    return _put(pod, run)
+
+
+def leave(pod: Pod, leaving: Leaving) -> Pod:
+    """The launcher is to go: a signal, a lost shim, a pod that the server does not know."""
+    if pod.leaving is not None and (pod.leaving.at_once or not leaving.at_once):
+        return pod
+    return replace(pod, leaving=leaving)
+
+
+def _stepped(run: Run, rank: int, said: Stepped) -> Run:
+    run = replace(
+        run,
+        step=max(run.step, said.step),
+        epoch=max(run.epoch, said.epoch),
+        first_step=said.step if run.first_step is None else run.first_step,
+        total_steps=run.total_steps if said.total_steps is None else said.total_steps,
+        step_s=run.step_s if said.step_s is None else said.step_s,
+    )
+    # One trainer's metrics, not a mixture: those of the pod's lowest rank.
+    if said.metrics is not None and rank == min(t.rank for t in run.trainers):
+        run = replace(run, metrics=said.metrics)
+    parked = next((t.parked_at for t in run.trainers if t.rank == rank), None)
+    if parked is not None and said.step > parked:  # it goes on: its `drained` was for a cut now off
+        run = _with_trainer(run, rank, parked_at=None)
+    return run
+
+
+# --- small helpers ----------------------------------------------------------------------------
+
+
+def own_pod(pod_id: str, plan: StagePlan) -> PlanPod:
+    """Return this pod's part of `plan`.
+
+    Raises:
+        ValueError: the plan does not name the pod; the server sends such plans to nobody.
+    """
+    for pod in plan.pods:
+        if pod.pod_id == pod_id:
+            return pod
+    raise ValueError(f"pods: stage {plan.stage} does not name pod {pod_id}")
+
+
+def is_writer(pod_id: str, plan: StagePlan, rank: int) -> bool:
+    """Whether `rank` makes its node's snapshots: first rank of the node's lowest-ranked pod."""
+    mine = own_pod(pod_id, plan)
+    lowest = min((p for p in plan.pods if p.node_id == mine.node_id), key=lambda p: p.pod_rank)
+    return lowest.pod_id == pod_id and rank == min(mine.ranks)
+
+
+def describe_exit(code: int) -> str:
+    """Return an exit code in words."""
+    if code >= 0:
+        return f"exited with {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:  # real-time signals have no name
+        return f"was ended by signal {-code}"
+
+
+def find_run(pod: Pod, key: Key) -> Run | None:
+    return next((run for run in pod.runs if run.key == key), None)
+
+
+def _put(pod: Pod, run: Run) -> Pod:
+    return replace(pod, runs=tuple(run if each.key == run.key else each for each in pod.runs))
+
+
+def _with_trainer(run: Run, rank: int, **fields: Any) -> Run:
+    trainers = tuple(replace(t, **fields) if t.rank == rank else t for t in run.trainers)
+    return replace(run, trainers=trainers)
+
+
+def _with_trouble(
+    pod: Pod, plan: StagePlan, trainers: tuple[Trainer, ...], kind: ReportKind, **fields: Any
+) -> Pod:
+    run = Run(plan=plan, trainers=trainers)
+    return replace(pod, runs=(*pod.runs, replace(run, trouble=report_on(run, kind, **fields))))
+
+
+def report_on(run: Run, kind: ReportKind, **fields: Any) -> PodReport:
+    """Return a report of `kind` with what is known of the run; `fields` adds to it."""
+    return PodReport(
+        kind=kind,
+        stage=run.plan.stage,
+        attempt=run.plan.attempt,
+        step=run.step,
+        epoch=run.epoch,
+        elastic=run.elastic,
+        total_steps=run.total_steps,
+        step_s=run.step_s,
+        metrics=run.metrics,
+        **fields,
+    )

@@ -1,0 +1,102 @@
+"""Clean up what dead trainers leave: processes without a parent, and files in /dev/shm.
+
+A trainer that is killed leaves its data-loading workers alive, and Paddle's workers leave
+`/dev/shm/paddle_<pid>_*` behind when they are killed. The launcher is their subreaper.
+"""
+
+import logging
+import os
+import re
+import signal
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from pod_runtime.processes import descendants, environment, read, send_signal, wait_gone
+
+logger = logging.getLogger(__name__)
+
+_KILL_WAIT_S = 2.0  # SIGKILL takes as long as the kernel needs to free the memory
+_SHM = Path("/dev/shm")
+_SHM_NAME = re.compile(r"paddle_(\d+)_")
+
+
+def kill_orphans(pod_id: str, stage: int, rank: int, living: Collection[int]) -> set[int]:
+    """SIGKILL what a dead trainer left running; return the pids.
+
+    Only descendants of this process that carry the trainer's environment, and that no trainer
+    which is alive (`living`: their pids) started.
+    """
+    killed: set[int] = set()
+    while True:
+        spared = set(living)
+        for pid in living:
+            spared.update(process.pid for process in descendants(pid))
+        found = [
+            process
+            for process in descendants(os.getpid())
+            if process.pid not in spared and _belongs(process.pid, pod_id, stage, rank)
+        ]
+        begun = [p for p in found if send_signal(p.pid, p.start_time, signal.SIGKILL)]
+        for process in begun:
+            wait_gone(process.pid, process.start_time, _KILL_WAIT_S)
+        new = {process.pid for process in begun} - killed
+        if not new:  # none, or one that even SIGKILL cannot end now (it waits for a disk)
+            return killed
+        killed |= new
+
+
+def _belongs(pid: int, pod_id: str, stage: int, rank: int) -> bool:
+    env = environment(pid)
+    return (
+        env.get("EDL_POD_ID") == pod_id
+        and env.get("EDL_STAGE") == str(stage)
+        and env.get("PADDLE_TRAINER_ID") == str(rank)
+    )
+
+
+def reap_adopted(trainers: Collection[int]) -> set[int]:
+    """Wait for dead children other than the `trainers` (pids), which came to us as a subreaper."""
+    reaped: set[int] = set()
+    while True:
+        try:
+            dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return reaped
+        if dead is None or dead.si_pid in trainers:  # a trainer is reaped by its pidfd
+            return reaped
+        os.waitpid(dead.si_pid, 0)
+        reaped.add(dead.si_pid)
+
+
+def remove_shared_memory(pids: Iterable[int], folder: Path = _SHM) -> list[str]:
+    """Remove the files that processes of ours, `pids`, made and left; return their names.
+
+    A file stays when its maker is alive (or the pid has gone to another process), or when it is
+    another user's.
+    """
+    ours = set(pids)
+    removed: list[str] = []
+    if not ours:
+        return removed
+    try:
+        entries = list(os.scandir(folder))
+    except OSError:
+        return removed
+    for entry in entries:
+        match = _SHM_NAME.match(entry.name)
+        if match is None or int(match[1]) not in ours or _is_alive(int(match[1])):
+            continue
+        try:
+            if entry.stat(follow_symlinks=False).st_uid == os.getuid():
+                os.unlink(entry.path)
+                removed.append(entry.name)
+        except FileNotFoundError:
+            continue  # its reader was quicker
+        except OSError as error:
+            logger.warning("%s: cannot be removed: %s", entry.path, error)
+    return removed
+
+
+def _is_alive(pid: int) -> bool:
+    process = read(pid)
+    return process is not None and process.state not in "ZX"

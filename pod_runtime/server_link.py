@@ -1,0 +1,210 @@
+"""The launcher's two threads that talk to the job server, so that its main thread never waits.
+
+One attaches and long-polls the orders, the other sends reports. A server that is away stops
+neither the trainers nor the launcher: both threads try again until it is back, and the first one
+then attaches again with the whole truth.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from job_server.errors import Gone, NotFound, Rejected, Retryable
+from job_server.wire import Attach, PodOrders, PodReport
+
+logger = logging.getLogger(__name__)
+
+_FIRST_DELAY_S, _LAST_DELAY_S = 0.05, 1.0
+
+
+class Api(Protocol):
+    """What of `job_server.api_client.ApiClient` a launcher needs."""
+
+    def attach(self, job_id: str, pod_id: str, attach: Attach, /) -> PodOrders: ...
+
+    def orders(
+        self, job_id: str, pod_id: str, /, *, revision: int, timeout_s: float
+    ) -> PodOrders: ...
+
+    def report(self, job_id: str, pod_id: str, report: PodReport, /) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    orders: PodOrders
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    orders: PodOrders
+
+
+@dataclass(frozen=True, slots=True)
+class NotWanted:
+    """The server does not want this pod any more."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The launcher cannot work with this server at all."""
+
+    reason: str
+
+
+LinkEvent = Attached | Ordered | NotWanted | Refused
+
+
+class _Backoff:
+    def __init__(self) -> None:
+        self._delay_s = _FIRST_DELAY_S
+
+    def next_s(self) -> float:
+        delay_s, self._delay_s = self._delay_s, min(2 * self._delay_s, _LAST_DELAY_S)
+        return delay_s
+
+    def reset(self) -> None:
+        self._delay_s = _FIRST_DELAY_S
+
+
+class ServerLink:
+    """Calls `deliver` with `LinkEvent`s, from its own threads; takes reports from any thread."""
+
+    def __init__(
+        self,
+        *,
+        connect: Callable[[], Api],  # called once per thread
+        job_id: str,
+        pod_id: str,
+        truth: Callable[[], Attach],  # called by the polling thread
+        deliver: Callable[[LinkEvent], None],
+    ) -> None:
+        self._connect, self._truth, self._deliver = connect, truth, deliver
+        self._job_id, self._pod_id = job_id, pod_id
+        self._server_id = ""
+        self._attach_again = threading.Event()
+        self._closed = threading.Event()
+        self._outbox: dict[tuple[object, ...], PodReport] = {}
+        self._changed = threading.Condition()
+
+    def start(self) -> None:
+        for name, work in (("orders", self._poll), ("reports", self._send_reports)):
+            threading.Thread(target=self._guard, args=(work,), name=name, daemon=True).start()
+
+    def send(self, report: PodReport) -> None:
+        """Queue a report. A newer one of the same kind takes the place of one not yet sent."""
+        name = (report.kind, report.stage, report.attempt, report.rank)
+        with self._changed:
+            self._outbox.pop(name, None)
+            self._outbox[name] = report
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all reports have been taken; return whether they have."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._outbox, timeout_s)
+
+    def close(self) -> None:
+        """Stop both threads; one that waits for the server ends with its wait."""
+        self._closed.set()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # outermost loop: a dead thread would leave the launcher deaf
+            logger.exception("the link to the job server broke")
+            self._deliver(Refused(f"internal error: {error!r}"))
+
+    # --- orders -------------------------------------------------------------------------------
+
+    def _poll(self) -> None:
+        api, backoff, known, away = self._connect(), _Backoff(), False, False
+        while not self._closed.is_set():
+            try:
+                self._attach_again.clear()
+                orders = api.attach(self._job_id, self._pod_id, self._truth())
+                self._server_id = orders.server_id
+                if away or not known:
+                    logger.info("attached to server %s", orders.server_id)
+                known, away = True, False
+                backoff.reset()
+                self._deliver(Attached(orders))
+                self._follow(api, orders)
+                continue
+            except Gone as error:
+                self._deliver(NotWanted(str(error)))
+                return
+            except (Retryable, NotFound) as error:
+                if not away:
+                    logger.warning("no job server, training goes on: %s", error)
+                away = True
+            except Rejected as error:
+                if not known:
+                    self._deliver(Refused(str(error)))
+                    return
+                logger.error("the job server refuses us, training goes on: %s", error)
+            self._closed.wait(backoff.next_s())
+
+    def _follow(self, api: Api, orders: PodOrders) -> None:
+        """Deliver every change of the orders, until it is time to attach again."""
+        while not (self._closed.is_set() or self._attach_again.is_set()):
+            asked_at = time.monotonic()
+            # No longer than a heartbeat: our asking tells the server that we live.
+            answer = api.orders(
+                self._job_id,
+                self._pod_id,
+                revision=orders.revision,
+                timeout_s=orders.heartbeat_s,
+            )
+            if answer.server_id != self._server_id:
+                return
+            if answer.revision != orders.revision:
+                self._deliver(Ordered(answer))
+            elif time.monotonic() - asked_at < orders.heartbeat_s / 2:
+                self._closed.wait(min(1.0, orders.heartbeat_s))  # the server holds no more polls
+            orders = answer
+
+    # --- reports ------------------------------------------------------------------------------
+
+    def _send_reports(self) -> None:
+        api, backoff = self._connect(), _Backoff()
+        while (head := self._head()) is not None:
+            name, report = head
+            try:
+                server_id = api.report(self._job_id, self._pod_id, report)
+            except Gone as error:
+                self._deliver(NotWanted(str(error)))
+                self._done(name, report)
+            except NotFound:
+                self._attach_again.set()  # which has everything told again
+                self._done(name, report)
+            except Retryable:
+                self._closed.wait(backoff.next_s())
+            except Rejected as error:
+                logger.error("a report was refused: %s: %s", report.kind.value, error)
+                self._done(name, report)
+            else:
+                backoff.reset()
+                self._done(name, report)
+                if self._server_id and server_id != self._server_id:
+                    self._attach_again.set()
+
+    def _head(self) -> tuple[tuple[object, ...], PodReport] | None:
+        """Wait for the oldest report; None once the link is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._outbox or self._closed.is_set())
+            if self._closed.is_set():
+                return None
+            return next(iter(self._outbox.items()))
+
+    def _done(self, name: tuple[object, ...], report: PodReport) -> None:
+        with self._changed:
+            if self._outbox.get(name) is report:  # else: a newer one has taken its place
+                del self._outbox[name]
+            self._changed.notify_all()

@@ -7,6 +7,7 @@ a fixed number of pods of one slot each: it starts a job server and a job client
 """
 
 import argparse
+import functools
 import logging
 import os
 import shutil
@@ -87,8 +88,12 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
             run_dir=(args.run_dir or args.log_dir / "run").absolute(),
             highest_stage=highest_stage(checkpoint) if checkpoint is not None else 0,
         )
-        launcher = Launcher(config, pod_env, environ, lambda: ApiClient(pod_env.job_server, token))
-        return launcher.run()
+        connect = functools.partial(ApiClient, pod_env.job_server, token)
+        try:
+            connect().close()  # connects lazily: this only checks the URL
+        except ValueError as error:
+            raise LaunchError(f"PADDLE_JOBSERVER: {error}", 2) from error
+        return Launcher(config, pod_env, environ, connect).run()
     except EnvError as error:
         sys.stderr.write(f"launch: {error}\n")
         return 2

@@ -1,0 +1,476 @@
+"""A real shim, a real launcher and real trainers, against a job server that says what we want."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from job_server.wire import (
+    LocalStage,
+    Order,
+    PlanPod,
+    ReportKind,
+    RestoreFrom,
+    SlotKind,
+    SnapshotRef,
+    StagePlan,
+    Way,
+)
+from pod_runtime import processes
+from pod_runtime.env import RUN_MARKER, PodEnv, pod_environment
+from pod_runtime.shim_wire import read_exit, request
+from tests.pod_runtime.fake_job_server import FakeJobServer, make_plan
+from tests.support import free_port, wait_until
+
+TOY = Path(__file__).with_name("toy_trainer.py")
+
+
+class PodUnderTest:
+    """One pod on this machine, under its shim."""
+
+    def __init__(
+        self, server: FakeJobServer, folder: Path, pod_id: str, slots: int, grace_s: float
+    ) -> None:
+        self.pod_id = pod_id
+        self.dir = folder / "pods" / pod_id
+        self.dir.mkdir(parents=True)
+        self.work = folder / f"{pod_id}_work"
+        self.work.mkdir()
+        self.marker = uuid.uuid4().hex
+        self.ports = tuple(free_port() for _ in range(slots))
+        self.env = pod_environment(
+            os.environ,
+            PodEnv(
+                job_server=server.url,
+                job_id="job",
+                pod_id=pod_id,
+                pod_dir=self.dir,
+                node_id="node",
+                run_marker=self.marker,
+                slots=tuple(range(slots)),
+                slot_kind=SlotKind.CPU,
+                max_trainers=8,
+                grace_s=grace_s,
+            ),
+        )
+
+    def start(self, *args: str, script: str = str(TOY), **environ: str) -> None:
+        shim = ["-m", "pod_runtime.shim", "--pod_dir", str(self.dir), "--detach", "--"]
+        launch = [sys.executable, "-m", "pod_runtime.launch", "--log_dir", "log", script, *args]
+        # Under a bash that stays, as in a pod's script: when the shim dies bash dies with it, and
+        # the launcher lives on for long enough to clean up.
+        subprocess.run(
+            [sys.executable, *shim, "bash", "-c", '"$@"; exit $?', "script", *launch],
+            env={**self.env, **environ},
+            cwd=self.work,
+            check=True,
+            timeout=30,
+        )
+
+    def part(self, pod_rank: int = 0, first_rank: int = 0) -> PlanPod:
+        return PlanPod(
+            pod_id=self.pod_id,
+            pod_rank=pod_rank,
+            node_id="node",
+            addr="127.0.0.1",
+            slots=tuple(range(len(self.ports))),
+            ranks=tuple(range(first_rank, first_rank + len(self.ports))),
+            ports=self.ports,
+        )
+
+    def log(self, rank: int, stage: int) -> str:
+        path = self.work / "log" / f"trainer_{rank}.stage_{stage}.log"
+        return path.read_text() if path.exists() else ""
+
+    def console(self) -> str:
+        return (self.dir / "log").read_text()
+
+    def living(self) -> dict[int, dict[str, str]]:
+        """Every process of this pod; the shim itself included."""
+        return {
+            pid: env
+            for pid, env in processes.find_marked(RUN_MARKER, self.marker).items()
+            if (process := processes.read(pid)) is not None and process.state != "Z"
+        }
+
+    def trainers(self) -> list[int]:
+        return [pid for pid, env in self.living().items() if "PADDLE_TRAINER_ID" in env]
+
+    def launcher(self) -> int:
+        return self._find("pod_runtime.launch")
+
+    def shim(self) -> int:
+        return self._find("pod_runtime.shim")
+
+    def _find(self, module: str) -> int:
+        start = f"{sys.executable}\0-m\0{module}\0".encode()
+        return next(
+            pid
+            for pid in self.living()
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(start)
+        )
+
+    def has_exited(self, code: int) -> bool:
+        ended = read_exit(self.dir)
+        return ended is not None and ended.code == code
+
+    def end(self) -> None:
+        processes.kill_marked(RUN_MARKER, self.marker, spare=lambda _pid, _env: False)
+
+
+@pytest.fixture
+def server() -> Iterator[FakeJobServer]:
+    fake = FakeJobServer()
+    yield fake
+    fake.stop()
+
+
+@pytest.fixture
+def make_pod(server: FakeJobServer, tmp_path: Path) -> Iterator[Callable[..., PodUnderTest]]:
+    made: list[PodUnderTest] = []
+
+    def make(pod_id: str = "pod_0_0", slots: int = 1, grace_s: float = 5.0) -> PodUnderTest:
+        made.append(PodUnderTest(server, tmp_path, pod_id, slots, grace_s))
+        return made[-1]
+
+    yield make
+    for pod in made:
+        pod.end()
+
+
+def start_stage(server: FakeJobServer, plan: Callable[[Order], StagePlan]) -> None:
+    """Take a stage from START to its first step."""
+    stage = plan(Order.START).stage
+    server.say(plan(Order.START))
+    wait_until(lambda: server.told(ReportKind.LOADED, stage), what="loaded")
+    server.say(plan(Order.GO))
+    wait_until(lambda: server.told(ReportKind.FIRST_STEP, stage), what="first step")
+
+
+def test_a_stage_is_trained_to_its_end_and_the_launcher_exits_with_0(server, make_pod):
+    pod = make_pod(slots=2)
+    pod.start("--steps", "30", "--print", "hello from a toy")
+    wait_until(lambda: server.attaches)
+    assert server.attaches[0].phase is LocalStage.IDLE
+    server.say(make_plan(1, Order.PREPARE, (pod.part(),), way=Way.START))
+    wait_until(lambda: server.told(ReportKind.READY, 1))
+    assert not pod.trainers()
+
+    start_stage(server, lambda order: make_plan(1, order, (pod.part(),), way=Way.START))
+    wait_until(lambda: pod.has_exited(0), what="exit")
+
+    (exited,) = server.told(ReportKind.EXITED)
+    (done,) = server.told(ReportKind.DONE)
+    assert (exited.code, exited.stage, done.step) == (0, 1, 30)
+    first = server.told(ReportKind.FIRST_STEP)[0]
+    assert (first.elastic, first.total_steps, first.metrics) == (True, 30, {"loss": 0.5})
+    kinds = [report.kind for report in server.reports]
+    assert kinds.index(ReportKind.STARTED) < kinds.index(ReportKind.LOADED)
+    assert not server.told(ReportKind.FAILED)
+    assert "[rank 0] hello from a toy\n" in pod.console()
+    assert "[rank 1] hello from a toy\n" in pod.console()
+    assert "hello from a toy" in pod.log(1, 1)
+    wait_until(lambda: not pod.living(), what="nothing is left")
+
+
+def test_a_change_by_drain_parks_ends_and_starts_again_from_the_snapshot(server, make_pod):
+    pod = make_pod()
+    pod.start("--snapshot")
+    start_stage(server, lambda order: make_plan(1, order, (pod.part(),)))
+    first_pid = pod.trainers()
+
+    coming = make_plan(2, Order.PREPARE, (pod.part(),))
+    server.say(make_plan(1, Order.CUT, (pod.part(),)), coming)
+    wait_until(lambda: server.told(ReportKind.DRAINED, 1))
+    assert server.told(ReportKind.READY, 2)
+    drained = server.told(ReportKind.DRAINED, 1)[0]
+    assert drained.step == 1001
+    assert drained.snapshot is not None
+    assert drained.snapshot.stage == 1
+    assert pod.trainers() == first_pid
+
+    server.say(make_plan(1, Order.END, (pod.part(),)), coming)
+    wait_until(lambda: server.told(ReportKind.ENDED, 1))
+    assert not pod.trainers()
+
+    source = RestoreFrom(stage=1, step=1001, pods=("pod_0_0", "pod_9_9"))
+    start_stage(server, lambda order: make_plan(2, order, (pod.part(),), restore_from=source))
+    assert '"stage": 1' in pod.log(0, 2)  # the welcome named the segment of stage 1
+    assert server.told(ReportKind.FIRST_STEP, 2)[0].step == 1002
+
+    def held() -> list[int]:
+        body, fds = request(pod.dir, {"op": "get", "stage": None})
+        for fd in fds:
+            os.close(fd)
+        return [segment["stage"] for segment in body["segments"]]
+
+    wait_until(lambda: held() == [2], what="the state of stage 1 is let go")
+
+
+def test_an_abandoned_change_lets_the_parked_trainer_go_on(server, make_pod):
+    pod = make_pod()
+    pod.start()
+    start_stage(server, lambda order: make_plan(1, order, (pod.part(),)))
+    pids = pod.trainers()
+
+    def cut_and_resume(count: int) -> None:
+        server.say(make_plan(1, Order.CUT, (pod.part(),)))
+        wait_until(lambda: len(server.told(ReportKind.DRAINED, 1)) == count)
+        before = len(server.told(ReportKind.PROGRESS, 1))
+        server.say(make_plan(1, Order.RESUME, (pod.part(),)))
+        wait_until(lambda: len(server.told(ReportKind.PROGRESS, 1)) > before + 1)
+
+    cut_and_resume(1)
+    cut_and_resume(2)  # the second cut is another one than the first
+    assert pod.trainers() == pids
+    assert pod.log(0, 1).count("resumed") == 2
+    assert [report.step for report in server.told(ReportKind.DRAINED)] == [1001, 1002]
+
+
+def test_a_trainer_that_fails_is_reported_with_its_error_and_not_restarted(server, make_pod):
+    pod = make_pod()
+    pod.start("--fail", "3")
+    server.say(make_plan(1, Order.GO, (pod.part(),)))  # a stage it has no trainers for
+    wait_until(lambda: server.told(ReportKind.FAILED, 1))
+    assert "started anew" in server.told(ReportKind.FAILED, 1)[0].reason
+
+    server.say(make_plan(2, Order.START, (pod.part(),)))
+    wait_until(lambda: server.told(ReportKind.LOADED, 2))
+    server.say(make_plan(2, Order.GO, (pod.part(),)))
+    wait_until(lambda: server.told(ReportKind.FAILED, 2))
+    failed = server.told(ReportKind.FAILED, 2)[0]
+    assert (failed.rank, failed.code, failed.peer_lost) == (0, 1, False)
+    assert failed.reason == "rank 0 exited with 1: ValueError: the loss is sad at step 3"
+    assert not pod.trainers()
+    server.say(make_plan(2, Order.END, (pod.part(),)))
+    wait_until(lambda: server.told(ReportKind.ENDED, 2))
+    assert read_exit(pod.dir) is None
+
+
+def test_trainers_killed_by_order_are_killed_once_and_their_helpers_with_them(server, make_pod):
+    pod = make_pod(slots=2)
+    pod.start("--helper")
+
+    def plan(order: Order) -> StagePlan:
+        return make_plan(1, order, (pod.part(),))
+
+    start_stage(server, plan)
+    server.say(make_plan(1, Order.GO, (pod.part(),), kill_ranks=(("k1", 1),)))
+    wait_until(lambda: server.told(ReportKind.FAILED, 1))
+    failed = server.told(ReportKind.FAILED, 1)[0]
+    assert (failed.rank, failed.code, failed.peer_lost) == (1, -signal.SIGKILL, False)
+    assert failed.reason == "rank 1 was ended by SIGKILL"
+    helper = re.search(r"helper (\d+)", pod.log(1, 1))
+    assert helper is not None
+    wait_until(lambda: int(helper[1]) not in pod.living(), what="the orphan is gone")
+    assert {env["PADDLE_TRAINER_ID"] for env in pod.living().values() if "EDL_STAGE" in env} == {
+        "0"
+    }
+
+
+def test_a_trainer_that_lost_its_peer_is_a_victim_and_the_cause_is_told_too(server, make_pod):
+    pod = make_pod(slots=2)
+    pod.start("--exit", "75")
+    server.say(make_plan(1, Order.START, (pod.part(),)))
+    wait_until(lambda: server.told(ReportKind.FAILED, 1))
+    assert server.told(ReportKind.FAILED, 1)[0].peer_lost
+
+
+@pytest.mark.parametrize("args", [(), ("--ignore_sigterm",)], ids=["polite", "ignores SIGTERM"])
+def test_trainers_without_the_loop_are_terminated_and_killed_after_the_grace(
+    server, make_pod, args
+):
+    pod = make_pod(grace_s=0.5)
+    pod.start("--plain", "600", *args)
+    server.say(make_plan(1, Order.START, (pod.part(),), way=Way.START))
+    wait_until(lambda: server.told(ReportKind.STARTED, 1))
+    server.say(make_plan(1, Order.GO, (pod.part(),), way=Way.START))
+    wait_until(lambda: server.told(ReportKind.PROGRESS, 1))
+    wait_until(lambda: "plain" in pod.log(0, 1))
+    assert not server.told(ReportKind.PROGRESS, 1)[0].elastic
+
+    server.say(
+        make_plan(1, Order.END, (pod.part(),)),
+        make_plan(2, Order.PREPARE, (pod.part(),), way=Way.STOP),
+    )
+    wait_until(lambda: server.told(ReportKind.ENDED, 1))
+    assert not pod.trainers()
+    assert not server.told(ReportKind.FAILED)
+
+
+def test_a_taken_port_is_reported_and_a_new_attempt_starts(server, make_pod):
+    pod = make_pod()
+    pod.start("--steps", "5")
+    with socket.socket() as thief:
+        thief.bind(("127.0.0.1", pod.ports[0]))
+        thief.listen()
+        server.say(make_plan(1, Order.START, (pod.part(),)))
+        wait_until(lambda: server.told(ReportKind.PORT_TAKEN, 1))
+        assert str(pod.ports[0]) in server.told(ReportKind.PORT_TAKEN)[0].reason
+        assert not pod.trainers()
+        pod.ports = (free_port(),)
+        server.say(make_plan(1, Order.START, (pod.part(),), attempt=1))
+        wait_until(lambda: server.told(ReportKind.LOADED, 1))
+    assert server.told(ReportKind.LOADED, 1)[0].attempt == 1
+
+
+def test_a_trainer_that_cannot_be_started_is_a_failure_with_the_reason(server, make_pod, tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text("#!/no/such/interpreter\n")
+    script.chmod(0o755)
+    pod = make_pod()
+    pod.start(script=str(script))
+    server.say(make_plan(1, Order.START, (pod.part(),)))
+    wait_until(lambda: server.told(ReportKind.FAILED, 1))
+    failed = server.told(ReportKind.FAILED, 1)[0]
+    assert failed.rank == 0
+    assert "cannot start" in failed.reason
+
+
+def test_a_stage_number_that_is_too_low_is_passed_on_and_is_no_failure(server, make_pod):
+    pod = make_pod()
+    pod.start("--say_too_low")
+    server.say(make_plan(1, Order.START, (pod.part(),)))
+    wait_until(lambda: server.told(ReportKind.STAGE_TOO_LOW, 1))
+    assert server.told(ReportKind.STAGE_TOO_LOW)[0].highest_stage == 7
+    wait_until(lambda: not pod.trainers())
+    server.say(make_plan(8, Order.START, (pod.part(),)))
+    wait_until(lambda: server.told(ReportKind.STARTED, 8))
+    assert not server.told(ReportKind.FAILED)
+
+
+def test_the_checkpoint_path_is_looked_through_at_attach(server, make_pod, tmp_path):
+    for name in ("stage_00000003", "stage_00000012", "stage_x", "other"):
+        (tmp_path / "checkpoint" / name).mkdir(parents=True)
+    pod = make_pod()
+    pod.start(EDL_CHECKPOINT=str(tmp_path / "checkpoint"))
+    wait_until(lambda: server.attaches)
+    assert server.attaches[0].highest_stage == 12
+
+
+def test_training_goes_on_without_a_server_and_everything_is_told_on_its_return(server, make_pod):
+    pod = make_pod()
+    pod.start("--snapshot")
+    start_stage(server, lambda order: make_plan(1, order, (pod.part(),)))
+    pids = pod.trainers()
+    server.stop()
+    os.kill(pids[0], signal.SIGKILL)  # it happens while nobody listens
+    wait_until(lambda: not pod.trainers())
+    attaches = len(server.attaches)
+    server.reports.clear()
+    server.restart("server-2")
+    wait_until(lambda: len(server.attaches) > attaches)
+    wait_until(lambda: server.told(ReportKind.FAILED, 1))
+    attach = server.attaches[-1]
+    assert (attach.stage, attach.phase, attach.elastic) == (1, LocalStage.FAILED, True)
+    assert attach.failure is not None
+    assert attach.failure.code == -signal.SIGKILL
+    assert isinstance(attach.snapshot, SnapshotRef)  # read from the shim, not from the dead
+    assert attach.snapshot.stage == 1
+
+
+def test_a_restarted_server_hears_again_what_its_predecessor_was_told(server, make_pod):
+    pod = make_pod()
+    pod.start()
+    start_stage(server, lambda order: make_plan(1, order, (pod.part(),)))
+    server.say(make_plan(1, Order.CUT, (pod.part(),)))
+    wait_until(lambda: server.told(ReportKind.DRAINED, 1))
+    server.stop()
+    server.reports.clear()
+    server.restart("server-2")
+    wait_until(lambda: server.told(ReportKind.DRAINED, 1), what="drained, again")
+    assert server.attaches[-1].phase is LocalStage.PARKED
+
+
+def test_a_pod_that_is_not_wanted_ends_its_trainers_and_exits(server, make_pod):
+    pod = make_pod()
+    pod.start()
+    start_stage(server, lambda order: make_plan(1, order, (pod.part(),)))
+    server.refuse_all()
+    wait_until(lambda: pod.has_exited(0))
+    wait_until(lambda: not pod.living())
+
+
+def test_a_pod_told_to_leave_exits_with_0_and_says_so(server, make_pod):
+    pod = make_pod()
+    pod.start()
+    start_stage(server, lambda order: make_plan(1, order, (pod.part(),)))
+    server.say(leave=True)
+    wait_until(lambda: pod.has_exited(0))
+    assert server.told(ReportKind.EXITED)[0].code == 0
+
+
+def test_sigterm_ends_trainers_and_launcher_with_143(server, make_pod):
+    pod = make_pod()
+    pod.start("--helper")
+    start_stage(server, lambda order: make_plan(1, order, (pod.part(),)))
+    os.kill(pod.launcher(), signal.SIGTERM)
+    wait_until(lambda: pod.has_exited(143))
+    assert server.told(ReportKind.EXITED)[0].code == 143
+    assert not server.told(ReportKind.FAILED)
+    wait_until(lambda: not pod.living())
+
+
+@pytest.mark.parametrize("victim", ["launcher", "shim"])
+def test_no_trainer_survives_the_death_of(server, make_pod, victim):
+    pod = make_pod(slots=2, grace_s=1.0)
+    pod.start("--ignore_sigterm", "--helper")
+    start_stage(server, lambda order: make_plan(1, order, (pod.part(),)))
+    os.kill(getattr(pod, victim)(), signal.SIGKILL)
+    wait_until(lambda: not pod.trainers(), what="all trainers and helpers are gone")
+    wait_until(lambda: not pod.living())
+
+
+def test_of_two_pods_on_a_node_the_first_writes_and_both_shims_hold(server, make_pod, tmp_path):
+    one, two = make_pod("pod_0_0"), make_pod("pod_1_0")
+    parts = (one.part(), two.part(1, 1))
+    one.start("--snapshot")
+    two.start("--snapshot")
+    server.say(make_plan(1, Order.START, parts))
+    wait_until(lambda: len(server.told(ReportKind.LOADED, 1)) == 2)
+    server.say(make_plan(1, Order.GO, parts))
+    wait_until(lambda: len(server.told(ReportKind.FIRST_STEP, 1)) == 2)
+    assert '"writer": true' in one.log(0, 1)
+    assert '"writer": false' in two.log(1, 1)
+
+    server.say(make_plan(1, Order.END, parts))
+    wait_until(lambda: len(server.told(ReportKind.ENDED, 1)) == 2)
+    snapshots = [report.snapshot for report in server.told(ReportKind.ENDED, 1)]
+    assert snapshots[0] == snapshots[1]
+    assert snapshots[0] is not None
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["train_missing.py"], "train_missing.py does not exist"),
+        ([], "the following arguments are required"),
+        (["--log_level", "loud", "x.py"], "--log_level"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_with_2(tmp_path, argv, words):
+    result = subprocess.run(
+        [sys.executable, "-m", "pod_runtime.launch", *argv],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert result.returncode == 2
+    assert words in result.stderr
+
+
+def test_the_launcher_loads_no_framework_no_server_and_no_numpy():
+    code = "import sys, pod_runtime.launch; print([*sys.modules])"
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30
+    ).stdout
+    loaded = {name.split(".")[0] for name in re.findall(r"'([\w.]+)'", output)}
+    assert not loaded & {"paddle", "flask", "numpy", "psutil", "waitress"}

@@ -1,0 +1,123 @@
+"""A trainer that speaks the channel's protocol and trains nothing. Standard library only.
+
+python toy_trainer.py [--steps N] [--plain SECONDS] [--fail STEP] [--say_too_low] [--exit CODE]
+                      [--helper] [--snapshot] [--ignore_sigterm] [--print TEXT]
+"""
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+from pod_runtime.segment_header import (
+    SLOT_HEADER_BYTES,
+    SlotHeader,
+    pack_file_header,
+    pack_slot_header,
+    slot_offset,
+)
+from pod_runtime.shim_wire import LineSocket
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=10**9)
+parser.add_argument("--plain", type=float)
+parser.add_argument("--fail", type=int)
+parser.add_argument("--say_too_low", action="store_true")
+parser.add_argument("--exit", type=int)
+parser.add_argument("--helper", action="store_true")
+parser.add_argument("--snapshot", action="store_true")
+parser.add_argument("--ignore_sigterm", action="store_true")
+parser.add_argument("--print", dest="text")
+args = parser.parse_args()
+
+rank = int(os.environ["PADDLE_TRAINER_ID"])
+stage = int(os.environ["EDL_STAGE"])
+if args.ignore_sigterm:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if args.text:
+    print(args.text)
+if args.helper:  # such as a data loading worker: it inherits the environment, and outlives us
+    helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    print("helper", helper.pid, flush=True)
+if args.exit is not None:
+    sys.exit(args.exit)
+if args.plain is not None:
+    print("plain", flush=True)
+    time.sleep(args.plain)
+    sys.exit(0)
+
+connection = socket.socket(socket.AF_UNIX)
+connection.connect("\0" + os.environ["EDL_CHANNEL"])
+lines = LineSocket(connection)
+
+
+def say(word: str, fds: tuple[int, ...] = (), **fields: object) -> None:
+    lines.send({"say": word, "fds": len(fds), **fields}, fds)
+
+
+def hear() -> tuple[dict[str, Any], tuple[int, ...]]:
+    connection.settimeout(None)
+    received = lines.receive()
+    assert received is not None
+    return received
+
+
+def hear_at_once() -> dict[str, Any]:
+    """What the launcher has said already; {} if nothing."""
+    connection.settimeout(0.0)
+    try:
+        received = lines.receive()
+    except BlockingIOError:
+        return {}
+    assert received is not None
+    return received[0]
+
+
+say("hello", rank=rank, stage=stage, pid=os.getpid())
+welcome, segment_fds = hear()
+print("welcome", json.dumps({"writer": welcome["writer"], "segments": welcome["segments"]}))
+if args.say_too_low:
+    say("stage_too_low", highest_stage=7)
+    sys.exit(1)
+step = 0
+restore = welcome["plan"]["restore_from"]
+if restore is not None:
+    step = restore["step"]
+say("loaded", step=step, epoch=0)
+while hear()[0]["do"] != "go":
+    pass
+
+segment = -1
+if args.snapshot and welcome["writer"]:
+    slot_bytes = 2 * SLOT_HEADER_BYTES
+    segment = os.memfd_create("toy")
+    os.ftruncate(segment, slot_offset(2, slot_bytes))
+    os.pwrite(segment, pack_file_header(slot_bytes), 0)
+    size = os.fstat(segment).st_size
+    say("segment", (segment,), stage=stage, size_bytes=size, digest="d")
+
+while step < args.steps:
+    time.sleep(0.01)
+    step += 1
+    if args.fail == step:
+        raise ValueError(f"the loss is sad at step {step}")
+    say("step", step=step, epoch=0, total_steps=args.steps, step_s=0.01, metrics={"loss": 0.5})
+    if segment >= 0:
+        header = SlotHeader(stage=stage, step=step, meta_bytes=0, data_bytes=0, digest="d")
+        os.pwrite(segment, pack_slot_header(header), slot_offset(step % 2, slot_bytes))
+        say("snapshot", stage=stage, step=step, digest="d")
+    heard = hear_at_once()
+    if heard.get("do") == "cut":
+        step = 1000 + heard["id"]  # ranks of a toy cannot agree: the same for all
+        say("drained", step=step)
+        print("parked", heard, flush=True)
+        while hear()[0]["do"] != "resume":
+            pass
+        print("resumed", flush=True)
+if rank == 0:
+    say("done", step=step)

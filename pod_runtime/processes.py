@@ -180,12 +180,12 @@ def wait_gone(pid: int, started: int, timeout_s: float) -> bool:
 
 
 def kill_marked(
-    name: str, value: str, spare: Callable[[Mapping[str, str]], bool], timeout_s: float = 10.0
+    name: str, value: str, spare: Callable[[int, Mapping[str, str]], bool], timeout_s: float = 10.0
 ) -> list[int]:
     """SIGKILL the processes that carry `name=value`, until none is left but those to `spare`.
 
     Args:
-        spare: told a process's environment; true leaves it alone.
+        spare: told a process's pid and environment; true leaves it alone.
         timeout_s: processes that the kernel cannot end by then (waiting for a disk) are left.
 
     Returns:
@@ -194,7 +194,7 @@ def kill_marked(
     killed: list[int] = []
     deadline = time.monotonic() + timeout_s
     while True:
-        victims = [pid for pid, env in find_marked(name, value).items() if not spare(env)]
+        victims = [pid for pid, env in find_marked(name, value).items() if not spare(pid, env)]
         begun = _kill_if_marked(victims, name, value)
         if not begun:
             return killed

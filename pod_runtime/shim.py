@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pod_runtime import processes, shim_wire
+from pod_runtime.shim_log import last_lines
 from pod_runtime.shim_segments import Segments
 from pod_runtime.shim_wire import LineSocket, PodExit
 
@@ -30,13 +31,14 @@ DEFAULT_GRACE_S = 15.0
 MAX_GRACE_S = 86400.0
 MAX_CONNECTIONS = 100
 KILL_AGAIN_S = 0.1  # a process forked while we killed is met by the next round
-LOG_TAIL_BYTES = 16384
-LOG_TAIL_LINES = 20
-LOG_LINE_CHARS = 500
 # Python and this program ignore or handle these; the script is to find them as any program does.
 _NOT_FOR_THE_SCRIPT = (
     signal.SIGPIPE, signal.SIGXFSZ, signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD,
 )  # fmt: skip
+
+
+class UsageError(ValueError):
+    """The command line cannot be right; the text says why."""
 
 
 class Script:
@@ -335,19 +337,6 @@ class Shim:
         }
 
 
-def last_lines(log: Path) -> tuple[str, ...]:
-    """Return the last lines that are not blank, shortened: enough to see why a script ended."""
-    try:
-        with log.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - LOG_TAIL_BYTES))
-            text = file.read(LOG_TAIL_BYTES).decode(errors="replace")
-    except OSError:
-        return ()
-    lines = [line[:LOG_LINE_CHARS] for line in text.splitlines() if line.strip()]
-    return tuple(lines[-LOG_TAIL_LINES:])
-
-
 def _exit_json(ended: PodExit) -> dict[str, Any]:
     return {
         "code": ended.code,
@@ -375,7 +364,7 @@ def _lock(pod_dir: Path) -> int:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise SystemExit(f"shim: --pod_dir: {pod_dir} has a running shim already") from None
+        raise UsageError(f"--pod_dir: {pod_dir} has a running shim already") from None
     return fd
 
 
@@ -383,15 +372,15 @@ def _parse(argv: list[str]) -> tuple[Path, bool, list[str]]:
     """Return (pod_dir, detach, command). By hand: argparse would double the time of a start."""
     usage = "usage: python -m pod_runtime.shim --pod_dir DIR [--detach] -- CMD..."
     if "--" not in argv:
-        raise SystemExit(usage)
+        raise UsageError(usage)
     flags, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
     detach = "--detach" in flags
     flags = [flag for flag in flags if flag != "--detach"]
     if len(flags) != 2 or flags[0] != "--pod_dir" or not command:
-        raise SystemExit(usage)
+        raise UsageError(usage)
     pod_dir = Path(flags[1]).absolute()
     if not pod_dir.is_dir():
-        raise SystemExit(f"shim: --pod_dir: {pod_dir} is not a folder; make it first")
+        raise UsageError(f"--pod_dir: {pod_dir} is not a folder; make it first")
     return pod_dir, detach, command
 
 
@@ -420,8 +409,12 @@ def _wake_on_signals() -> int:
 
 def main(argv: list[str]) -> int:
     """Run the shim in this process; returns when it is not needed any more."""
-    pod_dir, detach, command = _parse(argv)
-    lock = _lock(pod_dir)
+    try:
+        pod_dir, detach, command = _parse(argv)
+        lock = _lock(pod_dir)
+    except UsageError as error:
+        sys.stderr.write(f"shim: {error}\n")
+        return 2
     ready = _detach() if detach else None
     with contextlib.suppress(PermissionError):  # a session leader already
         os.setsid()

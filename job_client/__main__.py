@@ -1,0 +1,223 @@
+"""The job client's command line: one client per node.
+
+python -m job_client [flags] SCRIPT [ARGS...]
+python -m job_client [flags] --jobs_dir DIR
+"""
+
+import argparse
+import logging
+import logging.handlers
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from job_client import ports
+from job_client.agent import Agent, install_signals, read_token
+from job_client.config import Config
+from job_client.errors import JobClientError, UsageError
+from job_client.gpus import find_inventory
+from job_client.home import Home
+from job_server.api_client import ApiClient
+from job_server.wire import WireError, check_id
+from pod_runtime import env, processes
+
+logger = logging.getLogger("job_client")
+
+DEFAULT_SERVER = "http://127.0.0.1:8180"
+MAX_CPU_SLOTS = 4096
+
+
+def parse_args(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Config:
+    """Return the configuration.
+
+    Raises:
+        UsageError: a value cannot be right; names it and the remedy.
+        SystemExit: 2, by argparse; or 0 for --help.
+    """
+    args = _parser().parse_args(argv)
+    if (args.script is None) == (args.jobs_dir is None):
+        raise UsageError("give either a training script or --jobs_dir DIR, and not both")
+    if args.package_sh and args.jobs_dir:
+        raise UsageError("--package_sh: with --jobs_dir each job has its own package.sh")
+    for flag, value in (("--node_id", args.node_id), ("PADDLE_JOB_ID", _job_id(environ))):
+        if value is not None:
+            _check(flag, value)
+    package_sh = _file("--package_sh", cwd, args.package_sh)
+    if args.script is not None and package_sh is None:
+        _file("training script", cwd, args.script)
+    token_file = args.token_file or environ.get("EDL_TOKEN_FILE")
+    token_path = cwd / token_file if token_file else None
+    return Config(
+        client_dir=cwd,
+        log_dir=cwd / args.log_dir,
+        log_level=args.log_level,
+        pod_path=cwd / args.pod_path,
+        server_url=server_url(args.job_server or environ.get("PADDLE_JOBSERVER") or DEFAULT_SERVER),
+        environ=dict(environ),
+        script=args.script,
+        script_args=tuple(args.args),
+        package_sh=package_sh,
+        jobs_dir=_folder("--jobs_dir", cwd, args.jobs_dir),
+        job_id=_job_id(environ),
+        node_id=args.node_id,
+        addr=args.addr,
+        port_range=None if args.port_range == "auto" else ports.parse_range(args.port_range),
+        cpu_slots=_cpu_slots(args.cpu_slots),
+        visible_gpus=environ.get("CUDA_VISIBLE_DEVICES"),
+        grace_s=_grace(args.grace_s),
+        stop_after_s=_stop_after(args.on_server_loss),
+        keep_pods=args.keep_pods,
+        token=read_token(token_path) if token_path else environ.get("EDL_TOKEN") or None,
+        token_file=token_path,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m job_client",
+        description="Run this node's pods as the job server wants them.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--log_level", type=int, default=20, help="as Python's logging: 10 debug, 20 info")
+    add("--log_dir", default="pod_log", help="logs, and what a restarted client needs")
+    add("--package_sh", help="makes pod_path/ID when run with `-pod_id ID`; default: none")
+    add("--pod_path", default="./edl_pods", help="where each pod gets a folder, named by its id")
+    add("--jobs_dir", help="run jobs by name: its subfolders with a train.sh")
+    add("--cpu_slots", type=int, help="CPU slots, also where there are GPUs")
+    low, high = ports.blocks(ports.ephemeral_range())[0]
+    add(
+        "--port_range",
+        default=f"{low}-{high}",
+        help="LOW-HIGH for the trainers of this node, or auto: the next free block; "
+        "two clients on one host need different ones",
+    )
+    add("--grace_s", type=float, help="between SIGTERM and SIGKILL; default: as the job says")
+    add(
+        "--on_server_loss",
+        default="continue",
+        help="continue, or stop_after=SECONDS: stop the pods when the server is away so long",
+    )
+    add("--keep_pods", action="store_true", help="SIGTERM leaves the pods to the next client")
+    add("--node_id", help="name of this node; default: the host's, with a suffix")
+    add("--addr", help="address that other nodes reach this one by; default: found out")
+    add("--token_file", help="file with the server's token; default: EDL_TOKEN_FILE, EDL_TOKEN")
+    add("--job_server", help="host:port or URL; default: PADDLE_JOBSERVER, " + DEFAULT_SERVER)
+    add("script", nargs="?", help="training script, run by bash in the pod's folder")
+    add("args", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+def server_url(text: str) -> str:
+    """Return the URL of `host:port` or of a URL. Raises UsageError: it is neither."""
+    url = text if "://" in text else f"http://{text}"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        raise UsageError(f"--job_server: expected host:port or http://host:port, got {text!r}")
+    if "://" not in text and port is None:
+        url += ":8180"
+    return url.rstrip("/")
+
+
+def _job_id(environ: Mapping[str, str]) -> str | None:
+    return environ.get("PADDLE_JOB_ID") or None
+
+
+def _check(flag: str, value: str) -> None:
+    try:
+        check_id(flag, value)
+    except WireError as error:
+        raise UsageError(str(error)) from None
+
+
+def _file(flag: str, cwd: Path, value: str | None) -> Path | None:
+    if value is None:
+        return None
+    if not (cwd / value).is_file():
+        raise UsageError(f"{flag}: {value}: no such file")
+    return cwd / value
+
+
+def _folder(flag: str, cwd: Path, value: str | None) -> Path | None:
+    if value is None:
+        return None
+    if not (cwd / value).is_dir():
+        raise UsageError(f"{flag}: {value}: no such folder")
+    return cwd / value
+
+
+def _cpu_slots(value: int | None) -> int | None:
+    if value is not None and not 1 <= value <= MAX_CPU_SLOTS:
+        raise UsageError(f"--cpu_slots: expected 1 to {MAX_CPU_SLOTS}, got {value}")
+    return value
+
+
+def _grace(value: float | None) -> float | None:
+    if value is not None and not 0 <= value <= 3600:
+        raise UsageError(f"--grace_s: expected 0 to 3600 seconds, got {value:g}")
+    return value
+
+
+def _stop_after(text: str) -> float | None:
+    if text == "continue":
+        return None
+    match = re.fullmatch(r"stop_after=(\d+(?:\.\d+)?)", text)
+    if not match or float(match[1]) <= 0:
+        raise UsageError(f"--on_server_loss: expected continue or stop_after=SECONDS, got {text!r}")
+    return float(match[1])
+
+
+def _configure_logging(config: Config) -> None:
+    form = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    console = logging.StreamHandler()
+    file = logging.handlers.RotatingFileHandler(
+        config.log_dir / "job_client.log", maxBytes=10_000_000, backupCount=3
+    )
+    root = logging.getLogger()
+    root.setLevel(config.log_level)
+    for handler in (console, file):
+        handler.setFormatter(form)
+        root.addHandler(handler)
+    logging.getLogger("urllib3").setLevel(logging.WARNING)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a job client; return its exit code: 2 for a wrong command line."""
+    try:
+        config = parse_args(sys.argv[1:] if argv is None else argv, os.environ, Path.cwd())
+        home = Home(config.log_dir)
+    except UsageError as error:
+        print(f"job_client: {error}", file=sys.stderr)
+        return 2
+    _configure_logging(config)
+    try:
+        inventory = find_inventory(
+            config.cpu_slots, config.visible_gpus, partial(_carries, home.marker)
+        )
+        agent = Agent(config, home, inventory, lambda: ApiClient(config.server_url, config.token))
+        install_signals(agent, keep_pods=config.keep_pods)
+        return agent.run()
+    except UsageError as error:
+        logger.error("%s", error)
+        return 2
+    except JobClientError as error:
+        logger.error("%s", error)
+        return 1
+    finally:
+        home.close()
+
+
+def _carries(marker: str, pid: int) -> bool:
+    return processes.environment(pid).get(env.RUN_MARKER) == marker
+
+
+if __name__ == "__main__":
+    sys.exit(main())

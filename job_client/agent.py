@@ -1,0 +1,333 @@
+"""Keep this node's pods as the server's plan wants them: compare, act, report; for ever again."""
+
+import logging
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from job_client import folders, pod_folder
+from job_client.config import Config
+from job_client.errors import JobClientError, UsageError
+from job_client.gpus import Inventory
+from job_client.home import Home
+from job_client.link import Api, Callbacks, Link, find_job
+from job_client.pods import Host, Pod
+from job_client.reconcile import KillPod, PodKey, ReleasePod, StartPod, StopPod, plan_changes
+from job_client.wake import Bell
+from job_server.wire import Node, NodePlan, NodeReport, PodPhase, SlotUsage
+from pod_runtime import env, processes
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 1.0  # everything wakes the loop; the tick is for what time alone changes
+FENCE_GRACE_S = 1.0  # the server counts on the pods' end 2 s after `stop_after`
+END_EXTRA_S = 10.0  # beyond the longest grace, for pods that are ending
+
+
+class End(Enum):
+    """How the client has been asked to end."""
+
+    STOP = "stop"  # its pods first, with their grace
+    KEEP = "keep"  # pods stay for a successor
+    KILL = "kill"  # pods first, at once
+
+
+class Agent:
+    """The job client of one node.
+
+    Args:
+        make_api: makes a connection to the server; each thread has its own.
+        inventory: this node's slots.
+    """
+
+    def __init__(
+        self, config: Config, home: Home, inventory: Inventory, make_api: Callable[[], Api]
+    ) -> None:
+        self._config = config
+        self._inventory = inventory
+        self._make_api = make_api
+        self._node_id = config.node_id or home.default_node_id()
+        self._addr = config.addr or own_address(config.server_url)
+        self._job_id: str | None = None  # None: any job that comes by folder
+        self._pods_dir = home.pods_dir
+        self._pods: dict[PodKey, Pod] = {}
+        self._lock = threading.Lock()  # guards _pods, _plan, _end and _contact_at
+        self._wake = Bell()
+        self._plan: NodePlan | None = None  # None: not heard yet
+        self._contact_at = time.monotonic()
+        self._end: End | None = None  # None: go on
+        self._failure: JobClientError | None = None  # None: none
+        self._usage: tuple[SlotUsage, ...] = ()
+        self._link: Link | None = None  # None: not connected yet
+        token_file = config.token_file
+        if token_file is None and config.token is not None:
+            token_file = home.keep_token(config.token)
+        self._host = Host(
+            config=config,
+            node_id=self._node_id,
+            marker=home.marker,
+            inventory=inventory,
+            token_file=token_file,
+            changed=self._changed,
+        )
+
+    def run(self) -> int:
+        """Work until asked to end; return the exit code.
+
+        Raises:
+            JobClientError: the command line does not fit the server, or it refuses this client.
+                Pods that run stay as they are.
+        """
+        self._adopt()
+        self._clean_orphans()
+        if not self._choose_job():
+            return self._leave()
+        callbacks = Callbacks(
+            node=self._node,
+            plan=self._heard_plan,
+            report=self._report,
+            contact=self._heard,
+            fatal=self._failed,
+        )
+        self._link = Link(self._make_api, callbacks, choose_ports=self._config.port_range is None)
+        self._link.start()
+        while self._end is None and self._failure is None:
+            self._reconcile()
+            self._wake.wait(TICK_S)
+        if self._failure is not None:
+            self._link.close()
+            raise self._failure
+        return self._leave()
+
+    def end(self, how: End) -> None:
+        """Ask the client to end; a second time with KILL to have it end at once. Thread-safe."""
+        self._end = how
+        self._wake.ring()
+
+    # --- beginning
+
+    def _adopt(self) -> None:
+        for folder, spec in pod_folder.find(self._pods_dir):
+            pod = Pod(self._host, spec, folder)
+            if pod.adopt():
+                with self._lock:
+                    self._pods[spec.job_id, spec.pod_id] = pod
+
+    def _clean_orphans(self) -> None:
+        """End what an earlier client's pods left behind and no living shim looks after."""
+        looked_after = {
+            str(pod.folder) for pod in self._pods.values() if pod_folder.has_shim(pod.folder)
+        }
+        killed = processes.kill_marked(
+            env.RUN_MARKER,
+            self._host.marker,
+            lambda _, environ: environ.get("EDL_POD_DIR") in looked_after,
+        )
+        if killed:
+            logger.warning("killed what earlier pods of this client left: pids %s", killed)
+
+    def _choose_job(self) -> bool:
+        """Settle which job this node serves; False: asked to end meanwhile."""
+        if self._config.jobs_dir is not None:
+            return True
+        adopted = {job_id for job_id, _ in self._pods}
+        if self._config.job_id is not None:
+            self._job_id = self._config.job_id
+        elif len(adopted) == 1:
+            self._job_id = adopted.pop()
+        else:
+            self._job_id = find_job(self._make_api(), self._wait_to_end)
+        if self._job_id is not None:
+            logger.info("serving job %s", self._job_id)
+        return self._job_id is not None
+
+    def _wait_to_end(self, timeout_s: float) -> bool:
+        self._wake.wait(timeout_s)
+        return self._end is not None
+
+    # --- what the link asks and tells; called from its threads
+
+    def _node(self) -> Node:
+        low, high = self._config.port_range or (1024, 65535)  # or: the link knows the block
+        return Node(
+            node_id=self._node_id,
+            addr=self._addr,
+            slots=self._inventory.slots(self._held_slots()),
+            port_low=low,
+            port_high=high,
+            job_id=self._job_id,
+            folders=(
+                () if self._config.jobs_dir is None else folders.list_jobs(self._config.jobs_dir)
+            ),
+        )
+
+    def _heard_plan(self, plan: NodePlan) -> None:
+        with self._lock:
+            self._plan = plan
+        self._wake.ring()
+
+    def _heard(self, sent_at: float) -> None:
+        with self._lock:
+            self._contact_at = max(self._contact_at, sent_at)
+
+    def _failed(self, error: JobClientError) -> None:
+        self._failure = error
+        self._wake.ring()
+
+    def _report(self, fresh: bool) -> NodeReport:
+        table = None
+        if fresh:
+            table = processes.read_all()
+            self._usage = self._inventory.usage(self._held_slots())
+        with self._lock:
+            pods = list(self._pods.values())
+        return NodeReport(
+            node_id=self._node_id,
+            pods=tuple(pod.state(table) for pod in pods),
+            slots=self._usage,
+        )
+
+    def _changed(self) -> None:
+        self._wake.ring()
+        if self._link is not None:
+            self._link.wake_report()
+
+    def _held_slots(self) -> set[int]:
+        with self._lock:
+            pods = list(self._pods.values())
+        return {slot for pod in pods if pod.holds_slots for slot in pod.spec.slots}
+
+    # --- the loop
+
+    def _reconcile(self) -> None:
+        with self._lock:
+            plan, silent_s = self._plan, time.monotonic() - self._contact_at
+            pods = dict(self._pods)
+        limit_s = self._config.stop_after_s
+        if limit_s is not None and silent_s >= limit_s:
+            self._fence(pods, limit_s)
+            return
+        if plan is None:
+            return
+        for action in plan_changes([pod.local() for pod in pods.values()], plan.pods):
+            match action:
+                case StartPod(spec):
+                    folder = pod_folder.folder_of(self._pods_dir, spec)
+                    pod = Pod(self._host, spec, folder)
+                    with self._lock:
+                        self._pods[spec.job_id, spec.pod_id] = pod
+                    pod.start()
+                case StopPod(key, grace_s, reason):
+                    pods[key].stop(grace_s, reason)
+                case KillPod(key, reason):
+                    pods[key].kill(reason)
+                case ReleasePod(key, reason):
+                    self._release(key, reason)
+
+    def _release(self, key: PodKey, reason: str) -> None:
+        with self._lock:
+            pod = self._pods.pop(key)
+        pod.release(reason)
+
+    def _fence(self, pods: dict[PodKey, Pod], limit_s: float) -> None:
+        """Stop everything: from now on the server may start the same work elsewhere."""
+        reason = f"no answer from the server for {limit_s:g} s (--on_server_loss stop_after)"
+        for pod in pods.values():
+            if pod.local().phase in (PodPhase.STARTING, PodPhase.RUNNING):
+                pod.stop(FENCE_GRACE_S, reason, at_most=True)
+
+    # --- ending
+
+    def _leave(self) -> int:
+        if self._end is End.KEEP:
+            logger.info("ending; %d pods stay for the next client", len(self._pods))
+            if self._link is not None:
+                self._link.close()
+            return 0
+        if not self._stop_all():
+            logger.error("ending, though some pods have not: see the log above")
+        if self._link is not None:
+            self._link.close()
+            self._link.say_goodbye(
+                NodeReport(
+                    node_id=self._node_id,
+                    pods=tuple(pod.state() for pod in self._pods.values()),
+                    leaving=True,
+                )
+            )
+        for key in list(self._pods):
+            self._release(key, "this client ends")
+        logger.info("ended")
+        return 0
+
+    def _stop_all(self) -> bool:
+        """Stop every pod and wait until all have exited; return whether all have."""
+        with self._lock:
+            pods = list(self._pods.values())
+        for pod in pods:
+            if self._end is End.KILL:
+                pod.kill("this client ends at once")
+            else:
+                pod.stop(pod.spec.grace_s, "this client ends")
+        killing = self._end is End.KILL
+        longest_s = max((pod.local().grace_s for pod in pods), default=0.0)
+        deadline = time.monotonic() + longest_s + END_EXTRA_S
+        while any(pod.holds_slots for pod in pods):
+            if time.monotonic() > deadline:
+                return False
+            if self._end is End.KILL and not killing:
+                killing = True
+                for pod in pods:
+                    pod.kill("asked a second time to end")
+            self._wake.wait(0.2)
+        return True
+
+
+def install_signals(agent: Agent, *, keep_pods: bool) -> None:
+    """Have SIGTERM and SIGINT end the agent in order, and at once when repeated."""
+    asked: list[int] = []
+
+    def handle(number: int, _frame: object) -> None:
+        asked.append(number)
+        first = End.KEEP if keep_pods else End.STOP
+        agent.end(first if len(asked) == 1 else End.KILL)
+
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGINT, handle)
+
+
+def own_address(server_url: str) -> str:
+    """Return the address of this machine that faces the server; 127.0.0.1 when that is here.
+
+    Raises:
+        UsageError: the server's name does not resolve.
+    """
+    parts = urlsplit(server_url)
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # no packet is sent
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise UsageError(
+            f"--job_server: cannot find the way to {parts.hostname}: {error}; check the name, or "
+            "give this node's own address by --addr"
+        ) from None
+
+
+def read_token(path: Path) -> str:
+    """Return the token in `path`. Raises UsageError: there is none."""
+    try:
+        token = path.read_text().strip()
+    except OSError as error:
+        raise UsageError(f"--token_file: cannot read {path}: {error.strerror}") from None
+    if not token:
+        raise UsageError(f"--token_file: {path} is empty")
+    return token

@@ -1,0 +1,172 @@
+"""Where a pod's script comes from, and the folder that it runs in."""
+
+import logging
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from job_client.config import Config
+from job_client.errors import PodStartError
+from job_server.wire import NodePod, WireError, check_id
+
+logger = logging.getLogger(__name__)
+
+TRAIN_SH = "train.sh"
+PACKAGE_SH = "package.sh"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How to make one pod's folder and what to run in it."""
+
+    package_sh: Path | None  # None: an empty folder will do
+    package_dir: Path  # the package script's working folder
+    folder: Path  # the pod's own; the package script makes it
+    script: Path  # absolute
+    args: tuple[str, ...]
+
+
+def list_jobs(jobs_dir: Path) -> tuple[str, ...]:
+    """Return the jobs that can run from `jobs_dir`: its direct subfolders with a train.sh."""
+    found = []
+    for entry in sorted(jobs_dir.iterdir()):
+        try:
+            _job_folder(jobs_dir, entry.name)
+        except PodStartError:
+            continue
+        found.append(entry.name)
+    return tuple(found)
+
+
+def _job_folder(jobs_dir: Path, name: str) -> Path:
+    """Return the job's folder. A server may name one of ours, and nothing outside of them."""
+    try:
+        check_id("folder", name)
+    except WireError as error:
+        raise PodStartError(str(error)) from None
+    folder = jobs_dir / name
+    script = folder / TRAIN_SH
+    root = jobs_dir.resolve()
+    if folder.resolve() != root / name or script.resolve() != root / name / TRAIN_SH:
+        raise PodStartError(f"folder: {name} is a link out of --jobs_dir {jobs_dir}")
+    if not script.is_file():
+        raise PodStartError(f"folder: {name} has no {TRAIN_SH} in --jobs_dir {jobs_dir}")
+    return folder
+
+
+def recipe_for(config: Config, pod: NodePod) -> Recipe:
+    """Return how to make `pod`.
+
+    Raises:
+        PodStartError: it names a folder where there is none to name, or the reverse.
+    """
+    if config.jobs_dir is not None:
+        if pod.folder is None:
+            raise PodStartError(
+                f"folder: job {pod.job_id} names none, and this client was started with "
+                f"--jobs_dir {config.jobs_dir}; submit it with one of its subfolders"
+            )
+        home = _job_folder(config.jobs_dir, pod.folder)
+        package = home / PACKAGE_SH
+        return Recipe(
+            package_sh=package if package.is_file() else None,
+            package_dir=home,
+            folder=config.pod_path / pod.job_id / pod.pod_id,
+            script=home / TRAIN_SH,
+            args=(),
+        )
+    if pod.folder is not None:
+        raise PodStartError(
+            f"folder: job {pod.job_id} names {pod.folder!r}, and this client was started with one "
+            "script; start a client with --jobs_dir"
+        )
+    if config.script is None:
+        raise PodStartError("script: this client was started without one")
+    folder = config.pod_path / pod.pod_id
+    base = folder if config.package_sh is not None else config.client_dir
+    return Recipe(
+        package_sh=config.package_sh,
+        package_dir=config.client_dir,
+        folder=folder,
+        script=base / config.script,
+        args=config.script_args,
+    )
+
+
+def make_folder(
+    recipe: Recipe, pod_id: str, env: Mapping[str, str], log: Path, cancel: threading.Event
+) -> None:
+    """Make the pod's folder and see that the script is there.
+
+    Args:
+        env: of the package script; it also gets EDL_POD_FOLDER, the folder that it must make.
+        log: takes the package script's output.
+        cancel: once set, a running package script is ended.
+
+    Raises:
+        PodStartError: that failed; carries the package script's exit code.
+    """
+    if recipe.package_sh is None:
+        try:
+            recipe.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PodStartError(f"--pod_path: cannot make {recipe.folder}: {error}") from None
+    else:
+        _run_package(recipe, recipe.package_sh, pod_id, env, log, cancel)
+    if not recipe.script.is_file():
+        remedy = "; the package script must put it there" if recipe.package_sh else ""
+        raise PodStartError(f"training script {recipe.script}: no such file{remedy}", 127)
+
+
+def _run_package(
+    recipe: Recipe,
+    package_sh: Path,
+    pod_id: str,
+    env: Mapping[str, str],
+    log: Path,
+    cancel: threading.Event,
+) -> None:
+    command = ["bash", str(package_sh), "-pod_id", pod_id]
+    try:
+        recipe.folder.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as out:
+            process = subprocess.Popen(
+                command,
+                cwd=recipe.package_dir,
+                env={**env, "EDL_POD_FOLDER": str(recipe.folder)},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise PodStartError(f"package script {package_sh}: cannot run: {error}") from None
+    logger.info("pod %s: package script %s, pid %d", pod_id, package_sh, process.pid)
+    code = _wait(process, cancel)
+    if cancel.is_set():
+        raise PodStartError("stopped before the package script had ended")
+    if code != 0:
+        raise PodStartError(f"package script {package_sh} {_outcome(code)}", code)
+    if not recipe.folder.is_dir():
+        raise PodStartError(
+            f"package script {package_sh} did not make {recipe.folder}; "
+            "it is to make pod_path/ID, ID being the value of -pod_id"
+        )
+
+
+def _wait(process: subprocess.Popen[bytes], cancel: threading.Event) -> int:
+    while True:
+        try:
+            return process.wait(0.05)
+        except subprocess.TimeoutExpired:
+            if cancel.is_set():
+                os.killpg(process.pid, signal.SIGKILL)
+                return process.wait()
+
+
+def _outcome(code: int) -> str:
+    return f"exited with code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"

@@ -1,0 +1,65 @@
+"""The log folder of a client: its lock, its marker, its pods."""
+
+import fcntl
+import os
+import re
+import socket
+import uuid
+from pathlib import Path
+
+from job_client.errors import UsageError
+
+
+class Home:
+    """The folder that is one client's for as long as it lives, and its successor's after that.
+
+    Raises:
+        UsageError: the folder cannot be written, or another client has it.
+    """
+
+    def __init__(self, log_dir: Path) -> None:
+        self.pods_dir = log_dir / "pods"
+        try:
+            self.pods_dir.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(log_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise UsageError(f"--log_dir: cannot write {log_dir}: {error.strerror}") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise UsageError(
+                f"--log_dir: another job client runs in {log_dir}; end it, or give this one a "
+                "folder of its own"
+            ) from None
+        self.log_dir = log_dir
+        self.marker = self._read_marker()
+
+    def _read_marker(self) -> str:
+        """Return what marks this folder's processes: made once, and no other client's."""
+        path = self.log_dir / "marker"
+        try:
+            marker = path.read_text().strip()
+        except FileNotFoundError:
+            marker = ""
+        if not re.fullmatch(r"[0-9a-f]{32}", marker):
+            marker = uuid.uuid4().hex
+            path.write_text(marker + "\n")
+        return marker
+
+    def default_node_id(self) -> str:
+        """Return an id that two clients on one host do not share and a restart keeps."""
+        host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-") or "node"
+        return f"{host[:80]}-{self.marker[:4]}"
+
+    def keep_token(self, token: str) -> Path:
+        """Write the token where only this user reads it; pods are given the path."""
+        path = self.log_dir / "token"
+        path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            file.write(token)
+        return path
+
+    def close(self) -> None:
+        os.close(self._lock)

@@ -1,0 +1,298 @@
+"""The client's side of the conversation with the job server: register, follow the plan, report.
+
+Two threads with a connection each: one waits in the long poll, the other reports. Whatever goes
+wrong between them and the server, the pods go on.
+"""
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from job_client import ports
+from job_client.errors import FatalError, JobClientError, UsageError
+from job_server.errors import Conflict, JobServerError, NotFound, Rejected, Retryable
+from job_server.wire import JobStatus, Node, NodePlan, NodeReport
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 25.0
+MAX_BACKOFF_S = 5.0
+
+
+class Api(Protocol):
+    """What a client asks of a job server; `job_server.api_client.ApiClient` is one."""
+
+    def register_node(self, node: Node) -> NodePlan: ...
+    def node_plan(self, node_id: str, revision: int, timeout_s: float) -> NodePlan: ...
+    def node_report(self, report: NodeReport) -> str: ...
+    def jobs(self) -> tuple[JobStatus, ...]: ...
+
+
+class Backoff:
+    """Waiting times of a caller whose server is away: 0.1 s doubled up to 5 s, with jitter."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._random = random.Random(seed)
+        self._next_s = 0.1
+
+    def next_s(self) -> float:
+        delay_s, self._next_s = self._next_s, min(MAX_BACKOFF_S, 2 * self._next_s)
+        return delay_s * self._random.uniform(0.5, 1.0)  # a hundred clients do not come at once
+
+    def reset(self) -> None:
+        self._next_s = 0.1
+
+
+def find_job(api: Api, wait: Callable[[float], bool]) -> str | None:
+    """Return the only job of the server that has not ended; wait for one where there is none.
+
+    Args:
+        wait: sleeps so many seconds; true: give up.
+
+    Returns:
+        None: given up.
+
+    Raises:
+        UsageError: there are several.
+        FatalError: the server refuses us.
+    """
+    backoff, said = Backoff(), ""
+    while True:
+        try:
+            names = [job.spec.job_id for job in api.jobs() if not job.state.ended]
+        except Retryable as error:
+            names, text = [], f"the job server does not answer, trying again: {error}"
+        except Rejected as error:
+            raise FatalError(f"--job_server: refused: {error}") from None
+        else:
+            text = "the job server has no job yet; waiting for one (see `edl submit`)"
+        if len(names) > 1:
+            shown = ", ".join(sorted(names))
+            raise UsageError(f"PADDLE_JOB_ID: the server has several jobs, name one of: {shown}")
+        if names:
+            return names[0]
+        if text != said:
+            logger.info("%s", text)
+            said = text
+        if wait(backoff.next_s()):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Callbacks:
+    """What the agent gives to its link. Called from the link's threads."""
+
+    node: Callable[[], Node]  # to register; asks the hardware
+    plan: Callable[[NodePlan], None]
+    report: Callable[[bool], NodeReport]  # True: with fresh figures
+    contact: Callable[[float], None]  # monotonic time at which an answered request was sent
+    fatal: Callable[[JobClientError], None]
+
+
+class Link:
+    """Both threads. `wake_report` has the pods' states reported at once."""
+
+    def __init__(
+        self, make_api: Callable[[], Api], callbacks: Callbacks, *, choose_ports: bool
+    ) -> None:
+        self._make_api = make_api
+        self._do = callbacks
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._plan: NodePlan | None = None  # None: not registered, or to be registered again
+        self._ever = False  # was accepted once
+        self._node: Node | None = None  # as registered last; None: never
+        self._report_now = threading.Event()
+        self._registered = threading.Event()
+        self._blocks = ports.blocks(ports.ephemeral_range()) if choose_ports else []
+        # None: those that the node comes with
+        self._ports = self._blocks.pop(0) if choose_ports else None
+        self._threads = [
+            threading.Thread(target=self._guard, args=(work,), name=name, daemon=True)
+            for name, work in (("plan", self._follow_plan), ("report", self._keep_reporting))
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Send nothing more. A long poll under way is left to itself."""
+        self._closing.set()
+        self._report_now.set()
+
+    def wake_report(self) -> None:
+        self._report_now.set()
+
+    def say_goodbye(self, report: NodeReport) -> bool:
+        """Tell the server that this client ends; once, as nobody can wait for an answer."""
+        try:
+            self._make_api().node_report(report)
+        except JobServerError as error:
+            logger.warning("the server was not told that this client ends: %s", error)
+            return False
+        return True
+
+    # --- plan
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except JobClientError as error:
+            self._do.fatal(error)
+        # The outermost loop of this thread: without it the client would be deaf and not know it.
+        except Exception as error:
+            logger.exception("the conversation with the job server failed")
+            self._do.fatal(FatalError(f"internal error: {error}"))
+
+    def _follow_plan(self) -> None:
+        api, backoff = self._make_api(), Backoff()
+        while not self._closing.is_set():
+            try:
+                self._next_plan(api)
+                backoff.reset()
+            except NotFound:
+                self._register_again("the server does not know this node")
+            except Retryable as error:
+                self._register_again(f"the server is away, pods go on: {error}")
+                self._closing.wait(max(backoff.next_s(), min(error.delay_s, 1.0) / 2))
+            except Rejected as error:
+                self._refused(error)
+                self._closing.wait(max(1.0, backoff.next_s()))
+
+    def _next_plan(self, api: Api) -> None:
+        known = self._current()
+        sent_at = time.monotonic()
+        if known is None:
+            self._register(api)
+            return
+        plan = api.node_plan(self._node_id(), known.revision, POLL_S)
+        self._do.contact(sent_at)
+        if plan.server_id != known.server_id:
+            self._register_again("the server has restarted")
+        else:
+            self._accept(plan)
+        if plan.revision == known.revision and time.monotonic() - sent_at < 1.0:
+            self._closing.wait(1.0)  # too many poll: it answered without waiting
+
+    def _register(self, api: Api) -> None:
+        node = self._do.node()
+        if self._ports is not None:
+            node = replace(node, port_low=self._ports[0], port_high=self._ports[1])
+        sent_at = time.monotonic()
+        try:
+            plan = api.register_node(node)
+        except Conflict as error:
+            if not self._blocks or self._ever:
+                raise
+            self._ports = self._blocks.pop(0)
+            logger.info("ports %d-%d: %s; trying others", node.port_low, node.port_high, error)
+            return
+        self._do.contact(sent_at)
+        if not self._ever or self._node != node:
+            logger.info(
+                "registered as node %s at %s: %d %s slots (%d usable), ports %d-%d",
+                node.node_id, node.addr, len(node.slots), node.slots[0].kind.value,
+                sum(slot.usable for slot in node.slots), node.port_low, node.port_high,
+            )  # fmt: skip
+        with self._lock:
+            self._node, self._ever = node, True
+        self._accept(plan)
+        self._registered.set()
+        self._report_now.set()
+
+    def _node_id(self) -> str:
+        with self._lock:
+            assert self._node is not None
+            return self._node.node_id
+
+    def _current(self) -> NodePlan | None:
+        with self._lock:
+            return self._plan
+
+    def _accept(self, plan: NodePlan) -> None:
+        with self._lock:
+            before = self._plan
+            if before and before.server_id == plan.server_id and before.revision > plan.revision:
+                return  # the other thread was told something newer meanwhile
+            self._plan = plan
+            self._do.plan(plan)
+
+    def _register_again(self, reason: str) -> None:
+        with self._lock:
+            first, self._plan = self._plan is not None, None
+            self._registered.clear()
+        logger.log(logging.WARNING if first else logging.DEBUG, "%s", reason)
+
+    def _refused(self, error: Rejected) -> None:
+        """Before the first registration a refusal is our mistake; later the pods come first."""
+        if self._ever:
+            self._register_again(f"the server refuses this node: {error}")
+            logger.warning("the server refuses this node, pods go on: %s", error)
+        elif isinstance(error, Conflict):
+            raise UsageError(
+                f"--port_range: {error}; give --port_range LOW-HIGH with ports of its own, or auto"
+            )
+        else:
+            raise FatalError(f"--job_server: it refuses this node: {error}")
+
+    # --- reports
+
+    def _keep_reporting(self) -> None:
+        api, backoff = self._make_api(), Backoff()
+        next_beat = 0.0
+        while not self._closing.is_set():
+            plan = self._current()
+            if plan is None:  # there is nobody to tell
+                self._registered.wait(1.0)
+                continue
+            self._report_now.clear()
+            beat = time.monotonic() >= next_beat
+            try:
+                sent_at = self._report(api, plan, fresh=beat)
+                backoff.reset()
+            except Retryable as error:
+                logger.debug("report not taken: %s", error)
+                self._closing.wait(backoff.next_s())
+                continue
+            except Rejected as error:
+                logger.warning("the server refuses a report: %s", error)
+                self._closing.wait(1.0)
+                continue
+            if beat:
+                next_beat = sent_at + plan.heartbeat_s
+            self._report_now.wait(max(0.0, next_beat - time.monotonic()))
+
+    def _report(self, api: Api, plan: NodePlan, *, fresh: bool) -> float:
+        """Report once; return when it was sent. Registers where the server has forgotten us."""
+        report = self._do.report(fresh)
+        sent_at = time.monotonic()
+        try:
+            server_id = api.node_report(report)
+        except NotFound:
+            server_id = ""
+        if server_id:
+            self._do.contact(sent_at)
+        if server_id != plan.server_id:
+            self._register_again("the server has restarted")
+            self._register(api)
+        elif fresh:
+            self._register_changes(api)
+        return sent_at
+
+    def _register_changes(self, api: Api) -> None:
+        """Tell the server when a slot has become usable, or is so no longer."""
+        with self._lock:
+            before = self._node
+        if before is None:
+            return
+        slots = self._do.node().slots
+        if slots != before.slots:
+            for slot in slots:
+                if not slot.usable:
+                    logger.warning("slot %d is not usable: %s", slot.index, slot.reason)
+            self._register(api)

@@ -1,0 +1,113 @@
+"""The shim's folder of a pod as the client sees it: what stands in it, and what that means.
+
+    pod.json    the server's `NodePod`, written before anything is started
+    released    the server does not know this pod any more: the folder is history
+    shim.json, exit.json, sock, log     the shim's: `pod_runtime.shim_wire`
+
+A client may have been killed at any moment, so what a folder means depends on what is in it alone.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from job_server.wire import NodePod, WireError, decode, encode
+from pod_runtime import processes, shim_wire
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShimProcess:
+    """Which process is a pod's shim."""
+
+    pid: int
+    start_time: int  # clock ticks since boot
+
+    def is_alive(self) -> bool:
+        return processes.is_alive(self.pid, self.start_time)
+
+
+def folder_of(pods_dir: Path, pod: NodePod) -> Path:
+    """Return the shim's folder of `pod`. Pods of one job are siblings: they read their siblings'.
+
+    Jobs that come by folder get one of their own each: their pods' ids are alike.
+    """
+    return pods_dir / pod.pod_id if pod.folder is None else pods_dir / pod.job_id / pod.pod_id
+
+
+def prepare(folder: Path, pod: NodePod) -> None:
+    """Make the folder of a pod that is about to start. What an earlier pod left is set aside.
+
+    Raises:
+        OSError: the disk is full, or the folder may not be written.
+    """
+    if (folder / "released").exists():
+        number = 1
+        while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+            number += 1
+        folder.rename(aside)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("shim.json", "exit.json", "sock", "log"):
+        (folder / name).unlink(missing_ok=True)
+    shim_wire.write_json(folder / "pod.json", encode(pod))
+
+
+def release(folder: Path) -> None:
+    """Mark the folder as history; its log stays."""
+    try:
+        (folder / "released").touch()
+        (folder / "sock").unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("%s: cannot be marked as released: %s", folder, error)
+
+
+def find(pods_dir: Path) -> Iterator[tuple[Path, NodePod]]:
+    """Return the folders of pods that were started (or begun) and not released."""
+    for path in sorted([*pods_dir.glob("*/pod.json"), *pods_dir.glob("*/*/pod.json")]):
+        folder = path.parent
+        if (folder / "released").exists():
+            continue
+        try:
+            pod = decode(NodePod, json.loads(path.read_text()))
+        except (OSError, ValueError, WireError) as error:
+            logger.warning("%s: not adopted, its pod.json cannot be read: %s", folder, error)
+            continue
+        yield folder, pod
+
+
+def read_shim(folder: Path) -> ShimProcess | None:
+    """Return the shim that was started for this folder, alive or not; None if there was none."""
+    try:
+        data = json.loads((folder / "shim.json").read_text())
+        return ShimProcess(pid=int(data["pid"]), start_time=int(data["start_time"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("%s: shim.json cannot be read: %s", folder, error)
+        return None
+
+
+def has_shim(folder: Path) -> bool:
+    """Return whether the shim of this folder is alive."""
+    shim = read_shim(folder)
+    return shim is not None and shim.is_alive()
+
+
+def read_exit(folder: Path) -> shim_wire.PodExit | None:
+    """Return how the pod ended; None if it has not, or nobody could write it down."""
+    try:
+        return shim_wire.read_exit(folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("%s: exit.json cannot be read: %s", folder, error)
+        return None
+
+
+def write_exit(folder: Path, ended: shim_wire.PodExit) -> None:
+    """Write down an exit that no shim was there to write."""
+    try:
+        shim_wire.write_json(folder / "exit.json", encode(ended))
+    except OSError as error:
+        logger.warning("%s: exit.json not written: %s", folder, error)

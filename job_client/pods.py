@@ -1,0 +1,337 @@
+"""One pod of this node: make its folder, start it under its shim, follow it to its end.
+
+Each pod has a thread that does the waiting. Everything else talks to the shim in passing, so no
+pod ever waits for another, and a client that dies leaves nothing that hangs on it.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from job_client import folders, pod_folder, shims
+from job_client.config import Config
+from job_client.errors import PodStartError
+from job_client.gpus import Inventory
+from job_client.pod_folder import ShimProcess
+from job_client.reconcile import LocalPod
+from job_server.wire import NodePod, PodPhase, PodState
+from pod_runtime import env, processes, shim_wire
+from pod_runtime.processes import Process
+from pod_runtime.shim_log import last_lines
+from pod_runtime.shim_wire import PodExit, ShimError
+
+logger = logging.getLogger(__name__)
+
+SHIM_DIED = "shim died"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """What all pods of a client have in common."""
+
+    config: Config
+    node_id: str
+    marker: str
+    inventory: Inventory
+    token_file: Path | None  # None: the server wants no token
+    changed: Callable[[], None]  # to be called whenever a pod's phase has changed
+
+
+class Pod:
+    """One pod on this node. Its methods may be called from any thread."""
+
+    def __init__(self, host: Host, spec: NodePod, folder: Path) -> None:
+        self.spec = spec
+        self.folder = folder
+        self._host = host
+        self._lock = threading.Lock()
+        self._phase = PodPhase.STARTING
+        self._shim: ShimProcess | None = None  # None: not started yet, or never
+        self._exit: PodExit | None = None  # None: not ended
+        self._cancel = threading.Event()  # set by a stop: do not start any further
+        self._stop_grace_s: float | None = None  # None: nobody stops it
+        self._stop_reason = ""
+        self._killed = False
+        self._cpu_before: tuple[float, float] | None = None  # (CPU seconds, at); None: no sample
+
+    # --- what it is
+
+    def local(self) -> LocalPod:
+        with self._lock:
+            return LocalPod(
+                job_id=self.spec.job_id,
+                pod_id=self.spec.pod_id,
+                phase=self._phase,
+                grace_s=self._grace(self.spec.grace_s),
+                killed=self._killed,
+            )
+
+    def state(self, table: Mapping[int, Process] | None = None) -> PodState:
+        """Return what to report; with CPU and memory where a table of processes is given."""
+        with self._lock:
+            phase, ended, shim = self._phase, self._exit, self._shim
+        cpu_percent, memory_bytes = 0.0, 0
+        if table is not None and shim is not None and phase is not PodPhase.EXITED:
+            cpu_percent, memory_bytes = self._usage(processes.descendants(shim.pid, table))
+        return PodState(
+            pod_id=self.spec.pod_id,
+            job_id=self.spec.job_id,
+            phase=phase,
+            exit_code=None if ended is None else ended.code,
+            signal=None if ended is None else ended.signal,
+            reason="" if ended is None else ended.reason,
+            last_lines=() if ended is None else ended.last_lines,
+            log_path=str(self.folder / "log"),
+            cpu_percent=cpu_percent,
+            memory_bytes=memory_bytes,
+        )
+
+    def _usage(self, found: list[Process]) -> tuple[float, int]:
+        used_s, now = sum(process.cpu_s for process in found), time.monotonic()
+        before, self._cpu_before = self._cpu_before, (used_s, now)
+        share = 0.0
+        if before is not None and now > before[1]:
+            share = max(0.0, (used_s - before[0]) / (now - before[1]))  # processes may have ended
+        return round(100 * share, 1), sum(process.rss_bytes for process in found)
+
+    @property
+    def holds_slots(self) -> bool:
+        return self.local().phase is not PodPhase.EXITED
+
+    # --- what is done to it
+
+    def start(self) -> None:
+        """Begin to start it; how far it comes is seen in its phase."""
+        self._spawn(self._start_and_follow)
+
+    def adopt(self) -> bool:
+        """Take over the pod as an earlier client of this folder left it.
+
+        Returns:
+            False: it had not been started yet, so that it can be started afresh.
+        """
+        shim, ended = pod_folder.read_shim(self.folder), pod_folder.read_exit(self.folder)
+        if shim is None and ended is None:
+            return False
+        if shim is not None and shim.is_alive():
+            self._shim = shim
+            self._set(PodPhase.RUNNING)
+            self._spawn(self._adopted)
+        elif ended is not None:
+            self._finish(ended)
+        else:
+            self._bury(f"{SHIM_DIED} while no client was there")
+        return True
+
+    def stop(self, grace_s: float, reason: str, *, at_most: bool = False) -> None:
+        """SIGTERM to every process of the pod, SIGKILL after the grace; returns at once.
+
+        Args:
+            at_most: a longer `--grace_s` does not count.
+        """
+        grace_s = min(grace_s, self._grace(grace_s)) if at_most else self._grace(grace_s)
+        with self._lock:
+            if self._phase is PodPhase.EXITED:
+                return
+            self._stop_grace_s, self._stop_reason = grace_s, reason
+            self._phase = PodPhase.STOPPING
+            self._cancel.set()
+            shim = self._shim
+        logger.info("pod %s: stop, grace %g s: %s", self.spec.pod_id, grace_s, reason)
+        if shim is not None:
+            self._ask({"op": "stop", "grace_s": grace_s})
+        self._host.changed()
+
+    def kill(self, reason: str) -> None:
+        """SIGKILL to every process of the pod; returns at once."""
+        with self._lock:
+            if self._phase is PodPhase.EXITED:
+                return
+            self._killed, self._stop_grace_s, self._stop_reason = True, 0.0, reason
+            self._phase = PodPhase.STOPPING
+            self._cancel.set()
+            shim = self._shim
+        logger.info("pod %s: kill: %s", self.spec.pod_id, reason)
+        if shim is not None:
+            self._ask({"op": "kill"})
+        self._host.changed()
+
+    def release(self, reason: str) -> None:
+        """Let the shim go, and what it holds with it. Only a pod that has exited."""
+        logger.info("pod %s: released: %s", self.spec.pod_id, reason)
+        if self._shim is not None and self._shim.is_alive():
+            self._ask({"op": "release"})
+        pod_folder.release(self.folder)
+
+    def _grace(self, grace_s: float) -> float:
+        chosen = self._host.config.grace_s
+        return grace_s if chosen is None else chosen
+
+    def _ask(self, request: dict[str, object]) -> None:
+        try:
+            shim_wire.request(self.folder, request)
+        except ShimError as error:  # it is about to end, or dead: who follows it will see
+            logger.info("pod %s: %s", self.spec.pod_id, error)
+
+    # --- its thread
+
+    def _spawn(self, work: Callable[[], None]) -> None:
+        # Daemons: with --keep_pods the client ends while its pods go on.
+        name = f"pod {self.spec.pod_id}"
+        threading.Thread(target=self._guard, args=(work,), name=name, daemon=True).start()
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except PodStartError as error:
+            self._clean(except_pid=None)
+            self._finish(_failed_start(error, self.folder))
+        # The outermost loop of this thread: a pod whose thread is gone would never be seen to end.
+        except Exception as error:
+            logger.exception("pod %s: its thread failed", self.spec.pod_id)
+            self._bury(f"the client failed: {error}")
+
+    def _start_and_follow(self) -> None:
+        spec = self.spec
+        try:
+            pod_folder.prepare(self.folder, spec)
+        except OSError as error:
+            raise PodStartError(f"--log_dir: cannot write {self.folder}: {error}") from None
+        for slot in spec.slots:
+            obstacle = self._host.inventory.obstacle(slot)
+            if obstacle:
+                raise PodStartError(obstacle)
+        recipe = folders.recipe_for(self._host.config, spec)
+        environment = self._environment()
+        log = self.folder / "log"
+        folders.make_folder(recipe, spec.pod_id, environment, log, self._cancel)
+        if self._cancel.is_set():
+            raise PodStartError("stopped before it was started")
+        command = ["bash", str(recipe.script), *recipe.args]
+        shim = shims.start(self.folder, command, cwd=recipe.folder, env=environment)
+        with self._lock:
+            self._shim = shim
+            if self._stop_grace_s is None:
+                self._phase = PodPhase.RUNNING
+            stop_grace_s, killed = self._stop_grace_s, self._killed
+        logger.info(
+            "pod %s of job %s: started, slots %s, shim %d", spec.pod_id, spec.job_id,
+            ",".join(map(str, spec.slots)), shim.pid,
+        )  # fmt: skip
+        if killed:
+            self._ask({"op": "kill"})
+        elif stop_grace_s is not None:
+            self._ask({"op": "stop", "grace_s": stop_grace_s})
+        self._host.changed()
+        self._follow(shim)
+
+    def _environment(self) -> dict[str, str]:
+        spec, host = self.spec, self._host
+        pod = env.PodEnv(
+            job_server=host.config.server_url,
+            job_id=spec.job_id,
+            pod_id=spec.pod_id,
+            pod_dir=self.folder,
+            node_id=host.node_id,
+            run_marker=host.marker,
+            slots=spec.slots,
+            slot_kind=host.inventory.kind,
+            max_trainers=spec.max_trainers,
+            grace_s=self._grace(spec.grace_s),
+            token_file=host.token_file,
+        )
+        return env.pod_environment(host.config.environ, pod)
+
+    def _adopted(self) -> None:
+        shim = self._shim
+        assert shim is not None
+        logger.info("pod %s: adopted, shim %d", self.spec.pod_id, shim.pid)
+        try:
+            status, _ = shim_wire.request(self.folder, {"op": "status"})
+            if status.get("stopping"):
+                self._set(PodPhase.STOPPING)
+        except ShimError as error:
+            logger.info("pod %s: %s", self.spec.pod_id, error)
+        self._follow(shim)
+
+    def _follow(self, shim: ShimProcess) -> None:
+        """Wait for the end of the pod, then for that of its shim."""
+        while True:
+            try:
+                ended = shims.follow(self.folder)
+            except ShimError as error:
+                logger.debug("pod %s: %s", self.spec.pod_id, error)
+                ended = None
+            ended = ended or pod_folder.read_exit(self.folder)
+            if ended is not None:
+                self._clean(except_pid=shim.pid)
+                self._finish(ended)
+                shims.wait_closed(self.folder)  # it stays only while someone is there
+                return
+            # A shim that is alive and does not answer is stopped, or starved: nobody's death.
+            if processes.wait_gone(shim.pid, shim.start_time, 0.2):
+                ended = pod_folder.read_exit(self.folder)
+                if ended is None:
+                    self._bury(SHIM_DIED)
+                else:
+                    self._finish(ended)
+                return
+
+    def _bury(self, reason: str) -> None:
+        """The pod ended without a word: end what is left of it."""
+        killed = self._clean(except_pid=None)
+        if killed:
+            reason += f"; {killed} processes of the pod were left and have been killed"
+        ended = PodExit(
+            code=None, signal=9, reason=reason, last_lines=last_lines(self.folder / "log")
+        )
+        pod_folder.write_exit(self.folder, ended)
+        self._finish(ended)
+
+    def _clean(self, *, except_pid: int | None) -> int:
+        """SIGKILL what carries this pod's mark; return how many. None spares nobody."""
+        folder = str(self.folder)
+        killed = processes.kill_marked(
+            env.RUN_MARKER,
+            self._host.marker,
+            lambda pid, environ: pid == except_pid or environ.get("EDL_POD_DIR") != folder,
+        )
+        if killed:
+            logger.warning("pod %s: killed what was left: pids %s", self.spec.pod_id, killed)
+        return len(killed)
+
+    def _finish(self, ended: PodExit) -> None:
+        with self._lock:
+            if self._stop_reason and self._stop_reason not in ended.reason:
+                ended = _with_reason(ended, self._stop_reason)
+            self._exit, self._phase = ended, PodPhase.EXITED
+        logger.info("pod %s: exited: %s", self.spec.pod_id, ended.reason)
+        self._host.changed()
+
+    def _set(self, phase: PodPhase) -> None:
+        with self._lock:
+            self._phase = phase
+        self._host.changed()
+
+
+def _failed_start(error: PodStartError, folder: Path) -> PodExit:
+    ended = PodExit(
+        code=error.code if error.code is None or error.code >= 0 else None,
+        signal=-error.code if error.code is not None and error.code < 0 else None,
+        reason=error.reason,
+        last_lines=last_lines(folder / "log"),
+    )
+    pod_folder.write_exit(folder, ended)
+    return ended
+
+
+def _with_reason(ended: PodExit, why: str) -> PodExit:
+    return PodExit(
+        code=ended.code,
+        signal=ended.signal,
+        reason=f"{ended.reason} ({why})",
+        last_lines=ended.last_lines,
+    )

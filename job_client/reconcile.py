@@ -1,0 +1,89 @@
+"""Decide what this node must do to its pods now. Pure: same input, same actions.
+
+Level-triggered: every pass compares what there is with what the server last said, so a lost
+message or a restart of the client needs no special case.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from job_server.wire import NodePod, PodPhase, Want
+
+PodKey = tuple[str, str]  # (job_id, pod_id): pod ids are unique within a job only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalPod:
+    """One pod as it is on this node."""
+
+    job_id: str
+    pod_id: str
+    phase: PodPhase
+    grace_s: float  # to stop it with, when the server does not name it any more
+    killed: bool = False  # SIGKILL has been asked for
+
+    @property
+    def key(self) -> PodKey:
+        return self.job_id, self.pod_id
+
+
+@dataclass(frozen=True, slots=True)
+class StartPod:
+    pod: NodePod
+
+
+@dataclass(frozen=True, slots=True)
+class StopPod:
+    key: PodKey
+    grace_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class KillPod:
+    key: PodKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReleasePod:
+    """Let the pod's shim go, with the snapshots that it holds, and forget the pod."""
+
+    key: PodKey
+    reason: str
+
+
+Action = StartPod | StopPod | KillPod | ReleasePod
+
+
+def plan_changes(current: Iterable[LocalPod], wanted: Iterable[NodePod]) -> list[Action]:
+    """Return what to do now: kills and stops first, then releases, then starts.
+
+    A pod that has exited is never started again: its id is used up, and the server gives a new one
+    to what comes in its place. Nor is a stop taken back. Whether two pods may share a slot is the
+    server's decision. `wanted` is what the server last said; a failed poll is not an empty
+    `wanted`, so do not call then.
+    """
+    local = {pod.key: pod for pod in current}
+    plan = {(pod.job_id, pod.pod_id): pod for pod in wanted}
+    ends = [action for pod in local.values() if (action := _end(pod, plan.get(pod.key)))]
+    starts = [
+        StartPod(pod) for key, pod in plan.items() if pod.want is Want.RUN and key not in local
+    ]
+    order: Mapping[type, int] = {KillPod: 0, StopPod: 1, ReleasePod: 2}
+    return [*sorted(ends, key=lambda action: order[type(action)]), *starts]
+
+
+def _end(pod: LocalPod, wanted: NodePod | None) -> KillPod | StopPod | ReleasePod | None:
+    """Return what ends `pod` a bit further, or None when it is as it should be."""
+    if pod.phase is PodPhase.EXITED:
+        return ReleasePod(pod.key, "not in the plan any more") if wanted is None else None
+    if wanted is not None and wanted.want is Want.KILL:
+        return None if pod.killed else KillPod(pod.key, "the plan wants it killed")
+    if pod.phase is PodPhase.STOPPING:
+        return None
+    if wanted is None:
+        return StopPod(pod.key, pod.grace_s, "not in the plan")
+    if wanted.want is Want.HOLD:
+        return StopPod(pod.key, wanted.grace_s, "the plan wants only its snapshot held")
+    return None

@@ -7,8 +7,10 @@ must not load numpy or a framework.
 import importlib
 from typing import Any
 
-_LAZY = {
+# name -> (module, attribute in it; None: the module itself)
+_LAZY: dict[str, tuple[str, str | None]] = {
     "elastic": ("pod_runtime.trainer.elastic", None),
+    "TrainStatus": ("pod_runtime.trainer.train_status", "TrainStatus"),
 }
 
 

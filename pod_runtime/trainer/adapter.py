@@ -1,0 +1,119 @@
+"""What the elastic loop needs of a framework. `paddle_adapter` is the one for PaddlePaddle.
+
+The calls follow the life of a trainer: form a group; capture, load and broadcast a state; per step
+seed, convert, weigh, exchange, apply; leave. `exchange` leaves everything local as it was, and the
+buffers hold the step's first values whenever no shard is being computed: so the last committed
+state can be captured at every point where ranks wait for each other.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pod_runtime.trainer.layout import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """The process group of one stage."""
+
+    rank: int
+    world_size: int
+    master: str  # "addr:port" of rank 0; "" in a world of one
+    generation: int  # differs between groups that one process forms
+
+
+class Adapter(Protocol):
+    """One model, its optimizer and the device they live on. Used by one thread."""
+
+    # --- group
+
+    def form_group(self, spec: GroupSpec) -> None:
+        """Join the group; returns when all have. A world of one forms none."""
+
+    def leave_group(self) -> None:
+        """Forget the group."""
+
+    def all_reduce(self, values: npt.NDArray[np.float64]) -> None:
+        """Sum `values` over all ranks, in place. Raises PeerLost."""
+
+    def broadcast(self, data: npt.NDArray[np.uint8], source: int) -> None:
+        """Overwrite `data` on every rank by that of `source`. Raises PeerLost."""
+
+    # --- state
+
+    def layout(self) -> Layout:
+        """Return the layout of the state as it is now."""
+
+    def copy_out(self, target: memoryview) -> None:
+        """Copy all tensors into `target`, laid out as the last `layout()` said."""
+
+    def scalars(self) -> dict[str, Any]:
+        """Return what else belongs to the state, as JSON types."""
+
+    def load(self, layout: Layout, data: memoryview, scalars: Mapping[str, Any]) -> None:
+        """Take over a state; nothing has changed when this raises StateError."""
+
+    # --- a step
+
+    def begin_step(self) -> None:
+        """Remember the buffers: every shard starts from these values."""
+
+    def end_shard(self) -> None:
+        """Note how this shard changed the buffers, and put them back."""
+
+    def backward(self, loss: Any, weight: float) -> None:
+        """Accumulate the gradient of `loss` times `weight`."""
+
+    def exchange(self, header: Sequence[float], contribute: bool) -> list[float]:
+        """Sum gradients, buffer changes and `header` over all ranks; return the header's sums.
+
+        Leaves the local gradients as they were, so that it can be called again. Without
+        `contribute`, this rank adds zeros. Raises PeerLost.
+        """
+
+    def apply(self, *, filled_shards: int, gradient_factor: float, lr_factor: float) -> None:
+        """Take over what was exchanged, let the optimizer step, clear the gradients.
+
+        Args:
+            filled_shards: of the global batch; buffers move by the mean over these.
+            gradient_factor: multiplies the summed gradients; 1 when weights were exact.
+            lr_factor: multiplies the learning rate of this step.
+        """
+
+    def drop_step(self) -> None:
+        """Forget gradients and put the buffers back: the state is the last committed one."""
+
+    # --- data and numbers
+
+    def seed(self, key: int) -> None:
+        """Seed the framework's generators."""
+
+    def draw(self) -> int:
+        """Return the next number of the host's generator."""
+
+    def collate(self, samples: list[Any]) -> Any:
+        """Make one batch of samples as the framework's loader does by default."""
+
+    def to_batch(self, fields: Any) -> Any:
+        """Return `fields` with every array as a tensor on the device."""
+
+    def loader(
+        self,
+        dataset: Any,
+        index_batches: Iterator[list[Any]],
+        *,
+        collate: Callable[[list[Any]], Any] | None,
+        options: Mapping[str, Any],
+    ) -> Iterator[Any]:
+        """Return the framework's loader with worker processes over these lists of indices."""
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """Within it the model evaluates: no gradients, evaluation mode."""
+
+    def to_float(self, value: Any) -> float:
+        """Return a number or a one-element tensor as float."""

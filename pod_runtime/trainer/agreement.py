@@ -1,0 +1,50 @@
+"""What ranks tell each other with every exchange, so that all do the same after it. Pure.
+
+The numbers ride in the flat tensor of the gradients. `cut`: a rank was told to drain, so after
+this step all park. `void`: a rank had no data for the step, so nobody commits it; with a cut, all
+park at the step before; without, all exchange again (a rank that waits long for data says so from
+time to time, so that those who wait for it in the all-reduce do not run into its time-out).
+
+Only that *some* rank was told is known then; before they park, ranks agree on which cut it is: the
+launchers' messages may have overtaken each other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+HEADER_SIZE = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The same on every rank."""
+
+    cut: bool
+    void: bool
+    samples: int  # of the global batch that all ranks together computed
+
+
+def make_header(*, cut: bool, void: bool, samples: int) -> list[float]:
+    """Return what one rank contributes; `samples` are those it computed in this step."""
+    return [float(cut), float(void), float(samples)]
+
+
+def read_header(sums: Sequence[float]) -> Verdict:
+    """Return what follows from the sums over all ranks."""
+    cut, void, samples = sums
+    return Verdict(cut=cut > 0, void=void > 0, samples=round(samples))
+
+
+def make_ballot(rank: int, world_size: int, cut_id: int | None, durable: bool) -> list[float]:
+    """Return one rank's part of the agreement on a cut; `cut_id` None: it knows of none."""
+    ballot = [0.0] * (2 * world_size)
+    if cut_id is not None:
+        ballot[2 * rank] = float(cut_id + 1)
+        ballot[2 * rank + 1] = float(durable)
+    return ballot
+
+
+def read_ballots(sums: Sequence[float]) -> tuple[int, bool] | None:
+    """Return (id, durable) of the newest cut that any rank knows; None: all are off."""
+    newest = int(max(sums[0::2])) - 1
+    return None if newest < 0 else (newest, any(sums[1::2]))

@@ -1,0 +1,237 @@
+"""The durable state: one folder per (stage, step), whose manifest, written last, is the commit.
+
+PATH/stage_%08d/step_%010d/model.safetensors       parameters and buffers, by structured name
+                           optimizer.safetensors   accumulators and master weights
+                           extra.safetensors       tensors of `extra=`, where there are any
+                           train_status.json       progress, ledger, scheduler, loss scaler
+                           manifest.json           sizes and SHA-256 of all of these
+"""
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pod_runtime.trainer.errors import CheckpointError, StateError
+from pod_runtime.trainer.image import StateImage
+from pod_runtime.trainer.layout import TensorSpec, make_layout
+from pod_runtime.trainer.storage import Chunk, Storage
+from pod_runtime.trainer.tensor_file import parse_tensors, tensor_chunks
+from pod_runtime.trainer.train_status import TrainStatus
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+STATUS = "train_status.json"
+_STAGE = re.compile(r"stage_(\d{8,})\Z")
+_STEP = re.compile(r"step_(\d{10,})\Z")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CheckpointId:
+    """Ordered as checkpoints supersede each other: by stage, then by step."""
+
+    stage: int
+    step: int
+
+    @property
+    def folder(self) -> str:
+        return f"stage_{self.stage:08d}/step_{self.step:010d}"
+
+
+class CheckpointStore:
+    """The checkpoints of one training, under one path."""
+
+    def __init__(self, storage: Storage, keep: int = 3) -> None:
+        if keep < 1:
+            raise ValueError(f"keep_checkpoints: must be at least 1, got {keep}")
+        self.storage = storage
+        self.keep = keep
+
+    def highest_stage(self) -> int:
+        """Return the highest stage that has a folder, torn ones included; 0 if none has."""
+        return max((stage for stage, _name in self._stages()), default=0)
+
+    def found(self) -> list[CheckpointId]:
+        """Return all folders of checkpoints, whole or torn, oldest first."""
+        ids = []
+        for stage, name in self._stages():
+            for folder in self.storage.folders(name):
+                match = _STEP.match(folder)
+                if match:
+                    ids.append(CheckpointId(stage, int(match[1])))
+        return sorted(ids)
+
+    def write(self, image: StateImage) -> CheckpointId:
+        """Write one checkpoint and remove those that nobody needs any more.
+
+        Raises:
+            CheckpointError: it could not be written; what was begun is removed.
+        """
+        made = CheckpointId(image.status.stage, image.status.step)
+        try:
+            # A folder of this name can only be a torn one, or the same state.
+            self.storage.remove(f"{made.folder}/{MANIFEST}")
+            manifest = self._write_files(made.folder, image)
+            self.storage.commit(f"{made.folder}/{MANIFEST}", manifest)
+        except OSError as error:
+            self._discard(made)
+            raise CheckpointError(
+                f"{self.storage.name}/{made.folder}: not written: {error.strerror or error}"
+            ) from error
+        self._clean(made)
+        return made
+
+    def load_newest(self) -> tuple[StateImage, CheckpointId] | None:
+        """Return the newest intact checkpoint; None if there is none.
+
+        Those that are refused on the way are logged with the reason.
+
+        Raises:
+            CheckpointError: there are complete checkpoints, and none is intact: to start afresh
+                now would throw the training away silently.
+        """
+        refused = []
+        for each in reversed(self.found()):
+            try:
+                image = self.load(each)
+            except FileNotFoundError as error:
+                if str(error) == MANIFEST:  # torn: it was never committed
+                    logger.info("checkpoint %s is not complete; skipped", each.folder)
+                    continue
+                refused.append(f"{each.folder}: {error}")
+                logger.error("checkpoint %s refused: %s", each.folder, error)
+                continue
+            except (CheckpointError, StateError, OSError) as error:
+                refused.append(str(error))
+                logger.error("checkpoint %s refused: %s", each.folder, error)
+                continue
+            if refused:
+                logger.warning("falling back to checkpoint %s, which is intact", each.folder)
+            return image, each
+        if refused:
+            raise CheckpointError(
+                f"{self.storage.name}: none of its checkpoints is intact ({'; '.join(refused)}); "
+                f"repair it, or start afresh with another checkpoint path"
+            )
+        return None
+
+    def load(self, each: CheckpointId) -> StateImage:
+        """Read and verify one checkpoint.
+
+        Raises:
+            FileNotFoundError: with MANIFEST as text where that is missing.
+            CheckpointError, StateError: it is damaged; the text says which file and how.
+        """
+        try:
+            manifest = json.loads(self.storage.read(f"{each.folder}/{MANIFEST}"))
+            entries = dict(manifest["files"])
+        except FileNotFoundError:
+            raise FileNotFoundError(MANIFEST) from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{MANIFEST}: damaged: {error!r}") from error
+        contents = {name: self._verified(each, name, entry) for name, entry in entries.items()}
+        if STATUS not in contents:
+            raise CheckpointError(f"{MANIFEST}: does not name {STATUS}")
+        status = json.loads(contents.pop(STATUS))
+        return _assemble(status, contents)
+
+    def _verified(self, each: CheckpointId, name: str, entry: dict[str, Any]) -> bytes:
+        try:
+            content = self.storage.read(f"{each.folder}/{name}")
+        except FileNotFoundError:
+            raise CheckpointError(f"{name}: missing") from None
+        if len(content) != entry["size_bytes"]:
+            raise CheckpointError(
+                f"{name}: {len(content)} bytes, the manifest says {entry['size_bytes']}"
+            )
+        if hashlib.sha256(content).hexdigest() != entry["sha256"]:
+            raise CheckpointError(f"{name}: its SHA-256 is not the manifest's: damaged content")
+        return content
+
+    def _write_files(self, folder: str, image: StateImage) -> bytes:
+        files: dict[str, dict[str, object]] = {}
+        groups: dict[str, list[tuple[str, TensorSpec]]] = {}
+        for spec in image.layout.specs:
+            group, _, name = spec.name.partition("/")
+            groups.setdefault(group, []).append((name, spec))
+        status = json.dumps({"status": image.status.to_json(), "scalars": image.scalars}, indent=1)
+        parts: list[tuple[str, Iterable[Chunk]]] = [
+            (f"{group}.safetensors", tensor_chunks(specs, image.data))
+            for group, specs in groups.items()
+        ]
+        parts.append((STATUS, [status.encode()]))
+        for name, chunks in parts:
+            counted = _Counted(chunks)
+            self.storage.write(f"{folder}/{name}", counted)
+            files[name] = {"size_bytes": counted.size, "sha256": counted.hash.hexdigest()}
+        manifest = {
+            "format": 1, "stage": image.status.stage, "step": image.status.step, "files": files,
+        }  # fmt: skip
+        return json.dumps(manifest, indent=1).encode()
+
+    def _clean(self, newest: CheckpointId) -> None:
+        """Remove what is older than `newest`, which is intact, but for the last `keep` - 1."""
+        try:
+            older = [each for each in self.found() if each < newest]
+            whole = [each for each in older if MANIFEST in self.storage.files(each.folder)]
+            stay = set(whole[len(whole) - (self.keep - 1) :]) if self.keep > 1 else set()
+            for each in older:
+                if each not in stay:
+                    self._discard(each)
+        except OSError as error:
+            logger.warning("old checkpoints in %s stay: %s", self.storage.name, error)
+
+    def _discard(self, each: CheckpointId) -> None:
+        try:
+            self.storage.remove(f"{each.folder}/{MANIFEST}")  # first: half a folder is torn
+            self.storage.remove(each.folder)
+            stage_folder = each.folder.partition("/")[0]
+            if not self.storage.folders(stage_folder) and each.stage < self.highest_stage():
+                self.storage.remove(stage_folder)
+        except OSError as error:
+            logger.warning("%s/%s stays: %s", self.storage.name, each.folder, error)
+
+    def _stages(self) -> Iterator[tuple[int, str]]:
+        for name in self.storage.folders(""):
+            match = _STAGE.match(name)
+            if match:
+                yield int(match[1]), name
+
+
+class _Counted:
+    """Passes chunks on and notes their size and digest."""
+
+    def __init__(self, chunks: Iterable[Chunk]) -> None:
+        self.chunks = chunks
+        self.size = 0
+        self.hash = hashlib.sha256()
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for chunk in self.chunks:
+            self.size += len(chunk)
+            self.hash.update(chunk)
+            yield chunk
+
+
+def _assemble(status: dict[str, Any], contents: dict[str, bytes]) -> StateImage:
+    tensors = []
+    for name, content in contents.items():
+        group = name.removesuffix(".safetensors")
+        for tensor, dtype, shape, piece in parse_tensors(memoryview(content), name):
+            tensors.append((f"{group}/{tensor}", dtype, shape, piece))
+    layout = make_layout([(name, dtype, shape) for name, dtype, shape, _piece in tensors])
+    data = bytearray(layout.total_bytes)
+    for spec, (_name, _dtype, _shape, piece) in zip(layout.specs, tensors, strict=True):
+        if len(piece) != spec.size_bytes:
+            raise CheckpointError(f"{spec.name}: {len(piece)} bytes, expected {spec.size_bytes}")
+        data[spec.offset : spec.offset + spec.size_bytes] = piece
+    return StateImage(
+        status=TrainStatus.from_json(status["status"]),
+        scalars=status["scalars"],
+        layout=layout,
+        data=memoryview(data),
+    )

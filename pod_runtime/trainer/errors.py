@@ -1,0 +1,42 @@
+"""What can go wrong inside a trainer.
+
+ElasticError
+├── UsageError         the training script uses the loop in a way that cannot be right
+├── StateError         a state does not fit this script, its data or its model
+├── CheckpointError    a checkpoint could not be written or read
+├── SnapshotError      no memory for a snapshot; training goes on without
+├── LinkError          the launcher is gone, or said something unknown
+└── PeerLost           another trainer of the stage is gone; not this one's fault
+"""
+
+from pod_runtime.errors import PodRuntimeError
+
+PEER_LOST_EXIT_CODE = 75  # EX_TEMPFAIL: what the launcher reads as "a victim, not the cause"
+
+
+class ElasticError(PodRuntimeError):
+    """Root of what the elastic loop raises."""
+
+
+class UsageError(ElasticError):
+    """The text says what to write instead."""
+
+
+class StateError(ElasticError):
+    """The text names the value that differs, both sides of it, and the remedy."""
+
+
+class CheckpointError(ElasticError):
+    """The text names the folder and the reason."""
+
+
+class SnapshotError(ElasticError):
+    """The text names the size that was wanted and the remedy."""
+
+
+class LinkError(ElasticError):
+    """The channel to the launcher cannot be used."""
+
+
+class PeerLost(ElasticError):  # noqa: N818  the word of the protocol
+    """A collective operation failed because another rank is gone."""

@@ -1,0 +1,109 @@
+"""How a state's tensors lie in one flat run of bytes. Pure."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pod_runtime.trainer.errors import StateError
+
+ALIGN = 64
+
+# What a tensor's elements are called here, and their size in bytes; after numpy, plus bfloat16.
+ITEM_BYTES = {
+    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
+    "complex64": 8, "complex128": 16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    name: str  # structured: "model.features.0.weight", "optimizer.features.0.weight.moment1"
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int  # into the flat bytes
+
+    @property
+    def size_bytes(self) -> int:
+        size = ITEM_BYTES[self.dtype]
+        for length in self.shape:
+            size *= length
+        return size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Names, types, shapes and places of all tensors of a state."""
+
+    specs: tuple[TensorSpec, ...]
+    total_bytes: int
+    digest: str  # equal digests: bytes may be copied as they are
+    text: str  # JSON
+
+    def to_json(self) -> list[Any]:
+        value: list[Any] = json.loads(self.text)
+        return value
+
+
+def make_layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> Layout:
+    """Lay (name, dtype, shape) one after the other.
+
+    Raises:
+        StateError: a type that cannot be stored, or a name that comes twice.
+    """
+    specs = []
+    offset = 0
+    seen: set[str] = set()
+    for name, dtype, shape in tensors:
+        if dtype not in ITEM_BYTES:
+            raise StateError(f"{name}: tensors of type {dtype} cannot be stored")
+        if name in seen:
+            raise StateError(f"{name}: two tensors of the state have this name")
+        seen.add(name)
+        spec = TensorSpec(name=name, dtype=dtype, shape=tuple(shape), offset=offset)
+        specs.append(spec)
+        offset = -(-(offset + spec.size_bytes) // ALIGN) * ALIGN
+    text = json.dumps([[spec.name, spec.dtype, list(spec.shape)] for spec in specs])
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return Layout(specs=tuple(specs), total_bytes=offset, digest=digest, text=text)
+
+
+def layout_from_json(data: object) -> Layout:
+    """Build what `Layout.to_json` made.
+
+    Raises:
+        StateError: it is none.
+    """
+    if not isinstance(data, list):
+        raise StateError(f"layout: expected a list, got {data!r:.60}")
+    tensors = []
+    for entry in data:
+        match entry:
+            case [str(name), str(dtype), list(shape)] if all(type(n) is int for n in shape):
+                tensors.append((name, dtype, tuple(shape)))
+            case _:
+                raise StateError(f"layout: expected [name, dtype, shape], got {entry!r:.80}")
+    return make_layout(tensors)
+
+
+def missing_and_surplus(stored: Layout, wanted: Mapping[str, tuple[int, ...]]) -> str:
+    """Say how stored tensors differ from `wanted` (name -> shape); "" if they do not."""
+    have = {spec.name: spec.shape for spec in stored.specs}
+    parts = []
+    missing = sorted(wanted.keys() - have.keys())
+    surplus = sorted(have.keys() - wanted.keys())
+    reshaped = sorted(name for name in wanted.keys() & have.keys() if wanted[name] != have[name])
+    if missing:
+        parts.append(f"missing: {_some(missing)}")
+    if surplus:
+        parts.append(f"not in the model: {_some(surplus)}")
+    if reshaped:
+        name = reshaped[0]
+        parts.append(f"other shapes: {name} is {list(have[name])}, expected {list(wanted[name])}")
+    return "; ".join(parts)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,173 @@
+"""A trainer's end of the channel to its launcher; docs/architecture.md has the messages.
+
+No thread: the loop polls once per step, which costs a system call, and waits here while it is
+parked. The socket closes when the launcher dies; the kernel kills the trainer then, too.
+"""
+
+import select
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from job_server.wire import StagePlan, WireError, decode
+from pod_runtime.shim_wire import LineSocket, ShimError
+from pod_runtime.trainer.errors import LinkError
+
+_CONNECT_TIMEOUT_S = 30.0
+STEP_PERIOD_S = 0.2  # at most so often does a trainer say `step`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """Who this trainer is, and what it may restore from."""
+
+    plan: StagePlan
+    writer: bool  # it makes the snapshots of its node
+    fds: tuple[int, ...]  # segments, owned by the receiver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Drain at an agreed step."""
+
+    id: int  # grows from cut to cut
+    durable: bool = False  # a checkpoint is written before `drained`
+
+
+class Link:
+    """The conversation of one trainer in one stage."""
+
+    def __init__(self, name: str, *, rank: int, stage: int, pid: int) -> None:
+        """Connect and say hello.
+
+        Raises:
+            LinkError: nobody listens at the abstract socket `name`.
+        """
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        connection.settimeout(_CONNECT_TIMEOUT_S)
+        try:
+            connection.connect("\0" + name)
+        except OSError as error:
+            connection.close()
+            raise LinkError(
+                f"EDL_CHANNEL: no launcher listens at {name!r}: {error.strerror or error}; "
+                f"unset it to train outside EDL"
+            ) from error
+        connection.settimeout(None)
+        self._lines = LineSocket(connection)
+        self._readable = select.poll()
+        self._readable.register(connection, select.POLLIN)
+        self._writable = select.poll()
+        self._writable.register(connection, select.POLLOUT)
+        self.going = False  # `go` has come
+        self.cut: Cut | None = None  # the newest one that is not off; None: there is none
+        self.resumed_id = -1  # highest id of a cut that is off
+        self._last_step_at = 0.0
+        self._metrics: dict[str, float] | None = None  # not yet told
+        self.say("hello", rank=rank, stage=stage, pid=pid)
+
+    def say(self, word: str, fds: tuple[int, ...] = (), **fields: Any) -> None:
+        """Send a message.
+
+        Raises:
+            LinkError: the launcher is gone.
+        """
+        message = {"say": word, **fields}
+        if fds:
+            message["fds"] = len(fds)
+        try:
+            self._lines.send(message, fds)
+        except OSError as error:
+            raise LinkError(f"the launcher is gone: {error}") from error
+
+    def wait_welcome(self) -> Welcome:
+        """Wait for the answer to hello.
+
+        Raises:
+            LinkError: the launcher is gone, or its plan is malformed.
+        """
+        while True:
+            message, fds = self._lines.pending() or self._receive()
+            if message.get("do") != "welcome":
+                self._take(message)
+                continue
+            try:
+                plan = decode(StagePlan, message.get("plan"), "plan")
+            except WireError as error:
+                raise LinkError(f"welcome: {error}") from error
+            return Welcome(plan=plan, writer=message.get("writer") is True, fds=fds)
+
+    def poll(self) -> None:
+        """Take in what has come, without waiting."""
+        while True:
+            received = self._lines.pending()
+            if received is None:
+                if not self._readable.poll(0):
+                    return
+                received = self._receive()
+            self._take(received[0])
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait for a message, or for `timeout_s` (None: as long as it takes), and take it in."""
+        received = self._lines.pending()
+        if received is None:
+            if not self._readable.poll(None if timeout_s is None else timeout_s * 1000):
+                return
+            received = self._receive()
+        self._take(received[0])
+
+    def wait_go(self) -> None:
+        """Wait until the stage is committed. A cut before that means that it was, too."""
+        while not self.going and self.cut is None:
+            self.wait()
+
+    def wait_resume(self, cut_id: int) -> None:
+        """Stay parked until the cut is off; most trainers are ended while they wait here."""
+        while self.resumed_id < cut_id:
+            self.wait()
+
+    def tell_step(
+        self, *, step: int, epoch: int, total_steps: int | None, step_s: float, metrics_too: bool
+    ) -> None:
+        """Say `step`, unless that was said just now or the launcher does not listen."""
+        now = time.monotonic()
+        if now - self._last_step_at < STEP_PERIOD_S and not metrics_too:
+            return
+        if not self._writable.poll(0):
+            return  # a stopped launcher must not stop the training
+        self._last_step_at = now
+        fields: dict[str, Any] = {
+            "step": step, "epoch": epoch, "total_steps": total_steps, "step_s": step_s,
+        }  # fmt: skip
+        if self._metrics is not None:
+            fields["metrics"], self._metrics = self._metrics, None
+        self.say("step", **fields)
+
+    def set_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Have the next `step` carry these."""
+        self._metrics = dict(metrics)
+
+    def _receive(self) -> tuple[dict[str, Any], tuple[int, ...]]:
+        try:
+            received = self._lines.receive()
+        except (ShimError, OSError) as error:
+            raise LinkError(f"the launcher's channel broke: {error}") from error
+        if received is None:
+            raise LinkError("the launcher is gone: it closed the channel")
+        return received
+
+    def _take(self, message: dict[str, Any]) -> None:
+        word, cut_id = message.get("do"), message.get("id")
+        if word == "go":
+            self.going = True
+        elif word == "cut" and isinstance(cut_id, int):
+            if cut_id > self.resumed_id:
+                self.cut = Cut(id=cut_id, durable=message.get("durable") is True)
+        elif word == "resume" and isinstance(cut_id, int):
+            self.resumed_id = max(self.resumed_id, cut_id)
+            if self.cut is not None and self.cut.id <= cut_id:
+                self.cut = None
+        else:
+            raise LinkError(f"do: expected go, cut or resume, got {message!r:.100}")

@@ -1,0 +1,272 @@
+"""PaddlePaddle behind the loop's `Adapter`. The modules named `paddle_*` alone import Paddle."""
+
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import paddle
+import paddle.distributed as dist
+from paddle.base import core
+from paddle.io.dataloader.collate import default_collate_fn
+
+from pod_runtime.trainer.adapter import GroupSpec
+from pod_runtime.trainer.errors import PeerLost, UsageError
+from pod_runtime.trainer.layout import Layout
+from pod_runtime.trainer.paddle_gradients import GradientExchange, ShardBuffers, trained_parameters
+from pod_runtime.trainer.paddle_state import PaddleState
+
+logger = logging.getLogger(__name__)
+
+_MASTER_TIMEOUT_S = 600.0  # outside EDL; inside, the launcher ends this process long before
+
+
+class PaddleAdapter:
+    """One model and its optimizer on this process's device."""
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        *,
+        header_size: int,
+        scaler: Any | None = None,
+        extra: Mapping[str, Any] | None = None,
+        on_host: bool | None = None,
+    ) -> None:
+        """Look at the model; nothing is changed yet.
+
+        Args:
+            on_host: how gradients are made flat; None: by where the model lives.
+
+        Raises:
+            UsageError: the model cannot be trained elastically; the text says what to change.
+        """
+        if not isinstance(model, paddle.nn.Layer):
+            raise UsageError(f"model: expected a paddle.nn.Layer, got {type(model).__name__}")
+        parameters = trained_parameters(model, optimizer)
+        if on_host is None:
+            on_host = bool(parameters[0].place.is_cpu_place())
+        self._model = model
+        self._optimizer = optimizer
+        self._scaler = scaler if scaler is not None and scaler.is_enable() else None
+        self._state = PaddleState(model, optimizer, self._scaler, extra or {})
+        self._buffers = ShardBuffers(model, on_host)
+        self._exchange = GradientExchange(parameters, self._buffers, header_size, on_host)
+        self._world_size = 1
+        self._weights: dict[tuple[float, Any, tuple[int, ...]], Any] = {}
+
+    # --- group
+
+    def form_group(self, spec: GroupSpec) -> None:
+        self._world_size = spec.world_size
+        if spec.world_size == 1:
+            return
+        if not core.is_compiled_with_cuda() or paddle.device.get_device() == "cpu":
+            # Paddle reads it when it makes the group; without it, collectives fail on the CPU.
+            os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")
+        if spec.rank:
+            _wait_for(spec.master)
+        try:
+            dist.init_parallel_env()
+        except RuntimeError as error:
+            raise PeerLost(f"the group of {spec.world_size} was not formed: {error}") from error
+
+    def leave_group(self) -> None:
+        if self._world_size > 1:
+            dist.destroy_process_group()
+        self._world_size = 1
+
+    def all_reduce(self, values: npt.NDArray[np.float64]) -> None:
+        if self._world_size > 1:
+            tensor = paddle.to_tensor(values)
+            self._reduce(tensor)
+            values[:] = tensor.numpy()
+
+    def broadcast(self, data: npt.NDArray[np.uint8], source: int) -> None:
+        if self._world_size > 1 and data.size:
+            tensor = paddle.to_tensor(data)
+            try:
+                dist.broadcast(tensor, source)
+            except RuntimeError as error:
+                raise PeerLost(f"broadcast from rank {source}: {error}") from error
+            data[:] = tensor.numpy()
+
+    def _reduce(self, tensor: Any) -> None:
+        if self._world_size == 1:
+            return
+        try:
+            dist.all_reduce(tensor)
+        except RuntimeError as error:  # gloo: a peer closed its end, or was silent for 30 s
+            raise PeerLost(f"all-reduce: {error}") from error
+
+    # --- state
+
+    def layout(self) -> Layout:
+        return self._state.layout()
+
+    def copy_out(self, target: memoryview) -> None:
+        self._state.copy_out(target)
+
+    def scalars(self) -> dict[str, Any]:
+        return self._state.scalars()
+
+    def load(self, layout: Layout, data: memoryview, scalars: Mapping[str, Any]) -> None:
+        self._state.load(layout, data, scalars)
+
+    # --- a step
+
+    def begin_step(self) -> None:
+        self._buffers.begin_step()
+
+    def end_shard(self) -> None:
+        self._buffers.end_shard()
+
+    def backward(self, loss: Any, weight: float) -> None:
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        key = (weight, loss.dtype, tuple(loss.shape))
+        factor = self._weights.get(key)
+        if factor is None:
+            factor = self._weights[key] = paddle.full(loss.shape, weight, loss.dtype)
+        loss.backward(factor)
+
+    def exchange(self, header: Sequence[float], contribute: bool) -> list[float]:
+        if self._world_size == 1:
+            return [float(value) for value in header]
+        return self._exchange.run(header, contribute, self._reduce)
+
+    def apply(self, *, filled_shards: int, gradient_factor: float, lr_factor: float) -> None:
+        if self._world_size > 1:
+            self._exchange.put_back(filled_shards)
+        else:
+            changes = {dtype: self._buffers.changes(dtype) for dtype in self._buffers.dtypes}
+            self._buffers.apply(changes, filled_shards)
+        if gradient_factor != 1.0:
+            with paddle.no_grad():
+                for parameter in self._exchange.parameters:
+                    if parameter.grad is not None:
+                        parameter.grad = parameter.grad * gradient_factor
+        with self._learning_rate(lr_factor):
+            if self._scaler is None:
+                self._optimizer.step()
+            else:
+                self._scaler.step(self._optimizer)
+                self._scaler.update()
+        self.drop_step()
+
+    def drop_step(self) -> None:
+        # Not zeroed but gone: a parameter that no shard of the next step uses must look the same
+        # to a trainer that has just been restored and to one that has run for hours.
+        self._optimizer.clear_grad(set_to_zero=False)
+        for parameter in self._exchange.parameters:
+            if parameter.grad is not None:  # not one of the optimizer's
+                parameter.clear_gradient(False)
+
+    @contextlib.contextmanager
+    def _learning_rate(self, factor: float) -> Iterator[None]:
+        if factor == 1.0:
+            yield
+            return
+        rate = self._optimizer._learning_rate
+        if isinstance(rate, paddle.optimizer.lr.LRScheduler):
+            before = rate.last_lr
+            rate.last_lr = before * factor
+            try:
+                yield
+            finally:
+                rate.last_lr = before
+        else:
+            before = float(self._optimizer.get_lr())
+            self._optimizer.set_lr(before * factor)
+            try:
+                yield
+            finally:
+                self._optimizer.set_lr(before)
+
+    # --- data and numbers
+
+    def seed(self, key: int) -> None:
+        paddle.seed(key & 0x7FFFFFFF)
+
+    def draw(self) -> int:
+        return int(core.default_cpu_generator().random())
+
+    def collate(self, samples: list[Any]) -> Any:
+        return default_collate_fn(samples)
+
+    def to_batch(self, fields: Any) -> Any:
+        if isinstance(fields, np.ndarray):
+            return paddle.to_tensor(fields)
+        if isinstance(fields, list | tuple):
+            return type(fields)(self.to_batch(each) for each in fields)
+        if isinstance(fields, dict):
+            return {name: self.to_batch(each) for name, each in fields.items()}
+        return fields
+
+    def loader(
+        self,
+        dataset: Any,
+        index_batches: Iterator[list[Any]],
+        *,
+        collate: Callable[[list[Any]], Any] | None,
+        options: Mapping[str, Any],
+    ) -> Iterator[Any]:
+        loader = paddle.io.DataLoader(
+            dataset,
+            batch_sampler=_IndexBatches(index_batches),
+            collate_fn=collate,
+            return_list=True,
+            **options,
+        )
+        return iter(loader)
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        training = self._model.training
+        self._model.eval()
+        try:
+            with paddle.no_grad():
+                yield
+        finally:
+            if training:
+                self._model.train()
+
+    def to_float(self, value: Any) -> float:
+        return float(value.item()) if hasattr(value, "item") else float(value)
+
+
+class _IndexBatches(paddle.io.BatchSampler):  # type: ignore[misc]  # Paddle has no types
+    """Hands lists of indices to Paddle's loader. Its length is never asked for usefully."""
+
+    def __init__(self, batches: Iterator[list[Any]]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self._batches
+
+    def __len__(self) -> int:
+        return 1 << 60
+
+
+def _wait_for(master: str) -> None:
+    """Return when rank 0 listens at `master`.
+
+    Paddle's own client would try once and then sleep for three seconds.
+    """
+    addr, _, port = master.rpartition(":")
+    deadline = time.monotonic() + _MASTER_TIMEOUT_S
+    while True:
+        try:
+            socket.create_connection((addr, int(port)), 1.0).close()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise PeerLost(f"rank 0 does not listen at {master}: {error}") from error
+            time.sleep(0.01)
+        else:
+            return

@@ -1,0 +1,329 @@
+"""The state of a Paddle training: every tensor by its structured name, and the rest as JSON.
+
+Paddle names accumulators after automatically numbered parameters (`linear_0.w_0_moment1_0`), which
+differ as soon as a model is built in another order. Here they go by the parameter's place in the
+model: `optimizer/features.0.weight.moment1`.
+"""
+
+import ctypes
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import paddle
+
+from pod_runtime.trainer.errors import StateError, UsageError
+from pod_runtime.trainer.layout import Layout, TensorSpec, make_layout, missing_and_surplus
+
+_NUMPY = {"bfloat16": "uint16"}  # how Paddle hands out what numpy does not know
+_MASTER = "master_weight"
+_SUFFIX = re.compile(r"_\d+\Z")
+
+
+class PaddleState:
+    """Model, optimizer, loss scaler and extra objects, seen as one state."""
+
+    def __init__(
+        self, model: Any, optimizer: Any, scaler: Any | None, extra: Mapping[str, Any]
+    ) -> None:
+        self._optimizer = optimizer
+        self._scaler = scaler
+        self._extra = dict(extra)
+        self._model_tensors = [(f"model/{name}", t) for name, t in model.state_dict().items()]
+        self._structured = {p.name: name for name, p in model.named_parameters()}
+        for parameter in optimizer_parameters(optimizer):
+            if parameter.name not in self._structured:
+                raise UsageError(
+                    f"optimizer: its parameter {parameter.name} is not one of the model's; put "
+                    f"all layers that are trained into one paddle.nn.Layer and pass that"
+                )
+        self._names: dict[str, str] = {}  # accumulator's variable name -> structured name
+        self._layout: Layout | None = None  # None: to be made
+        self._layout_key: object = None
+        self._tensors: list[Any] = []
+
+    def layout(self) -> Layout:
+        """Return the layout of the state as it is now."""
+        named = [*self._model_tensors, *self._optimizer_tensors(), *self._extra_tensors()]
+        self._tensors = [tensor for _name, tensor in named]
+        shapes = [
+            tuple(tensor.shape) for name, tensor in named if name.startswith("extra/")
+        ]  # all others keep theirs
+        key = ([name for name, _tensor in named], shapes)
+        if self._layout is None or key != self._layout_key:
+            self._layout = make_layout(
+                [(name, dtype_name(tensor), tuple(tensor.shape)) for name, tensor in named]
+            )
+            self._layout_key = key
+        return self._layout
+
+    def copy_out(self, target: memoryview) -> None:
+        """Copy the tensors that the last `layout()` found into `target`."""
+        assert self._layout is not None
+        anchor = (ctypes.c_char * len(target)).from_buffer(target)
+        base = ctypes.addressof(anchor)
+        for spec, tensor in zip(self._layout.specs, self._tensors, strict=True):
+            copy_tensor(base + spec.offset, tensor, spec.size_bytes)
+
+    def scalars(self) -> dict[str, Any]:
+        """Return scheduler, learning rate, loss scaler and the plain part of `extra`."""
+        found: dict[str, Any] = {"optimizer": type(self._optimizer).__name__}
+        scheduler = self._scheduler()
+        if scheduler is None:
+            found["lr"] = float(self._optimizer.get_lr())
+        else:
+            found["lr_scheduler"] = _plain("lr_scheduler", scheduler.state_dict())
+        if self._scaler is not None:
+            found["scaler"] = _plain("scaler", self._scaler.state_dict())
+        if self._extra:
+            found["extra"] = {
+                name: _strip(_nested(name, thing)) for name, thing in self._extra.items()
+            }
+        return found
+
+    def load(self, layout: Layout, data: memoryview, scalars: Mapping[str, Any]) -> None:
+        """Take over a state.
+
+        Raises:
+            StateError: it belongs to another model or optimizer; nothing has been changed.
+        """
+        by_group: dict[str, dict[str, TensorSpec]] = {"model": {}, "optimizer": {}, "extra": {}}
+        for spec in layout.specs:
+            group, _, name = spec.name.partition("/")
+            if group not in by_group:
+                raise StateError(
+                    f"{spec.name}: unknown kind of tensor; is the state newer than EDL?"
+                )
+            by_group[group][name] = spec
+        self._check(layout, by_group, scalars)
+        source = np.frombuffer(data, np.uint8)
+        for name, tensor in self._model_tensors:
+            _fill(tensor, source, by_group["model"][name.partition("/")[2]])
+        self._load_optimizer(by_group["optimizer"], source, scalars)
+        if self._scaler is not None and scalars.get("scaler"):
+            state = dict(scalars["scaler"])
+            state["scale"] = np.array(state["scale"], np.float32)
+            self._scaler.load_state_dict(state)
+        self._load_extra(by_group["extra"], source, scalars.get("extra", {}))
+
+    def _check(
+        self,
+        layout: Layout,
+        by_group: Mapping[str, Mapping[str, TensorSpec]],
+        scalars: Mapping[str, Any],
+    ) -> None:
+        wanted = {name: tuple(tensor.shape) for name, tensor in self._model_tensors}
+        model_specs = tuple(s for s in layout.specs if s.name.startswith("model/"))
+        difference = missing_and_surplus(
+            Layout(specs=model_specs, total_bytes=0, digest="", text=""), wanted
+        )
+        if difference:
+            raise StateError(f"model: the state does not fit: {difference}; use the same model")
+        for name, tensor in self._model_tensors:
+            stored = by_group["model"][name.partition("/")[2]].dtype
+            if stored != dtype_name(tensor):
+                raise StateError(
+                    f"{name}: the state holds {stored}, the model {dtype_name(tensor)}; "
+                    f"use the same precision"
+                )
+        kind = type(self._optimizer).__name__
+        if scalars.get("optimizer", kind) != kind:
+            raise StateError(
+                f"optimizer: the state was made by {scalars['optimizer']}, this script uses "
+                f"{kind}; use the same optimizer, or another checkpoint path"
+            )
+        if ("lr_scheduler" in scalars) != (self._scheduler() is not None):
+            raise StateError(
+                "optimizer: the state and this script differ in whether the learning rate is a "
+                "scheduler; use the same, or another checkpoint path"
+            )
+        known = set(self._structured.values())
+        for name in by_group["optimizer"]:
+            if name.rpartition(".")[0] not in known:
+                raise StateError(f"optimizer/{name}: the model has no such parameter")
+        for name in scalars.get("extra", {}):
+            if name not in self._extra:
+                raise StateError(
+                    f"extra: the state holds {name!r}, this script does not; pass it in extra="
+                )
+
+    def _scheduler(self) -> Any | None:
+        rate = self._optimizer._learning_rate
+        return rate if isinstance(rate, paddle.optimizer.lr.LRScheduler) else None
+
+    def _optimizer_tensors(self) -> list[tuple[str, Any]]:
+        state = self._optimizer.state_dict()
+        found = []
+        for variable, value in state.items():
+            if variable == "LR_Scheduler":
+                continue
+            if variable == "master_weights":
+                found += [
+                    (f"optimizer/{self._structured[name]}.{_MASTER}", tensor)
+                    for name, tensor in value.items()
+                ]
+            else:
+                found.append((f"optimizer/{self._structured_name(variable)}", value))
+        return found
+
+    def _structured_name(self, variable: str) -> str:
+        known = self._names.get(variable)
+        if known is None:
+            owners = [name for name in self._structured if variable.startswith(f"{name}_")]
+            if not owners:
+                raise StateError(f"optimizer: {variable} belongs to no parameter of the model")
+            owner = max(owners, key=len)
+            kind = _SUFFIX.sub("", variable[len(owner) + 1 :])
+            known = self._names[variable] = f"{self._structured[owner]}.{kind}"
+        return known
+
+    def _load_optimizer(
+        self, specs: Mapping[str, TensorSpec], source: Any, scalars: Mapping[str, Any]
+    ) -> None:
+        live = {
+            self._structured_name(variable): variable
+            for variable in self._optimizer.state_dict()
+            if variable not in ("LR_Scheduler", "master_weights")
+        }
+        names = {structured: name for name, structured in self._structured.items()}
+        state: dict[str, Any] = {}
+        master: dict[str, Any] = {}
+        for name, spec in specs.items():
+            structured, _, kind = name.rpartition(".")
+            if kind == _MASTER:
+                tensor = master[names[structured]] = _tensor(source, spec)
+                tensor.name = f"{names[structured]}_fp32_master_0"
+            else:
+                # A fresh process numbers the first accumulator of a kind 0.
+                variable = live.get(name, f"{names[structured]}_{kind}_0")
+                state[variable] = _tensor(source, spec)
+        if master:
+            state["master_weights"] = master
+        if "lr_scheduler" in scalars:
+            state["LR_Scheduler"] = dict(scalars["lr_scheduler"])
+        elif "lr" in scalars and scalars["lr"] != float(self._optimizer.get_lr()):
+            self._optimizer.set_lr(scalars["lr"])
+        self._optimizer.set_state_dict(state)
+
+    def _extra_tensors(self) -> list[tuple[str, Any]]:
+        found = []
+        for name, thing in self._extra.items():
+            for path, value in _nested(name, thing).items():
+                if _is_tensor(value):
+                    found.append((f"extra/{name}/{path}", value))
+        return found
+
+    def _load_extra(
+        self, specs: Mapping[str, TensorSpec], source: Any, plain: Mapping[str, Any]
+    ) -> None:
+        for name, thing in self._extra.items():
+            flat: dict[str, Any] = dict(plain.get(name, {}))
+            for path, spec in specs.items():
+                owner, _, rest = path.partition("/")
+                if owner == name:
+                    flat[rest] = _tensor(source, spec)
+            if flat:
+                thing.set_state_dict(_unflatten(flat))
+
+
+def optimizer_parameters(optimizer: Any) -> list[Any]:
+    """Return the parameters of an optimizer, those of its groups included."""
+    found: list[Any] = []
+    for entry in optimizer._parameter_list or []:
+        found += entry["params"] if isinstance(entry, dict) else [entry]
+    return found
+
+
+def dtype_name(tensor: Any) -> str:
+    """Return "float32" and the like of a tensor or an array."""
+    return str(tensor.dtype).removeprefix("paddle.")
+
+
+def copy_tensor(address: int, tensor: Any, size_bytes: int) -> None:
+    """Copy a tensor's or an array's bytes to `address`."""
+    if size_bytes == 0:
+        return
+    if isinstance(tensor, np.ndarray):
+        tensor = np.ascontiguousarray(tensor)
+        ctypes.memmove(address, tensor.ctypes.data, size_bytes)
+        return
+    if not tensor.place.is_cpu_place():
+        tensor = tensor.cpu()
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    ctypes.memmove(address, tensor.data_ptr(), size_bytes)
+
+
+def _fill(tensor: Any, source: Any, spec: TensorSpec) -> None:
+    if spec.size_bytes == 0:
+        return
+    if tensor.place.is_cpu_place() and tensor.is_contiguous():
+        piece = source[spec.offset : spec.offset + spec.size_bytes]
+        ctypes.memmove(tensor.data_ptr(), piece.ctypes.data, spec.size_bytes)
+    else:
+        tensor.set_value(_tensor(source, spec))
+
+
+def _tensor(source: Any, spec: TensorSpec) -> Any:
+    piece = source[spec.offset : spec.offset + spec.size_bytes]
+    array = piece.view(_NUMPY.get(spec.dtype, spec.dtype)).reshape(spec.shape)
+    made = paddle.to_tensor(array)
+    if spec.dtype == "bfloat16" and made.dtype != paddle.bfloat16:
+        made = made.view(paddle.bfloat16)
+    return made
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, paddle.Tensor | np.ndarray)
+
+
+def _nested(name: str, thing: Any) -> dict[str, Any]:
+    """Return an object's state as {path: leaf}."""
+    flat: dict[str, Any] = {}
+
+    def walk(prefix: str, value: Any) -> None:
+        if isinstance(value, Mapping) and value:
+            for key, item in value.items():
+                if not isinstance(key, str) or "/" in key:
+                    raise StateError(f"extra {name}: keys must be text without '/', got {key!r}")
+                walk(f"{prefix}/{key}" if prefix else key, item)
+        else:
+            flat[prefix] = value
+
+    walk("", thing.state_dict())
+    return flat
+
+
+def _strip(flat: Mapping[str, Any]) -> dict[str, Any]:
+    return {path: _plain(path, value) for path, value in flat.items() if not _is_tensor(value)}
+
+
+def _unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for path, value in flat.items():
+        *parents, last = path.split("/")
+        place = nested
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return nested
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Return `value` as JSON types; numbers keep all their digits.
+
+    Raises:
+        StateError: it is none of those.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if _is_tensor(value):
+        return np.asarray(value.numpy() if hasattr(value, "numpy") else value).tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(f"{name}.{key}", item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(name, item) for item in value]
+    raise StateError(f"{name}: a {type(value).__name__} cannot be stored; use numbers or tensors")

@@ -1,0 +1,160 @@
+"""Where checkpoints go: a local folder, or any fsspec URL. Few verbs, so that both behave alike."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from pod_runtime.trainer.errors import CheckpointError
+
+Chunk = bytes | memoryview
+
+
+class Storage(Protocol):
+    """Paths are relative to a root and use `/`."""
+
+    name: str  # of the root, for messages
+
+    def folders(self, path: str) -> list[str]:
+        """Return the names of the folders in `path`; none where it does not exist."""
+
+    def files(self, path: str) -> list[str]:
+        """Return the names of the files in `path`; none where it does not exist."""
+
+    def read(self, path: str) -> bytes:
+        """Return a file's content. Raises FileNotFoundError, OSError."""
+
+    def write(self, path: str, chunks: Iterable[Chunk]) -> None:
+        """Write a file so that it survives a power cut; its folder is made. Raises OSError."""
+
+    def commit(self, path: str, content: bytes) -> None:
+        """Write a file that appears whole or not at all, after all others of its folder."""
+
+    def remove(self, path: str) -> None:
+        """Remove a file, or a folder with all that is in it; nothing happens where none is."""
+
+
+def open_storage(location: str | os.PathLike[str]) -> Storage:
+    """Return the storage of a local path or of an fsspec URL such as `s3://bucket/run`.
+
+    Raises:
+        CheckpointError: nothing installed understands the URL.
+    """
+    text = os.fspath(location)
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        return LocalStorage(Path(text))
+    if scheme in ("file", "local"):
+        return LocalStorage(Path(rest))
+    try:
+        import fsspec
+
+        filesystem, root = fsspec.core.url_to_fs(text)
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(
+            f"checkpoint: {text!r} cannot be opened: {error}; "
+            f"give a local path, or install the fsspec package for {scheme}"
+        ) from error
+    return FsspecStorage(filesystem, root, text)
+
+
+class LocalStorage:
+    """A folder of this machine, or of a shared file system that is mounted."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.name = str(root)
+
+    def folders(self, path: str) -> list[str]:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return sorted(each.name for each in os.scandir(self.root / path) if each.is_dir())
+        return []
+
+    def files(self, path: str) -> list[str]:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return sorted(each.name for each in os.scandir(self.root / path) if each.is_file())
+        return []
+
+    def read(self, path: str) -> bytes:
+        return (self.root / path).read_bytes()
+
+    def write(self, path: str, chunks: Iterable[Chunk]) -> None:
+        target = self.root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def commit(self, path: str, content: bytes) -> None:
+        target = self.root / path
+        temporary = f"{path}.part"
+        self.write(temporary, [content])
+        _fsync_folder(target.parent)
+        (self.root / temporary).replace(target)
+        for folder in (target.parent, target.parent.parent, target.parent.parent.parent):
+            _fsync_folder(folder)
+
+    def remove(self, path: str) -> None:
+        target = self.root / path
+        if target.is_dir():
+            shutil.rmtree(target, ignore_errors=True)
+        else:
+            target.unlink(missing_ok=True)
+
+
+class FsspecStorage:
+    """An object store or a remote file system. A file appears there when it is closed."""
+
+    def __init__(self, filesystem: Any, root: str, name: str) -> None:
+        self.filesystem = filesystem
+        self.root = root.rstrip("/")
+        self.name = name
+
+    def folders(self, path: str) -> list[str]:
+        return self._names(path, "directory")
+
+    def files(self, path: str) -> list[str]:
+        return self._names(path, "file")
+
+    def read(self, path: str) -> bytes:
+        content: bytes = self.filesystem.cat_file(self._full(path))
+        return content
+
+    def write(self, path: str, chunks: Iterable[Chunk]) -> None:
+        full = self._full(path)
+        self.filesystem.makedirs(full.rpartition("/")[0], exist_ok=True)
+        with self.filesystem.open(full, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+
+    def commit(self, path: str, content: bytes) -> None:
+        self.write(path, [content])
+
+    def remove(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.filesystem.rm(self._full(path), recursive=True)
+
+    def _full(self, path: str) -> str:
+        return f"{self.root}/{path}" if path else self.root
+
+    def _names(self, path: str, kind: str) -> list[str]:
+        self.filesystem.invalidate_cache()
+        try:
+            entries = self.filesystem.ls(self._full(path), detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(
+            each["name"].rstrip("/").rpartition("/")[2] for each in entries if each["type"] == kind
+        )
+
+
+def _fsync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,71 @@
+"""`edl VERB ...`: finds the program behind a verb, imports it then, and passes the rest on."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+
+_COMMANDS = "job_server.commands"
+
+# verb: (module, what it does). The commands get the verb as well: one module has them all.
+VERBS: dict[str, tuple[str, str]] = {
+    "run": ("pod_runtime.run", "train elastically on this machine: server, client and job in one"),
+    "server": ("job_server.__main__", "run a job server"),
+    "client": ("job_client.__main__", "run the job client of this node"),
+    "launch": ("pod_runtime.launch", "run a pod's trainers (what a training script's pod calls)"),
+    "submit": (_COMMANDS, "add a job"),
+    "status": (_COMMANDS, "show all jobs, or one in full"),
+    "pods": (_COMMANDS, "show where a job's pods are"),
+    "resize": (_COMMANDS, "change the number of a job's pods"),
+    "pause": (_COMMANDS, "end a job's pods and free their slots"),
+    "resume": (_COMMANDS, "go on after a pause"),
+    "stop": (_COMMANDS, "write a checkpoint and end a job"),
+    "delete": (_COMMANDS, "stop a job and forget it"),
+    "kill": (_COMMANDS, "SIGKILL a pod or a trainer, as a test"),
+    "logs": (_COMMANDS, "print the logs of pods on this machine"),
+    "nodes": (_COMMANDS, "show all nodes"),
+    "events": (_COMMANDS, "show what happened to a job"),
+    "simulate": (_COMMANDS, "print what a change script would do"),
+    "verify": ("pod_runtime.verify", "prove from a run's ledger what was trained"),
+    "doctor": ("job_client.doctor", "say what of this machine is fit"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `edl` with these arguments; return the exit code."""
+    args = sys.argv[1:] if argv is None else argv
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0 if args else 2
+    verb, rest = args[0], args[1:]
+    if verb == "--version":
+        print(f"edl {_version()}")
+        return 0
+    if verb not in VERBS or not _exists(VERBS[verb][0]):
+        print(f"edl: there is no verb {verb!r}; `edl --help` lists them", file=sys.stderr)
+        return 2
+    module = VERBS[verb][0]
+    program = importlib.import_module(module)
+    code = program.main([verb, *rest] if module == _COMMANDS else rest)
+    return int(code)
+
+
+def _help() -> str:
+    lines = ["usage: edl VERB ...    (edl VERB --help says more)", ""]
+    lines += [f"  {verb:<9} {what}" for verb, (module, what) in VERBS.items() if _exists(module)]
+    return "\n".join([*lines, "", "  --version"])
+
+
+def _exists(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("edl")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+unknown"  # run from a checkout that is not installed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""`python -m job_server`: the job server as a program."""
+
+import logging
+import os
+import sys
+
+from job_server.app import create_app, version
+from job_server.change_script import parse_script, timeline
+from job_server.config import Config, read_config
+from job_server.errors import ConfigError, Conflict
+from job_server.guard import Guard
+from job_server.http_server import HttpServer
+from job_server.service import Service
+from job_server.store import Store
+from job_server.wire import WireError
+
+logger = logging.getLogger("job_server")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the server until SIGTERM or SIGINT; return the exit code (2: wrong command line)."""
+    try:
+        config = read_config(sys.argv[1:] if argv is None else argv, os.environ)
+        if config.job is not None:
+            parse_script(config.job.script, config.job)
+        if config.dry_run:
+            return _dry_run(config)
+        return _serve(config)
+    except (ConfigError, WireError) as error:
+        print(f"python -m job_server: {error}", file=sys.stderr)
+        return 2
+    except SystemExit as stop:  # argparse has said why
+        return stop.code if isinstance(stop.code, int) else 1
+
+
+def _dry_run(config: Config) -> int:
+    if config.job is None:
+        raise ConfigError("--dry_run: there is no job to show (--no_job); leave one of them out")
+    print("\n".join(timeline(config.job.script, config.job)))
+    return 0
+
+
+def _serve(config: Config) -> int:
+    logging.basicConfig(
+        level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    store = Store(config.db)
+    service = Service(store, heartbeat_s=config.heartbeat_s, max_watchers=config.max_watchers)
+    try:
+        guard = Guard(token=config.token, insecure_legacy=config.insecure_legacy)
+        app = create_app(service, guard)
+        server = HttpServer(
+            app, bind=config.bind, port=config.port, max_watchers=config.max_watchers
+        )
+        service.start()
+        _add_default_job(service, config)
+        host = f"[{config.bind}]" if ":" in config.bind else config.bind
+        logger.info(
+            "version %s, server %s: http://%s:%d/ with database %s",
+            version(),
+            service.server_id,
+            host,
+            server.port,
+            config.db,
+        )
+        server.run(on_stop=service.close)
+    finally:
+        service.close()
+    logger.info("ended")
+    return 0
+
+
+def _add_default_job(service: Service, config: Config) -> None:
+    """Submit the job of the command line, unless the database has it already."""
+    job = config.job
+    if job is None:
+        return
+    try:
+        _, created = service.submit(job, legacy_nodes=config.legacy_nodes)
+    except Conflict:
+        logger.warning(
+            "job %s: goes on as the database %s has it, not as the command line says; "
+            "`edl delete %s` first, or another --db, starts it anew",
+            job.job_id,
+            config.db,
+            job.job_id,
+        )
+        return
+    ended = next(
+        (s.state for s in service.statuses() if s.job_id == job.job_id and s.state.ended), None
+    )
+    if not created and ended is not None:
+        logger.warning(
+            "job %s: has ended (%s) and stays so; `edl delete %s` first, or another --db, "
+            "starts it anew",
+            job.job_id,
+            ended.value,
+            job.job_id,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

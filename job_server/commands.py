@@ -1,0 +1,341 @@
+"""What users type: `edl submit`, `status`, `resize` and the like, over the server's API."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import NoReturn
+
+from job_server import wire
+from job_server.api_client import ApiClient
+from job_server.change_script import timeline
+from job_server.config import read_token
+from job_server.errors import ConfigError, JobServerError, Retryable
+from job_server.job_flags import add_job_flags, read_job
+from job_server.logs import log_lines
+from job_server.text import duration, steps_of_stage, steps_of_total, table
+
+DEFAULT_SERVER = "http://127.0.0.1:8180"
+POLL_S = 30.0
+_ONLY = "may be left out if there is only one"
+
+Handler = Callable[[ApiClient, argparse.Namespace], None]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; return the exit code: 1 the server refused or is away, 2 wrong usage."""
+    try:
+        args = build_parser(os.environ).parse_args(sys.argv[1:] if argv is None else argv)
+    except SystemExit as stop:  # argparse has said why
+        return stop.code if isinstance(stop.code, int) else 1
+    try:
+        if args.verb == "simulate":
+            _simulate(args)
+            return 0
+        token = read_token(args.token_file, os.environ)
+        with _client(args.server, token) as api:
+            handler: Handler = args.handler
+            handler(api, args)
+    except (ConfigError, wire.WireError) as error:
+        return _say(str(error), 2)
+    except Retryable as error:
+        return _say(f"{error}; is it the right --server? `edl server` starts one", 1)
+    except JobServerError as error:
+        return _say(str(error), 1)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `edl events | head`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - stays open: exit flushes it
+        return 0
+    return 0
+
+
+def _say(text: str, code: int) -> int:
+    print(f"edl: {text}", file=sys.stderr)
+    return code
+
+
+def _client(server: str, token: str | None) -> ApiClient:
+    try:
+        return ApiClient(server, token)
+    except ValueError as error:
+        raise ConfigError(f"--server: {error}") from None
+
+
+# --- the command line ---------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}\n")
+
+
+def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+    parser = _Parser(prog="edl", allow_abbrev=False)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
+
+    def verb(name: str, handler: Handler, summary: str) -> argparse.ArgumentParser:
+        sub = verbs.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        sub.set_defaults(handler=handler)
+        sub.add_argument(
+            "--server",
+            "--job_server",
+            default=environ.get("PADDLE_JOBSERVER") or DEFAULT_SERVER,
+            metavar="URL",
+            help="else PADDLE_JOBSERVER, else %(default)s",
+        )
+        sub.add_argument("--token_file", metavar="FILE", help="the server's token; else EDL_TOKEN")
+        sub.add_argument("--json", action="store_true", help="print what the server answers")
+        return sub
+
+    add_job_flags(verb("submit", _submit, "Add a job."))
+    status = verb("status", _status, "Show all jobs, or one in full.")
+    status.add_argument("job", nargs="?", metavar="JOB")
+    status.add_argument("--follow", action="store_true", help="show changes until the job ends")
+    pods = verb("pods", _pods, "Show where a job's pods are.")
+    pods.add_argument("job", nargs="?", metavar="JOB", help=_ONLY)
+    resize = verb("resize", _resize, "Change the number of a job's pods.")
+    resize.add_argument("job", metavar="JOB")
+    resize.add_argument("pods", type=int, metavar="PODS")
+    resize.add_argument(
+        "--assume_dead", action="store_true", help="treat pods that cannot be reached as stopped"
+    )
+    for name, summary in (
+        ("pause", "Write a checkpoint, end the job's pods and free their slots."),
+        ("resume", "Go on after a pause."),
+        ("stop", "Write a checkpoint and end the job."),
+        ("delete", "Stop a job, and forget it when it has ended."),
+    ):
+        verb(name, _ask, summary).add_argument("job", metavar="JOB")
+    kill = verb("kill", _kill, "SIGKILL a pod or a trainer of a job, as a test.")
+    kill.add_argument("job", metavar="JOB")
+    kill.add_argument("target", metavar="POD|RANK", help="a pod's id, or the number of a rank")
+    logs = verb("logs", _logs, "Print the logs of a job's pods that are on this machine.")
+    logs.add_argument("job", nargs="?", metavar="JOB", help=_ONLY)
+    logs.add_argument("pods", nargs="*", metavar="POD", help="only these")
+    logs.add_argument("--follow", action="store_true", help="go on until the job ends")
+    logs.add_argument("--lines", type=int, default=20, metavar="N", help="the last so many")
+    verb("nodes", _nodes, "Show all nodes.")
+    events = verb("events", _events, "Show what happened to a job.")
+    events.add_argument(
+        "job", nargs="?", metavar="JOB", help="may be left out if there is only one"
+    )
+    events.add_argument("--follow", action="store_true", help="go on until the job ends")
+    simulate = verbs.add_parser(
+        "simulate",
+        help="Print what a change script would do; asks no server.",
+        description="Print what a change script would do; asks no server.",
+        allow_abbrev=False,
+    )
+    add_job_flags(simulate)
+    simulate.add_argument("--json", action="store_true", help="print a list of lines")
+    simulate.add_argument("--until_s", type=float, metavar="S", help="of the script's clock")
+    simulate.add_argument("--count", type=int, default=50, metavar="N", help="changes to show")
+    return parser
+
+
+# --- one function per verb ----------------------------------------------------------------------
+
+
+def _simulate(args: argparse.Namespace) -> None:
+    if args.count < 1:
+        raise ConfigError(f"--count: expected at least 1, got {args.count}")
+    job = read_job(args, default_id="job")
+    lines = timeline(job.script, job, until_s=args.until_s, count=args.count)
+    print(json.dumps(lines, indent=2) if args.json else "\n".join(lines))
+
+
+def _submit(api: ApiClient, args: argparse.Namespace) -> None:
+    _show(api.submit(read_job(args)), args)
+
+
+def _status(api: ApiClient, args: argparse.Namespace) -> None:
+    if args.job is None and not args.follow:
+        jobs = api.jobs()
+        if args.json:
+            print(json.dumps(wire.encode(jobs), indent=2))
+        else:
+            print(_jobs_table(jobs) if jobs else "there is no job; `edl submit` adds one")
+        return
+    status = api.status(_job_id(api, args))
+    if not args.follow:
+        print(json.dumps(wire.encode(status), indent=2) if args.json else _job_text(status))
+        return
+    _show(status, args)
+    while not status.state.ended:
+        before, status = status, api.watch(status.job_id, status.revision, POLL_S)
+        if status.revision != before.revision:
+            _show(status, args)
+
+
+def _pods(api: ApiClient, args: argparse.Namespace) -> None:
+    status = api.status(_job_id(api, args))
+    if args.json:
+        print(json.dumps(wire.encode(status.pods), indent=2))
+    else:
+        print(_pods_table(status) if status.pods else f"no pods: {status.reason}")
+
+
+def _resize(api: ApiClient, args: argparse.Namespace) -> None:
+    _show(api.resize(args.job, args.pods, assume_dead=args.assume_dead), args)
+
+
+def _ask(api: ApiClient, args: argparse.Namespace) -> None:
+    verbs = {"pause": api.pause, "resume": api.resume, "stop": api.stop, "delete": api.delete}
+    _show(verbs[args.verb](args.job), args)
+
+
+def _kill(api: ApiClient, args: argparse.Namespace) -> None:
+    if args.target.isdecimal():
+        status = api.kill(args.job, rank=int(args.target))
+    else:
+        status = api.kill(args.job, pod_id=args.target)
+    _show(status, args)
+
+
+def _logs(api: ApiClient, args: argparse.Namespace) -> None:
+    if args.lines < 0:
+        raise ConfigError(f"--lines: expected 0 or more, got {args.lines}")
+    job_id = _job_id(api, args)
+    for line in log_lines(api, job_id, args.pods, follow=args.follow, lines=args.lines):
+        print(line, flush=True)
+
+
+def _nodes(api: ApiClient, args: argparse.Namespace) -> None:
+    nodes = api.nodes()
+    if args.json:
+        print(json.dumps(wire.encode(nodes), indent=2))
+        return
+    if not nodes:
+        print("no job client has registered")
+        return
+    now = api.health()["now"]
+    rows = [
+        (
+            known.node.node_id,
+            known.node.addr,
+            f"{sum(slot.usable for slot in known.node.slots)} of {len(known.node.slots)} "
+            f"{known.node.slots[0].kind.value}",
+            known.node.job_id or ", ".join(known.node.folders) or "-",
+            f"{duration(now - known.last_seen_at)} ago" + ("" if known.alive else ", silent"),
+        )
+        for known in nodes
+    ]
+    print(table(("NODE", "ADDRESS", "USABLE SLOTS", "SERVES", "LAST SEEN"), rows))
+
+
+def _events(api: ApiClient, args: argparse.Namespace) -> None:
+    job_id, after = _job_id(api, args), 0
+    while True:
+        # Asked for before the events: after the last one there are no more.
+        ended = api.status(job_id).state.ended
+        while events := api.events(job_id, after=after, limit=1000):
+            after = events[-1].number
+            for event in events:
+                at = datetime.fromtimestamp(event.at, UTC).astimezone().isoformat(" ", "seconds")
+                line = json.dumps(wire.encode(event)) if args.json else None
+                print(line or f"{at[:19]}  stage {event.stage:<4} {event.text}", flush=True)
+        if not args.follow or ended:
+            return
+        api.events(job_id, after=after, limit=1, timeout_s=POLL_S)
+
+
+def _job_id(api: ApiClient, args: argparse.Namespace) -> str:
+    """Return the job named, else the only one."""
+    if args.job is not None:
+        return str(args.job)
+    ids = [status.job_id for status in api.jobs()]
+    if len(ids) != 1:
+        raise ConfigError(f"JOB: name one of: {', '.join(ids)}" if ids else "there is no job")
+    return ids[0]
+
+
+# --- what they print ----------------------------------------------------------------------------
+
+
+def _show(status: wire.JobStatus, args: argparse.Namespace) -> None:
+    if args.json:
+        print(json.dumps(wire.encode(status)), flush=True)
+        return
+    print(
+        f"{status.job_id}: {status.state.value}, stage {status.stage}, {len(status.pods)} pods, "
+        f"step {steps_of_total(status)}: {status.reason}",
+        flush=True,
+    )
+
+
+def _jobs_table(jobs: tuple[wire.JobStatus, ...]) -> str:
+    rows = [
+        (
+            job.job_id,
+            job.state.value,
+            f"{len(job.pods)} of {job.target_pods}",
+            job.stage,
+            steps_of_total(job),
+            job.reason,
+        )
+        for job in jobs
+    ]
+    return table(("JOB", "STATE", "PODS", "STAGE", "STEP", "REASON"), rows)
+
+
+def _pods_table(status: wire.JobStatus) -> str:
+    rows = [
+        (
+            pod.pod_rank,
+            pod.pod_id,
+            pod.node_id,
+            " ".join(map(str, pod.slots)),
+            " ".join(map(str, pod.ranks)),
+            pod.phase,
+            pod.log_path or "-",
+        )
+        for pod in status.pods
+    ]
+    return table(("RANK", "POD", "NODE", "SLOTS", "TRAINERS", "PHASE", "LOG"), rows)
+
+
+def _job_text(status: wire.JobStatus) -> str:
+    account = status.account
+    parts = {
+        "training": account.training_s,
+        "preparing": account.preparing_s,
+        "cutting over": account.cutting_over_s,
+        "recovering": account.recovering_s,
+        "waiting": account.waiting_s,
+        "paused": account.paused_s,
+    }
+    facts = [
+        ("job", status.job_id),
+        ("state", f"{status.state.value}: {status.reason}"),
+        ("pods", f"{len(status.pods)} of {status.target_pods} wanted "
+                 f"({status.spec.min_pods} to {status.spec.max_pods})"),
+        ("step", f"{steps_of_total(status)}, epoch {status.epoch}"),
+        ("metrics", ", ".join(f"{k} {v:.4g}" for k, v in status.metrics.items()) or "-"),
+        ("counted", f"{status.failures} failures, {status.preemptions} preemptions, "
+                    f"{status.resizes} resizes, {status.redone_steps} steps redone"),
+        ("time", ", ".join(f"{k} {duration(v)}" for k, v in parts.items() if v >= 0.05) or "-"),
+        ("queued", ", ".join(status.queued_changes) or "-"),
+    ]  # fmt: skip
+    stages = [
+        (
+            record.stage,
+            record.way.value,
+            record.pods,
+            steps_of_stage(record),
+            "-" if record.pause_s is None else duration(record.pause_s),
+            record.redone_steps,
+            record.outcome,
+            record.reason,
+        )
+        for record in status.stages
+    ]
+    header = ("STAGE", "WAY", "PODS", "STEPS", "PAUSE", "REDONE", "OUTCOME", "WHY")
+    blocks = ["\n".join(f"{name:<8} {value}" for name, value in facts)]
+    if status.pods:
+        blocks.append(_pods_table(status))
+    if stages:
+        blocks.append(table(header, stages))
+    return "\n\n".join(blocks)

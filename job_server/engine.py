@@ -1,0 +1,385 @@
+"""All jobs and nodes, and the one way in which they change.
+
+A request, a report, a heartbeat that did not come and a change that fell due are all events. An
+event goes through the state machine, what it changed is written, and only then is anyone told.
+"""
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from job_server import stages, wire
+from job_server.bodies import to_body
+from job_server.errors import ConfigError, Conflict, Gone, NotFound, StoreTrouble
+from job_server.fleet import Fleet, Held, KnownNode, Plan
+from job_server.placement import Cluster
+from job_server.polls import Topic, Watchers
+from job_server.store import Store
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 5.0  # a job is stepped, and its script's clock written, at least so often
+PROGRESS_WRITE_S = 30.0  # the same for a job without a timed script
+RETRY_S = 5.0  # after a step that failed
+MAX_ROUNDS = 10  # of one job giving slots to another; the timer goes on with the rest
+
+Orders = tuple[tuple[wire.StagePlan, ...], bool]  # plans, leave
+
+
+@dataclass(slots=True)
+class Entry:
+    """A job, what is derived from it, and who waits for that."""
+
+    job: stages.Job
+    spec: wire.JobSpec
+    state: wire.JobState
+    forget: bool  # delete it when it has ended
+    status: Topic[stages.Job]
+    events: Topic[int]  # the number of the newest, which is also the revision
+    ticked_at: float
+    written_at: float
+    published_at: float = 0.0
+    retry_at: float = 0.0
+    orders: dict[str, Topic[Orders]] = field(default_factory=dict)  # by pod id
+    node_pods: dict[str, Plan] = field(default_factory=dict)  # by node id; registered nodes only
+    slots: Held = field(default_factory=dict)
+    ports: Held = field(default_factory=dict)
+    page: tuple[tuple[int, int, int], bytes] = ((0, 0, 0), b"")  # newest, after, limit: its events
+
+
+def steady_clock() -> Callable[[], float]:
+    """Return a clock of seconds since 1970 that never jumps while the server runs.
+
+    A wall clock that is set would otherwise look like an hour of silence of every node.
+    """
+    offset = time.time() - time.monotonic()
+    return lambda: time.monotonic() + offset
+
+
+class Engine:
+    """One lock, the jobs behind it, and the timer. Methods are called with `lock` held.
+
+    Raises (all methods that change something):
+        StoreTrouble: it could not be written; nothing was changed.
+    """
+
+    def __init__(
+        self, store: Store, *, heartbeat_s: float, max_watchers: int, now: Callable[[], float]
+    ) -> None:
+        """Load what `store` holds; start() goes on with it.
+
+        Raises:
+            ConfigError: the store holds what this version cannot read.
+        """
+        self.server_id = uuid.uuid4().hex[:12]
+        self.now = now
+        self.store = store
+        self.watchers = Watchers(max_watchers)
+        self.lock = threading.RLock()
+        self.fleet = Fleet(heartbeat_s)
+        self.jobs: dict[str, Entry] = {}
+        self.slots_moved = False  # settle() has something to do
+        self._timer_wakes = threading.Condition(self.lock)
+        self._timer = threading.Thread(target=self._run_timer, name="timer", daemon=True)
+        self._closing = False
+        self._load()
+
+    def _load(self) -> None:
+        try:
+            for data in self.store.nodes():
+                node = wire.decode(wire.Node, data)
+                self.fleet.nodes[node.node_id] = self.known(node)
+            for stored in self.store.jobs():
+                job = wire.decode(stages.Job, stored.data)
+                self.add(job, forget=stored.forget, last_event=stored.last_event)
+        except wire.WireError as error:
+            raise ConfigError(
+                f"--db: this version cannot read what the database holds ({error}); "
+                "use the server that wrote it, or name another file"
+            ) from None
+
+    def start(self) -> None:
+        """Tell the loaded jobs that the server was away, and start the clock. Takes the lock."""
+        with self.lock:
+            for entry in list(self.jobs.values()):
+                self._step_unwatched(entry, stages.ServerRestarted())
+                self.derive(entry)
+            self.settle()
+        self._timer.start()
+
+    def close(self) -> None:
+        """Answer all polls, stop the clock, write what only memory knows. Takes the lock."""
+        with self.lock:
+            if self._closing:
+                return
+            self._closing = True
+            self.watchers.closing = True
+            self._timer_wakes.notify_all()
+            for entry in self.jobs.values():
+                for topic in (entry.status, entry.events, *entry.orders.values()):
+                    topic.wake()
+                if not entry.state.ended:
+                    self._write_progress(entry)
+            for known in self.fleet.nodes.values():
+                known.plan.wake()
+        if self._timer.is_alive():
+            self._timer.join()
+        self.store.close()
+
+    # --- time -----------------------------------------------------------------------------------
+
+    def _run_timer(self) -> None:
+        while True:
+            with self.lock:
+                if self._closing:
+                    return
+                self._timer_wakes.wait(self._tick())
+
+    def _tick(self) -> float:
+        """Step what is due; return for how many seconds nothing will be."""
+        now = self.now()
+        wait_s = TICK_S
+        for entry in list(self.jobs.values()):
+            due_s = self._due_in(entry, now)
+            if due_s <= 0:
+                entry.ticked_at = now
+                self._step_unwatched(entry, stages.Tick())
+                # A job that is due again at once must not keep the lock.
+                due_s = max(self._due_in(entry, now), 0.02)
+            wait_s = min(wait_s, due_s)
+        self.settle()
+        for node_id in self.fleet.forgettable(now):
+            logger.info("node %s: silent for an hour and without pods: forgotten", node_id)
+            self.remove_node(node_id)
+        return wait_s
+
+    def _due_in(self, entry: Entry, now: float) -> float:
+        deadline = stages.next_deadline(entry.job, now, self.cluster(entry))
+        due_at = now + TICK_S if deadline is None else deadline
+        if not entry.state.ended:
+            due_at = min(due_at, entry.ticked_at + TICK_S)
+        return max(due_at, entry.retry_at) - now
+
+    def _step_unwatched(self, entry: Entry, event: stages.Event) -> None:
+        """Step where no request waits to be told what goes wrong."""
+        try:
+            self.apply(entry, event)
+        except StoreTrouble as error:
+            logger.error("job %s: %s; trying again in %g s", entry.spec.job_id, error, RETRY_S)
+            entry.retry_at = self.now() + RETRY_S
+        except Exception:  # one job's trouble must not stop the clock of all others
+            logger.exception("job %s: a step failed; trying again later", entry.spec.job_id)
+            entry.retry_at = self.now() + RETRY_S
+
+    # --- change ---------------------------------------------------------------------------------
+
+    def apply(self, entry: Entry, event: stages.Event) -> None:
+        """Step; write and tell what changed.
+
+        Raises:
+            Conflict: the state machine refused the event.
+        """
+        now = self.now()
+        try:
+            job, reason = stages.step(entry.job, event, now, self.cluster(entry))
+        except stages.Refused as error:
+            raise Conflict(str(error)) from None
+        if job == entry.job:
+            return
+        if stages.same_but_progress(entry.job, job):
+            entry.job = job
+            self._note_progress(entry, now)
+            return
+        job_id = entry.spec.job_id
+        status = stages.job_status(job, now, entry.status.revision + 1)
+        said: tuple[wire.JobEvent, ...] = ()
+        if reason:
+            number = entry.events.value + 1
+            stage = status.stage
+            said = (wire.JobEvent(number=number, at=now, job_id=job_id, stage=stage, text=reason),)
+            logger.info("job %s stage %d %s: %s", job_id, stage, status.state.value, reason)
+        self.store.save_job(job_id, wire.encode(job), events=said, forget=entry.forget)
+        entry.job, entry.state = job, status.state
+        entry.written_at = entry.published_at = now
+        self.derive(entry)
+        entry.status.publish(job)
+        for told in said:
+            entry.events.publish(told.number)
+        if entry.forget and entry.state.ended:
+            self.drop(entry)
+        self._timer_wakes.notify_all()
+
+    def _note_progress(self, entry: Entry, now: float) -> None:
+        # 500 watchers of a job that reports every second would cost a core: progress is told the
+        # more rarely the more watch. Changes of anything else are told at once.
+        if now - entry.published_at >= max(1.0, self.watchers.count / 100):
+            entry.published_at = now
+            entry.status.publish(entry.job)
+        else:
+            entry.status.refresh(entry.job)
+        timed = entry.spec.script.kind is not wire.ScriptKind.NONE
+        if now - entry.written_at >= (TICK_S if timed else PROGRESS_WRITE_S):
+            self._write_progress(entry)
+
+    def _write_progress(self, entry: Entry) -> None:
+        try:
+            self.store.save_job(
+                entry.spec.job_id, wire.encode(entry.job), forget=entry.forget, durable=False
+            )
+        except StoreTrouble as error:  # at stake: some seconds of the script's clock, no more
+            logger.error("job %s: progress not written: %s", entry.spec.job_id, error)
+        entry.written_at = self.now()
+
+    def derive(self, entry: Entry) -> None:
+        """Bring up to date, and tell, all that follows from a job."""
+        for pod_id, topic in list(entry.orders.items()):
+            orders = pod_orders(entry.job, pod_id)
+            if orders is None:
+                topic.end(not_wanted(pod_id))
+                del entry.orders[pod_id]
+            elif orders != topic.value:
+                topic.publish(orders)
+        for node_id, known in self.fleet.nodes.items():
+            pods = stages.node_pods(entry.job, node_id)
+            if entry.node_pods.get(node_id, ()) != pods:
+                entry.node_pods[node_id] = pods
+                known.plan.publish(self._plan(node_id))
+        slots, ports = stages.slots_held(entry.job), stages.ports_held(entry.job)
+        if slots != entry.slots or ports != entry.ports:
+            entry.slots, entry.ports = slots, ports
+            self.slots_moved = True
+
+    def settle(self) -> None:
+        """Let jobs that wait for slots see what nodes and other jobs offer now."""
+        for _ in range(MAX_ROUNDS):
+            if not self.slots_moved:
+                return
+            self.slots_moved = False
+            for entry in list(self.jobs.values()):
+                if not entry.state.ended:
+                    self._step_unwatched(entry, stages.NodesChanged())
+
+    def cluster(self, entry: Entry) -> Cluster:
+        """Return the nodes as this job's placement sees them."""
+        others = [other for other in self.jobs.values() if other is not entry]
+        return self.fleet.cluster(
+            [other.slots for other in others], [other.ports for other in others]
+        )
+
+    # --- jobs and nodes -------------------------------------------------------------------------
+
+    def add(self, job: stages.Job, *, forget: bool = False, last_event: int = 0) -> Entry:
+        """Take up a job that is written already."""
+        now = self.now()
+        status = stages.job_status(job, now, 0)
+        entry = Entry(
+            job=job,
+            spec=status.spec,
+            state=status.state,
+            forget=forget,
+            status=Topic(job, self.status_body, self.watchers, self.first_revision()),
+            events=Topic(last_event, _no_body, self.watchers, last_event),
+            ticked_at=now,
+            written_at=now,
+        )
+        self.jobs[status.job_id] = entry
+        return entry
+
+    def begin(self, entry: Entry) -> None:
+        """Let a new job look at the nodes for the first time."""
+        self.derive(entry)
+        self._step_unwatched(entry, stages.NodesChanged())
+        self.settle()
+        self._timer_wakes.notify_all()
+
+    def drop(self, entry: Entry) -> None:
+        """Forget a job; who still asks for it gets a 404."""
+        job_id = entry.spec.job_id
+        self.store.delete_job(job_id)
+        del self.jobs[job_id]
+        gone = NotFound(f"job_id: job {job_id!r} was deleted")
+        for topic in (entry.status, entry.events, *entry.orders.values()):
+            topic.end(gone)
+        for node_id, pods in entry.node_pods.items():
+            known = self.fleet.nodes.get(node_id)
+            if pods and known is not None:
+                known.plan.publish(self._plan(node_id))
+        self.slots_moved = True
+        logger.info("job %s: forgotten", job_id)
+
+    def add_node(self, node: wire.Node) -> KnownNode:
+        """Add a node, or replace what it said before."""
+        self.store.save_node(node.node_id, wire.encode(node))
+        known = self.fleet.nodes.get(node.node_id)
+        if known is None:
+            known = self.fleet.nodes[node.node_id] = self.known(node)
+            logger.info("node %s: %d slots at %s", node.node_id, len(node.slots), node.addr)
+        known.node, known.seen_at = node, self.now()
+        for entry in list(self.jobs.values()):
+            self.derive(entry)
+        self.slots_moved = True
+        self.settle()
+        self._timer_wakes.notify_all()
+        return known
+
+    def remove_node(self, node_id: str) -> None:
+        self.store.delete_node(node_id)
+        known = self.fleet.nodes.pop(node_id)
+        known.plan.end(NotFound(f"node_id: {node_id!r} has left; register it"))
+        for entry in self.jobs.values():
+            entry.node_pods.pop(node_id, None)
+        self.slots_moved = True
+
+    def known(self, node: wire.Node) -> KnownNode:
+        plan: Topic[Plan] = Topic((), self._plan_body, self.watchers, self.first_revision())
+        return KnownNode(node=node, seen_at=self.now(), plan=plan)
+
+    def first_revision(self) -> int:
+        """Return a number above all of an earlier life: a poll that outlived it must not wait."""
+        return int(self.now() * 1000)
+
+    def _plan(self, node_id: str) -> Plan:
+        plans = (entry.node_pods.get(node_id, ()) for entry in self.jobs.values())
+        return tuple(pod for pods in plans for pod in pods)
+
+    # --- bodies; called by topics, without the lock ----------------------------------------------
+
+    def status_body(self, job: stages.Job, revision: int) -> bytes:
+        return to_body(wire.encode(stages.job_status(job, self.now(), revision)))
+
+    def orders_body(self, orders: Orders, revision: int) -> bytes:
+        plans, leave = orders
+        message = wire.PodOrders(
+            server_id=self.server_id,
+            revision=revision,
+            plans=plans,
+            heartbeat_s=self.fleet.heartbeat_s,
+            leave=leave,
+        )
+        return to_body(wire.encode(message))
+
+    def _plan_body(self, pods: Plan, revision: int) -> bytes:
+        plan = wire.NodePlan(
+            server_id=self.server_id,
+            revision=revision,
+            pods=pods,
+            heartbeat_s=self.fleet.heartbeat_s,
+        )
+        return to_body(wire.encode(plan))
+
+
+def pod_orders(job: stages.Job, pod_id: str) -> Orders | None:
+    """Return what a pod is told; None: it is not wanted."""
+    orders = stages.pod_orders(job, pod_id)
+    return None if orders is None else (orders.plans, orders.leave)
+
+
+def not_wanted(pod_id: str) -> Gone:
+    return Gone(f"pod_id: {pod_id[:100]!r} is not wanted any more; end its trainers and exit")
+
+
+def _no_body(_value: int, _revision: int) -> bytes:
+    return b""

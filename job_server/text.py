@@ -1,0 +1,48 @@
+"""How durations, steps and tables are written for people. Pure."""
+
+from collections.abc import Sequence
+
+from job_server.wire import JobStatus, StageRecord
+
+
+def duration(seconds: float) -> str:
+    """Return e.g. `0.4 s`, `12 s`, `3 min 20 s`, `5 h 2 min`."""
+    if seconds < 10:
+        return f"{max(seconds, 0):.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole // 60 % 60} min"
+
+
+def steps_of_total(status: JobStatus) -> str:
+    """Return e.g. `120 of 400 (30 %)`, or the step alone where the total is not known."""
+    if status.total_steps:
+        share = 100 * status.step / status.total_steps
+        return f"{status.step} of {status.total_steps} ({share:.0f} %)"
+    return str(status.step)
+
+
+def steps_of_stage(record: StageRecord) -> str:
+    """Return e.g. `1 to 40`, `41 to ...` while it runs, `-` before its first step."""
+    if record.first_step is None:
+        return "-"
+    return f"{record.first_step} to {'...' if record.last_step is None else record.last_step}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return aligned columns; the last one is not padded. Control characters are made visible."""
+    cells = [[_printable(str(cell)) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    lines = []
+    for row in cells:
+        padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def _printable(text: str) -> str:
+    # What others sent must not move the cursor of a terminal.
+    return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)

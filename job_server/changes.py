@@ -1,0 +1,204 @@
+"""Changes of the number of pods: from the script, from users, and growing back. Pure."""
+
+from dataclasses import replace
+
+from job_server.change_script import ScriptedChange
+from job_server.deadlines import DUE_SLACK_S, is_due, scripted
+from job_server.events import Refused
+from job_server.job import At, Goal, Job, ManualChange, Pod, Stage
+from job_server.placement import explain_shortage, place
+from job_server.transitions import (
+    begin,
+    choose_way,
+    make_pods,
+    slots_of_leavers,
+    slots_of_stayers,
+)
+from job_server.wire import Kill, WireError
+from job_server.work import Work
+
+SHOWN_CHANGES = 10
+
+
+def may_change(job: Job) -> bool:
+    """Whether a change can begin now: one at a time, and nothing that is not settled."""
+    stage = job.current
+    if stage is None or job.goal is not Goal.RUN or job.state.ended:
+        return False
+    if job.coming is not None or job.previous is not None or job.done or job.cut_off:
+        return False
+    if stage.over is not None or stage.resuming or stage.finishing or not stage.committed:
+        return False
+    if any(member.at is At.PARKED for member in stage.members):
+        return False
+    if not all(job.usable(pod_id) for pod_id in stage.pod_ids):
+        return False
+    # Before its first step an elastic stage has nothing to agree on.
+    return not job.elastic or stage.first_step_at is not None
+
+
+def take_next(work: Work) -> bool:
+    """Begin, or skip with a note, the change that has waited longest; False: none waits."""
+    job = work.job
+    if not may_change(job):
+        return False
+    change = scripted(job)
+    manual = job.manual
+    if change is not None and not is_due(job, change):
+        change = None
+    if manual is not None and (change is None or change.at_s > manual.asked_at_s + DUE_SLACK_S):
+        work.set(manual=None)
+        change_pods(work, manual.pods, f"resize to {manual.pods}")
+        return True
+    if change is None:
+        return _grow_back(work)
+    work.set(script_index=job.script_index + 1, script_stored_s=job.progress.script_s)
+    _apply(work, change)
+    return True
+
+
+def _apply(work: Work, change: ScriptedChange) -> None:
+    stage = work.job.current
+    assert stage is not None
+    size = len(stage.members)
+    if change.action == "kill":
+        try:
+            by_rank = change.target.isdigit()
+            kill = Kill(rank=int(change.target)) if by_rank else Kill(pod_id=change.target)
+            kill_now(work, kill)
+        except (Refused, WireError) as refusal:
+            work.note(f"{change.text}: skipped: {refusal}")
+        return
+    wanted = {"set": change.pods, "add": size + change.pods, "remove": size - change.pods}
+    change_pods(work, wanted[change.action], change.text)
+
+
+def change_pods(work: Work, pods: int, why: str) -> None:
+    """Begin a change to `pods` pods, or note why there is none."""
+    job = work.job
+    stage = job.current
+    assert stage is not None
+    skip = why_not(job, pods)
+    if skip:
+        work.note(f"{why}: skipped: {skip}")
+        return
+    size = len(stage.members)
+    if pods == size:
+        if pods == job.target:
+            work.note(f"{why}: skipped: the job has {pods} pods already")
+        else:
+            work.set(target=pods)
+            work.note(f"{why}: the job has {pods} pods and does not wait for more")
+        return
+    if not _begin_change(work, stage, pods, why, counts=True):
+        work.set(target=pods)
+        shortage = explain_shortage(job.spec, work.cluster, work.now, wanted=pods, placeable=size)
+        work.note(f"{why}: waits for a place: {shortage}")
+
+
+def why_not(job: Job, pods: int) -> str:
+    """Return why the job may not have so many pods; "": it may."""
+    spec = job.spec
+    if pods < max(1, spec.min_pods):
+        return f"{pods} pods are below the job's min_pods ({spec.min_pods})"
+    if pods > spec.max_pods:
+        return f"{pods} pods are above the job's max_pods ({spec.max_pods})"
+    if spec.max_resizes is not None and job.resizes >= spec.max_resizes:
+        return f"the job has been resized {job.resizes} times (max_resizes)"
+    return ""
+
+
+def _begin_change(work: Work, stage: Stage, pods: int, why: str, *, counts: bool) -> bool:
+    """Prepare a stage of up to `pods` pods; False: no new pod finds a place."""
+    job = work.job
+    stay = _survivors(job, stage, pods)
+    sites = place(
+        job.spec,
+        work.cluster,
+        work.now,
+        count=pods - len(stay),
+        held=slots_of_stayers(job),
+        leaving=slots_of_leavers(job),
+    )
+    if pods > len(stay) and not sites:
+        return False
+    new = make_pods(work, sites, len(stay))
+    begin(work, (*stay, *new), way=choose_way(work.job), reason=why, target=pods, counts=counts)
+    return True
+
+
+def _survivors(job: Job, stage: Stage, pods: int) -> tuple[Pod, ...]:
+    held = (job.pod(pod_id) for pod_id in stage.pod_ids[:pods])
+    return tuple(pod for pod in held if pod is not None)
+
+
+def _grow_back(work: Work) -> bool:
+    """Take the pods that the job is still short of, where there is a place for them now."""
+    job = work.job
+    stage = job.current
+    if stage is None or len(stage.members) >= job.target or work.now < job.grow_at:
+        return False
+    why = f"growing back to {job.target}"
+    return _begin_change(work, stage, job.target, why, counts=False)
+
+
+def resize(work: Work, pods: int) -> None:
+    """Take a user's resize: at once where nothing runs, else after what is going on.
+
+    Raises:
+        Refused: the job may never have so many pods.
+    """
+    job = work.job
+    if job.goal is Goal.STOP:
+        raise Refused(f"pods: the job {job.spec.job_id} is stopping")
+    refusal = why_not(job, pods)
+    if refusal:
+        raise Refused(f"pods: {refusal}")
+    if job.current is None or job.waiting or job.goal is Goal.PAUSE:
+        work.set(target=pods, manual=None)
+        work.note(f"resize to {pods}: holds from the next start on")
+        return
+    work.set(manual=ManualChange(pods=pods, asked_at_s=job.progress.script_s))
+    if not may_change(job):
+        work.note(f"resize to {pods}: waits until the present change is over")
+
+
+def kill_now(work: Work, kill: Kill) -> None:
+    """Have a pod or a trainer killed; that it dies is then nobody's failure.
+
+    Raises:
+        Refused: there is no such pod or rank now.
+    """
+    job = work.job
+    if kill.pod_id is not None:
+        pod = job.pod(kill.pod_id)
+        if pod is None or not any(stage.member(kill.pod_id) for stage in job.stages):
+            have = ", ".join(job.current.pod_ids) if job.current else "none"
+            raise Refused(f"pod_id: {kill.pod_id!r} does not run; running pods: {have}")
+        if pod.usable:
+            work.set_pod(replace(pod, kill=True, planned=True))
+            work.note(f"killing pod {kill.pod_id} on request")
+        return
+    stage = job.current
+    ranks = sum(len(member.pod.ranks) for member in stage.members) if stage is not None else 0
+    if stage is None or kill.rank is None or kill.rank >= ranks or stage.over is not None:
+        raise Refused(f"rank: {kill.rank} does not run; there are {ranks} ranks now")
+    kill_id = f"kill_{job.kills + 1}"
+    kills = (*stage.kill_ranks, (kill_id, kill.rank))
+    work.set(current=replace(stage, kill_ranks=kills), kills=job.kills + 1)
+    work.note(f"killing rank {kill.rank} on request")
+
+
+def queued(job: Job) -> tuple[str, ...]:
+    """Return the changes that wait, oldest first, as lines for people."""
+    waiting: list[tuple[float, str]] = []
+    ahead = job
+    for _ in range(SHOWN_CHANGES):
+        change = scripted(ahead)
+        if change is None or not is_due(ahead, change):
+            break
+        waiting.append((change.at_s, change.text))
+        ahead = replace(ahead, script_index=ahead.script_index + 1)
+    if job.manual is not None:
+        waiting.append((job.manual.asked_at_s, f"resize to {job.manual.pods}"))
+    return tuple(text for _, text in sorted(waiting, key=lambda entry: entry[0]))

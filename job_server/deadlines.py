@@ -1,0 +1,102 @@
+"""By when what must have happened: `advance` acts on it, the shell sleeps until then. Pure."""
+
+from collections.abc import Iterator
+
+from job_server.bookkeeping import script_runs
+from job_server.change_script import ScriptedChange, parse_script
+from job_server.job import Halt, HaltPhase, Job, Keep, Phase, Stage
+from job_server.placement import Cluster
+from job_server.wire import Way
+from job_server.work import (
+    END_MARGIN_S,
+    LOAD_PATIENCE,
+    MISSING_HEARTBEATS,
+    RECOVERY_PATIENCE_S,
+    silent_at,
+)
+
+DUE_SLACK_S = 0.001  # sums of many short times are not exact
+SCRIPT_STORE_S = 5.0  # how much script time a crash of the server may lose
+
+
+def coming_deadline(job: Job, stage: Stage) -> float:
+    """Return when the stage in preparation has taken too long.
+
+    Where nothing trains that giving up would bring back, there is more patience: a package
+    script may download, and a big model takes its time to load.
+    """
+    patience_s = job.spec.prepare_timeout_s
+    if stage.phase is Phase.START or (stage.phase is Phase.PREPARE and stage.way is Way.START):
+        patience_s *= LOAD_PATIENCE
+    return stage.since + patience_s
+
+
+def end_deadline(job: Job, stage: Stage) -> float | None:
+    """Return when pods that have not ended the stage's trainers are killed; None: not told yet."""
+    if stage.end_since is None:
+        return None
+    return stage.end_since + job.spec.grace_s + END_MARGIN_S
+
+
+def crash_deadline(stage: Stage) -> float | None:
+    """Return until when a prepared change may still take the place of a recovery."""
+    return None if stage.over is None else stage.over.at + RECOVERY_PATIENCE_S
+
+
+def start_deadline(job: Job) -> float:
+    """Return until when a first start waits for all expected nodes."""
+    return job.start_since + job.spec.start_timeout_s
+
+
+def halt_deadline(job: Job, halt: Halt) -> float:
+    return halt.since + job.spec.prepare_timeout_s
+
+
+def heed_deadline(job: Job, cluster: Cluster) -> float:
+    """Return until when those who have not been heard may just not have had the time."""
+    return job.heed_from + cluster.silence_s
+
+
+def scripted(job: Job) -> ScriptedChange | None:
+    """Return the next change of the script; None: no more."""
+    return parse_script(job.spec.script, job.spec).change(job.script_index)
+
+
+def is_due(job: Job, change: ScriptedChange) -> bool:
+    return job.progress.script_s >= change.at_s - DUE_SLACK_S
+
+
+def next_deadline(job: Job, now: float, cluster: Cluster) -> float | None:
+    """Return when a Tick would change something; None: only a message can."""
+    if job.state.ended:
+        return None
+    return min((at for at in _deadlines(job, now, cluster) if at > now), default=None)
+
+
+def _deadlines(job: Job, now: float, cluster: Cluster) -> Iterator[float]:
+    if job.coming is not None:
+        yield coming_deadline(job, job.coming)
+    for stage in job.stages:
+        yield from (at for at in (end_deadline(job, stage), crash_deadline(stage)) if at)
+    if job.halt is not None and job.halt.phase is not HaltPhase.DONE:
+        yield halt_deadline(job, job.halt)
+    if job.fresh:
+        yield start_deadline(job)
+    yield from (job.retry_at, job.grow_at, heed_deadline(job, cluster))
+    for pod in job.pods:
+        if pod.keep is not Keep.RELEASED:
+            yield silent_at(job, pod, cluster)
+    for since in job.progress.missing.values():
+        yield since + MISSING_HEARTBEATS * cluster.heartbeat_s
+    if script_runs(job):
+        yield from _script_deadlines(job, now)
+
+
+def _script_deadlines(job: Job, now: float) -> Iterator[float]:
+    change = scripted(job)
+    if change is None:
+        return
+    started_at = now - job.progress.script_s - max(0.0, now - job.progress.accrued_at)
+    if not is_due(job, change):
+        yield max(started_at + change.at_s, now + DUE_SLACK_S)
+    yield max(started_at + job.script_stored_s + SCRIPT_STORE_S, now + DUE_SLACK_S)

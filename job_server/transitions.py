@@ -1,0 +1,473 @@
+"""The moves of a job from stage to stage: begin, abandon, fail, commit, end. Pure.
+
+Each function makes one move and keeps the books; when it is right to make it is decided in
+`advance` (by what is true) and `reports` (by what happened).
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from job_server import budget
+from job_server.bookkeeping import (
+    close_attempt,
+    close_stage,
+    open_record,
+    stand_still,
+    update_record,
+)
+from job_server.job import (
+    EARLY,
+    OVER,
+    At,
+    Cause,
+    CauseKind,
+    Job,
+    Keep,
+    Member,
+    Phase,
+    Pod,
+    Stage,
+    occupied,
+)
+from job_server.placement import Site, deal_ports, find_node
+from job_server.wire import JobState, PlanPod, RestoreFrom, Way
+from job_server.work import Work, stage_named
+
+GROW_RETRY_S = 30.0
+GROW_RETRY_CAP_S = 600.0
+
+
+def choose_way(job: Job) -> Way:
+    """Return how a change of the stage in force happens.
+
+    DRAIN where a trainer has called the elastic loop: only such trainers can agree on a step.
+    """
+    return Way.DRAIN if job.elastic else Way.STOP
+
+
+def make_pods(work: Work, sites: Iterable[Site], first_rank: int) -> tuple[Pod, ...]:
+    """Give out pods with ids that were never given before."""
+    job = work.job
+    flag = max(job.next_flag, 0)
+    given = list(job.given_ids) if job.given_flag == flag else []
+    pods = []
+    for pod_rank, site in enumerate(sites, first_rank):
+        base = pod_id = f"pod_{pod_rank}_{flag}"
+        again = 0
+        while pod_id in given:
+            again += 1
+            pod_id = f"{base}_{again}"
+        given.append(pod_id)
+        pods.append(Pod(pod_id=pod_id, site=site))
+    work.set(pods=(*job.pods, *pods), given_ids=tuple(given), given_flag=flag)
+    return tuple(pods)
+
+
+def begin(
+    work: Work, pods: tuple[Pod, ...], *, way: Way, reason: str, target: int, counts: bool = False
+) -> None:
+    """Start to prepare a stage of these pods, in rank order."""
+    number = work.job.next_stage
+    stage = Stage(
+        stage=number,
+        way=way,
+        phase=Phase.PREPARE,
+        since=work.now,
+        reason=reason,
+        members=tuple(Member(pod=pod) for pod in lay_out(work, pods)),
+        target=target,
+        counts=counts,
+    )
+    open_record(work, stage, sum(len(member.pod.ranks) for member in stage.members))
+    work.set(coming=stage, next_stage=number + 1, waiting="")
+    work.note(f"preparing stage {number} of {_pods(len(pods))} by {way.value}: {reason}")
+
+
+def lay_out(work: Work, pods: tuple[Pod, ...]) -> tuple[PlanPod, ...]:
+    """Number ranks and deal ports for a stage of these pods."""
+    sites = [current_site(work, pod) for pod in pods]
+    avoid: dict[str, frozenset[int]] = {}
+    for stage in work.job.stages:
+        for member in stage.members:
+            addr = member.pod.addr
+            avoid[addr] = avoid.get(addr, frozenset()) | frozenset(member.pod.ports)
+    ports = deal_ports(sites, work.cluster, avoid=avoid, dealt=work.job.dealt)
+    dealt = dict(work.job.dealt)
+    plan_pods = []
+    next_rank = 0
+    for pod_rank, (pod, site, own_ports) in enumerate(zip(pods, sites, ports, strict=True)):
+        ranks = tuple(range(next_rank, next_rank + len(site.slots)))
+        next_rank += len(ranks)
+        if own_ports:
+            dealt[site.node_id] = own_ports[-1]
+        plan_pods.append(
+            PlanPod(
+                pod_id=pod.pod_id,
+                pod_rank=pod_rank,
+                node_id=site.node_id,
+                addr=site.addr,
+                slots=site.slots,
+                ranks=ranks,
+                ports=own_ports,
+            )
+        )
+    work.set(dealt=dealt)
+    return tuple(plan_pods)
+
+
+def current_site(work: Work, pod: Pod) -> Site:
+    """Return where a pod stands, with the address and ports that its node has registered now."""
+    view = find_node(work.cluster, pod.site.node_id)
+    if view is None:
+        return pod.site
+    node = view.node
+    site = replace(pod.site, addr=node.addr, port_low=node.port_low, port_high=node.port_high)
+    if site != pod.site:
+        work.set_pod(replace(pod, site=site))
+    return site
+
+
+def enter(work: Work, phase: Phase) -> None:
+    """Take the coming stage to its next phase."""
+    job = work.job
+    stage = job.coming
+    assert stage is not None
+    work.set(coming=replace(stage, phase=phase, since=work.now))
+    current = job.current
+    if phase is Phase.CUT and current is not None:
+        work.set(current=_cutting(current))
+        work.note(f"stage {stage.stage} is ready: cutting stage {current.stage}")
+    if phase is Phase.END and current is not None:
+        tell_to_end(work, current)
+        stand_still(work)
+
+
+def _cutting(stage: Stage) -> Stage:
+    members = tuple(
+        replace(member, at=At.CUTTING) if member.at in EARLY else member for member in stage.members
+    )
+    return replace(stage, members=members)
+
+
+def cut_for_halt(work: Work) -> None:
+    """Tell the stage in force to drain, with a durable checkpoint; nothing follows it."""
+    if work.job.current is not None:
+        work.set(current=_cutting(work.job.current))
+
+
+def tell_to_end(work: Work, stage: Stage) -> None:
+    """From now on the stage's pods are told END; that is never taken back."""
+    if stage.end_since is None:
+        work.set_stage(replace(stage, end_since=work.now, resuming=False))
+
+
+def enter_start(work: Work) -> None:
+    """Start the coming stage's trainers, from the newest state that anybody holds."""
+    job = work.job
+    stage = job.coming
+    assert stage is not None
+    members = tuple(
+        member if member.at is At.FINISHED else replace(member, at=At.READY)
+        for member in stage.members
+    )
+    restore = choose_restore(job)
+    stage = replace(
+        stage,
+        phase=Phase.START,
+        since=work.now,
+        members=members,
+        restore_from=restore,
+        base_step=None if restore is None else restore.step,
+    )
+    work.set(coming=stage)
+    source = "the checkpoint path, if it holds anything"
+    if restore is not None:
+        source = f"step {restore.step} of stage {restore.stage}, from memory"
+    work.note(f"starting the trainers of stage {stage.stage} from {source}")
+
+
+def choose_restore(job: Job) -> RestoreFrom | None:
+    """Return the newest snapshot within reach; None: the checkpoint, or afresh.
+
+    A snapshot of an older stage than the newest that was ever reported is no choice: the
+    checkpoints behind the newest one are newer than it.
+    """
+    within_reach = [
+        (ref.stage, ref.step, pod.pod_id)
+        for pod in job.pods
+        if pod.keep is not Keep.RELEASED and (ref := job.progress.snapshots.get(pod.pod_id))
+    ]
+    if not within_reach:
+        return None
+    stage, step, _ = max(within_reach)
+    if stage < job.snapshot_stage:
+        return None
+    pods = tuple(pod_id for s, t, pod_id in within_reach if (s, t) == (stage, step))
+    return RestoreFrom(stage=stage, step=step, pods=pods)
+
+
+def renumber(work: Work, highest: int) -> None:
+    """Burn the coming stage's number: the checkpoint path holds stages up to `highest`."""
+    job = work.job
+    old = job.coming
+    assert old is not None
+    number = max(job.next_stage, highest + 1)
+    close_attempt(work, old.stage, f"the checkpoint path holds stage {highest}")
+    pods = tuple(pod for pod_id in old.pod_ids if (pod := job.pod(pod_id)) is not None)
+    laid_out = {pod.pod_id: pod for pod in lay_out(work, pods)}
+    members = tuple(
+        replace(member, pod=laid_out.get(member.pod.pod_id, member.pod)) for member in old.members
+    )
+    stage = replace(old, stage=number, attempt=0, members=members)
+    work.set(coming=stage, next_stage=number + 1)
+    open_record(work, stage, sum(len(member.pod.ranks) for member in members))
+    work.note(
+        f"stage {old.stage} becomes stage {number}: the checkpoint path holds stage {highest}"
+    )
+    if stage.phase is Phase.START:
+        enter_start(work)
+
+
+def deal_again(work: Work, why: str) -> None:
+    """Deal new ports to the coming stage; its trainers start again."""
+    stage = work.job.coming
+    assert stage is not None
+    pods = tuple(pod for pod_id in stage.pod_ids if (pod := work.job.pod(pod_id)) is not None)
+    laid_out = {pod.pod_id: pod for pod in lay_out(work, pods)}
+    at = At.READY if stage.phase is Phase.START else At.ABSENT
+    members = tuple(
+        replace(member, pod=laid_out.get(member.pod.pod_id, member.pod), at=at)
+        for member in stage.members
+    )
+    work.set(coming=replace(stage, attempt=stage.attempt + 1, members=members))
+    work.note(f"stage {stage.stage} gets new ports: {why}")
+
+
+def commit(work: Work) -> None:
+    """Put the coming stage in force. The caller writes before anybody is told."""
+    job = work.job
+    stage, old = job.coming, job.current
+    assert stage is not None
+    stage = replace(stage, phase=Phase.COMMITTED, since=work.now, committed_at=work.now)
+    beside = stage.way in (Way.REPLACE, Way.JOIN)
+    if beside:
+        restore = choose_restore(job)
+        base = None if restore is None else restore.step
+        stage = replace(stage, restore_from=restore, base_step=base)
+    if old is not None:
+        close_stage(work, old, "ended")
+    update_record(work, stage.stage, outcome="committed", committed_at=work.now, flag=job.next_flag)
+    step = job.progress.step if stage.base_step is None else stage.base_step
+    work.set(
+        previous=old if beside and old is not None and old.over is None else None,
+        current=stage,
+        coming=None,
+        roster=stage.pod_ids,
+        served=tuple(member.pod for member in stage.members),
+        commits=job.commits + 1,
+        target=stage.target,
+        resizes=job.resizes + stage.counts,
+        fresh=False,
+        done=False,
+        waiting="",
+        grow_failures=0,
+        line_step=job.progress.step,
+    )
+    work.progress(steps={}, step=step)
+    if work.job.previous is None:
+        dismiss_leavers(work)
+    work.note(f"stage {stage.stage} committed: {_pods(len(stage.members))}, {stage.reason}")
+
+
+def dismiss_leavers(work: Work) -> None:
+    """Let the pods go that the stage in force does not name; those with a snapshot keep it."""
+    stage = work.job.current
+    assert stage is not None
+    for pod in work.job.pods:
+        if pod.keep is Keep.RUN and pod.pod_id not in stage.pod_ids:
+            let_go(work, pod.pod_id)
+
+
+def let_go(work: Work, pod_id: str) -> None:
+    """Release a pod, but for its shim where that holds a snapshot."""
+    holds = pod_id in work.job.progress.snapshots
+    work.release(pod_id, Keep.HOLD if holds else Keep.RELEASED)
+
+
+def abandon(work: Work, why: str, *, resume: bool = True) -> None:
+    """Drop a change that has not ended the old stage; parked ranks go on."""
+    job = work.job
+    stage, current = job.coming, job.current
+    assert stage is not None
+    close_attempt(work, stage.stage, why)
+    stay = set(job.roster) | set(current.pod_ids if current is not None else ())
+    work.set(coming=None)
+    for pod_id in stage.pod_ids:
+        if pod_id not in stay:
+            work.release(pod_id)
+    if current is not None and current.over is None and stage.phase is Phase.CUT:
+        work.set(current=replace(current, resuming=resume))
+    if not stage.counts:
+        _delay_growth(work)
+    work.note(f"stage {stage.stage} abandoned: {why}")
+
+
+def _delay_growth(work: Work) -> None:
+    failures = work.job.grow_failures
+    wait_s = min(GROW_RETRY_CAP_S, GROW_RETRY_S * 2.0 ** min(failures, 10))
+    work.set(grow_at=work.now + wait_s, grow_failures=failures + 1)
+
+
+def fail_current(work: Work, cause: Cause) -> None:
+    """The stage in force cannot go on; a victim's word gives way to a culprit's."""
+    job = work.job
+    stage = job.current
+    if stage is None:
+        return
+    if stage.over is not None:
+        if stage.over.peer_lost and not cause.peer_lost and not stage.over.counted:
+            work.set(current=replace(stage, over=replace(cause, at=stage.over.at)))
+            work.note(f"stage {stage.stage} failed because {cause.text}")
+        return
+    stand_still(work, cause)
+    work.set(current=replace(stage, over=cause, resuming=False))
+    for held in (job.previous, stage):
+        if held is not None:
+            tell_to_end(work, stage_named(work.job, held.stage) or held)
+    if stage.committed:
+        close_stage(work, stage, "ended")
+    work.note(f"stage {stage.stage} is over: {cause.text}")
+    coming = job.coming
+    if coming is None:
+        return
+    if not all(job.usable(pod_id) for pod_id in coming.pod_ids):
+        abandon(work, cause.text)
+    elif coming.phase is Phase.CUT:
+        enter(work, Phase.END)
+
+
+def fail_coming(work: Work, cause: Cause) -> None:
+    """The stage in preparation cannot be committed as it is."""
+    job = work.job
+    stage = job.coming
+    if stage is None:
+        return
+    starts = stage.way is Way.START
+    if starts:
+        work.set(roster=tuple(pod_id for pod_id in stage.pod_ids if job.usable(pod_id)))
+    if stage.phase in (Phase.PREPARE, Phase.CUT):
+        if starts:
+            close_attempt(work, stage.stage, cause.text)
+            work.set(coming=None)
+            work.note(f"stage {stage.stage} abandoned: {cause.text}")
+            count(work, cause)
+        else:
+            abandon(work, cause.text)
+        return
+    close_attempt(work, stage.stage, cause.text)
+    work.note(f"stage {stage.stage} abandoned: {cause.text}")
+    if not stage.counts and not starts:
+        _delay_growth(work)
+    if stage.phase is Phase.END:
+        current = job.current
+        work.set(coming=None)
+        if current is not None and current.over is None:
+            work.set(current=replace(current, over=cause))
+        return
+    # Trainers of it run: it is the one to be ended now.
+    if job.current is not None:
+        close_stage(work, job.current, "ended")
+    work.set(current=replace(stage, over=cause), coming=None)
+    tell_to_end(work, stage_named(work.job, stage.stage) or stage)
+
+
+def count(work: Work, cause: Cause) -> None:
+    """Book a failure or preemption; the job fails where a budget is used up."""
+    stage = work.job.current
+    started = stage.committed_at if stage is not None else None
+    ran_s = 0.0 if started is None else cause.at - started
+    verdict = budget.count(work.job, cause, work.now, ran_s=ran_s)
+    work.job = verdict.job
+    if verdict.give_up:
+        finish(work, JobState.FAILED, f"{verdict.give_up}; the last time: {cause.text}")
+    elif verdict.job.retry_at > work.now:
+        work.note(f"trying again in {verdict.job.retry_at - work.now:.1f} s")
+
+
+def count_current(work: Work) -> None:
+    """Book why the current stage is over, once."""
+    stage = work.job.current
+    if stage is None or stage.over is None or stage.over.counted:
+        return
+    cause = stage.over
+    work.set(current=replace(stage, over=replace(cause, counted=True)))
+    count(work, cause)
+
+
+def finish(work: Work, state: JobState, reason: str) -> None:
+    """End the job for good and let all its pods go."""
+    job = work.job
+    for stage in job.stages:
+        if stage.committed:
+            close_stage(work, stage, "ended")
+        else:
+            close_attempt(work, stage.stage, reason)
+    for pod in work.job.pods:
+        work.release(pod.pod_id)
+    work.set(
+        state=state,
+        ended_at=work.now,
+        previous=None,
+        coming=None,
+        waiting="",
+        manual=None,
+        halt=None,
+        cut_off=False,
+    )
+    work.note(f"{state.value}: {reason}")
+
+
+def lose(work: Work, pod_id: str, cause: Cause, *, confirmed: bool, holds: bool = False) -> None:
+    """Give a pod up.
+
+    Args:
+        confirmed: no trainer of it runs; otherwise it could only not be reached.
+        holds: its shim is there and may hold a snapshot.
+    """
+    job = work.job
+    snapshot = holds and pod_id in job.progress.snapshots
+    work.release(pod_id, Keep.HOLD if snapshot else Keep.RELEASED)
+    place = At.ENDED if confirmed else At.LOST
+    concerned = []
+    for stage in job.stages:
+        member = stage.member(pod_id)
+        if member is None:
+            continue
+        concerned.append(stage.stage)
+        if member.at not in OVER:
+            work.move(stage, pod_id, place)
+    current, coming = work.job.current, work.job.coming
+    if current is not None and current.stage in concerned and current.end_since is None:
+        fail_current(work, cause)
+    elif current is not None and current.stage in concerned and current.over is not None:
+        fail_current(work, cause)  # may name the culprit
+    if work.job.coming is not None and coming is not None and coming.stage in concerned:
+        fail_coming(work, cause)
+
+
+def neutral(work: Work, text: str) -> Cause:
+    return Cause(kind=CauseKind.NEUTRAL, text=text, at=work.now)
+
+
+def slots_of_stayers(job: Job) -> dict[str, frozenset[int]]:
+    """Return node -> slots of pods that are to run on."""
+    return occupied(pod for pod in job.pods if pod.usable)
+
+
+def slots_of_leavers(job: Job) -> dict[str, frozenset[int]]:
+    """Return node -> slots of pods that are on their way out."""
+    return occupied(pod for pod in job.pods if not pod.usable)
+
+
+def _pods(count: int) -> str:
+    return "1 pod" if count == 1 else f"{count} pods"

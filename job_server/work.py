@@ -1,0 +1,110 @@
+"""One call of `stages.step` at work: the job so far, the time, and what is to be logged. Pure."""
+
+from dataclasses import replace
+from typing import Any
+
+from job_server.job import At, Job, Keep, Member, Pod, Stage
+from job_server.placement import Cluster, find_node
+
+END_MARGIN_S = 20.0  # beyond the grace, for a launcher that ends its trainers
+LOAD_PATIENCE = 5.0  # times prepare_timeout_s: where nothing trains that a timeout would save
+RECOVERY_PATIENCE_S = 5.0  # how much longer than a recovery a prepared change may take
+MISSING_HEARTBEATS = 3  # reports that may omit a pod before it counts as lost
+
+
+class Work:
+    """What the functions of the state machine hand to each other; lives for one `step`."""
+
+    __slots__ = ("cluster", "job", "notes", "now")
+
+    def __init__(self, job: Job, now: float, cluster: Cluster) -> None:
+        self.job = job
+        self.now = now
+        self.cluster = cluster
+        self.notes: list[str] = []
+
+    def set(self, **changes: Any) -> None:
+        self.job = replace(self.job, **changes)
+
+    def progress(self, **changes: Any) -> None:
+        self.job = replace(self.job, progress=replace(self.job.progress, **changes))
+
+    def note(self, text: str) -> None:
+        """Keep a line for the log of the job's life."""
+        self.notes.append(text)
+
+    def set_pod(self, pod: Pod) -> None:
+        self.set(pods=tuple(pod if p.pod_id == pod.pod_id else p for p in self.job.pods))
+
+    def drop_pod(self, pod_id: str) -> None:
+        """Forget a pod: no process of it is left."""
+        self.set(pods=tuple(pod for pod in self.job.pods if pod.pod_id != pod_id))
+        progress = self.job.progress
+        self.progress(
+            snapshots=without(progress.snapshots, pod_id),
+            heard=without(progress.heard, pod_id),
+            missing=without(progress.missing, pod_id),
+            steps=without(progress.steps, pod_id),
+        )
+
+    def set_stage(self, stage: Stage) -> None:
+        """Put a changed stage back into the place where its number stands."""
+        for place in ("previous", "current", "coming"):
+            held = getattr(self.job, place)
+            if held is not None and held.stage == stage.stage:
+                self.set(**{place: stage})
+
+    def move(self, stage: Stage, pod_id: str, at: At, step: int | None = None) -> None:
+        """Record how far a pod is with a stage."""
+        held = stage_named(self.job, stage.stage)
+        member = held.member(pod_id) if held is not None else None
+        if held is None or member is None:
+            return
+        changed = replace(member, at=at, step=member.step if step is None else step)
+        self.set_stage(held.with_member(changed))
+
+    def is_silent(self, pod: Pod) -> bool:
+        """Whether neither the pod's node nor its launcher has been heard for four heartbeats."""
+        return self.now >= silent_at(self.job, pod, self.cluster)
+
+    def release(self, pod_id: str, keep: Keep = Keep.RELEASED) -> None:
+        """Let a pod go: HOLD keeps its shim and the snapshot in it."""
+        pod = self.job.pod(pod_id)
+        if pod is not None and pod.keep is not Keep.RELEASED:
+            self.set_pod(replace(pod, keep=keep))
+
+
+def silent_at(job: Job, pod: Pod, cluster: Cluster) -> float:
+    """Return when a pod counts as silent if nothing is heard until then."""
+    view = find_node(cluster, pod.site.node_id)
+    heard = job.progress.heard.get(pod.pod_id, job.heed_from)
+    seen = view.seen_at if view is not None else job.heed_from
+    return max(heard, seen, job.heed_from) + cluster.silence_s
+
+
+def without(mapping: Any, key: str) -> dict[str, Any]:
+    return {k: v for k, v in mapping.items() if k != key}
+
+
+def stage_named(job: Job, number: int) -> Stage | None:
+    return next((stage for stage in job.stages if stage.stage == number), None)
+
+
+def told_to_end(job: Job, stage: Stage) -> bool:
+    """Whether the pods of a stage are told to end its trainers."""
+    return stage.end_since is not None
+
+
+def all_over(stage: Stage) -> bool:
+    return all_members(stage, OVER_PLACES)
+
+
+def all_members(stage: Stage, places: frozenset[At]) -> bool:
+    return all(member.at in places for member in stage.members)
+
+
+def waits_for(stage: Stage) -> tuple[Member, ...]:
+    return tuple(member for member in stage.members if member.at not in OVER_PLACES)
+
+
+OVER_PLACES = frozenset({At.ENDED, At.FINISHED, At.LOST})

@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
 def _run_alone(args: argparse.Namespace) -> int:
     from pod_runtime import run  # only here: a pod's launcher does without it
 
-    return run.main(["--log_dir", str(args.log_dir), args.script, *args.args])
+    return run.main(["--fixed", "--log_dir", str(args.log_dir), args.script, *args.args])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,199 @@
+"""`edl run`: an elastic training on this machine, from one command, as torchrun has it.
+
+    edl run --min 1 --max 8 train.py ARGS...
+    python -m pod_runtime.run --cpu_slots 4 --change_script changes.yaml train.py ARGS...
+
+Starts a job server and a job client of its own, runs one job, shows what happens and what the
+trainers print, and leaves nothing running. Exit code 0: the training has succeeded; 1: it has not,
+with the reason; 2: a wrong command line; 130: Ctrl-C.
+"""
+
+import argparse
+import os
+import secrets
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from job_server.wire import JobSpec, ScriptKind, ScriptSpec, WireError, check_range
+from pod_runtime.errors import LaunchError
+from pod_runtime.run_session import RunConfig, Session
+
+_SCRIPTS = {".yaml": ScriptKind.TIMELINE, ".yml": ScriptKind.TIMELINE, ".csv": ScriptKind.TRACE}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="edl run",
+        description="Train on this machine, elastically; everything in one command.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--min", type=int, default=1, metavar="N", help="fewest pods (1)")
+    add("--max", type=int, metavar="N", help="most pods (as many as there are slots for)")
+    add("--pods", type=int, metavar="N", help="pods at the start (as many as fit, up to --max)")
+    add("--fixed", action="store_true", help="always --max pods: no less")
+    add("--slots_per_pod", type=int, default=1, metavar="N", help="trainers of a pod (1)")
+    add("--cpu_slots", type=int, metavar="N", help="train on the CPU, with N slots")
+    add(
+        "--change_script",
+        default="none",
+        metavar="none|alternate|walk|FILE",
+        help="pods that come and go by themselves; a FILE ends in .yaml or .csv",
+    )
+    add("--interval_s", type=float, default=900.0, help="of alternate and walk (900)")
+    add("--seed", type=int, default=0, help="of walk (0)")
+    add("--log_dir", type=Path, default=Path("edl_run"), help="each run has a folder in it")
+    add("--job_id", default="run", help="name of the job (run)")
+    add("--policy", choices=("fixed_global", "linear"), default="fixed_global")
+    add("--overlap", choices=("auto", "on", "off"), default="auto")
+    add("--prepare_timeout_s", type=float, default=120.0, help="else a change is given up (120)")
+    add("--max_failures", type=int, default=20, help="then the job has failed (20)")
+    add("--grace_s", type=float, default=15.0, help="from SIGTERM to SIGKILL (15)")
+    add("--heartbeat_s", type=float, default=1.0, help="of the job server (1)")
+    add("script", help="training script; what follows are its arguments")
+    add("args", nargs=argparse.REMAINDER)
+    return parser
+
+
+def read_config(argv: Sequence[str] | None, environ: Mapping[str, str]) -> RunConfig:
+    """Return the checked configuration.
+
+    Raises:
+        LaunchError: a value is wrong; the text names it and the remedy.
+        SystemExit: as argparse does.
+    """
+    args = build_parser().parse_args(argv)
+    script = Path(args.script).absolute()
+    if not script.is_file():
+        raise LaunchError(f"script: {args.script} does not exist in {Path.cwd()}", 2)
+    if args.args[:1] == ["--"]:
+        args.args = args.args[1:]
+    try:
+        check_range("--slots_per_pod", args.slots_per_pod, 1, 4096)
+        check_range("--heartbeat_s", args.heartbeat_s, 0.1, 3600)
+        if args.cpu_slots is not None:
+            check_range("--cpu_slots", args.cpu_slots, 1, 4096)
+        spec, cpu_slots = _spec(args, environ)
+    except WireError as error:
+        raise LaunchError(str(error), 2) from error
+    now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    return RunConfig(
+        spec=spec,
+        cpu_slots=cpu_slots,
+        script=script,
+        script_args=tuple(args.args),
+        cwd=Path.cwd(),
+        folder=args.log_dir.absolute() / f"{now}-{secrets.token_hex(2)}",
+        heartbeat_s=args.heartbeat_s,
+    )
+
+
+def _spec(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[JobSpec, int | None]:
+    """Return the job, and how many CPU slots the client is to offer; None: it offers the GPUs."""
+    gpus = 0 if args.cpu_slots is not None else count_gpus(environ)
+    # Without GPUs a slot is no device: there may be as many as the job wants.
+    cpu_wanted = max(os.cpu_count() or 1, (args.max or args.pods or args.min) * args.slots_per_pod)
+    slots = args.cpu_slots or gpus or cpu_wanted
+    fitting = slots // args.slots_per_pod
+    most = args.max if args.max is not None else max(fitting, args.min, args.pods or 1)
+    fewest = most if args.fixed else args.min
+    check_range("--min", fewest, 1, 4096)
+    if most < fewest:
+        raise WireError(f"--max: {most} is less than --min, {fewest}")
+    first = args.pods if args.pods is not None else max(fewest, min(most, fitting))
+    if not fewest <= first <= most:
+        raise WireError(f"--pods: {first} is not between {fewest} (--min) and {most} (--max)")
+    if first > fitting:
+        raise WireError(
+            f"--{'min' if args.pods is None else 'pods'}: {first} pods of {args.slots_per_pod} "
+            f"trainers do not fit into {slots} slots; use less, or more --cpu_slots"
+        )
+    spec = JobSpec(
+        job_id=args.job_id,
+        min_pods=fewest,
+        max_pods=most,
+        pods=first,
+        slots_per_pod=args.slots_per_pod,
+        script=_change_script(args),
+        policy=args.policy,
+        overlap=args.overlap,
+        prepare_timeout_s=args.prepare_timeout_s,
+        max_failures=args.max_failures,
+        grace_s=args.grace_s,
+    )
+    return spec, None if gpus else slots
+
+
+def _change_script(args: argparse.Namespace) -> ScriptSpec:
+    named = args.change_script
+    if named in (ScriptKind.NONE.value, ScriptKind.ALTERNATE.value, ScriptKind.WALK.value):
+        return ScriptSpec(
+            kind=ScriptKind(named),
+            interval_s=args.interval_s,
+            seed=args.seed,
+            min_pods=max(1, args.min),
+        )
+    kind = _SCRIPTS.get(Path(named).suffix.lower())
+    if kind is None:
+        raise WireError(
+            f"--change_script: {named!r} is none of none, alternate, walk, and no .yaml or .csv"
+        )
+    try:
+        return ScriptSpec(kind=kind, text=Path(named).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise WireError(f"--change_script: {named} cannot be read: {error}") from error
+
+
+def count_gpus(environ: Mapping[str, str]) -> int:
+    """Return how many GPUs a job client here would offer."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
+    try:
+        import pynvml  # only here: a machine without GPUs does without it
+    except ImportError:
+        return 0
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # no driver: no GPU
+        return 0
+    try:
+        return int(pynvml.nvmlDeviceGetCount())
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def train_sh(config: RunConfig) -> str:
+    """Return the script that each pod runs: the launcher, in the user's folder."""
+    launch = [
+        sys.executable, "-m", "pod_runtime.launch",
+        "--log_dir", str(config.folder / "trainers"), "--run_dir", str(config.folder / "run"),
+        str(config.script), *config.script_args,
+    ]  # fmt: skip
+    return (
+        "#!/usr/bin/env bash\n"
+        "# Made by `edl run`. Not `exec`: when the pod's shim is killed, this shell dies with it\n"
+        "# and the launcher lives on for the moment that it needs to clean up.\n"
+        f"cd {shlex.quote(str(config.cwd))} || exit 1\n"
+        f"{shlex.join(launch)}\n"
+        "exit $?\n"
+    )
+
+
+def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
+    try:
+        config = read_config(argv, environ)
+        return Session(config, train_sh(config), environ).run()
+    except LaunchError as error:
+        sys.stderr.write(f"edl run: {error}\n")
+        return error.exit_code
+    except BrokenPipeError:  # `| head`: nobody reads on. All has been stopped.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""One `edl run`, from its folder to the last process: start, watch, stop, clean up."""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pod_runtime
+from job_server.api_client import ApiClient
+from job_server.errors import JobServerError, Rejected, Retryable
+from job_server.wire import JobSpec, JobState, JobStatus
+from pod_runtime import processes
+from pod_runtime.errors import LaunchError
+from pod_runtime.orphans import remove_shared_memory
+from pod_runtime.run_programs import Program
+from pod_runtime.run_view import PodOutput, Watch
+from pod_runtime.trainers import read_tail
+
+RUN_ID = "EDL_RUN_ID"  # every process of one `edl run` carries it
+_START_S = 30.0
+_LOOK_EVERY_S = 0.1
+_STOP_EXTRA_S = 30.0  # beyond the grace: a durable checkpoint is written first
+_CLIENT_STOP_EXTRA_S = 15.0
+_SERVER_STOP_S = 5.0
+_SHOWN_LINES = 20
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    spec: JobSpec
+    cpu_slots: int | None  # None: the client offers the GPUs
+    script: Path
+    script_args: tuple[str, ...]
+    cwd: Path  # where the trainers run
+    folder: Path  # of this run: logs, database, accounts
+    heartbeat_s: float
+
+
+class Session:
+    """Use once. `run` returns when nothing of it is left."""
+
+    def __init__(self, config: RunConfig, train_sh: str, environ: Mapping[str, str]) -> None:
+        self._config, self._train_sh = config, train_sh
+        self._run_id = uuid.uuid4().hex
+        self._env = self._environment(environ)
+        self._port = _free_port()
+        self._url = f"http://127.0.0.1:{self._port}"
+        self._server: Program | None = None  # None: not started
+        self._client: Program | None = None  # None: not started
+        self._interrupts = 0
+        self._output = PodOutput(config.folder / "client" / "pods", sys.stdout.buffer)
+
+    def run(self) -> int:
+        """Return the exit code.
+
+        Raises:
+            LaunchError: server or client could not be started, or broke.
+        """
+        self._make_folder()
+        with self._signals():
+            try:
+                self._start()
+                status = self._watch()
+                self._end_programs()
+            finally:
+                self._kill_rest()
+        self._output.show_new()
+        if self._interrupts:
+            _show(f"interrupted; logs and state are in {self._config.folder}")
+            return INTERRUPTED
+        return self._sum_up(status)
+
+    # --- start --------------------------------------------------------------------------------
+
+    def _environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        env = {**environ, RUN_ID: self._run_id, "PADDLE_JOB_ID": self._config.spec.job_id}
+        for name in ("EDL_TOKEN", "EDL_TOKEN_FILE", "PADDLE_JOBSERVER"):  # of another server
+            env.pop(name, None)
+        root = Path(pod_runtime.__file__).parents[1]
+        if not {"site-packages", "dist-packages"} & set(root.parts):  # a clone, not installed
+            paths = [str(root), env.get("PYTHONPATH", "")]
+            env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        return env
+
+    def _make_folder(self) -> None:
+        folder = self._config.folder
+        try:
+            (folder / "client").mkdir(parents=True)
+            (folder / "train.sh").write_text(self._train_sh)
+            latest = folder.parent / f".latest.{os.getpid()}"
+            latest.symlink_to(folder.name)
+            latest.replace(folder.parent / "latest")
+        except OSError as error:
+            raise LaunchError(f"--log_dir: cannot write {folder}: {error.strerror}", 2) from error
+        _show(f"logs and state in {folder}")
+
+    def _start(self) -> None:
+        folder, spec = self._config.folder, self._config.spec
+        self._server = Program(
+            "job server",
+            [
+                sys.executable, "-m", "job_server", "--no_job", "--bind", "127.0.0.1",
+                "--server_port", str(self._port), "--db", str(folder / "server.db"),
+                "--heartbeat_s", f"{self._config.heartbeat_s:g}",
+            ],
+            self._env, folder, folder / "server.log",
+        )  # fmt: skip
+        self._submit()
+        slots = (
+            [] if self._config.cpu_slots is None else ["--cpu_slots", str(self._config.cpu_slots)]
+        )
+        self._client = Program(
+            "job client",
+            [
+                sys.executable, "-m", "job_client", "--job_server", self._url,
+                "--log_dir", str(folder / "client"), "--pod_path", str(folder / "pods"),
+                "--port_range", "auto", "--grace_s", f"{spec.grace_s:g}", *slots,
+                str(folder / "train.sh"),
+            ],
+            self._env, folder, folder / "client.log",
+        )  # fmt: skip
+        _show(f"watch it at {self._url}/")
+
+    def _submit(self) -> None:
+        deadline = time.monotonic() + _START_S
+        with self._connect() as api:
+            while not self._interrupts:
+                try:
+                    api.submit(self._config.spec)
+                    return
+                except Rejected as error:
+                    raise LaunchError(str(error), 2) from error
+                except Retryable as error:
+                    self._look_after_programs()
+                    if time.monotonic() > deadline:
+                        raise LaunchError(f"the job server does not answer: {error}") from error
+                    time.sleep(_LOOK_EVERY_S)
+
+    def _connect(self) -> ApiClient:
+        return ApiClient(self._url)
+
+    # --- watch --------------------------------------------------------------------------------
+
+    def _watch(self) -> JobStatus | None:
+        """Show the job until it has ended; None: it was cut short."""
+        watch = Watch(self._connect, self._config.spec.job_id)
+        asked_to_stop_at: float | None = None
+        while True:
+            watch.changed.wait(_LOOK_EVERY_S)
+            watch.changed.clear()
+            status = watch.status
+            for event in watch.take_events():
+                _show(event.text)
+            self._output.show_new()
+            if status is not None and status.state.ended:
+                for event in watch.fetch_events():
+                    _show(event.text)
+                return status
+            self._look_after_programs()
+            if self._interrupts and asked_to_stop_at is None:
+                _show("stopping the job; Ctrl-C again kills it")
+                asked_to_stop_at = time.monotonic()
+            if asked_to_stop_at is not None:
+                patience_s = self._config.spec.grace_s + _STOP_EXTRA_S
+                if self._interrupts > 1 or time.monotonic() > asked_to_stop_at + patience_s:
+                    return None
+                self._ask_to_stop(status)
+
+    def _ask_to_stop(self, status: JobStatus | None) -> None:
+        if status is not None and status.state is JobState.STOPPING:
+            return
+        with self._connect() as api, contextlib.suppress(JobServerError):  # asked again if away
+            api.stop(self._config.spec.job_id)
+
+    def _look_after_programs(self) -> None:
+        for program in (self._server, self._client):
+            happened = program.look_after() if program is not None else ""
+            if happened:
+                _show(happened)
+
+    # --- end ----------------------------------------------------------------------------------
+
+    def _end_programs(self) -> None:
+        """The client first: it stops its pods; then the server."""
+        if self._interrupts > 1:
+            return
+        if self._client is not None:
+            self._client.stop(self._config.spec.grace_s + _CLIENT_STOP_EXTRA_S)
+        if self._server is not None:
+            self._server.stop(_SERVER_STOP_S)
+
+    def _kill_rest(self) -> None:
+        """Nothing that this run has started goes on after it, however it ends."""
+        for program in (self._client, self._server):
+            if program is not None:
+                program.kill()
+        killed = processes.kill_marked(RUN_ID, self._run_id, lambda _pid, _env: False)
+        remove_shared_memory(killed)
+
+    def _sum_up(self, status: JobStatus | None) -> int:
+        if status is None:
+            _show("the job was cut short")
+            return 1
+        folder = self._config.folder
+        state = status.state.value
+        _show(
+            f"{state} after step {status.step}, {len(status.stages)} stages, "
+            f"{status.account.total_s:.1f} s: {status.reason}"
+        )
+        _show(f"logs and state in {folder}")
+        if status.state is JobState.SUCCEEDED:
+            return 0
+        logs = sorted((folder / "trainers").glob("*.log"), key=lambda path: path.stat().st_mtime)
+        for path in logs[-1:]:
+            tail = "\n".join(f"  {line}" for line in read_tail(path)[-_SHOWN_LINES:])
+            _show(f"the end of {path}:\n{tail}")
+        return 1
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        def handle(_number: int, _frame: object) -> None:
+            self._interrupts += 1
+
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, handle) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(f"edl: {text}\n")
+    sys.stdout.flush()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,96 @@
+"""What `edl run` shows: the job's events, its state, and the trainers' output."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from job_server.api_client import ApiClient
+from job_server.errors import JobServerError
+from job_server.wire import JobEvent, JobStatus
+
+_RETRY_S = 0.3
+_POLL_S = 5.0
+_OURS = b"[rank "  # what the launchers print of their trainers' output begins so
+
+
+class Watch:
+    """Two threads that follow one job; the newest status and the events not yet shown."""
+
+    def __init__(self, connect: Callable[[], ApiClient], job_id: str) -> None:
+        self.status: JobStatus | None = None  # None: not heard yet
+        self.changed = threading.Event()
+        self._connect, self._job_id = connect, job_id
+        self._events: list[JobEvent] = []
+        self._closed = threading.Event()
+        for work in (self._follow_status, self._follow_events):
+            threading.Thread(target=work, name=work.__name__, daemon=True).start()
+
+    def take_events(self) -> list[JobEvent]:
+        """Return the events that came since the last call."""
+        taken, self._events = self._events, []
+        return taken
+
+    def fetch_events(self) -> list[JobEvent]:
+        """Ask for what has not been heard yet: the last ones, at the end of a job."""
+        self._closed.set()
+        seen = self.take_events()
+        after = max([self._heard, *(event.number for event in seen)], default=0)
+        try:
+            with self._connect() as api:
+                return [*seen, *api.events(self._job_id, after=after)]
+        except JobServerError:
+            return seen  # they are in the server's database
+
+    def _follow_status(self) -> None:
+        with self._connect() as api:
+            revision = -1
+            while not self._closed.is_set():
+                try:
+                    status = api.watch(self._job_id, revision, _POLL_S)
+                except JobServerError:  # away: it is being started again
+                    self._closed.wait(_RETRY_S)
+                    revision = -1
+                    continue
+                revision, self.status = status.revision, status
+                self.changed.set()
+
+    _heard = 0
+
+    def _follow_events(self) -> None:
+        with self._connect() as api:
+            while not self._closed.is_set():
+                try:
+                    events = api.events(self._job_id, after=self._heard, timeout_s=_POLL_S)
+                except JobServerError:
+                    self._closed.wait(_RETRY_S)
+                    continue
+                if events and not self._closed.is_set():
+                    self._heard = events[-1].number
+                    self._events = [*self._events, *events]
+                    self.changed.set()
+
+
+class PodOutput:
+    """The trainers' lines out of the pods' logs, in which the launchers' own lines stay."""
+
+    def __init__(self, pods_dir: Path, output: BinaryIO) -> None:
+        self._pods_dir, self._output = pods_dir, output
+        self._read: dict[Path, tuple[int, bytes]] = {}  # bytes read, begun line
+
+    def show_new(self) -> None:
+        """Copy what has been added since the last call."""
+        for path in sorted(self._pods_dir.glob("*/log")):
+            offset, begun = self._read.get(path, (0, b""))
+            try:
+                with path.open("rb") as file:
+                    file.seek(offset)
+                    added = file.read()
+            except OSError:
+                continue
+            *lines, begun_now = (begun + added).split(b"\n")
+            self._read[path] = offset + len(added), begun_now
+            shown = b"".join(line + b"\n" for line in lines if line.startswith(_OURS))
+            if shown:
+                self._output.write(shown)
+        self._output.flush()

@@ -1,0 +1,230 @@
+"""A job server that is a class, and job clients that are real."""
+
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from job_client.agent import Agent, End
+from job_client.config import Config
+from job_client.gpus import CpuSlots
+from job_client.home import Home
+from job_server.errors import NotFound, ServerAway
+from job_server.wire import (
+    JobStatus,
+    Node,
+    NodePlan,
+    NodePod,
+    NodeReport,
+    PodPhase,
+    PodState,
+    Want,
+)
+from pod_runtime import env, processes
+from tests.support import wait_until
+
+
+class FakeServer:
+    """Behaves as a job server does to clients; the test sets the plan and reads the reports."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._server_id = "server-1"
+        self._revision = 0
+        self._pods: tuple[NodePod, ...] = ()
+        self._away = False
+        self.nodes: list[Node] = []  # every registration, the newest last
+        self.reports: list[NodeReport] = []
+        self.refuse: Exception | None = None  # raised to whoever registers
+        self.statuses: tuple[JobStatus, ...] = ()
+
+    # what a client calls
+
+    def register_node(self, node: Node) -> NodePlan:
+        with self._changed:
+            self._check()
+            if self.refuse is not None:
+                raise self.refuse
+            self.nodes.append(node)
+            return self._plan()
+
+    def node_plan(self, node_id: str, revision: int, timeout_s: float) -> NodePlan:
+        with self._changed:
+            self._check()
+            server_id = self._server_id
+            self._changed.wait_for(
+                lambda: self._away or self._revision != revision or self._server_id != server_id,
+                timeout_s,
+            )
+            self._check(node_id)
+            return self._plan()
+
+    def node_report(self, report: NodeReport) -> str:
+        with self._changed:
+            self._check(report.node_id)
+            self.reports.append(report)
+            return self._server_id
+
+    def jobs(self) -> tuple[JobStatus, ...]:
+        with self._changed:
+            self._check()
+            return self.statuses
+
+    def _check(self, node_id: str | None = None) -> None:
+        if self._away:
+            raise ServerAway("no answer from http://127.0.0.1:8180", delay_s=0.05)
+        if node_id is not None and all(node.node_id != node_id for node in self.nodes):
+            raise NotFound(f"node: {node_id!r} is not registered")
+
+    def _plan(self) -> NodePlan:
+        return NodePlan(
+            server_id=self._server_id,
+            revision=self._revision,
+            pods=self._pods,
+            heartbeat_s=0.2,
+        )
+
+    # what a test does
+
+    def want(self, *pods: NodePod) -> None:
+        with self._changed:
+            self._pods, self._revision = pods, self._revision + 1
+            self._changed.notify_all()
+
+    def go_away(self) -> None:
+        with self._changed:
+            self._away = True
+            self._changed.notify_all()
+
+    def come_back(self, *, forgetful: bool = False) -> None:
+        """Restart: another id; with `forgetful`, without its nodes."""
+        with self._changed:
+            self._away = False
+            self._server_id += "+"
+            if forgetful:
+                self.nodes.clear()
+            self._changed.notify_all()
+
+    def state(self, pod_id: str) -> PodState | None:
+        """What was last reported of a pod; None: it is not in the newest report."""
+        reports = self.reports[-1:]
+        return next((p for r in reports for p in r.pods if p.pod_id == pod_id), None)
+
+    def wait_phase(self, pod_id: str, phase: PodPhase) -> PodState:
+        wait_until(
+            lambda: (state := self.state(pod_id)) is not None and state.phase is phase,
+            what=f"{pod_id} is {phase.value}",
+        )
+        state = self.state(pod_id)
+        assert state is not None
+        return state
+
+
+class Client:
+    """A job client in threads of this process, which may be ended in order only."""
+
+    def __init__(self, config: Config, server: FakeServer) -> None:
+        self.home = Home(config.log_dir)
+        self.agent = Agent(config, self.home, CpuSlots(4), lambda: server)
+        self.result: int | BaseException | None = None  # None: it runs
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.result = self.agent.run()
+        # Whatever it was, the test is told by `result`.
+        except Exception as error:  # noqa: BLE001
+            self.result = error
+        finally:
+            self.home.close()
+
+    def end(self, how: End = End.STOP) -> None:
+        self.agent.end(how)
+        self.join()
+
+    def join(self) -> None:
+        self._thread.join(30)
+        assert not self._thread.is_alive(), "the client does not end"
+
+
+def pod(pod_id: str = "pod_0_0", want: Want = Want.RUN, **fields: object) -> NodePod:
+    values: dict[str, object] = {
+        "pod_id": pod_id, "job_id": "job", "slots": (0,), "want": want, "grace_s": 5.0, **fields,
+    }  # fmt: skip
+    return NodePod(**values)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    server = FakeServer()
+    yield server
+    server.go_away()  # so that no poll outlives its test
+
+
+@pytest.fixture
+def make_config(tmp_path: Path) -> Callable[..., Config]:
+    """Make a configuration; `train` is the text of the training script."""
+
+    def make(train: str = "sleep 600", **fields: object) -> Config:
+        (tmp_path / "train.sh").write_text(train + "\n")
+        values: dict[str, object] = {
+            "client_dir": tmp_path,
+            "log_dir": tmp_path / "log",
+            "log_level": 20,
+            "pod_path": tmp_path / "pods",
+            "server_url": "http://127.0.0.1:8180",
+            "environ": dict(os.environ),
+            "script": "./train.sh",
+            "job_id": "job",
+            "port_range": (20000, 21999),
+            **fields,
+        }
+        return Config(**values)  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture
+def start_client(
+    make_config: Callable[..., Config], server: FakeServer, tmp_path: Path
+) -> Iterator[Callable[..., Client]]:
+    """Start clients; every process of theirs is gone when the test ends."""
+    clients: list[Client] = []
+
+    def start(train: str = "sleep 600", **fields: object) -> Client:
+        client = Client(make_config(train, **fields), server)
+        clients.append(client)
+        return client
+
+    yield start
+    for client in clients:
+        client.end(End.KILL)
+    kill_all(tmp_path / "log")
+
+
+def kill_all(log_dir: Path) -> None:
+    """End whatever a client of `log_dir` has started."""
+    marker = log_dir / "marker"
+    if marker.exists():
+        text = marker.read_text().strip()
+        processes.kill_marked(env.RUN_MARKER, text, lambda _pid, _env: False)
+
+
+@pytest.fixture
+def spawn_marked() -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
+    """Start processes that carry a client's marker and belong to no shim."""
+    spawned: list[subprocess.Popen[bytes]] = []
+
+    def spawn(marker: str) -> subprocess.Popen[bytes]:
+        environ = {**os.environ, env.RUN_MARKER: marker, env.POD_ID: "pod_7_0"}
+        spawned.append(subprocess.Popen(["sleep", "600"], env=environ))
+        return spawned[-1]
+
+    yield spawn
+    for process in spawned:
+        process.kill()
+        process.wait()

@@ -1,0 +1,363 @@
+"""The agent against a scripted server, with real shims and real processes."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from job_client.agent import End
+from job_client.errors import FatalError, UsageError
+from job_server.errors import Conflict, Unauthorized
+from job_server.wire import PodPhase, Want
+from pod_runtime import env, processes, shim_wire
+from tests.job_client.conftest import pod
+from tests.support import wait_until
+
+
+def shim_pid(tmp_path: Path, pod_id: str = "pod_0_0") -> int:
+    return int(json.loads((tmp_path / "log" / "pods" / pod_id / "shim.json").read_text())["pid"])
+
+
+def is_gone(pid: int) -> bool:
+    found = processes.read(pid)
+    return found is None or found.state == "Z"
+
+
+def pid_in(path: Path) -> int:
+    wait_until(lambda: path.exists() and path.read_text().endswith("\n"), what=str(path))
+    return int(path.read_text())
+
+
+def marked(tmp_path: Path) -> list[int]:
+    """The processes of this test's pods."""
+    marker = (tmp_path / "log" / "marker").read_text().strip()
+    return list(processes.find_marked(env.RUN_MARKER, marker))
+
+
+def test_a_client_registers_its_slots_and_ports(start_client, server):
+    start_client()
+    wait_until(lambda: server.nodes)
+    node = server.nodes[0]
+    assert len(node.slots) == 4
+    assert (node.port_low, node.port_high) == (20000, 21999)
+    assert node.job_id == "job"
+    assert node.addr == "127.0.0.1"
+
+
+def test_a_wanted_pod_runs_its_script_with_its_environment_in_its_folder(
+    start_client, server, tmp_path
+):
+    start_client(
+        'pwd; echo "args $*"; env | grep -E "^(PADDLE|EDL)_" | sort; exit 3',
+        script_args=("--lr", "0.1"),
+    )
+    server.want(pod(slots=(1, 2), max_trainers=8))
+    state = server.wait_phase("pod_0_0", PodPhase.EXITED)
+    assert state.exit_code == 3
+    assert state.reason == "exited with code 3"
+    log = Path(state.log_path).read_text().splitlines()
+    assert log[:2] == [str(tmp_path / "pods" / "pod_0_0"), "args --lr 0.1"]
+    expected = {
+        "EDL_POD_ID=pod_0_0", "EDL_SLOTS=1,2", "EDL_SLOT_KIND=cpu", "EDL_MAX_TRAINERS=8",
+        "EDL_GRACE_S=5", "PADDLE_JOB_ID=job", "PADDLE_POD_ID=pod_0_0",
+        f"EDL_POD_DIR={tmp_path}/log/pods/pod_0_0", "PADDLE_JOBSERVER=http://127.0.0.1:8180",
+    }  # fmt: skip
+    assert expected <= set(log)
+    assert state.last_lines[-1].startswith("PADDLE_")
+
+
+def test_a_pod_that_exited_is_not_started_again(start_client, server, tmp_path):
+    start_client("date +%N >> ../starts; exit 1")
+    server.want(pod())
+    server.wait_phase("pod_0_0", PodPhase.EXITED)
+    server.want(pod(), pod("pod_1_0"))
+    server.wait_phase("pod_1_0", PodPhase.EXITED)
+    assert len((tmp_path / "pods" / "starts").read_text().splitlines()) == 2
+
+
+def test_a_pod_that_is_not_named_any_more_is_stopped_and_forgotten(start_client, server, tmp_path):
+    start_client()
+    server.want(pod())
+    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    pid = shim_pid(tmp_path)
+    server.want()
+    wait_until(lambda: server.state("pod_0_0") is None)
+    wait_until(lambda: is_gone(pid))
+    assert marked(tmp_path) == []
+    assert (tmp_path / "log" / "pods" / "pod_0_0" / "log").exists()
+
+
+def test_a_held_pod_is_stopped_but_keeps_its_snapshot(start_client, server, tmp_path):
+    start_client()
+    server.want(pod())
+    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    folder = tmp_path / "log" / "pods" / "pod_0_0"
+    fd = os.memfd_create("segment")
+    os.write(fd, b"state")
+    segment = {"pod_id": "pod_0_0", "stage": 1, "size_bytes": 5}
+    shim_wire.request(folder, {"op": "put", "segment": segment}, (fd,))
+    os.close(fd)
+
+    server.want(pod(want=Want.HOLD))
+    state = server.wait_phase("pod_0_0", PodPhase.EXITED)
+    assert state.signal == signal.SIGTERM
+    _, fds = shim_wire.request(folder, {"op": "get", "stage": None})
+    assert [os.pread(fd, 10, 0) for fd in fds] == [b"state"]
+    os.close(fds[0])
+
+    server.want()
+    wait_until(lambda: is_gone(shim_pid(tmp_path)))
+
+
+def test_a_killed_pod_gets_no_grace(start_client, server):
+    start_client("trap '' TERM; while :; do sleep 1; done")
+    server.want(pod(grace_s=600.0))
+    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    server.want(pod(want=Want.KILL, grace_s=600.0))
+    state = server.wait_phase("pod_0_0", PodPhase.EXITED)
+    assert state.signal == signal.SIGKILL
+    assert "killed on request" in state.reason
+
+
+def test_when_a_shim_is_killed_the_rest_of_its_pod_goes_too(start_client, server, tmp_path):
+    start_client("setsid sleep 600 & echo $! > ../child; wait")
+    server.want(pod())
+    child = pid_in(tmp_path / "pods" / "child")
+    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    os.kill(shim_pid(tmp_path), signal.SIGKILL)
+    state = server.wait_phase("pod_0_0", PodPhase.EXITED)
+    assert state.reason.startswith("shim died")
+    assert is_gone(child)
+    assert marked(tmp_path) == []
+
+
+def test_a_failing_package_script_is_reported_with_its_code_and_its_last_words(
+    start_client, server, tmp_path
+):
+    package = tmp_path / "package.sh"
+    package.write_text('echo "no space for $2"; exit 9\n')
+    start_client(package_sh=package)
+    server.want(pod())
+    state = server.wait_phase("pod_0_0", PodPhase.EXITED)
+    assert state.exit_code == 9
+    assert state.reason == f"package script {package} exited with code 9"
+    assert state.last_lines == ("no space for pod_0_0",)
+
+
+def test_a_package_script_makes_the_folder_that_the_script_runs_in(start_client, server, tmp_path):
+    package = tmp_path / "package.sh"
+    package.write_text('[ "$1" = -pod_id ]; mkdir -p pods/$2; echo "pwd; ls" > pods/$2/go.sh\n')
+    start_client(package_sh=package, script="./go.sh")
+    server.want(pod())
+    state = server.wait_phase("pod_0_0", PodPhase.EXITED)
+    assert Path(state.log_path).read_text().split() == [str(tmp_path / "pods/pod_0_0"), "go.sh"]
+
+
+@pytest.mark.parametrize(
+    ("package", "reason"),
+    [
+        ("true", "did not make"),
+        ("mkdir -p pods/$2", "no such file; the package script must put it there"),
+    ],
+)
+def test_a_package_script_that_does_half_its_work_is_told_so(
+    start_client, server, tmp_path, package, reason
+):
+    path = tmp_path / "package.sh"
+    path.write_text(package + "\n")
+    start_client(package_sh=path)
+    server.want(pod())
+    assert reason in server.wait_phase("pod_0_0", PodPhase.EXITED).reason
+
+
+def test_a_pod_can_be_stopped_while_its_package_script_runs(start_client, server, tmp_path):
+    package = tmp_path / "package.sh"
+    package.write_text("setsid sleep 600 & echo $! > child; sleep 600\n")
+    start_client(package_sh=package)
+    server.want(pod())
+    child = pid_in(tmp_path / "child")
+    server.want(pod(want=Want.HOLD))
+    state = server.wait_phase("pod_0_0", PodPhase.EXITED)
+    assert "stopped before the package script had ended" in state.reason
+    assert is_gone(child)
+
+
+def test_pods_go_on_while_the_server_is_away_and_are_reported_to_the_next_one(
+    start_client, server, tmp_path
+):
+    start_client()
+    server.want(pod())
+    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    pid = shim_pid(tmp_path)
+    server.go_away()
+    registrations, reports = len(server.nodes), len(server.reports)
+    server.come_back()
+    wait_until(lambda: len(server.nodes) > registrations and len(server.reports) > reports)
+    assert server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    assert shim_pid(tmp_path) == pid
+    assert not is_gone(pid)
+
+
+def test_a_server_that_forgot_its_nodes_gets_them_again(start_client, server):
+    start_client()
+    wait_until(lambda: server.nodes)
+    server.go_away()
+    server.come_back(forgetful=True)
+    wait_until(lambda: server.nodes, what="registered again")
+
+
+def test_pods_are_stopped_when_the_server_is_away_for_as_long_as_was_said(start_client, server):
+    start_client(stop_after_s=1.0)
+    server.want(pod(grace_s=600.0))
+    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    server.go_away()
+    registrations = len(server.nodes)
+    pods_dir = None
+    wait_until(lambda: server.state("pod_0_0") is not None)
+    state = server.state("pod_0_0")
+    assert state is not None
+    pods_dir = Path(state.log_path).parent
+    wait_until(lambda: shim_wire.read_exit(pods_dir) is not None, what="the pod's end")
+    server.come_back()
+    wait_until(lambda: len(server.nodes) > registrations)
+    assert (
+        "no answer from the server for 1 s" in server.wait_phase("pod_0_0", PodPhase.EXITED).reason
+    )
+
+
+def test_an_orderly_end_stops_the_pods_and_says_goodbye(start_client, server, tmp_path):
+    client = start_client()
+    server.want(pod())
+    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    client.end()
+    assert client.result == 0
+    assert server.reports[-1].leaving
+    assert [p.phase for p in server.reports[-1].pods] == [PodPhase.EXITED]
+    wait_until(lambda: marked(tmp_path) == [])
+
+
+def test_a_pod_id_may_be_used_again_after_its_pod_was_released(start_client, server, tmp_path):
+    start_client("echo hello")
+    server.want(pod())
+    server.wait_phase("pod_0_0", PodPhase.EXITED)
+    server.want()
+    wait_until(lambda: server.state("pod_0_0") is None)
+    server.want(pod())
+    server.wait_phase("pod_0_0", PodPhase.EXITED)
+    assert (tmp_path / "log" / "pods" / "pod_0_0.1" / "log").read_text() == "hello\n"
+    assert (tmp_path / "log" / "pods" / "pod_0_0" / "log").read_text() == "hello\n"
+
+
+def test_a_client_with_kept_pods_leaves_them_to_its_successor(start_client, server, tmp_path):
+    first = start_client()
+    server.want(pod())
+    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    pid = shim_pid(tmp_path)
+    first.end(End.KEEP)
+    assert not is_gone(pid)
+
+    reports = len(server.reports)
+    start_client()
+    wait_until(lambda: len(server.reports) > reports)
+    assert server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    assert shim_pid(tmp_path) == pid
+
+
+def test_what_happened_while_no_client_was_there_is_reported(start_client, server, tmp_path):
+    first = start_client("until [ -e ../go ]; do sleep 0.02; done; exit 5")
+    server.want(pod())
+    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    pid = shim_pid(tmp_path)
+    first.end(End.KEEP)
+    (tmp_path / "pods" / "go").touch()
+    wait_until(lambda: is_gone(pid))
+    start_client()
+    assert server.wait_phase("pod_0_0", PodPhase.EXITED).exit_code == 5
+
+
+def test_orphans_of_pods_that_nobody_knows_are_ended_and_strangers_are_not(
+    start_client, server, tmp_path, spawn_marked
+):
+    first = start_client()
+    first.end()
+    marker = (tmp_path / "log" / "marker").read_text().strip()
+    orphan, stranger = spawn_marked(marker), spawn_marked("f" * 32)
+    start_client()
+    wait_until(lambda: orphan.poll() is not None)
+    wait_until(lambda: server.nodes)
+    assert stranger.poll() is None
+
+
+def test_jobs_come_by_folder_and_only_by_folder(start_client, server, tmp_path):
+    (tmp_path / "jobs" / "a").mkdir(parents=True)
+    (tmp_path / "jobs" / "a" / "train.sh").write_text("echo from a; pwd\n")
+    start_client(jobs_dir=tmp_path / "jobs", script=None, job_id=None)
+    wait_until(lambda: server.nodes)
+    assert server.nodes[0].folders == ("a",)
+    server.want(
+        pod("pod_0_0", job_id="one", folder="a"),
+        pod("pod_0_0", job_id="two", folder="a"),
+        pod("pod_9_0", job_id="three", folder="../a"),
+        pod("pod_8_0", job_id="four"),
+    )
+    assert "is not an id" in server.wait_phase("pod_9_0", PodPhase.EXITED).reason
+    assert "names none" in server.wait_phase("pod_8_0", PodPhase.EXITED).reason
+    wait_until(lambda: [s.exit_code for s in server.reports[-1].pods].count(0) == 2)
+    log = tmp_path / "log" / "pods" / "one" / "pod_0_0" / "log"
+    assert log.read_text().split() == ["from", "a", str(tmp_path / "pods" / "one" / "pod_0_0")]
+
+
+def test_a_slot_that_is_not_there_is_no_place_to_start(start_client, server):
+    start_client()
+    server.want(pod(slots=(7,)))
+    assert server.wait_phase("pod_0_0", PodPhase.EXITED).reason == "slot 7 is not one of 4"
+
+
+def test_a_report_says_what_a_pod_uses(start_client, server):
+    start_client("while :; do :; done")
+    server.want(pod())
+    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    wait_until(lambda: (s := server.state("pod_0_0")) is not None and s.cpu_percent > 1)
+    state = server.state("pod_0_0")
+    assert state is not None
+    assert state.memory_bytes > 100_000
+
+
+def test_taken_ports_end_the_client_with_the_remedy(start_client, server):
+    server.refuse = Conflict("port_low: node-b at 127.0.0.1 has 20000-21999")
+    client = start_client()
+    client.join()
+    assert isinstance(client.result, UsageError)
+    assert "give --port_range LOW-HIGH" in str(client.result)
+
+
+def test_with_automatic_ports_a_taken_block_makes_it_try_the_next(start_client, server):
+    server.refuse = Conflict("port_low: taken")
+    start_client(port_range=None)
+    wait_until(lambda: server.refuse is not None)
+    server.refuse = None
+    wait_until(lambda: server.nodes)
+    assert server.nodes[0].port_high - server.nodes[0].port_low == 1999
+
+
+def test_a_wrong_token_ends_the_client(start_client, server):
+    server.refuse = Unauthorized("token: wrong")
+    client = start_client()
+    client.join()
+    assert isinstance(client.result, FatalError)
+
+
+def test_two_clients_cannot_share_a_folder(start_client, make_config, server):
+    start_client()
+    with pytest.raises(UsageError, match="another job client runs in"):
+        start_client()
+
+
+def test_folder_paths_longer_than_a_socket_name_may_be_work(start_client, server, tmp_path):
+    log_dir = tmp_path / ("l" * 100) / ("m" * 100)
+    client = start_client("exit 6", log_dir=log_dir)
+    server.want(pod())
+    assert server.wait_phase("pod_0_0", PodPhase.EXITED).exit_code == 6
+    client.end()

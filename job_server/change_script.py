@@ -111,7 +111,7 @@ def timeline(
             outcome = f"{pods} -> {_pods(wanted)}"
             pods = wanted
         lines.append(f"{_clock(change.at_s)}  {change.text}: {outcome}")
-    return [*lines, f"... and more after these {count} changes"]
+    return [*lines, f"... and more; so far {count} of its changes"]
 
 
 def _pods_after(change: ScriptedChange, pods: int) -> int:

@@ -5,11 +5,13 @@ event goes through the state machine, what it changed is written, and only then 
 """
 
 import logging
+import math
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from job_server import stages, wire
 from job_server.bodies import to_body
@@ -21,8 +23,8 @@ from job_server.store import Store
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 5.0  # a job is stepped, and its script's clock written, at least so often
-PROGRESS_WRITE_S = 30.0  # the same for a job without a timed script
+TICK_S = 5.0  # a job that has not ended is stepped at least so often
+PROGRESS_WRITE_S = 30.0  # what only progress changed is written at least so often
 RETRY_S = 5.0  # after a step that failed
 MAX_ROUNDS = 10  # of one job giving slots to another; the timer goes on with the rest
 
@@ -39,15 +41,17 @@ class Entry:
     forget: bool  # delete it when it has ended
     status: Topic[stages.Job]
     events: Topic[int]  # the number of the newest, which is also the revision
-    ticked_at: float
+    due_at: float  # when the timer steps it next
     written_at: float
     published_at: float = 0.0
-    retry_at: float = 0.0
     orders: dict[str, Topic[Orders]] = field(default_factory=dict)  # by pod id
     node_pods: dict[str, Plan] = field(default_factory=dict)  # by node id; registered nodes only
     slots: Held = field(default_factory=dict)
     ports: Held = field(default_factory=dict)
     page: tuple[tuple[int, int, int], bytes] = ((0, 0, 0), b"")  # newest, after, limit: its events
+
+    def topics(self) -> list[Topic[Any]]:
+        return [self.status, self.events, *self.orders.values()]
 
 
 def steady_clock() -> Callable[[], float]:
@@ -119,7 +123,7 @@ class Engine:
             self.watchers.closing = True
             self._timer_wakes.notify_all()
             for entry in self.jobs.values():
-                for topic in (entry.status, entry.events, *entry.orders.values()):
+                for topic in entry.topics():
                     topic.wake()
                 if not entry.state.ended:
                     self._write_progress(entry)
@@ -141,27 +145,23 @@ class Engine:
     def _tick(self) -> float:
         """Step what is due; return for how many seconds nothing will be."""
         now = self.now()
-        wait_s = TICK_S
         for entry in list(self.jobs.values()):
-            due_s = self._due_in(entry, now)
-            if due_s <= 0:
-                entry.ticked_at = now
+            if entry.due_at <= now:
+                self._set_due(entry)  # before the step, which may find nothing to change
                 self._step_unwatched(entry, stages.Tick())
-                # A job that is due again at once must not keep the lock.
-                due_s = max(self._due_in(entry, now), 0.02)
-            wait_s = min(wait_s, due_s)
         self.settle()
         for node_id in self.fleet.forgettable(now):
             logger.info("node %s: silent for an hour and without pods: forgotten", node_id)
             self.remove_node(node_id)
-        return wait_s
+        due = [entry.due_at for entry in self.jobs.values()]
+        # Something that is due again at once must not keep the lock.
+        return min(max(min(due, default=math.inf) - self.now(), 0.002), TICK_S)
 
-    def _due_in(self, entry: Entry, now: float) -> float:
+    def _set_due(self, entry: Entry) -> None:
+        now = self.now()
         deadline = stages.next_deadline(entry.job, now, self.cluster(entry))
-        due_at = now + TICK_S if deadline is None else deadline
-        if not entry.state.ended:
-            due_at = min(due_at, entry.ticked_at + TICK_S)
-        return max(due_at, entry.retry_at) - now
+        due_at = math.inf if entry.state.ended else now + TICK_S
+        entry.due_at = due_at if deadline is None else min(due_at, deadline)
 
     def _step_unwatched(self, entry: Entry, event: stages.Event) -> None:
         """Step where no request waits to be told what goes wrong."""
@@ -169,10 +169,10 @@ class Engine:
             self.apply(entry, event)
         except StoreTrouble as error:
             logger.error("job %s: %s; trying again in %g s", entry.spec.job_id, error, RETRY_S)
-            entry.retry_at = self.now() + RETRY_S
+            entry.due_at = self.now() + RETRY_S
         except Exception:  # one job's trouble must not stop the clock of all others
             logger.exception("job %s: a step failed; trying again later", entry.spec.job_id)
-            entry.retry_at = self.now() + RETRY_S
+            entry.due_at = self.now() + RETRY_S
 
     # --- change ---------------------------------------------------------------------------------
 
@@ -192,6 +192,7 @@ class Engine:
         if stages.same_but_progress(entry.job, job):
             entry.job = job
             self._note_progress(entry, now)
+            self._reset_timer(entry)
             return
         job_id = entry.spec.job_id
         status = stages.job_status(job, now, entry.status.revision + 1)
@@ -210,7 +211,13 @@ class Engine:
             entry.events.publish(told.number)
         if entry.forget and entry.state.ended:
             self.drop(entry)
-        self._timer_wakes.notify_all()
+        self._reset_timer(entry)
+
+    def _reset_timer(self, entry: Entry) -> None:
+        before = entry.due_at
+        self._set_due(entry)
+        if entry.due_at < before:
+            self._timer_wakes.notify_all()
 
     def _note_progress(self, entry: Entry, now: float) -> None:
         # 500 watchers of a job that reports every second would cost a core: progress is told the
@@ -220,8 +227,7 @@ class Engine:
             entry.status.publish(entry.job)
         else:
             entry.status.refresh(entry.job)
-        timed = entry.spec.script.kind is not wire.ScriptKind.NONE
-        if now - entry.written_at >= (TICK_S if timed else PROGRESS_WRITE_S):
+        if now - entry.written_at >= PROGRESS_WRITE_S:
             self._write_progress(entry)
 
     def _write_progress(self, entry: Entry) -> None:
@@ -229,7 +235,7 @@ class Engine:
             self.store.save_job(
                 entry.spec.job_id, wire.encode(entry.job), forget=entry.forget, durable=False
             )
-        except StoreTrouble as error:  # at stake: some seconds of the script's clock, no more
+        except StoreTrouble as error:  # at stake: some seconds of the account, no more
             logger.error("job %s: progress not written: %s", entry.spec.job_id, error)
         entry.written_at = self.now()
 
@@ -282,7 +288,7 @@ class Engine:
             forget=forget,
             status=Topic(job, self.status_body, self.watchers, self.first_revision()),
             events=Topic(last_event, _no_body, self.watchers, last_event),
-            ticked_at=now,
+            due_at=now,
             written_at=now,
         )
         self.jobs[status.job_id] = entry
@@ -301,7 +307,7 @@ class Engine:
         self.store.delete_job(job_id)
         del self.jobs[job_id]
         gone = NotFound(f"job_id: job {job_id!r} was deleted")
-        for topic in (entry.status, entry.events, *entry.orders.values()):
+        for topic in entry.topics():
             topic.end(gone)
         for node_id, pods in entry.node_pods.items():
             known = self.fleet.nodes.get(node_id)

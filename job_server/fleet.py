@@ -12,7 +12,7 @@ LOST_AFTER_HEARTBEATS = 4.0
 FORGET_AFTER_S = 3600.0  # a node that is silent for so long and has no pod is taken off the list
 
 Plan = tuple[wire.NodePod, ...]
-Held = Mapping[str, frozenset[int]]  # by node id
+Held = Mapping[str, frozenset[int]]  # slots by node id, or ports by address
 
 
 @dataclass(slots=True)
@@ -67,7 +67,9 @@ class Fleet:
                     node=known.node,
                     seen_at=known.seen_at,
                     taken=nothing.union(*(held.get(node_id, nothing) for held in slots)),
-                    ports_taken=nothing.union(*(held.get(node_id, nothing) for held in ports)),
+                    ports_taken=nothing.union(
+                        *(held.get(known.node.addr, nothing) for held in ports)
+                    ),
                     strangers=_strangers(known.report),
                 )
                 for node_id, known in self.nodes.items()
@@ -103,6 +105,11 @@ class Fleet:
             )
             for known in self.nodes.values()
         ]
+
+
+def _union(held: tuple[Held, ...], key: str) -> frozenset[int]:
+    nothing: frozenset[int] = frozenset()
+    return nothing.union(*(one.get(key, nothing) for one in held))
 
 
 def _strangers(report: wire.NodeReport | None) -> dict[int, str]:

@@ -290,7 +290,7 @@ class Service:
                 engine.slots_moved = True
             for entry in list(engine.jobs.values()):
                 pods = tuple(pod for pod in report.pods if pod.job_id == entry.spec.job_id)
-                if pods or entry.node_pods.get(node_id):
+                if pods or entry.node_pods.get(node_id) or node_id in entry.slots:
                     engine.apply(entry, stages.NodeReported(node_id, pods))
             if report.leaving:
                 logger.info("node %s: leaves", node_id)

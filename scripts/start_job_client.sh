@@ -62,6 +62,7 @@ fi
 command+=(${args[@]+"${args[@]}"})
 if ! names_work ${args[@]+"${args[@]}"}; then
     checkpoint="${PADDLE_EDL_FLEET_CHECKPOINT_PATH:-$state/digits_checkpoint}"
+    export EDL_CHECKPOINT="$checkpoint" # the launcher looks there for the highest stage
     command+=("$root/examples/digits/train.sh" --epochs 400 --checkpoint "$checkpoint")
     if [ -d "$checkpoint" ]; then
         say "Training goes on from $checkpoint; to begin afresh, remove that folder."

@@ -1,0 +1,99 @@
+"""What the doctor says of machines, good and bad; and of this one."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from job_client import doctor
+from job_client.doctor import Verdict
+from job_client.gpus import GpuSlots
+from tests.job_client.test_gpus import FakeNvml, gpu
+
+GIB = doctor.GIB
+OK, WARN, FAIL = Verdict.OK, Verdict.WARN, Verdict.FAIL
+WORKS = {"version": "3.3.1", "cuda": True, "cuda_version": "12.6", "gpus": 1, "product": 64.0**3}
+
+
+@pytest.mark.parametrize(
+    ("answer", "capabilities", "verdict", "text"),
+    [
+        ({"missing": "no module"}, [], FAIL, "pip install 'edl[paddle]'"),
+        ({"missing": "no module"}, [(8, 0)], FAIL, doctor.INSTALL_PAGE),
+        ({"version": "3.3.1", "cuda": False, "product": 64.0**3}, [], OK, "on the CPU"),
+        ({"version": "3.3.1", "cuda": False, "product": 64.0**3}, [(8, 0)], WARN, "CPU only"),
+        (WORKS, [(9, 0)], OK, "computes on 1 GPUs"),
+        ({**WORKS, "gpus": 0}, [(8, 0)], FAIL, "sees no GPU"),
+        ({**WORKS, "product": 0.0}, [(8, 0)], FAIL, "wrong product"),
+        ({"version": "2.6.2", "cuda": True, "error": "x\nno kernel image"}, [(10, 0)], FAIL,
+         "may not run on this card's compute capability 10.0"),
+        ({"error": "it ended with code -11: no output"}, [], FAIL, "code -11"),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_paddle(answer, capabilities, verdict, text):
+    finding = doctor.judge_paddle(answer, capabilities)
+    assert finding.verdict is verdict
+    assert text in f"{finding.found} {finding.remedy}"
+
+
+@pytest.mark.parametrize(
+    ("finding", "verdict"),
+    [
+        (doctor.judge_python((3, 10, 9)), FAIL),
+        (doctor.judge_python((3, 11, 0)), OK),
+        (doctor.judge_shared_memory(None, 0), FAIL),
+        (doctor.judge_shared_memory(64 << 20, 64 << 20), WARN),
+        (doctor.judge_shared_memory(8 * GIB, 8 * GIB), OK),
+        (doctor.judge_disk(Path("/x"), 100 << 20, 100 * GIB), FAIL),
+        (doctor.judge_disk(Path("/x"), 5 * GIB, 100 * GIB), WARN),
+        (doctor.judge_disk(Path("/x"), 50 * GIB, 100 * GIB), OK),
+        (doctor.judge_ports((20000, 21999), (32768, 60999), []), OK),
+        (doctor.judge_ports((20000, 21999), (32768, 60999), [20001]), WARN),
+        (doctor.judge_ports((20000, 20009), (32768, 60999), list(range(20000, 20009))), FAIL),
+        (doctor.judge_ports((40000, 41999), (32768, 60999), []), WARN),
+        (doctor.judge_file_limit(256, 4096), FAIL),
+        (doctor.judge_file_limit(1024, 4096), WARN),
+        (doctor.judge_file_limit(65536, 65536), OK),
+        (doctor.judge_memory(4 * GIB, GIB // 2, 2), FAIL),
+        (doctor.judge_memory(64 * GIB, 4 * GIB, 64), WARN),
+        (doctor.judge_memory(64 * GIB, 60 * GIB, 8), OK),
+    ],
+)
+def test_what_is_said_of_the_machine(finding, verdict):
+    assert finding.verdict is verdict
+    assert bool(finding.remedy) == (verdict is not OK)
+
+
+def test_a_gpu_in_use_is_shown_with_who_is_on_it():
+    import os
+
+    gpus = GpuSlots(FakeNvml(gpu(0, pids=(os.getpid(),)), gpu(1)), None, lambda _pid: False, True)
+    driver, first, second = doctor.look_at_gpus(gpus)
+    assert driver.found == "570.1"
+    assert first.verdict is WARN
+    assert f"pid {os.getpid()}" in first.found
+    assert second.verdict is OK
+
+
+def test_this_machine_is_examined_without_a_crash(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(doctor, "ask_paddle", lambda: {"version": "3.3.1", "product": 64.0**3})
+    code = doctor.main(["--json", "--log_dir", str(tmp_path / "a" / "b")])
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    assert code == int(any(each["verdict"] == "fail" for each in findings))
+    assert {"Python", "memory", "/dev/shm", "trainers' ports"} <= {f["what"] for f in findings}
+
+
+def test_the_exit_code_is_1_when_something_fails(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(doctor, "ask_paddle", lambda: {"missing": "no"})
+    assert doctor.main(["--log_dir", str(tmp_path)]) == 1
+    assert "fail  Paddle" in capsys.readouterr().out
+
+
+def test_a_wrong_port_range_is_a_wrong_command_line(capsys):
+    assert doctor.main(["--port_range", "many"]) == 2
+    assert "--port_range" in capsys.readouterr().err
+
+
+def test_paddle_is_asked_in_a_process_of_its_own():
+    pytest.importorskip("paddle", reason="asks Paddle")
+    assert doctor.ask_paddle()["product"] == 64.0**3

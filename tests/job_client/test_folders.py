@@ -1,0 +1,60 @@
+"""Which scripts a server may have us run."""
+
+import pytest
+
+from job_client.errors import PodStartError
+from job_client.folders import list_jobs, recipe_for
+from tests.job_client.conftest import pod
+
+
+@pytest.fixture
+def jobs_config(tmp_path, make_config):
+    jobs = tmp_path / "jobs"
+    for name in ("a", "b"):
+        (jobs / name).mkdir(parents=True)
+        (jobs / name / "train.sh").touch()
+    (jobs / "b" / "package.sh").touch()
+    (jobs / "empty").mkdir()
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "train.sh").touch()
+    (jobs / "link").symlink_to(tmp_path / "outside")
+    (jobs / "linked_script").mkdir()
+    (jobs / "linked_script" / "train.sh").symlink_to(tmp_path / "outside" / "train.sh")
+    return make_config(jobs_dir=jobs, script=None, job_id=None)
+
+
+def test_only_real_subfolders_with_a_script_are_jobs(jobs_config):
+    assert list_jobs(jobs_config.jobs_dir) == ("a", "b")
+
+
+def test_a_job_may_have_a_package_script(jobs_config):
+    assert recipe_for(jobs_config, pod(folder="a")).package_sh is None
+    assert recipe_for(jobs_config, pod(folder="b")).package_sh is not None
+
+
+@pytest.mark.parametrize(
+    ("folder", "reason"),
+    [
+        ("../outside", "is not an id"),
+        ("a/../../outside", "is not an id"),
+        ("/etc", "is not an id"),
+        ("..", "is not an id"),
+        ("link", "is a link out of --jobs_dir"),
+        ("linked_script", "is a link out of --jobs_dir"),
+        ("empty", "has no train.sh"),
+        ("missing", "has no train.sh"),
+    ],
+)
+def test_a_server_cannot_name_what_is_not_a_job_of_ours(jobs_config, folder, reason):
+    with pytest.raises(PodStartError, match=reason):
+        recipe_for(jobs_config, pod(folder=folder))
+
+
+def test_a_client_with_one_script_runs_no_other(make_config):
+    with pytest.raises(PodStartError, match="was started with one script"):
+        recipe_for(make_config(), pod(folder="a"))
+
+
+def test_a_pod_id_that_leaves_its_folder_is_no_pod():
+    with pytest.raises(ValueError, match=r"pod_id: '\.\./x' is not an id"):
+        pod("../x")

@@ -1,0 +1,73 @@
+"""Parts of the conversation with the server that need no client around them."""
+
+import pytest
+
+from job_client.errors import FatalError, UsageError
+from job_client.link import MAX_BACKOFF_S, Backoff, find_job
+from job_server.errors import ServerAway, Unauthorized
+from tests.job_client.conftest import FakeServer
+
+
+class Job:
+    """As much of a JobStatus as matters here."""
+
+    def __init__(self, job_id: str, *, ended: bool = False) -> None:
+        self.spec = type("Spec", (), {"job_id": job_id})
+        self.state = type("State", (), {"ended": ended})
+
+
+class Script(FakeServer):
+    """Answers jobs() with one entry after the other, and the last one for ever."""
+
+    def __init__(self, *answers: object) -> None:
+        super().__init__()
+        self._answers = list(answers)
+
+    def jobs(self):
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def never(_timeout_s: float) -> bool:
+    return False
+
+
+def test_the_only_job_is_served():
+    assert find_job(Script((Job("a"),)), never) == "a"
+
+
+def test_jobs_that_have_ended_do_not_count():
+    assert find_job(Script((Job("old", ended=True), Job("new"))), never) == "new"
+
+
+def test_with_several_jobs_one_must_be_named():
+    with pytest.raises(UsageError, match=r"PADDLE_JOB_ID: .* name one of: a, b"):
+        find_job(Script((Job("b"), Job("a"))), never)
+
+
+def test_it_waits_for_the_server_and_then_for_a_job():
+    server = Script(ServerAway("down"), (), ServerAway("down"), (Job("a"),))
+    assert find_job(server, never) == "a"
+
+
+def test_a_server_that_refuses_us_ends_the_wait():
+    with pytest.raises(FatalError, match="token"):
+        find_job(Script(Unauthorized("token: missing")), never)
+
+
+def test_asked_to_end_it_does_not_wait_any_longer():
+    assert find_job(Script(()), lambda _timeout_s: True) is None
+
+
+def test_waits_grow_to_a_limit_differ_between_clients_and_begin_anew():
+    waits = [backoff.next_s() for backoff in [Backoff(seed=1)] for _ in range(20)]
+    assert waits[0] <= 0.1
+    assert MAX_BACKOFF_S / 2 <= waits[-1] <= MAX_BACKOFF_S
+    assert Backoff(seed=1).next_s() != Backoff(seed=2).next_s()
+    backoff = Backoff(seed=1)
+    for _ in range(9):
+        backoff.next_s()
+    backoff.reset()
+    assert backoff.next_s() <= 0.1

@@ -134,8 +134,11 @@ def explain_shortage(
     parts = []
     for view in nodes:
         broken = [slot for slot in view.node.slots if not slot.usable]
-        notes = [f"{len(broken)} unusable ({broken[0].reason or 'no reason given'})"] * bool(broken)
-        notes += [f"{len(view.taken)} taken by other jobs"] * bool(view.taken)
+        notes = [
+            f"slot {slot.index} unusable ({slot.reason or 'no reason given'})" for slot in broken
+        ]
+        if view.taken:
+            notes.append(f"{len(view.taken)} taken by other jobs")
         notes += [f"slot {slot} used by {who}" for slot, who in sorted(view.strangers.items())]
         text = f"{view.node.node_id} has {len(view.node.slots)} slots"
         parts.append(text + (f", {', '.join(notes)}" if notes else ""))

@@ -1,0 +1,180 @@
+"""A real server, a real client and real trainers on loopback, to be killed at will."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+from job_server.api_client import ApiClient
+from job_server.wire import JobSpec, JobState, JobStatus
+from tests.support import free_port, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Cluster:
+    """One job server and one job client, in a folder of their own.
+
+    Args:
+        slots: CPU slots of the node.
+        script: bash line that the pods run; `{python}` and `{out}` are replaced.
+    """
+
+    def __init__(self, folder: Path, *, slots: int, script: str) -> None:
+        self.folder = folder
+        self.slots = slots
+        self.port = free_port()
+        self.first_port = 20000 + (self.port % 10) * 1000  # below the ephemeral ports
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.server: subprocess.Popen[bytes] | None = None  # None: not running
+        self.client: subprocess.Popen[bytes] | None = None  # None: not running
+        self.out = folder / "out"
+        self.out.mkdir(parents=True)
+        (folder / "train.sh").write_text(
+            "#!/usr/bin/env bash\nexec " + script.format(python=sys.executable, out=self.out) + "\n"
+        )
+
+    def api(self) -> ApiClient:
+        return ApiClient(self.url)
+
+    def start_server(self) -> None:
+        args = ["--no_job", "--server_port", str(self.port), "--db", str(self.folder / "server.db")]
+        self.server = self._spawn("job_server", [*args, "--heartbeat_s", "1"])
+
+    def start_client(self) -> None:
+        args = ["--job_server", self.url, "--log_dir", str(self.folder / "client")]
+        args += ["--pod_path", str(self.folder / "pods"), "--cpu_slots", str(self.slots)]
+        args += ["--port_range", f"{self.first_port}-{self.first_port + 199}", "--grace_s", "3"]
+        self.client = self._spawn("job_client", [*args, str(self.folder / "train.sh")])
+
+    def _spawn(self, module: str, args: list[str]) -> subprocess.Popen[bytes]:
+        log = (self.folder / f"{module}.log").open("ab")
+        with log:
+            return subprocess.Popen(
+                [sys.executable, "-m", module, *args],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def submit(self, spec: JobSpec) -> None:
+        wait_until(self._healthy, 30, "the server answers")
+        self.api().submit(spec)
+
+    def _healthy(self) -> bool:
+        try:
+            self.api().health()
+        except OSError:
+            return False
+        return True
+
+    def status(self) -> JobStatus:
+        return self.api().jobs()[0]
+
+    def wait_for(
+        self, condition: Callable[[JobStatus], object], what: str, timeout_s: float = 60
+    ) -> JobStatus:
+        """Return the first status that fulfils `condition`; fail when the job ends before."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                status = self.status()
+            except OSError:
+                status = None
+            if status is not None and condition(status):
+                return status
+            assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}: {status}"
+            if status is not None and status.state.ended:
+                raise AssertionError(f"ended before {what}: {status.state}: {status.reason}")
+            time.sleep(0.05)
+
+    def wait_steps(self, more: int, timeout_s: float = 60) -> JobStatus:
+        """Wait until the job has trained `more` further steps."""
+        begin = self.status().step
+        return self.wait_for(
+            lambda now: now.state is JobState.RUNNING and now.step >= begin + more,
+            f"{more} steps after step {begin}",
+            timeout_s,
+        )
+
+    def processes(self) -> list[psutil.Process]:
+        """Every living process with our folder on its command line or in its environment."""
+        return list(self._find(lambda text: str(self.folder) in text))
+
+    def find(self, *words: str) -> list[psutil.Process]:
+        """The cluster's processes whose command line has all of `words`."""
+        found = []
+        for process in self.processes():
+            try:
+                line = " ".join(process.cmdline())
+            except psutil.Error:
+                continue
+            if all(word in line for word in words):
+                found.append(process)
+        return sorted(found, key=lambda process: process.pid)
+
+    def trainers(self) -> list[psutil.Process]:
+        return [p for p in self.find(".py") if not _is_launcher_or_shim(p)]
+
+    def launchers(self) -> list[psutil.Process]:
+        return [p for p in self.find("pod_runtime.launch") if "bash" not in p.name()]
+
+    def shims(self) -> list[psutil.Process]:
+        return self.find("--pod_dir")
+
+    def _find(self, matches: Callable[[str], bool]) -> Iterator[psutil.Process]:
+        for process in psutil.process_iter():
+            if process.pid == os.getpid():
+                continue
+            try:
+                if process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                text = " ".join(process.cmdline()) + " ".join(process.environ().values())
+            except psutil.Error:
+                continue
+            if matches(text):
+                yield process
+
+    def kill(self, process: psutil.Process | subprocess.Popen[bytes]) -> None:
+        """SIGKILL, and wait until it is gone."""
+        process.send_signal(signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.wait(10)
+
+    def stop(self) -> None:
+        """End client and server in order; whatever is left is killed."""
+        for process in (self.client, self.server):
+            if process is not None and process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(20)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+        for left in self.processes():
+            left.kill()
+
+    def logs(self) -> str:
+        """The ends of all logs, for a failed test's report."""
+        parts = []
+        for path in sorted(self.folder.rglob("*log*")):
+            if path.is_file():
+                text = path.read_text(errors="replace")[-3000:]
+                parts.append(f"----- {path.relative_to(self.folder)}\n{text}")
+        return "\n".join(parts)
+
+
+def _is_launcher_or_shim(process: psutil.Process) -> bool:
+    line = " ".join(process.cmdline())
+    return any(
+        word in line
+        for word in ("pod_runtime.", "pod_runtime/", "job_server", "job_client", "bash")
+    )

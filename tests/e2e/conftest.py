@@ -1,0 +1,33 @@
+"""Fixtures of the end-to-end tests: a real cluster that trains a counting model."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.cluster import ROOT, Cluster
+
+pytest.importorskip("paddle", reason="trains with Paddle")
+
+
+@pytest.fixture
+def counting_cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+    """Make a cluster whose job counts its samples; everything is gone when the test ends."""
+    made: list[Cluster] = []
+
+    def make(*, slots: int, samples: int, epochs: int, step_s: float = 0.02) -> Cluster:
+        trainer = ROOT / "tests" / "e2e" / "count_train.py"
+        script = (
+            "{python} -m pod_runtime.launch --log_dir {out}/log " + str(trainer) + " "
+            f"--samples {samples} --epochs {epochs} --step_s {step_s} "
+            "--checkpoint {out}/checkpoint --out {out}/seen.npy"
+        )
+        cluster = Cluster(tmp_path / "c", slots=slots, script=script)
+        made.append(cluster)
+        cluster.start_server()
+        cluster.start_client()
+        return cluster
+
+    yield make
+    for cluster in made:
+        cluster.stop()

@@ -1,0 +1,74 @@
+"""A training whose parameter i counts how often sample i was trained. Run as a trainer.
+
+The loss of sample i is -w[i] times the size of the global batch, and the learning rate is 1, so
+one exact pass over the data adds exactly 1 to every parameter.
+"""
+
+import argparse
+import time
+
+import numpy as np
+import paddle
+
+from pod_runtime import elastic
+
+
+class Ids(paddle.io.Dataset):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> np.int64:
+        return np.int64(index)
+
+
+class Counter(paddle.nn.Layer):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        zero = paddle.nn.initializer.Constant(0.0)
+        self.seen = self.create_parameter([count], default_initializer=zero)
+
+    def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
+        return paddle.gather(self.seen, ids)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--samples", type=int, default=1000)
+    parser.add_argument("--batch_size", type=int, default=48)
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--step_s", type=float, default=0.02)
+    parser.add_argument("--checkpoint", required=True)
+    parser.add_argument("--save_steps", type=int, default=10)
+    parser.add_argument("--out", required=True)
+    args = parser.parse_args()
+
+    paddle.set_default_dtype("float64")
+    model = Counter(args.samples)
+    optimizer = paddle.optimizer.SGD(1.0, parameters=model.parameters())
+    loop = elastic.Loop(
+        model,
+        optimizer,
+        Ids(args.samples),
+        batch_size=args.batch_size,
+        epochs=args.epochs,
+        checkpoint=args.checkpoint,
+        save_steps=args.save_steps,
+    )
+    for epoch in loop.epochs():
+        left = args.samples - args.batch_size * epoch.first_step
+        for step in epoch:
+            batch = min(args.batch_size, left)
+            left -= args.batch_size
+            for ids in step:
+                step.backward(-model(ids).mean() * batch)
+            step.update()
+            time.sleep(args.step_s)
+    if loop.rank == 0:
+        np.save(args.out, model.seen.numpy())
+
+
+if __name__ == "__main__":
+    main()

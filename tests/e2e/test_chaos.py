@@ -1,0 +1,115 @@
+"""Kill every process of a training, one kind after the other: nothing is lost, nothing is left."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from job_server.wire import JobSpec, JobState
+from tests.e2e.cluster import Cluster
+from tests.support import wait_until
+
+EPOCHS = 40
+SAMPLES = 1000
+
+
+def finish_and_check(cluster: Cluster, epochs: int) -> None:
+    """The job succeeds; every sample counts `epochs` times, by the model and by the ledger."""
+    cluster.wait_for(lambda now: now.state is JobState.SUCCEEDED, "the job succeeds", 120)
+    seen = np.load(cluster.out / "seen.npy")
+    assert np.unique(np.rint(seen)).tolist() == [epochs]
+    assert np.abs(seen - epochs).max() < 1e-6
+    for path in (cluster.out / "log" / "run", cluster.out / "checkpoint"):
+        proof = subprocess.run(
+            [sys.executable, "-m", "pod_runtime.verify", str(path)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert proof.returncode == 0, proof.stdout + proof.stderr
+
+
+def check_nothing_is_left(cluster: Cluster, memory_before: set[str]) -> None:
+    """No process of the job, no shared memory, no listening port, no temporary file."""
+    wait_until(lambda: not cluster.find(".py") and not cluster.shims(), 30, "pods are gone")
+    cluster.stop()
+    assert cluster.processes() == []
+    assert set(os.listdir("/dev/shm")) - memory_before == set()
+    for port in (cluster.port, *range(cluster.first_port, cluster.first_port + 200)):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+    left = [path for path in cluster.folder.rglob("*") if is_temporary(path)]
+    assert left == []
+
+
+def is_temporary(path: Path) -> bool:
+    return path.name == "sock" or path.name.startswith(".") or ".tmp" in path.name
+
+
+@pytest.fixture
+def memory_before() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+@pytest.mark.timeout(300)
+def test_killing_each_kind_of_process_loses_no_sample(
+    counting_cluster: Callable[..., Cluster], memory_before: set[str]
+) -> None:
+    cluster = counting_cluster(slots=2, samples=SAMPLES, epochs=EPOCHS)
+    cluster.submit(JobSpec(job_id="chaos", max_pods=2))
+    cluster.wait_steps(5)
+
+    cluster.kill(cluster.trainers()[0])
+    cluster.wait_steps(5)
+    cluster.kill(cluster.launchers()[0])
+    cluster.wait_steps(5)
+    cluster.kill(cluster.shims()[-1])
+    cluster.wait_steps(5)
+
+    assert cluster.client is not None
+    cluster.kill(cluster.client)
+    cluster.wait_steps(5)  # its death stops nothing
+    cluster.start_client()
+
+    assert cluster.server is not None
+    trainers = {p.pid for p in cluster.trainers()}
+    cluster.kill(cluster.server)
+    cluster.start_server()
+    cluster.wait_steps(5)
+    assert trainers == {p.pid for p in cluster.trainers()}, "control died, training went on"
+
+    for process in cluster.processes():  # all at once
+        process.kill()
+    cluster.start_server()
+    cluster.start_client()
+    cluster.wait_steps(5)
+
+    finish_and_check(cluster, EPOCHS)
+    check_nothing_is_left(cluster, memory_before)
+
+
+@pytest.mark.timeout(300)
+def test_six_planned_changes_redo_no_step_and_count_every_sample_once(
+    counting_cluster: Callable[..., Cluster], memory_before: set[str]
+) -> None:
+    cluster = counting_cluster(slots=3, samples=SAMPLES, epochs=EPOCHS)
+    cluster.submit(JobSpec(job_id="resizes", pods=1, max_pods=3))
+    cluster.wait_steps(3)
+    for pods in (2, 3, 1, 3, 2, 1):
+        cluster.api().resize("resizes", pods)
+        cluster.wait_for(
+            lambda now, pods=pods: now.state is JobState.RUNNING and len(now.pods) == pods,
+            f"{pods} pods run",
+        )
+        cluster.wait_steps(3)
+    status = cluster.status()
+    assert [record.pods for record in status.stages] == [1, 2, 3, 1, 3, 2, 1]
+    assert status.redone_steps == 0
+    finish_and_check(cluster, EPOCHS)
+    check_nothing_is_left(cluster, memory_before)

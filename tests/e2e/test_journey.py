@@ -1,0 +1,150 @@
+"""What users do with a job besides letting it run: pause, stop, resize by hand, get it wrong."""
+
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from job_server.wire import JobSpec, JobState, ScriptKind, ScriptSpec, Way
+from tests.e2e.cluster import Cluster
+from tests.e2e.test_chaos import finish_and_check
+from tests.support import wait_until
+
+
+@pytest.mark.timeout(240)
+def test_pause_frees_every_slot_and_resume_redoes_no_step(
+    counting_cluster: Callable[..., Cluster],
+) -> None:
+    cluster = counting_cluster(slots=2, samples=480, epochs=30)
+    cluster.submit(JobSpec(job_id="nap", max_pods=2))
+    cluster.wait_steps(5)
+    cluster.api().pause("nap")
+    paused = cluster.wait_for(lambda now: now.state is JobState.PAUSED, "paused")
+    wait_until(lambda: not cluster.trainers() and not cluster.shims(), 20, "no pod is left")
+
+    assert cluster.server is not None
+    cluster.kill(cluster.server)  # what is paused survives a crash of the server
+    cluster.start_server()
+    cluster.wait_for(lambda now: now.state is JobState.PAUSED, "still paused")
+    cluster.api().resume("nap")
+    resumed = cluster.wait_steps(1)
+    assert resumed.redone_steps == 0
+    assert resumed.step > paused.step
+    finish_and_check(cluster, 30)
+
+
+@pytest.mark.timeout(240)
+def test_a_server_killed_in_the_middle_of_a_change_finishes_it(
+    counting_cluster: Callable[..., Cluster],
+) -> None:
+    cluster = counting_cluster(slots=2, samples=480, epochs=40)
+    cluster.submit(JobSpec(job_id="mid", pods=1, max_pods=2))
+    cluster.wait_steps(5)
+    cluster.api().resize("mid", 2)
+    cluster.wait_for(lambda now: now.state is JobState.CUTTING_OVER, "cutting over")
+    assert cluster.server is not None
+    cluster.kill(cluster.server)
+    cluster.start_server()
+    status = cluster.wait_for(
+        lambda now: now.state is JobState.RUNNING and len(now.pods) == 2, "two pods run"
+    )
+    assert status.redone_steps == 0
+    finish_and_check(cluster, 40)
+
+
+@pytest.mark.timeout(240)
+def test_a_timeline_resizes_and_kills_by_itself(counting_cluster: Callable[..., Cluster]) -> None:
+    cluster = counting_cluster(slots=2, samples=480, epochs=60)
+    timeline = textwrap.dedent("""
+        - {at: 2s, add: 1}
+        - {at: 8s, kill: 0}
+        - {at: 14s, pods: 1}
+    """)
+    script = ScriptSpec(kind=ScriptKind.TIMELINE, text=timeline)
+    cluster.submit(JobSpec(job_id="timed", pods=1, max_pods=2, script=script))
+    status = cluster.wait_for(
+        lambda now: len(now.stages) >= 4 and now.state is JobState.RUNNING, "4"
+    )
+    assert [record.pods for record in status.stages[:4]] == [1, 2, 2, 1]
+    assert status.stages[2].way is Way.START
+    assert status.failures == 0, "a kill that was asked for is no failure"
+    finish_and_check(cluster, 60)
+
+
+@pytest.mark.timeout(180)
+def test_stop_ends_the_job_and_leaves_no_process(counting_cluster: Callable[..., Cluster]) -> None:
+    cluster = counting_cluster(slots=2, samples=480, epochs=10_000)
+    cluster.submit(JobSpec(job_id="long", max_pods=2))
+    cluster.wait_steps(3)
+    cluster.api().kill("long", pod_id=cluster.status().pods[1].pod_id)
+    status = cluster.wait_steps(3)
+    assert len({record.stage for record in status.stages}) == 2
+    cluster.api().stop("long")
+    cluster.wait_for(lambda now: now.state is JobState.STOPPED, "stopped")
+    wait_until(lambda: not cluster.trainers() and not cluster.shims(), 20, "no pod is left")
+
+
+@pytest.fixture
+def script_cluster(tmp_path: Path):
+    """A cluster whose pods run a bash line."""
+    made: list[Cluster] = []
+
+    def make(script: str, *, slots: int = 1) -> Cluster:
+        cluster = Cluster(tmp_path / "c", slots=slots, script=script)
+        made.append(cluster)
+        cluster.start_server()
+        cluster.start_client()
+        return cluster
+
+    yield make
+    for cluster in made:
+        cluster.stop()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        pytest.param("{python} -m pod_runtime.launch {out}/no_such.py", "no_such.py", id="missing"),
+        pytest.param("{python} -m pod_runtime.launch {out}/one.py", "exited with 1", id="exit 1"),
+        pytest.param("false", "1", id="the pod's script itself"),
+    ],
+)
+def test_a_script_that_cannot_run_fails_with_its_reason_and_not_for_ever(
+    script_cluster: Callable[..., Cluster], script: str, says: str
+) -> None:
+    cluster = script_cluster(script)
+    (cluster.out / "one.py").write_text("raise SystemExit(1)\n")
+    cluster.submit(JobSpec(job_id="bad", max_restarts_without_progress=2))
+    status = cluster.wait_for(lambda now: now.state is JobState.FAILED, "failed", 60)
+    assert says in status.reason
+    assert len(status.stages) <= 3
+    wait_until(lambda: not cluster.trainers() and not cluster.shims(), 20, "no pod is left")
+
+
+@pytest.mark.timeout(120)
+def test_trainers_without_the_elastic_loop_are_stopped_and_started_again(
+    script_cluster: Callable[..., Cluster],
+) -> None:
+    cluster = script_cluster("{python} -m pod_runtime.launch {out}/plain.py {out}/", slots=2)
+    (cluster.out / "plain.py").write_text(
+        textwrap.dedent("""
+            import os, pathlib, sys, time
+
+            out = pathlib.Path(sys.argv[1])
+            world, rank = os.environ["PADDLE_TRAINERS_NUM"], os.environ["PADDLE_TRAINER_ID"]
+            (out / f"started_{world}_{rank}").touch()
+            while not (out / "finish").exists():
+                time.sleep(0.05)
+        """)
+    )
+    cluster.submit(JobSpec(job_id="plain", pods=1, max_pods=2, grace_s=2))
+    wait_until((cluster.out / "started_1_0").exists, 30)
+    cluster.wait_for(lambda now: now.state is JobState.RUNNING, "running")
+    cluster.api().resize("plain", 2)
+    wait_until((cluster.out / "started_2_1").exists, 30)
+    status = cluster.wait_for(lambda now: len(now.stages) == 2, "two stages")
+    assert status.stages[1].way is Way.STOP
+    (cluster.out / "finish").touch()
+    cluster.wait_for(lambda now: now.state is JobState.SUCCEEDED, "succeeded")

@@ -76,7 +76,7 @@ def decide(pod: Pod, now: float) -> tuple[Pod, tuple[Action, ...]]:
         plan = by_key.get(run.key)
         over = going is not None or plan is None or plan.order is Order.END
         run = replace(run, plan=plan or run.plan, ending=run.ending or over)
-        run, more = _end(run, now, pod.grace_s, going) if run.ending else _guide(run, pod.pod_id)
+        run, more = _end(run, now, pod.grace_s, going) if run.ending else _guide(run, pod)
         actions += more
         runs.append(run)
     pod = replace(pod, runs=_worth_keeping(runs, by_key))
@@ -112,21 +112,25 @@ def _going(pod: Pod) -> Leaving | None:
     return None
 
 
-def _guide(run: Run, pod_id: str) -> tuple[Run, list[Action]]:
+def _guide(run: Run, pod: Pod) -> tuple[Run, list[Action]]:
     """Bring a stage that is not over, and its trainers, in line with its order."""
     order = run.plan.order
     actions: list[Action] = []
     if order is Order.CUT and not run.cutting:
         run = replace(run, cutting=True, cut_id=run.cut_id + 1)
-    off = order in (Order.GO, Order.RESUME) and (
-        run.cutting or any(t.alive and t.parked_at is not None for t in run.trainers)
+    # Trainers may park because of their peers' flag before our own CUT is heard: then GO, or the
+    # RESUME of an earlier cut, is old news and frees nobody. Their DRAINED brings newer orders.
+    stranded = order is Order.RESUME and any(
+        t.alive and t.parked_at is not None and t.parked_after < pod.orders_heard
+        for t in run.trainers
     )
-    if off and not run.cutting:  # parked by its peers' flag, before our own order was heard
+    off = (run.cutting and order in (Order.GO, Order.RESUME)) or stranded
+    if off and not run.cutting:
         run = replace(run, cut_id=run.cut_id + 1)
     trainers = []
     for trainer in run.trainers:
         if trainer.alive and trainer.elastic:
-            trainer, more = _guide_trainer(run, trainer, off, pod_id)
+            trainer, more = _guide_trainer(run, trainer, off, pod.pod_id)
             actions += more
         trainers.append(trainer)
     return replace(run, trainers=tuple(trainers), cutting=run.cutting and not off), actions

@@ -30,9 +30,12 @@ def due_reports(pod: Pod, now: float) -> tuple[Pod, list[PodReport]]:
 
 def _name(report: PodReport, run: Run | None) -> tuple[object, ...]:
     """What makes a report another one than those told before."""
-    per_cut = report.kind in (ReportKind.DRAINED, ReportKind.PROGRESS) and run is not None
-    cut_id = run.cut_id if per_cut and run is not None else 0
-    return report.kind, report.stage, report.attempt, report.rank, report.code, cut_id
+    of_a_cut: tuple[int, ...] = ()
+    if run is not None and report.kind is ReportKind.DRAINED:
+        of_a_cut = (run.cut_id, report.step)
+    elif run is not None and report.kind is ReportKind.PROGRESS:
+        of_a_cut = (run.cut_id,)
+    return (report.kind, report.stage, report.attempt, report.rank, report.code, *of_a_cut)
 
 
 def _truths(plan: StagePlan, run: Run | None) -> list[PodReport]:
@@ -48,8 +51,8 @@ def _truths(plan: StagePlan, run: Run | None) -> list[PodReport]:
         truths.append(report_on(run, ReportKind.LOADED))
     if plan.order in TRAINS and run.first_step is not None:
         truths.append(report_on(run, ReportKind.FIRST_STEP))
-    if plan.order is Order.CUT and run.parked and run.trouble is None:
-        truths.append(_drained(run))
+    if plan.order in TRAINS and run.parked and run.trouble is None:
+        truths.append(_drained(run))  # also before the CUT is heard: its peers' flag was quicker
     if plan.order is Order.RESUME and run.trouble is None:
         truths.append(report_on(run, ReportKind.PROGRESS))  # "training again", at once
     if run.done_step is not None:

@@ -34,6 +34,7 @@ class Trainer:
     told_go: bool = False
     told_cut: int = 0  # id of the last cut that it was told of; 0: none
     parked_at: int | None = None  # None: not parked
+    parked_after: int = 0  # how many orders had been heard when it parked
     terminated_at: float | None = None  # None: no SIGTERM sent
     killed: bool = False
 
@@ -101,6 +102,7 @@ class Pod:
     node_id: str
     grace_s: float
     orders: PodOrders | None = None  # None: the server has not spoken yet
+    orders_heard: int = 0
     runs: tuple[Run, ...] = ()  # oldest first; the newest is kept after its end
     leaving: Leaving | None = None
     told: frozenset[tuple[Any, ...]] = frozenset()  # reports made since the last attach
@@ -117,12 +119,12 @@ class Pod:
 
 def ordered(pod: Pod, orders: PodOrders) -> Pod:
     """The server has said what should be true now."""
-    return replace(pod, orders=orders)
+    return replace(pod, orders=orders, orders_heard=pod.orders_heard + 1)
 
 
 def attached(pod: Pod, orders: PodOrders) -> Pod:
     """The server has taken our whole truth; what it may have missed is to be told again."""
-    return replace(pod, orders=orders, told=frozenset())
+    return replace(ordered(pod, orders), told=frozenset())
 
 
 def spawned(pod: Pod, plan: StagePlan) -> Pod:
@@ -164,7 +166,7 @@ def heard(pod: Pod, key: Key, rank: int, said: Said) -> Pod:
         case Drained(step=step, id=cut_id):
             if cut_id is None or cut_id >= run.cut_id:  # else: an answer to a cut that is off
                 run = replace(run, step=max(run.step, step))
-                run = _with_trainer(run, rank, parked_at=step)
+                run = _with_trainer(run, rank, parked_at=step, parked_after=pod.orders_heard)
         case Done(step=step):
             run = replace(run, step=max(run.step, step), done_step=step)
     return _put(pod, run)

@@ -209,10 +209,10 @@ class Session:
             _show("the job was cut short")
             return 1
         folder = self._config.folder
-        state = status.state.value
+        state, reason = status.state.value, status.reason
         _show(
-            f"{state} after step {status.step}, {len(status.stages)} stages, "
-            f"{status.account.total_s:.1f} s: {status.reason}"
+            f"{state} after step {status.step}, {len(status.stages)} stages and "
+            f"{status.account.total_s:.1f} s: {reason.removeprefix(f'{state}: ')}"
         )
         _show(f"logs and state in {folder}")
         if status.state is JobState.SUCCEEDED:

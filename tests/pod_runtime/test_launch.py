@@ -170,7 +170,7 @@ def test_a_stage_is_trained_to_its_end_and_the_launcher_exits_with_0(server, mak
     (done,) = server.told(ReportKind.DONE)
     assert (exited.code, exited.stage, done.step) == (0, 1, 30)
     first = server.told(ReportKind.FIRST_STEP)[0]
-    assert (first.elastic, first.total_steps, first.metrics) == (True, 30, {"loss": 0.5})
+    assert (first.elastic, first.total_steps) == (True, 30)
     kinds = [report.kind for report in server.reports]
     assert kinds.index(ReportKind.STARTED) < kinds.index(ReportKind.LOADED)
     assert not server.told(ReportKind.FAILED)

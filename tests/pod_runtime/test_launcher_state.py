@@ -1,0 +1,486 @@
+"""The launcher's decisions, without a process: events in, actions out."""
+
+import signal
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from job_server.wire import (
+    LocalStage,
+    Order,
+    PlanPod,
+    PodOrders,
+    PodReport,
+    ReportKind,
+    StagePlan,
+    Way,
+)
+from pod_runtime import launcher_state as state
+from pod_runtime.channel_wire import Done, Drained, Hello, Loaded, Said, StageTooLow, Stepped
+from pod_runtime.launcher_decisions import (
+    Exit,
+    Report,
+    Signal,
+    Spawn,
+    Tell,
+    Welcome,
+    decide,
+    next_deadline,
+)
+from pod_runtime.launcher_reports import attach_truth
+from tests.pod_runtime.fake_job_server import make_plan
+
+NOW = 100.0
+
+
+def part(pod_id: str = "a", pod_rank: int = 0, ranks: tuple[int, ...] = (0, 1)) -> PlanPod:
+    return PlanPod(
+        pod_id=pod_id,
+        pod_rank=pod_rank,
+        node_id="node",
+        addr="127.0.0.1",
+        slots=ranks,
+        ranks=ranks,
+        ports=tuple(20000 + rank for rank in ranks),
+    )
+
+
+def plan(stage: int, order: Order, **fields: Any) -> StagePlan:
+    return make_plan(stage, order, (part(), part("b", 1, (2, 3))), **fields)
+
+
+class Simulated:
+    """A launcher whose trainers are what the test says of them."""
+
+    def __init__(self, pod_id: str = "a", grace_s: float = 5.0) -> None:
+        self.pod = state.Pod(pod_id=pod_id, node_id="node", grace_s=grace_s)
+        self.now = NOW
+        self.revision = 0
+
+    def settle(self) -> list[Any]:
+        """Decide; carry out spawns as if each succeeded; return all actions."""
+        done: list[Any] = []
+        while True:
+            self.pod, actions = decide(self.pod, self.now)
+            done += actions
+            spawns = [action for action in actions if isinstance(action, Spawn)]
+            for spawn in spawns:
+                self.pod = state.spawned(self.pod, spawn.plan)
+            if not spawns:
+                return done
+
+    def told(self, *plans: StagePlan, leave: bool = False, attach: bool = False) -> list[Any]:
+        self.revision += 1
+        orders = PodOrders(
+            server_id="s", revision=self.revision, plans=plans, heartbeat_s=1.0, leave=leave
+        )
+        event = state.attached if attach else state.ordered
+        self.pod = event(self.pod, orders)
+        return self.settle()
+
+    def say(self, rank: int, said: Said, stage: int = 1, attempt: int = 0) -> list[Any]:
+        self.pod = state.heard(self.pod, (stage, attempt), rank, said)
+        return self.settle()
+
+    def die(
+        self, rank: int, code: int, stage: int = 1, attempt: int = 0, why: str = ""
+    ) -> list[Any]:
+        self.pod = state.died(self.pod, (stage, attempt), rank, code, why)
+        return self.settle()
+
+    def train(self, stage: int = 1) -> None:
+        """Bring both trainers to where they make steps."""
+        self.told(plan(stage, Order.START))
+        for rank in (0, 1):
+            self.say(rank, Hello(rank=rank, stage=stage, pid=1), stage)
+            self.say(rank, Loaded(step=0), stage)
+        self.told(plan(stage, Order.GO))
+        self.say(0, Stepped(step=1), stage)
+
+
+def reports(actions: list[Any]) -> list[PodReport]:
+    return [action.report for action in actions if isinstance(action, Report)]
+
+
+def kinds(actions: list[Any]) -> list[ReportKind]:
+    return [report.kind for report in reports(actions)]
+
+
+def messages(actions: list[Any]) -> list[tuple[int, str]]:
+    return [(a.rank, a.message["do"]) for a in actions if isinstance(a, Tell)]
+
+
+def signals(actions: list[Any]) -> list[tuple[int, signal.Signals]]:
+    return [(a.rank, a.signum) for a in actions if isinstance(a, Signal)]
+
+
+def test_prepare_is_answered_once_and_starts_nothing():
+    pod = Simulated()
+    assert kinds(pod.told(plan(1, Order.PREPARE))) == [ReportKind.READY]
+    assert pod.told(plan(1, Order.PREPARE)) == []
+
+
+@pytest.mark.parametrize("way", [Way.REPLACE, Way.JOIN])
+def test_a_way_that_is_not_built_is_refused_and_not_claimed_ready(way):
+    (report,) = reports(Simulated().told(plan(1, Order.PREPARE, way=way)))
+    assert report.kind is ReportKind.FAILED
+    assert way.value in report.reason
+
+
+def test_loaded_is_told_when_the_last_trainer_has_loaded():
+    pod = Simulated()
+    started = pod.told(plan(1, Order.START))
+    assert kinds(started) == [ReportKind.STARTED]
+    assert sum(isinstance(action, Spawn) for action in started) == 1
+    (welcome,) = pod.say(0, Hello(rank=0, stage=1, pid=1))
+    assert isinstance(welcome, Welcome)
+    assert welcome.writer
+    pod.say(1, Hello(rank=1, stage=1, pid=2))
+    assert kinds(pod.say(0, Loaded(step=7))) == []
+    assert kinds(pod.say(1, Loaded(step=7))) == [ReportKind.LOADED]
+
+
+def test_go_reaches_trainers_that_come_to_the_loop_late():
+    pod = Simulated()
+    pod.told(plan(1, Order.START))
+    pod.say(0, Hello(rank=0, stage=1, pid=1))
+    assert messages(pod.told(plan(1, Order.GO))) == [(0, "go")]
+    assert messages(pod.say(1, Hello(rank=1, stage=1, pid=2))) == [(1, "go")]
+
+
+def test_a_script_that_enters_a_second_loop_is_welcomed_again():
+    pod = Simulated()
+    pod.train()
+    again = pod.say(0, Hello(rank=0, stage=1, pid=1))
+    assert [type(action) for action in again] == [Welcome, Tell]
+
+
+def test_first_step_is_told_at_once_and_then_progress_every_heartbeat():
+    pod = Simulated()
+    pod.told(plan(1, Order.START))
+    for rank in (0, 1):
+        pod.say(rank, Hello(rank=rank, stage=1, pid=1))
+        pod.say(rank, Loaded(step=4))
+    pod.told(plan(1, Order.GO))
+    assert ReportKind.FIRST_STEP in kinds(pod.say(1, Stepped(step=5)))
+    assert kinds(pod.say(0, Stepped(step=5, metrics={"loss": 2.0}))) == []
+    assert next_deadline(pod.pod) == NOW + 1.0
+    pod.now += 1.0
+    (progress,) = reports(pod.settle())
+    assert progress.kind is ReportKind.PROGRESS
+    assert (progress.step, progress.metrics) == (5, {"loss": 2.0})
+
+
+def test_a_cut_is_told_to_all_and_drained_when_the_last_has_parked():
+    pod = Simulated()
+    pod.train()
+    coming = plan(2, Order.PREPARE)
+    actions = pod.told(plan(1, Order.CUT, durable=True), coming)
+    assert [a.message for a in actions if isinstance(a, Tell)] == [
+        {"do": "cut", "id": 1, "durable": True}
+    ] * 2
+    assert kinds(actions) == [ReportKind.READY]
+    assert kinds(pod.say(0, Drained(step=9, id=1))) == []
+    (drained,) = reports(pod.say(1, Drained(step=9, id=1)))
+    assert (drained.kind, drained.step) == (ReportKind.DRAINED, 9)
+    pod.now += 10
+    assert pod.settle() == []  # a parked trainer makes no progress
+
+
+def test_parked_trainers_are_killed_and_the_next_stage_waits_until_they_are_gone():
+    pod = Simulated()
+    pod.train()
+    pod.told(plan(1, Order.CUT), plan(2, Order.PREPARE))
+    for rank in (0, 1):
+        pod.say(rank, Drained(step=9))
+    actions = pod.told(plan(1, Order.END), plan(2, Order.START))
+    assert signals(actions) == [(0, signal.SIGKILL), (1, signal.SIGKILL)]
+    assert not any(isinstance(action, Spawn) for action in actions)
+    pod.die(0, -9)
+    actions = pod.die(1, -9)
+    assert kinds(actions) == [ReportKind.ENDED, ReportKind.STARTED]
+
+
+def test_ranks_that_parked_after_different_steps_are_a_failure():
+    pod = Simulated()
+    pod.train()
+    pod.told(plan(1, Order.CUT))
+    pod.say(0, Drained(step=9))
+    (report,) = reports(pod.say(1, Drained(step=10)))
+    assert report.kind is ReportKind.FAILED
+
+
+def test_each_cut_has_its_own_number_and_an_answer_to_an_earlier_one_does_not_count():
+    pod = Simulated()
+    pod.train()
+    pod.told(plan(1, Order.CUT))
+    assert set(messages(pod.told(plan(1, Order.RESUME)))) == {(0, "resume"), (1, "resume")}
+    cut = [a.message["id"] for a in pod.told(plan(1, Order.CUT)) if isinstance(a, Tell)]
+    assert cut == [2, 2]
+    for rank in (0, 1):
+        assert kinds(pod.say(rank, Drained(step=9, id=1))) == []  # was on its way
+    for rank in (0, 1):
+        actions = pod.say(rank, Drained(step=11, id=2))
+    assert kinds(actions) == [ReportKind.DRAINED]
+
+
+@pytest.mark.parametrize("order", [Order.RESUME, Order.GO])
+def test_orders_from_before_the_parking_free_nobody_that_parked_with_its_peers(order):
+    pod = Simulated()
+    pod.train()
+    pod.told(plan(1, order))
+    pod.say(0, Drained(step=9))
+    actions = pod.say(1, Drained(step=9))
+    assert kinds(actions) == [ReportKind.DRAINED]  # which brings newer orders
+    assert messages(actions) == []
+    assert messages(pod.told(plan(1, Order.GO))) == []
+    assert set(messages(pod.told(plan(1, Order.RESUME)))) == {(0, "resume"), (1, "resume")}
+
+
+def test_a_cut_that_is_called_off_unheard_is_off_when_training_goes_on():
+    pod = Simulated()
+    pod.train()
+    pod.told(plan(1, Order.CUT))
+    assert set(messages(pod.told(plan(1, Order.GO)))) == {(0, "resume"), (1, "resume")}
+
+
+def test_trainers_without_the_loop_get_sigterm_and_after_the_grace_sigkill():
+    pod = Simulated(grace_s=5.0)
+    pod.told(plan(1, Order.START))
+    pod.told(plan(1, Order.GO))
+    assert signals(pod.told(plan(1, Order.END))) == [(0, signal.SIGTERM), (1, signal.SIGTERM)]
+    assert next_deadline(pod.pod) == NOW + 5.0
+    pod.die(0, -15)
+    pod.now += 5.0
+    assert signals(pod.settle()) == [(1, signal.SIGKILL)]
+    assert kinds(pod.die(1, -9)) == [ReportKind.ENDED]
+
+
+@pytest.mark.parametrize(
+    ("code", "peer_lost"),
+    [(1, False), (-9, False), (-11, False), (-6, True), (-15, True), (75, True)],
+)
+def test_who_is_a_victim_of_another_trainers_death(code, peer_lost):
+    pod = Simulated()
+    pod.train()
+    (failed,) = reports(pod.die(1, code, why="boom"))
+    assert (failed.kind, failed.rank, failed.code) == (ReportKind.FAILED, 1, code)
+    assert failed.peer_lost is peer_lost
+    assert failed.reason.endswith(": boom")
+
+
+def test_in_a_world_of_one_nobody_is_a_victim():
+    pod = Simulated()
+    alone = make_plan(1, Order.START, (part(ranks=(0,)),))
+    pod.told(alone)
+    (failed,) = reports(pod.die(0, -6))
+    assert not failed.peer_lost
+
+
+def test_the_cause_is_told_although_its_victim_died_first():
+    pod = Simulated()
+    pod.train()
+    assert reports(pod.die(0, 75))[0].peer_lost
+    (cause,) = reports(pod.die(1, 1))
+    assert (cause.rank, cause.peer_lost) == (1, False)
+
+
+def test_a_second_victim_or_a_later_cause_is_not_told_once_the_cause_is_known():
+    pod = Simulated()
+    pod.train()
+    pod.die(0, 1)
+    assert reports(pod.die(1, 75)) == []
+
+
+def test_the_others_are_left_alone_after_a_death():
+    pod = Simulated()
+    pod.train()
+    assert signals(pod.die(0, 1)) == []
+
+
+def test_when_all_have_exited_with_0_so_does_the_launcher():
+    pod = Simulated()
+    pod.train()
+    assert kinds(pod.say(0, Done(step=20))) == [ReportKind.DONE]
+    assert pod.die(1, 0) == []
+    assert [a for a in pod.die(0, 0) if isinstance(a, Exit)] == [
+        Exit(code=0, reason="every trainer has exited with 0", stage=1)
+    ]
+
+
+def test_a_stage_that_is_too_low_is_no_failure_and_no_success():
+    pod = Simulated()
+    pod.told(plan(1, Order.START))
+    (low,) = reports(pod.say(0, StageTooLow(highest_stage=4)))
+    assert (low.kind, low.highest_stage) == (ReportKind.STAGE_TOO_LOW, 4)
+    assert pod.die(0, 1) == []
+    assert pod.die(1, 0) == []
+
+
+def test_a_taken_port_is_told_and_the_next_attempt_is_started():
+    pod = Simulated()
+    first = plan(1, Order.START)
+    pod.pod = state.ordered(
+        pod.pod, PodOrders(server_id="s", revision=1, plans=(first,), heartbeat_s=1.0)
+    )
+    pod.pod = state.refused_ports(pod.pod, first, "port 20000 is taken")
+    (taken,) = reports(pod.settle())
+    assert (taken.kind, taken.reason) == (ReportKind.PORT_TAKEN, "port 20000 is taken")
+    (started,) = reports(pod.told(plan(1, Order.START, attempt=1)))
+    assert (started.kind, started.attempt) == (ReportKind.STARTED, 1)
+
+
+def test_a_kill_is_carried_out_once():
+    pod = Simulated()
+    pod.train()
+    killing = plan(1, Order.GO, kill_ranks=(("k", 1), ("other pod's", 3)))
+    assert signals(pod.told(killing)) == [(1, signal.SIGKILL)]
+    assert signals(pod.told(killing)) == []
+
+
+def test_leave_ends_the_trainers_and_then_the_launcher():
+    pod = Simulated()
+    pod.train()
+    assert signals(pod.told(leave=True)) == [(0, signal.SIGTERM), (1, signal.SIGTERM)]
+    pod.die(0, -15)
+    (exit_,) = pod.die(1, -15)
+    assert exit_.code == 0
+
+
+def test_a_second_stop_signal_kills_at_once():
+    pod = Simulated()
+    pod.train()
+    pod.pod = state.leave(pod.pod, state.Leaving(code=143, reason="SIGTERM"))
+    assert {number for _, number in signals(pod.settle())} == {signal.SIGTERM}
+    pod.pod = state.leave(pod.pod, state.Leaving(code=143, reason="SIGTERM", at_once=True))
+    assert {number for _, number in signals(pod.settle())} == {signal.SIGKILL}
+
+
+@pytest.mark.parametrize("order", [Order.GO, Order.CUT, Order.RESUME])
+def test_a_launcher_that_lost_its_memory_says_so(order):
+    (report,) = reports(Simulated().told(plan(3, order)))
+    assert report.kind is ReportKind.FAILED
+    assert "started anew" in report.reason
+
+
+def test_after_an_attach_everything_that_is_true_is_told_again():
+    pod = Simulated()
+    pod.train()
+    pod.told(plan(1, Order.CUT))
+    for rank in (0, 1):
+        pod.say(rank, Drained(step=9))
+    again = kinds(pod.told(plan(1, Order.CUT), attach=True))
+    assert again == [ReportKind.FIRST_STEP, ReportKind.DRAINED]
+    assert messages(pod.told(plan(1, Order.CUT), attach=True)) == []
+
+
+def test_the_truth_names_the_phase():
+    pod = Simulated()
+
+    def phase() -> LocalStage:
+        return attach_truth(pod.pod, 1, 0).phase
+
+    assert phase() is LocalStage.IDLE
+    pod.told(plan(1, Order.START))
+    assert phase() is LocalStage.STARTING
+    for rank in (0, 1):
+        pod.say(rank, Hello(rank=rank, stage=1, pid=1))
+        pod.say(rank, Loaded(step=0))
+    assert phase() is LocalStage.LOADED
+    pod.told(plan(1, Order.GO))
+    assert phase() is LocalStage.TRAINING
+    for rank in (0, 1):
+        pod.say(rank, Drained(step=9))
+    assert phase() is LocalStage.PARKED
+    pod.die(0, 3)
+    failed = attach_truth(pod.pod, 1, 0)
+    assert failed.phase is LocalStage.FAILED
+    assert failed.failure is not None
+    assert failed.failure.code == 3
+    pod.die(1, 75)
+    pod.told(plan(1, Order.END))
+    assert phase() is LocalStage.ENDED
+    assert attach_truth(pod.pod, 1, 0).failure is None
+
+
+@pytest.mark.parametrize(
+    ("pod_id", "rank", "writes"), [("a", 0, True), ("a", 1, False), ("b", 2, False)]
+)
+def test_the_first_rank_of_a_nodes_lowest_pod_writes(pod_id, rank, writes):
+    assert state.is_writer(pod_id, plan(1, Order.START), rank) is writes
+
+
+def test_a_pod_on_another_node_has_its_own_writer():
+    two_nodes = make_plan(1, Order.START, (part(), replace(part("b", 1, (2, 3)), node_id="other")))
+    assert state.is_writer("b", two_nodes, 2)
+
+
+EVENTS = st.one_of(
+    st.tuples(
+        st.just("order"),
+        st.lists(
+            st.tuples(st.integers(1, 3), st.sampled_from(Order), st.integers(0, 1)), max_size=2
+        ),
+    ),
+    st.tuples(st.just("hello"), st.integers(0, 1)),
+    st.tuples(st.just("loaded"), st.integers(0, 1)),
+    st.tuples(st.just("step"), st.integers(0, 1)),
+    st.tuples(st.just("drained"), st.integers(0, 1)),
+    st.tuples(st.just("die"), st.tuples(st.integers(0, 1), st.sampled_from((0, 1, -6, -9, 75)))),
+    st.tuples(st.just("attach"), st.none()),
+    st.tuples(st.just("time"), st.floats(0, 10)),
+)
+
+
+def apply(pod: Simulated, what: str, value: Any) -> list[Any]:
+    """Let one event happen; trainers speak and die only while they live."""
+    run = next((run for run in pod.pod.runs if run.alive), None)
+    if what == "order":
+        return pod.told(*(plan(s, o, attempt=a) for s, o, a in value))
+    if what == "attach" and pod.pod.orders is not None:
+        return pod.told(*pod.pod.orders.plans, attach=True)
+    if what == "time":
+        pod.now += value
+        return pod.settle()
+    if run is None or what == "attach":
+        return []
+    rank = value[0] if what == "die" else value
+    if not next(t for t in run.trainers if t.rank == rank).alive:
+        return []
+    if what == "die":
+        return pod.die(rank, value[1], *run.key)
+    stage = run.plan.stage
+    said: dict[str, Said] = {
+        "hello": Hello(rank=rank, stage=stage, pid=1),
+        "loaded": Loaded(step=1),
+        "step": Stepped(step=run.step + 1),
+        "drained": Drained(step=run.step),
+    }
+    return pod.say(rank, said[what], *run.key)
+
+
+@given(st.lists(EVENTS, max_size=40))
+def test_whatever_happens_two_stages_never_run_together_and_a_leaving_pod_gets_empty(events):
+    pod = Simulated()
+    for what, value in events:
+        actions = apply(pod, what, value)
+        assert sum(run.alive for run in pod.pod.runs) <= 1
+        assert len({run.key for run in pod.pod.runs}) == len(pod.pod.runs)
+        again, more = decide(pod.pod, pod.now)
+        assert more == ()  # decided once is decided
+        assert again == pod.pod
+        if any(isinstance(action, Exit) for action in actions):
+            return
+    pod.pod = state.leave(pod.pod, state.Leaving(code=143, reason="SIGTERM"))
+    actions = pod.settle()
+    pod.now += 60.0
+    actions += pod.settle()
+    for run in pod.pod.runs:
+        for trainer in run.trainers:
+            if trainer.alive:
+                assert trainer.killed
+                actions += pod.die(trainer.rank, -9, *run.key)
+    assert [type(action) for action in actions[-1:]] == [Exit]

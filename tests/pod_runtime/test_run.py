@@ -1,0 +1,226 @@
+"""`edl run` as a user starts it: real server, real client, real pods, a toy as trainer."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pod_runtime import processes
+from pod_runtime.errors import LaunchError
+from pod_runtime.run import count_gpus, read_config, train_sh
+from tests.support import wait_until
+
+TOY = str(Path(__file__).with_name("toy_trainer.py"))
+MARK = "EDL_TEST_RUN"
+
+
+def carrying(mark: str) -> list[int]:
+    return [
+        pid
+        for pid in processes.find_marked(MARK, mark)
+        if (process := processes.read(pid)) is not None and process.state != "Z"
+    ]
+
+
+class Run:
+    def __init__(self, folder: Path, argv: tuple[str, ...]) -> None:
+        self.mark = str(folder)
+        self.log = folder / "console"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "pod_runtime.run", *argv],
+                cwd=folder,
+                env={**os.environ, MARK: self.mark},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def console(self) -> str:
+        return self.log.read_text()
+
+    def child(self, module: str) -> int:
+        """The pid of the server or client of this run."""
+        for pid in carrying(self.mark):
+            line = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if line.startswith(f"{sys.executable}\0-m\0{module}\0".encode()):
+                return pid
+        raise AssertionError(f"no {module} runs")
+
+    def left(self) -> list[int]:
+        return [pid for pid in carrying(self.mark) if pid != self.process.pid]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    started: list[Run] = []
+
+    def start(*argv: str) -> Run:
+        started.append(Run(tmp_path, argv))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.kill()
+        each.process.wait()
+        processes.kill_marked(MARK, each.mark, lambda _pid, _env: False)
+
+
+def test_a_training_succeeds_and_leaves_its_logs_and_no_process(run, tmp_path):
+    job = run("--max", "2", "--cpu_slots", "2", TOY, "--steps", "40", "--print", 'it\'s "me" $1')
+    assert job.process.wait(60) == 0
+    console = job.console()
+    assert '[rank 0] it\'s "me" $1\n' in console
+    assert '[rank 1] it\'s "me" $1\n' in console
+    assert "edl: SUCCEEDED after step 40" in console
+    assert not job.left()
+    folder = (tmp_path / "edl_run" / "latest").resolve()
+    assert {"trainer_0.stage_1.log", "trainer_1.stage_1.log"} <= {
+        path.name for path in (folder / "trainers").iterdir()
+    }
+
+
+def test_a_script_that_fails_ends_with_1_the_reason_and_its_last_lines(run):
+    job = run("--max_failures", "0", "--cpu_slots", "1", TOY, "--fail", "3")
+    assert job.process.wait(60) == 1
+    console = job.console()
+    assert "ValueError: the loss is sad at step 3" in console
+    assert re.search(r"edl: FAILED after", console)
+    assert "edl: the end of" in console
+    assert not job.left()
+
+
+@pytest.mark.parametrize("program", ["job_server", "job_client"])
+def test_a_killed_server_or_client_comes_back_and_the_training_ends_well(run, program):
+    job = run("--cpu_slots", "1", "--heartbeat_s", "0.3", TOY, "--steps", "400")
+    wait_until(lambda: "[rank 0] welcome" in job.console(), what="training")
+    first = job.child(program)
+    os.kill(first, signal.SIGKILL)
+    assert job.process.wait(60) == 0
+    assert "was started again" in job.console()
+    assert not job.left()
+
+
+def test_ctrl_c_stops_the_job_in_order(run):
+    job = run("--cpu_slots", "1", "--grace_s", "2", TOY)
+    wait_until(lambda: "[rank 0] welcome" in job.console(), what="training")
+    job.process.send_signal(signal.SIGINT)
+    assert job.process.wait(60) == 130
+    assert "stopping the job" in job.console()
+    assert not job.left()
+
+
+def test_a_second_ctrl_c_kills_and_leaves_nothing(run):
+    job = run("--cpu_slots", "1", "--grace_s", "600", TOY, "--plain", "600", "--ignore_sigterm")
+    wait_until(lambda: "[rank 0] plain" in job.console(), what="training")
+    job.process.send_signal(signal.SIGINT)
+    wait_until(lambda: "stopping the job" in job.console())
+    job.process.send_signal(signal.SIGINT)
+    assert job.process.wait(60) == 130
+    assert not job.left()
+
+
+def test_a_killed_edl_run_takes_everything_with_it(run):
+    job = run("--cpu_slots", "1", "--grace_s", "1", TOY)
+    wait_until(lambda: "[rank 0] welcome" in job.console(), what="training")
+    job.process.kill()
+    job.process.wait()
+    wait_until(lambda: not job.left(), what="nothing is left")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["missing.py"], "missing.py does not exist"),
+        (["--max", "1", "--min", "2", TOY], "--max: 1 is less than --min, 2"),
+        (["--min", "0", TOY], "--min: must be between"),
+        (["--pods", "5", "--max", "4", TOY], "--pods: 5 is not between 1 (--min) and 4 (--max)"),
+        (["--cpu_slots", "2", "--min", "3", TOY], "do not fit into 2 slots"),
+        (["--cpu_slots", "0", TOY], "--cpu_slots: must be between"),
+        (["--change_script", "x.txt", TOY], "--change_script: 'x.txt'"),
+        (["--change_script", "no.yaml", TOY], "no.yaml cannot be read"),
+        (["--job_id", "../x", TOY], "job_id: '../x' is not an id"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_before_anything_starts(argv, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LaunchError) as refused:
+        read_config(argv, {"CUDA_VISIBLE_DEVICES": ""})
+    assert refused.value.exit_code == 2
+    assert words in str(refused.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_change_script_that_the_server_refuses_ends_with_2_and_its_words(run, tmp_path):
+    (tmp_path / "changes.yaml").write_text("- at: 1s\n  pods: [\n")
+    job = run("--cpu_slots", "1", "--change_script", "changes.yaml", TOY)
+    assert job.process.wait(60) == 2
+    assert "line" in job.console()
+    assert not job.left()
+
+
+@pytest.mark.parametrize(
+    ("argv", "pods", "slots"),
+    [
+        (["--cpu_slots", "4"], (1, 4, 4), 4),
+        (["--cpu_slots", "4", "--max", "8"], (1, 8, 4), 4),  # it may grow elsewhere
+        (["--cpu_slots", "4", "--slots_per_pod", "2"], (1, 2, 2), 4),
+        (["--cpu_slots", "4", "--fixed"], (4, 4, 4), 4),
+        (["--cpu_slots", "4", "--pods", "2"], (1, 4, 2), 4),
+    ],
+)
+def test_how_many_pods_a_job_has(argv, pods, slots):
+    config = read_config([*argv, TOY], {"CUDA_VISIBLE_DEVICES": ""})
+    spec = config.spec
+    assert (spec.min_pods, spec.max_pods, spec.first_pods) == pods
+    assert config.cpu_slots == slots
+
+
+@pytest.mark.parametrize(("visible", "count"), [("", 0), ("-1", 0), ("0,2", 2)])
+def test_only_visible_gpus_count(visible, count):
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": visible}) == count
+
+
+def test_without_gpus_a_job_gets_the_slots_that_it_wants():
+    config = read_config(["--max", "64", TOY], {"CUDA_VISIBLE_DEVICES": ""})
+    assert (config.spec.first_pods, config.cpu_slots) == (64, 64)
+
+
+def test_the_pods_script_survives_odd_names(tmp_path, monkeypatch):
+    odd = tmp_path / "it's $HOME"
+    odd.mkdir()
+    (odd / "train it.py").write_text("import sys; print(sys.argv)")
+    monkeypatch.chdir(odd)
+    config = read_config(["--cpu_slots", "1", "train it.py", "--", "a b"], {})
+    script = train_sh(config)
+    parsed = subprocess.run(["bash", "-n"], input=script, text=True, timeout=10)
+    assert parsed.returncode == 0
+    assert config.script_args == ("a b",)
+    shown = subprocess.run(
+        ["bash"],
+        input=script.replace("-m pod_runtime.launch", "-c 'import sys; print(sys.argv[1:])'"),
+        text=True,
+        capture_output=True,
+        timeout=10,
+    ).stdout
+    assert repr(str(odd / "train it.py")) in shown
+    assert "'a b'" in shown
+
+
+def test_the_launcher_outside_a_pod_is_a_run_of_its_own(tmp_path):
+    env = {k: v for k, v in os.environ.items() if k != "PADDLE_JOBSERVER"}
+    result = subprocess.run(
+        [sys.executable, "-m", "pod_runtime.launch", TOY, "--steps", "20"],
+        cwd=tmp_path,
+        env={**env, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "edl: SUCCEEDED" in result.stdout
+    assert (tmp_path / "log" / "latest" / "trainers").is_dir()

@@ -19,7 +19,7 @@ from job_client.link import Api, Callbacks, Link, find_job
 from job_client.pods import Host, Pod
 from job_client.reconcile import KillPod, PodKey, ReleasePod, StartPod, StopPod, plan_changes
 from job_client.wake import Bell
-from job_server.wire import Node, NodePlan, NodeReport, PodPhase, SlotUsage
+from job_server.wire import Node, NodePlan, NodeReport, PodPhase, SlotUsage, WireError
 from pod_runtime import env, processes
 
 logger = logging.getLogger(__name__)
@@ -87,6 +87,10 @@ class Agent:
         self._clean_orphans()
         if not self._choose_job():
             return self._leave()
+        try:
+            self._node()
+        except WireError as error:  # too few ports for the slots, an address that is none
+            raise UsageError(f"this node cannot be registered: {error}") from None
         callbacks = Callbacks(
             node=self._node,
             plan=self._heard_plan,

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 25.0
 MAX_BACKOFF_S = 5.0
+NO_JOB_S = 0.5
 
 
 class Api(Protocol):
@@ -61,15 +62,19 @@ def find_job(api: Api, wait: Callable[[float], bool]) -> str | None:
         FatalError: the server refuses us.
     """
     backoff, said = Backoff(), ""
+    delay_s = 0.0
     while True:
         try:
             names = [job.spec.job_id for job in api.jobs() if not job.state.ended]
         except Retryable as error:
             names, text = [], f"the job server does not answer, trying again: {error}"
+            delay_s = backoff.next_s()
         except Rejected as error:
             raise FatalError(f"--job_server: refused: {error}") from None
         else:
             text = "the job server has no job yet; waiting for one (see `edl submit`)"
+            backoff.reset()
+            delay_s = NO_JOB_S
         if len(names) > 1:
             shown = ", ".join(sorted(names))
             raise UsageError(f"PADDLE_JOB_ID: the server has several jobs, name one of: {shown}")
@@ -78,7 +83,7 @@ def find_job(api: Api, wait: Callable[[float], bool]) -> str | None:
         if text != said:
             logger.info("%s", text)
             said = text
-        if wait(backoff.next_s()):
+        if wait(delay_s):
             return None
 
 

@@ -174,7 +174,7 @@ class Pod:
         try:
             shim_wire.request(self.folder, request)
         except ShimError as error:  # it is about to end, or dead: who follows it will see
-            logger.info("pod %s: %s", self.spec.pod_id, error)
+            logger.debug("pod %s: %s", self.spec.pod_id, error)
 
     # --- its thread
 

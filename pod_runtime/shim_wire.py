@@ -1,25 +1,27 @@
-"""The contract of a pod's shim: files in its folder and requests on its socket. Standard library only.
+"""The contract of a pod's shim: files in its folder, requests on its socket. Stdlib only.
 
 A shim's folder (`--pod_dir DIR`, or $EDL_POD_DIR inside the pod) holds
 
     shim.json   {"pid", "start_time", "pod_id", "argv"}    written first, by the shim
     sock        a unix socket: one JSON request a line, one JSON answer a line
-    exit.json   `PodExit`                                  written once no process of the pod is left
+    exit.json   `PodExit`              written once no process of the pod is left
     log         standard output and error of the pod's script
 
-Requests, each `{"op": ...}`:
+Requests, each `{"op": ...}`, and their answers:
 
-    status                      -> {"ok": true, "running": bool, "exit": PodExit | null, "segments": [...]}
-    stop    grace_s             -> at once {"ok": true}; SIGTERM to the pod, SIGKILL after the grace
-    kill                        -> at once {"ok": true}; SIGKILL to every process of the pod
-    put     segment + one fd    -> keeps a snapshot segment, in place of the same (pod_id, stage)
-    get     stage               -> {"ok", "segments": [...]} and as many fds; newest first; stage null: all
-    drop    below_stage         -> forgets segments of lower stages
-    release                     -> {"ok": true}; forgets all; the shim exits as soon as no process is left
-    watch                       -> {"ok": true}, then nothing: the connection closes when the shim dies
+    status             {"ok": true, "running": bool, "stopping": bool, "exit": PodExit | null,
+                       "segments": [...]}
+    stop   grace_s     at once {"ok": true}; SIGTERM to the pod, SIGKILL after the grace
+    kill               at once {"ok": true}; SIGKILL to every process of the pod
+    put    segment     and one fd: keeps a snapshot segment, in place of the same (pod_id, stage)
+    get    stage       {"ok", "segments": [...]} and as many fds, newest first; stage null: all
+    drop   below_stage forgets segments of lower stages
+    release            {"ok": true}; forgets all; the shim exits as soon as no process is left
+    watch              {"ok": true}, then nothing: the connection closes when the shim dies
+    watch  exit: true  {"ok": true}, and {"ok": true, "exit": PodExit} once the pod has ended
 
-A shim whose script has ended stays as long as it holds a segment, until `release`, or for
-`LINGER_S` if nobody asks. A refused request answers {"ok": false, "error": text}.
+A shim whose script has ended stays as long as it holds a segment, until `release`, or until
+nobody has asked or watched for `LINGER_S`. A refused request answers {"ok": false, "error": text}.
 """
 
 import array
@@ -105,7 +107,7 @@ class LineSocket:
         return self._next()
 
     def pending(self) -> tuple[dict[str, Any], tuple[int, ...]] | None:
-        """Return a message that has been received already, without reading; None if there is none."""
+        """Return a message that has been received already, without reading; None: there is none."""
         return self._next() if b"\n" in self._buffer else None
 
     def _next(self) -> tuple[dict[str, Any], tuple[int, ...]]:

@@ -1,0 +1,277 @@
+"""Any sequence of events leaves a job that can go on, or has ended with a reason."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from job_server import stages, wire
+from job_server.wire import JobSpec, JobState, LocalStage, ScriptKind, ScriptSpec
+from tests.job_server.world import Launcher, SimNode, SimPod, World, node
+
+Pick = Callable[[int], int]
+
+
+def client(world: World, n: int) -> None:
+    sims = list(world.nodes.values())
+    world.client_acts(sims[n % len(sims)])
+
+
+def clients(world: World, n: int) -> None:
+    for sim in world.nodes.values():
+        world.client_acts(sim)
+
+
+def launcher_of(world: World, n: int) -> tuple[SimNode, SimPod, Launcher] | None:
+    found = world.launchers()
+    return found[n % len(found)] if found else None
+
+
+def launcher(world: World, n: int) -> None:
+    if (found := launcher_of(world, n)) is not None:
+        world.launcher_acts(*found)
+
+
+def launchers(world: World, n: int) -> None:
+    for found in world.launchers():
+        world.launcher_acts(*found)
+
+
+def deliver(world: World, n: int) -> None:
+    if (found := launcher_of(world, n)) is not None and found[0].link:
+        world.deliver(found[2])
+
+
+def deliver_all(world: World, n: int) -> None:
+    for sim, _, who in world.launchers():
+        while who.outbox and sim.link and world.up:
+            world.deliver(who)
+
+
+def overtake(world: World, n: int) -> None:
+    if (found := launcher_of(world, n)) is not None and found[0].link:
+        world.deliver(found[2], overtake=True)
+
+
+def repeat(world: World, n: int) -> None:
+    if world.old:
+        world.send(world.old[n % len(world.old)])
+
+
+def train(world: World, n: int) -> None:
+    for _ in range(1 + n % 4):
+        world.train()
+    world.leave_done()
+
+
+def rounds(world: World, n: int) -> None:
+    world.rounds(1 + n % 8)
+
+
+def a_while(world: World, n: int) -> None:
+    world.pass_time([0.1, 0.7, 3.0, 20.0, 130.0][n % 5])
+
+
+def to_deadline(world: World, n: int) -> None:
+    deadline = stages.next_deadline(world.job, world.now, world.cluster)
+    if deadline is not None:
+        world.pass_time(deadline - world.now)
+
+
+def kill_trainer(world: World, n: int) -> None:
+    if (found := launcher_of(world, n)) is not None:
+        world.kill_trainer(found[1], found[2])
+
+
+def kill_launcher(world: World, n: int) -> None:
+    if (found := launcher_of(world, n)) is not None:
+        found[1].end(code=137)
+
+
+def terminate_pod(world: World, n: int) -> None:
+    if (found := launcher_of(world, n)) is not None:
+        found[1].end(signal=15)
+
+
+def kill_shim(world: World, n: int) -> None:
+    if (found := launcher_of(world, n)) is not None:
+        found[1].snapshot = None
+        found[1].end()
+
+
+def ports_fail(world: World, n: int) -> None:
+    if (found := launcher_of(world, n)) is not None:
+        found[2].ports_fail = True
+
+
+def script_fails(world: World, n: int) -> None:
+    world.script_fails = 1
+
+
+def kill_client(world: World, n: int) -> None:
+    sims = list(world.nodes.values())
+    sims[n % len(sims)].client ^= True
+
+
+def cut_link(world: World, n: int) -> None:
+    sims = list(world.nodes.values())
+    sims[n % len(sims)].link ^= True
+
+
+def power(world: World, n: int) -> None:
+    sims = list(world.nodes.values())
+    sim = sims[n % len(sims)]
+    if sim.client or sim.link:
+        world.power_off(sim)
+    else:
+        world.power_on(sim)
+
+
+def server(world: World, n: int) -> None:
+    if world.up:
+        world.stop_server()
+    else:
+        world.start_server()
+
+
+def restart_server(world: World, n: int) -> None:
+    world.stop_server()
+    world.start_server()
+
+
+def resize(world: World, n: int) -> None:
+    world.ask(stages.ResizeAsked(wire.Resize(pods=1 + n % 5)))
+
+
+def pause(world: World, n: int) -> None:
+    world.ask(stages.PauseAsked())
+
+
+def resume(world: World, n: int) -> None:
+    world.ask(stages.ResumeAsked())
+
+
+def stop(world: World, n: int) -> None:
+    if n % 4 == 0:  # rarely: little is to be seen after it
+        world.ask(stages.StopAsked())
+
+
+def kill(world: World, n: int) -> None:
+    pods = [pod.pod_id for pod in world.job.pods] or ["pod_9_9"]
+    by_rank = wire.Kill(rank=n % 5)
+    world.ask(stages.KillAsked(by_rank if n % 2 else wire.Kill(pod_id=pods[n % len(pods)])))
+
+
+USUAL = (
+    client,
+    clients,
+    launcher,
+    launchers,
+    deliver,
+    deliver_all,
+    overtake,
+    repeat,
+    train,
+    rounds,
+    a_while,
+    to_deadline,
+)
+TROUBLE = (
+    kill_trainer,
+    kill_launcher,
+    terminate_pod,
+    kill_shim,
+    ports_fail,
+    script_fails,
+    kill_client,
+    cut_link,
+    power,
+    server,
+    restart_server,
+    resize,
+    pause,
+    resume,
+    stop,
+    kill,
+)
+ACTIONS = st.tuples(
+    st.one_of(st.sampled_from(USUAL), st.just(rounds), st.sampled_from(TROUBLE)),
+    st.integers(0, 19),
+)
+
+
+def make_world(*, elastic: bool, min_pods: int, scripted: bool, failures: int) -> World:
+    script = ScriptSpec(
+        kind=ScriptKind.ALTERNATE if scripted else ScriptKind.NONE, interval_s=6.0
+    )
+    spec = JobSpec(
+        job_id="job",
+        min_pods=min_pods,
+        max_pods=4,
+        pods=3,
+        expected_nodes=2,
+        script=script,
+        max_restarts_without_progress=failures,
+    )
+    return World(spec, (node("a"), node("b")), elastic=elastic)
+
+
+def finish(world: World) -> None:
+    """From now on the world is honest: the job must come to an end, and nothing may be left."""
+    world.heal()
+    for _ in range(12):
+        if world.job.state is JobState.PAUSED:
+            world.ask(stages.ResumeAsked())
+        world.rounds(100)
+        if world.job.state.ended:
+            break
+    log = "\n".join(world.reasons[-40:])
+    assert world.job.state.ended, f"{world.job.state}: {world.job}\n{log}"
+    if world.job.state is JobState.SUCCEEDED:
+        assert world.durable == world.total_steps, log
+    world.rounds(10)
+    world.check_json()
+    left = [pod for sim in world.nodes.values() for pod in sim.pods.values()]
+    assert not left, f"left behind: {left}"
+    assert not world.job.pods
+    assert not stages.slots_held(world.job)
+    parked = [who for _, _, who in world.launchers() if who.run is not None]
+    assert not [who for who in parked if who.run and who.run.phase is LocalStage.PARKED]
+
+
+def play(world: World, actions: list[tuple[Callable[[World, int], None], int]]) -> None:
+    for action, n in actions:
+        action(world, n)
+    finish(world)
+
+
+@settings(
+    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+@given(
+    elastic=st.booleans(),
+    min_pods=st.sampled_from([1, 1, 2]),
+    scripted=st.booleans(),
+    failures=st.sampled_from([2, 50]),
+    actions=st.lists(ACTIONS, max_size=60),
+)
+def test_whatever_happens_the_job_comes_to_an_end_once_the_world_is_honest(
+    elastic, min_pods, scripted, failures, actions
+):
+    world = make_world(elastic=elastic, min_pods=min_pods, scripted=scripted, failures=failures)
+    play(world, actions)
+
+
+@pytest.mark.slow
+@settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    elastic=st.booleans(),
+    min_pods=st.sampled_from([1, 2, 3]),
+    scripted=st.booleans(),
+    failures=st.sampled_from([2, 50]),
+    actions=st.lists(ACTIONS, min_size=30, max_size=200),
+)
+def test_the_same_holds_in_long_histories(elastic, min_pods, scripted, failures, actions):
+    world = make_world(elastic=elastic, min_pods=min_pods, scripted=scripted, failures=failures)
+    play(world, actions)

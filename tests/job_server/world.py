@@ -1,0 +1,563 @@
+"""A simulated cluster around one job: clients, launchers, trainers, messages and a server.
+
+They behave as docs/architecture.md says, but die, fall silent, and have their messages delayed,
+doubled and overtaken whenever a test says so. Steps are global: stage s makes one only while all
+its trainers train, as in an all-reduce; so the world can see when two worlds would both count.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from job_server import stages, wire
+from job_server.stages import Cluster, Event, Job, NodeView
+from job_server.wire import (
+    LocalStage,
+    Order,
+    PodPhase,
+    PodReport,
+    PodState,
+    ReportKind,
+    SnapshotRef,
+    StagePlan,
+    Want,
+)
+
+HEARTBEAT_S = 1.0
+
+
+def node(name: str, slots: int = 2, *, job_id: str | None = "job") -> wire.Node:
+    return wire.Node(
+        node_id=name,
+        addr=f"addr-{name}",
+        slots=tuple(wire.Slot(index=i, kind=wire.SlotKind.CPU) for i in range(slots)),
+        port_low=20000,
+        port_high=20000 + 8 * slots - 1,
+        job_id=job_id,
+    )
+
+
+@dataclass
+class Run:
+    """The trainers of one pod for one attempt at a stage."""
+
+    plan: StagePlan
+    phase: LocalStage = LocalStage.STARTING
+    step: int = 0
+    first_step: bool = False
+    peer_lost: bool = False
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.plan.stage, self.plan.attempt
+
+
+@dataclass
+class Launcher:
+    pod_id: str
+    run: Run | None = None
+    attached_to: int = -1  # which life of the server
+    told: set[object] = field(default_factory=set)
+    outbox: list[Event] = field(default_factory=list)  # in order; a lost message is sent again
+    kills_done: set[str] = field(default_factory=set)
+    ports_fail: bool = False
+    done: bool = False
+
+
+@dataclass
+class SimPod:
+    pod_id: str
+    slots: tuple[int, ...]
+    phase: PodPhase = PodPhase.RUNNING
+    code: int | None = None
+    signal: int | None = None
+    launcher: Launcher | None = None
+    snapshot: SnapshotRef | None = None  # in its shim
+
+    def end(self, code: int | None = None, signal: int | None = None) -> None:
+        self.phase, self.code, self.signal, self.launcher = PodPhase.EXITED, code, signal, None
+
+
+@dataclass
+class SimNode:
+    node: wire.Node
+    seen_at: float
+    registered: bool = True
+    link: bool = True
+    client: bool = True
+    pods: dict[str, SimPod] = field(default_factory=dict)
+
+
+class World:
+    """See the module. `now` moves only by `pass_time`."""
+
+    def __init__(
+        self,
+        spec: wire.JobSpec,
+        nodes: tuple[wire.Node, ...],
+        *,
+        elastic: bool = True,
+        total_steps: int = 40,
+    ) -> None:
+        self.now = 1000.0
+        self.elastic, self.total_steps = elastic, total_steps
+        self.nodes = {n.node_id: SimNode(n, self.now) for n in nodes}
+        self.job = stages.new_job(spec, self.now)
+        self.stored = self.job  # as on disk; through JSON when the server restarts
+        self.sent = 0
+        self.up, self.life = True, 0
+        self.old: list[Event] = []  # delivered once already
+        self.pod_ids: set[str] = set()
+        self.committed: dict[int, float] = {}
+        self.max_stage = 0
+        self.durable = 0  # newest checkpoint
+        self.cuts: dict[int, int] = {}  # stage -> step after which its ranks park
+        self.stepped = 0  # newest stage that has made a step
+        self.reasons: list[str] = []
+        self.fail_next: list[str] = []
+        self.script_fails = 0  # how many more package scripts fail
+
+    # --- the server -----------------------------------------------------------------------------
+
+    @property
+    def cluster(self) -> Cluster:
+        views = tuple(
+            NodeView(node=n.node, seen_at=n.seen_at) for n in self.nodes.values() if n.registered
+        )
+        return Cluster(nodes=views, heartbeat_s=HEARTBEAT_S)
+
+    def send(self, event: Event) -> None:
+        """Step the job, as the shell does, and check what must always hold."""
+        if not self.up:
+            return
+        before = self.job
+        self.job, reason = stages.step(before, event, self.now, self.cluster)
+        if reason:
+            self.reasons.append(f"{self.now - 1000:.1f} {type(event).__name__}: {reason}")
+        if not stages.same_but_progress(before, self.job):
+            self.stored = self.job
+        self.check(before)
+        self.sent += 1
+        if self.sent % 50 == 0:  # slow beside all else, so not each time
+            self.check_json()
+
+    def ask(self, event: Event) -> bool:
+        """Send what a user asks; False: refused."""
+        before = self.job
+        try:
+            self.send(event)
+        except stages.Refused as refusal:
+            assert str(refusal)
+            assert self.job is before
+            return False
+        return True
+
+    def stop_server(self) -> None:
+        self.up = False
+
+    def start_server(self) -> None:
+        if self.up:
+            return
+        self.up, self.life = True, self.life + 1
+        self.job = wire.decode(Job, wire.encode(self.stored))
+        assert self.job == self.stored
+        for sim in self.nodes.values():
+            sim.registered = False
+        self.send(stages.ServerRestarted())
+
+    def check_json(self) -> None:
+        job = self.job
+        status = stages.job_status(job, self.now, 0)
+        assert wire.decode(wire.JobStatus, wire.encode(status)) == status
+        assert wire.decode(Job, wire.encode(job)) == job
+
+    def check(self, before: Job) -> None:
+        job = self.job
+        status = stages.job_status(job, self.now, 0)
+        assert abs(status.account.total_s - (self.end_or_now(job) - job.submitted_at)) < 1e-6
+        assert status.reason
+        assert job.next_stage >= before.next_stage
+        for record in job.records:
+            if record.committed_at is not None:
+                assert self.committed.setdefault(record.stage, record.committed_at) == (
+                    record.committed_at
+                ), "a stage was committed twice"
+        if job.coming is not None and job.coming.stage not in (
+            s.stage for s in before.stages
+        ):
+            assert job.coming.stage > self.max_stage, "a stage number came again"
+            self.max_stage = job.coming.stage
+        for pod in job.pods:
+            if before.pod(pod.pod_id) is None:
+                assert pod.pod_id not in self.pod_ids, f"{pod.pod_id} came again"
+                self.pod_ids.add(pod.pod_id)
+        self.check_stages(job)
+        self.check_slots(job)
+        deadline = stages.next_deadline(job, self.now, self.cluster)
+        assert deadline is None or deadline > self.now
+
+    def end_or_now(self, job: Job) -> float:
+        return self.now if job.ended_at is None else job.ended_at
+
+    def check_stages(self, job: Job) -> None:
+        told_go = [
+            stage.stage
+            for stage in job.stages
+            if any(
+                plan.stage == stage.stage and plan.order in (Order.GO, Order.RESUME)
+                for pod_id in stage.pod_ids
+                for plan in (stages.pod_orders(job, pod_id) or stages.PodView()).plans
+            )
+        ]
+        assert len(told_go) <= 1, f"two stages are told to train: {told_go}"
+        for stage in job.stages:
+            assert stage.members, "a stage without pods"
+            ranks = [rank for member in stage.members for rank in member.pod.ranks]
+            assert ranks == list(range(len(ranks)))
+            ports = [(m.pod.addr, port) for m in stage.members for port in m.pod.ports]
+            assert len(set(ports)) == len(ports) == len(ranks)
+
+    def check_slots(self, job: Job) -> None:
+        for name in self.nodes:
+            wanted = [p for p in stages.node_pods(job, name) if p.want is Want.RUN]
+            slots = [slot for pod in wanted for slot in pod.slots]
+            assert len(set(slots)) == len(slots), "two pods on one slot"
+            assert set(slots) <= stages.slots_held(job).get(name, frozenset())
+
+    # --- clients --------------------------------------------------------------------------------
+
+    def client_acts(self, sim: SimNode) -> None:
+        """One pass of a node's client: register if need be, act on its plan, report."""
+        if not (sim.client and sim.link and self.up):
+            return
+        if not sim.registered:
+            sim.registered, sim.seen_at = True, self.now
+            self.send(stages.NodesChanged())
+        for wanted in stages.node_pods(self.job, sim.node.node_id):
+            self.reconcile(sim, wanted)
+        named = {pod.pod_id for pod in stages.node_pods(self.job, sim.node.node_id)}
+        for pod_id in [pod_id for pod_id in sim.pods if pod_id not in named]:
+            del sim.pods[pod_id]
+        self.report(sim)
+
+    def reconcile(self, sim: SimNode, wanted: wire.NodePod) -> None:
+        pod = sim.pods.get(wanted.pod_id)
+        if pod is None:
+            busy = {s for p in sim.pods.values() if p.launcher for s in p.slots}
+            if wanted.want is Want.RUN and busy.isdisjoint(wanted.slots):
+                pod = sim.pods[wanted.pod_id] = SimPod(wanted.pod_id, wanted.slots)
+                if self.script_fails:
+                    self.script_fails -= 1
+                    pod.end(code=3)
+                else:
+                    pod.launcher = Launcher(wanted.pod_id)
+        elif pod.phase is not PodPhase.EXITED and wanted.want is not Want.RUN:
+            pod.end(signal=9) if wanted.want is Want.KILL else pod.end(code=0)
+
+    def report(self, sim: SimNode) -> None:
+        states = tuple(
+            PodState(
+                pod_id=pod.pod_id,
+                job_id="job",
+                phase=pod.phase,
+                exit_code=pod.code,
+                signal=pod.signal,
+                reason="the package script failed" if pod.code == 3 else "",
+            )
+            for pod in sim.pods.values()
+        )
+        event = stages.NodeReported(sim.node.node_id, states)
+        sim.seen_at = self.now
+        self.send(event)
+
+    # --- launchers ------------------------------------------------------------------------------
+
+    def launchers(self) -> list[tuple[SimNode, SimPod, Launcher]]:
+        return [
+            (sim, pod, pod.launcher)
+            for sim in self.nodes.values()
+            for pod in sim.pods.values()
+            if pod.launcher is not None
+        ]
+
+    def launcher_acts(self, sim: SimNode, pod: SimPod, launcher: Launcher) -> None:
+        """Attach if need be, then follow the orders of the moment."""
+        if not (sim.link and self.up):
+            return
+        if launcher.attached_to != self.life:
+            launcher.attached_to = self.life
+            launcher.told.clear()
+            launcher.outbox = [self.attach(sim, pod, launcher)]
+            return
+        orders = stages.pod_orders(self.job, pod.pod_id)
+        if orders is None or orders.leave:
+            pod.end(code=0)
+            return
+        run = launcher.run
+        keys = {(plan.stage, plan.attempt) for plan in orders.plans}
+        if run is not None and run.key not in keys and not launcher.done:
+            run.phase = LocalStage.ENDED
+        for plan in orders.plans:
+            self.follow(pod, launcher, plan)
+
+    def attach(self, sim: SimNode, pod: SimPod, launcher: Launcher) -> Event:
+        blank = wire.Attach(
+            pod_id=pod.pod_id, node_id=sim.node.node_id, pid=1, snapshot=pod.snapshot
+        )
+        run = launcher.run
+        if run is None:
+            return stages.Attached(blank)
+        failure = self.failed(run) if run.phase is LocalStage.FAILED else None
+        return stages.Attached(
+            replace(
+                blank,
+                stage=run.plan.stage,
+                attempt=run.plan.attempt,
+                phase=run.phase,
+                step=run.step,
+                elastic=self.elastic and run.phase is not LocalStage.STARTING,
+                done=launcher.done,
+                failure=failure,
+            )
+        )
+
+    def failed(self, run: Run) -> PodReport:
+        return PodReport(
+            kind=ReportKind.FAILED,
+            stage=run.plan.stage,
+            attempt=run.plan.attempt,
+            rank=None,
+            code=-9,
+            peer_lost=run.peer_lost,
+        )
+
+    def follow(self, pod: SimPod, launcher: Launcher, plan: StagePlan) -> None:
+        run = launcher.run
+        mine = run is not None and run.key == (plan.stage, plan.attempt)
+        match plan.order:
+            case Order.PREPARE:
+                self.tell(pod, plan, ReportKind.READY)
+            case Order.END:
+                if run is not None and mine:
+                    run.phase = LocalStage.ENDED
+                self.tell(pod, plan, ReportKind.ENDED)
+            case Order.START:
+                self.follow_start(pod, launcher, plan)
+            case _ if run is None or not mine:
+                self.tell(pod, plan, ReportKind.FAILED, reason="no trainers of this stage")
+            case Order.CUT:
+                self.cuts.setdefault(plan.stage, run.step + 1)
+                self.going(launcher, run)
+                if run.phase is LocalStage.PARKED:
+                    self.tell(pod, plan, ReportKind.DRAINED, once=run.step)
+                if plan.durable:
+                    self.durable = max(self.durable, run.step)
+            case _:
+                self.cuts.pop(plan.stage, None)
+                if run.phase is LocalStage.PARKED:
+                    run.phase = LocalStage.TRAINING
+                    self.tell(pod, plan, ReportKind.PROGRESS, once=("resumed", self.now))
+                self.going(launcher, run)
+        if run is not None and mine:
+            self.obey_kills(pod, launcher, plan, run)
+
+    def obey_kills(self, pod: SimPod, launcher: Launcher, plan: StagePlan, run: Run) -> None:
+        own = next(p.ranks for p in plan.pods if p.pod_id == pod.pod_id)
+        for kill_id, rank in plan.kill_ranks:
+            if rank in own and kill_id not in launcher.kills_done:
+                launcher.kills_done.add(kill_id)
+                self.kill_trainer(pod, launcher, rank=rank)
+        if run.phase is LocalStage.FAILED and plan.order is not Order.END:
+            self.tell(pod, plan, ReportKind.FAILED)
+
+    def going(self, launcher: Launcher, run: Run) -> None:
+        if run.phase in (LocalStage.STARTING, LocalStage.LOADED):
+            run.phase = LocalStage.TRAINING
+
+    def follow_start(self, pod: SimPod, launcher: Launcher, plan: StagePlan) -> None:
+        run = launcher.run
+        if run is None or run.key != (plan.stage, plan.attempt):
+            if launcher.ports_fail:
+                launcher.ports_fail = False
+                self.tell(pod, plan, ReportKind.PORT_TAKEN)
+                return
+            launcher.run = Run(plan, step=self.restored(plan))
+            self.tell(pod, plan, ReportKind.STARTED)
+            return
+        if run.phase is LocalStage.STARTING and self.elastic:
+            run.phase = LocalStage.LOADED
+        if run.phase is LocalStage.LOADED:
+            self.tell(pod, plan, ReportKind.LOADED)
+
+    def restored(self, plan: StagePlan) -> int:
+        """Return the step that a stage's trainers find; from the checkpoint if no shim has it."""
+        source = plan.restore_from
+        if source is None:
+            return self.durable
+        held = [p.snapshot for sim in self.nodes.values() for p in sim.pods.values()]
+        wanted = [s for s in held if s and (s.stage, s.step) == (source.stage, source.step)]
+        return source.step if wanted else self.durable
+
+    def tell(
+        self,
+        pod: SimPod,
+        plan: StagePlan,
+        kind: ReportKind,
+        *,
+        once: object = None,
+        reason: str = "",
+    ) -> None:
+        """Queue a report, once for what it says."""
+        launcher = pod.launcher
+        if launcher is None:
+            return
+        name = (kind, plan.stage, plan.attempt, once)
+        if name in launcher.told:
+            return
+        launcher.told.add(name)
+        run = launcher.run
+        step = run.step if run is not None and run.key == (plan.stage, plan.attempt) else 0
+        loaded = kind not in (ReportKind.READY, ReportKind.STARTED, ReportKind.PORT_TAKEN)
+        report = PodReport(
+            kind=kind,
+            stage=plan.stage,
+            attempt=plan.attempt,
+            step=step,
+            snapshot=pod.snapshot,
+            elastic=self.elastic and loaded,
+            reason=reason,
+            code=-9 if kind is ReportKind.FAILED else None,
+            rank=None,
+            peer_lost=bool(run and run.peer_lost) and kind is ReportKind.FAILED,
+        )
+        launcher.outbox.append(stages.Reported(pod.pod_id, report))
+
+    def deliver(self, launcher: Launcher, *, overtake: bool = False) -> None:
+        """Let the server get a launcher's oldest message, or, late ones first, its newest."""
+        if not launcher.outbox or not self.up:
+            return
+        event = launcher.outbox.pop(-1 if overtake else 0)
+        self.old.append(event)
+        del self.old[:-30]
+        self.send(event)
+
+    # --- training -------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Make a step of every stage whose trainers all train; old ones must not be among them."""
+        runs: dict[int, list[tuple[SimPod, Launcher, Run]]] = {}
+        for _, pod, launcher in self.launchers():
+            run = launcher.run
+            if run is not None and run.phase is LocalStage.TRAINING and not launcher.done:
+                runs.setdefault(run.plan.stage, []).append((pod, launcher, run))
+        for stage, members in sorted(runs.items()):
+            plan = members[0][2].plan
+            keys = {run.key for _, _, run in members}
+            if len(members) == len(plan.pods) and len(keys) == 1:
+                self.step(stage, members)
+
+    def step(self, stage: int, members: list[tuple[SimPod, Launcher, Run]]) -> None:
+        steps = {run.step for _, _, run in members}
+        assert len(steps) == 1, f"ranks of stage {stage} are at different steps {steps}"
+        assert stage >= self.stepped, f"stage {stage} trains beside stage {self.stepped}"
+        self.stepped = stage
+        step = steps.pop() + 1
+        parks = self.cuts.get(stage) is not None and step >= self.cuts[stage]
+        for pod, launcher, run in members:
+            if step > self.total_steps:
+                self.complete(pod, launcher, run)
+                continue
+            run.step = step
+            if self.elastic and (step % 3 == 0 or parks):
+                pod.snapshot = SnapshotRef(stage=stage, step=step)
+            if parks:
+                run.phase = LocalStage.PARKED
+            else:
+                kind = ReportKind.PROGRESS if run.first_step else ReportKind.FIRST_STEP
+                if self.elastic:
+                    run.first_step = True
+                    self.tell(pod, run.plan, kind, once=step)
+        if parks:
+            self.cuts.pop(stage)
+        if step % 7 == 0 and step <= self.total_steps:
+            self.durable = max(self.durable, step)
+
+    def complete(self, pod: SimPod, launcher: Launcher, run: Run) -> None:
+        launcher.done = True
+        self.durable = self.total_steps
+        if self.elastic:
+            self.tell(pod, run.plan, ReportKind.DONE)
+
+    def leave_done(self) -> None:
+        """Pods whose training is complete exit 0, once they have said so."""
+        for _, pod, launcher in self.launchers():
+            if launcher.done and not launcher.outbox:
+                pod.end(code=0)
+
+    # --- what goes wrong ------------------------------------------------------------------------
+
+    def kill_trainer(self, pod: SimPod, launcher: Launcher, *, rank: int | None = None) -> None:
+        run = launcher.run
+        if run is None or run.phase in (LocalStage.ENDED, LocalStage.FAILED) or launcher.done:
+            return
+        run.phase = LocalStage.FAILED
+        report = replace(self.failed(run), rank=run.plan.pods[0].ranks[0] if rank is None else rank)
+        launcher.told.add((ReportKind.FAILED, run.plan.stage, run.plan.attempt, None))
+        launcher.outbox.append(stages.Reported(pod.pod_id, report))
+        for _, peer_pod, peer in self.launchers():
+            other = peer.run
+            training = (LocalStage.TRAINING, LocalStage.LOADED)
+            if other is not None and other.key == run.key and other.phase in training:
+                other.phase, other.peer_lost = LocalStage.FAILED, True
+                self.tell(peer_pod, other.plan, ReportKind.FAILED)
+
+    def power_off(self, sim: SimNode) -> None:
+        sim.pods.clear()
+        sim.client = sim.link = False
+
+    def power_on(self, sim: SimNode) -> None:
+        sim.client = sim.link = True
+
+    # --- time -----------------------------------------------------------------------------------
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.send(stages.Tick())
+
+    def round(self, dt: float = 0.5) -> None:
+        """Everybody does what is to be done, all messages arrive, `dt` seconds pass."""
+        for sim in self.nodes.values():
+            self.client_acts(sim)
+        for sim, pod, launcher in self.launchers():
+            self.launcher_acts(sim, pod, launcher)
+        for sim, _, launcher in self.launchers():
+            while launcher.outbox and sim.link and self.up:
+                self.deliver(launcher)
+        self.train()
+        self.leave_done()
+        if self.up and not self.job.state.ended:
+            deadline = stages.next_deadline(self.job, self.now, self.cluster)
+            self.now += dt
+            if deadline is not None and deadline <= self.now:
+                self.send(stages.Tick())
+        else:
+            self.now += dt
+
+    def rounds(self, count: int, dt: float = 0.5) -> None:
+        for _ in range(count):
+            self.round(dt)
+
+    def run_until(self, *states: wire.JobState, rounds: int = 200) -> None:
+        for _ in range(rounds):
+            if self.job.state in states:
+                return
+            self.round()
+        told = "\n".join(self.reasons[-30:])
+        raise AssertionError(f"{self.job.state} instead of {states}; the log:\n{told}")
+
+    def heal(self) -> None:
+        """From now on everybody lives and answers."""
+        self.start_server()
+        self.script_fails = 0
+        for sim in self.nodes.values():
+            self.power_on(sim)
+        for _, _, launcher in self.launchers():
+            launcher.ports_fail = False

@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _configure_logging(config)
     try:
         inventory = find_inventory(
-            config.cpu_slots, config.visible_gpus, partial(_is_ours, home.marker)
+            config.cpu_slots, config.visible_gpus, partial(is_ours, home.marker)
         )
         agent = Agent(config, home, inventory, lambda: ApiClient(config.server_url, config.token))
         install_signals(agent, keep_pods=config.keep_pods)
@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         home.close()
 
 
-def _is_ours(marker: str, pid: int) -> bool:
+def is_ours(marker: str, pid: int) -> bool:
     """Return whether a process, or one that it descends from, carries our marker.
 
     A trainer that writes over its own environment (to set its title) is known by its launcher.

@@ -215,13 +215,13 @@ def kill_all(log_dir: Path) -> None:
 
 
 @pytest.fixture
-def spawn_marked() -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
+def spawn_marked() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """Start processes that carry a client's marker and belong to no shim."""
     spawned: list[subprocess.Popen[bytes]] = []
 
-    def spawn(marker: str) -> subprocess.Popen[bytes]:
+    def spawn(marker: str, *command: str) -> subprocess.Popen[bytes]:
         environ = {**os.environ, env.RUN_MARKER: marker, env.POD_ID: "pod_7_0"}
-        spawned.append(subprocess.Popen(["sleep", "600"], env=environ))
+        spawned.append(subprocess.Popen(command or ("sleep", "600"), env=environ))
         return spawned[-1]
 
     yield spawn

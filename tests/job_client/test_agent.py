@@ -361,3 +361,22 @@ def test_folder_paths_longer_than_a_socket_name_may_be_work(start_client, server
     server.want(pod())
     assert server.wait_phase("pod_0_0", PodPhase.EXITED).exit_code == 6
     client.end()
+
+
+def test_a_token_reaches_the_pod_as_a_file_that_only_its_user_reads(start_client, server):
+    start_client('echo "$EDL_TOKEN_FILE"; cat "$EDL_TOKEN_FILE"', token="secret")
+    server.want(pod())
+    state = server.wait_phase("pod_0_0", PodPhase.EXITED)
+    path, token = state.last_lines
+    assert token == "secret"
+    assert Path(path).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_node_with_too_few_ports_for_its_slots_is_refused_before_it_registers(
+    start_client, server
+):
+    client = start_client(port_range=(20000, 20003))
+    client.join()
+    assert isinstance(client.result, UsageError)
+    assert "at least two per slot" in str(client.result)
+    assert server.nodes == []

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from job_client.__main__ import parse_args, server_url
+from job_client.__main__ import is_ours, parse_args, server_url
 from job_client.errors import UsageError
 from job_server.errors import JobServerError, Rejected
 from job_server.wire import Node, NodeReport, PodPhase, decode, encode
@@ -298,3 +298,15 @@ def test_a_server_is_named_by_host_and_port_or_by_url(text, url):
 def test_what_names_no_server_is_refused(text):
     with pytest.raises(UsageError, match="--job_server"):
         server_url(text)
+
+
+def test_a_trainer_that_lost_its_environment_is_known_by_its_launcher(spawn_marked):
+    marker = "a" * 32
+    launcher = spawn_marked(marker, "bash", "-c", "env -i sleep 600; true")
+    wait_until(lambda: processes.descendants(launcher.pid))
+    (trainer,) = processes.descendants(launcher.pid)
+    wait_until(lambda: processes.environment(trainer.pid) == {})
+    assert is_ours(marker, trainer.pid)
+    assert not is_ours("b" * 32, trainer.pid)
+    assert not is_ours(marker, 2**22 + 1)
+    os.kill(trainer.pid, signal.SIGKILL)

@@ -1,6 +1,7 @@
 """The server's command line, checked whole before anything starts."""
 
 import argparse
+import functools
 import ipaddress
 import os
 import stat
@@ -105,6 +106,7 @@ def read_token(token_file: str | None, environ: Mapping[str, str]) -> str | None
     return token
 
 
+@functools.lru_cache(maxsize=64)  # asked with every request
 def is_loopback(host: str) -> bool:
     """Tell whether `host` (an address, or the name localhost) can only be reached from here."""
     if host == "localhost":

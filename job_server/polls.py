@@ -13,6 +13,9 @@ from job_server.errors import JobServerError
 
 T = TypeVar("T")
 
+# Hundreds of threads that wake together fight for the interpreter's lock and slow each other down;
+# so a few are woken, and each wakes the next when it has what it came for.
+WOKEN_AT_ONCE = 4
 FRESH_S = 1.0  # an older body is made anew: what it says about clocks has gone on
 
 
@@ -66,7 +69,7 @@ class Topic(Generic[T]):
         with self._changed:
             self.value = value
             self.revision += 1
-            self._changed.notify_all()
+            self._changed.notify(WOKEN_AT_ONCE)
 
     def refresh(self, value: T) -> None:
         """Keep the revision: later answers may show `value`, but nobody is woken for it."""
@@ -99,6 +102,7 @@ class Topic(Generic[T]):
                         self._changed.wait_for(lambda: self._is_news(revision), timeout_s)
                     finally:
                         self._watchers.leave()
+                        self._changed.notify(1)  # the chain goes on, see WOKEN_AT_ONCE
             if self._end is not None:
                 raise self._end.with_traceback(None)  # many raise it: no one keeps frames
             return Answer(body=self._newest_body(), busy=busy)

@@ -238,6 +238,7 @@ class StagePlan:
     restore_from: RestoreFrom | None = None  # None: checkpoint or afresh
     max_trainers: int
     durable: bool = False  # with CUT: also write a checkpoint before `drained` (pause, stop)
+    cut: int = 0  # CUT: its number in this stage; else: all up to it are off. 0: not numbered
     kill_ranks: tuple[tuple[str, int], ...] = ()  # (kill id, rank): SIGKILL that trainer, once
 
     @property

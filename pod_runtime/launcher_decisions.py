@@ -114,19 +114,21 @@ def _going(pod: Pod) -> Leaving | None:
 
 def _guide(run: Run, pod: Pod) -> tuple[Run, list[Action]]:
     """Bring a stage that is not over, and its trainers, in line with its order."""
-    order = run.plan.order
+    order, known = run.plan.order, run.plan.cut
     actions: list[Action] = []
+    parked = [t for t in run.trainers if t.alive and t.parked_at is not None]
+    run = replace(run, cut_id=max(run.cut_id, known))
     if order is Order.CUT and not run.cutting:
-        run = replace(run, cutting=True, cut_id=run.cut_id + 1)
-    # Trainers may park because of their peers' flag before our own CUT is heard: then GO, or the
-    # RESUME of an earlier cut, is old news and frees nobody. Their DRAINED brings newer orders.
-    stranded = order is Order.RESUME and any(
-        t.alive and t.parked_at is not None and t.parked_after < pod.orders_heard
-        for t in run.trainers
-    )
+        # Where the server does not number its cuts we do. One that trainers have parked for
+        # already, by their peers' flag, is this one.
+        ours = run.cut_id if known or parked else run.cut_id + 1
+        run = replace(run, cutting=True, cut_id=ours)
+    # Parked by their peers' flag before our own CUT is heard, GO or the RESUME of an earlier cut
+    # is old news and frees nobody. Their DRAINED brings newer orders.
+    stranded = order is Order.RESUME and any(t.parked_after < pod.orders_heard for t in parked)
     off = (run.cutting and order in (Order.GO, Order.RESUME)) or stranded
-    if off and not run.cutting:
-        run = replace(run, cut_id=run.cut_id + 1)
+    if off:
+        run = replace(run, resumed_id=run.cut_id)
     trainers = []
     for trainer in run.trainers:
         if trainer.alive and trainer.elastic:

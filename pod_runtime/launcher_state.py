@@ -51,8 +51,9 @@ class Run:
     trainers: tuple[Trainer, ...]
     trouble: PodReport | None = None  # FAILED, PORT_TAKEN or STAGE_TOO_LOW; None: all is well
     ending: bool = False
-    cut_id: int = 0
+    cut_id: int = 0  # of the newest cut
     cutting: bool = False
+    resumed_id: int = -1  # of the newest cut that the trainers were told is off
     step: int = 0
     epoch: int = 0
     first_step: int | None = None  # of this stage; None: not yet
@@ -164,8 +165,10 @@ def heard(pod: Pod, key: Key, rank: int, said: Said) -> Pod:
         case Stepped():
             run = _stepped(run, rank, said)
         case Drained(step=step, id=cut_id):
-            if cut_id is None or cut_id >= run.cut_id:  # else: an answer to a cut that is off
-                run = replace(run, step=max(run.step, step))
+            if cut_id is None or cut_id > run.resumed_id:  # else: that cut is off, it goes on
+                # The ranks agree on the newest cut that any of them knows; ours may be behind.
+                newest = max(run.cut_id, cut_id or 0)
+                run = replace(run, step=max(run.step, step), cut_id=newest)
                 run = _with_trainer(run, rank, parked_at=step, parked_after=pod.orders_heard)
         case Done(step=step):
             run = replace(run, step=max(run.step, step), done_step=step)
@@ -185,8 +188,7 @@ def died(pod: Pod, key: Key, rank: int, code: int, reason: str) -> Pod:
             run.trouble.kind is ReportKind.FAILED and run.trouble.peer_lost and not peer_lost
         ):
             kind = ReportKind.FAILED
-            text = f"rank {rank} {describe_exit(code)}" + (f": {reason}" if reason else "")
-            trouble = report_on(run, kind, rank=rank, code=code, reason=text, peer_lost=peer_lost)
+            trouble = report_on(run, kind, rank=rank, code=code, reason=reason, peer_lost=peer_lost)
             run = replace(run, trouble=trouble)
     return _put(pod, run)
 

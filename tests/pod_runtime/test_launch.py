@@ -247,7 +247,7 @@ def test_a_trainer_that_fails_is_reported_with_its_error_and_not_restarted(serve
     wait_until(lambda: server.told(ReportKind.FAILED, 2))
     failed = server.told(ReportKind.FAILED, 2)[0]
     assert (failed.rank, failed.code, failed.peer_lost) == (0, 1, False)
-    assert failed.reason == "rank 0 exited with 1: ValueError: the loss is sad at step 3"
+    assert failed.reason == "ValueError: the loss is sad at step 3"
     assert not pod.trainers()
     server.say(make_plan(2, Order.END, (pod.part(),)))
     wait_until(lambda: server.told(ReportKind.ENDED, 2))
@@ -266,7 +266,7 @@ def test_trainers_killed_by_order_are_killed_once_and_their_helpers_with_them(se
     wait_until(lambda: server.told(ReportKind.FAILED, 1))
     failed = server.told(ReportKind.FAILED, 1)[0]
     assert (failed.rank, failed.code, failed.peer_lost) == (1, -signal.SIGKILL, False)
-    assert failed.reason == "rank 1 was ended by SIGKILL"
+    assert failed.reason == ""
     helper = re.search(r"helper (\d+)", pod.log(1, 1))
     assert helper is not None
     wait_until(lambda: int(helper[1]) not in pod.living(), what="the orphan is gone")

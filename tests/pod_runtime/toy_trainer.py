@@ -114,7 +114,7 @@ while step < args.steps:
     heard = hear_at_once()
     if heard.get("do") == "cut":
         step = 1000 + heard["id"]  # ranks of a toy cannot agree: the same for all
-        say("drained", step=step)
+        say("drained", step=step, id=heard["id"])
         print("parked", heard, flush=True)
         while hear()[0]["do"] != "resume":
             pass

@@ -1,0 +1,153 @@
+"""The trainers' socket, from both of its ends."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from pod_runtime.channel import Channel, Connection, close_all
+from pod_runtime.channel_wire import Drained, Hello, SegmentMade, Stepped, parse
+from pod_runtime.errors import ChannelError
+from pod_runtime.shim_wire import LineSocket
+from tests.support import wait_until
+
+
+@pytest.fixture
+def ends():
+    """(the launcher's end, the trainer's end) of one connection."""
+    channel = Channel("pod_0_0")
+    trainer = socket.socket(socket.AF_UNIX)
+    trainer.connect(f"\0{channel.name}")
+    connection = channel.accept()
+    assert connection is not None
+    yield connection, LineSocket(trainer)
+    connection.close()
+    trainer.close()
+    channel.close()
+
+
+def test_the_connecting_process_is_known(ends):
+    assert ends[0].peer_pid == os.getpid()
+
+
+def test_nobody_waiting_is_no_error():
+    channel = Channel("pod_0_0")
+    assert channel.accept() is None
+    channel.close()
+
+
+def test_two_launchers_of_one_pod_have_different_channels():
+    one, two = Channel("pod_0_0"), Channel("pod_0_0")
+    assert one.name != two.name
+    one.close()
+    two.close()
+
+
+def test_messages_come_in_order_with_their_descriptors(ends):
+    connection, trainer = ends
+    assert list(connection.messages()) == []
+    read, write = os.pipe()
+    trainer.send({"say": "hello", "rank": 1, "stage": 2, "pid": 3})
+    trainer.send({"say": "segment", "stage": 2, "size_bytes": 5, "fds": 1}, (write,))
+    (hello, no_fds), (segment, fds) = connection.messages()
+    assert hello == Hello(rank=1, stage=2, pid=3)
+    assert no_fds == ()
+    assert segment == SegmentMade(stage=2, size_bytes=5)
+    os.close(write)
+    os.write(fds[0], b"x")
+    assert os.read(read, 1) == b"x"
+    close_all(fds)
+    os.close(read)
+    assert connection.open
+
+
+def test_half_a_message_blocks_nobody_and_is_kept_until_the_rest_comes(ends):
+    connection, trainer = ends
+    trainer.socket.sendall(b'{"say": "dra')
+    assert list(connection.messages()) == []
+    trainer.socket.sendall(b'ined", "step": 4}\n{"say"')
+    assert [said for said, _ in connection.messages()] == [Drained(step=4)]
+    assert connection.open
+
+
+def test_what_was_said_before_hanging_up_is_heard(ends):
+    connection, trainer = ends
+    trainer.send({"say": "drained", "step": 4, "id": 2})
+    trainer.close()
+    assert [said for said, _ in connection.messages()] == [Drained(step=4, id=2)]
+    assert not connection.open
+
+
+def test_an_answer_arrives_with_descriptors_and_the_sender_keeps_its_own(ends):
+    connection, trainer = ends
+    with open(os.devnull) as file:
+        connection.send({"do": "welcome"}, (file.fileno(),))
+        message, fds = trainer.receive()
+        os.fstat(file.fileno())
+    assert message == {"do": "welcome", "fds": 1}
+    close_all(fds)
+
+
+def test_sending_to_one_that_has_gone_says_so(ends):
+    connection, trainer = ends
+    trainer.close()
+    with pytest.raises(OSError, match="Broken pipe"):
+        connection.send({"do": "go"})
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"nonsense\n", "not JSON"),
+        (b"[1]\n", "not a JSON object"),
+        (b'{"say": "good day"}\n', "say: expected one of hello"),
+        (b'{"say": ["hello"]}\n', "say: expected one of hello"),
+        (b'{"say": "hello", "rank": "0", "stage": 1, "pid": 1}\n', "hello: rank: expected int"),
+        (b'{"say": "loaded"}\n', "loaded: step: missing"),
+        (b'{"say": "segment", "stage": 1, "size_bytes": 1, "fds": 1}\n', "fds: 1 announced"),
+    ],
+)
+def test_what_is_not_of_the_protocol_is_refused_with_words(ends, line, words):
+    connection, trainer = ends
+    trainer.socket.sendall(line)
+    with pytest.raises(ChannelError, match=words):
+        list(connection.messages())
+
+
+def test_a_loss_of_nan_loses_the_metric_and_not_the_trainer():
+    said = parse(
+        {
+            "say": "step",
+            "step": 3,
+            "step_s": float("nan"),
+            "metrics": {"loss": float("nan"), "a": 1},
+        }
+    )
+    assert said == Stepped(step=3, metrics={"a": 1.0})
+
+
+def test_a_process_that_reads_nothing_is_given_up_after_a_while(monkeypatch):
+    monkeypatch.setattr("pod_runtime.channel._SEND_TIMEOUT_S", 0.1)
+    ours, theirs = socket.socketpair()
+    connection = Connection(ours, os.getpid())
+    with pytest.raises(TimeoutError):
+        connection.send({"do": "welcome", "plan": "x" * 4_000_000})
+    connection.close()
+    theirs.close()
+
+
+def test_another_process_connects_by_the_name_alone():
+    channel = Channel("pod_0_0")
+    code = (
+        "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect('\\0' + sys.argv[1]); "
+        'import json; s.sendall(json.dumps({"say": "done", "step": 1}).encode() + b"\\n")'
+    )
+    subprocess.run([sys.executable, "-c", code, channel.name], check=True, timeout=30)
+    connection = channel.accept()
+    assert connection is not None
+    assert connection.peer_pid != os.getpid()
+    wait_until(lambda: list(connection.messages()) or not connection.open)
+    connection.close()
+    channel.close()

@@ -1,0 +1,293 @@
+"""Starting trainers, what their logs say, what the console shows, and what dead ones leave."""
+
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from job_server.wire import PlanPod
+from pod_runtime import processes
+from pod_runtime.console import Console
+from pod_runtime.errors import SpawnError
+from pod_runtime.orphans import kill_orphans, reap_adopted, remove_shared_memory
+from pod_runtime.segments import highest_stage
+from pod_runtime.trainers import (
+    TrainerProcess,
+    essence,
+    find_taken_port,
+    read_tail,
+    with_defaults,
+)
+from tests.support import free_port, wait_until
+
+
+def start(tmp_path: Path, code: str, rank: int = 0, **env: str) -> TrainerProcess:
+    return TrainerProcess(
+        stage=1,
+        attempt=0,
+        rank=rank,
+        argv=[sys.executable, "-c", code],
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **env},
+        log_path=tmp_path / "log" / f"trainer_{rank}.stage_1.log",
+    )
+
+
+def test_output_goes_to_the_log_behind_what_is_there_and_only_ours_is_quoted(tmp_path):
+    first = start(tmp_path, "raise SystemExit('old words')")
+    assert first.reap() == 1
+    assert first.last_words() == "old words"
+    second = start(tmp_path, "pass")
+    assert second.reap() == 0
+    assert second.last_words() == ""
+    assert second.log_path.read_text() == "old words\n"
+
+
+def test_a_program_that_does_not_exist_is_refused_with_its_name(tmp_path):
+    with pytest.raises(SpawnError, match="cannot start /no/such: ") as refused:
+        TrainerProcess(
+            stage=1, attempt=0, rank=3, argv=["/no/such"], env={}, log_path=tmp_path / "log"
+        )
+    assert refused.value.rank == 3
+
+
+def test_a_log_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "log").write_text("a file")
+    with pytest.raises(SpawnError, match="log"):
+        start(tmp_path, "pass")
+
+
+def test_a_trainer_dies_with_the_process_that_made_it(tmp_path):
+    code = f"""
+import os, sys
+from pathlib import Path
+from pod_runtime.trainers import TrainerProcess
+trainer = TrainerProcess(stage=1, attempt=0, rank=0, argv=["sleep", "600"], env=dict(os.environ),
+                         log_path=Path({str(tmp_path / "log")!r}))
+print(trainer.pid, flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as maker:
+        assert maker.stdout is not None
+        pid = int(maker.stdout.readline())
+        started = processes.start_time(pid)
+        assert started is not None
+        maker.kill()
+    wait_until(lambda: not processes.is_alive(pid, started))
+
+
+def test_the_children_of_a_trainer_are_noted(tmp_path):
+    trainer = start(tmp_path, "import subprocess; subprocess.run(['sleep', '600'])")
+
+    def noted() -> set[int]:
+        trainer.note_children()
+        return trainer.children
+
+    wait_until(noted)
+    for pid in trainer.children:
+        os.kill(pid, signal.SIGKILL)
+    trainer.send_signal(signal.SIGKILL)
+    assert trainer.reap() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([], ""),
+        (["", "  ", "step 1", ""], "step 1"),
+        (
+            ["Traceback (most recent call last):", '  File "x", line 1', "ValueError: bad", "bye"],
+            "ValueError: bad",
+        ),
+        (
+            [
+                *("Traceback (most recent call last):", "  x", "KeyError: 1", "", "During:", ""),
+                *("Traceback (most recent call last):", "  y", "a.b.CustomError: two"),
+            ],
+            "a.b.CustomError: two",
+        ),
+        (["Traceback (most recent call last):", "  x", "KeyboardInterrupt"], "KeyboardInterrupt"),
+        (["Traceback (most recent call last):", "  cut off by a kill"], "cut off by a kill"),
+        (["x" * 1000], "x" * 300),
+    ],
+)
+def test_the_essence_of_last_words(lines, expected):
+    assert essence(lines) == expected
+
+
+def test_the_tail_of_a_log_that_is_not_there_is_empty(tmp_path):
+    assert read_tail(tmp_path / "no.log") == []
+
+
+def test_defaults_give_way_to_what_the_user_has_set():
+    env = with_defaults({"GLOG_minloglevel": "0", "PYTHONWARNINGS": "error"})
+    assert env["GLOG_minloglevel"] == "0"
+    assert env["PYTHONUNBUFFERED"] == "1"
+    assert env["PYTHONWARNINGS"] == "error,ignore:No ccache found"
+    assert with_defaults({})["PYTHONWARNINGS"] == "ignore:No ccache found"
+
+
+def plan_pod(*ports: int) -> PlanPod:
+    return PlanPod(
+        pod_id="a",
+        pod_rank=0,
+        node_id="n",
+        addr="127.0.0.1",
+        slots=(0,),
+        ranks=tuple(range(len(ports))),
+        ports=ports,
+    )
+
+
+def test_a_port_that_somebody_listens_on_is_found_and_one_in_time_wait_is_not():
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the frameworks do
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        assert f"port {port} " in find_taken_port(plan_pod(free_port(), port))
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            accepted, _ = listener.accept()
+            accepted.close()  # first to close: its end stays in TIME_WAIT
+            assert client.recv(1) == b""
+    assert find_taken_port(plan_pod(port)) == ""
+
+
+def test_the_console_shows_whole_lines_with_their_rank(tmp_path):
+    output = io.BytesIO()
+    console = Console(output)
+    log = tmp_path / "log"
+    log.write_bytes(b"earlier run\n")
+    console.follow(log, 3, log.stat().st_size)
+    with log.open("ab") as file:
+        file.write(b"one\ntw")
+    wait_until(lambda: output.getvalue() == b"[rank 3] one\n")
+    with log.open("ab") as file:
+        file.write(b"o \xff\nlast")
+    console.ended(log)
+    console.finish(10)
+    assert output.getvalue() == b"[rank 3] one\n[rank 3] two \xff\n[rank 3] last\n"
+
+
+def test_a_console_that_nobody_reads_does_not_stop_the_launcher(tmp_path):
+    read, write = os.pipe()
+    log = tmp_path / "log"
+    log.write_bytes(b"x" * 99 + b"\n" * 1_000_000)
+    with os.fdopen(write, "wb", buffering=0) as output:
+        console = Console(output)
+        console.follow(log, 0, 0)
+        console.finish(0.2)  # the pipe is full: it returns nevertheless
+        os.close(read)
+        console.finish(10)
+
+
+def test_a_dead_trainers_helpers_are_killed_and_those_of_a_living_one_are_not(tmp_path):
+    helper = "import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(600)"
+    env = {"EDL_POD_ID": "p", "EDL_STAGE": "1"}
+    script = f"""
+import os, sys
+from pathlib import Path
+from pod_runtime import orphans, processes
+from pod_runtime.trainers import TrainerProcess
+processes.set_child_subreaper()
+trainers = [
+    TrainerProcess(stage=1, attempt=0, rank=rank, argv=[sys.executable, "-c", {helper!r}],
+                   env={{**os.environ, **{env!r}, "PADDLE_TRAINER_ID": str(rank)}},
+                   log_path=Path({str(tmp_path)!r}) / f"log_{{rank}}")
+    for rank in (0, 1)
+]
+while len(processes.descendants(os.getpid())) < 4:
+    pass
+trainers[0].send_signal(9)
+trainers[0].reap()
+killed = orphans.kill_orphans("p", 1, 0, {{trainers[1].pid}})
+reaped = orphans.reap_adopted({{trainers[1].pid}})
+left = processes.descendants(os.getpid())
+print(len(killed), killed == reaped, len(left))
+trainers[1].send_signal(9)
+for process in left:
+    processes.send_signal(process.pid, process.start_time, 9)
+"""
+    shown = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert shown.stdout == "1 True 2\n", shown.stderr
+
+
+def test_only_files_of_our_own_dead_processes_are_removed(tmp_path):
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    for name in (
+        f"paddle_{dead.pid}_1_2",
+        f"paddle_{os.getpid()}_1_2",  # its maker is alive
+        "paddle_999999999_1_2",  # nobody of ours
+        f"psm_{dead.pid}",
+    ):
+        (tmp_path / name).touch()
+    assert remove_shared_memory({dead.pid, os.getpid()}, tmp_path) == [f"paddle_{dead.pid}_1_2"]
+    assert len(list(tmp_path.iterdir())) == 3
+    assert remove_shared_memory({dead.pid}, tmp_path / "none") == []
+
+
+def test_a_process_without_children_has_nothing_to_reap():
+    assert kill_orphans("no such pod", 1, 0, ()) == set()
+    assert reap_adopted(()) == set()
+
+
+@pytest.mark.parametrize(
+    ("names", "highest"),
+    [((), 0), (("stage_00000002", "stage_00000010"), 10), (("stage_", "stage_x", "y"), 0)],
+)
+def test_the_highest_stage_of_a_checkpoint_path(tmp_path, names, highest):
+    for name in names:
+        (tmp_path / name).mkdir()
+    assert highest_stage(tmp_path) == highest
+    assert highest_stage(tmp_path / "missing") == 0
+
+
+@pytest.mark.slow
+def test_a_killed_paddle_trainer_leaves_neither_loader_processes_nor_shared_memory(tmp_path):
+    pytest.importorskip("paddle")
+    loader = tmp_path / "train.py"
+    loader.write_text("""
+import time, numpy as np, paddle
+class Images(paddle.io.Dataset):
+    def __len__(self): return 100000
+    def __getitem__(self, i): return np.zeros((3, 64, 64), "float32"), i
+if __name__ == "__main__":
+    for n, batch in enumerate(paddle.io.DataLoader(Images(), batch_size=32, num_workers=2)):
+        print("batch", n, flush=True); time.sleep(0.05)
+""")
+    script = f"""
+import os, sys, time
+from pathlib import Path
+from pod_runtime import orphans, processes
+from pod_runtime.trainers import TrainerProcess
+processes.set_child_subreaper()
+log = Path({str(tmp_path / "log")!r})
+trainer = TrainerProcess(stage=1, attempt=0, rank=0, argv=[sys.executable, {str(loader)!r}],
+    env={{**os.environ, "EDL_POD_ID": "p", "EDL_STAGE": "1", "PADDLE_TRAINER_ID": "0"}},
+    log_path=log)
+deadline = time.monotonic() + 60
+while "batch 5" not in log.read_text() and time.monotonic() < deadline:
+    time.sleep(0.05)
+trainer.note_children()
+trainer.send_signal(9)
+trainer.reap()
+killed = orphans.kill_orphans("p", 1, 0, ())
+orphans.reap_adopted(())
+pids = killed | trainer.children | {{trainer.pid}}
+removed = orphans.remove_shared_memory(pids)
+left = [n for n in os.listdir("/dev/shm") if n.startswith(tuple(f"paddle_{{p}}_" for p in pids))]
+print(len(killed), len(removed) > 0, left, len(processes.descendants(os.getpid())))
+"""
+    shown = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100
+    )
+    assert shown.stdout == "2 True [] 0\n", shown.stderr + (tmp_path / "log").read_text()

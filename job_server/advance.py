@@ -343,7 +343,13 @@ def _cannot_start_yet(work: Work) -> str:
     expected = job.spec.expected_nodes
     if have >= expected:
         return ""
-    return f"{have} of {expected} nodes have registered"
+    text = f"{have} of {expected} nodes have registered"
+    if have:
+        return text
+    shortage = explain_shortage(
+        job.spec, work.cluster, work.now, wanted=job.spec.min_pods, placeable=0
+    )
+    return f"{text}: {shortage}"
 
 
 def _begin_start(work: Work) -> None:

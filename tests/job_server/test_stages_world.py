@@ -202,9 +202,7 @@ ACTIONS = st.tuples(
 
 
 def make_world(*, elastic: bool, min_pods: int, scripted: bool, failures: int) -> World:
-    script = ScriptSpec(
-        kind=ScriptKind.ALTERNATE if scripted else ScriptKind.NONE, interval_s=6.0
-    )
+    script = ScriptSpec(kind=ScriptKind.ALTERNATE if scripted else ScriptKind.NONE, interval_s=6.0)
     spec = JobSpec(
         job_id="job",
         min_pods=min_pods,

@@ -1,0 +1,392 @@
+"""Planned changes: in time, one at a time, without losing a step."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from job_server import stages, wire
+from job_server.job import At, Phase
+from job_server.stages import ResizeAsked
+from job_server.wire import (
+    JobSpec,
+    JobState,
+    Order,
+    PodReport,
+    ReportKind,
+    Resize,
+    ScriptKind,
+    ScriptSpec,
+    SnapshotRef,
+    StageRecord,
+    Want,
+    Way,
+)
+from tests.job_server.world import World, node
+
+RUNNING, SUCCEEDED = JobState.RUNNING, JobState.SUCCEEDED
+
+
+def world(
+    *, elastic: bool = True, nodes: int = 2, slots: int = 2, total_steps: int = 400, **spec: Any
+) -> World:
+    job = JobSpec(**{"job_id": "job", "max_pods": 4, "pods": 2, **spec})
+    names = tuple(node(name, slots) for name in "abcd"[:nodes])
+    return World(job, names, elastic=elastic, total_steps=total_steps)
+
+
+def trains(made: World) -> World:
+    """Run until the job trains and has made steps in the stage in force."""
+    made.run_until(RUNNING)
+    made.rounds(8)
+    assert made.job.state is RUNNING, made.reasons
+    return made
+
+
+def resize(made: World, pods: int) -> None:
+    made.send(ResizeAsked(Resize(pods=pods)))
+
+
+def ids(made: World) -> tuple[str, ...]:
+    return tuple(pod.pod_id for pod in stages.running_pods(made.job))
+
+
+def records(made: World) -> list[StageRecord]:
+    return list(made.job.records)
+
+
+def orders(made: World, pod_id: str) -> dict[int, Order]:
+    view = stages.pod_orders(made.job, pod_id)
+    assert view is not None
+    return {plan.stage: plan.order for plan in view.plans}
+
+
+def test_a_drain_redoes_no_step_and_keeps_pods_and_ranks():
+    made = trains(world(pods=3))
+    before = {pod.pod_id: pod for pod in stages.running_pods(made.job)}
+    resize(made, 2)
+    made.run_until(JobState.CUTTING_OVER)
+    trains(made)
+    resize(made, 4)
+    made.run_until(JobState.CUTTING_OVER)
+    trains(made)
+    assert ids(made) == ("pod_0_0", "pod_1_0", "pod_2_1", "pod_3_1")
+    for pod in stages.running_pods(made.job)[:2]:
+        assert (pod.slots, pod.ranks) == (before[pod.pod_id].slots, before[pod.pod_id].ranks)
+    first, second, third = records(made)
+    assert [r.way for r in records(made)] == [Way.START, Way.DRAIN, Way.DRAIN]
+    assert second.first_step == (first.last_step or 0) + 1
+    assert third.first_step == (second.last_step or 0) + 1
+    assert made.job.redone_steps == 0
+    assert second.pause_s is not None
+    assert made.job.resizes == 2
+
+
+def test_a_stage_goes_through_its_phases_and_each_pod_is_told_its_part():
+    made = trains(world())
+    told: list[tuple[Order | None, Order | None]] = []
+    resize(made, 1)
+    for _ in range(40):
+        seen = orders(made, "pod_0_0")
+        pair = (seen.get(1), seen.get(2))
+        if not told or told[-1] != pair:
+            told.append(pair)
+        made.round(0.1)
+    assert told == [
+        (Order.GO, Order.PREPARE),
+        (Order.CUT, Order.PREPARE),
+        (Order.END, Order.PREPARE),
+        (Order.END, Order.START),
+        (None, Order.GO),
+    ]
+
+
+def test_a_leaving_pod_holds_its_snapshot_until_the_next_stage_has_one():
+    made = trains(world())
+    resize(made, 1)
+    made.run_until(JobState.CUTTING_OVER)
+    made.run_until(RUNNING)
+    wants = {p.pod_id: p.want for n in "ab" for p in stages.node_pods(made.job, n)}
+    assert wants == {"pod_0_0": Want.RUN, "pod_1_0": Want.HOLD}
+    left = stages.pod_orders(made.job, "pod_1_0")
+    assert left is not None
+    assert left.leave
+    made.rounds(12)  # a snapshot every third step
+    assert stages.pod_orders(made.job, "pod_1_0") is None
+    assert not made.job.pod("pod_1_0")
+
+
+def test_trainers_that_never_call_the_loop_are_changed_by_stop():
+    made = world(elastic=False)
+    made.run_until(RUNNING)
+    resize(made, 3)
+    made.run_until(JobState.CUTTING_OVER)
+    assert all(Order.END in orders(made, pod_id).values() for pod_id in ids(made))
+    made.run_until(RUNNING)
+    assert records(made)[-1].way is Way.STOP
+    assert len(ids(made)) == 3
+
+
+@pytest.mark.parametrize(
+    ("script", "spec", "said"),
+    [
+        ("- at: 1s\n  pods: 2\n", {}, "has 2 pods already"),
+        ("- at: 1s\n  remove: 2\n", {}, "below the job's min_pods"),
+        ("- at: 1s\n  remove: 1\n", {"min_pods": 2}, "0 pods|1 pods are below"),
+        ("- at: 1s\n  add: 3\n", {}, "above the job's max_pods"),
+        ("- at: 1s\n  kill: pod_7_7\n", {}, "does not run"),
+        ("- at: 1s\n  kill: 9\n", {}, "does not run"),
+        ("- at: 1s\n  add: 1\n", {"max_resizes": 0}, "max_resizes"),
+    ],
+)
+def test_a_scripted_change_that_makes_no_sense_is_skipped_with_a_reason(script, spec, said):
+    made = world(script=ScriptSpec(kind=ScriptKind.TIMELINE, text=script), **spec)
+    made.run_until(RUNNING)
+    made.rounds(8)
+    assert made.job.state is RUNNING
+    assert len(records(made)) == 1
+    skipped = [reason for reason in made.reasons if "skipped" in reason]
+    assert len(skipped) == 1
+    assert any(part in skipped[0] for part in said.split("|"))
+
+
+def test_scripted_changes_that_fall_due_together_become_one_stage_each():
+    text = "- at: 1s\n  add: 1\n- at: 1.1s\n  add: 1\n- at: 1.2s\n  remove: 3\n"
+    made = world(script=ScriptSpec(kind=ScriptKind.TIMELINE, text=text))
+    made.run_until(JobState.PREPARING)
+    made.rounds(4)
+    assert len(stages.job_status(made.job, made.now, 0).queued_changes) == 2
+    made.rounds(60)
+    assert [record.pods for record in records(made)] == [2, 3, 4, 1]
+
+
+def test_a_manual_resize_clears_those_that_wait_and_follows_the_script():
+    text = "- at: 1s\n  add: 1\n- at: 1.5s\n  add: 1\n"
+    made = world(script=ScriptSpec(kind=ScriptKind.TIMELINE, text=text))
+    made.run_until(JobState.CUTTING_OVER)
+    resize(made, 3)
+    resize(made, 1)
+    assert stages.job_status(made.job, made.now, 0).queued_changes[-1] == "resize to 1"
+    made.rounds(60)
+    assert [record.pods for record in records(made)] == [2, 3, 4, 1]
+
+
+@pytest.mark.parametrize(("pods", "field"), [(5, "max_pods"), (1, "min_pods")])
+def test_a_resize_beyond_the_jobs_limits_is_refused(pods, field):
+    made = trains(world(min_pods=2))
+    with pytest.raises(stages.Refused, match=field):
+        resize(made, pods)
+
+
+def test_a_change_that_is_not_ready_in_time_is_abandoned_and_nothing_is_lost():
+    made = trains(world(prepare_timeout_s=5.0))
+    made.nodes["b"].client = False  # starts no pod
+    made.nodes["b"].seen_at += 1000  # ... but does not look silent
+    resize(made, 3)
+    step = made.job.progress.step
+    made.rounds(14)
+    assert made.job.state is RUNNING
+    assert records(made)[-1].outcome.startswith("abandoned: not ready within 5 s: pod_2_0")
+    assert made.job.progress.step > step
+    assert made.job.target == 2
+    assert made.job.failures == 0
+
+
+def test_a_new_pod_whose_package_script_fails_costs_only_the_change():
+    made = trains(world())
+    made.script_fails = 1
+    resize(made, 3)
+    made.rounds(6)
+    assert made.job.state is RUNNING
+    assert "the package script failed" in records(made)[-1].outcome
+    resize(made, 3)
+    made.rounds(20)
+    assert ids(made) == ("pod_0_0", "pod_1_0", "pod_2_0_1")
+
+
+def test_parked_ranks_go_on_when_a_new_pod_dies_before_the_commit():
+    made = trains(world())
+    resize(made, 3)
+    made.run_until(JobState.CUTTING_OVER)
+    made.rounds(1)
+    step = made.job.progress.step
+    new = next(pod for _, pod, _ in made.launchers() if pod.pod_id == "pod_2_0")
+    new.end(code=1)
+    for _ in range(30):
+        made.round(0.2)
+    assert made.job.state is RUNNING
+    assert made.job.progress.step > step
+    assert ids(made) == ("pod_0_0", "pod_1_0")
+
+
+def test_a_start_that_fails_after_the_drain_recovers_the_old_pods_from_the_drained_step():
+    made = trains(world())
+    resize(made, 3)
+    while made.job.coming is None or made.job.coming.phase is not Phase.START:
+        made.round(0.2)
+    assert made.job.coming.restore_from is not None
+    drained = made.job.coming.restore_from.step
+    failed = PodReport(kind=ReportKind.FAILED, stage=2, rank=2, code=1, reason="out of memory")
+    made.send(stages.Reported("pod_2_0", failed))
+    assert made.job.state is JobState.RECOVERING
+    trains(made)
+    assert ids(made) == ("pod_0_0", "pod_1_0")
+    last = records(made)[-1]
+    assert (last.way, last.first_step, last.redone_steps) == (Way.START, drained + 1, 0)
+    assert "out of memory" in records(made)[1].outcome
+    assert made.job.failures == 1
+
+
+def test_no_change_starts_once_a_trainer_has_said_done():
+    made = trains(world(total_steps=14))
+    resize(made, 3)
+    done = PodReport(kind=ReportKind.DONE, stage=1, step=made.job.progress.step)
+    made.send(stages.Reported("pod_0_0", done))
+    assert made.job.coming is None
+    assert records(made)[-1].outcome == "abandoned: training is complete"
+    resize(made, 3)
+    assert made.job.coming is None
+    made.run_until(SUCCEEDED)
+    assert made.job.records[-1].outcome.startswith(("ended", "abandoned"))
+
+
+def test_a_pod_that_has_finished_stops_a_change_of_a_job_without_the_loop():
+    made = world(elastic=False)
+    made.run_until(RUNNING)
+    resize(made, 3)
+    made.nodes["a"].pods["pod_0_0"].end(code=0)
+    made.client_acts(made.nodes["a"])
+    assert made.job.coming is None or made.job.coming.phase is not Phase.PREPARE
+    member = made.job.current and made.job.current.member("pod_0_0")
+    assert member
+    assert member.at is At.FINISHED
+    made.nodes["a"].pods["pod_1_0"].end(code=0)
+    made.rounds(3)
+    assert made.job.state is SUCCEEDED
+
+
+def test_a_growth_without_a_free_slot_waits_for_one():
+    made = trains(world(nodes=1))
+    resize(made, 3)
+    assert made.job.state is RUNNING
+    assert "only 2 of 3 pods find a place" in made.job.reason
+    made.nodes["b"] = type(made.nodes["a"])(node("b"), made.now, registered=False)
+    made.rounds(20)
+    assert len(ids(made)) == 3
+
+
+def test_late_news_of_an_earlier_cut_does_not_count_for_a_later_one():
+    made = trains(world())
+    stage = made.job.current
+    assert stage is not None
+    resize(made, 1)
+    made.run_until(JobState.CUTTING_OVER)
+    old = PodReport(kind=ReportKind.DRAINED, stage=1, step=made.job.progress.step - 2)
+    made.send(stages.Reported("pod_0_0", old))
+    member = made.job.current and made.job.current.member("pod_0_0")
+    assert member
+    assert member.at is At.CUTTING
+
+
+def test_a_stage_is_prepared_with_ports_that_the_one_before_does_not_use():
+    made = trains(world())
+    old = {(pod.addr, port) for pod in stages.running_pods(made.job) for port in pod.ports}
+    resize(made, 3)
+    assert made.job.coming is not None
+    new = {(m.pod.addr, port) for m in made.job.coming.members for port in m.pod.ports}
+    assert old.isdisjoint(new)
+    held = {(a, p) for a, ports in stages.ports_held(made.job).items() for p in ports}
+    assert held == old | new
+
+
+# --- replace and join: the trainers are there before the cut --------------------------------------
+
+
+def beside(way: Way) -> World:
+    """Return a world with a change in PREPARE whose way is `way`; no launcher knows it yet."""
+    made = trains(world())
+    resize(made, 3)
+    assert made.job.coming is not None
+    made.job = replace(made.job, coming=replace(made.job.coming, way=way))
+    return made
+
+
+def tell(made: World, pod_id: str, kind: ReportKind, stage: int, **more: Any) -> None:
+    made.send(stages.Reported(pod_id, PodReport(kind=kind, stage=stage, **more)))
+
+
+@pytest.mark.parametrize("way", [Way.REPLACE, Way.JOIN])
+def test_replace_and_join_commit_when_all_have_drained_and_end_the_old_after_the_first_step(way):
+    made = beside(way)
+    old, new = ("pod_0_0", "pod_1_0"), ("pod_0_0", "pod_1_0", "pod_2_0")
+    made.client_acts(made.nodes["b"])
+    for pod_id in new:
+        tell(made, pod_id, ReportKind.READY, 2)
+    assert orders(made, "pod_0_0") == {1: Order.CUT, 2: Order.PREPARE}
+    step = made.job.progress.step
+    for pod_id in old:
+        ref = SnapshotRef(stage=1, step=step)
+        tell(made, pod_id, ReportKind.DRAINED, 1, step=step, snapshot=ref)
+    assert orders(made, "pod_0_0") == {1: Order.CUT, 2: Order.GO}
+    view = stages.pod_orders(made.job, "pod_2_0")
+    assert view is not None
+    assert view.plans[0].restore_from == wire.RestoreFrom(stage=1, step=step, pods=old)
+    tell(made, "pod_2_0", ReportKind.FIRST_STEP, 2, step=step + 1)
+    assert orders(made, "pod_0_0") == {1: Order.END, 2: Order.GO}
+    for pod_id in old:
+        tell(made, pod_id, ReportKind.ENDED, 1)
+    assert orders(made, "pod_0_0") == {2: Order.GO}
+    assert records(made)[-1].redone_steps == 0
+
+
+def test_replace_resumes_the_old_stage_when_a_new_trainer_dies_before_the_commit():
+    made = beside(Way.REPLACE)
+    for pod_id in ("pod_0_0", "pod_1_0", "pod_2_0"):
+        tell(made, pod_id, ReportKind.READY, 2)
+    tell(made, "pod_0_0", ReportKind.DRAINED, 1, step=made.job.progress.step)
+    tell(made, "pod_2_0", ReportKind.FAILED, 2, rank=2, code=-9)
+    assert orders(made, "pod_0_0") == {1: Order.RESUME}
+    step = made.job.progress.step + 1
+    for pod_id in ("pod_0_0", "pod_1_0"):
+        tell(made, pod_id, ReportKind.PROGRESS, 1, step=step)
+    assert orders(made, "pod_0_0") == {1: Order.GO}
+
+
+def test_replace_recovers_when_the_new_stage_crashes_before_its_first_step():
+    made = beside(Way.REPLACE)
+    for pod_id in ("pod_0_0", "pod_1_0", "pod_2_0"):
+        tell(made, pod_id, ReportKind.READY, 2)
+    step = made.job.progress.step
+    for pod_id in ("pod_0_0", "pod_1_0"):
+        ref = SnapshotRef(stage=1, step=step)
+        tell(made, pod_id, ReportKind.DRAINED, 1, step=step, snapshot=ref)
+    tell(made, "pod_2_0", ReportKind.FAILED, 2, rank=2, code=1)
+    assert orders(made, "pod_0_0") == {1: Order.END, 2: Order.END}
+    for pod_id in ("pod_0_0", "pod_1_0", "pod_2_0"):
+        tell(made, pod_id, ReportKind.ENDED, 1)
+        tell(made, pod_id, ReportKind.ENDED, 2)
+    for pod_id in ("pod_0_0", "pod_1_0", "pod_2_0"):
+        tell(made, pod_id, ReportKind.READY, 3)
+    assert made.job.coming is not None
+    assert made.job.coming.restore_from is not None
+    assert (made.job.coming.restore_from.stage, made.job.coming.restore_from.step) == (1, step)
+
+
+def test_progress_alone_need_not_be_written():
+    made = trains(world())
+    before = made.job
+    step = before.progress.step + 1
+    tell(made, "pod_0_0", ReportKind.PROGRESS, 1, step=step, metrics={"loss": 0.5})
+    assert made.job.progress.step == step
+    assert stages.same_but_progress(before, made.job)
+    assert stages.job_status(made.job, made.now, 0).metrics == {"loss": 0.5}
+
+
+def test_the_script_clock_is_worth_a_write_every_five_seconds():
+    made = trains(world(script=ScriptSpec(kind=ScriptKind.ALTERNATE, interval_s=900.0)))
+    writes = 0
+    for _ in range(200):
+        before = made.job
+        made.round(0.1)
+        writes += not stages.same_but_progress(before, made.job)
+    assert 3 <= writes <= 5

@@ -1,0 +1,190 @@
+"""Pause, resume and stop, and what is refused when."""
+
+import pytest
+
+from job_server import stages
+from job_server.job import Phase
+from job_server.stages import KillAsked, PauseAsked, ResizeAsked, ResumeAsked, StopAsked
+from job_server.wire import JobState, Kill, Order, ReportKind, Resize, ScriptKind, ScriptSpec
+from tests.job_server.test_stages_changes import RUNNING, ids, records, tell, trains, world
+from tests.job_server.world import World
+
+PAUSED, STOPPED = JobState.PAUSED, JobState.STOPPED
+
+
+def paused(made: World) -> World:
+    made.send(PauseAsked())
+    made.run_until(PAUSED)
+    return made
+
+
+def test_a_pause_saves_frees_the_slots_and_a_resume_loses_nothing():
+    made = trains(world())
+    made.send(PauseAsked())
+    view = stages.pod_orders(made.job, "pod_0_0")
+    assert view is not None
+    assert [(plan.order, plan.durable) for plan in view.plans] == [(Order.CUT, True)]
+    made.run_until(PAUSED)
+    step = made.job.progress.step
+    assert made.durable == step
+    assert not stages.slots_held(made.job)
+    assert not any(sim.pods for sim in made.nodes.values())
+    made.rounds(20)
+    assert made.job.state is PAUSED
+    assert made.job.progress.account.paused_s > 9
+    made.send(ResumeAsked())
+    assert made.job.state is JobState.STARTING
+    trains(made)
+    assert records(made)[-1].first_step == step + 1
+    assert records(made)[-1].reason == "start after a pause"
+    assert made.job.redone_steps == 0
+    assert made.job.resizes == made.job.failures == 0
+
+
+def test_the_script_clock_stands_while_paused():
+    script = ScriptSpec(kind=ScriptKind.ALTERNATE, interval_s=30.0)
+    made = paused(trains(world(script=script)))
+    clock = stages.job_status(made.job, made.now, 0).script_elapsed_s
+    made.rounds(200)
+    assert stages.job_status(made.job, made.now, 0).script_elapsed_s == clock
+    assert made.job.state is PAUSED
+
+
+def test_a_pause_abandons_a_preparation_and_lets_parked_ranks_go_on_before_it_cuts():
+    made = trains(world())
+    made.send(ResizeAsked(Resize(pods=3)))
+    made.run_until(JobState.CUTTING_OVER)
+    made.round(0.2)
+    paused(made)
+    assert records(made)[-1].outcome == "abandoned: a pause was asked for"
+    assert made.durable == made.job.progress.step
+
+
+def test_a_pause_after_the_drain_waits_for_the_commit_so_that_nothing_is_lost():
+    made = trains(world())
+    made.send(ResizeAsked(Resize(pods=3)))
+    while made.job.coming is None or made.job.coming.phase is not Phase.START:
+        made.round(0.2)
+    paused(made)
+    assert records(made)[-1].pods == 3
+    assert made.durable == made.job.progress.step
+    made.send(ResumeAsked())
+    trains(made)
+    assert len(ids(made)) == 3
+
+
+def test_a_pause_does_not_wait_for_ever_for_a_pod_that_cannot_be_reached():
+    made = trains(world(pods=4, prepare_timeout_s=10.0))
+    made.nodes["b"].link = False
+    made.send(PauseAsked())
+    made.run_until(PAUSED)
+
+
+def test_a_resume_does_not_start_beside_pods_that_may_still_train():
+    made = trains(world(prepare_timeout_s=3.0))
+    made.nodes["a"].link = False  # both pods; they train on
+    paused(made)
+    made.send(ResumeAsked())
+    made.rounds(10)
+    assert made.job.state is JobState.WAITING
+    made.nodes["a"].link = True
+    trains(made)
+    assert len(ids(made)) == 2
+
+
+def test_a_stop_ends_a_running_and_a_paused_job():
+    made = trains(world())
+    made.send(StopAsked())
+    assert made.job.state is JobState.STOPPING
+    made.run_until(STOPPED)
+    assert made.durable == made.job.progress.step
+    made.rounds(4)
+    assert not made.job.pods
+    other = paused(trains(world(elastic=False)))
+    other.send(StopAsked())
+    assert other.job.state is STOPPED
+
+
+def test_a_job_that_waits_for_nodes_can_be_paused_and_stopped():
+    made = world(nodes=0)
+    made.send(PauseAsked())
+    assert made.job.state is PAUSED
+    made.send(ResumeAsked())
+    assert made.job.state is JobState.WAITING
+    assert "no job client serves this job" in stages.job_status(made.job, made.now, 0).reason
+    made.send(StopAsked())
+    assert made.job.state is STOPPED
+
+
+@pytest.mark.parametrize(
+    ("state", "event", "said"),
+    [
+        (RUNNING, ResumeAsked(), "not PAUSED"),
+        (RUNNING, KillAsked(Kill(pod_id="pod_9_9")), "running pods: pod_0_0, pod_1_0"),
+        (RUNNING, KillAsked(Kill(rank=2)), "there are 2 ranks"),
+        (PAUSED, KillAsked(Kill(rank=0)), "there are 0 ranks"),
+        (JobState.STOPPING, PauseAsked(), "is stopping"),
+        (JobState.STOPPING, ResizeAsked(Resize(pods=1)), "is stopping"),
+        (STOPPED, PauseAsked(), "has ended"),
+        (STOPPED, ResumeAsked(), "has ended"),
+        (STOPPED, ResizeAsked(Resize(pods=1)), "has ended"),
+        (STOPPED, KillAsked(Kill(rank=0)), "has ended"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(state, event, said):
+    made = trains(world())
+    if state is not RUNNING:
+        made.send(PauseAsked() if state is PAUSED else StopAsked())
+        made.run_until(state)
+    before = made.job
+    with pytest.raises(stages.Refused, match=said):
+        made.send(event)
+    assert made.job is before
+
+
+@pytest.mark.parametrize(
+    ("state", "event"),
+    [
+        (JobState.PAUSING, PauseAsked()),
+        (PAUSED, PauseAsked()),
+        (JobState.STOPPING, StopAsked()),
+        (STOPPED, StopAsked()),
+    ],
+)
+def test_asking_twice_changes_nothing(state, event):
+    made = trains(world())
+    made.send(event)
+    made.run_until(state)
+    before = made.job
+    job, reason = stages.step(before, event, made.now, made.cluster)
+    assert stages.same_but_progress(before, job)
+    assert reason == ""
+
+
+def test_a_resize_while_paused_holds_from_the_resume_on():
+    made = paused(trains(world()))
+    made.send(ResizeAsked(Resize(pods=3)))
+    made.send(ResumeAsked())
+    trains(made)
+    assert len(ids(made)) == 3
+
+
+def test_training_that_completes_during_a_pause_is_not_forgotten():
+    made = trains(world(total_steps=9))
+    tell_done = [pod.pod_id for pod in stages.running_pods(made.job)]
+    for pod_id in tell_done:
+        made.nodes["a"].pods[pod_id].end(code=0)
+    made.client_acts(made.nodes["a"])
+    assert made.job.state is JobState.SUCCEEDED
+    with pytest.raises(stages.Refused, match="SUCCEEDED"):
+        made.send(PauseAsked())
+
+
+def test_a_crash_during_the_durable_cut_still_ends_in_a_pause():
+    made = trains(world())
+    made.send(PauseAsked())
+    tell(made, "pod_0_0", ReportKind.FAILED, 1, rank=0, code=1)
+    made.run_until(PAUSED)
+    assert made.job.failures == 0
+    made.send(ResumeAsked())
+    trains(made)

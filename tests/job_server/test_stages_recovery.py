@@ -1,0 +1,405 @@
+"""Crashes, lost nodes, budgets: what a job does when something dies."""
+
+from typing import Any
+
+import pytest
+
+from job_server import budget, stages, wire
+from job_server.job import At, Cause, CauseKind
+from job_server.stages import KillAsked, Reported, ResizeAsked
+from job_server.wire import JobState, Kill, PodReport, ReportKind, Resize, Way
+from tests.job_server.test_stages_changes import RUNNING, ids, records, tell, trains, world
+from tests.job_server.world import World
+
+FAILED = JobState.FAILED
+
+
+def launcher(made: World, pod_id: str) -> Any:
+    return next(found for found in made.launchers() if found[1].pod_id == pod_id)
+
+
+def crash(made: World, pod_id: str) -> None:
+    _, pod, who = launcher(made, pod_id)
+    made.kill_trainer(pod, who)
+
+
+def cut_link(made: World, name: str) -> None:
+    made.nodes[name].link = False
+
+
+def test_a_crashed_trainer_costs_steps_but_no_pod():
+    made = trains(world())
+    made.train()  # one step more than the newest snapshot
+    crash(made, "pod_1_0")
+    made.run_until(JobState.RECOVERING)
+    trains(made)
+    assert ids(made) == ("pod_0_0", "pod_1_0")
+    assert (made.job.failures, made.job.preemptions) == (1, 0)
+    first, second = records(made)
+    assert second.way is Way.START
+    assert second.redone_steps == (first.last_step or 0) - (second.first_step or 0) + 1
+    assert made.job.redone_steps == second.redone_steps <= 3
+
+
+def test_the_culprit_is_named_although_a_victim_spoke_first():
+    made = trains(world())
+    victim = PodReport(
+        kind=ReportKind.FAILED, stage=1, rank=0, code=-6, peer_lost=True, reason="gloo: peer"
+    )
+    made.send(Reported("pod_0_0", victim))
+    tell(made, "pod_1_0", ReportKind.FAILED, 1, rank=1, code=1, reason="CUDA out of memory")
+    trains(made)
+    assert made.job.failures == 1
+    reason = records(made)[-1].reason
+    assert "rank 1 of pod pod_1_0 exited with 1: CUDA out of memory" in reason
+
+
+def test_victims_alone_count_as_one_failure():
+    made = trains(world())
+    for rank, pod_id in enumerate(("pod_0_0", "pod_1_0")):
+        tell(made, pod_id, ReportKind.FAILED, 1, rank=rank, code=-6, peer_lost=True)
+    trains(made)
+    assert made.job.failures == 1
+
+
+def test_a_dead_launcher_gets_a_new_pod_and_its_shims_snapshot_is_used():
+    made = trains(world(pods=1))
+    step = max(ref.step for ref in made.job.progress.snapshots.values())
+    launcher(made, "pod_0_0")[1].end(code=137)
+    made.run_until(JobState.RECOVERING)
+    trains(made)
+    assert ids(made) == ("pod_0_0_1",)
+    assert records(made)[-1].first_step == step + 1
+    made.rounds(8)
+    assert made.job.pod("pod_0_0") is None  # its snapshot is not needed any more
+
+
+def test_a_dead_shim_takes_its_snapshot_along():
+    made = trains(world(pods=1))
+    pod = launcher(made, "pod_0_0")[1]
+    pod.snapshot = None
+    pod.end()
+    durable = made.durable
+    made.run_until(JobState.RECOVERING)
+    trains(made)
+    assert made.job.current is not None
+    assert made.job.current.restore_from is None
+    assert records(made)[-1].first_step == durable + 1
+
+
+def test_a_pod_whose_client_forgets_it_is_lost():
+    made = trains(world())
+    del made.nodes["a"].pods["pod_1_0"]
+    made.nodes["a"].client = False  # do not start it again by itself
+    made.report(made.nodes["a"])
+    assert made.job.state is RUNNING  # one report may have been made too early
+    made.now += 3.0
+    made.report(made.nodes["a"])
+    assert made.job.state is JobState.RECOVERING
+    assert "does not know pod pod_1_0" in made.job.reason
+
+
+@pytest.mark.parametrize(
+    ("how", "failures", "preemptions"),
+    [({"code": 1}, 1, 0), ({"signal": 9}, 1, 0), ({"signal": 15}, 0, 1), ({"code": 143}, 0, 1)],
+)
+def test_a_pod_that_is_asked_to_go_by_others_is_preempted(how, failures, preemptions):
+    made = trains(world())
+    launcher(made, "pod_1_0")[1].end(**how)
+    trains(made)
+    assert (made.job.failures, made.job.preemptions) == (failures, preemptions)
+
+
+@pytest.mark.parametrize("by_rank", [True, False])
+def test_a_kill_on_request_is_nobodys_failure(by_rank):
+    made = trains(world())
+    made.send(KillAsked(Kill(rank=1) if by_rank else Kill(pod_id="pod_1_0")))
+    made.run_until(JobState.RECOVERING)
+    trains(made)
+    assert (made.job.failures, made.job.failures_in_row, made.job.preemptions) == (0, 0, 0)
+    assert "killed on request" in records(made)[-1].reason
+    assert ids(made)[1] == ("pod_1_0" if by_rank else "pod_1_0_1")
+
+
+def test_a_lost_node_makes_the_job_smaller_until_it_comes_back():
+    made = trains(world(pods=4))
+    cut_link(made, "b")
+    made.run_until(JobState.RECOVERING)
+    trains(made)
+    assert ids(made) == ("pod_0_0", "pod_1_0")
+    assert (made.job.preemptions, made.job.failures, made.job.target) == (1, 0, 4)
+    made.nodes["b"].link = True
+    made.rounds(30)
+    assert len(ids(made)) == 4
+    assert records(made)[-1].reason == "growing back to 4"
+    assert made.job.resizes == 0
+    assert not made.nodes["b"].pods.keys() & {"pod_2_0", "pod_3_0"}
+
+
+def test_below_min_pods_the_job_waits_and_its_script_clock_stands():
+    script = wire.ScriptSpec(kind=wire.ScriptKind.ALTERNATE, interval_s=900.0)
+    made = trains(world(pods=4, min_pods=3, script=script))
+    made.power_off(made.nodes["b"])
+    made.run_until(JobState.WAITING)
+    clock = stages.job_status(made.job, made.now, 0).script_elapsed_s
+    waited = made.job.progress.account.waiting_s
+    made.rounds(40)
+    assert made.job.state is JobState.WAITING
+    assert "only 2 of 3 pods find a place" in stages.job_status(made.job, made.now, 0).reason
+    assert stages.job_status(made.job, made.now, 0).script_elapsed_s == clock
+    assert made.job.progress.account.waiting_s > waited + 15
+    assert made.job.preemptions == 1
+    made.power_on(made.nodes["b"])
+    trains(made)
+    assert len(ids(made)) == 4
+
+
+def test_nothing_is_started_while_no_pod_can_be_reached_and_all_goes_on_when_one_answers():
+    made = trains(world())
+    step = made.job.progress.step
+    cut_link(made, "a")
+    made.run_until(JobState.WAITING)
+    made.rounds(20)  # the cut-off pods train on
+    assert made.job.coming is None
+    assert "no pod can be reached" in made.job.reason
+    made.nodes["a"].link = True
+    made.rounds(4)
+    assert made.job.state is RUNNING
+    assert made.job.progress.step > step + 15
+    assert len(records(made)) == 1
+
+
+def test_an_operator_can_say_that_what_cannot_be_reached_is_dead():
+    made = trains(world())
+    made.power_off(made.nodes["a"])
+    made.run_until(JobState.WAITING)
+    made.send(ResizeAsked(Resize(pods=2, assume_dead=True)))
+    trains(made)
+    assert {pod.node_id for pod in stages.running_pods(made.job)} == {"b"}
+
+
+def test_a_stage_without_the_loop_is_over_only_when_all_its_pods_are_confirmed_stopped():
+    made = trains(world(elastic=False, pods=4))
+    cut_link(made, "b")
+    made.run_until(JobState.WAITING)
+    made.rounds(20)
+    assert made.job.coming is None
+    assert "--assume_dead" in made.job.waiting
+    made.nodes["b"].link = True
+    trains(made)
+    assert len(ids(made)) == 4
+
+
+def test_a_training_script_that_fails_at_once_uses_up_its_restarts():
+    made = world(max_restarts_without_progress=3)
+    for _ in range(400):
+        made.round()
+        for _, pod, who in made.launchers():
+            if who.run is not None and who.run.phase.value == "starting":
+                made.kill_trainer(pod, who)
+        if made.job.state.ended:
+            break
+    assert made.job.state is FAILED
+    assert made.job.failures == 4
+    assert "3 restarts in a row brought no new step" in made.job.reason
+    assert "died of 9" in made.job.reason
+    made.rounds(3)
+    assert not any(sim.pods for sim in made.nodes.values())
+
+
+def test_a_package_script_that_always_fails_ends_the_job_with_its_words():
+    made = world(pods=1, max_restarts_without_progress=2)
+    made.script_fails = 99
+    made.run_until(FAILED)
+    assert "the package script failed" in made.job.reason
+    assert made.pod_ids == {"pod_0_0", "pod_0_0_1", "pod_0_0_2"}
+
+
+def test_a_pod_that_exits_zero_before_it_had_trainers_has_failed():
+    made = world(pods=1)
+    made.rounds(1)
+    made.client_acts(made.nodes["a"])
+    made.nodes["a"].pods["pod_0_0"].end(code=0)
+    made.client_acts(made.nodes["a"])
+    assert made.job.failures == 1
+    assert "before its trainers had started" in records(made)[0].outcome
+
+
+@pytest.mark.parametrize(
+    ("limit", "kind"),
+    [("max_failures", CauseKind.FAILURE), ("max_preemptions", CauseKind.PREEMPTION)],
+)
+def test_a_budget_that_is_used_up_fails_the_job_and_is_named(limit, kind):
+    job = world(**{limit: 1}).job
+    cause = Cause(kind=kind, text="x", at=0.0)
+    first = budget.count(job, cause, 0.0, ran_s=0.0)
+    assert first.give_up == ""
+    assert limit in budget.count(first.job, cause, 0.0, ran_s=0.0).give_up
+
+
+def test_the_wait_before_a_retry_grows_and_is_the_same_in_a_replay():
+    waits = [budget.backoff_s("job", n) for n in range(1, 30)]
+    assert waits[0] == 0.0
+    assert waits == [budget.backoff_s("job", n) for n in range(1, 30)]
+    assert budget.backoff_s("other", 3) != waits[2]
+    assert all(0.75 <= wait <= 60.0 for wait in waits[1:])
+    assert waits[4] > waits[1]
+    assert max(waits) == 60.0
+
+
+def test_failures_are_in_a_row_only_without_a_new_step():
+    made = trains(world(max_restarts_without_progress=1))
+    for _ in range(3):
+        crash(made, "pod_0_0")
+        made.run_until(JobState.RECOVERING)
+        made.run_until(RUNNING)
+        made.rounds(16)
+    assert made.job.failures == 3
+    assert made.job.state is RUNNING
+
+
+def test_a_port_that_is_taken_is_dealt_anew_without_a_failure():
+    made = world()
+    made.rounds(1)
+    made.client_acts(made.nodes["a"])
+    launcher(made, "pod_1_0")[2].ports_fail = True
+    made.run_until(RUNNING)
+    trains(made)
+    assert made.job.current is not None
+    assert made.job.current.attempt == 1
+    assert made.job.failures == 0
+
+
+def test_ports_that_are_always_taken_do_not_go_on_for_ever():
+    made = world(pods=1)
+    made.rounds(1)
+    for attempt in range(30):
+        stage = made.job.coming
+        if stage is None:
+            break
+        tell(made, "pod_0_0", ReportKind.READY, stage.stage, attempt=stage.attempt)
+        tell(made, "pod_0_0", ReportKind.PORT_TAKEN, stage.stage, attempt=attempt)
+    assert "10 times in a row" in records(made)[0].outcome
+
+
+def test_a_stage_number_that_the_checkpoint_path_knows_is_burnt():
+    made = world()
+    made.rounds(1)
+    tell(made, "pod_0_0", ReportKind.READY, 1)
+    tell(made, "pod_1_0", ReportKind.READY, 1)
+    made.now += 1
+    if made.job.coming is not None:
+        tell(made, "pod_0_0", ReportKind.STAGE_TOO_LOW, 1, highest_stage=7)
+    trains(made)
+    assert [record.stage for record in records(made)] == [1, 8]
+    assert "holds stage 7" in records(made)[0].outcome
+    assert (records(made)[1].flag, made.job.failures) == (-1, 0)
+
+
+def test_a_stage_in_force_whose_number_is_too_low_is_made_again_above():
+    made = trains(world(elastic=False))
+    tell(made, "pod_0_0", ReportKind.STAGE_TOO_LOW, 1, highest_stage=7)
+    trains(made)
+    assert [record.stage for record in records(made)] == [1, 8]
+    assert made.job.failures == 0
+
+
+def test_the_first_stage_gets_a_number_above_what_launchers_find():
+    made = world(pods=1)
+    made.client_acts(made.nodes["a"])
+    attach = wire.Attach(pod_id="pod_0_0", node_id="a", pid=1, highest_stage=12)
+    made.send(stages.Attached(attach))
+    trains(made)
+    assert made.job.current is not None
+    assert made.job.current.stage == 13
+
+
+def test_a_pod_that_does_not_end_its_trainers_is_killed():
+    made = trains(world(grace_s=5.0))
+    _, pod, who = launcher(made, "pod_1_0")
+    crash(made, "pod_0_0")
+    made.deliver(launcher(made, "pod_0_0")[2])
+    pod.launcher = None  # hangs
+    for _ in range(60):
+        made.round()
+    assert who.run is not None
+    assert "killing pod pod_1_0: it does not end stage 1" in "\n".join(made.reasons)
+    trains(made)
+    assert "pod_1_0" not in ids(made)
+
+
+def test_a_crash_while_cutting_commits_the_next_stage_from_the_newest_snapshot():
+    made = trains(world())
+    made.send(ResizeAsked(Resize(pods=3)))
+    made.run_until(JobState.CUTTING_OVER)
+    crash(made, "pod_0_0")
+    made.deliver(launcher(made, "pod_0_0")[2])
+    trains(made)
+    assert [(r.way, r.pods) for r in records(made)] == [(Way.START, 2), (Way.DRAIN, 3)]
+    assert made.job.failures == 1
+
+
+def test_a_crash_while_preparing_uses_the_prepared_stage_only_if_it_is_as_quick():
+    made = trains(world())
+    made.nodes["b"].client = False
+    made.nodes["b"].seen_at += 1000
+    made.send(ResizeAsked(Resize(pods=3)))
+    crash(made, "pod_0_0")
+    made.run_until(JobState.RECOVERING)
+    made.run_until(RUNNING)
+    assert "a recovery is quicker" in records(made)[1].outcome
+    assert [r.pods for r in records(made)] == [2, 3, 2]
+
+
+def test_a_restarted_server_goes_on_where_it_was_and_declares_nobody_dead_at_once():
+    made = trains(world(pods=4))
+    made.stop_server()
+    made.now += 100.0
+    made.train()
+    made.start_server()
+    assert made.job.state is RUNNING
+    made.rounds(10)
+    assert made.job.state is RUNNING
+    assert len(records(made)) == 1
+    assert stages.next_deadline(made.job, made.now, made.cluster) is not None
+
+
+@pytest.mark.parametrize("rounds", range(1, 8))
+def test_a_server_that_dies_in_a_change_finishes_it_when_it_is_back(rounds):
+    made = trains(world())
+    made.send(ResizeAsked(Resize(pods=3)))
+    for _ in range(rounds):
+        made.round(0.2)
+    made.stop_server()
+    for _ in range(3):
+        made.train()
+    made.now += 30.0
+    made.start_server()
+    trains(made)
+    assert len(ids(made)) == 3
+    assert made.job.redone_steps == 0
+
+
+def test_reports_of_stages_that_are_gone_change_nothing():
+    made = trains(world())
+    made.send(ResizeAsked(Resize(pods=3)))
+    made.run_until(JobState.CUTTING_OVER)
+    trains(made)
+    before = made.job
+    for kind in ReportKind:
+        if kind is not ReportKind.EXITED:
+            tell(made, "pod_0_0", kind, 1, highest_stage=50, reason="old")
+    assert stages.same_but_progress(before, made.job)
+    assert made.job.current is not None
+    assert made.job.current.all_at(At.TRAINING)
+
+
+def test_progress_of_a_pod_that_was_given_up_does_not_count():
+    made = trains(world(pods=4))
+    cut_link(made, "b")
+    made.run_until(JobState.RECOVERING)
+    trains(made)
+    step = made.job.progress.step
+    tell(made, "pod_3_0", ReportKind.PROGRESS, 1, step=9999)
+    assert made.job.progress.step == step
+    assert stages.pod_orders(made.job, "pod_3_0") is None

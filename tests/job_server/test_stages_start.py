@@ -1,0 +1,170 @@
+"""First starts, jobs of original clients, and what a job tells about itself."""
+
+from typing import Any
+
+import pytest
+
+from job_server import stages, wire
+from job_server.job import MAX_RECORDS, Job
+from job_server.placement import Cluster, NodeView
+from job_server.stages import NodesChanged, ResizeAsked, RunTimeStatic, Tick
+from job_server.wire import JobSpec, JobState, Resize, ScriptKind, ScriptSpec
+from tests.job_server.test_stages_changes import ids, trains, world
+from tests.job_server.world import World, node
+
+NOW = 1000.0
+NOBODY = Cluster()
+
+
+def test_a_first_start_waits_for_all_nodes():
+    made = world(expected_nodes=3)
+    made.rounds(10)
+    assert made.job.state is JobState.WAITING
+    assert stages.job_status(made.job, made.now, 0).reason == "2 of 3 nodes have registered"
+    made.nodes["c"] = type(made.nodes["a"])(node("c"), made.now, registered=False)
+    trains(made)
+
+
+def test_a_first_start_goes_on_without_some_nodes_after_its_timeout():
+    made = world(expected_nodes=3, start_timeout_s=10.0, pods=4, max_pods=6, slots=1)
+    made.rounds(19)
+    assert made.job.state is JobState.WAITING
+    trains(made)
+    assert len(ids(made)) == 2
+    assert made.job.target == 4
+
+
+def test_below_min_pods_there_is_no_first_start():
+    made = world(expected_nodes=1, start_timeout_s=1.0, min_pods=5, max_pods=5, pods=5)
+    made.rounds(30)
+    assert made.job.state is JobState.WAITING
+    assert "only 4 of 5 pods find a place" in stages.job_status(made.job, made.now, 0).reason
+
+
+def test_a_stage_whose_trainers_may_not_be_elastic_is_committed_when_they_have_started():
+    made = world()
+    made.run_until(JobState.RUNNING)
+    assert made.job.current is not None
+    assert not made.job.elastic
+    trains(made)
+    assert made.job.elastic
+
+
+# --- jobs that only clients of the original look after --------------------------------------------
+
+
+def legacy_job(pods: int = 3, interval_s: float = 10.0) -> Job:
+    script = ScriptSpec(kind=ScriptKind.ALTERNATE, interval_s=interval_s)
+    spec = JobSpec(job_id="job", max_pods=pods, script=script)
+    return stages.new_job(spec, NOW, legacy_nodes=(node("a", pods),))
+
+
+def test_without_a_client_of_ours_changes_happen_at_once_with_the_originals_flags_and_ids():
+    job = legacy_job()
+    assert job.state is JobState.RUNNING
+    seen = [(job.flag, [pod.pod_id for pod in stages.running_pods(job)])]
+    for n in range(1, 5):
+        deadline = stages.next_deadline(job, NOW + 10 * n - 9, NOBODY)
+        assert deadline is not None
+        while deadline is not None and deadline <= NOW + 10 * n + 0.01:
+            job, _ = stages.step(job, Tick(), deadline, NOBODY)
+            deadline = stages.next_deadline(job, deadline, NOBODY)
+        seen.append((job.flag, [pod.pod_id for pod in stages.running_pods(job)]))
+    assert seen == [
+        (-1, ["pod_0_0", "pod_1_0", "pod_2_0"]),
+        (0, ["pod_0_0", "pod_1_0"]),
+        (1, ["pod_0_0", "pod_1_0", "pod_2_1"]),
+        (2, ["pod_0_0", "pod_1_0"]),
+        (3, ["pod_0_0", "pod_1_0", "pod_2_3"]),
+    ]
+    for pod_rank, pod in enumerate(stages.running_pods(job)):
+        assert (pod.pod_rank, len(pod.ports), pod.addr) == (pod_rank, 1, "addr-a")
+    assert stages.node_pods(job, "a") == ()
+    assert stages.pod_orders(job, "pod_0_0") is None
+    assert wire.decode(Job, wire.encode(job)) == job
+
+
+def test_the_alternation_never_goes_below_one_pod():
+    job = legacy_job(pods=1)
+    job, reason = stages.step(job, Tick(), NOW + 11, NOBODY)
+    assert "skipped" in reason
+    assert len(stages.running_pods(job)) == 1
+    assert job.flag == -1
+
+
+def test_a_resize_of_such_a_job_is_immediate_and_a_pause_is_refused():
+    job = legacy_job()
+    job, _ = stages.step(job, ResizeAsked(Resize(pods=1)), NOW + 1, NOBODY)
+    assert len(stages.running_pods(job)) == 1
+    with pytest.raises(stages.Refused, match="no job client of ours"):
+        stages.step(job, stages.PauseAsked(), NOW + 2, NOBODY)
+    job, _ = stages.step(job, stages.StopAsked(), NOW + 3, NOBODY)
+    assert job.state is JobState.STOPPED
+    assert stages.running_pods(job) == ()
+
+
+@pytest.mark.parametrize(("after_s", "flag", "first"), [(3.0, -1, "pod_0_0"), (11.0, 1, "pod_0_1")])
+def test_a_client_of_ours_takes_the_job_over_and_starts_it_properly(after_s, flag, first):
+    made = World(JobSpec(job_id="job", max_pods=3), (node("a", 3),))
+    made.job = made.stored = legacy_job()
+    made.nodes["a"].registered = False
+    made.send(Tick())
+    made.pass_time(after_s)
+    made.pod_ids.clear()
+    made.committed.clear()
+    made.rounds(1)
+    assert made.job.state is JobState.STARTING
+    trains(made)
+    assert made.job.flag == flag
+    assert ids(made)[0] == first
+
+
+def test_a_node_that_serves_another_job_does_not_take_it_over():
+    other = NodeView(node=node("b", job_id="other"), seen_at=NOW + 1)
+    job, reason = stages.step(legacy_job(), NodesChanged(), NOW + 1, Cluster(nodes=(other,)))
+    assert reason == ""
+    assert job.legacy
+
+
+# --- what is told ---------------------------------------------------------------------------------
+
+
+def test_the_parts_of_the_account_add_up_to_the_wall_clock():
+    made = trains(world())
+    for event in (ResizeAsked(Resize(pods=3)), stages.PauseAsked(), stages.ResumeAsked()):
+        made.send(event)
+        made.rounds(30)
+    account = stages.job_status(made.job, made.now + 5, 1).account
+    assert account.total_s == pytest.approx(made.now + 5 - made.job.submitted_at)
+    assert min(account.training_s, account.cutting_over_s, account.paused_s) > 0
+
+
+def test_a_clock_that_is_set_back_books_nothing_twice():
+    made = trains(world())
+    total = made.job.progress.account.total_s
+    job, _ = stages.step(made.job, Tick(), made.now - 50, made.cluster)
+    assert job.progress.account.total_s == total
+
+
+def test_the_expected_run_time_is_kept():
+    made = world()
+    made.send(RunTimeStatic(77.5))
+    assert stages.job_status(made.job, made.now, 0).estimated_run_time_s == 77.5
+
+
+def test_the_history_keeps_the_newest_stages_only():
+    job: Any = legacy_job(interval_s=1.0)
+    now = NOW
+    for _ in range(MAX_RECORDS + 50):
+        now += 1.0
+        job, _ = stages.step(job, Tick(), now, NOBODY)
+    assert len(job.records) == MAX_RECORDS
+    assert job.records[-1].stage == job.next_stage - 1
+    assert len(job.given_ids) < 10
+
+
+def test_choose_way_is_drain_only_where_trainers_can_agree_on_a_step():
+    made = trains(world())
+    assert stages.choose_way(made.job) is wire.Way.DRAIN
+    plain = trains(world(elastic=False))
+    assert stages.choose_way(plain.job) is wire.Way.STOP

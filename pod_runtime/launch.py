@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from job_server.api_client import ApiClient
+from pod_runtime.crew import LaunchConfig
 from pod_runtime.env import EnvError, PodEnv, checkpoint_path
 from pod_runtime.errors import LaunchError
-from pod_runtime.launcher import LaunchConfig, Launcher, trainer_command
+from pod_runtime.launcher import Launcher
 from pod_runtime.segments import highest_stage
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,13 @@ def find_script(name: str) -> str:
     if found is None:
         raise LaunchError(f"script: {name} does not exist in {Path.cwd()}", 2)
     return found
+
+
+def trainer_command(script: str, args: Sequence[str]) -> tuple[str, ...]:
+    """Return what starts a trainer: this interpreter, or the script itself if not Python."""
+    if script.endswith(".py"):
+        return sys.executable, script, *args
+    return script, *args
 
 
 def read_token(path: Path | None) -> str | None:

@@ -11,11 +11,8 @@ import os
 import queue
 import selectors
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 
 from job_server.wire import Attach, PodReport, ReportKind, StagePlan, encode
 from pod_runtime import launcher_decisions as decisions
@@ -23,16 +20,15 @@ from pod_runtime import launcher_state as state
 from pod_runtime import server_link
 from pod_runtime.channel import Channel, Connection, close_all
 from pod_runtime.channel_wire import Hello, Said, SegmentMade, SnapshotMade
-from pod_runtime.console import Console
-from pod_runtime.env import PodEnv, trainer_environment
+from pod_runtime.crew import Crew, LaunchConfig, Name
+from pod_runtime.env import PodEnv
 from pod_runtime.errors import ChannelError, LaunchError, SpawnError
 from pod_runtime.launcher_reports import attach_truth
-from pod_runtime.orphans import kill_orphans, reap_adopted, remove_shared_memory
-from pod_runtime.processes import read, set_child_subreaper
+from pod_runtime.processes import set_child_subreaper
 from pod_runtime.segments import Segments
 from pod_runtime.server_link import Api, LinkEvent, ServerLink
 from pod_runtime.shim_wire import LineSocket, ShimError, connect
-from pod_runtime.trainers import TrainerProcess, find_taken_port, with_defaults
+from pod_runtime.trainers import TrainerProcess, find_taken_port
 
 logger = logging.getLogger(__name__)
 
@@ -40,17 +36,6 @@ _EXIT_FLUSH_S = 30.0  # training is over: the server may take so long to come ba
 _STOP_FLUSH_S = 2.0  # somebody wants us gone
 _CONSOLE_S = 2.0
 _FRESH_SNAPSHOT = (ReportKind.DRAINED, ReportKind.ENDED, ReportKind.FAILED)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchConfig:
-    """What the command line says."""
-
-    command: tuple[str, ...]  # interpreter, script, arguments
-    log_dir: Path
-    run_dir: Path
-    highest_stage: int = 0  # found in the checkpoint path; 0: none, or not known
-    console: bool = True  # show the trainers' output, prefixed
 
 
 class Launcher:
@@ -63,20 +48,18 @@ class Launcher:
         environ: Mapping[str, str],
         connect_server: Callable[[], Api],
     ) -> None:
-        self._config, self._env, self._environ = config, pod_env, environ
+        self._config, self._env = config, pod_env
         self._pod = state.Pod(
             pod_id=pod_env.pod_id, node_id=pod_env.node_id, grace_s=pod_env.grace_s
         )
-        self._trainers: dict[tuple[state.Key, int], TrainerProcess] = {}
-        self._connections: dict[tuple[state.Key, int], Connection] = {}
+        self._connections: dict[Name, Connection] = {}
         self._exit: decisions.Exit | None = None
         self._spawn_order = 0
         self._inbox: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
         self._channel = Channel(pod_env.pod_id)
         self._segments = Segments(pod_env.pod_id, pod_env.pod_dir)
-        self._console = Console() if config.console else None
-        self._dead_pids: set[int] = set()  # of ours; what they left in /dev/shm is to go
+        self._crew = Crew(config, pod_env, environ, self._channel.name)
         self._truth = self._attach_now()  # replaced as a whole, so other threads may read it
         self._wake_read, self._wake_write = os.pipe()
         for fd in (self._wake_read, self._wake_write):
@@ -107,7 +90,7 @@ class Launcher:
                     self._wait()
                     self._settle()
             finally:
-                self._kill_rest()
+                self._crew.kill_all()
                 shim.close()
                 self._channel.close()
         return self._finish(self._exit)
@@ -145,8 +128,7 @@ class Launcher:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._on_link(self._inbox.get_nowait())
-        self._dead_pids |= reap_adopted({t.pid for t in self._trainers.values()})
-        self._clean_shared_memory()
+        self._crew.sweep()
 
     def _on_stop(self, signum: signal.Signals) -> None:
         again = self._pod.leaving is not None
@@ -212,12 +194,7 @@ class Launcher:
 
     def _introduce(self, connection: Connection, hello: Hello) -> None:
         """Bind a connection to the trainer that it, or an ancestor of its process, is."""
-        by_pid = {trainer.pid: name for name, trainer in self._trainers.items()}
-        pid = connection.peer_pid
-        while pid > 1 and pid not in by_pid:
-            process = read(pid)
-            pid = 0 if process is None else process.ppid
-        name = by_pid.get(pid)
+        name = self._crew.find(connection.peer_pid)
         if name is None or (name[0][0], name[1]) != (hello.stage, hello.rank):
             raise ChannelError(
                 f"hello: pid {connection.peer_pid} is not rank {hello.rank} of stage {hello.stage}"
@@ -231,31 +208,13 @@ class Launcher:
             self._on_message(connection)
             self._forget(connection)
         self._selector.unregister(trainer)
-        code = trainer.reap()
-        del self._trainers[name]
+        code = self._crew.reap(trainer)
         reason = "" if code in (0, -signal.SIGKILL) else trainer.last_words()
         logger.info(
             "stage %d: rank %d (pid %d) %s",
             trainer.stage, trainer.rank, trainer.pid, state.describe_exit(code),
         )  # fmt: skip
         self._pod = state.died(self._pod, trainer.key, trainer.rank, code, reason)
-        self._bury(trainer)
-
-    def _bury(self, trainer: TrainerProcess) -> None:
-        if self._console is not None:
-            self._console.ended(trainer.log_path)
-        living = {each.pid for each in self._trainers.values()}
-        killed = kill_orphans(self._env.pod_id, trainer.stage, trainer.rank, living)
-        if killed:
-            logger.info("rank %d left %d processes behind: killed", trainer.rank, len(killed))
-        self._dead_pids |= killed | trainer.children | {trainer.pid}
-        self._dead_pids |= reap_adopted(living)
-        self._clean_shared_memory()
-
-    def _clean_shared_memory(self) -> None:
-        if self._dead_pids:
-            remove_shared_memory(self._dead_pids)
-            self._dead_pids.clear()
 
     def _deliver(self, event: LinkEvent) -> None:
         """Called by the link's threads."""
@@ -286,7 +245,7 @@ class Launcher:
                 self._tell(key, rank, message)
             case decisions.Signal(key=key, rank=rank, signum=signum):
                 logger.info("stage %d: rank %d: %s", key[0], rank, signum.name)
-                self._trainers[key, rank].send_signal(signum)
+                self._crew.signal((key, rank), signum)
             case decisions.Report(report=report):
                 self._report(report)
             case decisions.Exit():
@@ -306,35 +265,14 @@ class Launcher:
         started: list[int] = []
         for rank in mine.ranks:
             try:
-                self._start_trainer(plan, rank)
+                trainer = self._crew.start(plan, rank)
             except SpawnError as error:
                 logger.error("stage %d: %s", plan.stage, error)
                 self._pod = state.not_spawned(self._pod, plan, started, rank, error.reason)
                 return
+            self._selector.register(trainer, selectors.EVENT_READ, trainer)
             started.append(rank)
         self._pod = state.spawned(self._pod, plan)
-
-    def _start_trainer(self, plan: StagePlan, rank: int) -> None:
-        env = trainer_environment(
-            self._environ,
-            self._env,
-            plan,
-            rank,
-            channel=self._channel.name,
-            run_dir=self._config.run_dir,
-        )
-        trainer = TrainerProcess(
-            stage=plan.stage,
-            attempt=plan.attempt,
-            rank=rank,
-            argv=self._config.command,
-            env=with_defaults(env),
-            log_path=self._config.log_dir / f"trainer_{rank}.stage_{plan.stage}.log",
-        )
-        self._trainers[trainer.key, rank] = trainer
-        self._selector.register(trainer, selectors.EVENT_READ, trainer)
-        if self._console is not None:
-            self._console.follow(trainer.log_path, rank, trainer.log_start)
 
     def _welcome(self, action: decisions.Welcome) -> None:
         segments, fds = self._segments.for_restore(action.plan)
@@ -363,8 +301,7 @@ class Launcher:
 
     def _report(self, report: PodReport) -> None:
         if report.kind is ReportKind.PROGRESS:
-            for trainer in self._trainers.values():
-                trainer.note_children()
+            self._crew.note_children()
         else:
             logger.info(
                 "stage %d: %s%s", report.stage, report.kind.value,
@@ -379,7 +316,7 @@ class Launcher:
     def _attach_now(self) -> Attach:
         return attach_truth(self._pod, os.getpid(), self._config.highest_stage)
 
-    def _name_of(self, connection: Connection) -> tuple[state.Key, int] | None:
+    def _name_of(self, connection: Connection) -> Name | None:
         names = (name for name, each in self._connections.items() if each is connection)
         return next(names, None)
 
@@ -416,19 +353,9 @@ class Launcher:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _kill_rest(self) -> None:
-        """No trainer outlives its launcher, however that ends."""
-        for trainer in list(self._trainers.values()):
-            trainer.send_signal(signal.SIGKILL)
-        for trainer in list(self._trainers.values()):
-            trainer.reap()
-            del self._trainers[trainer.key, trainer.rank]
-            self._bury(trainer)
-
     def _finish(self, exit_now: decisions.Exit) -> int:
         logger.info("exiting with %d: %s", exit_now.code, exit_now.reason)
-        if self._console is not None:
-            self._console.finish(_CONSOLE_S)
+        self._crew.finish_console(_CONSOLE_S)
         report = PodReport(
             kind=ReportKind.EXITED,
             stage=exit_now.stage,
@@ -441,10 +368,3 @@ class Launcher:
             logger.warning("the job server has not heard that this pod ends: it is away")
         self._link.close()
         return exit_now.code
-
-
-def trainer_command(script: str, args: Sequence[str]) -> tuple[str, ...]:
-    """Return what starts a trainer: this interpreter, or the script itself if not Python."""
-    if script.endswith(".py"):
-        return sys.executable, script, *args
-    return script, *args

@@ -1,0 +1,116 @@
+"""A launcher's trainers as one: started, found again by pid, reaped, and cleaned up after."""
+
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from job_server.wire import StagePlan
+from pod_runtime.console import Console
+from pod_runtime.env import PodEnv, trainer_environment
+from pod_runtime.launcher_state import Key
+from pod_runtime.orphans import kill_orphans, reap_adopted, remove_shared_memory
+from pod_runtime.processes import read
+from pod_runtime.trainers import TrainerProcess, with_defaults
+
+Name = tuple[Key, int]  # ((stage, attempt), rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchConfig:
+    """What the command line says."""
+
+    command: tuple[str, ...]  # interpreter, script, arguments
+    log_dir: Path
+    run_dir: Path
+    highest_stage: int = 0  # found in the checkpoint path; 0: none, or not known
+    console: bool = True  # show the trainers' output, prefixed
+
+
+class Crew:
+    """The trainers that run. For the launcher's main thread only: they die with that."""
+
+    def __init__(
+        self, config: LaunchConfig, pod_env: PodEnv, environ: Mapping[str, str], channel: str
+    ) -> None:
+        self._config, self._env, self._environ = config, pod_env, environ
+        self._channel = channel
+        self._trainers: dict[Name, TrainerProcess] = {}
+        self._console = Console() if config.console else None
+        self._dead_pids: set[int] = set()  # of ours; what they left in /dev/shm is to go
+
+    def __iter__(self) -> Iterator[TrainerProcess]:
+        return iter(list(self._trainers.values()))
+
+    def start(self, plan: StagePlan, rank: int) -> TrainerProcess:
+        """Start the trainer `rank` of `plan`.
+
+        Raises:
+            SpawnError: it cannot be started.
+        """
+        env = trainer_environment(
+            self._environ,
+            self._env,
+            plan,
+            rank,
+            channel=self._channel,
+            run_dir=self._config.run_dir,
+        )
+        trainer = TrainerProcess(
+            stage=plan.stage,
+            attempt=plan.attempt,
+            rank=rank,
+            argv=self._config.command,
+            env=with_defaults(env),
+            log_path=self._config.log_dir / f"trainer_{rank}.stage_{plan.stage}.log",
+        )
+        self._trainers[trainer.key, rank] = trainer
+        if self._console is not None:
+            self._console.follow(trainer.log_path, rank, trainer.log_start)
+        return trainer
+
+    def signal(self, name: Name, signum: signal.Signals) -> None:
+        self._trainers[name].send_signal(signum)
+
+    def find(self, pid: int) -> Name | None:
+        """Return which trainer `pid`, or an ancestor of it, is; None: no trainer of ours."""
+        by_pid = {trainer.pid: name for name, trainer in self._trainers.items()}
+        while pid > 1 and pid not in by_pid:
+            process = read(pid)
+            pid = 0 if process is None else process.ppid
+        return by_pid.get(pid)
+
+    def note_children(self) -> None:
+        for trainer in self:
+            trainer.note_children()
+
+    def reap(self, trainer: TrainerProcess) -> int:
+        """Take a dead trainer out, kill and remove what it left; return its exit code."""
+        code = trainer.reap()
+        del self._trainers[trainer.key, trainer.rank]
+        if self._console is not None:
+            self._console.ended(trainer.log_path)
+        living = {each.pid for each in self}
+        killed = kill_orphans(self._env.pod_id, trainer.stage, trainer.rank, living)
+        self._dead_pids |= killed | trainer.children | {trainer.pid}
+        self.sweep()
+        return code
+
+    def sweep(self) -> None:
+        """Reap children that became ours when their parent died; remove what the dead left."""
+        self._dead_pids |= reap_adopted({trainer.pid for trainer in self})
+        if self._dead_pids:
+            remove_shared_memory(self._dead_pids)
+            self._dead_pids.clear()
+
+    def kill_all(self) -> None:
+        """No trainer outlives its launcher, however that ends."""
+        for trainer in self:
+            trainer.send_signal(signal.SIGKILL)
+        for trainer in self:
+            self.reap(trainer)
+
+    def finish_console(self, timeout_s: float) -> None:
+        """Show the last lines; waits no longer than `timeout_s` for who reads them."""
+        if self._console is not None:
+            self._console.finish(timeout_s)

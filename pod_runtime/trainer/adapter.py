@@ -23,7 +23,7 @@ class GroupSpec:
 
     rank: int
     world_size: int
-    master: str  # "addr:port" of rank 0; "" in a world of one
+    master: str  # "addr:port" of rank 0; "": as the framework's own launcher says
     generation: int  # differs between groups that one process forms
 
 
@@ -76,12 +76,11 @@ class Adapter(Protocol):
         `contribute`, this rank adds zeros. Raises PeerLost.
         """
 
-    def apply(self, *, filled_shards: int, gradient_factor: float, lr_factor: float) -> None:
+    def apply(self, *, filled_shards: int, lr_factor: float) -> None:
         """Take over what was exchanged, let the optimizer step, clear the gradients.
 
         Args:
             filled_shards: of the global batch; buffers move by the mean over these.
-            gradient_factor: multiplies the summed gradients; 1 when weights were exact.
             lr_factor: multiplies the learning rate of this step.
         """
 

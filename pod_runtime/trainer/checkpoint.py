@@ -68,13 +68,16 @@ class CheckpointStore:
     def write(self, image: StateImage) -> CheckpointId:
         """Write one checkpoint and remove those that nobody needs any more.
 
+        One of this stage and step that is there already stays as it is: it is the same state, but
+        for what the script did since that step, which it does again after a restore.
+
         Raises:
             CheckpointError: it could not be written; what was begun is removed.
         """
         made = CheckpointId(image.status.stage, image.status.step)
+        if MANIFEST in self.storage.files(made.folder):
+            return made
         try:
-            # A folder of this name can only be a torn one, or the same state.
-            self.storage.remove(f"{made.folder}/{MANIFEST}")
             manifest = self._write_files(made.folder, image)
             self.storage.commit(f"{made.folder}/{MANIFEST}", manifest)
         except OSError as error:

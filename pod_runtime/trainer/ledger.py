@@ -158,15 +158,28 @@ class LedgerFile:
 
     def __init__(self, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        path = run_dir / LEDGER_NAME
+        path = self._path = run_dir / LEDGER_NAME
         self._append = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._rewrite = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         self._at: int | None = None  # where the open row stands; None: none has been written
         self._line = b""
 
-    def begin_run(self, run: RunInfo) -> None:
-        """Write what decides the batches; the newest such line holds."""
+    def begin_run(self, run: RunInfo, lineage: tuple[StageEntry, ...]) -> None:
+        """Write what decides the batches (the newest such line holds), and what the file lacks.
+
+        The file may be a new one beside an old checkpoint, or its last writer may have been killed
+        just before it wrote a step whose snapshot another node already had.
+        """
+        known = _last_steps(self._path)
         self.add({"kind": "run", **encode(run)})
+        for entry in lineage:
+            if entry.stage not in known:
+                self.add({"kind": "stage", **_entry_json(entry)})
+            for row in entry.rows:
+                for part in split_row(row, entry):
+                    if part.last_step > known.get(entry.stage, 0):
+                        rest = rest_of_row(part, entry, known.get(entry.stage, 0))
+                        self.add({"kind": "row", "stage": entry.stage, **encode(rest)})
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Append a line that stays."""
@@ -196,6 +209,40 @@ class LedgerFile:
         return os.lseek(self._append, 0, os.SEEK_CUR) - len(data)
 
 
+def split_row(row: Row, entry: StageEntry) -> Iterator[Row]:
+    """Yield `row` epoch by epoch."""
+    if row.epoch == row.last_epoch:
+        yield row
+        return
+    steps = -(-entry.epoch_samples // entry.batch_size)
+    for number, epoch in enumerate(range(row.epoch, row.last_epoch + 1)):
+        first = row.first_step + number * steps
+        yield Row(
+            epoch=epoch,
+            last_epoch=epoch,
+            first_step=first,
+            last_step=first + steps - 1,
+            first_offset=0,
+            last_offset=entry.epoch_samples,
+        )
+
+
+def rest_of_row(row: Row, entry: StageEntry, step: int) -> Row:
+    """Return what follows `step` in a row of one epoch."""
+    if step < row.first_step:
+        return row
+    done = (step - row.first_step + 1) * entry.batch_size
+    return replace(row, first_step=step + 1, first_offset=row.first_offset + done)
+
+
+def start_of_row(row: Row, entry: StageEntry, step: int) -> Row:
+    """Return a row of one epoch up to and with `step`."""
+    if step >= row.last_step:
+        return row
+    done = (step - row.first_step + 1) * entry.batch_size
+    return replace(row, last_step=step, last_offset=row.first_offset + done)
+
+
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number, object) of a ledger file.
 
@@ -212,6 +259,17 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not isinstance(value, dict):
             raise ValueError(f"{path}:{number}: expected an object")
         yield number, value
+
+
+def _last_steps(path: Path) -> dict[int, int]:
+    """Return the last step that the file has of each stage that it knows."""
+    known: dict[int, int] = {}
+    for _number, line in read_lines(path):
+        stage = line.get("stage")
+        if isinstance(stage, int) and line.get("kind") in ("stage", "row"):
+            last = line.get("last_step", 0)
+            known[stage] = max(known.get(stage, 0), last if isinstance(last, int) else 0)
+    return known
 
 
 def _row(fields: list[int]) -> Row:

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from job_server.wire import StagePlan, WireError, decode
 from pod_runtime.shim_wire import LineSocket, ShimError
@@ -123,17 +123,26 @@ class Link:
         while not self.going and self.cut is None:
             self.wait()
 
+    def wait_for_the_end(self) -> NoReturn:
+        """Wait to be ended by the launcher.
+
+        Raises:
+            LinkError: it is gone.
+        """
+        while True:
+            self._receive()
+
     def wait_resume(self, cut_id: int) -> None:
         """Stay parked until the cut is off; most trainers are ended while they wait here."""
         while self.resumed_id < cut_id:
             self.wait()
 
     def tell_step(
-        self, *, step: int, epoch: int, total_steps: int | None, step_s: float, metrics_too: bool
+        self, *, step: int, epoch: int, total_steps: int | None, step_s: float, at_once: bool
     ) -> None:
         """Say `step`, unless that was said just now or the launcher does not listen."""
         now = time.monotonic()
-        if now - self._last_step_at < STEP_PERIOD_S and not metrics_too:
+        if now - self._last_step_at < STEP_PERIOD_S and not at_once:
             return
         if not self._writable.poll(0):
             return  # a stopped launcher must not stop the training

@@ -71,7 +71,7 @@ class PaddleAdapter:
             # Paddle reads it when it makes the group; without it, collectives fail on the CPU.
             os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")
         if spec.rank:
-            _wait_for(spec.master)
+            _wait_for(spec.master or _own_master())
         try:
             dist.init_parallel_env()
         except RuntimeError as error:
@@ -141,17 +141,12 @@ class PaddleAdapter:
             return [float(value) for value in header]
         return self._exchange.run(header, contribute, self._reduce)
 
-    def apply(self, *, filled_shards: int, gradient_factor: float, lr_factor: float) -> None:
+    def apply(self, *, filled_shards: int, lr_factor: float) -> None:
         if self._world_size > 1:
             self._exchange.put_back(filled_shards)
         else:
             changes = {dtype: self._buffers.changes(dtype) for dtype in self._buffers.dtypes}
             self._buffers.apply(changes, filled_shards)
-        if gradient_factor != 1.0:
-            with paddle.no_grad():
-                for parameter in self._exchange.parameters:
-                    if parameter.grad is not None:
-                        parameter.grad = parameter.grad * gradient_factor
         with self._learning_rate(lr_factor):
             if self._scaler is None:
                 self._optimizer.step()
@@ -252,6 +247,14 @@ class _IndexBatches(paddle.io.BatchSampler):  # type: ignore[misc]  # Paddle has
 
     def __len__(self) -> int:
         return 1 << 60
+
+
+def _own_master() -> str:
+    """Where Paddle looks for rank 0, by Paddle's own rules, under its own launcher."""
+    environ = os.environ
+    if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
+        return f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+    return environ.get("PADDLE_MASTER") or environ["PADDLE_TRAINER_ENDPOINTS"].split(",")[0]
 
 
 def _wait_for(master: str) -> None:

@@ -1,7 +1,7 @@
 """What a state says about progress: where training stands, and what decided the batches so far."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from job_server.wire import WireError, decode, encode
@@ -37,6 +37,10 @@ class TrainStatus:
     @property
     def world_size(self) -> int:
         return self.scaling.world_size
+
+    def for_run(self, run: RunInfo) -> Self:
+        """Return the same progress for a script that may ask for another number of epochs."""
+        return replace(self, run=run)
 
     def to_json(self) -> dict[str, Any]:
         value: dict[str, Any] = encode(self)

@@ -1,0 +1,37 @@
+"""What a training script imports: `from pod_runtime import elastic`.
+
+loop = elastic.Loop(model, optimizer, train_loader, epochs=10, checkpoint="ckpt")
+for epoch in loop.epochs():
+    model.train()
+    for step in epoch:
+        for images, labels in step:
+            step.backward(F.cross_entropy(model(images), labels))
+        step.update()
+"""
+
+from pod_runtime.trainer.errors import (
+    CheckpointError,
+    ElasticError,
+    LinkError,
+    PeerLost,
+    StateError,
+    UsageError,
+)
+from pod_runtime.trainer.loop import Loop
+from pod_runtime.trainer.readers import ReadFrom
+from pod_runtime.trainer.scaling import Scale
+from pod_runtime.trainer.step import Epoch, Step
+
+__all__ = [
+    "CheckpointError",
+    "ElasticError",
+    "Epoch",
+    "LinkError",
+    "Loop",
+    "PeerLost",
+    "ReadFrom",
+    "Scale",
+    "StateError",
+    "Step",
+    "UsageError",
+]

@@ -1,0 +1,387 @@
+"""The elastic loop: epochs and steps of a training whose trainers may change at any step."""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from pod_runtime.env import TrainerEnv
+from pod_runtime.trainer.adapter import Adapter
+from pod_runtime.trainer.batches import rank_shards
+from pod_runtime.trainer.errors import PeerLost, UsageError
+from pod_runtime.trainer.evaluation import Fn, evaluate
+from pod_runtime.trainer.readers import (
+    FedReader,
+    InlineReader,
+    ReadFrom,
+    ShardOrder,
+    ShardPlace,
+    ShardReader,
+    ShardSource,
+    factory_items,
+    loader_items,
+)
+from pod_runtime.trainer.scaling import Policy
+from pod_runtime.trainer.settings import LoopSettings
+from pod_runtime.trainer.source import make_source
+from pod_runtime.trainer.stage import Stage, enter_stage
+from pod_runtime.trainer.step import Epoch, Step
+from pod_runtime.trainer.streams import seed_shard
+
+logger = logging.getLogger(__name__)
+
+_WAIT_S = 0.05  # how long a rank waits for data before it looks after its launcher
+_SMOOTHING = 0.1  # weight of the newest step in the mean step time
+
+
+class Loop:
+    """Runs in every trainer; see README for the ten lines that it takes."""
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        train_set: Any = None,
+        *,
+        epochs: int,
+        batch_size: int | None = None,
+        seed: int = 0,
+        checkpoint: str | os.PathLike[str] | None = None,
+        save_steps: int = 200,
+        keep_checkpoints: int = 3,
+        shards: int | None = None,
+        loss: str = "mean",
+        scaler: Any | None = None,
+        policy: Policy = "fixed_global",
+        lr_warmup_steps: int = 0,
+        shuffle: bool | None = None,
+        drop_last: bool | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int | None = None,
+        reader: Callable[[ReadFrom], Any] | None = None,
+        steps_per_epoch: int | None = None,
+        snapshot_steps: int | str = "auto",
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Join the stage, take over its state, and return when training may begin.
+
+        Args:
+            train_set: a map-style dataset, or a `paddle.io.DataLoader`, whose dataset, batch size
+                (as the global one), order, collate_fn and workers are taken over.
+            epochs: passes over the data, those before a restore included.
+            batch_size: of the global batch, over all trainers.
+            checkpoint: folder or fsspec URL; None: no checkpoints.
+            shards: V, into how many a global batch is cut; fixed for the run. None: as stored,
+                else the most trainers that the job may have.
+            loss: "mean" if the loss is the mean over a shard, "sum" if it is the sum.
+            policy: "fixed_global", "linear", or a callable (old_world, new_world) -> Scale.
+            lr_warmup_steps: for "linear", after a jump of the world size.
+            reader: called as reader(ReadFrom), returns an iterator of (epoch, step, shard,
+                fields...) in order; called again after every cut-over.
+            steps_per_epoch: for a reader without a dataset.
+            snapshot_steps: steps between snapshots in memory; "auto": as many as keep the stall
+                below 1 % of the time.
+            extra: objects with state_dict and set_state_dict that belong to the state.
+
+        Raises:
+            UsageError: an argument is wrong; the text says what would be right.
+            StateError, CheckpointError: the state that is there cannot be continued.
+        """
+        settings = LoopSettings(
+            epochs=epochs,
+            seed=seed,
+            checkpoint=None if checkpoint is None else os.fspath(checkpoint),
+            save_steps=save_steps,
+            keep_checkpoints=keep_checkpoints,
+            shards=shards,
+            loss=loss,
+            policy=policy,
+            lr_warmup_steps=lr_warmup_steps,
+            steps_per_epoch=steps_per_epoch,
+            snapshot_steps=snapshot_steps,
+        )
+        self._settings = settings
+        self._source = make_source(
+            train_set,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            has_reader=reader is not None,
+        )
+        self._reader_factory = reader
+        self._stage: Stage = enter_stage(
+            settings,
+            self._source,
+            TrainerEnv.read(os.environ),
+            make_adapter=lambda header_size: _paddle_adapter(
+                model, optimizer, header_size=header_size, scaler=scaler, extra=extra
+            ),
+        )
+        self._adapter: Adapter = self._stage.adapter
+        self._progress = self._stage.progress
+        self._member = self._stage.member
+        self._order = ShardOrder(
+            self._progress.run,
+            self._progress.batches,
+            rank_shards(self.rank, self.world_size, self._progress.batches.shards),
+        )
+        self._reader: ShardReader | None = None  # None: nothing has been read yet
+        self._open_step: Step | None = None  # None: between two steps
+        self._step_s = 0.0  # smoothed; 0: no step yet
+        self._committed_at = time.monotonic()
+        self._cut_agreed = False  # in the exchange of the open step
+        self._finished = False
+
+    # --- what a script asks
+
+    @property
+    def rank(self) -> int:
+        return self._member.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._member.world_size
+
+    @property
+    def step_count(self) -> int:
+        """Global steps committed since the training began."""
+        return self._progress.cursor.global_step
+
+    @property
+    def shards_per_batch(self) -> int:
+        """V: into how many shards a global batch is cut."""
+        return self._progress.batches.shards
+
+    def epochs(self) -> Iterator[Epoch]:
+        """Yield the epochs that are left; an interrupted one goes on amid its steps.
+
+        An epoch is committed, with a checkpoint, when the next one is asked for.
+
+        Raises:
+            UsageError: an epoch was left before its last step.
+            CheckpointError: the checkpoint at the end of the training could not be written.
+        """
+        progress = self._progress
+        while not progress.is_finished:
+            cursor = progress.cursor
+            left = progress.batches.steps_left(cursor.offset)
+            yield Epoch(cursor.epoch, cursor.step, cursor.step + left, self._steps)
+            if not progress.epoch_is_over:
+                raise UsageError(
+                    f"epoch {cursor.epoch} was left after {progress.cursor.step} of "
+                    f"{cursor.step + left} steps; run all of them, without break (fewer epochs "
+                    f"end a training earlier)"
+                )
+            with self._surviving():
+                progress.commit_epoch()
+                self._stage.keeper.after_epoch()
+        with self._surviving():
+            self._finish()
+
+    def evaluate(
+        self, test_set: Any, fn: Fn, *, batch_size: int | None = None, collate_fn: Any = None
+    ) -> dict[str, float]:
+        """Return the sums over `test_set` of what `fn(*batch)` returns, over all ranks.
+
+        Every rank calls it. The model evaluates without gradients. A cut-over that comes within
+        starts it again in the next stage.
+        """
+        source = make_source(
+            test_set,
+            batch_size=batch_size,
+            shuffle=False,
+            drop_last=False,
+            collate_fn=collate_fn,
+            num_workers=0,
+            has_reader=False,
+        )
+        with self._surviving():
+            return evaluate(
+                self._adapter,
+                source.dataset,
+                fn,
+                batch_size=source.batch_size,
+                collate=source.collate,
+                rank=self.rank,
+                world_size=self.world_size,
+                meet=self._meet_between_steps,
+            )
+
+    def log(self, **metrics: float) -> None:
+        """Show these numbers with the job's progress; those of rank 0 count."""
+        values = {name: self._adapter.to_float(value) for name, value in metrics.items()}
+        if self.rank == 0:
+            logger.info(
+                "epoch %d, step %d: %s",
+                self._progress.cursor.epoch,
+                self.step_count,
+                ", ".join(f"{name} {value:.6g}" for name, value in values.items()),
+            )
+        if self._stage.link is not None:
+            self._stage.link.set_metrics(values)
+            self._tell_step(at_once=True)
+
+    def shards(self, dataset: Any) -> ShardSource:
+        """Return this rank's shards of `dataset` from the cursor on, for a reader of one's own.
+
+        Samples are cut as those of the training set: `dataset` has as many.
+        """
+        source = make_source(
+            dataset,
+            batch_size=self._source.batch_size,
+            shuffle=self._source.shuffle,
+            drop_last=self._source.drop_last,
+            collate_fn=self._source.collate,
+            num_workers=0,
+            has_reader=False,
+        )
+        if source.length != self._source.length:
+            raise UsageError(
+                f"shards: the dataset has {source.length} samples, the training set "
+                f"{self._source.length}; pass the same to Loop as train_set"
+            )
+        return ShardSource(source, self._order, self._progress.cursor, self._adapter)
+
+    # --- steps
+
+    def _steps(self) -> Iterator[Step]:
+        progress, adapter = self._progress, self._adapter
+        if self._open_step is not None:
+            raise UsageError("epoch: iterated over twice; use one `for step in epoch:`")
+        while not progress.epoch_is_over:
+            cursor = progress.cursor
+            start, stop = progress.batches.batch(cursor.offset)
+            step = self._open_step = Step(
+                number=cursor.global_step,
+                places=self._order.of_batch(cursor.epoch, cursor.step, cursor.offset),
+                samples=stop - start,
+                order=self._order,
+                adapter=adapter,
+                loss=self._settings.loss,
+                fetch=self._fetch,
+                update=self._update,
+            )
+            adapter.begin_step()
+            yield step
+            if not step.is_updated:
+                raise UsageError(
+                    f"step {step.number}: step.update() is missing; call it once per step, after "
+                    f"`for batch in step:`"
+                )
+            self._open_step = None
+            with self._surviving():
+                self._commit()
+
+    def _fetch(self, place: ShardPlace) -> Any:
+        if self._reader is None:
+            self._reader = self._start_reader()
+        taken = self._reader.take(place, _WAIT_S)
+        while taken is None:
+            with self._surviving():
+                self._member.wait_for_data()
+            taken = self._reader.take(place, _WAIT_S)
+        self._member.have_data()
+        seed_shard(self._adapter, self._progress.run.seed, place.epoch, place.step, place.shard)
+        return self._adapter.to_batch(taken[0])
+
+    def _update(self, step: Step) -> None:
+        with self._surviving():
+            verdict = self._member.exchange(step.samples_done)
+            self._cut_agreed = verdict.cut
+            if verdict.samples != step.samples:
+                raise UsageError(
+                    f"step {step.number}: {verdict.samples} samples were computed, its batch has "
+                    f"{step.samples}; all trainers must run the same script over the same data"
+                )
+            self._adapter.apply(
+                filled_shards=self._progress.batches.filled_shards(step.samples),
+                lr_factor=self._progress.scaling.lr_factor(step.number),
+            )
+
+    def _commit(self) -> None:
+        self._progress.commit_step()
+        now = time.monotonic()
+        took = now - self._committed_at
+        self._committed_at = now
+        self._step_s = took if not self._step_s else (
+            (1 - _SMOOTHING) * self._step_s + _SMOOTHING * took
+        )  # fmt: skip
+        self._stage.keeper.after_step(self._step_s)
+        self._tell_step(at_once=False)
+        if self._cut_agreed:
+            self._member.park()
+            self._committed_at = time.monotonic()
+
+    def _meet_between_steps(self) -> None:
+        # Within a step the update is made and not committed: no state to put away. The cut waits.
+        if self._open_step is None:
+            self._member.meet()
+
+    def _tell_step(self, *, at_once: bool) -> None:
+        if self._stage.link is not None:
+            self._stage.link.tell_step(
+                step=self._progress.cursor.global_step,
+                epoch=self._progress.cursor.epoch,
+                total_steps=self._progress.total_steps,
+                step_s=self._step_s,
+                at_once=at_once,
+            )
+
+    def _start_reader(self) -> ShardReader:
+        cursor, order, source = self._progress.cursor, self._order, self._source
+        if self._reader_factory is not None:
+            factory = self._reader_factory
+            where = ReadFrom(
+                epoch=cursor.epoch,
+                step=cursor.step,
+                offset=cursor.offset,
+                global_step=cursor.global_step,
+                rank=self.rank,
+                world_size=self.world_size,
+                first_shard=order.shards.start,
+                stop_shard=order.shards.stop,
+                micro_batch=order.batches.micro_batch,
+            )
+            return FedReader(lambda: factory_items(factory, where))
+        if source.num_workers > 0:
+            return FedReader(lambda: loader_items(source, order, cursor, self._adapter))
+        return InlineReader(source, order, self._adapter)
+
+    # --- the end
+
+    def _finish(self) -> None:
+        """Have the final checkpoint on disk, and say that the training is done."""
+        if self._finished:
+            return
+        if self._reader is not None:
+            self._reader.close()
+        keeper = self._stage.keeper
+        if not self._stage.is_saved:
+            keeper.start_final()
+            self._member.wait_for_writer()
+            keeper.finish_writing()
+        self._finished = True
+        self._progress.note_done()
+        if self._stage.link is not None:
+            self._stage.link.say("done", step=self.step_count)
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """End this trainer as a victim when a peer is lost in what is done within."""
+        try:
+            yield
+        except PeerLost as error:
+            step = self._open_step
+            self._member.end_after_peer_lost(
+                error, state_is_committed=step is None or not step.is_updated
+            )
+
+
+def _paddle_adapter(*args: Any, **kwargs: Any) -> Adapter:
+    from pod_runtime.trainer.paddle_adapter import PaddleAdapter
+
+    return PaddleAdapter(*args, **kwargs)

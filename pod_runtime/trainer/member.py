@@ -1,0 +1,152 @@
+"""This trainer as a member of its stage: what it agrees on with its peers, and when it parks."""
+
+import logging
+import os
+import sys
+import time
+from typing import NoReturn
+
+import numpy as np
+
+from pod_runtime.trainer.adapter import Adapter
+from pod_runtime.trainer.agreement import (
+    Verdict,
+    make_ballot,
+    make_header,
+    read_ballots,
+    read_header,
+)
+from pod_runtime.trainer.errors import PEER_LOST_EXIT_CODE, LinkError, PeerLost
+from pod_runtime.trainer.keeper import Keeper
+from pod_runtime.trainer.link import Link
+
+logger = logging.getLogger(__name__)
+
+_PEERS_WAIT_S = 8.0  # a waiting rank shows itself so often; gloo gives its peers up after 30 s
+
+
+class Member:
+    """Agreement with the peers, over whatever the adapter's group is."""
+
+    def __init__(
+        self, adapter: Adapter, keeper: Keeper, link: Link | None, rank: int, world_size: int
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._adapter = adapter
+        self._keeper = keeper
+        self._link = link  # None: outside EDL, where nobody cuts
+        self._waiting_since: float | None = None  # None: not waiting for data
+
+    def exchange(self, samples: int) -> Verdict:
+        """Sum gradients with all ranks; returns when all of them had theirs.
+
+        Raises:
+            PeerLost: a rank is gone; the local state is the last committed one.
+        """
+        while True:
+            verdict = self._exchange(samples, void=False)
+            if not verdict.void:
+                return verdict
+            if verdict.cut:
+                self.park()
+
+    def wait_for_data(self) -> None:
+        """Call while data do not come: parks with the others when a cut is due."""
+        now = time.monotonic()
+        if self._waiting_since is None:
+            self._waiting_since = now
+        long = self.world_size > 1 and now - self._waiting_since > _PEERS_WAIT_S
+        if not (self.is_cut or long):
+            return
+        self._waiting_since = now
+        if self._exchange(0, void=True).cut:
+            self.park()
+
+    def have_data(self) -> None:
+        """The wait is over."""
+        self._waiting_since = None
+
+    def meet(self) -> None:
+        """Let all ranks notice a cut at a point that all of them pass, between steps."""
+        votes = np.array([float(self.is_cut)])
+        self._adapter.all_reduce(votes)
+        if votes[0]:
+            self.park()
+
+    def wait_for_writer(self) -> None:
+        """Return when rank 0's checkpoint is written, or has failed there."""
+        pause_s = 0.001
+        while True:
+            writing = np.array([float(self._keeper.is_writing)])
+            self._adapter.all_reduce(writing)
+            if not writing[0]:
+                return
+            time.sleep(pause_s)
+            pause_s = min(1.0, pause_s * 2)
+
+    @property
+    def is_cut(self) -> bool:
+        """This rank was told to drain."""
+        if self._link is None:
+            return False
+        self._link.poll()
+        return self._link.cut is not None
+
+    def park(self) -> None:
+        """Agree with all ranks on the cut, and stay parked until it is off. All ranks call it.
+
+        Returns at once when every rank has heard by now that the cut is off.
+        """
+        cut = None
+        if self._link is not None:
+            self._link.poll()
+            cut = self._link.cut
+        ballots = np.array(
+            make_ballot(
+                self.rank,
+                self.world_size,
+                None if cut is None else cut.id,
+                cut is not None and cut.durable,
+            )
+        )
+        self._adapter.all_reduce(ballots)
+        agreed = read_ballots(ballots.tolist())
+        if agreed is None:
+            logger.info("the cut is off before anybody parked")
+            return
+        if self._link is None:
+            raise LinkError("a peer was told to drain, and this trainer has no launcher")
+        self._keeper.park(*agreed)
+
+    def end_after_peer_lost(self, error: PeerLost, *, state_is_committed: bool) -> NoReturn:
+        """Put the last committed state away, and exit as a victim.
+
+        Args:
+            state_is_committed: an update that was not committed has not changed the state.
+
+        Raises:
+            PeerLost: outside EDL, where nobody would restart this trainer.
+        """
+        if self._link is None:
+            raise error
+        logger.error("peer lost: %s", error)
+        try:
+            if state_is_committed:
+                self._adapter.drop_step()
+                self._keeper.snapshot()
+        except LinkError as lost:
+            logger.error("%s", lost)
+        exit_as_victim()
+
+    def _exchange(self, samples: int, *, void: bool) -> Verdict:
+        header = make_header(cut=self.is_cut, void=void, samples=samples)
+        return read_header(self._adapter.exchange(header, contribute=not void))
+
+
+def exit_as_victim() -> NoReturn:
+    """End the process at once: the group's threads may hang for ever in an orderly exit."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(PEER_LOST_EXIT_CODE)

@@ -1,0 +1,258 @@
+"""Hand the loop this rank's shards, one after the other, from the cursor on.
+
+InlineReader    a map-style dataset, read in this process
+FedReader       an iterator that may keep us waiting (a loader with workers, a factory of the
+                script's own), read by a thread, so that the loop can look after its peers
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pod_runtime.trainer.adapter import Adapter
+from pod_runtime.trainer.batches import BatchPlan, Cursor, Ids, permutation
+from pod_runtime.trainer.errors import UsageError
+from pod_runtime.trainer.ledger import RunInfo
+from pod_runtime.trainer.source import DataSource
+from pod_runtime.trainer.streams import KeyedDataset, SampleFetcher
+
+_STOP_PERIOD_S = 0.1
+_CLOSE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPlace:
+    """One shard of one global batch, by its place in the epoch's order."""
+
+    epoch: int
+    step: int  # in the epoch
+    shard: int
+    start: int  # samples [start, stop) of the epoch's permutation
+    stop: int
+
+    @property
+    def samples(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadFrom:
+    """What a reader's factory is called with: the cursor, and which shards this rank computes."""
+
+    epoch: int
+    step: int  # global batches of this epoch that are committed
+    offset: int  # samples of this epoch that are committed
+    global_step: int
+    rank: int
+    world_size: int
+    first_shard: int
+    stop_shard: int  # not included
+    micro_batch: int  # samples of a full shard
+
+
+class ShardOrder:
+    """Which shards this rank computes, in order, and which samples those are."""
+
+    def __init__(self, run: RunInfo, batches: BatchPlan, shards: range) -> None:
+        self.run = run
+        self.batches = batches
+        self.shards = shards
+        self._permutations: dict[int, Ids] = {}
+
+    def of_batch(self, epoch: int, step: int, offset: int) -> list[ShardPlace]:
+        """Return this rank's shards of the batch at `offset`, without empty ones."""
+        start, stop = self.batches.batch(offset)
+        places = []
+        for shard in self.shards:
+            low, high = self.batches.shard(stop - start, shard)
+            if high > low:
+                places.append(
+                    ShardPlace(
+                        epoch=epoch, step=step, shard=shard, start=start + low, stop=start + high
+                    )
+                )
+        return places
+
+    def from_cursor(self, cursor: Cursor) -> Iterator[ShardPlace]:
+        """Yield all shards from the cursor to the end of the training."""
+        epoch, step, offset = cursor.epoch, cursor.step, cursor.offset
+        while epoch < self.run.epochs:
+            while self.batches.steps_left(offset):
+                yield from self.of_batch(epoch, step, offset)
+                offset = self.batches.batch(offset)[1]
+                step += 1
+            epoch, step, offset = epoch + 1, 0, 0
+
+    def ids(self, place: ShardPlace) -> list[int]:
+        """Return the sample ids of a shard; of a stream, its places."""
+        if self.run.dataset_length is None:
+            return list(range(place.start, place.stop))
+        order = self._permutations.get(place.epoch)
+        if order is None:
+            order = permutation(
+                self.run.seed, place.epoch, self.run.dataset_length, self.run.shuffle
+            )
+            # Two: the epoch that trains and the one that is fetched ahead.
+            for old in [each for each in self._permutations if each < place.epoch - 1]:
+                del self._permutations[old]
+            self._permutations[place.epoch] = order
+        found: list[int] = order[place.start : place.stop].tolist()
+        return found
+
+
+class ShardReader(Protocol):
+    """What the loop takes its data from."""
+
+    def take(self, place: ShardPlace, timeout_s: float) -> tuple[Any] | None:
+        """Return (batch,) of this shard, or None if it has not come within `timeout_s`."""
+
+    def close(self) -> None:
+        """Let go of threads and processes."""
+
+
+class InlineReader:
+    """Reads a map-style dataset when it is asked. Never keeps the loop waiting for others."""
+
+    def __init__(self, source: DataSource, order: ShardOrder, adapter: Adapter) -> None:
+        self._fetcher = SampleFetcher(source.dataset, adapter, order.run.seed)
+        self._order = order
+        self._collate = source.collate or adapter.collate
+
+    def take(self, place: ShardPlace, timeout_s: float) -> tuple[Any] | None:
+        return (self._collate(self._fetcher.fetch(place.epoch, self._order.ids(place))),)
+
+    def close(self) -> None:
+        pass
+
+
+Item = tuple[int, int, int, Any]  # epoch, step, shard, batch
+
+
+class FedReader:
+    """A thread moves what an iterator yields into a short queue."""
+
+    def __init__(self, start: Callable[[], Iterator[Item]]) -> None:
+        """`start` is called in the thread, and its iterator closed there."""
+        self._queue: queue.Queue[Item | BaseException] = queue.Queue(maxsize=2)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._feed, args=(start,), name="reader", daemon=True
+        )
+        self._thread.start()
+
+    def take(self, place: ShardPlace, timeout_s: float) -> tuple[Any] | None:
+        try:
+            item = self._queue.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        wanted = (place.epoch, place.step, place.shard)
+        if isinstance(item, StopIteration):
+            raise UsageError(
+                f"reader: it ended before (epoch, step, shard) {wanted}; it has to go on to the "
+                f"last epoch"
+            )
+        if isinstance(item, BaseException):
+            raise item
+        if item[:3] != wanted:
+            raise UsageError(
+                f"reader: expected (epoch, step, shard) {wanted}, it yielded {item[:3]}; it has to "
+                f"begin at the cursor and keep the order"
+            )
+        return (item[3],)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _feed(self, start: Callable[[], Iterator[Item]]) -> None:
+        items: Iterator[Item] | None = None
+        try:
+            items = start()
+            for item in items:
+                if not self._put(item):
+                    break
+            else:
+                self._put(StopIteration())
+        except BaseException as error:  # noqa: BLE001  raised again where the loop takes it
+            self._put(error)
+        finally:
+            close = getattr(items, "close", None)
+            if close is not None:
+                close()
+
+    def _put(self, item: Item | BaseException) -> bool:
+        while not self._stop.is_set():
+            try:
+                self._queue.put(item, timeout=_STOP_PERIOD_S)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+
+def loader_items(
+    source: DataSource, order: ShardOrder, cursor: Cursor, adapter: Adapter
+) -> Iterator[Item]:
+    """Yield this rank's shards through the framework's loader and its worker processes."""
+    places: queue.SimpleQueue[ShardPlace] = queue.SimpleQueue()
+
+    def batches() -> Iterator[list[Any]]:
+        for place in order.from_cursor(cursor):
+            places.put(place)
+            yield [(place.epoch, sample_id) for sample_id in order.ids(place)]
+
+    loader = adapter.loader(
+        KeyedDataset(source.dataset, adapter, order.run.seed),
+        batches(),
+        collate=source.collate,
+        options={"num_workers": source.num_workers, **source.worker_options},
+    )
+    for batch in loader:
+        place = places.get()
+        yield place.epoch, place.step, place.shard, batch
+
+
+def factory_items(start: Callable[[ReadFrom], Any], where: ReadFrom) -> Iterator[Item]:
+    """Yield what the script's own reader does, with its fields as one batch."""
+    items = start(where)
+    try:
+        for item in items:
+            if not isinstance(item, tuple | list) or len(item) < 4:
+                raise UsageError(
+                    f"reader: expected (epoch, step, shard, fields...), got {item!r:.80}"
+                )
+            epoch, step, shard, *fields = item
+            yield int(epoch), int(step), int(shard), fields
+    finally:
+        close = getattr(items, "close", None)
+        if close is not None:
+            close()
+
+
+class ShardSource:
+    """This rank's shards of a dataset as a generator: call it, or iterate over it.
+
+    For readers that transform batches on their way, as `DistillReader.set_batch_generator` does.
+    Each item: epoch, step, shard, then the collated fields.
+    """
+
+    def __init__(
+        self, source: DataSource, order: ShardOrder, cursor: Cursor, adapter: Adapter
+    ) -> None:
+        self._source = source
+        self._order = order
+        self._cursor = cursor
+        self._adapter = adapter
+
+    def __call__(self) -> Iterator[tuple[Any, ...]]:
+        inline = InlineReader(self._source, self._order, self._adapter)
+        for place in self._order.from_cursor(self._cursor):
+            taken = inline.take(place, 0.0)
+            assert taken is not None
+            fields = taken[0] if isinstance(taken[0], list | tuple) else [taken[0]]
+            yield place.epoch, place.step, place.shard, *fields
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return self()

@@ -1,0 +1,140 @@
+"""How every rank of a new stage gets the same state, from wherever it is nearest."""
+
+import json
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+
+from job_server.wire import RestoreFrom
+from pod_runtime.trainer.adapter import Adapter
+from pod_runtime.trainer.checkpoint import CheckpointStore
+from pod_runtime.trainer.errors import StateError
+from pod_runtime.trainer.image import StateImage, image_from
+from pod_runtime.trainer.snapshot import read_snapshot
+from pod_runtime.trainer.train_status import TrainStatus
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    status: TrainStatus
+    stage: int  # of this stage, as rank 0 says; outside EDL only rank 0 knows it beforehand
+    came_from: tuple[int, int] | None  # (stage, step); None: a fresh start
+    from_checkpoint: bool  # what was loaded is an intact checkpoint of exactly this state
+
+
+def restore(
+    adapter: Adapter,
+    *,
+    rank: int,
+    world_size: int,
+    stage: int,
+    wanted: RestoreFrom | None,
+    fds: tuple[int, ...],
+    store: CheckpointStore | None,
+    fresh: TrainStatus,
+) -> Restored:
+    """Load the state of `wanted`, else the newest intact checkpoint, else rank 0's fresh model.
+
+    Args:
+        stage: of this stage; only rank 0's counts.
+        fds: segments that this rank was given.
+        store: where checkpoints are; only rank 0 looks.
+
+    Raises:
+        StateError, CheckpointError: a state is there and does not fit, or is damaged.
+        PeerLost: another rank is gone.
+    """
+    image = read_snapshot(fds, wanted.stage, wanted.step) if wanted else None
+    holders = np.zeros(world_size)
+    holders[rank] = image is not None
+    adapter.all_reduce(holders)
+    if image is not None and holders.all():
+        adapter.load(image.layout, image.data, image.scalars)
+        return _restored(image, stage, from_checkpoint=False)
+    if holders.any():
+        source, from_checkpoint = int(holders.argmax()), False
+    else:
+        if wanted is not None:
+            logger.error(
+                "no pod of this stage holds the snapshot of stage %d, step %d; "
+                "falling back to checkpoints: steps may be redone",
+                wanted.stage,
+                wanted.step,
+            )
+        source, from_checkpoint = 0, True
+        found = store.load_newest() if store is not None and rank == 0 else None
+        image = found[0] if found is not None else None
+    if world_size == 1:
+        if image is None:
+            return _fresh(fresh, stage)
+        adapter.load(image.layout, image.data, image.scalars)
+        return _restored(image, stage, from_checkpoint=from_checkpoint)
+    return _broadcast(
+        adapter, image, rank=rank, source=source, stage=stage, fresh=fresh,
+        from_checkpoint=from_checkpoint,
+    )  # fmt: skip
+
+
+def _broadcast(
+    adapter: Adapter,
+    image: StateImage | None,
+    *,
+    rank: int,
+    source: int,
+    stage: int,
+    fresh: TrainStatus,
+    from_checkpoint: bool,
+) -> Restored:
+    """Send the state of `source` to all: its sizes, its description, and one flat run of bytes."""
+    head = np.zeros(4, np.int64)
+    is_fresh = False
+    if rank == source:
+        is_fresh = image is None
+        if image is None:
+            image = _own_state(adapter, fresh)
+        meta = np.frombuffer(image.meta(), np.uint8).copy()
+        data = np.frombuffer(image.data, np.uint8).copy()
+        head[:] = (meta.size, data.size, is_fresh, stage)
+    adapter.broadcast(head.view(np.uint8), source)
+    meta_size, data_size, fresh_flag, stage = (int(value) for value in head)
+    if rank != source:
+        meta, data = np.zeros(meta_size, np.uint8), np.zeros(data_size, np.uint8)
+    adapter.broadcast(meta, source)
+    adapter.broadcast(data, source)
+    received = image_from(meta.tobytes(), data.data)
+    if rank != source or not fresh_flag:
+        adapter.load(received.layout, received.data, received.scalars)
+    if fresh_flag:
+        return _fresh(fresh, stage)
+    return _restored(received, stage, from_checkpoint=from_checkpoint)
+
+
+def _own_state(adapter: Adapter, status: TrainStatus) -> StateImage:
+    layout = adapter.layout()
+    data = bytearray(layout.total_bytes)
+    adapter.copy_out(memoryview(data))
+    scalars = json.loads(json.dumps(adapter.scalars()))
+    return StateImage(status=status, scalars=scalars, layout=layout, data=memoryview(data))
+
+
+def _fresh(status: TrainStatus, stage: int) -> Restored:
+    return Restored(status=status, stage=stage, came_from=None, from_checkpoint=False)
+
+
+def _restored(image: StateImage, stage: int, *, from_checkpoint: bool) -> Restored:
+    status = image.status
+    if status.stage >= stage:
+        raise StateError(
+            f"stage: the state was made by stage {status.stage}, this is stage {stage}; "
+            f"a stage continues only from a lower one"
+        )
+    logger.info("restored step %d of stage %d", status.step, status.stage)
+    return Restored(
+        status=status,
+        stage=stage,
+        came_from=(status.stage, status.step),
+        from_checkpoint=from_checkpoint,
+    )

@@ -3,6 +3,7 @@
 import importlib.metadata
 import logging
 import math
+import re
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -268,7 +269,8 @@ def _int_arg(name: str, default: int, low: int, high: int) -> int:
     text = request.args.get(name)
     if text is None:
         return default
-    value = int(text) if len(text) <= 17 and text.removeprefix("-").isdecimal() else None
+    # Not int() alone: it takes underscores, blanks and digits of other scripts as well.
+    value = int(text) if re.fullmatch(r"-?[0-9]{1,16}", text) else None
     if value is None or not low <= value <= high:
         raise BadRequest(f"{name}: expected a whole number of {low} to {high}, got {text[:60]!r}")
     return value

@@ -1,0 +1,561 @@
+"""The routes over a real service and a real database."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from flask.testing import FlaskClient
+
+from job_server import wire
+from job_server.bodies import MAX_BODY_BYTES
+from job_server.errors import StoreTrouble
+from job_server.guard import Guard
+from job_server.service import Service
+from job_server.store import Store
+from tests.job_server.serving import InThread, browse, cpu_node, open_service
+from tests.support import wait_until
+
+SPEC = {"job_id": "digits", "max_pods": 2}
+
+
+@pytest.fixture
+def service():
+    with open_service() as service:
+        yield service
+
+
+@pytest.fixture
+def client(service: Service) -> FlaskClient:
+    return browse(service)
+
+
+class Launchers:
+    """A node and its launchers, as far as the server sees them."""
+
+    def __init__(self, client: FlaskClient, node_id: str = "node-a", **node: Any) -> None:
+        self.client = client
+        self.node = cpu_node(node_id, **node)
+        answer = client.post("/api/v1/nodes", json=wire.encode(self.node))
+        assert answer.status_code == 200, answer.json
+
+    def plan(self) -> dict[str, wire.NodePod]:
+        answer = self.client.get(f"/api/v1/nodes/{self.node.node_id}/plan")
+        plan = wire.decode(wire.NodePlan, answer.json)
+        return {pod.pod_id: pod for pod in plan.pods}
+
+    def heartbeat(self, phase: wire.PodPhase = wire.PodPhase.RUNNING) -> None:
+        code = 0 if phase is wire.PodPhase.EXITED else None
+        pods = tuple(
+            wire.PodState(pod_id=pod_id, job_id=pod.job_id, phase=phase, exit_code=code)
+            for pod_id, pod in self.plan().items()
+        )
+        report = wire.NodeReport(node_id=self.node.node_id, pods=pods)
+        path = f"/api/v1/nodes/{self.node.node_id}/report"
+        assert self.client.post(path, json=wire.encode(report)).status_code == 200
+
+    def attach(self, pod_id: str, job_id: str = "digits"):
+        attach = wire.Attach(pod_id=pod_id, node_id=self.node.node_id, pid=1)
+        path = f"/api/v1/jobs/{job_id}/pods/{pod_id}/attach"
+        return self.client.post(path, json=wire.encode(attach))
+
+    def report(self, pod_id: str, kind: wire.ReportKind, stage: int, step: int = 0):
+        report = wire.PodReport(kind=kind, stage=stage, step=step, elastic=True)
+        path = f"/api/v1/jobs/digits/pods/{pod_id}/report"
+        return self.client.post(path, json=wire.encode(report))
+
+    def orders(self, pod_id: str) -> wire.PodOrders:
+        answer = self.client.get(f"/api/v1/jobs/digits/pods/{pod_id}/orders")
+        assert answer.status_code == 200, answer.json
+        return wire.decode(wire.PodOrders, answer.json)
+
+    def train(self) -> None:
+        """Do as told until every pod of the plan is told to go, and has made a step."""
+        for pod_id in self.plan():
+            assert self.attach(pod_id).status_code == 200
+        self.heartbeat()
+        kinds = {
+            wire.Order.PREPARE: wire.ReportKind.READY,
+            wire.Order.START: wire.ReportKind.LOADED,
+            wire.Order.GO: wire.ReportKind.FIRST_STEP,
+            wire.Order.END: wire.ReportKind.ENDED,
+            wire.Order.CUT: wire.ReportKind.DRAINED,
+        }
+        for _ in range(10):
+            for pod_id in self.plan():
+                for plan in self.orders(pod_id).plans:
+                    self.report(pod_id, kinds[plan.order], plan.stage, step=5)
+
+
+def get_job(client: FlaskClient, job_id: str = "digits"):
+    answer = client.get(f"/api/v1/jobs/{job_id}")
+    assert answer.status_code == 200, answer.json
+    return answer.get_json()
+
+
+# --- jobs ---------------------------------------------------------------------------------------
+
+
+def test_a_job_is_submitted_once(client):
+    first = client.post("/api/v1/jobs", json=SPEC)
+    assert first.status_code == 201
+    assert first.get_json()["state"] == "WAITING"
+    assert first.get_json()["reason"]
+    again = client.post("/api/v1/jobs", json=SPEC)
+    assert again.status_code == 200
+    assert again.get_json()["job_id"] == "digits"
+    other = client.post("/api/v1/jobs", json={**SPEC, "max_pods": 3})
+    assert other.status_code == 409
+    assert "another spec" in other.get_json()["error"]
+    assert [job["job_id"] for job in client.get("/api/v1/jobs").get_json()["jobs"]] == ["digits"]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        pytest.param({}, "job_id: missing", id="nothing"),
+        pytest.param([], "expected an object", id="a list"),
+        pytest.param({"job_id": "../x"}, "job_id: '../x' is not an id", id="path"),
+        pytest.param({"job_id": 1}, "job_id: expected str", id="number as id"),
+        pytest.param({"job_id": "a", "max_pods": True}, "max_pods", id="boolean"),
+        pytest.param({"job_id": "a", "max_pods": 0}, "max_pods", id="no pods"),
+        pytest.param({"job_id": "a", "grace_s": 10**15}, "grace_s", id="long grace"),
+        pytest.param({"job_id": "a", "folder": "../../etc"}, "folder", id="folder leaves"),
+        pytest.param(
+            {"job_id": "a", "script": {"kind": "timeline", "text": "- {at: 1m}\n- ["}},
+            "line 2",
+            id="broken timeline",
+        ),
+        pytest.param(
+            {"job_id": "a", "script": {"kind": "trace", "text": "time_s,free_slots\n1,\n"}},
+            "line 2",
+            id="trace with a hole",
+        ),
+    ],
+)
+def test_a_wrong_job_is_refused_with_its_field(client, body, says):
+    for route in ("/api/v1/jobs", "/api/v1/jobs/preview"):
+        answer = client.post(route, json=body)
+        assert answer.status_code == 400
+        assert says in answer.get_json()["error"]
+    assert client.get("/api/v1/jobs").json == {"jobs": []}
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        pytest.param(b"", "not JSON", id="empty"),
+        pytest.param(b"{", "not JSON", id="cut off"),
+        pytest.param(b"\xff\xfe", "not UTF-8", id="not UTF-8"),
+        pytest.param(b"[" * 100_000, "nested", id="deep beyond the parser"),
+        pytest.param(b"[" * 50 + b"]" * 50, "nested", id="deep"),
+        pytest.param(b'{"job_id": "a", "grace_s": NaN}', "NaN", id="NaN"),
+        pytest.param(b'{"job_id": "a", "max_pods": ' + b"9" * 5000 + b"}", "too large", id="huge"),
+        pytest.param(b'{"job_id": "a", "grace_s": 1e999}', "finite", id="infinite"),
+        pytest.param(b'{"job_id": "a\\ud800"}', "surrogate", id="lone surrogate"),
+        pytest.param(b'{"\\udfff": 1}', "surrogate", id="lone surrogate in a key"),
+    ],
+)
+def test_a_body_that_is_no_clean_json_is_refused(client, body, says):
+    answer = client.post("/api/v1/jobs", data=body)
+    assert answer.status_code == 400
+    assert says in answer.get_json()["error"]
+
+
+def test_an_oversized_body_is_a_413(client):
+    answer = client.post("/api/v1/jobs", data=b"x" * (MAX_BODY_BYTES + 1))
+    assert answer.status_code == 413
+    assert "at most" in answer.get_json()["error"]
+
+
+def test_the_preview_tells_the_changes_without_adding_the_job(client):
+    script = {"kind": "timeline", "text": "- {at: 90s, remove: 1}"}
+    answer = client.post("/api/v1/jobs/preview", json={**SPEC, "script": script})
+    assert answer.json == {
+        "timeline": ["0:00:00  start with 2 pods", "0:01:30  remove 1 pod: 2 -> 1 pod"]
+    }
+    assert client.get("/api/v1/jobs/digits").status_code == 404
+
+
+@pytest.mark.parametrize("verb", ["resize", "pause", "resume", "stop", "kill"])
+def test_nothing_can_be_asked_of_an_unknown_job(client, verb):
+    body = {"resize": {"pods": 1}, "kill": {"rank": 0}}.get(verb, {})
+    answer = client.post(f"/api/v1/jobs/nobody/{verb}", json=body)
+    assert answer.status_code == 404
+    assert "nobody" in answer.get_json()["error"]
+
+
+def test_what_makes_no_sense_now_is_a_409_with_the_reason(client):
+    client.post("/api/v1/jobs", json=SPEC)
+    answer = client.post("/api/v1/jobs/digits/resume")
+    assert answer.status_code == 409
+    assert "PAUSED" in answer.get_json()["error"]
+
+
+def test_a_stopped_job_stays_listed_until_it_is_deleted(client):
+    client.post("/api/v1/jobs", json=SPEC)
+    assert client.post("/api/v1/jobs/digits/stop").get_json()["state"] == "STOPPED"
+    assert get_job(client)["state"] == "STOPPED"
+    assert client.delete("/api/v1/jobs/digits").get_json()["state"] == "STOPPED"
+    assert client.get("/api/v1/jobs/digits").status_code == 404
+    assert client.delete("/api/v1/jobs/digits").status_code == 404
+    assert client.post("/api/v1/jobs", json=SPEC).status_code == 201  # the id is free again
+
+
+def test_events_tell_a_jobs_life_and_can_be_awaited(client, service):
+    client.post("/api/v1/jobs", json=SPEC)
+    events = client.get("/api/v1/jobs/digits/events").get_json()["events"]
+    assert events[0]["text"] == "submitted"
+    assert [event["number"] for event in events] == list(range(1, len(events) + 1))
+    last = events[-1]["number"]
+    waiting = InThread(
+        lambda: browse(service).get(f"/api/v1/jobs/digits/events?after={last}&timeout_s=30")
+    )
+    client.post("/api/v1/jobs/digits/stop")
+    (news,) = waiting.result().get_json()["events"]
+    assert news["number"] == last + 1
+    assert client.get("/api/v1/jobs/digits/events?limit=1").get_json()["events"] == events[:1]
+    assert client.get(f"/api/v1/jobs/digits/events?after={last + 9}").get_json()["events"] == []
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        *("revision=x", "revision=1.5", "revision=-2", "revision=" + "9" * 30, "revision="),
+        *("revision=\u0661", "revision=1_0", "timeout_s=61", "timeout_s=-1", "timeout_s=nan"),
+    ],
+)
+def test_a_wrong_query_is_refused(client, query):
+    client.post("/api/v1/jobs", json=SPEC)
+    answer = client.get(f"/api/v1/jobs/digits?{query}")
+    assert answer.status_code == 400
+    assert query.split("=")[0] in answer.get_json()["error"]
+
+
+def test_a_change_reaches_who_waits_for_it(client, service):
+    client.post("/api/v1/jobs", json=SPEC)
+    revision = get_job(client)["revision"]
+    path = f"/api/v1/jobs/digits?revision={revision}&timeout_s=30"
+    polls = [InThread(lambda: browse(service).get(path)) for _ in range(5)]
+    client.post("/api/v1/jobs/digits/stop")
+    for poll in polls:
+        assert poll.result().get_json()["state"] == "STOPPED"
+
+
+def test_one_poll_too_many_is_told_to_come_back():
+    with open_service(max_watchers=1) as service:
+        client = browse(service)
+        client.post("/api/v1/jobs", json=SPEC)
+        revision = get_job(client)["revision"]
+        path = f"/api/v1/jobs/digits?revision={revision}&timeout_s=30"
+        first = InThread(lambda: browse(service).get(path))
+        wait_until(lambda: service._engine.watchers.count == 1)
+        second = client.get(path)
+        assert second.status_code == 200
+        assert second.get_json()["revision"] == revision
+        assert second.headers["Retry-After"] == "1"
+        client.post("/api/v1/jobs/digits/stop")
+        assert "Retry-After" not in first.result().headers
+
+
+# --- nodes and pods -----------------------------------------------------------------------------
+
+
+def test_a_node_gets_its_pods_and_the_job_runs(client):
+    client.post("/api/v1/jobs", json=SPEC)
+    launchers = Launchers(client)
+    plan = launchers.plan()
+    assert sorted(plan) == ["pod_0_0", "pod_1_0"]
+    assert {pod.want for pod in plan.values()} == {wire.Want.RUN}
+    launchers.train()
+    status = get_job(client)
+    assert status["state"] == "RUNNING"
+    assert [pod["pod_id"] for pod in status["pods"]] == ["pod_0_0", "pod_1_0"]
+    (node,) = client.get("/api/v1/nodes").get_json()["nodes"]
+    assert node["alive"]
+    assert node["report"]["pods"]
+
+
+def test_a_launcher_waits_for_its_next_order(client, service):
+    client.post("/api/v1/jobs", json=SPEC)
+    launchers = Launchers(client)
+    pod_id = min(launchers.plan())
+    orders = wire.decode(wire.PodOrders, launchers.attach(pod_id).json)
+    path = f"/api/v1/jobs/digits/pods/{pod_id}/orders?revision={orders.revision}&timeout_s=30"
+    waiting = InThread(lambda: browse(service).get(path))
+    launchers.train()
+    news = wire.decode(wire.PodOrders, waiting.result().json)
+    assert news.revision > orders.revision
+    assert news.plans != orders.plans
+
+
+def test_a_pod_that_is_not_wanted_is_told_so(client):
+    client.post("/api/v1/jobs", json=SPEC)
+    launchers = Launchers(client)
+    assert launchers.attach("pod_9_9").status_code == 410
+    assert launchers.report("pod_9_9", wire.ReportKind.READY, 1).status_code == 410
+    assert client.get("/api/v1/jobs/digits/pods/pod_9_9/orders").status_code == 410
+    assert launchers.attach("pod_0_0", job_id="nobody").status_code == 404
+
+
+def test_a_launcher_learns_that_its_job_was_deleted(client, service):
+    client.post("/api/v1/jobs", json=SPEC)
+    launchers = Launchers(client)
+    orders = wire.decode(wire.PodOrders, launchers.attach("pod_0_0").json)
+    path = f"/api/v1/jobs/digits/pods/pod_0_0/orders?revision={orders.revision}&timeout_s=30"
+    polls = [InThread(lambda: browse(service).get(path)) for _ in range(3)]
+    client.delete("/api/v1/jobs/digits")
+    for poll in polls:
+        assert poll.result().status_code in (200, 404, 410)
+    launchers.heartbeat(wire.PodPhase.EXITED)
+    wait_until(lambda: client.get("/api/v1/jobs/digits").status_code == 404)
+    assert launchers.plan() == {}
+
+
+def test_who_attaches_at_anothers_route_is_refused(client):
+    client.post("/api/v1/jobs", json=SPEC)
+    Launchers(client)
+    attach = wire.encode(wire.Attach(pod_id="pod_1_0", node_id="node-a", pid=1))
+    assert client.post("/api/v1/jobs/digits/pods/pod_0_0/attach", json=attach).status_code == 400
+    report = wire.encode(wire.NodeReport(node_id="node-b"))
+    assert client.post("/api/v1/nodes/node-a/report", json=report).status_code == 400
+
+
+def test_two_live_nodes_do_not_deal_the_same_ports(client):
+    Launchers(client, "node-a")
+    overlapping = wire.encode(cpu_node("node-b", port_low=21050, port_high=21149))
+    refused = client.post("/api/v1/nodes", json=overlapping)
+    assert refused.status_code == 409
+    assert "--port_range" in refused.get_json()["error"]
+    Launchers(client, "node-b", port_low=21100, port_high=21199)
+    Launchers(client, "node-c", addr="10.0.0.2")  # another machine
+    Launchers(client, "node-a", port_low=21000, port_high=21090)  # itself, again
+
+
+def test_a_node_that_leaves_is_off_the_list(client):
+    client.post("/api/v1/jobs", json=SPEC)
+    Launchers(client)
+    leaving = wire.encode(wire.NodeReport(node_id="node-a", leaving=True))
+    assert client.post("/api/v1/nodes/node-a/report", json=leaving).status_code == 200
+    assert client.get("/api/v1/nodes").json == {"nodes": []}
+    assert client.get("/api/v1/nodes/node-a/plan").status_code == 404
+    assert client.post("/api/v1/nodes/node-a/report", json=leaving).status_code == 404
+
+
+def test_a_silent_node_is_shown_as_not_alive():
+    clock = [1_000_000.0]
+    service = Service(Store(":memory:"), heartbeat_s=1.0, now=lambda: clock[0])
+    client = browse(service)
+    Launchers(client)
+    clock[0] += 3
+    assert client.get("/api/v1/nodes").get_json()["nodes"][0]["alive"]
+    clock[0] += 2
+    assert not client.get("/api/v1/nodes").get_json()["nodes"][0]["alive"]
+    # Its ports may be dealt by who comes in its place.
+    assert client.post("/api/v1/nodes", json=wire.encode(cpu_node("node-b"))).status_code == 200
+    service.close()
+
+
+def test_slots_that_one_job_gives_back_start_the_next(client):
+    client.post("/api/v1/jobs", json={"job_id": "a", "max_pods": 2})
+    client.post("/api/v1/jobs", json={"job_id": "b", "max_pods": 2})
+    launchers = Launchers(client, job_id=None)
+    assert {pod.job_id for pod in launchers.plan().values()} == set()  # it serves no folder
+    folder = {"max_pods": 2, "folder": "digits"}
+    client.post("/api/v1/jobs", json={"job_id": "c", **folder})
+    client.post("/api/v1/jobs", json={"job_id": "d", **folder})
+    launchers = Launchers(client, job_id=None, folders=("digits",))
+    assert {pod.job_id for pod in launchers.plan().values()} == {"c"}
+    assert get_job(client, "d")["state"] == "WAITING"
+    client.delete("/api/v1/jobs/c")
+    launchers.heartbeat()
+    wait_until(lambda: {pod.job_id for pod in launchers.plan().values()} == {"d"})
+
+
+# --- after a restart ----------------------------------------------------------------------------
+
+
+def test_a_restarted_server_goes_on_where_it_was(tmp_path):
+    path = tmp_path / "server.db"
+    with open_service(path) as service:
+        client = browse(service)
+        client.post("/api/v1/jobs", json=SPEC)
+        launchers = Launchers(client)
+        launchers.train()
+        before = get_job(client)
+        first_id = client.get("/api/v1/health").get_json()["server_id"]
+        plan = launchers.plan()
+    with open_service(path) as service:
+        client = browse(service)
+        after = get_job(client)
+        assert client.get("/api/v1/health").get_json()["server_id"] != first_id
+        for field in ("state", "stage", "flag", "pods", "step", "spec"):
+            assert after[field] == before[field], field
+        assert after["revision"] > before["revision"]  # a poll of before the restart must not wait
+        launchers.client = client
+        assert launchers.plan() == plan
+        assert client.get("/api/v1/nodes").get_json()["nodes"][0]["alive"]
+        numbers = [
+            e["number"] for e in client.get("/api/v1/jobs/digits/events").get_json()["events"]
+        ]
+        assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_a_job_that_was_to_be_deleted_is_still_deleted_after_a_restart(tmp_path):
+    path = tmp_path / "server.db"
+    with open_service(path) as service:
+        client = browse(service)
+        client.post("/api/v1/jobs", json=SPEC)
+        launchers = Launchers(client)
+        launchers.train()
+        assert client.delete("/api/v1/jobs/digits").get_json()["state"] == "STOPPING"
+    with open_service(path) as service:
+        launchers.client = client = browse(service)
+        launchers.train()  # they cut and end as told
+
+        def gone() -> bool:
+            return client.get("/api/v1/jobs/digits").status_code == 404
+
+        launchers.heartbeat(wire.PodPhase.EXITED)
+        wait_until(gone)
+
+
+def test_what_cannot_be_written_is_not_done(client, service, monkeypatch):
+    client.post("/api/v1/jobs", json=SPEC)
+    before = get_job(client)
+
+    def full(*_args, **_kwargs):
+        raise StoreTrouble("the database cannot be written: disk is full", delay_s=2.0)
+
+    monkeypatch.setattr(service._engine.store, "save_job", full)
+    for answer in (
+        client.post("/api/v1/jobs/digits/stop"),
+        client.delete("/api/v1/jobs/digits"),
+        client.post("/api/v1/jobs", json={"job_id": "other"}),
+    ):
+        assert answer.status_code == 503
+        assert "full" in answer.get_json()["error"]
+        assert answer.headers["Retry-After"] == "2"
+    after = get_job(client)
+    assert (after["state"], after["revision"]) == (before["state"], before["revision"])
+    monkeypatch.undo()
+    assert client.post("/api/v1/jobs/digits/stop").get_json()["state"] == "STOPPED"
+
+
+def test_progress_is_not_written_with_every_heartbeat(client, service, monkeypatch):
+    client.post("/api/v1/jobs", json=SPEC)
+    launchers = Launchers(client)
+    launchers.train()
+    writes = []
+    save = service._engine.store.save_job
+
+    def counted(*args, **kwargs):
+        writes.append(args[0])
+        save(*args, **kwargs)
+
+    monkeypatch.setattr(service._engine.store, "save_job", counted)
+    stage = get_job(client)["stage"]
+    for step in range(10, 60):
+        report = launchers.report("pod_0_0", wire.ReportKind.PROGRESS, stage, step)
+        assert report.status_code == 200
+        launchers.heartbeat()
+    assert get_job(client)["state"] == "RUNNING"
+    assert writes == []
+
+
+# --- who may ask --------------------------------------------------------------------------------
+
+
+def test_every_route_wants_the_token(service):
+    client = browse(service, Guard(token="correct horse"))
+    for rule in client.application.url_map.iter_rules():
+        path = rule.rule.replace("<job_id>", "j").replace("<pod_id>", "p").replace("<node_id>", "n")
+        for method in rule.methods or ():
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer "}):
+                answer = client.open(path, method=method, headers=headers)
+                assert answer.status_code == 401, (method, path)
+    assert client.get("/no/such/route").status_code == 401
+    good = {"Authorization": "Bearer correct horse"}
+    assert client.get("/api/v1/health", headers=good).status_code == 200
+    assert client.get("/", headers=good).status_code == 200
+    assert client.get("/", auth=("", "correct horse")).status_code == 200  # a browser's way
+    assert client.get("/api/v1/jobs", auth=("", "correct horse")).status_code == 401
+    odd = {"Authorization": "Bearer \xe9\xff"}
+    assert client.get("/api/v1/health", headers=odd).status_code == 401
+
+
+def test_insecure_legacy_opens_just_two_routes(service):
+    client = browse(service, Guard(token="correct horse", insecure_legacy=True))
+    assert client.get("/rest/1.0/get/query_pods").status_code == 404  # there is no job
+    assert client.post("/rest/1.0/post/job_runtime_static", json={}).status_code == 400
+    assert client.get("/api/v1/jobs").status_code == 401
+    assert client.get("/rest/1.0/get/query_pods/").status_code in (401, 404)
+    assert client.get("/").status_code == 401
+
+
+def test_pages_of_other_sites_are_refused(client, service):
+    client.post("/api/v1/jobs", json=SPEC)
+    evil = {"Origin": "http://evil.example"}
+    assert client.post("/api/v1/jobs/digits/stop", headers=evil).status_code == 403
+    rebound = {"Host": "evil.example"}
+    assert client.get("/api/v1/jobs", headers=rebound).status_code == 403
+    assert get_job(client)["state"] == "WAITING"
+    own = {"Origin": "http://127.0.0.1:8180", "Host": "127.0.0.1:8180"}
+    assert client.get("/api/v1/jobs", headers=own).status_code == 200
+    with_token = browse(service, Guard(token="correct horse"))
+    named = {"Host": "gpu-box.example", "Authorization": "Bearer correct horse"}
+    assert with_token.get("/api/v1/jobs", headers=named).status_code == 200
+
+
+def test_errors_are_json_everywhere(client):
+    for answer, status in (
+        (client.get("/nope"), 404),
+        (client.get("/api/v1/jobs/../../etc/passwd"), 404),
+        (client.get("/api/v1/jobs/%2e%2e%2fx"), 404),
+        (client.put("/api/v1/jobs"), 405),
+        (client.options("/api/v1/jobs"), 405),
+        (client.post("/"), 405),
+    ):
+        assert answer.status_code == status
+        assert list(answer.json) == ["error"]
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+
+def test_the_page_shows_jobs_stages_events_and_nodes(client):
+    client.post("/api/v1/jobs", json=SPEC)
+    Launchers(client).train()
+    page = client.get("/")
+    assert page.content_type.startswith("text/html")
+    for shown in ("digits", "RUNNING", "pod_1_0", "node-a", "submitted", "goodput"):
+        assert shown in page.text
+    assert 'http-equiv="refresh"' in page.text
+    assert "default-src 'none'" in page.headers["Content-Security-Policy"]
+
+
+def test_the_page_without_anything_says_so(client):
+    page = client.get("/").text
+    assert "There is no job" in page
+    assert "No job client" in page
+
+
+def test_the_page_escapes_what_others_sent(client):
+    client.post("/api/v1/jobs", json=SPEC)
+    slot = wire.Slot(
+        index=0, kind=wire.SlotKind.GPU, usable=False, reason="<script>alert(1)</script>"
+    )
+    good = wire.Slot(index=1, kind=wire.SlotKind.GPU)
+    Launchers(client, addr="<b>bold", slots=(slot, good))
+    page = client.get("/").text
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+    assert "<b>bold" not in page
+
+
+# --- the real thing -----------------------------------------------------------------------------
+
+
+def test_importing_the_wire_loads_no_flask():
+    code = "import sys, job_server.wire, job_server.api_client; sys.exit('flask' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,60 @@
+"""The description and the routes say the same."""
+
+import re
+
+import pytest
+from openapi_spec_validator import validate
+
+from job_server import wire
+from job_server.openapi import OPERATIONS, build_openapi
+from tests.job_server.serving import browse, cpu_node, open_service
+
+
+@pytest.fixture(scope="module")
+def description():
+    return build_openapi()
+
+
+def test_the_description_is_valid_openapi(description):
+    validate(description)
+
+
+def test_every_route_is_described_and_every_description_is_a_route():
+    with open_service() as service:
+        rules = list(browse(service).application.url_map.iter_rules())
+    routes = {
+        (method.lower(), re.sub(r"<(\w+)>", r"{\1}", rule.rule))
+        for rule in rules
+        for method in (rule.methods or set()) - {"HEAD"}
+    }
+    assert routes == {(operation.method, operation.path) for operation in OPERATIONS}
+
+
+def test_the_server_serves_its_description(description):
+    with open_service() as service:
+        assert browse(service).get("/api/v1/openapi.json").json == description
+
+
+def test_every_wire_type_is_described(description):
+    schemas = description["components"]["schemas"]
+    assert schemas["JobSpec"]["required"] == ["job_id"]
+    assert schemas["JobSpec"]["properties"]["pods"]["anyOf"] == [
+        {"type": "integer"},
+        {"type": "null"},
+    ]
+    assert schemas["JobState"]["enum"][0] == "WAITING"
+    assert schemas["StagePlan"]["properties"]["way"] == {"$ref": "#/components/schemas/Way"}
+    assert schemas["PodOrders"]["properties"]["plans"]["items"] == {
+        "$ref": "#/components/schemas/StagePlan"
+    }
+    assert schemas["Node"]["required"] == ["node_id", "addr", "slots", "port_low", "port_high"]
+
+
+def test_answers_have_the_fields_that_the_description_requires(description):
+    schemas = description["components"]["schemas"]
+    with open_service() as service:
+        client = browse(service)
+        status = client.post("/api/v1/jobs", json={"job_id": "digits"}).get_json()
+        plan = client.post("/api/v1/nodes", json=wire.encode(cpu_node())).get_json()
+    assert set(status) == set(schemas["JobStatus"]["required"])
+    assert set(schemas["NodePlan"]["required"]) == set(plan)

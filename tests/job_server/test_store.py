@@ -1,0 +1,122 @@
+"""The database: what was written is there again, and nothing half is."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from job_server.errors import ConfigError, StoreTrouble
+from job_server.store import KEPT_EVENTS, Store
+from job_server.wire import JobEvent
+
+
+def event(number: int, text: str = "said") -> JobEvent:
+    return JobEvent(number=number, at=100.0 + number, job_id="digits", stage=1, text=text)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "server.db")
+
+
+def test_jobs_nodes_and_events_outlive_the_server(path):
+    store = Store(path)
+    store.save_job("b", {"step": 1}, events=[event(1)])
+    store.save_job("a", {"step": 2}, forget=True)
+    store.save_job("b", {"step": 3}, events=[event(2)])
+    store.save_node("node-a", {"addr": "x"})
+    store.save_node("node-b", {"addr": "y"})
+    store.delete_node("node-b")
+    store.close()
+
+    store = Store(path)
+    jobs = [(job.job_id, job.data, job.forget, job.last_event) for job in store.jobs()]
+    assert jobs == [("b", {"step": 3}, False, 2), ("a", {"step": 2}, True, 0)]
+    assert store.nodes() == [{"addr": "x"}]
+    store.close()
+
+
+def test_a_killed_server_loses_nothing_that_was_written(path, tmp_path):
+    store = Store(path)
+    store.save_job("digits", {"step": 1}, durable=False)
+    store.save_job("digits", {"step": 2})
+    # What a kill -9 leaves: the files as they are, never closed.
+    for name in ("server.db", "server.db-wal"):
+        (tmp_path / f"copy-{name}").write_bytes((tmp_path / name).read_bytes())
+    copy = Store(str(tmp_path / "copy-server.db"))
+    assert [job.data for job in copy.jobs()] == [{"step": 2}]
+    copy.close()
+    store.close()
+
+
+def test_events_come_in_pages_and_the_oldest_are_forgotten(path):
+    store = Store(path)
+    last = KEPT_EVENTS + 5
+    events = [event(number) for number in range(1, last + 1)]
+    store.save_job("digits", {}, events=events)
+    assert [e.number for e in store.events("digits", after=0, limit=3)] == [6, 7, 8]
+    assert store.events("digits", after=last - 1, limit=10) == [event(last)]
+    assert store.events("digits", after=last, limit=10) == []
+    assert store.events("other", after=0, limit=10) == []
+    store.close()
+
+
+def test_a_deleted_job_takes_its_events_along(path):
+    store = Store(path)
+    store.save_job("digits", {}, events=[event(1)])
+    store.delete_job("digits")
+    assert store.jobs() == []
+    store.save_job("digits", {})
+    assert store.jobs()[0].last_event == 0
+    store.close()
+
+
+def test_a_failed_write_changes_nothing(path):
+    store = Store(path)
+    store.save_job("digits", {"step": 1}, events=[event(1)])
+    pages = store._db.execute("PRAGMA page_count").fetchone()[0]
+    store._db.execute(f"PRAGMA max_page_count={pages}")  # a full disk
+    with pytest.raises(StoreTrouble, match="full") as trouble:
+        store.save_job("digits", {"text": "x" * 100_000}, events=[event(2)])
+    assert trouble.value.delay_s > 0
+    store._db.execute("PRAGMA max_page_count=100000")  # there is room again
+    assert [(job.data, job.last_event) for job in store.jobs()] == [({"step": 1}, 1)]
+    store.save_job("digits", {"step": 2}, events=[event(2)])
+    store.close()
+
+
+def test_a_second_server_on_the_same_database_is_refused(path):
+    store = Store(path)
+    with pytest.raises(ConfigError, match="in use by another job server"):
+        Store(path)
+    store.close()
+    Store(path).close()
+
+
+def test_a_database_of_another_version_is_refused(path):
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA user_version=99")
+    db.close()
+    with pytest.raises(ConfigError, match="schema version 99"):
+        Store(path)
+
+
+def test_what_is_no_database_is_refused_and_left_alone(path):
+    Path(path).write_bytes(b"my thesis" * 1000)
+    with pytest.raises(ConfigError, match="move it away"):
+        Store(path)
+    assert Path(path).read_bytes() == b"my thesis" * 1000
+
+
+def test_a_folder_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        Store(str(tmp_path / "no" / "server.db"))
+
+
+def test_a_closed_store_refuses_instead_of_breaking():
+    store = Store(":memory:")
+    store.close()
+    with pytest.raises(StoreTrouble):
+        store.save_job("digits", {})
+    with pytest.raises(StoreTrouble):
+        store.events("digits", after=0, limit=1)

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from job_server.api_client import ApiClient
+from job_server.errors import ServerAway
 from job_server.wire import JobSpec, JobState, JobStatus
 from tests.support import free_port, wait_until
 
@@ -72,7 +73,7 @@ class Cluster:
     def _healthy(self) -> bool:
         try:
             self.api().health()
-        except OSError:
+        except ServerAway:
             return False
         return True
 
@@ -87,7 +88,7 @@ class Cluster:
         while True:
             try:
                 status = self.status()
-            except OSError:
+            except ServerAway:
                 status = None
             if status is not None and condition(status):
                 return status
@@ -98,7 +99,7 @@ class Cluster:
 
     def wait_steps(self, more: int, timeout_s: float = 60) -> JobStatus:
         """Wait until the job has trained `more` further steps."""
-        begin = self.status().step
+        begin = self.wait_for(lambda now: True, "the server answers").step
         return self.wait_for(
             lambda now: now.state is JobState.RUNNING and now.step >= begin + more,
             f"{more} steps after step {begin}",
@@ -148,6 +149,14 @@ class Cluster:
         process.send_signal(signal.SIGKILL)
         with contextlib.suppress(psutil.NoSuchProcess):
             process.wait(10)
+
+    def kill_everything(self) -> None:
+        """SIGKILL every process at once: server, client, shims, launchers, trainers."""
+        for process in self.processes():
+            process.kill()
+        for program in (self.server, self.client):
+            if program is not None:
+                program.wait(10)
 
     def stop(self) -> None:
         """End client and server in order; whatever is left is killed."""

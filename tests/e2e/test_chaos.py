@@ -84,8 +84,7 @@ def test_killing_each_kind_of_process_loses_no_sample(
     cluster.wait_steps(5)
     assert trainers == {p.pid for p in cluster.trainers()}, "control died, training went on"
 
-    for process in cluster.processes():  # all at once
-        process.kill()
+    cluster.kill_everything()
     cluster.start_server()
     cluster.start_client()
     cluster.wait_steps(5)

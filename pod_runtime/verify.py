@@ -75,30 +75,35 @@ def read_ledger(path: str) -> tuple[RunInfo, dict[int, StageEntry]]:
 def _from_file(file: Path) -> tuple[RunInfo, dict[int, StageEntry]]:
     run: RunInfo | None = None
     stages: dict[int, StageEntry] = {}
-    number = 0
     try:
         for number, line in read_lines(file):
-            kind = line.get("kind")
-            if kind == "run":
-                run = decode(RunInfo, line)
-            elif kind == "stage":
-                entry = decode(StageEntry, line)
-                stages[entry.stage] = entry
-            elif kind == "row":
-                stage = stages[line["stage"]]
-                row = decode(Row, line)
-                stages[stage.stage] = replace(stage, rows=(*stage.rows, row))
-    except KeyError as error:
-        raise NothingToVerifyError(
-            f"{file}:{number}: a row of stage {error}, which never began"
-        ) from error
-    except WireError as error:
-        raise NothingToVerifyError(f"{file}:{number}: {error}") from error
+            try:
+                run = _take(line, stages) or run
+            except KeyError as error:
+                raise NothingToVerifyError(
+                    f"{file}:{number}: a row of stage {error}, which never began"
+                ) from error
+            except WireError as error:
+                raise NothingToVerifyError(f"{file}:{number}: {error}") from error
     except ValueError as error:
         raise NothingToVerifyError(str(error)) from error
     if run is None or not stages:
         raise NothingToVerifyError(f"{file}: no stage has begun yet")
     return run, stages
+
+
+def _take(line: dict[str, Any], stages: dict[int, StageEntry]) -> RunInfo | None:
+    """Take in one line; return the run if it says which."""
+    match line.get("kind"):
+        case "run":
+            return decode(RunInfo, line)
+        case "stage":
+            entry = decode(StageEntry, line)
+            stages[entry.stage] = entry
+        case "row":
+            stage = stages[line["stage"]]
+            stages[stage.stage] = replace(stage, rows=(*stage.rows, decode(Row, line)))
+    return None
 
 
 def _as_text(path: str, run: RunInfo, result: Audit) -> list[str]:

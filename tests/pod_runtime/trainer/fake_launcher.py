@@ -1,0 +1,301 @@
+"""A launcher, a shim and a server in one, for tests: real trainers, scripted stages.
+
+It speaks the channel's protocol and keeps the segments that trainers hand over, as a shim would.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from job_server.wire import Order, PlanPod, RestoreFrom, SlotKind, StagePlan, Way, encode
+from pod_runtime.env import PodEnv, trainer_environment
+from pod_runtime.segment_header import read_newest, read_slots
+from pod_runtime.shim_wire import LineSocket
+from tests.support import free_port, wait_until
+
+SCRIPTS = Path(__file__).parent / "scripts"
+TIMEOUT_S = 90.0  # the machine that runs these tests may be busy
+
+
+class Trainer:
+    """One trainer process and what it has said."""
+
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.rank = rank
+        self.process = process
+        self.log = log
+        self.said: list[dict[str, Any]] = []
+        self.lines: LineSocket | None = None
+
+    def words(self, word: str) -> list[dict[str, Any]]:
+        return [each for each in list(self.said) if each["say"] == word]
+
+    def tell(self, **message: Any) -> None:
+        assert self.lines is not None
+        self.lines.send(message)
+
+
+class Stage:
+    """The trainers of one stage."""
+
+    def __init__(self, launcher: "FakeLauncher", number: int, trainers: list[Trainer]) -> None:
+        self.launcher = launcher
+        self.number = number
+        self.trainers = trainers
+
+    def wait_all(self, word: str) -> list[dict[str, Any]]:
+        """Wait until every trainer has said `word`; return each one's newest."""
+        self._wait(lambda: all(trainer.words(word) for trainer in self.trainers), word)
+        return [trainer.words(word)[-1] for trainer in self.trainers]
+
+    def wait_step(self, step: int) -> None:
+        """Wait until every trainer has said a step of at least `step`."""
+
+        def reached() -> bool:
+            return all(
+                any(said["step"] >= step for said in trainer.words("step"))
+                for trainer in self.trainers
+            )
+
+        self._wait(reached, f"step {step}")
+
+    def _wait(self, condition: Any, what: str) -> None:
+        def done() -> bool:
+            for trainer in self.trainers:
+                code = trainer.process.poll()
+                assert code in (None, 0), f"rank {trainer.rank} ended with {code}:\n{self.logs()}"
+            return bool(condition())
+
+        wait_until(done, TIMEOUT_S, f"{what} of stage {self.number}\n{self.logs()}")
+
+    def go(self) -> None:
+        self.wait_all("loaded")
+        for trainer in self.trainers:
+            trainer.tell(do="go")
+
+    def cut(self, cut_id: int = 1, durable: bool = False, ranks: list[int] | None = None) -> None:
+        for trainer in self.trainers:
+            if ranks is None or trainer.rank in ranks:
+                trainer.tell(do="cut", id=cut_id, durable=durable)
+
+    def resume(self, cut_id: int = 1) -> None:
+        for trainer in self.trainers:
+            trainer.tell(do="resume", id=cut_id)
+
+    def drained(self) -> int:
+        """Wait until all are parked, and return the step, which must be one."""
+        steps = {said["step"] for said in self.wait_all("drained")}
+        assert len(steps) == 1, steps
+        return int(steps.pop())
+
+    def end(self) -> None:
+        """Kill what is left."""
+        for trainer in self.trainers:
+            if trainer.process.poll() is None:
+                trainer.process.send_signal(signal.SIGKILL)
+            trainer.process.wait()
+
+    def codes(self) -> list[int]:
+        """Wait for the end of all and return their exit codes."""
+        wait_until(
+            lambda: all(trainer.process.poll() is not None for trainer in self.trainers),
+            TIMEOUT_S,
+            f"the end of stage {self.number}",
+        )
+        return [trainer.process.returncode for trainer in self.trainers]
+
+    def logs(self) -> str:
+        return "\n".join(
+            f"--- rank {trainer.rank}: said {[each['say'] for each in trainer.said][-5:]}\n"
+            + "\n".join(trainer.log.read_text(errors="replace").splitlines()[-25:])
+            for trainer in self.trainers
+        )
+
+
+class FakeLauncher:
+    """Starts stage after stage of one training."""
+
+    def __init__(self, folder: Path, script: str, max_trainers: int) -> None:
+        self.folder = folder
+        self.run_dir = folder / "run"
+        self.script = SCRIPTS / script
+        self.max_trainers = max_trainers
+        self.segments: dict[int, list[int]] = {}  # stage -> descriptors
+        self.stages: list[Stage] = []
+        self._listeners: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def start(
+        self,
+        world_size: int,
+        *args: str,
+        restore_from: tuple[int, int] | None = None,
+        number: int | None = None,
+        give_to: list[int] | None = None,
+        writers: tuple[int, ...] = (0,),
+        prefix: tuple[str, ...] = (),
+    ) -> Stage:
+        """Start the trainers of the next stage.
+
+        Args:
+            give_to: ranks that get the segments; None: all.
+            writers: ranks that make snapshots, as the first of each node does.
+        """
+        number = number or (self.stages[-1].number + 1 if self.stages else 1)
+        pod_env, plan = self._plan(world_size, number, restore_from)
+        name = f"edl-test-{os.getpid()}-{id(self)}-{number}"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        listener.bind("\0" + name)
+        listener.listen(world_size)
+        self._listeners.append(listener)
+        trainers = []
+        for rank in range(world_size):
+            env = trainer_environment(
+                dict(os.environ), pod_env, plan, rank, channel=name, run_dir=self.run_dir
+            )
+            env |= {"PYTHONWARNINGS": "ignore", "GLOG_minloglevel": "2", "OMP_NUM_THREADS": "1"}
+            log = self.folder / f"stage{number}.rank{rank}.log"
+            with log.open("wb") as out:
+                process = subprocess.Popen(
+                    [*prefix, sys.executable, str(self.script), *args],
+                    env=env, stdout=out, stderr=out, stdin=subprocess.DEVNULL,
+                )  # fmt: skip
+            trainers.append(Trainer(rank, process, log))
+        stage = Stage(self, number, trainers)
+        self.stages.append(stage)
+        serve = threading.Thread(
+            target=self._serve, args=(listener, stage, plan, give_to, writers), daemon=True
+        )
+        serve.start()
+        self._threads.append(serve)
+        return stage
+
+    def newest(self) -> tuple[int, int]:
+        """Return (stage, step) of the newest complete snapshot that was handed over."""
+        found = [
+            newest[:2]
+            for fds in self.segments.values()
+            for fd in fds
+            if (newest := read_newest(fd)) is not None
+        ]
+        return max(found)
+
+    def close(self) -> None:
+        for stage in self.stages:
+            stage.end()
+        for listener in self._listeners:
+            listener.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for trainers
+            listener.close()
+        for thread in self._threads:
+            thread.join(10)
+        for fds in self.segments.values():
+            for fd in fds:
+                os.close(fd)
+
+    def _plan(
+        self, world_size: int, number: int, restore_from: tuple[int, int] | None
+    ) -> tuple[PodEnv, StagePlan]:
+        pod_id = f"pod_0_{number}"
+        pod_env = PodEnv(
+            job_server="http://127.0.0.1:1", job_id="job", pod_id=pod_id,
+            pod_dir=self.folder, node_id="node", run_marker="test", slots=tuple(range(world_size)),
+            slot_kind=SlotKind.CPU, max_trainers=self.max_trainers, grace_s=1.0,
+        )  # fmt: skip
+        port = free_port()
+        pod = PlanPod(
+            pod_id=pod_id, pod_rank=0, node_id="node", addr="127.0.0.1",
+            slots=tuple(range(world_size)), ranks=tuple(range(world_size)),
+            ports=(port, *(port + 1 + rank for rank in range(world_size - 1))),
+        )  # fmt: skip
+        restore = None
+        if restore_from is not None:
+            restore = RestoreFrom(stage=restore_from[0], step=restore_from[1], pods=(pod_id,))
+        plan = StagePlan(
+            job_id="job", stage=number, flag=0, way=Way.DRAIN, order=Order.START, pods=(pod,),
+            master=f"127.0.0.1:{port}", restore_from=restore, max_trainers=self.max_trainers,
+        )  # fmt: skip
+        return pod_env, plan
+
+    def _serve(
+        self,
+        listener: socket.socket,
+        stage: Stage,
+        plan: StagePlan,
+        give_to: list[int] | None,
+        writers: tuple[int, ...],
+    ) -> None:
+        for _ in stage.trainers:
+            try:
+                connection, _addr = listener.accept()
+            except OSError:
+                return  # the test is over
+            talk = threading.Thread(
+                target=self._talk,
+                args=(LineSocket(connection), stage, plan, give_to, writers),
+                daemon=True,
+            )
+            talk.start()
+            self._threads.append(talk)
+
+    def _talk(
+        self,
+        lines: LineSocket,
+        stage: Stage,
+        plan: StagePlan,
+        give_to: list[int] | None,
+        writers: tuple[int, ...],
+    ) -> None:
+        trainer: Trainer | None = None
+        while True:
+            try:
+                received = lines.receive()
+            except OSError:
+                received = None
+            if received is None:
+                lines.close()
+                return
+            message, fds = received
+            if message["say"] == "hello":
+                trainer = stage.trainers[message["rank"]]
+                trainer.lines = lines
+                given: tuple[int, ...] = ()
+                if plan.restore_from and (give_to is None or trainer.rank in give_to):
+                    given = tuple(self.segments.get(plan.restore_from.stage, ()))
+                lines.send(
+                    {"do": "welcome", "plan": encode(plan), "writer": trainer.rank in writers,
+                     "segments": [], "fds": len(given)},
+                    given,
+                )  # fmt: skip
+            assert trainer is not None
+            if message["say"] == "segment":
+                self.segments.setdefault(stage.number, []).extend(fds)
+            trainer.said.append(message)
+
+
+def slots_of(launcher: FakeLauncher, stage: int) -> list[tuple[int, int]]:
+    """Return (stage, step) of every complete slot of a stage's segments."""
+    return [
+        (header.stage, header.step)
+        for fd in launcher.segments.get(stage, [])
+        for _slot, header in read_slots(fd)
+    ]
+
+
+def sample_ids(folder: Path, stage: int, world_size: int) -> dict[int, list[int]]:
+    """Return the sample ids of each global step, ranks one after the other, as trainers logged."""
+    found: dict[int, list[int]] = {}
+    for rank in range(world_size):
+        path = folder / f"ids.{stage}.{rank}.jsonl"
+        if not path.exists():
+            continue
+        for line in path.read_text().splitlines():
+            step, ids = json.loads(line)
+            found.setdefault(step, []).extend(ids)
+    return found

@@ -1,0 +1,91 @@
+"""Trains two independent towers in float64: a plain one, and one with batch norm and dropout.
+
+Every rank writes down which samples it trained in which step. `--wrong_sample` makes the weight of
+one sample wrong, in its fifth digit.
+"""
+
+import argparse
+import json
+import os
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import paddle
+from paddle import nn
+
+from pod_runtime import elastic
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", type=Path, required=True)
+parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--step_s", type=float, default=0.0)
+parser.add_argument("--shards", type=int)
+parser.add_argument("--wrong_sample", type=int, default=-1)
+parser.add_argument("--checkpoint")
+args = parser.parse_args()
+SAMPLES = 203  # batches of 32: the last one has 11, so that shards of it are empty
+STAGE = os.environ.get("EDL_STAGE", "0")
+
+paddle.set_default_dtype("float64")
+paddle.seed(1)
+
+
+class Noisy(paddle.io.Dataset):  # type: ignore[misc]
+    """Adds noise from all three global generators: what random augmentation does."""
+
+    def __init__(self) -> None:
+        state = np.random.RandomState(7)
+        self.inputs = state.randn(SAMPLES, 12)
+        self.targets = state.randn(SAMPLES, 1)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray, np.int64]:
+        noise = np.random.standard_normal(12) * 0.1 + random.random() * 0.1
+        noise += paddle.rand([1]).item() * 0.1
+        return self.inputs[index] + noise, self.targets[index], np.int64(index)
+
+
+class Towers(nn.Layer):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.noisy = nn.Sequential(
+            nn.Linear(12, 16), nn.BatchNorm1D(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1)
+        )
+        self.unused = nn.Linear(3, 3)  # gets no gradient: must stay as it is
+
+    def forward(self, inputs: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
+        return self.plain(inputs), self.noisy(inputs)
+
+
+model = Towers()
+scheduler = paddle.optimizer.lr.StepDecay(0.05, step_size=5, gamma=0.9)
+optimizer = paddle.optimizer.Momentum(
+    scheduler, parameters=model.parameters(), weight_decay=1e-3,
+    grad_clip=nn.ClipGradByGlobalNorm(1.0),
+)  # fmt: skip
+loop = elastic.Loop(
+    model, optimizer, Noisy(), batch_size=32, epochs=args.epochs, seed=3, shards=args.shards,
+    checkpoint=args.checkpoint,
+)  # fmt: skip
+ids = (args.out / f"ids.{STAGE}.{loop.rank}.jsonl").open("a")
+for epoch in loop.epochs():
+    model.train()
+    for step in epoch:
+        for inputs, targets, index in step:
+            plain, noisy = model(inputs)
+            weight = 1 + 1e-4 * (index == args.wrong_sample).astype("float64").unsqueeze(1)
+            step.backward((weight * ((plain - targets) ** 2 + (noisy - targets) ** 2)).mean())
+        print(json.dumps([step.number, step.sample_ids]), file=ids, flush=True)
+        step.update()
+        scheduler.step()
+        time.sleep(args.step_s)
+    total = loop.evaluate(Noisy(), lambda inputs, _t, _i: {"n": len(inputs)}, batch_size=10)
+    assert total == {"n": SAMPLES}, total
+if loop.rank == 0:
+    state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    np.savez(args.out / "final.npz", **state)

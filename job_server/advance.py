@@ -7,14 +7,12 @@ late message needs no case of its own.
 from collections.abc import Callable
 from dataclasses import replace
 
-from job_server.changes import take_next
+from job_server.changes import store_script_clock, take_next
 from job_server.deadlines import (
-    SCRIPT_STORE_S,
     coming_deadline,
     crash_deadline,
     end_deadline,
     heed_deadline,
-    scripted,
     start_deadline,
 )
 from job_server.halting import halt
@@ -400,13 +398,6 @@ def _change(work: Work) -> None:
         pass
 
 
-def _store_script_clock(work: Work) -> None:
-    job = work.job
-    behind_s = job.progress.script_s - job.script_stored_s
-    if behind_s >= SCRIPT_STORE_S and scripted(job) is not None:
-        work.set(script_stored_s=job.progress.script_s)
-
-
 RULES: tuple[Callable[[Work], None], ...] = (
     _lose_silent,
     _succeed,
@@ -418,5 +409,5 @@ RULES: tuple[Callable[[Work], None], ...] = (
     previous_ended,
     _forget_released,
     _change,
-    _store_script_clock,
+    store_script_clock,
 )

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from job_server.change_script import ScriptedChange
-from job_server.deadlines import DUE_SLACK_S, is_due, scripted
+from job_server.deadlines import DUE_SLACK_S, SCRIPT_STORE_S, is_due, scripted, settle_deadline
 from job_server.events import Refused
 from job_server.job import At, Goal, Job, ManualChange, Pod, Stage
 from job_server.placement import explain_shortage, place
@@ -20,7 +20,7 @@ from job_server.work import Work
 SHOWN_CHANGES = 10
 
 
-def may_change(job: Job) -> bool:
+def may_change(job: Job, now: float) -> bool:
     """Whether a change can begin now: one at a time, and nothing that is not settled."""
     stage = job.current
     if stage is None or job.goal is not Goal.RUN or job.state.ended:
@@ -33,14 +33,17 @@ def may_change(job: Job) -> bool:
         return False
     if not all(job.usable(pod_id) for pod_id in stage.pod_ids):
         return False
-    # Before its first step an elastic stage has nothing to agree on.
-    return not job.elastic or stage.first_step_at is not None
+    if job.elastic:  # before its first step a stage has nothing to agree on
+        return stage.first_step_at is not None
+    # A first stage is in force as soon as its trainers have been started. To change it by `stop`
+    # at once could cost steps of trainers that were about to call the elastic loop.
+    return job.commits > 1 or now >= settle_deadline(stage)
 
 
 def take_next(work: Work) -> bool:
     """Begin, or skip with a note, the change that has waited longest; False: none waits."""
     job = work.job
-    if not may_change(job):
+    if not may_change(job, work.now):
         return False
     change = scripted(job)
     manual = job.manual
@@ -142,6 +145,14 @@ def _grow_back(work: Work) -> bool:
     return _begin_change(work, stage, job.target, why, counts=False)
 
 
+def store_script_clock(work: Work) -> None:
+    """Have the script's clock written every few seconds, while there is more of the script."""
+    job = work.job
+    behind_s = job.progress.script_s - job.script_stored_s
+    if behind_s >= SCRIPT_STORE_S and scripted(job) is not None:
+        work.set(script_stored_s=job.progress.script_s)
+
+
 def resize(work: Work, pods: int) -> None:
     """Take a user's resize: at once where nothing runs, else after what is going on.
 
@@ -159,7 +170,7 @@ def resize(work: Work, pods: int) -> None:
         work.note(f"resize to {pods}: holds from the next start on")
         return
     work.set(manual=ManualChange(pods=pods, asked_at_s=job.progress.script_s))
-    if not may_change(job):
+    if not may_change(job, work.now):
         work.note(f"resize to {pods}: waits until the present change is over")
 
 

@@ -16,6 +16,7 @@ from job_server.work import (
 )
 
 DUE_SLACK_S = 0.001  # sums of many short times are not exact
+DECLARE_S = 10.0  # for imports: how long trainers may take to call the elastic loop
 SCRIPT_STORE_S = 5.0  # how much script time a crash of the server may lose
 
 
@@ -52,6 +53,11 @@ def halt_deadline(job: Job, halt: Halt) -> float:
     return halt.since + job.spec.prepare_timeout_s
 
 
+def settle_deadline(stage: Stage) -> float:
+    """Return until when a first stage may not have shown whether its trainers are elastic."""
+    return (stage.committed_at or 0.0) + DECLARE_S
+
+
 def heed_deadline(job: Job, cluster: Cluster) -> float:
     """Return until when those who have not been heard may just not have had the time."""
     return job.heed_from + cluster.silence_s
@@ -82,6 +88,8 @@ def _deadlines(job: Job, now: float, cluster: Cluster) -> Iterator[float]:
         yield halt_deadline(job, job.halt)
     if job.fresh:
         yield start_deadline(job)
+    if job.current is not None:
+        yield settle_deadline(job.current)
     yield from (job.retry_at, job.grow_at, heed_deadline(job, cluster))
     for pod in job.pods:
         if pod.keep is not Keep.RELEASED:

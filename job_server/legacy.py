@@ -7,7 +7,7 @@ and the job starts properly.
 from dataclasses import replace
 
 from job_server.bookkeeping import update_record
-from job_server.changes import why_not
+from job_server.changes import store_script_clock, why_not
 from job_server.deadlines import is_due, scripted
 from job_server.job import MAX_RECORDS, Pod
 from job_server.placement import NodeView, place, serving_nodes
@@ -36,6 +36,7 @@ def settle_legacy(work: Work) -> None:
             work.note(f"{change.text}: skipped: no client of ours looks after the pods")
             continue
         resize_legacy(work, wanted[change.action], change.text)
+    store_script_clock(work)
 
 
 def resize_legacy(work: Work, pods: int, why: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from job_server import legacy, reports
 from job_server.advance import settle
 from job_server.bookkeeping import accrue, name_state
-from job_server.changes import kill_now, may_change, resize
+from job_server.changes import kill_now, resize
 from job_server.deadlines import next_deadline
 from job_server.events import (
     Attached,
@@ -65,7 +65,6 @@ __all__ = [
     "Tick",
     "choose_way",
     "job_status",
-    "may_change",
     "new_job",
     "next_deadline",
     "node_pods",

@@ -230,7 +230,8 @@ def test_a_pod_that_exits_zero_before_it_had_trainers_has_failed():
     [("max_failures", CauseKind.FAILURE), ("max_preemptions", CauseKind.PREEMPTION)],
 )
 def test_a_budget_that_is_used_up_fails_the_job_and_is_named(limit, kind):
-    job = world(**{limit: 1}).job
+    limits: dict[str, Any] = {limit: 1}
+    job = world(**limits).job
     cause = Cause(kind=kind, text="x", at=0.0)
     first = budget.count(job, cause, 0.0, ran_s=0.0)
     assert first.give_up == ""

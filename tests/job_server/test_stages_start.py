@@ -50,6 +50,17 @@ def test_a_stage_whose_trainers_may_not_be_elastic_is_committed_when_they_have_s
     assert made.job.elastic
 
 
+def test_a_first_stage_is_not_changed_before_its_trainers_could_show_what_they_are():
+    made = world()
+    made.run_until(JobState.RUNNING)
+    assert not made.job.elastic
+    made.send(ResizeAsked(Resize(pods=1)))
+    assert "waits" in made.job.reason
+    made.run_until(JobState.PREPARING, JobState.CUTTING_OVER)
+    trains(made)
+    assert [record.way for record in made.job.records] == [wire.Way.START, wire.Way.DRAIN]
+
+
 # --- jobs that only clients of the original look after --------------------------------------------
 
 
@@ -66,9 +77,12 @@ def test_without_a_client_of_ours_changes_happen_at_once_with_the_originals_flag
     for n in range(1, 5):
         deadline = stages.next_deadline(job, NOW + 10 * n - 9, NOBODY)
         assert deadline is not None
+        ticks = 0
         while deadline is not None and deadline <= NOW + 10 * n + 0.01:
+            ticks += 1
             job, _ = stages.step(job, Tick(), deadline, NOBODY)
             deadline = stages.next_deadline(job, deadline, NOBODY)
+        assert ticks < 10, "a busy loop"
         seen.append((job.flag, [pod.pod_id for pod in stages.running_pods(job)]))
     assert seen == [
         (-1, ["pod_0_0", "pod_1_0", "pod_2_0"]),

@@ -45,7 +45,7 @@ def deliver(world: World, n: int) -> None:
 
 def deliver_all(world: World, n: int) -> None:
     for sim, _, who in world.launchers():
-        while who.outbox and sim.link and world.up:
+        while who.outbox and sim.link and world.up and not who.hangs:
             world.deliver(who)
 
 
@@ -103,6 +103,11 @@ def kill_shim(world: World, n: int) -> None:
 def ports_fail(world: World, n: int) -> None:
     if (found := launcher_of(world, n)) is not None:
         found[2].ports_fail = True
+
+
+def hang(world: World, n: int) -> None:
+    if (found := launcher_of(world, n)) is not None:
+        found[2].hangs = True
 
 
 def script_fails(world: World, n: int) -> None:
@@ -183,6 +188,7 @@ TROUBLE = (
     terminate_pod,
     kill_shim,
     ports_fail,
+    hang,
     script_fails,
     kill_client,
     cut_link,
@@ -211,6 +217,8 @@ def make_world(*, elastic: bool, min_pods: int, scripted: bool, failures: int) -
         expected_nodes=2,
         script=script,
         max_restarts_without_progress=failures,
+        prepare_timeout_s=10.0,
+        grace_s=5.0,
     )
     return World(spec, (node("a"), node("b")), elastic=elastic)
 
@@ -226,6 +234,9 @@ def finish(world: World) -> None:
             break
     log = "\n".join(world.reasons[-40:])
     assert world.job.state.ended, f"{world.job.state}: {world.job}\n{log}"
+    crashed = [line for line in world.reasons if " is over: " in line]
+    if world.elastic and not crashed:
+        assert world.job.redone_steps == 0, f"a drain cost steps\n{log}"
     if world.job.state is JobState.SUCCEEDED:
         assert world.durable == world.total_steps, log
     world.rounds(10)
@@ -245,7 +256,7 @@ def play(world: World, actions: list[tuple[Callable[[World, int], None], int]]) 
 
 
 @settings(
-    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 @given(
     elastic=st.booleans(),

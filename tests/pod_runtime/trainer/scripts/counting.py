@@ -1,0 +1,89 @@
+"""Parameter i counts how often sample i was trained; what happens besides is up to the flags.
+
+The loss of sample i is -w[i] times the size of the global batch, the learning rate is 1: a pass
+over the data adds exactly 1 to every parameter.
+"""
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import paddle
+
+from pod_runtime import elastic
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", type=Path, required=True)
+parser.add_argument("--samples", type=int, default=203)
+parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--step_s", type=float, default=0.0)
+parser.add_argument("--checkpoint")
+parser.add_argument("--save_steps", type=int, default=1000)
+parser.add_argument("--keep", type=int, default=3)
+parser.add_argument("--snapshot_steps", type=int)
+parser.add_argument("--workers", type=int, default=0)
+parser.add_argument("--padding", type=int, default=0, help="parameters besides, to have a size")
+parser.add_argument("--evaluate_while", type=Path, help="evaluate as long as this file exists")
+parser.add_argument("--starve", type=Path, help="rank 1 gets no data while this file exists")
+parser.add_argument("--fail_at", type=int, default=-1, help="rank 1 dies in this step, unreduced")
+args = parser.parse_args()
+STAGE = os.environ.get("EDL_STAGE", "0")
+paddle.set_default_dtype("float64")
+
+
+class Ids(paddle.io.Dataset):  # type: ignore[misc]
+    def __len__(self) -> int:
+        return int(args.samples)
+
+    def __getitem__(self, index: int) -> np.int64:
+        return np.int64(index)
+
+
+class Counter(paddle.nn.Layer):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        zero = paddle.nn.initializer.Constant(0.0)
+        self.seen = self.create_parameter([args.samples], default_initializer=zero)
+        if args.padding:
+            self.padding = self.create_parameter([args.padding], default_initializer=zero)
+
+    def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
+        return paddle.gather(self.seen, ids)
+
+
+def starving(where: elastic.ReadFrom):
+    """The training set's shards, which stop coming on rank 1 while the file exists."""
+    for item in loop.shards(Ids()):
+        while where.rank == 1 and item[1] >= 2 and args.starve.exists():
+            time.sleep(0.01)
+        yield item
+
+
+data = Ids()
+if args.workers:
+    data = paddle.io.DataLoader(data, batch_size=32, shuffle=True, num_workers=args.workers)
+model = Counter()
+optimizer = paddle.optimizer.SGD(1.0, parameters=model.parameters())
+loop = elastic.Loop(
+    model, optimizer, data, batch_size=32, epochs=args.epochs, checkpoint=args.checkpoint,
+    save_steps=args.save_steps, keep_checkpoints=args.keep,
+    snapshot_steps=args.snapshot_steps or "auto", reader=starving if args.starve else None,
+)  # fmt: skip
+for epoch in loop.epochs():
+    for step in epoch:
+        for batch in step:
+            ids = batch[0] if isinstance(batch, list) else batch
+            step.backward(-model(ids).mean() * step.samples)
+        if loop.rank == 1 and step.number == args.fail_at and STAGE == "1":
+            os.kill(os.getpid(), 9)
+        step.update()
+        time.sleep(args.step_s)
+    loop.log(epoch=epoch.number)
+    while args.evaluate_while and args.evaluate_while.exists():
+        (args.out / f"evaluating.{STAGE}.{loop.rank}").touch()
+        found = loop.evaluate(Ids(), lambda ids: {"ids": ids.sum()}, batch_size=16)
+        assert found["ids"] == sum(range(args.samples)), found
+if loop.rank == 0:
+    np.save(args.out / "counts.npy", model.seen.numpy())

@@ -1,0 +1,174 @@
+"""What trainers do when they are cut, killed, starved or left alone. Real processes over gloo."""
+
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pod_runtime.trainer.checkpoint import CheckpointStore
+from pod_runtime.trainer.storage import open_storage
+from pod_runtime.verify import main as verify
+from tests.pod_runtime.trainer.fake_launcher import FakeLauncher, Stage, slots_of
+from tests.support import wait_until
+
+pytestmark = pytest.mark.timeout(400)
+STEPS = 21  # 203 samples, batches of 32, three epochs
+
+
+def out(launcher: FakeLauncher, *more: str, step_s: float = 0.03) -> tuple[str, ...]:
+    return ("--out", str(launcher.folder), "--step_s", str(step_s), *more)
+
+
+def finish(stage: Stage) -> None:
+    assert stage.codes() == [0] * len(stage.trainers), stage.logs()
+    assert {said["step"] for said in stage.wait_all("done")} == {STEPS}
+    counts = np.load(stage.launcher.folder / "counts.npy")
+    assert (counts == 3).all(), f"every sample counts once per epoch: {counts}"
+    assert verify([str(stage.launcher.run_dir)]) == 0
+
+
+def test_kills_lose_no_sample_and_count_none_twice(launch):
+    job = launch("counting.py", 3)
+    stage = job.start(2, *out(job, "--snapshot_steps", "3"))
+    stage.go()
+    stage.wait_step(2)
+    stage.trainers[1].process.send_signal(signal.SIGKILL)
+    assert stage.codes() == [75, -signal.SIGKILL], stage.logs()
+    # The survivor wrote the state of its last committed step, whatever the interval is.
+    survivor = job.newest()
+    assert survivor[1] >= stage.trainers[0].words("step")[-1]["step"]
+
+    stage = job.start(3, *out(job, "--snapshot_steps", "3"), restore_from=survivor)
+    stage.go()
+    stage.wait_step(survivor[1] + 2)
+    stage.trainers[0].process.send_signal(signal.SIGKILL)  # the one that makes snapshots
+    assert stage.codes() == [-signal.SIGKILL, 75, 75], stage.logs()
+    last_said = stage.trainers[0].words("step")[-1]["step"]
+    assert job.newest()[0] == 2
+    assert job.newest()[1] > last_said - 3 - 8, "at most an interval is lost"
+
+    # Only one rank is on the node that holds the segment: it broadcasts to the other.
+    stage = job.start(2, *out(job), restore_from=job.newest(), give_to=[1])
+    stage.go()
+    finish(stage)
+
+
+def test_a_rank_that_dies_before_the_all_reduce_costs_the_step_in_flight_only(launch):
+    job = launch("counting.py", 2)
+    stage = job.start(2, *out(job, "--fail_at", "5", "--snapshot_steps", "100"))
+    stage.go()
+    assert stage.codes() == [75, -signal.SIGKILL], stage.logs()
+    assert job.newest() == (1, 5)
+    stage = job.start(1, *out(job), restore_from=(1, 5))
+    stage.go()
+    finish(stage)
+
+
+def test_parked_trainers_go_on_when_the_cut_is_off(launch):
+    job = launch("counting.py", 3)
+    stage = job.start(2, *out(job, step_s=0.1))
+    stage.go()
+    stage.wait_step(1)
+    stage.cut(1, ranks=[1])  # its peer parks by its flag
+    step = stage.drained()
+    assert [said["id"] for said in stage.wait_all("drained")] == [1, 1]
+    assert (1, step) in slots_of(job, 1)
+    assert job.newest() == (1, step)
+    stage.resume(1)
+    stage.wait_step(step + 1)
+    stage.cut(2)
+    stage.resume(2)  # off before or after they park: either way nobody stays
+    finish(stage)
+
+
+def test_a_cut_while_a_rank_waits_for_data_voids_the_step_and_redoes_it(launch, tmp_path: Path):
+    gate = tmp_path / "gate"
+    gate.touch()
+    job = launch("counting.py", 2)
+    args = out(job, "--starve", str(gate), step_s=0.0)
+    stage = job.start(2, *args)
+    stage.go()
+    stage.wait_step(1)
+    stage.cut(1)
+    assert stage.drained() == 2, "the step that waits for data is not committed"
+    assert job.newest() == (1, 2)
+    stage.resume(1)  # the change was abandoned: the wait goes on, and the step is done after all
+    stage.cut(2)
+    wait_until(lambda: all(len(t.words("drained")) == 2 for t in stage.trainers), 60)
+    assert stage.drained() == 2
+    stage.end()
+    gate.unlink()
+    stage = job.start(1, *args, restore_from=(1, 2))
+    stage.go()
+    finish(stage)
+
+
+def test_a_cut_during_evaluation_parks_there_and_evaluates_again_afterwards(launch, tmp_path: Path):
+    gate = tmp_path / "gate"
+    gate.touch()
+    job = launch("counting.py", 2)
+    args = out(job, "--evaluate_while", str(gate), step_s=0.0)
+    stage = job.start(2, *args)
+    stage.go()
+    wait_until(lambda: (job.folder / "evaluating.1.1").exists(), 90, stage.logs())
+    stage.cut(1)
+    assert stage.drained() == 7
+    stage.resume(1)  # goes on amid the evaluation
+    stage.cut(2, durable=True)
+    wait_until(lambda: all(len(t.words("drained")) == 2 for t in stage.trainers), 60)
+    stage.end()
+    stage = job.start(1, *args, restore_from=(1, 7))
+    stage.go()
+    wait_until(lambda: (job.folder / "evaluating.2.0").exists(), 90, stage.logs())
+    gate.unlink()
+    finish(stage)
+
+
+def test_pausing_leaves_a_checkpoint_that_another_job_continues(launch, tmp_path: Path):
+    path = tmp_path / "checkpoint"
+    job = launch("counting.py", 2)
+    more = ("--checkpoint", str(path), "--workers", "1")
+    stage = job.start(2, *out(job, *more, step_s=0.1))
+    stage.go()
+    stage.wait_step(1)
+    stage.cut(1, durable=True)
+    step = stage.drained()
+    newest = CheckpointStore(open_storage(path)).load_newest()
+    assert newest is not None
+    assert newest[0].status.step == step
+    stage.end()
+
+    # A job that begins its numbers anew is told so, instead of writing behind what is there.
+    other = launch("counting.py", 2, "other")
+    stage = other.start(1, *out(other, *more), number=1)
+    wait_until(lambda: stage.trainers[0].words("stage_too_low"), 60, stage.logs())
+    assert stage.trainers[0].words("stage_too_low")[0]["highest_stage"] == 1
+    stage.end()
+    stage = other.start(1, *out(other, *more), number=2)
+    assert stage.wait_all("loaded")[0]["step"] == step
+    stage.go()
+    finish(stage)
+    assert verify([str(path)]) == 0
+
+
+def test_training_goes_on_without_room_for_snapshots_and_drains_to_disk(launch, tmp_path: Path):
+    path = tmp_path / "checkpoint"
+    job = launch("counting.py", 1)
+    more = ("--padding", "200000", "--checkpoint", str(path), "--samples", "203")
+    # 1.6 MB of state: two slots of it go over the limit, a checkpoint does not.
+    limit = ("bash", "-c", 'ulimit -f 2500 && exec "$@"', "limit")
+    stage = job.start(1, *out(job, *more), prefix=limit)
+    stage.go()
+    stage.wait_step(1)
+    stage.cut(1)
+    step = stage.drained()
+    log = stage.trainers[0].log.read_text()
+    assert "no room for a snapshot segment of" in log
+    assert "ulimit -f" in log
+    assert job.segments == {}
+    stage.end()
+    stage = job.start(1, *out(job, *more))
+    assert stage.wait_all("loaded")[0]["step"] == step
+    stage.go()
+    finish(stage)

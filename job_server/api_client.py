@@ -280,7 +280,8 @@ def server_url(text: str) -> str:
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         valid = False
-    if not valid or parts.path.strip("/") or parts.query or parts.fragment:
+    odd = parts.path.strip("/") or parts.query or parts.fragment or len(url.split()) != 1
+    if not valid or odd:
         raise ValueError(f"{text!r} is no server's URL; write http://HOST:PORT")
     return f"{parts.scheme}://{parts.netloc}"
 

@@ -23,12 +23,12 @@ class Guard:
     def check(self, request: Request) -> None:
         """Raise Unauthorized or Forbidden unless this request may go on."""
         origin = request.headers.get("Origin")
-        if origin is not None and urlsplit(origin).netloc != request.host:
+        if origin is not None and _netloc(origin) != request.host:
             raise Forbidden(f"Origin: {origin[:100]!r} is another site; ask from a program instead")
         if self.token is None:
             # A page of another site may resolve its own name to our address: then Host is that
             # name. With a token it could not know the token.
-            if not is_loopback(urlsplit(f"//{request.host}").hostname or ""):
+            if not is_loopback(_hostname(request.host)):
                 raise Forbidden(
                     f"Host: {request.host[:100]!r} is not this machine's loopback address; "
                     "use 127.0.0.1 or localhost, or start the server with a token"
@@ -55,3 +55,17 @@ class Guard:
             given = authorization.password or ""
         expected = (self.token or "").encode()
         return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), expected)
+
+
+def _netloc(url: str) -> str | None:
+    try:
+        return urlsplit(url).netloc
+    except ValueError:  # `http://[`
+        return None
+
+
+def _hostname(host: str) -> str:
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""

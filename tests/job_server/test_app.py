@@ -500,6 +500,10 @@ def test_pages_of_other_sites_are_refused(client, service):
     rebound = {"Host": "evil.example"}
     assert client.get("/api/v1/jobs", headers=rebound).status_code == 403
     assert get_job(client)["state"] == "WAITING"
+    for odd in ("http://[", "null", ""):
+        assert client.get("/api/v1/jobs", headers={"Origin": odd}).status_code == 403
+    for host in ("[", "evil.example:80", "127.0.0.1.evil.example", ""):
+        assert client.get("/api/v1/jobs", headers={"Host": host}).status_code in (400, 403)
     own = {"Origin": "http://127.0.0.1:8180", "Host": "127.0.0.1:8180"}
     assert client.get("/api/v1/jobs", headers=own).status_code == 200
     with_token = browse(service, Guard(token="correct horse"))

@@ -1,0 +1,206 @@
+"""The client object against a real server, and against what is none."""
+
+import http.server
+import math
+import threading
+
+import pytest
+
+from job_server import wire
+from job_server.api_client import ApiClient, server_url
+from job_server.errors import BadRequest, Conflict, Gone, NotFound, ServerAway, Unauthorized
+from tests.job_server.serving import InThread, cpu_node, running_server
+from tests.support import free_port, wait_until
+
+SPEC = wire.JobSpec(job_id="digits", max_pods=2)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with running_server(tmp_path_factory.mktemp("server"), "--no_job") as server:
+        yield server
+
+
+@pytest.fixture
+def api(server):
+    with server.api() as api:
+        yield api
+        for job in api.jobs():
+            api.delete(job.job_id)
+        for known in api.nodes():
+            api.node_report(wire.NodeReport(node_id=known.node.node_id, leaving=True))
+        wait_until(lambda: api.jobs() == (), 40)
+
+
+def test_a_jobs_life_through_the_client(api):
+    assert api.jobs() == ()
+    assert "start with 2 pods" in api.preview(SPEC)[0]
+    status = api.submit(SPEC)
+    assert status.spec == SPEC
+    assert api.submit(SPEC).job_id == "digits"
+    assert [job.job_id for job in api.jobs()] == ["digits"]
+    assert api.resize("digits", 1).target_pods == 1
+    assert api.stop("digits").state is wire.JobState.STOPPED
+    texts = [event.text for event in api.events("digits")]
+    assert texts[0] == "submitted"
+    assert api.delete("digits").job_id == "digits"
+    with pytest.raises(NotFound, match="digits"):
+        api.status("digits")
+
+
+def test_a_node_and_a_pod_through_the_client(api):
+    api.submit(SPEC)
+    plan = api.register_node(cpu_node())
+    assert {pod.pod_id for pod in plan.pods} == {"pod_0_0", "pod_1_0"}
+    server_id = api.health()["server_id"]
+    assert plan.server_id == server_id
+    assert api.node_plan("node-a", plan.revision - 1, 10).pods == plan.pods
+    assert api.node_report(wire.NodeReport(node_id="node-a")) == server_id
+    attach = wire.Attach(pod_id="pod_0_0", node_id="node-a", pid=1)
+    orders = api.attach("digits", "pod_0_0", attach)
+    assert orders.server_id == server_id
+    again = api.orders("digits", "pod_0_0", revision=-1, timeout_s=0)
+    assert again.plans == orders.plans
+    ready = wire.PodReport(kind=wire.ReportKind.READY, stage=orders.plans[0].stage)
+    assert api.report("digits", "pod_0_0", ready) == server_id
+    assert [known.node.node_id for known in api.nodes()] == ["node-a"]
+    with pytest.raises(Gone):
+        api.orders("digits", "pod_9_9")
+    with pytest.raises(Conflict):
+        api.register_node(cpu_node("node-b"))
+    with pytest.raises(NotFound):
+        api.node_plan("node-b")
+
+
+def test_metrics_that_are_no_numbers_do_not_lose_the_report(api):
+    api.submit(SPEC)
+    api.register_node(cpu_node())
+    metrics = {"loss": math.nan, "accuracy": 0.5, "scale": math.inf}
+    report = wire.PodReport(kind=wire.ReportKind.PROGRESS, stage=1, metrics=metrics)
+    assert api.report("digits", "pod_0_0", report)
+
+
+def test_a_watch_returns_with_the_change(api, server):
+    status = api.submit(SPEC)
+    with server.api() as other:
+        watch = InThread(lambda: other.watch("digits", api.status("digits").revision, 30))
+        api.stop("digits")
+        assert watch.result().state is wire.JobState.STOPPED
+    assert status.revision < watch.result().revision
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        pytest.param(lambda api: api.status("nobody"), NotFound, id="no job"),
+        pytest.param(lambda api: api.status("../etc"), NotFound, id="a path"),
+        pytest.param(lambda api: api.status(".."), BadRequest, id="the parent"),
+        pytest.param(lambda api: api.status(""), BadRequest, id="nothing"),
+        pytest.param(lambda api: api.resize("digits", 1), NotFound, id="resize of nothing"),
+        pytest.param(lambda api: api.events("digits", limit=0), BadRequest, id="a query"),
+    ],
+)
+def test_refusals_are_told_apart(api, call, kind):
+    with pytest.raises(kind) as refused:
+        call(api)
+    assert str(refused.value)
+
+
+def test_a_conflict_is_told_with_the_servers_words(api):
+    api.submit(SPEC)
+    with pytest.raises(Conflict, match="another spec"):
+        api.submit(wire.JobSpec(job_id="digits", max_pods=3))
+
+
+def test_the_token_is_sent(tmp_path):
+    with running_server(tmp_path, "--no_job", EDL_TOKEN="correct-horse") as server:
+        with server.api() as api, pytest.raises(Unauthorized, match="EDL_TOKEN"):
+            api.health()
+        with server.api("wrong-horse") as api, pytest.raises(Unauthorized):
+            api.jobs()
+        with server.api("correct-horse") as api:
+            assert api.jobs() == ()
+            assert "EDL job server" in api.page()
+
+
+def test_an_absent_server_is_away_and_a_connection_error():
+    with ApiClient(f"http://127.0.0.1:{free_port()}") as api:
+        with pytest.raises(ServerAway, match="refused") as away:
+            api.health()
+        assert isinstance(away.value, ConnectionError)
+        assert away.value.delay_s > 0
+
+
+def test_a_server_that_restarts_is_found_again(tmp_path):
+    with running_server(tmp_path, "--no_job") as server, server.api() as api:
+        before = api.health()["server_id"]
+        poll = InThread(lambda: server.api().node_plan("node-a", -1, 0))
+        with pytest.raises(NotFound):
+            poll.result()
+        server.kill()
+        with pytest.raises(ServerAway):
+            api.health()
+        server.start()
+        assert api.health()["server_id"] != before
+
+
+def test_proxies_of_the_environment_are_not_used(server, monkeypatch):
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, nowhere)
+    monkeypatch.delenv("no_proxy", raising=False)
+    with server.api() as api:
+        assert api.health()["server_id"]
+
+
+class Stranger(http.server.BaseHTTPRequestHandler):
+    """Something else that listens there."""
+
+    def do_GET(self) -> None:
+        status, body = {
+            "/html": (200, b"<html>"),
+            "/list": (200, b"[]"),
+            "/broken": (500, b"oops"),
+            "/moved": (302, b""),
+        }.get(self.server.answer, (200, b"{}"))  # type: ignore[attr-defined]  # set by the test
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Location", "http://127.0.0.1:1/")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_args: object) -> None:
+        return
+
+
+@pytest.mark.parametrize("answer", ["/html", "/list", "/broken", "/moved", "/empty"])
+def test_what_is_no_job_server_is_never_read_as_an_empty_answer(answer):
+    listener = http.server.HTTPServer(("127.0.0.1", 0), Stranger)
+    listener.answer = answer  # type: ignore[attr-defined]  # read by its handler
+    thread = threading.Thread(target=listener.serve_forever, daemon=True)
+    thread.start()
+    with ApiClient(f"127.0.0.1:{listener.server_port}") as api, pytest.raises(ServerAway):
+        api.health()
+    listener.shutdown()
+    listener.server_close()
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("text", "url"),
+    [
+        ("127.0.0.1:8180", "http://127.0.0.1:8180"),
+        ("http://box:1/", "http://box:1"),
+        ("https://[::1]:2", "https://[::1]:2"),
+    ],
+)
+def test_a_servers_url_may_leave_out_the_scheme(text, url):
+    assert server_url(text) == url
+
+
+@pytest.mark.parametrize(
+    "text", ["", "ftp://box", "http://", "http://box/api", "box:port", "a b:1"]
+)
+def test_what_is_no_url_is_refused(text):
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        server_url(text)

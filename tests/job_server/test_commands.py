@@ -1,0 +1,245 @@
+"""What users type, against a real server."""
+
+import importlib.metadata
+import json
+
+import pytest
+
+from edl.__main__ import VERBS
+from edl.__main__ import main as edl
+from job_server import wire
+from job_server.commands import main
+from tests.job_server.serving import InThread, cpu_node, running_server
+from tests.support import free_port, wait_until
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    args = ("--pod_num_of_node", "4", "--change_script", "none", "--heartbeat_s", "0.5")
+    with running_server(tmp_path_factory.mktemp("server"), *args) as server:
+        yield server
+
+
+@pytest.fixture
+def run(server, capsys):
+    """Run a command; return (exit code, what it printed)."""
+
+    def run(*args: str) -> tuple[int, str]:
+        code = main([args[0], "--server", server.url, *args[1:]])
+        out, err = capsys.readouterr()
+        return code, out + err
+
+    return run
+
+
+def test_status_is_a_table_of_all_jobs(run):
+    code, out = run("status")
+    assert code == 0
+    header, row = out.splitlines()[:2]
+    assert header.split() == ["JOB", "STATE", "PODS", "STAGE", "STEP", "REASON"]
+    assert row.split()[:2] == ["default_job", "RUNNING"]
+
+
+def test_status_of_one_job_tells_pods_and_stages(run):
+    code, out = run("status", "default_job")
+    assert code == 0
+    for shown in ("state", "pod_0_0", "STAGE", "first start"):
+        assert shown in out
+
+
+def test_json_is_what_the_server_says(run):
+    code, out = run("status", "default_job", "--json")
+    assert code == 0
+    assert wire.decode(wire.JobStatus, json.loads(out)).job_id == "default_job"
+    for verb in ("status", "pods", "nodes"):
+        assert isinstance(json.loads(run(verb, "--json")[1]), list)
+    lines = run("events", "default_job", "--json")[1].splitlines()
+    assert json.loads(lines[0])["text"] == "submitted"
+
+
+def test_resize_changes_the_pods(run):
+    code, out = run("resize", "default_job", "2")
+    assert code == 0
+    assert "2 pods" in out
+    assert len(run("pods", "default_job")[1].splitlines()) == 3  # with the header
+    code, out = run("resize", "default_job", "4")
+    assert "4 pods" in out
+
+
+def test_a_job_is_submitted_from_file_and_flags_and_deleted(run, tmp_path):
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        "job_id: digits\nmax_pods: 3\nmax_failures: null\nscript: {kind: walk, interval_s: 5}\n"
+    )
+    code, out = run("submit", "--file", str(job), "--min", "2", "--max_resizes", "none", "--json")
+    assert code == 0, out
+    spec = wire.decode(wire.JobStatus, json.loads(out)).spec
+    assert (spec.job_id, spec.min_pods, spec.max_pods) == ("digits", 2, 3)
+    assert spec.script == wire.ScriptSpec(kind=wire.ScriptKind.WALK, interval_s=5)
+    assert spec.max_failures is None
+    assert spec.max_resizes is None
+    code, out = run("submit", "--job_id", "digits", "--max", "9")
+    assert code == 1
+    assert "another spec" in out
+    assert run("stop", "digits")[0] == 0
+    assert run("delete", "digits")[0] == 0
+    code, out = run("status", "digits")
+    assert code == 1
+    assert "digits" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        pytest.param("job_id: [", "line 1", id="broken"),
+        pytest.param("- 1", "expected fields", id="a list"),
+        pytest.param("job_id: a\nmax_pod: 3", "unknown key 'max_pod'", id="unknown key"),
+        pytest.param("job_id: a\nscript: {text: x, knd: y}", "'script.knd'", id="in the script"),
+        pytest.param("job_id: a\nscript: walk", "script: expected fields", id="script is a word"),
+        pytest.param("job_id: a\nmax_pods: many", "max_pods: expected int", id="wrong type"),
+        pytest.param("max_pods: 3", "--job_id: missing", id="no name"),
+    ],
+)
+def test_a_wrong_job_file_is_refused_with_exit_code_2(run, tmp_path, text, says):
+    job = tmp_path / "job.yaml"
+    job.write_text(text)
+    code, out = run("submit", "--file", str(job))
+    assert code == 2
+    assert says in out
+
+
+def test_what_the_server_refuses_is_exit_code_1(run):
+    for args in (("resume", "default_job"), ("pause", "nobody"), ("kill", "nobody", "0")):
+        code, out = run(*args)
+        assert code == 1
+        assert out.startswith("edl: ")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        pytest.param(("resize", "default_job", "many"), "many", id="no number"),
+        pytest.param(("resize", "default_job", "0"), "pods: must be between", id="no pods"),
+        pytest.param(("kill", "default_job", "../x"), "not an id", id="a path"),
+        pytest.param(("status", "--unknown"), "--unknown", id="unknown flag"),
+        pytest.param(("logs", "default_job", "pod_9_9"), "has no pod pod_9_9", id="unknown pod"),
+        pytest.param(("logs", "default_job", "--lines", "-1"), "--lines", id="negative lines"),
+        pytest.param(("submit", "--file", "/no/such/file"), "cannot be read", id="no file"),
+        pytest.param(
+            ("submit", "--job_id", "x", "--change_script", "x.txt"), "x.txt", id="no script"
+        ),
+    ],
+)
+def test_a_wrong_command_line_is_exit_code_2(run, args, says):
+    code, out = run(*args)
+    assert code == 2
+    assert says in out
+
+
+def test_an_absent_server_is_said_with_the_remedy(capsys):
+    url = f"http://127.0.0.1:{free_port()}"
+    assert main(["status", "--server", url]) == 1
+    err = capsys.readouterr().err
+    assert url in err
+    assert "--server" in err
+    assert main(["status", "--server", "http://box/path"]) == 2
+
+
+def test_the_server_is_found_by_the_environment(server, capsys, monkeypatch):
+    monkeypatch.setenv("PADDLE_JOBSERVER", server.url.removeprefix("http://"))
+    assert main(["status"]) == 0
+    assert "default_job" in capsys.readouterr().out
+
+
+def test_simulate_needs_no_server(capsys, tmp_path):
+    script = tmp_path / "script.yaml"
+    script.write_text("- {at: 1m, remove: 1}\n- {at: 2m, kill: 0}\n")
+    assert main(["simulate", "--max", "4", "--change_script", str(script)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "0:00:00  start with 4 pods",
+        "0:01:00  remove 1 pod: 4 -> 3 pods",
+        "0:02:00  kill rank 0: 3 pods",
+    ]
+    assert main(["simulate", "--change_script", "walk"]) == 2  # one pod has nowhere to go
+    assert main(["simulate", "--change_script", "alternate", "--max", "2", "--json"]) == 0
+    capsys.readouterr()
+
+
+def test_events_are_followed_until_the_job_ends(server, capsys):
+    with server.api() as api:
+        api.submit(wire.JobSpec(job_id="followed"))
+        follow = InThread(lambda: main(["events", "followed", "--follow", "--server", server.url]))
+        api.stop("followed")
+        assert follow.result() == 0
+        texts = [event.text for event in api.events("followed")]
+        out = capsys.readouterr().out
+        for text in texts:
+            assert text in out
+        follow = InThread(lambda: main(["status", "followed", "--follow", "--server", server.url]))
+        assert follow.result() == 0
+        api.delete("followed")
+
+
+def test_logs_of_pods_on_this_machine_are_printed(server, capsys, tmp_path):
+    log = tmp_path / "log"
+    log.write_text("".join(f"line {number}\n" for number in range(100)) + "no end yet")
+    with server.api() as api:
+        api.submit(wire.JobSpec(job_id="logged", max_pods=2))
+        api.register_node(cpu_node("node-l", job_id="logged"))
+        pods = tuple(
+            wire.PodState(
+                pod_id=pod_id, job_id="logged", phase=wire.PodPhase.RUNNING, log_path=path
+            )
+            for pod_id, path in (("pod_0_0", str(log)), ("pod_1_0", "/far/away/log"))
+        )
+        api.node_report(wire.NodeReport(node_id="node-l", pods=pods))
+        assert main(["logs", "logged", "--lines", "3", "--server", server.url]) == 0
+        out = capsys.readouterr().out.splitlines()
+        assert out == [
+            "[pod_1_0] not on this machine: /far/away/log on node node-l (127.0.0.1)",
+            "line 98",
+            "line 99",
+            "no end yet",
+        ]
+        follow = InThread(
+            lambda: main(["logs", "logged", "pod_0_0", "--follow", "--server", server.url])
+        )
+        printed: list[str] = []
+
+        def has(text: str) -> bool:
+            printed.append(capsys.readouterr().out)
+            return text in "".join(printed)
+
+        wait_until(lambda: has("line 99"))
+        with log.open("a") as file:
+            file.write(", now it has\n")
+        wait_until(lambda: has("no end yet, now it has"))
+        api.delete("logged")
+        api.node_report(wire.NodeReport(node_id="node-l", leaving=True))
+        assert follow.result(40) in (0, 1)  # ended, or forgotten by then
+
+
+def test_edl_lists_what_exists_and_nothing_else(capsys):
+    assert edl(["--help"]) == 0
+    out = capsys.readouterr().out
+    for verb in ("server", "status", "resize", "simulate"):
+        assert f"\n  {verb} " in out
+    assert edl(["--version"]) == 0
+    assert importlib.metadata.version("edl") in capsys.readouterr().out
+    assert edl([]) == 2
+    assert edl(["fly"]) == 2
+    assert "'fly'" in capsys.readouterr().err
+
+
+def test_edl_does_not_list_an_absent_verb(capsys, monkeypatch):
+    monkeypatch.setitem(VERBS, "fly", ("job_server.fly", "leave the ground"))
+    assert edl(["--help"]) == 0
+    assert "leave the ground" not in capsys.readouterr().out
+    assert edl(["fly"]) == 2
+
+
+def test_edl_passes_on_to_the_programs(server, capsys):
+    assert edl(["status", "--server", server.url]) == 0
+    assert "default_job" in capsys.readouterr().out
+    assert edl(["server", "--dry_run", "--pod_num_of_node", "2"]) == 0
+    assert "0:15:00  remove 1 pod" in capsys.readouterr().out

@@ -1,0 +1,223 @@
+"""Junk on every route: never a 5xx, nothing changed by what is refused, nothing without the token.
+
+Requests are drawn by hypothesis from what is nearly right: real routes with odd ids, real messages
+with one value replaced, and plain junk.
+"""
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from flask.testing import FlaskClient
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from job_server import stages, wire
+from job_server.guard import Guard
+from job_server.openapi import OPERATIONS
+from job_server.service import Service
+from job_server.store import Store
+from tests.job_server.serving import browse, cpu_node
+
+TOKEN = "correct horse"
+GOOD: dict[str, Any] = {
+    "submit": {"job_id": "new", "max_pods": 2, "script": {"kind": "walk", "max_pods": 2}},
+    "preview": {"job_id": "new", "script": {"kind": "timeline", "text": "- {at: 1m, add: 1}"}},
+    "resize": {"pods": 1, "assume_dead": False},
+    "kill": {"pod_id": "pod_0_0"},
+    "attach": wire.encode(wire.Attach(pod_id="pod_0_0", node_id="node-a", pid=1)),
+    "report": wire.encode(wire.PodReport(kind=wire.ReportKind.READY, stage=1)),
+    "register": wire.encode(cpu_node("node-b", addr="10.0.0.9")),
+    "report_node": wire.encode(
+        wire.NodeReport(
+            node_id="node-a",
+            pods=(wire.PodState(pod_id="pod_0_0", job_id="digits", phase=wire.PodPhase.RUNNING),),
+            slots=(wire.SlotUsage(index=0, stranger="somebody"),),
+        )
+    ),
+    "job_runtime_static": {"job_id": "digits", "estimated_run_time": 5},
+}
+
+ids = st.one_of(
+    st.sampled_from(
+        ["digits", "pod_0_0", "pod_1_0", "node-a", "nobody", "..", "../x", "%2e%2e%2f"]
+    ),
+    st.text(min_size=1, max_size=20),
+    st.just("x" * 5000),
+)
+leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=20),
+    st.sampled_from(
+        [-1, 0, 2**31, 2**63, 10**400, 1e308, "", "../../etc/passwd", "\x00", "\ud800"]
+    ),
+    st.sampled_from(["gpu", "start", "ready", "timeline", "trace", "digits", "pod_0_0"]),
+)
+junk = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+queries = st.dictionaries(
+    st.sampled_from(["revision", "timeout_s", "after", "limit", "job_id", "x"]),
+    st.one_of(
+        st.sampled_from(["-1", "0", "1", "0.01", "-5", "nan", "inf", "1e999", "", "9" * 40, "x"]),
+        st.text(max_size=8),
+    ),
+    max_size=3,
+)
+headers = st.dictionaries(
+    st.sampled_from(["Content-Type", "Origin", "Accept", "Expect", "X-Forwarded-For", "Range"]),
+    st.one_of(
+        st.sampled_from(
+            ["application/json", "text/plain", "http://evil.example", "null", "[", "*/*"]
+        ),
+        st.text(st.characters(min_codepoint=32, max_codepoint=255), max_size=12),
+    ),
+    max_size=2,
+)
+
+
+@st.composite
+def bodies(draw: st.DrawFn, name: str) -> bytes:
+    """A message of this operation with something replaced, or junk."""
+    kind = draw(st.sampled_from(["mutated", "mutated", "mutated", "junk", "bytes", "good"]))
+    if kind == "bytes":
+        return draw(st.binary(max_size=60))
+    message = copy.deepcopy(GOOD.get(name, {}))
+    if kind == "mutated" and isinstance(message, dict) and message:
+        where = message
+        key = draw(st.sampled_from(sorted(where)))
+        while isinstance(where[key], dict) and where[key] and draw(st.booleans()):
+            where = where[key]
+            key = draw(st.sampled_from(sorted(where)))
+        where[key] = draw(junk)
+    elif kind == "junk":
+        message = draw(junk)
+    return json.dumps(message).encode()
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> dict[str, Any]:
+    operation = draw(st.sampled_from(OPERATIONS))
+    path = operation.path
+    good = {"{job_id}": "digits", "{pod_id}": "pod_0_0", "{node_id}": "node-a"}
+    for place, value in good.items():
+        path = path.replace(place, value if draw(st.integers(0, 2)) else draw(ids))
+    if draw(st.integers(0, 9)) == 0:
+        path += draw(st.sampled_from(["/", "//", "/x", "/../..", "%00", "\udc80"]))
+    method = operation.method.upper()
+    if draw(st.integers(0, 9)) == 0:
+        method = draw(st.sampled_from(["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "BREW"]))
+    return {
+        "path": path,
+        "method": method,
+        "query_string": {**draw(queries)},
+        "headers": draw(headers),
+        "data": draw(bodies(operation.name)),
+    }
+
+
+def send(client: FlaskClient, request: dict[str, Any], **extra: str):
+    query = {
+        name: value
+        for name, value in request["query_string"].items()
+        # A poll that waits for nothing is no fuzzing: it only takes time.
+        if not (name == "timeout_s" and value.strip().rstrip("0123456789.") == "")
+    }
+    sent = {name: value.replace("\n", "") for name, value in request["headers"].items()}
+    # The path as a server hands it on: the test client would take `//x` for a host.
+    path = request["path"].encode("utf-8", "replace").decode("latin-1")
+    return client.open(
+        "/",
+        method=request["method"],
+        query_string=query,
+        headers={**sent, **extra},
+        data=request["data"],
+        environ_overrides={"PATH_INFO": path},
+    )
+
+
+def state_of(service: Service) -> Any:
+    """All that a refused request must leave alone: the jobs and nodes, in memory and on disk."""
+    engine = service._engine
+    jobs = {
+        job_id: (entry.spec, entry.state, entry.forget, without_progress(entry.job))
+        for job_id, entry in engine.jobs.items()
+    }
+    nodes = {node_id: known.node for node_id, known in engine.fleet.nodes.items()}
+    stored = [(job.job_id, job.forget, job.last_event) for job in engine.store.jobs()]
+    return jobs, nodes, stored, engine.store.nodes()
+
+
+def without_progress(job: stages.Job) -> Any:
+    data = wire.encode(job)
+    return {name: value for name, value in data.items() if name != "progress"}
+
+
+@pytest.fixture(scope="module")
+def service():
+    service = Service(Store(":memory:"))  # not started: no time limit falls due meanwhile
+    yield service
+    service.close()
+
+
+def prepare(service: Service) -> None:
+    """Have a job that is starting on a node, whatever the requests before have made of it."""
+    engine = service._engine
+    for entry in list(engine.jobs.values()):
+        if entry.state is not wire.JobState.STARTING:
+            engine.drop(entry)
+    if "digits" not in engine.jobs:
+        service.submit(wire.JobSpec(job_id="digits", max_pods=2))
+        service.register(cpu_node())
+
+
+@settings(
+    max_examples=400,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(request=requests())
+def test_no_request_is_a_5xx_and_a_refused_one_changes_nothing(service, request):
+    prepare(service)
+    before = state_of(service)
+    answer = send(browse(service), request)
+    assert answer.status_code < 500, (request, answer.text)
+    if answer.status_code >= 400:
+        assert state_of(service) == before, request
+        if request["method"] != "HEAD":
+            assert list(answer.get_json()) == ["error"], request
+
+
+@settings(
+    max_examples=100,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(request=requests(), token=st.one_of(st.just(""), st.text(max_size=10), st.just(TOKEN[:-1])))
+def test_nothing_is_answered_without_the_token(service, request, token):
+    prepare(service)
+    before = state_of(service)
+    client = browse(service, Guard(token=TOKEN))
+    given = "".join(char for char in token if char.isprintable() and ord(char) < 256)
+    answer = send(client, request, Authorization=f"Bearer {given}")
+    assert answer.status_code in (401, 403), (request, answer.text)
+    assert state_of(service) == before
+
+
+def test_a_good_request_of_every_kind_is_not_refused_by_accident(service):
+    """Else the fuzzer would only try doors that are shut anyway."""
+    prepare(service)
+    client = browse(service)
+    for name, body in GOOD.items():
+        operation = next(op for op in OPERATIONS if op.name == name)
+        path = operation.path.replace("{job_id}", "digits").replace("{pod_id}", "pod_0_0")
+        answer = client.post(path.replace("{node_id}", "node-a"), json=body)
+        assert answer.status_code in (200, 201, 409, 410), (name, answer.text)

@@ -21,8 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # so that this file also runs by its path
 
 from job_server.api_client import ApiClient, ApiError  # noqa: E402 - after the path
-
-from job_server.wire import JobSpec, JobStatus, ScriptKind, ScriptSpec  # noqa: E402
+from job_server.wire import JobEvent, JobSpec, JobStatus, ScriptKind, ScriptSpec  # noqa: E402
 from scripts import quickstart_view as view  # noqa: E402
 from scripts.quickstart_io import (  # noqa: E402
     JOB_ID,
@@ -39,7 +38,9 @@ from scripts.quickstart_plan import (  # noqa: E402
     Recipe,
     checks,
     committed,
+    deaths,
     epochs_for,
+    gap_for,
     images_per_second,
     plan_changes,
     timeline_yaml,
@@ -69,12 +70,17 @@ class Config:
 # --- the acts -----------------------------------------------------------------------------------
 
 
-def train_alone(config: Config, processes: Processes, screen: Screen) -> float:
-    """Run the training script by itself for a few short epochs; return images per second."""
+def train_alone(config: Config, processes: Processes, screen: Screen) -> tuple[float, float]:
+    """Run the training script by itself for a few short epochs.
+
+    Returns:
+        Images per second, and the seconds that it took until the first step.
+    """
+    started = time.monotonic()
     argv = [
         sys.executable, str(EXAMPLE / "train.py"), "--model", config.model,
         "--epochs", str(TRIAL_EPOCHS), "--images", str(config.recipe.trial_images),
-        "--batch_size", str(config.recipe.batch_size), "--checkpoint", "",
+        "--batch_size", str(config.recipe.batch_size), "--checkpoint", str(config.out / "alone"),
     ]  # fmt: skip
     env = {**processes.env, "EDL_MAX_TRAINERS": str(config.pods), "OMP_NUM_THREADS": "1"}
     log = processes.log("alone")
@@ -92,7 +98,7 @@ def train_alone(config: Config, processes: Processes, screen: Screen) -> float:
                 copy.write(line)
                 if "accuracy" in line:
                     epochs.append(time.monotonic())
-                    screen.live(line.strip())
+                    screen.live(line.strip().rpartition(" - ")[2])
         except BaseException:
             process.kill()
             raise
@@ -102,7 +108,8 @@ def train_alone(config: Config, processes: Processes, screen: Screen) -> float:
             f"{log} ends so:\n{tail(log)}"
         )
     fastest = min(after - before for before, after in itertools.pairwise(epochs))
-    return images_per_second(config.recipe.trial_images, fastest)
+    startup_s = max(0.0, epochs[0] - started - fastest)
+    return images_per_second(config.recipe.trial_images, fastest), startup_s
 
 
 def start_server(config: Config, processes: Processes) -> ApiClient:
@@ -154,18 +161,25 @@ def start_job(
     )  # fmt: skip
 
 
-def follow(config: Config, api: ApiClient, processes: Processes, screen: Screen) -> JobStatus:
-    """Show the job's life until it has ended."""
+def follow(
+    config: Config, api: ApiClient, processes: Processes, screen: Screen
+) -> tuple[JobStatus, list[JobEvent]]:
+    """Show the job's life until it has ended; return its last status and all its events."""
     before: JobStatus | None = None
+    events: list[JobEvent] = []
     recent: deque[tuple[float, int]] = deque(maxlen=16)  # (when, step)
     moved_at = time.monotonic()
     while True:
         status = api.status(JOB_ID)
         now = time.monotonic()
+        new = api.events(JOB_ID, after=events[-1].number if events else 0)
+        events += new
+        for text in deaths(new):
+            screen.news(f"{screen.style.red('kill -9')}  {text}")
         for line in view.news(before, status, screen.style):
             screen.news(line)
         if status.state.ended:
-            return status
+            return status, events
         if before is None or status.step != before.step or status.revision != before.revision:
             moved_at = now
         if now - moved_at > SILENCE_S:
@@ -202,13 +216,17 @@ def verify(config: Config, processes: Processes) -> tuple[bool, str]:
     )
     processes.log("verify").write_text(done.stdout + done.stderr)
     said = (done.stdout.strip() or done.stderr.strip() or "no answer").splitlines()
-    return done.returncode == 0, f"verify: {said[-1]}"
+    return done.returncode == 0, "verify: " + "; ".join(said[-2:])
 
 
 def show_end(
-    config: Config, status: JobStatus, verified: tuple[bool, str], leftovers: tuple[str, ...],
+    config: Config,
+    status: JobStatus,
+    killed: int,
+    verified: tuple[bool, str],
+    leftovers: tuple[str, ...],
     screen: Screen,
-) -> bool:  # fmt: skip
+) -> bool:
     """Print the table and the checks; return whether all held."""
     style = screen.style
     screen.say()
@@ -221,6 +239,7 @@ def show_end(
     screen.say()
     results = checks(
         status,
+        killed=killed,
         verified=verified[0],
         verdict=verified[1],
         floor=config.recipe.floor,
@@ -236,42 +255,51 @@ def show_end(
     return all(each.holds for each in results)
 
 
+def plan(
+    config: Config, processes: Processes, screen: Screen
+) -> tuple[tuple[Change, ...], int, float]:
+    """Return the changes, the epochs and the time between changes that suit this machine."""
+    recipe = config.recipe
+    gap_s, epochs = config.gap_s, config.epochs
+    if gap_s is None or epochs is None:
+        screen.news("first the script alone, as any Paddle script, to learn how fast it is here")
+        speed, startup_s = train_alone(config, processes, screen)
+        screen.news(f"{speed:,.0f} images/s, and {startup_s:.1f} s to the first step")
+        gap_s = gap_s or gap_for(recipe, startup_s)
+        cores = None if config.gpus else os.cpu_count()
+        changes = plan_changes(config.pods, gap_s)
+        epochs = epochs or epochs_for(changes, speed, startup_s, config.pods, cores)
+    return plan_changes(config.pods, gap_s), epochs, gap_s
+
+
 def run(config: Config, screen: Screen) -> bool:
     style = screen.style
-    processes = Processes(config.out)
-    recipe = config.recipe
-    changes = plan_changes(config.pods, config.gap_s or recipe.gap_s)
     kind = "GPUs" if config.gpus else "CPU slots"
-    leftovers: tuple[str, ...] = ()
+    screen.say(style.bold(f"EDL quickstart: {config.model} on 1,797 handwritten digits"))
+    screen.say(f"  {config.pods} {kind}, one trainer each; everything goes to {config.out}")
+    processes = Processes(config.out)
     try:
-        screen.say(style.bold(f"EDL quickstart: {config.model} on 1,797 handwritten digits"))
-        screen.say(f"  {config.pods} {kind}, one trainer each; everything goes to {config.out}")
         api = start_server(config, processes)
         screen.say(f"  status page: {api.url}/")
         screen.say()
-        epochs = config.epochs
-        if epochs is None:
-            screen.news(
-                "first the script alone, as any Paddle script, to learn this machine's speed"
-            )
-            alone = train_alone(config, processes, screen)
-            epochs = epochs_for(
-                changes, alone, config.pods, None if config.gpus else os.cpu_count()
-            )
-            screen.news(f"{alone:,.0f} images/s; {epochs} epochs of {TRAIN_IMAGES:,} images it is")
-        screen.news(f"now elastic: a change every {changes[0].at_s:g} s, among them one kill -9")
-        start_job(config, changes, epochs, api, processes)
-        status = follow(config, api, processes, screen)
-        screen.news(f"{status.state.value}: {status.reason}")
-        (config.out / "status.html").write_text(api.page())
+        changes, epochs, gap_s = plan(config, processes, screen)
+        screen.news(
+            f"now elastic: {epochs} epochs of {TRAIN_IMAGES:,} images, "
+            f"a change of the pods about every {gap_s:.0f} s, among them one kill -9"
+        )
         (config.out / "timeline.yaml").write_text(timeline_yaml(changes))
+        start_job(config, changes, epochs, api, processes)
+        status, events = follow(config, api, processes, screen)
+        screen.news(style.bold(f"{status.state.value}: {status.reason.rpartition(': ')[2]}"))
+        (config.out / "status.html").write_text(api.page())
     finally:
         # From here on Ctrl-C would only leave processes behind.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         screen.live("stopping what was started")
         leftovers = processes.stop()
-    return show_end(config, status, verify(config, processes), leftovers, screen)
+    verified = verify(config, processes)
+    return show_end(config, status, len(deaths(events)), verified, leftovers, screen)
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -282,7 +310,7 @@ def parse(argv: list[str] | None = None) -> Config:
     parser.add_argument("--model", choices=sorted(RECIPES), default="lenet")
     parser.add_argument("--pods", type=int, help="the most pods; default: 3, or the GPUs up to 4")
     parser.add_argument("--epochs", type=int, help="default: as many as this needs to show itself")
-    parser.add_argument("--gap_s", type=float, help="seconds between changes; default by model")
+    parser.add_argument("--gap_s", type=float, help="seconds between changes; default: what suits")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto")
     parser.add_argument("--out", type=Path, help="folder for all that is written; must not exist")

@@ -62,8 +62,6 @@ def news(before: JobStatus | None, now: JobStatus, style: Style) -> list[str]:
     """Return a line for each thing that happened between two looks at the job."""
     known = {stage.stage: stage for stage in before.stages} if before else {}
     lines = []
-    if before is not None and now.failures > before.failures:
-        lines.append(f"{style.red('kill -9')}  {now.reason}")
     for stage in now.stages:
         old = known.get(stage.stage)
         if stage.first_step_at is not None and (old is None or old.first_step_at is None):
@@ -120,7 +118,9 @@ def live_line(status: JobStatus, images_per_s: float | None, style: Style) -> st
     for name, digits in (("loss", ".4f"), ("accuracy", ".3f")):
         if name in status.metrics:
             parts.append(f"{name} {status.metrics[name]:{digits}}")
-    if status.state is JobState.RUNNING:
+    if status.state is JobState.RUNNING and stage is not None and stage.first_step_at is None:
+        parts.append(style.yellow("trainers are starting"))
+    elif status.state is JobState.RUNNING:
         if images_per_s:
             parts.append(f"{images_per_s:,.0f} images/s")
     else:

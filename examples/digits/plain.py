@@ -15,8 +15,13 @@ parser.add_argument("--images", type=int, help="train on only so many, for a qui
 parser.add_argument("--seed", type=int, default=1)
 
 
-def count(images, labels):
-    return {"correct": (model(images).argmax(axis=1) == labels).sum()}
+def judge(images, labels):
+    """Return sums over a batch of test images."""
+    scores = model(images)
+    return {
+        "accuracy": (scores.argmax(axis=1) == labels).sum(),
+        "loss": F.cross_entropy(scores, labels, reduction="sum"),
+    }
 
 
 args = parser.parse_args()
@@ -34,5 +39,7 @@ for epoch in range(args.epochs):
         optimizer.clear_grad()
     model.eval()
     with paddle.no_grad():
-        correct = sum(int(count(*batch)["correct"]) for batch in test_loader)
-    print(f"epoch {epoch + 1}: accuracy {correct / len(test_set):.4f}", flush=True)
+        judged = [judge(*batch) for batch in test_loader]
+    for name in ("accuracy", "loss"):
+        mean = sum(float(sums[name]) for sums in judged) / len(test_set)
+        print(f"epoch {epoch + 1}: {name} {mean:.4f}", flush=True)

@@ -22,8 +22,13 @@ parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--checkpoint", default="checkpoint")
 
 
-def count(images, labels):
-    return {"correct": (model(images).argmax(axis=1) == labels).sum()}
+def judge(images, labels):
+    """Return sums over a batch of test images."""
+    scores = model(images)
+    return {
+        "accuracy": (scores.argmax(axis=1) == labels).sum(),
+        "loss": F.cross_entropy(scores, labels, reduction="sum"),
+    }
 
 
 args = parser.parse_args()
@@ -40,5 +45,5 @@ for epoch in loop.epochs():
             step.backward(F.cross_entropy(model(images), labels))
         step.update()
     model.eval()
-    result = loop.evaluate(test_set, count, batch_size=256)
-    loop.log(accuracy=result["correct"] / len(test_set))
+    sums = loop.evaluate(test_set, judge, batch_size=256)
+    loop.log(**{name: total / len(test_set) for name, total in sums.items()})

@@ -3,10 +3,13 @@ from dataclasses import replace
 import pytest
 
 from job_server.change_script import parse_script, timeline
-from job_server.wire import JobSpec, JobState, JobStatus, ScriptKind, ScriptSpec, Way
+from job_server.wire import JobEvent, JobSpec, JobState, JobStatus, ScriptKind, ScriptSpec, Way
 from scripts.quickstart_plan import (
+    RECIPES,
     checks,
+    deaths,
     epochs_for,
+    gap_for,
     images_per_second,
     plan_changes,
     timeline_yaml,
@@ -29,7 +32,13 @@ def finished() -> JobStatus:
 
 
 def failed_checks(job: JobStatus, **fields: object) -> list[str]:
-    arguments = {"verified": True, "verdict": "verify: ok", "floor": 0.95, "leftovers": ()}
+    arguments = {
+        "killed": 1,
+        "verified": True,
+        "verdict": "verify: ok",
+        "floor": 0.95,
+        "leftovers": (),
+    }
     results = checks(job, **{**arguments, **fields})  # type: ignore[arg-type]
     return [each.text for each in results if not each.holds]
 
@@ -62,21 +71,21 @@ def test_the_speed_counts_the_evaluation_as_a_third_of_training():
     ("trainers", "cores", "speedup"),
     [
         pytest.param(3, 1, 1.0, id="one core is never faster than one trainer"),
-        pytest.param(3, 2, 1.4, id="two cores"),
-        pytest.param(3, 64, 2.1, id="more cores than trainers"),
-        pytest.param(4, None, 2.8, id="a GPU each"),
+        pytest.param(3, 2, 1.2, id="two cores"),
+        pytest.param(3, 64, 1.8, id="more cores than trainers"),
+        pytest.param(4, None, 2.4, id="a GPU each"),
     ],
 )
-def test_training_is_as_long_as_the_timeline_and_its_tail(
+def test_training_and_its_pauses_are_as_long_as_the_timeline_and_its_tail(
     trainers: int, cores: int | None, speedup: float
 ):
-    changes = plan_changes(3, 7.0)
-    epochs = epochs_for(changes, 1557.0, trainers, cores)  # one epoch a second, alone
-    assert epochs == round((6 * 7.0 + 7.0) * speedup)
+    changes = plan_changes(3, 8.0)
+    epochs = epochs_for(changes, 1557.0, 2.0, trainers, cores)  # one epoch a second, alone
+    assert epochs == round((6.25 * 8.0 + 4.0 - 6 * 2.0) * speedup)
 
 
 def test_a_very_slow_machine_still_trains_two_epochs():
-    assert epochs_for(plan_changes(3, 7.0), 0.1, 3, 2) == 2
+    assert epochs_for(plan_changes(3, 7.0), 0.1, 2.0, 3, 2) == 2
 
 
 def test_everything_holds_after_a_run_as_it_should_be():
@@ -87,7 +96,6 @@ def test_everything_holds_after_a_run_as_it_should_be():
     ("fields", "said"),
     [
         pytest.param({"state": JobState.FAILED, "reason": "budget"}, "FAILED", id="job failed"),
-        pytest.param({"failures": 0}, "kill -9 of a trainer: never", id="nobody was killed"),
         pytest.param({"metrics": {"accuracy": 0.9}}, "accuracy 90.0%", id="learned too little"),
         pytest.param({"metrics": {}}, "accuracy 0.0%", id="never evaluated"),
     ],
@@ -120,6 +128,33 @@ def test_a_planned_change_that_redid_a_step_does_not_hold():
         replace(each, redone_steps=1) if each.stage == 2 else each for each in job.stages
     )
     assert failed_checks(replace(job, stages=redone)) == ["5 planned changes redid 1 steps"]
+
+
+def test_a_run_without_a_kill_does_not_hold():
+    (text,) = failed_checks(finished(), killed=0)
+    assert text.startswith("kill -9 of a trainer: never")
+
+
+def test_a_death_is_told_once_though_the_recovery_mentions_it_again():
+    texts = [
+        "killing rank 2 on request",
+        "stage 4 is over: rank 2 of pod pod_2_2 died of 9 (killed on request)",
+        "preparing stage 5 of 3 pods by start: recovery: rank 2 of pod pod_2_2 died of 9",
+        "stage 5 committed: 3 pods, recovery: rank 2 of pod pod_2_2 died of 9",
+    ]
+    events = [
+        JobEvent(number=number, at=0.0, job_id="j", stage=4, text=text)
+        for number, text in enumerate(texts, 1)
+    ]
+    assert deaths(events) == ["rank 2 of pod pod_2_2 died of 9 (killed on request)"]
+
+
+@pytest.mark.parametrize(
+    ("startup_s", "gap_s"),
+    [pytest.param(1.0, 7.0, id="as in the recipe"), pytest.param(10.0, 23.0, id="slow to start")],
+)
+def test_changes_are_so_far_apart_that_there_is_training_between_them(startup_s, gap_s):
+    assert gap_for(RECIPES["lenet"], startup_s) == gap_s
 
 
 def test_an_unproven_ledger_and_a_left_process_do_not_hold():

@@ -62,12 +62,6 @@ def test_the_first_look_tells_of_the_start():
     assert "paused" not in line, "nothing trained before it"
 
 
-def test_a_kill_is_news_and_says_whom_it_hit():
-    before = status(stage(1, 2))
-    after = replace(before, failures=1, reason="trainer 1 of pod_1_0: signal 9")
-    assert news(before, after, PLAIN) == ["kill -9  trainer 1 of pod_1_0: signal 9"]
-
-
 def test_an_abandoned_change_is_told_once():
     before = status(stage(1, 2), stage(2, 3, committed_at=None, first_step_at=None))
     given_up = status(
@@ -89,6 +83,11 @@ def test_the_live_line_names_the_state_while_no_step_is_made():
     line = live_line(status(stage(1, 2), state=JobState.CUTTING_OVER), 2345.6, PLAIN)
     assert line.endswith("  cutting over")
     assert "images/s" not in line
+
+
+def test_the_live_line_tells_of_trainers_that_start():
+    job = status(stage(1, 2, first_step_at=None), metrics={}, step=0)
+    assert live_line(job, None, PLAIN).endswith("  trainers are starting")
 
 
 def test_the_live_line_lives_with_a_job_that_has_said_nothing_yet():

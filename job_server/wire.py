@@ -26,7 +26,7 @@ def check_id(field: str, value: str) -> None:
     """Refuse ids that could leave a folder or break a path, such as `../x`.
 
     Raises:
-        WireError: `value` is not 1 to 100 letters, digits, `.`, `_`, `-`, the first one alphanumeric.
+        WireError: `value` is not 1 to 100 letters, digits, '.', '_' or '-', or begins otherwise.
     """
     if not _ID.match(value):
         shown = value if len(value) <= 60 else value[:57] + "..."

@@ -97,6 +97,13 @@ class Cluster:
                 raise AssertionError(f"ended before {what}: {status.state}: {status.reason}")
             time.sleep(0.05)
 
+    def wait_running(self, pods: int) -> JobStatus:
+        """Wait until the job trains on so many pods."""
+        return self.wait_for(
+            lambda now: now.state is JobState.RUNNING and len(now.pods) == pods,
+            f"{pods} pods run",
+        )
+
     def wait_steps(self, more: int, timeout_s: float = 60) -> JobStatus:
         """Wait until the job has trained `more` further steps."""
         begin = self.wait_for(lambda now: True, "the server answers").step

@@ -102,10 +102,7 @@ def test_six_planned_changes_redo_no_step_and_count_every_sample_once(
     cluster.wait_steps(3)
     for pods in (2, 3, 1, 3, 2, 1):
         cluster.api().resize("resizes", pods)
-        cluster.wait_for(
-            lambda now, pods=pods: now.state is JobState.RUNNING and len(now.pods) == pods,
-            f"{pods} pods run",
-        )
+        cluster.wait_running(pods)
         cluster.wait_steps(3)
     status = cluster.status()
     assert [record.pods for record in status.stages] == [1, 2, 3, 1, 3, 2, 1]

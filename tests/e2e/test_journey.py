@@ -46,9 +46,7 @@ def test_a_server_killed_in_the_middle_of_a_change_finishes_it(
     assert cluster.server is not None
     cluster.kill(cluster.server)
     cluster.start_server()
-    status = cluster.wait_for(
-        lambda now: now.state is JobState.RUNNING and len(now.pods) == 2, "two pods run"
-    )
+    status = cluster.wait_running(2)
     assert status.redone_steps == 0
     finish_and_check(cluster, 40)
 

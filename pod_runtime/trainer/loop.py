@@ -348,7 +348,8 @@ class Loop:
             )
             return FedReader(lambda: factory_items(factory, where))
         if source.num_workers > 0:
-            return FedReader(lambda: loader_items(source, order, cursor, self._adapter))
+            items = loader_items(source, order, cursor, self._adapter)
+            return FedReader(lambda: items)
         return InlineReader(source, order, self._adapter)
 
     # --- the end

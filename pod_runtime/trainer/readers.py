@@ -5,6 +5,7 @@ FedReader       an iterator that may keep us waiting (a loader with workers, a f
                 script's own), read by a thread, so that the loop can look after its peers
 """
 
+import atexit
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -135,6 +136,7 @@ class FedReader:
 
     def __init__(self, start: Callable[[], Iterator[Item]]) -> None:
         """`start` is called in the thread, and its iterator closed there."""
+        atexit.register(self.close)  # a thread amid the framework's code spoils a process's end
         self._queue: queue.Queue[Item | BaseException] = queue.Queue(maxsize=2)
         self._stop = threading.Event()
         self._thread = threading.Thread(
@@ -163,6 +165,7 @@ class FedReader:
         return (item[3],)
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self._stop.set()
         self._thread.join(_CLOSE_TIMEOUT_S)
 
@@ -195,7 +198,10 @@ class FedReader:
 def loader_items(
     source: DataSource, order: ShardOrder, cursor: Cursor, adapter: Adapter
 ) -> Iterator[Item]:
-    """Yield this rank's shards through the framework's loader and its worker processes."""
+    """Return this rank's shards, read by the framework's loader and its worker processes.
+
+    The workers are started here: the main thread's business, as it installs signal handlers.
+    """
     places: queue.SimpleQueue[ShardPlace] = queue.SimpleQueue()
 
     def batches() -> Iterator[list[Any]]:
@@ -209,9 +215,10 @@ def loader_items(
         collate=source.collate,
         options={"num_workers": source.num_workers, **source.worker_options},
     )
-    for batch in loader:
-        place = places.get()
-        yield place.epoch, place.step, place.shard, batch
+    return (
+        (place.epoch, place.step, place.shard, batch)
+        for batch, place in zip(loader, iter(places.get, None), strict=False)
+    )
 
 
 def factory_items(start: Callable[[ReadFrom], Any], where: ReadFrom) -> Iterator[Item]:

@@ -3,6 +3,7 @@
 It speaks the channel's protocol and keeps the segments that trainers hand over, as a shim would.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -95,10 +96,10 @@ class Stage:
         return int(steps.pop())
 
     def end(self) -> None:
-        """Kill what is left."""
+        """Kill what is left, with the loaders' workers."""
         for trainer in self.trainers:
-            if trainer.process.poll() is None:
-                trainer.process.send_signal(signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(trainer.process.pid, signal.SIGKILL)
             trainer.process.wait()
 
     def codes(self) -> list[int]:
@@ -166,6 +167,7 @@ class FakeLauncher:
                 process = subprocess.Popen(
                     [*prefix, sys.executable, str(self.script), *args],
                     env=env, stdout=out, stderr=out, stdin=subprocess.DEVNULL,
+                    start_new_session=True,
                 )  # fmt: skip
             trainers.append(Trainer(rank, process, log))
         stage = Stage(self, number, trainers)

@@ -234,7 +234,8 @@ def finish(world: World) -> None:
             break
     log = "\n".join(world.reasons[-40:])
     assert world.job.state.ended, f"{world.job.state}: {world.job}\n{log}"
-    crashed = [line for line in world.reasons if " is over: " in line]
+    trouble = (" is over: ", " exited with ", "ended by signal", "is gone", "not parked", "loaded")
+    crashed = [line for line in world.reasons if any(word in line for word in trouble)]
     if world.elastic and not crashed:
         assert world.job.redone_steps == 0, f"a drain cost steps\n{log}"
     if world.job.state is JobState.SUCCEEDED:

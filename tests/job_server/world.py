@@ -570,8 +570,9 @@ class World:
         self.script_fails = 0
         for sim in self.nodes.values():
             self.power_on(sim)
-        for _, _, launcher in self.launchers():
+        current = self.job.current
+        for _, pod, launcher in self.launchers():
             launcher.ports_fail = False
-            run = launcher.run
-            if run is not None and run.phase in (LocalStage.TRAINING, LocalStage.FAILED):
+            trains = current is not None and current.member(pod.pod_id) is not None
+            if trains and current is not None and current.end_since is None:
                 launcher.hangs = False  # to notice that one is the work of a hang watch

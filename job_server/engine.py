@@ -109,7 +109,11 @@ class Engine:
         """Tell the loaded jobs that the server was away, and start the clock. Takes the lock."""
         with self.lock:
             for entry in list(self.jobs.values()):
-                self._step_unwatched(entry, stages.ServerRestarted())
+                if entry.state.ended and entry.forget:  # killed before it was forgotten
+                    self.drop(entry)
+                    continue
+                if not entry.state.ended:
+                    self._step_unwatched(entry, stages.ServerRestarted())
                 self.derive(entry)
             self.settle()
         self._timer.start()

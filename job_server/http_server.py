@@ -49,18 +49,25 @@ class HttpServer:
         logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # bursts are expected
         sock = _listen(bind, port)
         self.port: int = sock.getsockname()[1]
-        self._server = create_server(
-            app,
-            sockets=[sock],
-            threads=max_watchers + RESERVE_THREADS,
-            connection_limit=2 * max_watchers + 200,
-            channel_timeout=180,  # above the longest poll: idle connections stay usable meanwhile
-            backlog=1024,
-            asyncore_use_poll=True,
-            max_request_body_size=MAX_BODY_BYTES + _SLACK_BYTES,
-            ident=None,
-            _start=False,
-        )
+        try:
+            self._server = create_server(
+                app,
+                sockets=[sock],
+                threads=max_watchers + RESERVE_THREADS,
+                connection_limit=2 * max_watchers + 200,
+                channel_timeout=180,  # above the longest poll: idle connections stay usable
+                backlog=1024,
+                asyncore_use_poll=True,
+                max_request_body_size=MAX_BODY_BYTES + _SLACK_BYTES,
+                ident=None,
+                _start=False,
+            )
+        except RuntimeError as error:
+            sock.close()
+            raise ConfigError(
+                f"--max_watchers: {max_watchers} need as many threads, which this machine does "
+                f"not give ({error}); give fewer, or raise the limit of processes"
+            ) from None
         self._server.channel_class = _Channel
         self._server.accept_connections()
 

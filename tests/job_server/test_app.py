@@ -420,6 +420,25 @@ def test_a_job_that_was_to_be_deleted_is_still_deleted_after_a_restart(tmp_path)
         wait_until(gone)
 
 
+def test_an_ended_job_is_left_alone_by_a_restart(tmp_path):
+    path = tmp_path / "server.db"
+    with open_service(path) as service:
+        client = browse(service)
+        client.post("/api/v1/jobs", json=SPEC)
+        client.post("/api/v1/jobs", json={"job_id": "deleted"})
+        client.post("/api/v1/jobs/digits/stop")
+        client.post("/api/v1/jobs/deleted/stop")
+        before = get_job(client)
+        # Killed after it was noted that the job is to go, and before it was gone.
+        data = wire.encode(service._engine.jobs["deleted"].job)
+        service._engine.store.save_job("deleted", data, forget=True)
+    with open_service(path) as service:
+        client = browse(service)
+        after = get_job(client)
+        assert (after["state"], after["reason"]) == (before["state"], before["reason"])
+        assert client.get("/api/v1/jobs/deleted").status_code == 404
+
+
 def test_what_cannot_be_written_is_not_done(client, service, monkeypatch):
     client.post("/api/v1/jobs", json=SPEC)
     before = get_job(client)

@@ -30,6 +30,7 @@ from job_server.job import (
     Pod,
     Stage,
 )
+from job_server.layout import make_pods, slots_of_leavers, slots_of_stayers
 from job_server.placement import explain_shortage, place, serving_nodes
 from job_server.reports import previous_ended
 from job_server.transitions import (
@@ -43,9 +44,6 @@ from job_server.transitions import (
     fail_coming,
     finish,
     lose,
-    make_pods,
-    slots_of_leavers,
-    slots_of_stayers,
 )
 from job_server.wire import JobState, PodPhase, Way
 from job_server.work import Work

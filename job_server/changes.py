@@ -6,14 +6,9 @@ from job_server.change_script import ScriptedChange
 from job_server.deadlines import DUE_SLACK_S, SCRIPT_STORE_S, is_due, scripted, settle_deadline
 from job_server.events import Refused
 from job_server.job import At, Goal, Job, ManualChange, Pod, Stage
+from job_server.layout import make_pods, slots_of_leavers, slots_of_stayers
 from job_server.placement import explain_shortage, place
-from job_server.transitions import (
-    begin,
-    choose_way,
-    make_pods,
-    slots_of_leavers,
-    slots_of_stayers,
-)
+from job_server.transitions import begin, choose_way
 from job_server.wire import Kill, WireError
 from job_server.work import Work
 

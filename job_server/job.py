@@ -42,7 +42,6 @@ class Pod:
     keep: Keep = Keep.RUN
     kill: bool = False  # SIGKILL it: somebody asked, or it does not end
     planned: bool = False  # ... and that somebody was a change script or an operator
-    attached: bool = False
     phase: PodPhase | None = None  # as its client said last; None: not yet
     log_path: str = ""
 
@@ -190,7 +189,6 @@ class Progress:
     best_step: int = 0  # highest ever reached
     epoch: int = 0
     total_steps: int | None = None  # None: not known
-    step_s: float | None = None  # None: no step yet
     metrics: Mapping[str, float] = field(default_factory=dict)
     stepped_at: float | None = None  # when a new step was last reported; None: never
     steps: Mapping[str, int] = field(default_factory=dict)  # pod -> step, of the stage in force

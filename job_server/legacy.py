@@ -10,8 +10,8 @@ from job_server.bookkeeping import update_record
 from job_server.changes import store_script_clock, why_not
 from job_server.deadlines import is_due, scripted
 from job_server.job import MAX_RECORDS, Pod
+from job_server.layout import lay_out, make_pods, slots_of_stayers
 from job_server.placement import NodeView, place, serving_nodes
-from job_server.transitions import lay_out, make_pods, slots_of_stayers
 from job_server.wire import StageRecord, Way
 from job_server.work import Work
 

@@ -1,4 +1,4 @@
-"""What clients and launchers tell, entered into the job. Pure.
+"""What launchers tell, entered into the job. Pure.
 
 Every message may be late, doubled or out of order: each function asks whether the report says
 anything new about a stage that still counts, and otherwise changes nothing.
@@ -18,163 +18,27 @@ from job_server.job import (
     Keep,
     Member,
     Phase,
-    Pod,
     Stage,
 )
+from job_server.pod_exits import SHOWN_CHARS, exited
 from job_server.transitions import (
     deal_again,
     dismiss_leavers,
     fail_coming,
     fail_current,
-    let_go,
-    lose,
     renumber,
 )
 from job_server.wire import (
     Attach,
     LocalStage,
-    PodPhase,
     PodReport,
-    PodState,
     ReportKind,
     SnapshotRef,
     Way,
 )
-from job_server.work import MISSING_HEARTBEATS, Work, stage_named, told_to_end, without
+from job_server.work import Work, stage_named, told_to_end
 
-SIGTERM = 15
 MAX_ATTEMPTS = 10  # how often a stage may be dealt new ports
-SHOWN_LINES = 3
-SHOWN_CHARS = 600
-
-
-def node_reported(work: Work, node_id: str, states: tuple[PodState, ...]) -> None:
-    """Compare what a client says about its pods with what we know."""
-    named = {state.pod_id: state for state in states}
-    for pod in work.job.pods:
-        if pod.site.node_id != node_id:
-            continue
-        state = named.get(pod.pod_id)
-        if state is None:
-            _not_named(work, pod)
-        else:
-            _named(work, pod, state)
-
-
-def _named(work: Work, pod: Pod, state: PodState) -> None:
-    work.progress(missing=without(work.job.progress.missing, pod.pod_id))
-    if pod.phase is PodPhase.EXITED:
-        return  # final; a late report of before changes nothing
-    changed = replace(pod, phase=state.phase, log_path=state.log_path or pod.log_path)
-    if changed != pod:
-        work.set_pod(changed)
-    if state.phase is not PodPhase.EXITED:
-        return
-    # Neither code nor signal: the shim itself is gone, and the snapshot with it.
-    holds = state.exit_code is not None or state.signal is not None
-    if not holds:
-        work.progress(snapshots=without(work.job.progress.snapshots, pod.pod_id))
-    if pod.keep is Keep.RUN:
-        exited(
-            work,
-            changed,
-            code=state.exit_code if state.signal is None else -state.signal,
-            reason=state.reason,
-            lines=state.last_lines,
-            holds=holds,
-        )
-        return
-    _confirm_stopped(work, pod.pod_id)
-    if pod.keep is Keep.RELEASED or not holds:
-        work.drop_pod(pod.pod_id)
-
-
-def _not_named(work: Work, pod: Pod) -> None:
-    if pod.keep is Keep.RELEASED:
-        _confirm_stopped(work, pod.pod_id)
-        work.drop_pod(pod.pod_id)
-        return
-    if pod.phase is None:
-        return  # its client may not yet have heard of it
-    missing = work.job.progress.missing
-    since = missing.get(pod.pod_id)
-    if since is None:
-        work.progress(missing={**missing, pod.pod_id: work.now})
-    elif work.now >= since + MISSING_HEARTBEATS * work.cluster.heartbeat_s:
-        text = f"the client of {pod.site.node_id} does not know pod {pod.pod_id} any more"
-        lose(work, pod.pod_id, _cause(work, pod, text), confirmed=True)
-        _confirm_stopped(work, pod.pod_id)
-        work.drop_pod(pod.pod_id)
-
-
-def _confirm_stopped(work: Work, pod_id: str) -> None:
-    for stage in work.job.stages:
-        member = stage.member(pod_id)
-        if member is not None and member.at not in (At.ENDED, At.FINISHED):
-            work.move(stage, pod_id, At.ENDED)
-
-
-def exited(
-    work: Work,
-    pod: Pod,
-    *,
-    code: int | None,
-    reason: str,
-    lines: tuple[str, ...] = (),
-    holds: bool = True,
-) -> None:
-    """A pod that was to run has exited: it has finished, or it is lost.
-
-    Args:
-        code: exit code, negative for a signal; None: not known.
-        holds: its shim is still there.
-    """
-    if code == 0 and _finished(work, pod):
-        return
-    how = "is gone" if code is None else f"exited with code {code}"
-    if code is not None and code < 0:
-        how = f"was ended by signal {-code}"
-    text = f"pod {pod.pod_id} {how}"
-    if code == 0:
-        text += " before its trainers had started"
-    if reason:
-        text += f": {reason}"
-    if lines:
-        text += "; last lines: " + " | ".join(line.strip() for line in lines[-SHOWN_LINES:])
-    preempted = code in (-SIGTERM, 128 + SIGTERM)  # somebody else asked it to go
-    cause = _cause(work, pod, text[:SHOWN_CHARS], preempted=preempted)
-    lose(work, pod.pod_id, cause, confirmed=True, holds=holds)
-
-
-def _finished(work: Work, pod: Pod) -> bool:
-    """Enter that a pod has exited 0; False: it had nothing that could have been complete."""
-    current, coming = work.job.current, work.job.coming
-    stage: Stage | None = None
-    if coming is not None and coming.phase is Phase.START and coming.member(pod.pod_id):
-        stage = coming
-    elif current is not None and current.committed and not told_to_end(work.job, current):
-        stage = current if current.member(pod.pod_id) else None
-    if stage is None:
-        return False
-    work.move(stage, pod.pod_id, At.FINISHED)
-    let_go(work, pod.pod_id)
-    work.note(f"pod {pod.pod_id} has finished")
-    return True
-
-
-def _cause(work: Work, pod: Pod, text: str, *, preempted: bool = False) -> Cause:
-    if pod.planned:
-        return Cause(kind=CauseKind.PLANNED, text=f"{text} (killed on request)", at=work.now)
-    kind = CauseKind.PREEMPTION if preempted else CauseKind.FAILURE
-    return Cause(kind=kind, text=text, at=work.now)
-
-
-def preempted(work: Work, pod: Pod, text: str) -> Cause:
-    """Return the loss of a pod as nobody's fault."""
-    return _cause(work, pod, text, preempted=True)
-
-
-# --- launchers ----------------------------------------------------------------------------------
 
 
 def attached(work: Work, attach: Attach) -> None:
@@ -185,8 +49,6 @@ def attached(work: Work, attach: Attach) -> None:
     _hear(work, pod.pod_id, attach.snapshot)
     if pod.keep is not Keep.RUN:
         return
-    if not pod.attached:
-        work.set_pod(replace(pod, attached=True))
     if attach.elastic and not work.job.elastic:
         work.set(elastic=True)
     _heed_numbers(work, attach)
@@ -354,7 +216,7 @@ def _progressed(work: Work, stage: Stage, member: Member, report: PodReport) -> 
     if not _cut_is_on(work):
         trains |= member.at is At.CUTTING
         trains |= member.at is At.PARKED and report.step > member.step
-    if trains and not told_to_end(work.job, stage):
+    if trains and not told_to_end(stage):
         work.move(stage, pod_id, At.TRAINING)
     _advance_step(work, pod_id, report)
     _heed_first_step(work, stage, report)
@@ -385,7 +247,6 @@ def _advance_step(work: Work, pod_id: str, report: PodReport) -> None:
         best_step=max(progress.best_step, report.step),
         epoch=max(progress.epoch, report.epoch) if newer else progress.epoch,
         total_steps=progress.total_steps if report.total_steps is None else report.total_steps,
-        step_s=progress.step_s if report.step_s is None else report.step_s,
         metrics=progress.metrics if report.metrics is None else dict(report.metrics),
         stepped_at=work.now if newer else progress.stepped_at,
         steps={**progress.steps, pod_id: max(progress.steps.get(pod_id, 0), report.step)},
@@ -405,7 +266,7 @@ def _drained(work: Work, stage: Stage, member: Member, report: PodReport) -> Non
     """A pod has parked. One that says so of an earlier cut has made steps since."""
     job = work.job
     pod_id = member.pod.pod_id
-    if stage is not job.current or not stage.committed or told_to_end(job, stage):
+    if stage is not job.current or not stage.committed or told_to_end(stage):
         return
     if report.step < job.progress.steps.get(pod_id, 0):
         return
@@ -416,7 +277,7 @@ def _drained(work: Work, stage: Stage, member: Member, report: PodReport) -> Non
 
 
 def _ended(work: Work, stage: Stage, pod_id: str, report: PodReport) -> None:
-    if told_to_end(work.job, stage):
+    if told_to_end(stage):
         work.move(stage, pod_id, At.ENDED)
     elif stage is work.job.current:
         # END is never taken back, so this launcher lost its trainers in another way.
@@ -450,7 +311,7 @@ def _failed(work: Work, stage: Stage, member: Member, report: PodReport) -> None
     work.move(stage, pod_id, At.FAILED)
     if stage is not job.current:
         return
-    if told_to_end(job, stage) and stage.over is None:
+    if told_to_end(stage) and stage.over is None:
         return  # it was being ended anyway
     fail_current(work, cause)
 
@@ -479,7 +340,7 @@ def _port_taken(work: Work, stage: Stage, pod_id: str, report: PodReport) -> Non
 
 
 def _stage_too_low(work: Work, stage: Stage, pod_id: str, report: PodReport) -> None:
-    if told_to_end(work.job, stage) or report.attempt < stage.attempt:
+    if told_to_end(stage) or report.attempt < stage.attempt:
         return
     text = f"the checkpoint path holds stage {report.highest_stage}, stage {stage.stage} is lower"
     kind = CauseKind.NEUTRAL
@@ -496,7 +357,7 @@ def _stage_too_low(work: Work, stage: Stage, pod_id: str, report: PodReport) -> 
 
 
 def _done(work: Work, stage: Stage, member: Member, report: PodReport) -> None:
-    if stage is not work.job.current or not stage.committed or told_to_end(work.job, stage):
+    if stage is not work.job.current or not stage.committed or told_to_end(stage):
         return
     _advance_step(work, member.pod.pod_id, report)
     if member.at in (At.CUTTING, At.PARKED):

@@ -7,7 +7,7 @@ what clients and launchers are told is derived from it (`views`).
 
 from dataclasses import replace
 
-from job_server import legacy, reports
+from job_server import legacy, pod_exits, reports
 from job_server.advance import settle
 from job_server.bookkeeping import accrue, name_state
 from job_server.changes import kill_now, resize
@@ -139,7 +139,7 @@ def _enter(work: Work, event: Event) -> None:
         case Tick() | NodesChanged():
             pass
         case NodeReported():
-            reports.node_reported(work, event.node_id, event.pods)
+            pod_exits.node_reported(work, event.node_id, event.pods)
         case RunTimeStatic():
             if work.job.estimated_run_time_s != event.seconds:
                 work.set(estimated_run_time_s=event.seconds)
@@ -224,7 +224,7 @@ def _assume_dead(work: Work) -> bool:
     for pod in work.job.pods:
         if pod.keep is Keep.RUN and work.is_silent(pod):
             text = f"pod {pod.pod_id} is assumed dead by an operator"
-            lose(work, pod.pod_id, reports.preempted(work, pod, text), confirmed=True)
+            lose(work, pod.pod_id, pod_exits.preempted(work, pod, text), confirmed=True)
             found = True
     if found:
         work.note("pods that cannot be reached are assumed dead")

@@ -4,7 +4,6 @@ Each function makes one move and keeps the books; when it is right to make it is
 `advance` (by what is true) and `reports` (by what happened).
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from job_server import budget
@@ -27,10 +26,9 @@ from job_server.job import (
     Phase,
     Pod,
     Stage,
-    occupied,
 )
-from job_server.placement import Site, deal_ports, find_node
-from job_server.wire import JobState, PlanPod, RestoreFrom, Way
+from job_server.layout import choose_restore, lay_out
+from job_server.wire import JobState, Way
 from job_server.work import Work, stage_named
 
 GROW_RETRY_S = 30.0
@@ -43,24 +41,6 @@ def choose_way(job: Job) -> Way:
     DRAIN where a trainer has called the elastic loop: only such trainers can agree on a step.
     """
     return Way.DRAIN if job.elastic else Way.STOP
-
-
-def make_pods(work: Work, sites: Iterable[Site], first_rank: int) -> tuple[Pod, ...]:
-    """Give out pods with ids that were never given before."""
-    job = work.job
-    flag = max(job.next_flag, 0)
-    given = list(job.given_ids) if job.given_flag == flag else []
-    pods = []
-    for pod_rank, site in enumerate(sites, first_rank):
-        base = pod_id = f"pod_{pod_rank}_{flag}"
-        again = 0
-        while pod_id in given:
-            again += 1
-            pod_id = f"{base}_{again}"
-        given.append(pod_id)
-        pods.append(Pod(pod_id=pod_id, site=site))
-    work.set(pods=(*job.pods, *pods), given_ids=tuple(given), given_flag=flag)
-    return tuple(pods)
 
 
 def begin(
@@ -81,50 +61,6 @@ def begin(
     open_record(work, stage, sum(len(member.pod.ranks) for member in stage.members))
     work.set(coming=stage, next_stage=number + 1, waiting="")
     work.note(f"preparing stage {number} of {_pods(len(pods))} by {way.value}: {reason}")
-
-
-def lay_out(work: Work, pods: tuple[Pod, ...]) -> tuple[PlanPod, ...]:
-    """Number ranks and deal ports for a stage of these pods."""
-    sites = [current_site(work, pod) for pod in pods]
-    avoid: dict[str, frozenset[int]] = {}
-    for stage in work.job.stages:
-        for member in stage.members:
-            addr = member.pod.addr
-            avoid[addr] = avoid.get(addr, frozenset()) | frozenset(member.pod.ports)
-    ports = deal_ports(sites, work.cluster, avoid=avoid, dealt=work.job.dealt)
-    dealt = dict(work.job.dealt)
-    plan_pods = []
-    next_rank = 0
-    for pod_rank, (pod, site, own_ports) in enumerate(zip(pods, sites, ports, strict=True)):
-        ranks = tuple(range(next_rank, next_rank + len(site.slots)))
-        next_rank += len(ranks)
-        if own_ports:
-            dealt[site.node_id] = own_ports[-1]
-        plan_pods.append(
-            PlanPod(
-                pod_id=pod.pod_id,
-                pod_rank=pod_rank,
-                node_id=site.node_id,
-                addr=site.addr,
-                slots=site.slots,
-                ranks=ranks,
-                ports=own_ports,
-            )
-        )
-    work.set(dealt=dealt)
-    return tuple(plan_pods)
-
-
-def current_site(work: Work, pod: Pod) -> Site:
-    """Return where a pod stands, with the address and ports that its node has registered now."""
-    view = find_node(work.cluster, pod.site.node_id)
-    if view is None:
-        return pod.site
-    node = view.node
-    site = replace(pod.site, addr=node.addr, port_low=node.port_low, port_high=node.port_high)
-    if site != pod.site:
-        work.set_pod(replace(pod, site=site))
-    return site
 
 
 def enter(work: Work, phase: Phase) -> None:
@@ -184,26 +120,6 @@ def enter_start(work: Work) -> None:
     if restore is not None:
         source = f"step {restore.step} of stage {restore.stage}, from memory"
     work.note(f"starting the trainers of stage {stage.stage} from {source}")
-
-
-def choose_restore(job: Job) -> RestoreFrom | None:
-    """Return the newest snapshot within reach; None: the checkpoint, or afresh.
-
-    A snapshot of an older stage than the newest that was ever reported is no choice: the
-    checkpoints behind the newest one are newer than it.
-    """
-    within_reach = [
-        (ref.stage, ref.step, pod.pod_id)
-        for pod in job.pods
-        if pod.keep is not Keep.RELEASED and (ref := job.progress.snapshots.get(pod.pod_id))
-    ]
-    if not within_reach:
-        return None
-    stage, step, _ = max(within_reach)
-    if stage < job.snapshot_stage:
-        return None
-    pods = tuple(pod_id for s, t, pod_id in within_reach if (s, t) == (stage, step))
-    return RestoreFrom(stage=stage, step=step, pods=pods)
 
 
 def renumber(work: Work, highest: int) -> None:
@@ -294,7 +210,7 @@ def let_go(work: Work, pod_id: str) -> None:
     work.release(pod_id, Keep.HOLD if holds else Keep.RELEASED)
 
 
-def abandon(work: Work, why: str, *, resume: bool = True) -> None:
+def abandon(work: Work, why: str) -> None:
     """Drop a change that has not ended the old stage; parked ranks go on."""
     job = work.job
     stage, current = job.coming, job.current
@@ -306,7 +222,7 @@ def abandon(work: Work, why: str, *, resume: bool = True) -> None:
         if pod_id not in stay:
             work.release(pod_id)
     if current is not None and current.over is None and stage.phase is Phase.CUT:
-        work.set(current=replace(current, resuming=resume))
+        work.set(current=replace(current, resuming=True))
     if not stage.counts:
         _delay_growth(work)
     work.note(f"stage {stage.stage} abandoned: {why}")
@@ -457,16 +373,6 @@ def lose(work: Work, pod_id: str, cause: Cause, *, confirmed: bool, holds: bool 
 
 def neutral(work: Work, text: str) -> Cause:
     return Cause(kind=CauseKind.NEUTRAL, text=text, at=work.now)
-
-
-def slots_of_stayers(job: Job) -> dict[str, frozenset[int]]:
-    """Return node -> slots of pods that are to run on."""
-    return occupied(pod for pod in job.pods if pod.usable)
-
-
-def slots_of_leavers(job: Job) -> dict[str, frozenset[int]]:
-    """Return node -> slots of pods that are on their way out."""
-    return occupied(pod for pod in job.pods if not pod.usable)
 
 
 def _pods(count: int) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from job_server.job import At, Job, Keep, Member, Pod, Stage
+from job_server.job import At, Job, Keep, Pod, Stage
 from job_server.placement import Cluster, find_node
 
 END_MARGIN_S = 20.0  # beyond the grace, for a launcher that ends its trainers
@@ -90,21 +90,6 @@ def stage_named(job: Job, number: int) -> Stage | None:
     return next((stage for stage in job.stages if stage.stage == number), None)
 
 
-def told_to_end(job: Job, stage: Stage) -> bool:
+def told_to_end(stage: Stage) -> bool:
     """Whether the pods of a stage are told to end its trainers."""
     return stage.end_since is not None
-
-
-def all_over(stage: Stage) -> bool:
-    return all_members(stage, OVER_PLACES)
-
-
-def all_members(stage: Stage, places: frozenset[At]) -> bool:
-    return all(member.at in places for member in stage.members)
-
-
-def waits_for(stage: Stage) -> tuple[Member, ...]:
-    return tuple(member for member in stage.members if member.at not in OVER_PLACES)
-
-
-OVER_PLACES = frozenset({At.ENDED, At.FINISHED, At.LOST})

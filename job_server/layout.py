@@ -1,0 +1,104 @@
+"""Who stands where: new pods and their ids, ranks, ports, and where a stage's state comes from.
+
+Pure.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from job_server.job import Job, Keep, Pod, occupied
+from job_server.placement import Site, deal_ports, find_node
+from job_server.wire import PlanPod, RestoreFrom
+from job_server.work import Work
+
+
+def make_pods(work: Work, sites: Iterable[Site], first_rank: int) -> tuple[Pod, ...]:
+    """Give out pods with ids that were never given before."""
+    job = work.job
+    flag = max(job.next_flag, 0)
+    given = list(job.given_ids) if job.given_flag == flag else []
+    pods = []
+    for pod_rank, site in enumerate(sites, first_rank):
+        base = pod_id = f"pod_{pod_rank}_{flag}"
+        again = 0
+        while pod_id in given:
+            again += 1
+            pod_id = f"{base}_{again}"
+        given.append(pod_id)
+        pods.append(Pod(pod_id=pod_id, site=site))
+    work.set(pods=(*job.pods, *pods), given_ids=tuple(given), given_flag=flag)
+    return tuple(pods)
+
+
+def lay_out(work: Work, pods: tuple[Pod, ...]) -> tuple[PlanPod, ...]:
+    """Number ranks and deal ports for a stage of these pods."""
+    sites = [current_site(work, pod) for pod in pods]
+    avoid: dict[str, frozenset[int]] = {}
+    for stage in work.job.stages:
+        for member in stage.members:
+            addr = member.pod.addr
+            avoid[addr] = avoid.get(addr, frozenset()) | frozenset(member.pod.ports)
+    ports = deal_ports(sites, work.cluster, avoid=avoid, dealt=work.job.dealt)
+    dealt = dict(work.job.dealt)
+    plan_pods = []
+    next_rank = 0
+    for pod_rank, (pod, site, own_ports) in enumerate(zip(pods, sites, ports, strict=True)):
+        ranks = tuple(range(next_rank, next_rank + len(site.slots)))
+        next_rank += len(ranks)
+        if own_ports:
+            dealt[site.node_id] = own_ports[-1]
+        plan_pods.append(
+            PlanPod(
+                pod_id=pod.pod_id,
+                pod_rank=pod_rank,
+                node_id=site.node_id,
+                addr=site.addr,
+                slots=site.slots,
+                ranks=ranks,
+                ports=own_ports,
+            )
+        )
+    work.set(dealt=dealt)
+    return tuple(plan_pods)
+
+
+def current_site(work: Work, pod: Pod) -> Site:
+    """Return where a pod stands, with the address and ports that its node has registered now."""
+    view = find_node(work.cluster, pod.site.node_id)
+    if view is None:
+        return pod.site
+    node = view.node
+    site = replace(pod.site, addr=node.addr, port_low=node.port_low, port_high=node.port_high)
+    if site != pod.site:
+        work.set_pod(replace(pod, site=site))
+    return site
+
+
+def choose_restore(job: Job) -> RestoreFrom | None:
+    """Return the newest snapshot within reach; None: the checkpoint, or afresh.
+
+    A snapshot of an older stage than the newest that was ever reported is no choice: the
+    checkpoints behind the newest one are newer than it.
+    """
+    within_reach = [
+        (ref.stage, ref.step, pod.pod_id)
+        for pod in job.pods
+        if pod.keep is not Keep.RELEASED and (ref := job.progress.snapshots.get(pod.pod_id))
+    ]
+    if not within_reach:
+        return None
+    stage, step, _ = max(within_reach)
+    if stage < job.snapshot_stage:
+        return None
+    pods = tuple(pod_id for s, t, pod_id in within_reach if (s, t) == (stage, step))
+    return RestoreFrom(stage=stage, step=step, pods=pods)
+
+
+def slots_of_stayers(job: Job) -> dict[str, frozenset[int]]:
+    """Return node -> slots of pods that are to run on."""
+    return occupied(pod for pod in job.pods if pod.usable)
+
+
+def slots_of_leavers(job: Job) -> dict[str, frozenset[int]]:
+    """Return node -> slots of pods that are on their way out."""
+    return occupied(pod for pod in job.pods if not pod.usable)

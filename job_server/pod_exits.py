@@ -1,0 +1,141 @@
+"""What clients tell about their pods, and what the end of a pod means. Pure.
+
+A report may be late or come twice: what it says counts only where it is news.
+"""
+
+from dataclasses import replace
+
+from job_server.job import At, Cause, CauseKind, Keep, Phase, Pod, Stage
+from job_server.transitions import let_go, lose
+from job_server.wire import PodPhase, PodState
+from job_server.work import MISSING_HEARTBEATS, Work, told_to_end, without
+
+SIGTERM = 15
+SHOWN_LINES = 3
+SHOWN_CHARS = 600
+
+
+def node_reported(work: Work, node_id: str, states: tuple[PodState, ...]) -> None:
+    """Compare what a client says about its pods with what we know."""
+    named = {state.pod_id: state for state in states}
+    for pod in work.job.pods:
+        if pod.site.node_id != node_id:
+            continue
+        state = named.get(pod.pod_id)
+        if state is None:
+            _not_named(work, pod)
+        else:
+            _named(work, pod, state)
+
+
+def _named(work: Work, pod: Pod, state: PodState) -> None:
+    work.progress(missing=without(work.job.progress.missing, pod.pod_id))
+    if pod.phase is PodPhase.EXITED:
+        return  # final; a late report of before changes nothing
+    changed = replace(pod, phase=state.phase, log_path=state.log_path or pod.log_path)
+    if changed != pod:
+        work.set_pod(changed)
+    if state.phase is not PodPhase.EXITED:
+        return
+    # Neither code nor signal: the shim itself is gone, and the snapshot with it.
+    holds = state.exit_code is not None or state.signal is not None
+    if not holds:
+        work.progress(snapshots=without(work.job.progress.snapshots, pod.pod_id))
+    if pod.keep is Keep.RUN:
+        exited(
+            work,
+            changed,
+            code=state.exit_code if state.signal is None else -state.signal,
+            reason=state.reason,
+            lines=state.last_lines,
+            holds=holds,
+        )
+        return
+    _confirm_stopped(work, pod.pod_id)
+    if pod.keep is Keep.RELEASED or not holds:
+        work.drop_pod(pod.pod_id)
+
+
+def _not_named(work: Work, pod: Pod) -> None:
+    if pod.keep is Keep.RELEASED:
+        _confirm_stopped(work, pod.pod_id)
+        work.drop_pod(pod.pod_id)
+        return
+    if pod.phase is None:
+        return  # its client may not yet have heard of it
+    missing = work.job.progress.missing
+    since = missing.get(pod.pod_id)
+    if since is None:
+        work.progress(missing={**missing, pod.pod_id: work.now})
+    elif work.now >= since + MISSING_HEARTBEATS * work.cluster.heartbeat_s:
+        text = f"the client of {pod.site.node_id} does not know pod {pod.pod_id} any more"
+        lose(work, pod.pod_id, _cause(work, pod, text), confirmed=True)
+        _confirm_stopped(work, pod.pod_id)
+        work.drop_pod(pod.pod_id)
+
+
+def _confirm_stopped(work: Work, pod_id: str) -> None:
+    for stage in work.job.stages:
+        member = stage.member(pod_id)
+        if member is not None and member.at not in (At.ENDED, At.FINISHED):
+            work.move(stage, pod_id, At.ENDED)
+
+
+def exited(
+    work: Work,
+    pod: Pod,
+    *,
+    code: int | None,
+    reason: str,
+    lines: tuple[str, ...] = (),
+    holds: bool = True,
+) -> None:
+    """A pod that was to run has exited: it has finished, or it is lost.
+
+    Args:
+        code: exit code, negative for a signal; None: not known.
+        holds: its shim is still there.
+    """
+    if code == 0 and _finished(work, pod):
+        return
+    how = "is gone" if code is None else f"exited with code {code}"
+    if code is not None and code < 0:
+        how = f"was ended by signal {-code}"
+    text = f"pod {pod.pod_id} {how}"
+    if code == 0:
+        text += " before its trainers had started"
+    if reason:
+        text += f": {reason}"
+    if lines:
+        text += "; last lines: " + " | ".join(line.strip() for line in lines[-SHOWN_LINES:])
+    preempted = code in (-SIGTERM, 128 + SIGTERM)  # somebody else asked it to go
+    cause = _cause(work, pod, text[:SHOWN_CHARS], preempted=preempted)
+    lose(work, pod.pod_id, cause, confirmed=True, holds=holds)
+
+
+def _finished(work: Work, pod: Pod) -> bool:
+    """Enter that a pod has exited 0; False: it had nothing that could have been complete."""
+    current, coming = work.job.current, work.job.coming
+    stage: Stage | None = None
+    if coming is not None and coming.phase is Phase.START and coming.member(pod.pod_id):
+        stage = coming
+    elif current is not None and current.committed and not told_to_end(current):
+        stage = current if current.member(pod.pod_id) else None
+    if stage is None:
+        return False
+    work.move(stage, pod.pod_id, At.FINISHED)
+    let_go(work, pod.pod_id)
+    work.note(f"pod {pod.pod_id} has finished")
+    return True
+
+
+def _cause(work: Work, pod: Pod, text: str, *, preempted: bool = False) -> Cause:
+    if pod.planned:
+        return Cause(kind=CauseKind.PLANNED, text=f"{text} (killed on request)", at=work.now)
+    kind = CauseKind.PREEMPTION if preempted else CauseKind.FAILURE
+    return Cause(kind=kind, text=text, at=work.now)
+
+
+def preempted(work: Work, pod: Pod, text: str) -> Cause:
+    """Return the loss of a pod as nobody's fault."""
+    return _cause(work, pod, text, preempted=True)

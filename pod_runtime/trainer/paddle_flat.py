@@ -16,6 +16,10 @@ from pod_runtime.trainer.paddle_state import dtype_name
 
 _HALF = ("float16", "bfloat16")
 
+# Where a tensor stands in a flat one: offset, size, and whether it has the flat one's type. Asking
+# a tensor for its type takes longer than copying a small one, so it is asked once.
+Place = tuple[int, int, bool]
+
 
 def flat_dtype(name: str) -> str:
     """Return the type in which values of type `name` are summed.
@@ -35,9 +39,14 @@ def flat_dtype(name: str) -> str:
     raise UsageError(f"tensors of type {name} cannot be summed over trainers")
 
 
-def size_of(tensor: Any) -> int:
-    """Return the number of elements."""
-    return int(np.prod(tensor.shape, dtype=np.int64))
+def lay_out(tensors: Sequence[Any], dtype: str, front: int = 0) -> tuple[list[Place], int]:
+    """Lay tensors one after the other behind `front` elements; return the total, too."""
+    places = []
+    for tensor in tensors:
+        size = int(np.prod(tensor.shape, dtype=np.int64))
+        places.append((front, size, dtype_name(tensor) == dtype))
+        front += size
+    return places, front
 
 
 class HostFlat:
@@ -51,34 +60,31 @@ class HostFlat:
         memory = (ctypes.c_char * (max(size, 1) * self._item)).from_address(self._base)
         self.array = np.frombuffer(memoryview(memory), dtype)
 
-    def gather(self, tensors: Sequence[Any | None], places: Sequence[tuple[int, int]]) -> None:
-        """Copy each tensor to its (offset, size); None leaves zeros."""
-        for tensor, (offset, size) in zip(tensors, places, strict=True):
+    def gather(self, tensors: Sequence[Any | None], places: Sequence[Place]) -> None:
+        """Copy each tensor to its place; None leaves zeros."""
+        base, item, move = self._base, self._item, ctypes.memmove
+        for tensor, (offset, size, is_native) in zip(tensors, places, strict=True):
             if tensor is None:
                 self.array[offset : offset + size] = 0
                 continue
-            if dtype_name(tensor) != self.dtype:
+            if not is_native:
                 tensor = tensor.astype(self.dtype)
             if not tensor.is_contiguous():
                 tensor = tensor.contiguous()
             if size:
-                ctypes.memmove(
-                    self._base + offset * self._item, tensor.data_ptr(), size * self._item
-                )
+                move(base + offset * item, tensor.data_ptr(), size * item)
 
-    def scatter(self, tensors: Sequence[Any | None], places: Sequence[tuple[int, int]]) -> None:
-        """Copy each (offset, size) back into its tensor; None is left out."""
-        for tensor, (offset, size) in zip(tensors, places, strict=True):
+    def scatter(self, tensors: Sequence[Any | None], places: Sequence[Place]) -> None:
+        """Copy each place back into its tensor; None is left out."""
+        base, item, move = self._base, self._item, ctypes.memmove
+        for tensor, (offset, size, is_native) in zip(tensors, places, strict=True):
             if tensor is None or not size:
                 continue
-            name = dtype_name(tensor)
-            if name == self.dtype and tensor.is_contiguous():
-                ctypes.memmove(
-                    tensor.data_ptr(), self._base + offset * self._item, size * self._item
-                )
+            if is_native and tensor.is_contiguous():
+                move(tensor.data_ptr(), base + offset * item, size * item)
             else:
                 piece = self.tensor[offset : offset + size].reshape(tensor.shape)
-                paddle.assign(_converted(piece, name), tensor)
+                paddle.assign(_converted(piece, dtype_name(tensor)), tensor)
 
     def write(self, offset: int, values: Any) -> None:
         """Write consecutive elements (numbers, an array, or another flat's `values`)."""
@@ -99,17 +105,17 @@ class DeviceFlat:
         self.dtype = dtype
         self.tensor = paddle.zeros([max(size, 1)], dtype)
 
-    def gather(self, tensors: Sequence[Any | None], places: Sequence[tuple[int, int]]) -> None:
+    def gather(self, tensors: Sequence[Any | None], places: Sequence[Place]) -> None:
         parts = []
-        for tensor, (offset, size) in zip(tensors, places, strict=True):
+        for tensor, (offset, size, _is_native) in zip(tensors, places, strict=True):
             if tensor is None:
                 parts.append((offset, paddle.zeros([size], self.dtype)))
             else:
                 parts.append((offset, tensor.flatten().astype(self.dtype)))
         self._replace(parts)
 
-    def scatter(self, tensors: Sequence[Any | None], places: Sequence[tuple[int, int]]) -> None:
-        for tensor, (offset, size) in zip(tensors, places, strict=True):
+    def scatter(self, tensors: Sequence[Any | None], places: Sequence[Place]) -> None:
+        for tensor, (offset, size, _is_native) in zip(tensors, places, strict=True):
             if tensor is not None and size:
                 piece = self.tensor[offset : offset + size].reshape(tensor.shape)
                 paddle.assign(_converted(piece, dtype_name(tensor)), tensor)

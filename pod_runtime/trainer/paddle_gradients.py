@@ -7,10 +7,15 @@ import paddle
 from paddle import nn
 
 from pod_runtime.trainer.errors import UsageError
-from pod_runtime.trainer.paddle_flat import DeviceFlat, Flat, HostFlat, flat_dtype, size_of
+from pod_runtime.trainer.paddle_flat import (
+    DeviceFlat,
+    Flat,
+    HostFlat,
+    Place,
+    flat_dtype,
+    lay_out,
+)
 from pod_runtime.trainer.paddle_state import dtype_name, optimizer_parameters
-
-Places = list[tuple[int, int]]  # (offset, size) in a flat tensor
 
 
 class ShardBuffers:
@@ -24,11 +29,11 @@ class ShardBuffers:
         self.tensors = changing_buffers(model)
         self.dtypes = sorted({flat_dtype(dtype_name(tensor)) for tensor in self.tensors})
         make = HostFlat if on_host else DeviceFlat
-        self._groups: list[tuple[list[Any], Places, Flat, Flat, int]] = []
+        self._groups: list[tuple[list[Any], list[Place], Flat, Flat, int]] = []
         self._changes: dict[str, Any] = {}
         for dtype in self.dtypes:
             mine = [each for each in self.tensors if flat_dtype(dtype_name(each)) == dtype]
-            places, size = _places(mine)
+            places, size = lay_out(mine, dtype)
             self._groups.append((mine, places, make(size, dtype), make(size, dtype), size))
 
     def sizes(self) -> dict[str, int]:
@@ -36,12 +41,16 @@ class ShardBuffers:
         return {start.dtype: size for _t, _p, start, _now, size in self._groups}
 
     def begin_step(self) -> None:
+        if not self._groups:
+            return
         with paddle.no_grad():
             for tensors, places, start, _now, size in self._groups:
                 start.gather(tensors, places)
                 self._changes[start.dtype] = start.values(0, size) * 0
 
     def end_shard(self) -> None:
+        if not self._groups:
+            return
         with paddle.no_grad():
             for tensors, places, start, now, size in self._groups:
                 now.gather(tensors, places)
@@ -71,7 +80,7 @@ class GradientExchange:
         self._header_size = header_size
         self._presence: list[float] = []
         dtypes = {flat_dtype(dtype_name(each)) for each in self.parameters} | set(buffers.dtypes)
-        self._groups: list[tuple[list[int], Places, Flat, int]] = []
+        self._groups: list[tuple[list[int], list[Place], Flat, int]] = []
         make = HostFlat if on_host else DeviceFlat
         # float64, where there is one, carries the header: its numbers are exact there.
         for position, dtype in enumerate(sorted(dtypes, reverse=True) or ["float64"]):
@@ -82,7 +91,9 @@ class GradientExchange:
             ]
             front = header_size + len(self.parameters) if position == 0 else 0
             changes = buffers.sizes().get(dtype, 0)
-            places, size = _places([self.parameters[index] for index in mine], front + changes)
+            places, size = lay_out(
+                [self.parameters[index] for index in mine], dtype, front + changes
+            )
             self._groups.append((mine, places, make(size, dtype), front))
 
     def run(
@@ -166,12 +177,3 @@ def changing_buffers(model: Any) -> list[Any]:
         if id(buffer) in kept:
             found[id(buffer)] = buffer
     return list(found.values())
-
-
-def _places(tensors: Sequence[Any], front: int = 0) -> tuple[Places, int]:
-    """Lay the tensors one after the other behind `front` elements; return the total, too."""
-    places = []
-    for tensor in tensors:
-        places.append((front, size_of(tensor)))
-        front += size_of(tensor)
-    return places, front

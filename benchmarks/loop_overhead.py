@@ -1,0 +1,204 @@
+"""What the elastic loop costs, against a plain Paddle loop with the same shards.
+
+    python benchmarks/loop_overhead.py --pairs 20 --steps 40 --batch 96 --shards 4 --json FILE
+
+Both train the same LeNet-sized network over the same data in one process, in alternating blocks:
+the plain loop reads micro-batches from a `paddle.io.DataLoader` and accumulates them. A pair's
+figure is the ratio of the two blocks that follow each other; the interval is a bootstrap over the
+pairs. Processor time is given beside wall time, as it suffers less from other load. Apart from
+that: the time spent in the loop's own code, and what more shards cost (both loops pay for those).
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GLOG_minloglevel", "2")
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F  # noqa: N812
+from paddle import nn
+
+from pod_runtime import elastic
+
+SAMPLES = 1920
+
+
+class Images(paddle.io.Dataset):  # type: ignore[misc]  # Paddle has no types
+    def __init__(self) -> None:
+        state = np.random.RandomState(1)
+        self.images = state.randn(SAMPLES, 1, 28, 28).astype("float32")
+        self.labels = state.randint(0, 10, SAMPLES).astype("int64")
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return self.images[index], self.labels[index]
+
+
+def lenet() -> Any:
+    return nn.Sequential(
+        nn.Conv2D(1, 6, 5, padding=2), nn.BatchNorm2D(6), nn.ReLU(), nn.MaxPool2D(2),
+        nn.Conv2D(6, 16, 5), nn.BatchNorm2D(16), nn.ReLU(), nn.MaxPool2D(2),
+        nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(),
+        nn.Linear(84, 10),
+    )  # fmt: skip
+
+
+def plain_steps(batch: int, shards: int) -> Iterator[None]:
+    """An endless plain loop with accumulation; one item per optimizer step."""
+    model = lenet()
+    optimizer = paddle.optimizer.Momentum(0.01, parameters=model.parameters())
+    loader = paddle.io.DataLoader(Images(), batch_size=batch // shards, shuffle=True)
+    while True:
+        for number, (images, labels) in enumerate(loader, 1):
+            (F.cross_entropy(model(images), labels) / shards).backward()
+            if number % shards == 0:
+                optimizer.step()
+                optimizer.clear_grad()
+                yield
+
+
+def elastic_steps(batch: int, shards: int, wrap: Callable[[Any], None] = lambda _: None) -> Any:
+    """The same by the elastic loop; `wrap` may instrument what is handed to it."""
+    model = lenet()
+    optimizer = paddle.optimizer.Momentum(0.01, parameters=model.parameters())
+    wrap(optimizer)
+    loop = elastic.Loop(
+        model, optimizer, Images(), batch_size=batch, shards=shards, epochs=1_000_000
+    )
+    wrap(loop)
+    for epoch in loop.epochs():
+        for step in epoch:
+            for images, labels in step:
+                step.backward(F.cross_entropy(model(images), labels))
+            step.update()
+            yield
+
+
+def block(steps: Iterator[None], count: int) -> tuple[float, float]:
+    """Return (wall, processor) seconds per step."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(count):
+        next(steps)
+    return (time.perf_counter() - wall) / count, (time.process_time() - cpu) / count
+
+
+def interval(ratios: list[float]) -> tuple[float, float, float]:
+    """Return the median ratio and its 95 % bootstrap interval."""
+    draw = random.Random(1)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(4000))
+    return statistics.median(ratios), medians[100], medians[3899]
+
+
+def compare(batch: int, shards: int, pairs: int, steps: int) -> dict[str, Any]:
+    plain, elastic_ = plain_steps(batch, shards), elastic_steps(batch, shards)
+    for warm in (plain, elastic_):
+        block(warm, 20)
+    rows = []
+    for number in range(pairs):
+        order = (plain, elastic_) if number % 2 else (elastic_, plain)
+        found = {id(each): block(each, steps) for each in order}
+        rows.append((found[id(plain)], found[id(elastic_)]))
+    result: dict[str, Any] = {"batch": batch, "shards": shards, "pairs": pairs, "steps": steps}
+    for index, name in enumerate(("wall", "cpu")):
+        ratio, low, high = interval([mine[index] / theirs[index] for theirs, mine in rows])
+        result[name] = {
+            "plain_ms": 1e3 * statistics.median(theirs[index] for theirs, _ in rows),
+            "elastic_ms": 1e3 * statistics.median(mine[index] for _, mine in rows),
+            "overhead_percent": 100 * (ratio - 1),
+            "low_percent": 100 * (low - 1),
+            "high_percent": 100 * (high - 1),
+        }
+    return result
+
+
+def own_code(batch: int, shards: int, steps: int) -> dict[str, float]:
+    """Return the milliseconds per step that are neither the script's, Paddle's nor the data's.
+
+    Processor time of the main thread, which does all of it.
+    """
+    spent = {"inside": 0.0, "outside": 0.0}
+
+    def timed(call: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            begun = time.thread_time()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                spent[kind] += time.thread_time() - begun
+
+        return run
+
+    def wrap(thing: Any) -> None:
+        if isinstance(thing, elastic.Loop):
+            thing._update = timed(thing._update, "inside")
+            thing._fetch = timed(thing._fetch, "inside")
+            thing._commit = timed(thing._commit, "inside")
+            adapter: Any = thing._adapter
+            for name in ("begin_step", "end_shard", "backward"):
+                setattr(adapter, name, timed(getattr(adapter, name), "inside"))
+            adapter.collate = timed(adapter.collate, "outside")
+            adapter.to_batch = timed(adapter.to_batch, "outside")
+        else:
+            thing.step = timed(thing.step, "outside")
+            thing.clear_grad = timed(thing.clear_grad, "outside")
+
+    backward = paddle.Tensor.backward
+    paddle.Tensor.backward = timed(backward, "outside")
+    fetch = Images.__getitem__
+    Images.__getitem__ = timed(fetch, "outside")  # type: ignore[method-assign]
+    try:
+        run = elastic_steps(batch, shards, wrap)
+        block(run, 20)
+        spent.update(inside=0.0, outside=0.0)
+        begun = time.thread_time()
+        block(run, steps)
+        total = (time.thread_time() - begun) / steps
+    finally:
+        paddle.Tensor.backward = backward
+        Images.__getitem__ = fetch  # type: ignore[method-assign]
+    own = (spent["inside"] - spent["outside"]) / steps
+    return {"own_ms": 1e3 * own, "step_ms": 1e3 * total, "share_percent": 100 * own / total}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=40, help="steps in each block of a pair")
+    parser.add_argument("--batch", type=int, default=96)
+    parser.add_argument("--shards", type=int, nargs="+", default=[4, 1, 2, 8])
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    results = []
+    for number, shards in enumerate(args.shards):
+        pairs = args.pairs if number == 0 else max(6, args.pairs // 3)
+        result = compare(args.batch, shards, pairs, args.steps)
+        result["own_code"] = own_code(args.batch, shards, args.steps)
+        results.append(result)
+        for name in ("wall", "cpu"):
+            row = result[name]
+            print(
+                f"{shards} shards, {name:4}: plain {row['plain_ms']:.2f} ms, elastic "
+                f"{row['elastic_ms']:.2f} ms, {row['overhead_percent']:+.2f} % "
+                f"(95 %: {row['low_percent']:+.2f} to {row['high_percent']:+.2f})",
+                flush=True,
+            )
+        own = result["own_code"]
+        print(f"{shards} shards, own : {own['own_ms']:.3f} ms of {own['step_ms']:.2f} ms a step, "
+              f"{own['share_percent']:.2f} %", flush=True)  # fmt: skip
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

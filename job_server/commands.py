@@ -227,19 +227,29 @@ def _nodes(api: ApiClient, args: argparse.Namespace) -> None:
 
 
 def _events(api: ApiClient, args: argparse.Namespace) -> None:
-    job_id, after = _job_id(api, args), 0
-    while True:
-        # Asked for before the events: after the last one there are no more.
+    job_id = _job_id(api, args)
+    after = _print_events(api, job_id, 0, args)
+    while args.follow:
+        # The order matters: a job that has not ended now will say one thing more.
         ended = api.status(job_id).state.ended
-        while events := api.events(job_id, after=after, limit=1000):
-            after = events[-1].number
-            for event in events:
-                at = datetime.fromtimestamp(event.at, UTC).astimezone().isoformat(" ", "seconds")
-                line = json.dumps(wire.encode(event)) if args.json else None
-                print(line or f"{at[:19]}  stage {event.stage:<4} {event.text}", flush=True)
-        if not args.follow or ended:
+        if not ended:
+            api.events(job_id, after=after, limit=1, timeout_s=POLL_S)
+        after = _print_events(api, job_id, after, args)
+        if ended:
             return
-        api.events(job_id, after=after, limit=1, timeout_s=POLL_S)
+
+
+def _print_events(api: ApiClient, job_id: str, after: int, args: argparse.Namespace) -> int:
+    """Print all events above number `after`; return the number of the last."""
+    while events := api.events(job_id, after=after, limit=1000):
+        after = events[-1].number
+        for event in events:
+            if args.json:
+                print(json.dumps(wire.encode(event)), flush=True)
+                continue
+            at = datetime.fromtimestamp(event.at, UTC).astimezone()
+            print(f"{at:%Y-%m-%d %H:%M:%S}  stage {event.stage:<4} {event.text}", flush=True)
+    return after
 
 
 def _job_id(api: ApiClient, args: argparse.Namespace) -> str:

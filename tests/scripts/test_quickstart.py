@@ -60,7 +60,7 @@ def strays(out: Path) -> list[str]:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(["--pods", "2", "--gap_s", "3"], id="short"),
+        pytest.param(["--pods", "2", "--gap_s", "4", "--epochs", "40"], id="short"),
         pytest.param([], id="as it is", marks=pytest.mark.slow),
     ],
 )

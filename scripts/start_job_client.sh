@@ -88,5 +88,5 @@ for _ in $(seq 15); do # a wrong command line ends it within that time
     sleep 0.1
 done
 say "The job client runs (pid $started_pid) for $server."
-say "  look:  $python -m edl status --job_server $server     log: $state/$name.log, pods: $state/pod_log"
+say "  look:  $(dirname "$python")/edl status --follow --server $server     log: $state/$name.log, pods: $state/pod_log"
 say "  stop:  $0 --stop"

@@ -70,7 +70,7 @@ for _ in $(seq 150); do
     fi
     if server_answers "$url"; then
         say "The job server runs (pid $started_pid): $url/"
-        say "  look:  $python -m edl status --job_server $url     log: $state/$name.log"
+        say "  look:  $(dirname "$python")/edl status --follow --server $url     log: $state/$name.log"
         say "  stop:  $0 --stop$([ "$port" = 8180 ] || echo " --server_port $port")"
         exit 0
     fi

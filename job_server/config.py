@@ -155,7 +155,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max_pods", type=int, help="most pods; else all of the nodes'")
     add("--dry_run", action="store_true", help="print what the change script does, and end")
     add("--start_timeout_s", type=float, default=60, help="wait so long for all nodes")
-    add("--heartbeat_s", type=float, default=3, help="four silent ones: a node is lost")
+    add("--heartbeat_s", type=float, default=1, help="four silent ones: a node is lost")
     add("--prepare_timeout_s", type=float, default=120, help="else a change is abandoned")
     add("--overlap", choices=("on", "off", "auto"), default="auto", help="of old and new trainers")
     add("--spares", type=int, default=0, help="warm trainer processes per pod")

@@ -188,3 +188,17 @@ def test_a_crash_during_the_durable_cut_still_ends_in_a_pause():
     assert made.job.failures == 0
     made.send(ResumeAsked())
     trains(made)
+
+
+def test_a_pause_does_not_wait_for_ever_for_a_client_that_never_confirms():
+    made = trains(world(prepare_timeout_s=10.0, elastic=False))
+    made.send(PauseAsked())
+    for pod_id in ("pod_0_0", "pod_1_0"):
+        tell(made, pod_id, ReportKind.ENDED, 1)
+    assert made.job.state is JobState.PAUSING
+    made.nodes["a"].seen_at = made.now + 1000  # alive, but it does not say what it has
+    made.pass_time(9.0)
+    assert made.job.state is JobState.PAUSING
+    made.pass_time(2.0)
+    assert made.job.state is PAUSED
+    assert stages.slots_held(made.job)["a"] == {0, 1}

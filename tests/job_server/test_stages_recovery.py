@@ -404,3 +404,47 @@ def test_progress_of_a_pod_that_was_given_up_does_not_count():
     tell(made, "pod_3_0", ReportKind.PROGRESS, 1, step=9999)
     assert made.job.progress.step == step
     assert stages.pod_orders(made.job, "pod_3_0") is None
+
+
+def test_a_recovery_begins_when_all_that_can_be_reached_have_ended():
+    made = trains(world())
+    tell(made, "pod_0_0", ReportKind.FAILED, 1, rank=0, code=1)
+    tell(made, "pod_0_0", ReportKind.ENDED, 1)
+    assert made.job.coming is None
+    tell(made, "pod_1_0", ReportKind.ENDED, 1)
+    assert made.job.coming is not None
+
+
+def test_a_stage_starts_from_the_newest_snapshot_that_is_within_reach():
+    made = trains(world(pods=3))
+    refs = {"pod_0_0": 50, "pod_1_0": 60, "pod_2_0": 60}
+    tell(made, "pod_0_0", ReportKind.FAILED, 1, rank=0, code=1)
+    for pod_id, step in refs.items():
+        ref = wire.SnapshotRef(stage=1, step=step)
+        tell(made, pod_id, ReportKind.ENDED, 1, snapshot=ref)
+    for pod_id in refs:
+        tell(made, pod_id, ReportKind.READY, 2)
+    assert made.job.coming is not None
+    expected = wire.RestoreFrom(stage=1, step=60, pods=("pod_1_0", "pod_2_0"))
+    assert made.job.coming.restore_from == expected
+
+
+def quiet(made: World) -> World:
+    """Nobody says anything any more, but nobody counts as silent either."""
+    for sim in made.nodes.values():
+        sim.seen_at = made.now + 10_000
+    return made
+
+
+def test_the_next_deadline_is_that_of_the_phase():
+    made = quiet(trains(world(prepare_timeout_s=50.0, grace_s=5.0)))
+    made.send(ResizeAsked(Resize(pods=3)))
+    at = made.now
+    assert stages.next_deadline(made.job, at + 20, made.cluster) == at + 50
+    made.now = at + 30
+    made.send(stages.ServerRestarted())
+    assert stages.next_deadline(made.job, at + 40, made.cluster) == at + 80  # a fresh timeout
+    tell(made, "pod_0_0", ReportKind.FAILED, 1, rank=0, code=1)
+    made.now = at + 36
+    made.send(stages.Tick())
+    assert stages.next_deadline(made.job, at + 40, made.cluster) == at + 30 + 5 + 20

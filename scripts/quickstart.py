@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -35,6 +34,7 @@ from scripts.quickstart_plan import (  # noqa: E402
     RECIPES,
     TRAIN_IMAGES,
     Change,
+    Pace,
     Recipe,
     checks,
     committed,
@@ -167,11 +167,9 @@ def follow(
     """Show the job's life until it has ended; return its last status and all its events."""
     before: JobStatus | None = None
     events: list[JobEvent] = []
-    recent: deque[tuple[float, int]] = deque(maxlen=16)  # (when, step)
-    moved_at = time.monotonic()
+    pace = Pace()
     while True:
         status = api.status(JOB_ID)
-        now = time.monotonic()
         new = api.events(JOB_ID, after=events[-1].number if events else 0)
         events += new
         for text in deaths(new):
@@ -180,28 +178,17 @@ def follow(
             screen.news(line)
         if status.state.ended:
             return status, events
-        if before is None or status.step != before.step or status.revision != before.revision:
-            moved_at = now
-        if now - moved_at > SILENCE_S:
+        pace.see(status.stage, status.step, time.monotonic())
+        if pace.still_s > SILENCE_S:
             raise QuickstartError(
                 f"no step for {SILENCE_S:.0f} s: {status.state.value}, {status.reason}; "
                 f"the logs are in {config.out / 'logs'}"
             )
-        if before is None or status.stage != before.stage or status.step < before.step:
-            recent.clear()
-        if not recent or status.step != recent[-1][1]:
-            recent.append((now, status.step))
-        screen.live(view.live_line(status, _speed(recent, config.recipe.batch_size), screen.style))
+        images_per_s = pace.steps_per_s and pace.steps_per_s * config.recipe.batch_size
+        screen.live(view.live_line(status, images_per_s, pace.still_s, screen.style))
         before = status
         processes.check()
         time.sleep(LOOK_S)
-
-
-def _speed(recent: deque[tuple[float, int]], batch_size: int) -> float | None:
-    if len(recent) < 3:
-        return None
-    (began, first), (ended, last) = recent[0], recent[-1]
-    return (last - first) * batch_size / (ended - began)
 
 
 def verify(config: Config, processes: Processes) -> tuple[bool, str]:

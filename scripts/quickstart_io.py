@@ -45,7 +45,8 @@ class Screen:
     def live(self, text: str) -> None:
         if self._tty:
             # Without wrapping: a line longer than the terminal could not be painted over.
-            self._out.write(f"\r\x1b[K\x1b[?7l         {text}\x1b[?7h")
+            elapsed = self.style.dim(f"{self.elapsed_s():5.1f} s")
+            self._out.write(f"\r\x1b[K\x1b[?7l{elapsed}  {text}\x1b[?7h")
             self._out.flush()
         elif time.monotonic() - self._shown_at > 4:
             self.news(text)

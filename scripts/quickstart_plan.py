@@ -1,6 +1,7 @@
 """What the quickstart asks of EDL, and what must have held at its end. Pure."""
 
 import itertools
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -104,6 +105,34 @@ def epochs_for(
     last_s = changes[-1].at_s
     seconds = max(last_s / 2, last_s + changes[0].at_s / 2 - len(changes) * startup_s)
     return max(2, round(seconds * speed / (TRAIN_IMAGES + TEST_IMAGES * EVALUATION_COST)))
+
+
+class Pace:
+    """How fast a job goes on, from what was seen of it."""
+
+    def __init__(self) -> None:
+        self.still_s = 0.0  # since a new step or a new stage was seen
+        self._seen: deque[tuple[float, int]] = deque(maxlen=16)  # (when, step), of this stage
+        self._stage: int | None = None  # None: nothing seen yet
+        self._moved_at = 0.0
+
+    def see(self, stage: int, step: int, now: float) -> None:
+        """Take note of the job; `now` is monotonic, in seconds."""
+        if stage != self._stage or (self._seen and step < self._seen[-1][1]):
+            self._seen.clear()
+            self._stage = stage
+        if not self._seen or step != self._seen[-1][1]:
+            self._seen.append((now, step))
+            self._moved_at = now
+        self.still_s = now - self._moved_at
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """Over the last seconds of this stage; None: too little was seen of it."""
+        if len(self._seen) < 3:
+            return None
+        (began, first), (ended, last) = self._seen[0], self._seen[-1]
+        return (last - first) / (ended - began)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,11 +101,12 @@ def _stage_line(
     return "  ".join(parts)
 
 
-def live_line(status: JobStatus, images_per_s: float | None, style: Style) -> str:
+def live_line(status: JobStatus, images_per_s: float | None, still_s: float, style: Style) -> str:
     """Return the line that is painted over and over below the news.
 
     Args:
         images_per_s: over the last seconds; None: not known.
+        still_s: since a step or a new stage was seen.
     """
     stage = next((each for each in reversed(committed(status.stages))), None)
     trainers = stage.trainers if stage is not None else 0
@@ -119,12 +120,13 @@ def live_line(status: JobStatus, images_per_s: float | None, style: Style) -> st
         if name in status.metrics:
             parts.append(f"{name} {status.metrics[name]:{digits}}")
     if status.state is JobState.RUNNING and stage is not None and stage.first_step_at is None:
-        parts.append(style.yellow("trainers are starting"))
+        parts.append(style.yellow(f"trainers are starting, {still_s:.1f} s"))
     elif status.state is JobState.RUNNING:
         if images_per_s:
             parts.append(f"{images_per_s:,.0f} images/s")
     else:
-        parts.append(style.yellow(status.state.value.lower().replace("_", " ")))
+        state = status.state.value.lower().replace("_", " ")
+        parts.append(style.yellow(f"{state}, {still_s:.1f} s"))
     return "  ".join(parts)
 
 

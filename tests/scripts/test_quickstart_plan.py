@@ -6,6 +6,7 @@ from job_server.change_script import parse_script, timeline
 from job_server.wire import JobEvent, JobSpec, JobState, JobStatus, ScriptKind, ScriptSpec, Way
 from scripts.quickstart_plan import (
     RECIPES,
+    Pace,
     checks,
     deaths,
     epochs_for,
@@ -172,3 +173,28 @@ def test_an_unproven_ledger_and_a_left_process_do_not_hold():
 def test_the_short_training_of_a_big_model_is_not_judged_by_its_accuracy():
     job = replace(finished(), metrics={"accuracy": 0.1})
     assert failed_checks(job, floor=0.0) == []
+
+
+def test_the_pace_is_that_of_the_stage_at_hand():
+    pace = Pace()
+    for now in range(4):
+        pace.see(stage=1, step=10 * now, now=100.0 + now)
+    assert pace.steps_per_s == pytest.approx(10.0)
+    pace.see(stage=2, step=31, now=110.0)
+    assert pace.steps_per_s is None, "the pause between two stages is not slow training"
+
+
+def test_time_without_a_step_is_counted_from_the_last_one():
+    pace = Pace()
+    pace.see(stage=1, step=5, now=100.0)
+    pace.see(stage=1, step=5, now=103.5)
+    assert pace.still_s == 3.5
+    pace.see(stage=1, step=6, now=104.0)
+    assert pace.still_s == 0.0
+
+
+def test_steps_that_are_redone_do_not_make_the_pace_negative():
+    pace = Pace()
+    for now, step in enumerate((10, 20, 30, 25, 26, 27)):
+        pace.see(stage=1, step=step, now=float(now))
+    assert pace.steps_per_s == pytest.approx(1.0)

@@ -33,7 +33,7 @@ STAGE = os.environ.get("EDL_STAGE", "0")
 paddle.set_default_dtype("float64")
 
 
-class Ids(paddle.io.Dataset):  # type: ignore[misc]
+class Ids(paddle.io.Dataset):
     def __len__(self) -> int:
         return int(args.samples)
 
@@ -41,7 +41,7 @@ class Ids(paddle.io.Dataset):  # type: ignore[misc]
         return np.int64(index)
 
 
-class Counter(paddle.nn.Layer):  # type: ignore[misc]
+class Counter(paddle.nn.Layer):
     def __init__(self) -> None:
         super().__init__()
         zero = paddle.nn.initializer.Constant(0.0)

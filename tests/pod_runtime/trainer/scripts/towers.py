@@ -32,7 +32,7 @@ paddle.set_default_dtype("float64")
 paddle.seed(1)
 
 
-class Noisy(paddle.io.Dataset):  # type: ignore[misc]
+class Noisy(paddle.io.Dataset):
     """Adds noise from all three global generators: what random augmentation does."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Noisy(paddle.io.Dataset):  # type: ignore[misc]
         return self.inputs[index] + noise, self.targets[index], np.int64(index)
 
 
-class Towers(nn.Layer):  # type: ignore[misc]
+class Towers(nn.Layer):
     def __init__(self) -> None:
         super().__init__()
         self.plain = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 1))

@@ -1,0 +1,42 @@
+"""States for tests that need no framework."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from pod_runtime.trainer.batches import Cursor
+from pod_runtime.trainer.image import StateImage
+from pod_runtime.trainer.layout import make_layout
+from pod_runtime.trainer.ledger import RunInfo
+from pod_runtime.trainer.progress import fresh_status
+from pod_runtime.trainer.train_status import TrainStatus
+
+RUN = RunInfo(seed=1, epochs=4, dataset_length=100, shuffle=True, drop_last=False)
+
+
+def make_status(*, stage: int = 1, step: int = 0) -> TrainStatus:
+    """Return the status of a run of batches of 10 at `step` of its first epochs."""
+    fresh = fresh_status(run=RUN, batch_size=10, shards=2, reference_world=1)
+    cursor = Cursor(epoch=step // 10, step=step % 10, offset=step % 10 * 10, global_step=step)
+    return replace(fresh, stage=stage, cursor=cursor, samples_seen=step * 10)
+
+
+def make_image(*, stage: int = 1, step: int = 0, fill: float = 0.0) -> StateImage:
+    """Return a small state whose first tensor holds `fill`."""
+    layout = make_layout(
+        [
+            ("model/weight", "float32", (3, 4)),
+            ("model/half", "bfloat16", (5,)),
+            ("optimizer/weight.velocity", "float32", (3, 4)),
+            ("extra/ema/weight", "float64", ()),
+        ]
+    )
+    data = bytearray(layout.total_bytes)
+    weight = np.frombuffer(data, np.float32, count=12)
+    weight[:] = fill
+    return StateImage(
+        status=make_status(stage=stage, step=step),
+        scalars={"lr": 0.1, "optimizer": "Momentum"},
+        layout=layout,
+        data=memoryview(data),
+    )

@@ -1,0 +1,45 @@
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pod_runtime.trainer.agreement import (
+    HEADER_SIZE,
+    Verdict,
+    make_ballot,
+    make_header,
+    read_ballots,
+    read_header,
+)
+
+rank_states = st.lists(
+    st.tuples(st.booleans(), st.booleans(), st.integers(0, 4096)), min_size=1, max_size=64
+)
+
+
+@given(rank_states)
+def test_a_header_says_whether_any_rank_was_told_even_summed_in_float32(ranks):
+    total = np.zeros(HEADER_SIZE, np.float32)
+    for cut, void, samples in ranks:
+        total += np.array(make_header(cut=cut, void=void, samples=samples), np.float32)
+    assert read_header(total.tolist()) == Verdict(
+        cut=any(cut for cut, _, _ in ranks),
+        void=any(void for _, void, _ in ranks),
+        samples=sum(samples for _, _, samples in ranks),
+    )
+
+
+@given(
+    st.lists(st.tuples(st.none() | st.integers(0, 1 << 40), st.booleans()), min_size=1, max_size=20)
+)
+def test_ranks_agree_on_the_newest_cut_that_any_of_them_knows(known):
+    world_size = len(known)
+    total = np.zeros(2 * world_size)
+    for rank, (cut_id, durable) in enumerate(known):
+        total += make_ballot(rank, world_size, cut_id, durable)
+    ids = [cut_id for cut_id, _ in known if cut_id is not None]
+    agreed = read_ballots(total.tolist())
+    if not ids:
+        assert agreed is None
+    else:
+        durable = any(durable for cut_id, durable in known if cut_id is not None)
+        assert agreed == (max(ids), durable)

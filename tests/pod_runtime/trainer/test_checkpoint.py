@@ -1,0 +1,196 @@
+"""Checkpoints: what is on disk is whole or refused, and nothing is lost to retention."""
+
+import json
+import logging
+import os
+import re
+import subprocess
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from pod_runtime.trainer.checkpoint import CheckpointId, CheckpointStore
+from pod_runtime.trainer.checkpoint_writer import CheckpointWriter
+from pod_runtime.trainer.errors import CheckpointError
+from pod_runtime.trainer.storage import Storage, open_storage
+from tests.pod_runtime.trainer.states import make_image
+
+
+def fill_of(store: CheckpointStore) -> float:
+    found = store.load_newest()
+    assert found is not None
+    return float(np.frombuffer(found[0].data, np.float32, count=1)[0])
+
+
+@pytest.fixture(params=["local", "memory"])
+def storage(request, tmp_path: Path) -> Storage:
+    if request.param == "local":
+        return open_storage(tmp_path / "ckpt")
+    return open_storage(f"memory://{uuid.uuid4()}/ckpt")
+
+
+def test_a_state_comes_back_byte_by_byte(storage):
+    store = CheckpointStore(storage)
+    image = make_image(stage=2, step=7, fill=3.5)
+    assert store.write(image) == CheckpointId(2, 7)
+    found = store.load_newest()
+    assert found is not None
+    loaded, where = found
+    assert where == CheckpointId(2, 7)
+    assert (loaded.status, loaded.scalars) == (image.status, image.scalars)
+    assert loaded.layout == image.layout
+    assert bytes(loaded.data) == bytes(image.data)
+
+
+def test_other_programs_can_read_the_files_by_structured_names(tmp_path):
+    store = CheckpointStore(open_storage(tmp_path))
+    folder = tmp_path / store.write(make_image(step=1, fill=2.0)).folder
+    assert folder.name == "step_0000000001"
+    assert folder.parent.name == "stage_00000001"
+    tensors = safetensors.numpy.load_file(folder / "optimizer.safetensors")
+    assert list(tensors) == ["weight.velocity"]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert set(manifest["files"]) == {
+        "model.safetensors", "optimizer.safetensors", "extra.safetensors", "train_status.json"
+    }  # fmt: skip
+    status = json.loads((folder / "train_status.json").read_text())
+    assert status["status"]["cursor"]["global_step"] == 1
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "train_status.json", "manifest.json"])
+def test_a_flipped_byte_falls_back_to_the_newest_intact_one_and_says_so(tmp_path, caplog, name):
+    store = CheckpointStore(open_storage(tmp_path))
+    store.write(make_image(step=1, fill=1.0))
+    folder = tmp_path / store.write(make_image(step=2, fill=2.0)).folder
+    content = bytearray((folder / name).read_bytes())
+    content[len(content) // 2] ^= 0x10
+    (folder / name).write_bytes(content)
+    with caplog.at_level(logging.INFO):
+        assert fill_of(store) == 1.0
+    assert "stage_00000001/step_0000000002 refused" in caplog.text
+    assert "falling back to checkpoint stage_00000001/step_0000000001" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["missing", "short"])
+def test_a_file_that_is_missing_or_short_is_refused(tmp_path, caplog, damage):
+    store = CheckpointStore(open_storage(tmp_path))
+    store.write(make_image(step=1, fill=1.0))
+    victim = tmp_path / store.write(make_image(step=2)).folder / "optimizer.safetensors"
+    if damage == "missing":
+        victim.unlink()
+    else:
+        victim.write_bytes(victim.read_bytes()[:-1])
+    assert fill_of(store) == 1.0
+    assert "optimizer.safetensors: " in caplog.text
+
+
+def test_without_any_intact_one_training_does_not_silently_begin_afresh(tmp_path):
+    store = CheckpointStore(open_storage(tmp_path))
+    folder = tmp_path / store.write(make_image(step=2)).folder
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"none of its checkpoints is intact.*another check"):
+        store.load_newest()
+
+
+def test_a_folder_without_a_manifest_was_never_committed(storage, caplog):
+    store = CheckpointStore(storage)
+    store.write(make_image(step=1, fill=1.0))
+    made = store.write(make_image(step=2, fill=2.0))
+    storage.remove(f"{made.folder}/manifest.json")
+    assert fill_of(store) == 1.0
+    assert "refused" not in caplog.text
+    assert CheckpointStore(open_storage("memory://nowhere-yet")).load_newest() is None
+
+
+def test_a_higher_stage_counts_for_more_than_a_higher_step(storage):
+    store = CheckpointStore(storage)
+    store.write(make_image(stage=1, step=9, fill=1.0))
+    store.write(make_image(stage=2, step=5, fill=2.0))
+    assert fill_of(store) == 2.0
+    assert store.highest_stage() == 2
+
+
+def test_retention_keeps_n_and_removes_torn_folders_of_older_stages(storage):
+    store = CheckpointStore(storage, keep=2)
+    store.write(make_image(stage=1, step=1))
+    torn = store.write(make_image(stage=1, step=2))
+    storage.remove(f"{torn.folder}/manifest.json")
+    store.write(make_image(stage=2, step=3))
+    store.write(make_image(stage=3, step=4))
+    assert store.found() == [CheckpointId(2, 3), CheckpointId(3, 4)]
+    assert storage.folders("") == ["stage_00000002", "stage_00000003"]
+
+
+def test_retention_never_touches_what_is_newer(storage):
+    CheckpointStore(storage).write(make_image(stage=5, step=9))
+    CheckpointStore(storage, keep=1).write(make_image(stage=4, step=20))  # a fenced-off stage
+    assert CheckpointId(5, 9) in CheckpointStore(storage).found()
+
+
+def test_a_checkpoint_that_fails_does_not_cost_those_before(tmp_path):
+    store = CheckpointStore(open_storage(tmp_path), keep=1)
+    store.write(make_image(step=1, fill=1.0))
+
+    def full(path: str, chunks: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    store.storage.write = full  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match=r"step_0000000002: not written: No space left"):
+        store.write(make_image(step=2))
+    assert store.found() == [CheckpointId(1, 1)]
+    assert fill_of(store) == 1.0
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 64 KiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_disk_is_an_error_in_the_log_and_the_next_save_tries_again(small_disk, caplog):
+    store = CheckpointStore(open_storage(small_disk / "ckpt"))
+    writer = CheckpointWriter(store)
+    ballast = small_disk / "ballast"
+    with ballast.open("wb") as file:
+        file.write(bytes(60 << 10))
+    writer.start(make_image(step=1))
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        writer.finish()
+    assert re.search(r"step 1 failed, training goes on.*No space left", caplog.text)
+    assert store.found() == []
+    ballast.unlink()
+    writer.start(make_image(step=2))
+    writer.finish()
+    assert store.found() == [CheckpointId(1, 2)]
+
+
+def test_the_same_state_again_is_left_as_it_is(tmp_path):
+    store = CheckpointStore(open_storage(tmp_path), keep=1)
+    made = store.write(make_image(step=1, fill=1.0))
+    written = (tmp_path / made.folder / "manifest.json").stat().st_mtime_ns
+    assert store.write(make_image(step=1, fill=1.0)) == made
+    assert (tmp_path / made.folder / "manifest.json").stat().st_mtime_ns == written
+
+
+def test_a_url_that_nothing_understands_is_refused():
+    with pytest.raises(CheckpointError, match="checkpoint: 'nosuch://bucket' cannot be opened"):
+        open_storage("nosuch://bucket")
+
+
+def test_files_of_strangers_in_the_path_are_left_alone(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "stage_1").mkdir()
+    store = CheckpointStore(open_storage(tmp_path), keep=1)
+    store.write(make_image(step=1))
+    store.write(make_image(step=2))
+    assert (tmp_path / "notes").is_dir()
+    assert (tmp_path / "stage_1").is_dir()

@@ -37,11 +37,14 @@ class Change:
 def gap_for(recipe: Recipe, startup_s: float) -> float:
     """Return the seconds between changes, so that there is training between them.
 
+    On a machine that is busy with other things changes may come before the last one is through: they
+    wait their turn, so that nothing is gained by waiting for much longer.
+
     Args:
         startup_s: from the start of one trainer to its first step. Those of a stage start at once
             and share the cores, and then form their group.
     """
-    return max(recipe.gap_s, 2 * startup_s + 3)
+    return min(max(recipe.gap_s, 2 * startup_s + 3), 1.5 * recipe.gap_s)
 
 
 def plan_changes(pods: int, gap_s: float) -> tuple[Change, ...]:

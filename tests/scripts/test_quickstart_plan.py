@@ -156,7 +156,11 @@ def test_a_death_is_told_once_though_the_recovery_mentions_it_again():
 
 @pytest.mark.parametrize(
     ("startup_s", "gap_s"),
-    [pytest.param(1.0, 7.0, id="as in the recipe"), pytest.param(10.0, 23.0, id="slow to start")],
+    [
+        pytest.param(1.0, 7.0, id="as in the recipe"),
+        pytest.param(3.0, 9.0, id="slower to start"),
+        pytest.param(30.0, 10.5, id="busy with other things"),
+    ],
 )
 def test_changes_are_so_far_apart_that_there_is_training_between_them(startup_s, gap_s):
     assert gap_for(RECIPES["lenet"], startup_s) == gap_s

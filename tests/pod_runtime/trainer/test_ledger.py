@@ -1,0 +1,249 @@
+"""The ledger, its file, and the proof that is drawn from it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from job_server.wire import decode
+from pod_runtime.trainer.audit import audit
+from pod_runtime.trainer.checkpoint import CheckpointStore
+from pod_runtime.trainer.ledger import Ledger, LedgerFile, Row, StageEntry, read_lines
+from pod_runtime.trainer.progress import Progress, scaling_for
+from pod_runtime.trainer.storage import open_storage
+from pod_runtime.trainer.train_status import TrainStatus
+from pod_runtime.verify import main as verify
+from pod_runtime.verify import read_ledger
+from tests.pod_runtime.trainer.states import RUN, make_image, make_status
+
+OPENED: list[LedgerFile] = []
+
+
+@pytest.fixture(autouse=True)
+def _close_files():
+    yield
+    close_files()
+
+
+def close_files() -> None:
+    while OPENED:
+        OPENED.pop().close()
+
+
+def begin(before: TrainStatus, stage: int, run_dir: Path | None, world: int = 1) -> Progress:
+    """Enter stage `stage` from the state `before`."""
+    scaling = scaling_for(before, "fixed_global", world_size=world, warmup_steps=0)
+    progress = Progress(before, scaling, stage=stage, steps_per_epoch=None)
+    came_from = (before.stage, before.step) if before.stage else None
+    if run_dir is not None:
+        OPENED.append(LedgerFile(run_dir))
+    progress.begin_stage(came_from, OPENED[-1] if run_dir else None)
+    return progress
+
+
+def train(progress: Progress, steps: int) -> TrainStatus:
+    for _ in range(steps):
+        if progress.epoch_is_over:
+            progress.commit_epoch()
+        progress.commit_step()
+    progress.flush_ledger()
+    return progress.status()
+
+
+FRESH = replace(make_status(), stage=0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 25), st.integers(0, 25)), min_size=1, max_size=8))
+@settings(max_examples=60, deadline=None)
+def test_any_sequence_of_drains_and_crashes_is_proven_and_superseded_work_is_listed(
+    tmp_path_factory, stages
+):
+    run_dir = tmp_path_factory.mktemp("run")
+    status, lost_steps = FRESH, 0
+    for number, (kept, lost) in enumerate(stages, 1):
+        progress = begin(status, number, run_dir, world=1 + number % 2)
+        kept = min(kept, 40 - status.step)
+        status = train(progress, kept)
+        if number < len(stages):  # the last stage has nothing behind it that could supersede
+            lost = min(lost, 40 - status.step)
+            train(progress, lost)
+            lost_steps += lost
+    close_files()
+    run, found = read_ledger(str(run_dir))
+    result = audit(run, found)
+    assert result.is_proven, (result.problems, result.gaps)
+    assert result.steps == status.step
+    again = sum(each.row.last_step - each.row.first_step + 1 for each in result.superseded)
+    assert again == lost_steps
+    # What travels with the state says the same as the file.
+    state = audit(run, {entry.stage: entry for entry in status.ledger})
+    assert state.is_proven
+    assert (state.steps, state.complete_epochs, state.last_epoch_samples) == (
+        result.steps, result.complete_epochs, result.last_epoch_samples,
+    )  # fmt: skip
+
+
+@given(st.integers(1, 40), st.integers(0, 40))
+def test_the_cached_text_of_a_status_is_its_json(first, second):
+    status = train(begin(FRESH, 1, None), min(first, 39))
+    progress = begin(status, 2, None)
+    train(progress, min(second, 40 - status.step))
+    assert json.loads(progress.status_json()) == progress.status().to_json()
+    assert TrainStatus.from_json(json.loads(progress.status_json())) == progress.status()
+
+
+def test_whole_epochs_of_a_stage_take_one_row():
+    status = train(begin(FRESH, 1, None), 35)
+    (entry,) = status.ledger
+    assert [(row.epoch, row.last_epoch) for row in entry.rows] == [(0, 2), (3, 3)]
+
+
+def test_a_row_is_rewritten_in_place_while_another_stage_adds_lines(tmp_path):
+    fenced_off = begin(FRESH, 1, tmp_path)
+    status = train(fenced_off, 3)
+    follower = begin(status, 2, tmp_path)
+    train(follower, 2)
+    train(fenced_off, 4)  # it does not know yet that it is over
+    train(follower, 2)
+    rows = [line for _number, line in read_lines(tmp_path / "ledger.jsonl")]
+    last = {line["stage"]: line["last_step"] for line in rows if line["kind"] == "row"}
+    assert last == {1: 7, 2: 7}
+    assert len(rows) == 6  # run, stage, row of each
+    assert verify([str(tmp_path)]) == 0
+
+
+def test_a_new_run_folder_beside_an_old_state_gets_the_whole_lineage(tmp_path):
+    status = train(begin(FRESH, 1, None), 25)
+    status = train(begin(status, 2, None), 3)
+    train(begin(status, 3, tmp_path), 12)
+    run, stages = read_ledger(str(tmp_path))
+    result = audit(run, stages)
+    assert (result.is_proven, result.steps, result.complete_epochs) == (True, 40, 4)
+
+
+def test_steps_that_only_the_restored_state_knows_are_added_to_the_file(tmp_path):
+    progress = begin(FRESH, 1, tmp_path)
+    train(progress, 5)
+    for _ in range(2):
+        progress.commit_step()  # another node's snapshot has these, the file does not
+    train(begin(progress.status(), 2, tmp_path), 1)
+    run, stages = read_ledger(str(tmp_path))
+    assert audit(run, stages).is_proven
+
+
+def stage(number: int, rows: list[tuple[int, int, int, int, int]], *, origin=None) -> StageEntry:
+    """Make a stage of batches of 10 over 100 samples; rows (epoch, steps from, to, samples...)."""
+    return StageEntry(
+        stage=number,
+        restored_stage=None if origin is None else origin[0],
+        restored_step=0 if origin is None else origin[1],
+        world_size=1,
+        batch_size=10,
+        epoch_samples=100,
+        rows=tuple(
+            Row(
+                epoch=epoch, last_epoch=epoch, first_step=first, last_step=last,
+                first_offset=start, last_offset=stop,
+            )
+            for epoch, first, last, start, stop in rows
+        ),
+    )  # fmt: skip
+
+
+WHOLE = stage(1, [(0, 1, 10, 0, 100)])
+
+
+@pytest.mark.parametrize(
+    ("stages", "problem"),
+    [
+        pytest.param(
+            [stage(1, [(0, 1, 4, 0, 40), (0, 6, 10, 50, 100)])], "steps 5-5 are missing", id="gap"
+        ),
+        pytest.param(
+            [stage(1, [(0, 1, 4, 0, 40), (0, 4, 10, 30, 100)])], "steps 4-4 count twice", id="twice"
+        ),
+        pytest.param([stage(1, [(0, 1, 9, 0, 100)])], "100 samples are 10 batches", id="length"),
+        pytest.param([stage(2, [], origin=(1, 5))], "ledger has nothing", id="lost stage"),
+        pytest.param(
+            [WHOLE, stage(2, [(1, 13, 14, 20, 40)], origin=(1, 12))],
+            "steps 11-12 are missing", id="began behind what is known",
+        ),
+        pytest.param(
+            [stage(1, [(0, 1, 9, 0, 90), (1, 10, 11, 0, 20)])], "", id="an epoch cut short"
+        ),
+        pytest.param([stage(1, [(0, 1, 12, 0, 120)])], "", id="an epoch too long"),
+    ],
+)  # fmt: skip
+def test_what_does_not_count_exactly_once_is_found(stages, problem):
+    result = audit(RUN, {each.stage: each for each in stages})
+    assert not result.is_proven
+    assert problem in " ".join(result.problems)
+    assert result.gaps or problem
+
+
+def test_the_samples_of_a_gap_are_named(tmp_path, capsys):
+    file = LedgerFile(tmp_path)
+    file.begin_run(RUN, (stage(1, [(0, 1, 4, 0, 40), (0, 6, 10, 50, 100)]),))
+    file.close()
+    assert verify([str(tmp_path)]) == 1
+    text = capsys.readouterr().out
+    assert "NOT PROVEN: steps 5-5 are missing before stage 1's step 6" in text
+    assert "NOT PROVEN: epoch 0: 10 samples count never: ids " in text
+    assert verify([str(tmp_path), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["proven"] is False
+
+
+def test_a_checkpoint_path_is_verified_by_its_newest_intact_state(tmp_path, capsys):
+    status = train(begin(FRESH, 1, None), 12)
+    image = replace(make_image(), status=status)
+    CheckpointStore(open_storage(tmp_path)).write(image)
+    assert verify([str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "epoch 0: each of 100 samples counted exactly once" in text
+    assert "epoch 1: 20 so far of 100" in text
+    assert "OK: 12 steps, each counted once" in text
+
+
+def test_drop_last_and_streams_say_what_they_prove(tmp_path, capsys):
+    for name, run in {
+        "drop": replace(RUN, drop_last=True, dataset_length=105),
+        "stream": replace(RUN, dataset_length=None),
+    }.items():
+        file = LedgerFile(tmp_path / name)
+        file.begin_run(run, (WHOLE,))
+        file.close()
+        assert verify([str(tmp_path / name)]) == 0
+    text = capsys.readouterr().out
+    assert "but for each last batch (drop_last)" in text
+    assert "samples of a stream are at-least-once" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("", "no stage has begun"),
+        ("{broken\n", "ledger.jsonl:1: not JSON"),
+        ("[1]\n", "ledger.jsonl:1: expected an object"),
+        ('{"kind": "row", "stage": 4}\n', "ledger.jsonl:1: a row of stage 4"),
+        ('{"kind": "run", "seed": "x"}\n', "ledger.jsonl:1: seed: expected int, got 'x'"),
+    ],
+)
+def test_what_is_no_ledger_is_refused_with_its_line(tmp_path, capsys, content, text):
+    (tmp_path / "ledger.jsonl").write_text(content)
+    assert verify([str(tmp_path)]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_path_without_anything_is_refused(tmp_path, capsys):
+    assert verify([str(tmp_path)]) == 2
+    assert "neither a run folder" in capsys.readouterr().err
+    assert verify([str(tmp_path / "nowhere")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_rows_survive_the_wire():
+    ledger = Ledger((WHOLE,))
+    assert decode(StageEntry, json.loads(ledger.to_json())[0]) == WHOLE

@@ -1,0 +1,364 @@
+"""The adapter for Paddle, in this process: states, gradients, buffers, precision, refusals."""
+
+import json
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+from pod_runtime.trainer.adapter import GroupSpec
+from pod_runtime.trainer.errors import StateError, UsageError
+from pod_runtime.trainer.paddle_adapter import PaddleAdapter
+from pod_runtime.trainer.paddle_gradients import GradientExchange, ShardBuffers
+
+HEADER = 3
+pytestmark = pytest.mark.filterwarnings("ignore:When training, we now always track")
+
+
+class Scaler:
+    """A paddle.amp.GradScaler, which turns itself off without a GPU: scale, and double it twice."""
+
+    def __init__(self) -> None:
+        self.factor, self.steps = 64.0, 0
+
+    def is_enable(self) -> bool:
+        return True
+
+    def scale(self, loss: Any) -> Any:
+        return loss * self.factor
+
+    def step(self, optimizer: Any) -> None:
+        for parameter in optimizer._parameter_list:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad / self.factor
+        optimizer.step()
+
+    def update(self) -> None:
+        self.steps += 1
+        if self.steps % 2 == 0:
+            self.factor *= 2
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": np.array([self.factor], np.float32), "incr_count": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.factor, self.steps = float(state["scale"][0]), state["incr_count"]
+
+
+class Counts:
+    """An object of the script's own that belongs to the state, as a moving average of weights."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"mean": paddle.zeros([2]), "deep": {"n": 0}, "name": "a"}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def set_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def network(seed: int = 1, dtype: str = "float32") -> Any:
+    paddle.seed(seed)
+    paddle.set_default_dtype(dtype)
+    try:
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1D(8), nn.ReLU(), nn.Linear(8, 1))
+    finally:
+        paddle.set_default_dtype("float32")
+
+
+def make(kind: str, seed: int = 1) -> tuple[Any, Any, Any, Any]:
+    """Return (adapter, model, optimizer, scheduler or None) of a training of this kind."""
+    model = network(seed)
+    parameters = model.parameters()
+    scaler, extra, scheduler = None, {}, None
+    if kind == "momentum":
+        optimizer: Any = paddle.optimizer.Momentum(0.1, parameters=parameters)
+    elif kind == "scheduler":
+        scheduler = paddle.optimizer.lr.ReduceOnPlateau(0.1, patience=1)
+        optimizer = paddle.optimizer.Adam(scheduler, parameters=parameters)
+        extra = {"counts": Counts()}
+    else:
+        optimizer = paddle.optimizer.AdamW(0.1, parameters=parameters)
+        scaler = Scaler()
+    adapter = PaddleAdapter(model, optimizer, header_size=HEADER, scaler=scaler, extra=extra)
+    return adapter, model, optimizer, scheduler
+
+
+def step(adapter: PaddleAdapter, model: Any, seed: int) -> None:
+    """One global batch of two shards, the second one short."""
+    data = np.random.RandomState(seed).randn(6, 4).astype("float32")
+    adapter.begin_step()
+    for piece in (data[:4], data[4:]):
+        loss = (model(adapter.to_batch(piece)) ** 2).mean()
+        adapter.backward(loss, len(piece) / 6)
+        adapter.end_shard()
+    adapter.exchange([0.0, 0.0, 6.0], True)
+    adapter.apply(filled_shards=2, lr_factor=1.0)
+
+
+def take(adapter: PaddleAdapter) -> tuple[Any, bytearray, dict[str, Any]]:
+    layout = adapter.layout()
+    data = bytearray(layout.total_bytes)
+    adapter.copy_out(memoryview(data))
+    return layout, data, json.loads(json.dumps(adapter.scalars()))
+
+
+@pytest.mark.parametrize("kind", ["momentum", "scheduler", "scaler"])
+def test_a_state_that_is_carried_over_trains_on_bit_by_bit(kind):
+    adapter, model, _optimizer, scheduler = make(kind)
+    for number in range(3):
+        step(adapter, model, number)
+        if scheduler is not None:
+            scheduler.step(1.0)
+    layout, data, scalars = take(adapter)
+
+    other, other_model, _other_optimizer, other_scheduler = make(kind, seed=2)
+    other.load(layout, memoryview(data), scalars)
+    # Taken again before any step, it is the same: nothing of it waits for the optimizer.
+    assert take(other)[1:] == (data, scalars)
+    for number in range(3, 6):
+        step(adapter, model, number)
+        step(other, other_model, number)
+        if scheduler is not None:
+            scheduler.step(1.0)
+            other_scheduler.step(1.0)
+    after = take(adapter)
+    assert bytes(take(other)[1]) == bytes(after[1])
+    assert take(other)[2] == after[2]
+    assert [spec.name for spec in after[0].specs] == [spec.name for spec in layout.specs]
+    assert bytes(after[1]) != bytes(data)
+
+
+def test_a_state_is_keyed_by_structured_names():
+    adapter, model, _optimizer, _scheduler = make("momentum")
+    step(adapter, model, 1)
+    names = [spec.name for spec in adapter.layout().specs]
+    assert "model/1._mean" in names
+    assert "optimizer/3.weight.velocity" in names
+
+
+def test_master_weights_go_with_their_parameter():
+    # Paddle makes them on GPUs only.
+    adapter, model, optimizer, _scheduler = make("momentum")
+    weight = model[0].weight
+    optimizer._master_weights = {weight.name: paddle.full([4, 8], 1.5)}
+    layout, data, scalars = take(adapter)
+    assert "optimizer/0.weight.master_weight" in [spec.name for spec in layout.specs]
+    other, other_model, other_optimizer, _scheduler = make("momentum", seed=2)
+    other.load(layout, memoryview(data), scalars)
+    (loaded,) = other_optimizer._master_weights.items()
+    assert loaded[0] == other_model[0].weight.name
+    assert (loaded[1].numpy() == 1.5).all()
+
+
+def test_objects_of_the_script_travel_with_the_state():
+    _adapter, model, _optimizer, _scheduler = make("scheduler")
+    counts = Counts()
+    counts.state = {"mean": paddle.to_tensor([1.0, 2.0]), "deep": {"n": 7}, "name": "b"}
+    mine = PaddleAdapter(model, _optimizer, header_size=HEADER, extra={"counts": counts})
+    step(mine, model, 1)
+    layout, data, scalars = take(mine)
+    fresh = Counts()
+    other = network(2)
+    scheduler = paddle.optimizer.lr.ReduceOnPlateau(0.1, patience=1)
+    optimizer = paddle.optimizer.Adam(scheduler, parameters=other.parameters())
+    PaddleAdapter(other, optimizer, header_size=HEADER, extra={"counts": fresh}).load(
+        layout, memoryview(data), scalars
+    )
+    assert fresh.state["mean"].tolist() == [1.0, 2.0]
+    assert (fresh.state["deep"], fresh.state["name"]) == ({"n": 7}, "b")
+
+
+def test_a_learning_rate_that_the_script_set_travels_too():
+    adapter, model, optimizer, _scheduler = make("momentum")
+    optimizer.set_lr(0.025)
+    step(adapter, model, 1)
+    layout, data, scalars = take(adapter)
+    other, _model, other_optimizer, _scheduler = make("momentum", seed=2)
+    other.load(layout, memoryview(data), scalars)
+    assert other_optimizer.get_lr() == 0.025
+
+
+@pytest.mark.parametrize("kind", ["momentum", "scheduler"])
+def test_the_learning_rate_of_one_step_is_scaled_and_put_back(kind):
+    moved = []
+    for factor in (1.0, 0.5):
+        model = network()
+        rate: Any = 0.1
+        if kind == "scheduler":
+            rate = paddle.optimizer.lr.StepDecay(0.1, step_size=100)
+        optimizer = paddle.optimizer.SGD(rate, parameters=model.parameters())
+        adapter = PaddleAdapter(model, optimizer, header_size=HEADER)
+        before = model[0].weight.numpy().copy()
+        adapter.begin_step()
+        adapter.backward(model(paddle.ones([2, 4])).mean(), 1.0)
+        adapter.end_shard()
+        adapter.exchange([0.0] * HEADER, True)
+        adapter.apply(filled_shards=1, lr_factor=factor)
+        moved.append(model[0].weight.numpy() - before)
+        assert optimizer.get_lr() == 0.1
+    assert np.allclose(moved[1], 0.5 * moved[0])
+
+
+def test_accumulated_shards_give_the_gradient_of_the_whole_batch():
+    # Without batch norm, whose statistics belong to the shard.
+    def trained(cuts: list[int]) -> Any:
+        paddle.seed(3)
+        model = nn.Linear(4, 2)
+        optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+        adapter = PaddleAdapter(model, optimizer, header_size=HEADER)
+        data = np.random.RandomState(0).randn(7, 4).astype("float32")
+        adapter.begin_step()
+        for piece in np.split(data, cuts):
+            adapter.backward((model(adapter.to_batch(piece)) ** 2).mean(), len(piece) / 7)
+            adapter.end_shard()
+        adapter.exchange([0.0] * HEADER, True)
+        adapter.apply(filled_shards=len(cuts) + 1, lr_factor=1.0)
+        return model.weight.numpy()
+
+    assert np.allclose(trained([]), trained([3, 6]), atol=1e-6)
+
+
+def test_buffers_move_by_the_mean_change_of_the_shards():
+    norm = nn.BatchNorm1D(2, momentum=0.5)
+    adapter = PaddleAdapter(
+        norm, paddle.optimizer.SGD(0.1, parameters=norm.parameters()), header_size=HEADER
+    )
+    adapter.begin_step()
+    for value in (2.0, 4.0):
+        norm(paddle.full([3, 2], value))
+        adapter.end_shard()
+        assert norm._mean.tolist() == [0.0, 0.0], "the next shard begins with the step's values"
+    adapter.exchange([0.0] * HEADER, True)
+    adapter.apply(filled_shards=2, lr_factor=1.0)
+    assert norm._mean.tolist() == [1.5, 1.5]  # half of the mean of 2 and 4
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_what_two_ranks_would_exchange_adds_up(on_host, dtype):
+    """Doubling stands for the all-reduce of two equal ranks, on host memory and as on a device."""
+    norm = nn.BatchNorm1D(2, momentum=0.5)
+    used, unused, norm_weight = (nn.Linear(3, 2).weight for _ in range(3))
+    used = used.astype(dtype).detach()
+    used.grad = paddle.to_tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]).astype(dtype)
+    norm_weight.grad = paddle.full([3, 2], 0.25)
+    buffers = ShardBuffers(norm, on_host)
+    exchange = GradientExchange([used, unused, norm_weight], buffers, HEADER, on_host)
+    buffers.begin_step()
+    norm(paddle.full([3, 2], 4.0))
+    buffers.end_shard()
+
+    def double(tensor: Any) -> None:
+        paddle.assign(tensor * 2, tensor)
+
+    for _ in range(2):  # it leaves the local gradients alone, so it may be repeated
+        assert exchange.run([1.0, 0.0, 3.0], True, double) == [2.0, 0.0, 6.0]
+        assert used.grad.astype("float32").tolist()[0] == [1.0, 2.0]
+    exchange.put_back(filled_shards=2)
+    assert used.grad.astype("float32").tolist() == [[2.0, 4.0], [6.0, 8.0], [10.0, 12.0]]
+    assert used.grad.dtype == used.dtype
+    assert norm_weight.grad.tolist() == [[0.5, 0.5]] * 3
+    assert unused.grad is None, "no rank had a gradient: the optimizer has to skip it"
+    assert norm._mean.tolist() == [2.0, 2.0]
+    # A rank without data adds zeros.
+    assert exchange.run([0.0, 1.0, 0.0], False, double) == [0.0, 2.0, 0.0]
+
+
+def test_a_rank_without_a_shard_gets_the_gradients_of_the_others():
+    weight = nn.Linear(2, 1).weight
+    exchange = GradientExchange([weight], ShardBuffers(nn.Linear(1, 1), True), HEADER, True)
+
+    def others(tensor: Any) -> None:
+        paddle.assign(paddle.to_tensor([0.0, 0.0, 4.0, 1.0, 7.0, 8.0]), tensor)
+
+    assert exchange.run([0.0, 0.0, 0.0], True, others) == [0.0, 0.0, 4.0]
+    exchange.put_back(filled_shards=1)
+    assert weight.grad.tolist() == [[7.0], [8.0]]
+
+
+def test_a_world_of_one_needs_no_group():
+    adapter, model, _optimizer, _scheduler = make("momentum")
+    adapter.form_group(GroupSpec(rank=0, world_size=1, master="", generation=1))
+    values = np.array([1.0, 2.0])
+    adapter.all_reduce(values)
+    assert values.tolist() == [1.0, 2.0]
+    assert adapter.exchange([1.0, 2.0, 3.0], True) == [1.0, 2.0, 3.0]
+    adapter.leave_group()
+    with adapter.evaluation():
+        assert not model.training
+    assert model.training
+
+
+def test_a_state_of_another_model_is_refused_before_anything_changes():
+    adapter, model, _optimizer, _scheduler = make("momentum")
+    step(adapter, model, 1)
+    layout, data, scalars = take(adapter)
+    other = nn.Linear(4, 8)
+    before = other.weight.numpy().copy()
+    target = PaddleAdapter(
+        other, paddle.optimizer.Momentum(0.1, parameters=other.parameters()), header_size=HEADER
+    )
+    with pytest.raises(StateError, match="model: the state does not fit: missing: model/bias"):
+        target.load(layout, memoryview(data), scalars)
+    assert (other.weight.numpy() == before).all()
+
+
+def test_a_state_of_another_optimizer_or_precision_is_refused():
+    adapter, model, _optimizer, _scheduler = make("momentum")
+    step(adapter, model, 1)
+    layout, data, scalars = take(adapter)
+    model = network()
+    adam = PaddleAdapter(
+        model, paddle.optimizer.Adam(0.1, parameters=model.parameters()), header_size=HEADER
+    )
+    with pytest.raises(StateError, match="made by Momentum, this script uses Adam"):
+        adam.load(layout, memoryview(data), scalars)
+    double = network(dtype="float64")
+    wide = PaddleAdapter(
+        double, paddle.optimizer.Momentum(0.1, parameters=double.parameters()), header_size=HEADER
+    )
+    with pytest.raises(StateError, match=r"0\.weight: the state holds float32, the model float64"):
+        wide.load(layout, memoryview(data), scalars)
+
+
+def sync_norm() -> Any:
+    return nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
+
+
+def frozen() -> Any:
+    layer = nn.Linear(2, 2)
+    for parameter in layer.parameters():
+        parameter.stop_gradient = True
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (sync_norm, "1 is a SyncBatchNorm.*use BatchNorm"),
+        (lambda: nn.Sequential(nn.Embedding(3, 2, sparse=True)), "0 has sparse gradients"),
+        (frozen, "none of its parameters is trained"),
+        (lambda: 3, "model: expected a paddle.nn.Layer, got int"),
+    ],
+)
+def test_a_model_that_cannot_be_elastic_is_refused_with_the_remedy(model, text):
+    made = model()
+    parameters = made.parameters() if isinstance(made, nn.Layer) else nn.Linear(1, 1).parameters()
+    optimizer = paddle.optimizer.SGD(0.1, parameters=parameters)
+    with pytest.raises(UsageError, match=text):
+        PaddleAdapter(made, optimizer, header_size=HEADER)
+
+
+def test_an_optimizer_of_other_parameters_is_refused():
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    both = paddle.optimizer.SGD(0.1, parameters=model.parameters() + other.parameters())
+    with pytest.raises(UsageError, match=r"optimizer: its parameter .* is not one of the model's"):
+        PaddleAdapter(model, both, header_size=HEADER)
+    with pytest.raises(UsageError, match="none of its parameters is one of the model's"):
+        PaddleAdapter(
+            model, paddle.optimizer.SGD(0.1, parameters=other.parameters()), header_size=HEADER
+        )

@@ -1,0 +1,245 @@
+"""Where samples come from: keyed streams, loaders, readers of a script's own."""
+
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pod_runtime.trainer.batches import BatchPlan, Cursor, rank_shards
+from pod_runtime.trainer.errors import UsageError
+from pod_runtime.trainer.ledger import RunInfo
+from pod_runtime.trainer.readers import FedReader, ReadFrom, ShardOrder, ShardPlace, factory_items
+from pod_runtime.trainer.source import make_source
+from pod_runtime.trainer.streams import KeyedDataset, SampleFetcher, seed_shard
+from tests.support import wait_until
+
+
+class Streams:
+    """A framework's generator that is Python's."""
+
+    def __init__(self) -> None:
+        self.random = random.Random()
+
+    def seed(self, key: int) -> None:
+        self.random.seed(key)
+
+    def draw(self) -> int:
+        return self.random.getrandbits(32)
+
+
+class Drawing:
+    """Samples that draw from the generator of one's choice, where `when` says so."""
+
+    def __init__(self, streams: Streams, kind: str) -> None:
+        self.draws = {
+            "random": lambda: random.random(),
+            "numpy": lambda: float(np.random.random_sample()),
+            "framework": lambda: float(streams.draw()),
+        }
+        self.kind = kind
+        self.read: list[int] = []
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        self.read.append(index)
+        return index, self.draws[self.kind]() if index % 3 == 0 else 0.0
+
+    def __len__(self) -> int:
+        return 100
+
+
+@pytest.mark.parametrize("kind", ["random", "numpy", "framework"])
+def test_what_a_sample_draws_depends_on_epoch_and_sample_alone(kind):
+    streams = Streams()
+    data = Drawing(streams, kind)
+    fetcher = SampleFetcher(data, streams, seed=5)
+    one = dict(fetcher.fetch(1, [1, 2, 3, 6, 9]))
+    seed_shard(streams, 5, 1, 0, 0)
+    other = dict(SampleFetcher(data, streams, seed=5).fetch(1, [9, 6, 5]))
+    assert (one[6], one[9]) == (other[6], other[9])
+    assert one[6] != one[9]
+    assert dict(fetcher.fetch(2, [6]))[6] != one[6]
+    worker = KeyedDataset(data, streams, seed=5)
+    assert worker[(1, 9)] == (9, one[9])
+    assert len(worker) == 100
+
+
+def test_a_dataset_that_draws_nothing_is_read_once_per_sample():
+    streams = Streams()
+    data = Drawing(streams, "random")
+    fetcher = SampleFetcher(data, streams, seed=5)
+    fetcher.fetch(0, [1, 2, 4])
+    assert data.read == [1, 2, 4]
+    fetcher.fetch(0, [3, 5])  # 3 draws: this shard is read again
+    fetcher.fetch(0, [7])
+    assert data.read == [1, 2, 4, 3, 5, 3, 5, 7]
+
+
+def test_shards_have_streams_of_their_own():
+    streams = Streams()
+    drawn = set()
+    for place in [(1, 0, 0, 0), (1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 0, 1), (2, 0, 0, 0)]:
+        seed_shard(streams, *place)
+        drawn.add((random.random(), np.random.random_sample(), streams.draw()))
+    assert len({each[0] for each in drawn}) == len({each[1] for each in drawn}) == 5
+    seed_shard(streams, 1, 0, 0, 1)
+    assert (random.random(), np.random.random_sample(), streams.draw()) in drawn
+
+
+def order(rank: int = 0, world_size: int = 2, *, epochs: int = 2) -> ShardOrder:
+    run = RunInfo(seed=1, epochs=epochs, dataset_length=22, shuffle=True, drop_last=False)
+    plan = BatchPlan(batch_size=8, shards=4, dataset_length=22)
+    return ShardOrder(run, plan, rank_shards(rank, world_size, 4))
+
+
+def test_ranks_together_read_every_sample_of_every_epoch_once():
+    read: dict[int, list[int]] = {0: [], 1: []}
+    for rank in range(3):
+        mine = order(rank, 3)
+        for place in mine.from_cursor(Cursor()):
+            read[place.epoch] += mine.ids(place)
+    assert sorted(read[0]) == sorted(read[1]) == list(range(22))
+
+
+def test_reading_goes_on_at_the_cursor():
+    mine = order(epochs=1)
+    places = list(mine.from_cursor(Cursor(epoch=0, step=1, offset=8, global_step=1)))
+    assert places == list(mine.from_cursor(Cursor()))[2:]
+    assert places[0] == ShardPlace(epoch=0, step=1, shard=0, start=8, stop=10)
+
+
+def items_of(mine: ShardOrder) -> Iterator[Any]:
+    for place in mine.from_cursor(Cursor()):
+        yield place.epoch, place.step, place.shard, mine.ids(place)
+
+
+def test_a_reader_that_keeps_one_waiting_says_so_and_delivers_later():
+    gate = threading.Event()
+
+    def start() -> Iterator[Any]:
+        gate.wait(30)
+        yield from items_of(order())
+
+    reader = FedReader(start)
+    place = next(order().from_cursor(Cursor()))
+    assert reader.take(place, 0.01) is None
+    gate.set()
+    wait_until(lambda: reader.take(place, 0.1) == (order().ids(place),))
+    reader.close()
+
+
+def test_a_reader_is_closed_in_its_own_thread():
+    closed = []
+
+    def start() -> Iterator[Any]:
+        try:
+            yield from items_of(order(epochs=1000))
+        finally:
+            closed.append(threading.current_thread().name)
+
+    reader = FedReader(start)
+    reader.take(next(order().from_cursor(Cursor())), 5.0)
+    reader.close()
+    assert closed == ["reader"]
+
+
+@pytest.mark.parametrize(
+    ("items", "text"),
+    [
+        ([(0, 0, 1, "x")], r"expected \(epoch, step, shard\) \(0, 0, 0\), it yielded \(0, 0, 1\)"),
+        ([], r"it ended before \(epoch, step, shard\) \(0, 0, 0\)"),
+        ([(0, 0)], r"expected \(epoch, step, shard, fields...\), got \(0, 0\)"),
+    ],
+)
+def test_a_reader_out_of_step_is_refused(items, text):
+    where = ReadFrom(
+        epoch=0, step=0, offset=0, global_step=0, rank=0, world_size=1,
+        first_shard=0, stop_shard=4, micro_batch=2,
+    )  # fmt: skip
+    reader = FedReader(lambda: factory_items(lambda _where: iter(items), where))
+    with pytest.raises(UsageError, match=text):
+        reader.take(next(order().from_cursor(Cursor())), 5.0)
+    reader.close()
+
+
+def test_what_a_reader_raises_is_raised_where_its_data_are_wanted():
+    def start() -> Iterator[Any]:
+        yield from iter(fail, None)
+
+    def fail() -> Any:
+        raise ConnectionError("no teacher")
+
+    reader = FedReader(start)
+    with pytest.raises(ConnectionError, match="no teacher"):
+        reader.take(next(order().from_cursor(Cursor())), 5.0)
+    reader.close()
+
+
+# --- what a script may pass as training set
+
+
+class Sampler:
+    def __init__(self, order: object, **attributes: Any) -> None:
+        self.sampler = order
+        self.__dict__.update(attributes)
+
+
+class RandomSampler: ...
+
+
+class SequenceSampler: ...
+
+
+class WeightedRandomSampler: ...
+
+
+class Loader:
+    """What a paddle.io.DataLoader looks like from outside."""
+
+    def __init__(self, batch_sampler: Any) -> None:
+        self.dataset = list(range(100))
+        self.batch_sampler = batch_sampler
+        self.collate_fn = None
+        self.num_workers = 3
+        self.timeout = 7
+
+
+def source(train_set: Any, **more: Any) -> Any:
+    given: dict[str, Any] = {
+        "batch_size": None, "shuffle": None, "drop_last": None, "collate_fn": None,
+        "num_workers": None, "has_reader": False,
+    }  # fmt: skip
+    return make_source(train_set, **(given | more))
+
+
+def test_a_loader_is_taken_over():
+    found = source(Loader(Sampler(RandomSampler(), batch_size=16, drop_last=True)))
+    assert (found.length, found.batch_size, found.shuffle, found.drop_last) == (100, 16, True, True)
+    assert (found.num_workers, dict(found.worker_options)) == (3, {"timeout": 7})
+    assert not source(Loader(Sampler(SequenceSampler(), batch_size=16))).shuffle
+    distributed = Sampler(None, batch_size=16, shuffle=True)
+    assert source(Loader(distributed)).shuffle
+    assert source(Loader(distributed), batch_size=8, shuffle=False).batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("train_set", "more", "text"),
+    [
+        (None, {}, "train_set: pass a dataset or a DataLoader, or reader="),
+        (iter([1]), {"batch_size": 2}, "has no __getitem__ and __len__.*reader="),
+        ([1, 2, 3], {}, "batch_size: missing"),
+        ([1, 2, 3], {"batch_size": 0}, "batch_size: must be at least 1, got 0"),
+        ([], {"batch_size": 2}, "0 samples give no batch of 2"),
+        ([1, 2], {"batch_size": 3, "drop_last": True}, "2 samples give no batch of 3.*drop_last"),
+        (Loader(None), {}, "makes no batches of a known size"),
+        (
+            Loader(Sampler(WeightedRandomSampler(), batch_size=4)), {},
+            "the DataLoader's WeightedRandomSampler decides which samples come.*reader=",
+        ),
+    ],
+)  # fmt: skip
+def test_a_training_set_that_cannot_be_right_is_refused(train_set, more, text):
+    with pytest.raises(UsageError, match=text):
+        source(train_set, **more)

@@ -19,6 +19,7 @@ from job_client.pod_folder import ShimProcess
 from job_client.reconcile import LocalPod
 from job_server.wire import NodePod, PodPhase, PodState
 from pod_runtime import env, processes, shim_wire
+from pod_runtime.orphans import noted_forks, remove_shared_memory
 from pod_runtime.processes import Process
 from pod_runtime.shim_log import last_lines
 from pod_runtime.shim_wire import PodExit, ShimError
@@ -301,6 +302,7 @@ class Pod:
         )
         if killed:
             logger.warning("pod %s: killed what was left: pids %s", self.spec.pod_id, killed)
+        remove_shared_memory({*killed, *noted_forks(self.folder)})
         return len(killed)
 
     def _finish(self, ended: PodExit) -> None:

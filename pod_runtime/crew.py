@@ -9,7 +9,7 @@ from job_server.wire import StagePlan
 from pod_runtime.console import Console
 from pod_runtime.env import PodEnv, trainer_environment
 from pod_runtime.launcher_state import Key
-from pod_runtime.orphans import kill_orphans, reap_adopted, remove_shared_memory
+from pod_runtime.orphans import kill_orphans, noted_forks, reap_adopted, remove_shared_memory
 from pod_runtime.processes import read
 from pod_runtime.trainers import TrainerProcess, with_defaults
 
@@ -92,7 +92,8 @@ class Crew:
             self._console.ended(trainer.log_path)
         living = {each.pid for each in self}
         killed = kill_orphans(self._env.pod_id, trainer.stage, trainer.rank, living)
-        self._dead_pids |= killed | trainer.children | {trainer.pid}
+        noted = noted_forks(self._env.pod_dir)
+        self._dead_pids |= killed | noted | trainer.children | {trainer.pid}
         self.sweep()
         return code
 

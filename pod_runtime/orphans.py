@@ -1,7 +1,8 @@
 """Clean up what dead trainers leave: processes without a parent, and files in /dev/shm.
 
 A trainer that is killed leaves its data-loading workers alive, and Paddle's workers leave
-`/dev/shm/paddle_<pid>_*` behind when they are killed. The launcher is their subreaper.
+`/dev/shm/paddle_<pid>_*` behind when they are killed. The launcher is their subreaper. As all of
+them may be killed at once, a trainer's forks write their pids down in the pod's folder.
 """
 
 import logging
@@ -17,7 +18,32 @@ logger = logging.getLogger(__name__)
 
 _KILL_WAIT_S = 2.0  # SIGKILL takes as long as the kernel needs to free the memory
 _SHM = Path("/dev/shm")
+_WORKERS = "workers"  # in the shim's folder: a pid a line
 _SHM_NAME = re.compile(r"paddle_(\d+)_")
+
+
+def note_forks(pod_dir: Path) -> None:
+    """Have every process that this one forks from now on write its pid down in `pod_dir`."""
+    path = pod_dir / _WORKERS
+
+    def note() -> None:
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:  # a full disk; the launcher also looks for children now and then
+            return
+        with open(fd, "a") as file:
+            file.write(f"{os.getpid()}\n")
+
+    os.register_at_fork(after_in_child=note)
+
+
+def noted_forks(pod_dir: Path) -> set[int]:
+    """Return the pids that `note_forks` had written down, of living and dead processes."""
+    try:
+        lines = (pod_dir / _WORKERS).read_text().split()
+    except OSError:
+        return set()
+    return {int(line) for line in lines if line.isdigit()}
 
 
 def kill_orphans(pod_id: str, stage: int, rank: int, living: Collection[int]) -> set[int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from job_server.wire import RestoreFrom
 from pod_runtime.env import TrainerEnv
+from pod_runtime.orphans import note_forks
 from pod_runtime.trainer.adapter import Adapter, GroupSpec
 from pod_runtime.trainer.agreement import HEADER_SIZE
 from pod_runtime.trainer.checkpoint import CheckpointStore
@@ -70,6 +71,8 @@ def enter_stage(
     link = None
     if env.channel is not None:
         link = Link(env.channel, rank=env.rank, stage=env.stage or 0, pid=os.getpid())
+        if env.pod_dir is not None:
+            note_forks(env.pod_dir)
     try:
         return _enter(settings, source, env, adapter, link)
     except PeerLost as error:

@@ -15,11 +15,13 @@ def counting_cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
     """Make a cluster whose job counts its samples; everything is gone when the test ends."""
     made: list[Cluster] = []
 
-    def make(*, slots: int, samples: int, epochs: int, step_s: float = 0.02) -> Cluster:
+    def make(
+        *, slots: int, samples: int, epochs: int, step_s: float = 0.02, workers: int = 0
+    ) -> Cluster:
         trainer = ROOT / "tests" / "e2e" / "count_train.py"
         script = (
             "{python} -m pod_runtime.launch --log_dir {out}/log " + str(trainer) + " "
-            f"--samples {samples} --epochs {epochs} --step_s {step_s} "
+            f"--samples {samples} --epochs {epochs} --step_s {step_s} --workers {workers} "
             "--checkpoint {out}/checkpoint --out {out}/seen.npy"
         )
         cluster = Cluster(tmp_path / "c", slots=slots, script=script)

@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=48)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--step_s", type=float, default=0.02)
+    parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--checkpoint", required=True)
     parser.add_argument("--save_steps", type=int, default=10)
     parser.add_argument("--out", required=True)
@@ -48,22 +49,21 @@ def main() -> None:
     paddle.set_default_dtype("float64")
     model = Counter(args.samples)
     optimizer = paddle.optimizer.SGD(1.0, parameters=model.parameters())
+    data = paddle.io.DataLoader(
+        Ids(args.samples), batch_size=args.batch_size, shuffle=True, num_workers=args.workers
+    )
     loop = elastic.Loop(
         model,
         optimizer,
-        Ids(args.samples),
-        batch_size=args.batch_size,
+        data,
         epochs=args.epochs,
         checkpoint=args.checkpoint,
         save_steps=args.save_steps,
     )
     for epoch in loop.epochs():
-        left = args.samples - args.batch_size * epoch.first_step
         for step in epoch:
-            batch = min(args.batch_size, left)
-            left -= args.batch_size
             for ids in step:
-                step.backward(-model(ids).mean() * batch)
+                step.backward(-model(ids).mean() * step.samples)
             step.update()
             time.sleep(args.step_s)
     if loop.rank == 0:

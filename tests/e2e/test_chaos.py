@@ -61,7 +61,7 @@ def memory_before() -> set[str]:
 def test_killing_each_kind_of_process_loses_no_sample(
     counting_cluster: Callable[..., Cluster], memory_before: set[str]
 ) -> None:
-    cluster = counting_cluster(slots=2, samples=SAMPLES, epochs=EPOCHS)
+    cluster = counting_cluster(slots=2, samples=SAMPLES, epochs=EPOCHS, workers=1)
     cluster.submit(JobSpec(job_id="chaos", max_pods=2))
     cluster.wait_steps(5)
 

@@ -37,8 +37,8 @@ class Change:
 def gap_for(recipe: Recipe, startup_s: float) -> float:
     """Return the seconds between changes, so that there is training between them.
 
-    On a machine that is busy with other things changes may come before the last one is through: they
-    wait their turn, so that nothing is gained by waiting for much longer.
+    On a machine that is busy with other things a change may fall due before the last one is
+    through. It waits its turn, so that nothing is gained by waiting for much longer.
 
     Args:
         startup_s: from the start of one trainer to its first step. Those of a stage start at once

@@ -112,6 +112,10 @@ class Loop:
             num_workers=num_workers,
             has_reader=reader is not None,
         )
+        if self._source.length is None and steps_per_epoch is None:
+            raise UsageError(
+                "steps_per_epoch: a reader without a dataset needs it; it says when an epoch ends"
+            )
         self._reader_factory = reader
         self._stage: Stage = enter_stage(
             settings,

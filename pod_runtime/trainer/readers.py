@@ -162,6 +162,12 @@ class FedReader:
                 f"reader: expected (epoch, step, shard) {wanted}, it yielded {item[:3]}; it has to "
                 f"begin at the cursor and keep the order"
             )
+        found = _length(item[3])
+        if found is not None and found != place.samples:
+            raise UsageError(
+                f"reader: shard {place.shard} of epoch {place.epoch}, step {place.step} has "
+                f"{place.samples} samples, it yielded {found}"
+            )
         return (item[3],)
 
     def close(self) -> None:
@@ -236,6 +242,15 @@ def factory_items(start: Callable[[ReadFrom], Any], where: ReadFrom) -> Iterator
         close = getattr(items, "close", None)
         if close is not None:
             close()
+
+
+def _length(batch: Any) -> int | None:
+    """Return the number of samples of a batch's first field; None if that cannot be told."""
+    first = batch
+    while isinstance(first, list | tuple) and first:
+        first = first[0]
+    shape = getattr(first, "shape", None)
+    return int(shape[0]) if shape else None
 
 
 class ShardSource:

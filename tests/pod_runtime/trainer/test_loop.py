@@ -1,0 +1,320 @@
+"""The loop outside EDL, in this process: a world of one, misuse, resuming, policies, streams."""
+
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+from pod_runtime import elastic
+from pod_runtime.verify import main as verify
+from tests.pod_runtime.trainer.fake_launcher import SCRIPTS
+
+DATA = [np.full(3, i, "float32") / 10 for i in range(20)]
+
+
+@pytest.fixture(autouse=True)
+def _outside_edl(monkeypatch):
+    for name in ("EDL_CHANNEL", "EDL_STAGE", "EDL_RUN_DIR", "EDL_MAX_TRAINERS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def make(*, rate: Any = 0.05, **arguments: Any) -> tuple[elastic.Loop, Any]:
+    paddle.seed(5)
+    model = nn.Linear(3, 1)
+    optimizer = paddle.optimizer.Adam(rate, parameters=model.parameters())
+    given: dict[str, Any] = {"train_set": DATA, "batch_size": 6, "epochs": 2, "seed": 3}
+    return elastic.Loop(model, optimizer, **(given | arguments)), model
+
+
+def train(loop: elastic.Loop, model: Any, *, stop_at: int | None = None) -> list[Any]:
+    """Train to the end, or leave before the step `stop_at`; return what was read in each step."""
+    read: list[Any] = []
+    for epoch in loop.epochs():
+        for step in epoch:
+            if step.number == stop_at:
+                return read
+            batches = []
+            for batch in step:
+                batches.append(batch.numpy())
+                step.backward((model(batch) ** 2).mean())
+            read.append((step.number, step.sample_ids, np.concatenate(batches)[:, 0].tolist()))
+            step.update()
+    return read
+
+
+def test_a_step_reads_the_samples_that_it_names():
+    loop, model = make(shards=4)
+    read = train(loop, model)
+    assert [number for number, _ids, _values in read] == list(range(8))
+    for _number, ids, values in read:
+        assert values == pytest.approx([sample / 10 for sample in ids])
+    assert sorted(sample for _n, ids, _v in read[:4] for sample in ids) == list(range(20))
+    assert [sample for _n, ids, _v in read[:4] for sample in ids] != [
+        sample for _n, ids, _v in read[4:] for sample in ids
+    ]
+    assert (loop.rank, loop.world_size, loop.step_count, loop.shards_per_batch) == (0, 1, 8, 4)
+
+
+def test_a_training_that_was_left_goes_on_as_if_it_had_not_been(tmp_path, caplog):
+    whole, whole_model = make()
+    read = train(whole, whole_model)
+    path = str(tmp_path / "ckpt")
+    starts = []
+    for stop_at in (4, 7, None):
+        loop, model = make(checkpoint=path, save_steps=1)
+        starts.append(loop.step_count)
+        assert train(loop, model, stop_at=stop_at) == read[starts[-1] : stop_at]
+        loop._stage.keeper.finish_writing()
+    assert 0 == starts[0] < starts[1] < starts[2] <= 7
+    assert model.weight.numpy().tobytes() == whole_model.weight.numpy().tobytes()
+    assert verify([path]) == 0
+    # Finished: nothing is left to do, and more epochs may be asked for.
+    loop, model = make(checkpoint=path)
+    assert train(loop, model) == []
+    loop, model = make(checkpoint=path, epochs=3)
+    assert [number for number, _ids, _values in train(loop, model)] == [8, 9, 10, 11]
+    assert verify([path]) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"batch_size": 5}, "batch_size: the state of step 8 was made with 6, this script says 5"),
+        ({"seed": 4}, "seed: the state of step 8 was made with 3, this script says 4"),
+        ({"train_set": DATA[:10]}, "dataset_length: .* made with 20, this script says 10"),
+        ({"shuffle": False}, "shuffle: "),
+        ({"shards": 2}, "shards: .* made with 1, this script says 2; V is fixed for a run"),
+    ],
+)
+def test_a_state_of_other_data_or_batches_is_refused(tmp_path, change, text):
+    path = str(tmp_path / "ckpt")
+    train(*make(checkpoint=path))
+    with pytest.raises(elastic.StateError, match=text):
+        make(checkpoint=path, **change)
+
+
+def test_forgetting_update_is_an_error():
+    loop, _model = make()
+    steps = iter(next(iter(loop.epochs())))
+    for batch in next(steps):
+        assert batch.shape == [6, 3]
+    with pytest.raises(elastic.UsageError, match=r"step 0: step\.update\(\) is missing"):
+        next(steps)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (lambda step, loss: loss.backward(), r"write step\.backward\(loss\) instead of loss\.back"),
+        (lambda step, loss: step.update(), r"1 of this rank's 2 shards were computed"),
+    ],
+)
+def test_other_ways_to_go_wrong_in_a_shard_are_named(body, text):
+    loop, model = make(shards=2)
+    epoch = next(iter(loop.epochs()))
+    step = next(iter(epoch))
+
+    def compute() -> None:
+        for batch in step:
+            body(step, model(batch).mean())
+        step.update()
+
+    with pytest.raises(elastic.UsageError, match=text):
+        compute()
+
+
+def test_calls_at_the_wrong_time_are_named():
+    loop, model = make()
+    epoch = next(iter(loop.epochs()))
+    step = next(iter(epoch))
+    with pytest.raises(elastic.UsageError, match=r"call it inside `for batch in step:`"):
+        step.backward(model(paddle.ones([1, 3])).mean())
+    with pytest.raises(elastic.UsageError, match="iterated over twice"):
+        next(iter(epoch))
+    for batch in step:
+        step.backward(model(batch).mean())
+    step.update()
+    with pytest.raises(elastic.UsageError, match="called twice in one step"):
+        step.update()
+
+
+def test_leaving_an_epoch_before_its_end_is_an_error():
+    loop, model = make()
+    epochs = loop.epochs()
+    for step in next(epochs):
+        if step.number == 1:
+            break
+        for batch in step:
+            step.backward(model(batch).mean())
+        step.update()
+    with pytest.raises(elastic.UsageError, match="epoch 0 was left after 1 of 4 steps"):
+        next(epochs)
+
+
+def test_a_sum_as_loss_is_weighed_as_a_sum():
+    weights = []
+    for loss in ("mean", "sum"):
+        loop, model = make(loss=loss, shards=2, epochs=1)
+        for epoch in loop.epochs():
+            for step in epoch:
+                for batch in step:
+                    each = model(batch) ** 2
+                    step.backward(each.mean() if loss == "mean" else each.sum())
+                step.update()
+        weights.append(model.weight.numpy())
+    assert np.allclose(weights[0], weights[1], atol=1e-6)
+
+
+def test_evaluation_sums_over_all_samples_without_gradients():
+    loop, model = make()
+    modes = []
+
+    def judge(batch: Any) -> dict[str, Any]:
+        modes.append((model.training, model(batch).stop_gradient))
+        return {"sum": batch.sum(), "count": len(batch)}
+
+    assert loop.evaluate(DATA, judge, batch_size=7) == pytest.approx({"sum": 57.0, "count": 20})
+    assert modes == [(False, True)] * 3
+    assert model.training
+    with pytest.raises(elastic.UsageError, match="must return a dict of sums, it returned float"):
+        loop.evaluate(DATA, lambda batch: 1.0, batch_size=7)
+    names = iter([{"a": 1}, {"b": 1}, {"a": 1}])
+    with pytest.raises(elastic.UsageError, match="the same names for every batch"):
+        loop.evaluate(DATA, lambda batch: next(names), batch_size=7)
+
+
+def test_metrics_are_logged(caplog):
+    loop, _model = make()
+    with caplog.at_level(logging.INFO):
+        loop.log(accuracy=paddle.to_tensor(0.25), loss=2)
+    assert "epoch 0, step 0: accuracy 0.25, loss 2" in caplog.text
+
+
+def test_a_reader_of_a_stream_is_asked_for_as_many_steps_as_was_said(tmp_path):
+    asked = []
+
+    def reader(where: elastic.ReadFrom) -> Iterator[Any]:
+        asked.append(where)
+        for epoch in range(where.epoch, 2):
+            for step in range(where.step if epoch == where.epoch else 0, 3):
+                for shard in range(where.first_shard, where.stop_shard):
+                    yield epoch, step, shard, np.full((where.micro_batch, 3), 1.0, "float32")
+
+    arguments: dict[str, Any] = {
+        "train_set": None, "reader": reader, "steps_per_epoch": 3, "batch_size": 4, "shards": 2,
+        "checkpoint": str(tmp_path), "save_steps": 1,
+    }  # fmt: skip
+    starts = []
+    for stop_at in (5, None):
+        loop, model = make(**arguments)
+        starts.append(loop.step_count)
+        done = 0
+        for epoch in loop.epochs():
+            for step in epoch:
+                if step.number == stop_at:
+                    break
+                for (batch,) in step:
+                    assert batch.shape == [2, 3]
+                    step.backward(model(batch).mean())
+                step.update()
+                done += 1
+            if stop_at is not None and step.number == stop_at:
+                break
+        loop._stage.keeper.finish_writing()
+        assert done == (stop_at or 6) - starts[-1]
+    assert 0 == starts[0] < starts[1] <= 5
+    assert [where.global_step for where in asked] == starts
+    assert verify([str(tmp_path)]) == 0
+
+
+def test_shards_that_a_reader_cuts_otherwise_are_refused():
+    def reader(where: elastic.ReadFrom) -> Iterator[Any]:
+        yield 0, 0, 0, np.ones((5, 3), "float32")
+
+    loop, model = make(reader=reader)
+    with pytest.raises(elastic.UsageError, match=r"shard 0 .* has 6 samples, it yielded 5"):
+        train(loop, model)
+
+
+def test_a_reader_may_carry_the_loops_own_shards_elsewhere_and_back():
+    def reader(where: elastic.ReadFrom) -> Iterator[Any]:
+        for epoch, step, shard, batch in loop.shards(DATA):
+            yield epoch, step, shard, batch, batch * 2  # as with a teacher's soft labels
+
+    loop, model = make(reader=reader, shards=2)
+    seen = []
+    for epoch in loop.epochs():
+        for step in epoch:
+            for batch, doubled in step:
+                assert np.allclose(doubled.numpy(), 2 * batch.numpy())
+                step.backward(model(batch).mean())
+            seen += step.sample_ids
+            step.update()
+    assert sorted(seen) == sorted([*range(20), *range(20)])
+    with pytest.raises(elastic.UsageError, match="has 3 samples, the training set 20"):
+        loop.shards(DATA[:3])
+
+
+def test_a_policy_decides_batch_and_learning_rate_from_the_first_world_on(tmp_path):
+    # One trainer now, as one trainer then: the policy is not asked.
+    loop, model = make(policy=lambda old, new: pytest.fail("asked"), checkpoint=str(tmp_path))
+    train(loop, model)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"epochs": 0}, "epochs: expected a whole number of at least 1, got 0"),
+        ({"epochs": 2.5}, "epochs: expected a whole number of at least 1, got 2.5"),
+        ({"seed": -1}, "seed: "),
+        ({"save_steps": 0}, "save_steps: "),
+        ({"keep_checkpoints": 0}, "keep_checkpoints: "),
+        ({"shards": 0}, "shards: "),
+        ({"loss": "median"}, "loss: expected one of mean, sum, got 'median'"),
+        ({"policy": "cubic"}, "policy: expected fixed_global, linear or a callable"),
+        ({"snapshot_steps": "often"}, "snapshot_steps: expected auto, or a whole number"),
+        ({"checkpoint": ""}, "checkpoint: is empty"),
+        (
+            {"train_set": None, "reader": iter, "batch_size": 2},
+            "steps_per_epoch: a reader without a dataset needs it",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_refused_by_name_value_and_remedy(wrong, text):
+    with pytest.raises(elastic.UsageError, match=re.escape(text)):
+        make(**wrong)
+
+
+@pytest.mark.timeout(240)
+def test_a_world_of_paddles_own_launcher_trains_checkpoints_and_resumes(tmp_path: Path):
+    def launch(epochs: int) -> list[tuple[str, ...]]:
+        command = [
+            sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2",
+            "--log_dir", str(tmp_path / f"log{epochs}"), str(SCRIPTS / "launched.py"),
+            str(tmp_path / "ckpt"), str(epochs),
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+        logs = [
+            path.read_text() for path in sorted((tmp_path / f"log{epochs}").glob("workerlog.*"))
+        ]
+        assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *logs])
+        pattern = r"rank (\d) of 2: (\d+) steps, sum ([\d.]+), weight (\w+)"
+        return sorted(found.groups() for log in logs if (found := re.search(pattern, log)))
+
+    first = launch(1)
+    assert [(rank, steps, total) for rank, steps, total, _ in first] == [
+        ("0", "4", "28.5"), ("1", "4", "28.5"),
+    ]  # fmt: skip
+    assert first[0][3] == first[1][3], "both ranks have the same weights"
+    second = launch(2)
+    assert [(rank, steps) for rank, steps, *_ in second] == [("0", "8"), ("1", "8")]
+    assert second[0][3] == second[1][3] != first[0][3]
+    assert verify([str(tmp_path / "ckpt")]) == 0

@@ -23,6 +23,11 @@ class CheckpointWriter:
     def busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def has_failed(self) -> bool:
+        """The newest attempt is over, without a checkpoint."""
+        return not self.busy and self._error is not None
+
     def start(self, image: StateImage) -> None:
         """Write `image` in the background. The caller leaves its memory alone until not `busy`."""
         assert not self.busy

@@ -162,6 +162,11 @@ class Keeper:
     def is_writing(self) -> bool:
         return self._writer is not None and self._writer.busy
 
+    @property
+    def has_failed(self) -> bool:
+        """The newest checkpoint was not written."""
+        return self._writer is not None and self._writer.has_failed
+
     def finish_writing(self) -> None:
         """Wait for a checkpoint in progress. Raises CheckpointError."""
         if self._writer is not None:

@@ -368,7 +368,6 @@ class Loop:
         if not self._stage.is_saved:
             keeper.start_final()
             self._member.wait_for_writer()
-            keeper.finish_writing()
         self._finished = True
         self._progress.note_done()
         if self._stage.link is not None:

@@ -16,7 +16,12 @@ from pod_runtime.trainer.agreement import (
     read_ballots,
     read_header,
 )
-from pod_runtime.trainer.errors import PEER_LOST_EXIT_CODE, LinkError, PeerLost
+from pod_runtime.trainer.errors import (
+    PEER_LOST_EXIT_CODE,
+    CheckpointError,
+    LinkError,
+    PeerLost,
+)
 from pod_runtime.trainer.keeper import Keeper
 from pod_runtime.trainer.link import Link
 
@@ -75,15 +80,22 @@ class Member:
             self.park()
 
     def wait_for_writer(self) -> None:
-        """Return when rank 0's checkpoint is written, or has failed there."""
+        """Return when rank 0's checkpoint is written.
+
+        Raises:
+            CheckpointError: it was not; on every rank, so that none says that all is done.
+        """
         pause_s = 0.001
         while True:
-            writing = np.array([float(self._keeper.is_writing)])
-            self._adapter.all_reduce(writing)
-            if not writing[0]:
-                return
+            state = np.array([float(self._keeper.is_writing), float(self._keeper.has_failed)])
+            self._adapter.all_reduce(state)
+            if not state[0]:
+                break
             time.sleep(pause_s)
             pause_s = min(1.0, pause_s * 2)
+        self._keeper.finish_writing()
+        if state[1]:
+            raise CheckpointError("rank 0 could not write the final checkpoint; its log says why")
 
     @property
     def is_cut(self) -> bool:

@@ -1,0 +1,132 @@
+"""What a member of a stage agrees on with its peers, over a group that the test plays."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pod_runtime.trainer.errors import CheckpointError, LinkError, PeerLost
+from pod_runtime.trainer.link import Cut
+from pod_runtime.trainer.member import Member
+
+
+class Group:
+    """An adapter whose peers contribute what the test says, call by call."""
+
+    def __init__(self, *peers: list[float]) -> None:
+        self.peers = list(peers)
+        self.exchanged: list[tuple[list[float], bool]] = []
+
+    def exchange(self, header: list[float], contribute: bool) -> list[float]:
+        self.exchanged.append((list(header), contribute))
+        return [mine + theirs for mine, theirs in zip(header, self.peers.pop(0), strict=True)]
+
+    def all_reduce(self, values: Any) -> None:
+        values += np.array(self.peers.pop(0))
+
+
+class Keeper:
+    def __init__(self) -> None:
+        self.parked: list[tuple[int, bool]] = []
+        self.writing = iter([True, True, False])
+        self.has_failed = False
+
+    def park(self, cut_id: int, durable: bool) -> None:
+        self.parked.append((cut_id, durable))
+
+    @property
+    def is_writing(self) -> bool:
+        return next(self.writing)
+
+    def finish_writing(self) -> None:
+        pass
+
+
+class Channel:
+    def __init__(self, cut: Cut | None = None) -> None:
+        self.cut = cut
+
+    def poll(self) -> None:
+        pass
+
+
+def make(group: Group, link: Channel | None = None) -> tuple[Member, Keeper]:
+    keeper = Keeper()
+    made: Any = Member(group, keeper, link, rank=0, world_size=2)  # type: ignore[arg-type]
+    return made, keeper
+
+
+COMMITS = [0.0, 0.0, 3.0]
+VOID = [0.0, 1.0, 0.0]
+CUT_AND_VOID = [1.0, 1.0, 0.0]
+
+
+def test_a_peer_that_waits_for_data_is_waited_for_with_the_same_gradients():
+    group = Group(VOID, VOID, COMMITS)
+    member, keeper = make(group)
+    assert member.exchange(5).samples == 8
+    assert group.exchanged == [([0.0, 0.0, 5.0], True)] * 3
+    assert keeper.parked == []
+
+
+def test_a_void_step_under_a_cut_parks_before_it_and_is_exchanged_again_afterwards():
+    member, keeper = make(Group(CUT_AND_VOID, [0, 0, 8, 1], COMMITS), Channel())
+    verdict = member.exchange(5)
+    assert keeper.parked == [(7, True)]  # the peer's newest cut, which we had not heard of
+    assert (verdict.samples, verdict.void) == (8, False)
+
+
+def test_a_cut_that_all_ranks_know_to_be_off_by_now_parks_nobody():
+    member, keeper = make(Group(CUT_AND_VOID, [0, 0, 0, 0], COMMITS), Channel())
+    member.exchange(5)
+    assert keeper.parked == []
+
+
+def test_a_rank_without_data_shows_itself_before_its_peers_run_into_the_time_out(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("pod_runtime.trainer.member.time.monotonic", lambda: now[0])
+    group = Group(COMMITS, COMMITS)
+    member, _keeper = make(group)
+    for seconds in (0, 4, 4.5, 5):  # silent, silent, shows itself, silent again
+        now[0] += seconds
+        member.wait_for_data()
+    assert group.exchanged == [([0.0, 1.0, 0.0], False)]
+    member.have_data()
+    now[0] += 100
+    member.wait_for_data()
+    assert len(group.exchanged) == 1
+
+
+def test_a_cut_while_data_do_not_come_is_acted_on_at_once():
+    member, keeper = make(Group(COMMITS, [0, 0, 0, 0]), Channel(Cut(id=4)))
+    member.wait_for_data()
+    assert keeper.parked == [(4, False)]
+
+
+def test_ranks_meet_between_steps():
+    member, keeper = make(Group([0.0], [1.0], [0, 0, 3, 0]), Channel())
+    member.meet()
+    assert keeper.parked == []
+    member.meet()
+    assert keeper.parked == [(2, False)]
+
+
+def test_a_trainer_without_launcher_never_parks():
+    member, _keeper = make(Group(CUT_AND_VOID, [0, 0, 8, 1]))
+    with pytest.raises(LinkError, match="no launcher"):
+        member.exchange(5)
+
+
+def test_no_rank_is_done_when_the_final_checkpoint_failed():
+    member, _keeper = make(Group([1, 0], [1, 0], [0, 0]))
+    member.wait_for_writer()
+    member, keeper = make(Group([1, 0], [0, 0], [0, 1]))
+    with pytest.raises(CheckpointError, match="rank 0 could not write the final checkpoint"):
+        member.wait_for_writer()
+    assert not keeper.has_failed
+
+
+def test_a_lost_peer_outside_edl_is_an_exception():
+    member, _keeper = make(Group())
+    with pytest.raises(PeerLost, match="gone"):
+        member.end_after_peer_lost(PeerLost("gone"), state_is_committed=True)

@@ -152,8 +152,16 @@ class PaddleState:
         rate = self._optimizer._learning_rate
         return rate if isinstance(rate, paddle.optimizer.lr.LRScheduler) else None
 
+    def _optimizer_state(self) -> dict[str, Any]:
+        """Return the optimizer's state, that which was loaded and not yet stepped included."""
+        state: dict[str, Any] = self._optimizer.state_dict()
+        if not self._optimizer._accumulators:  # Paddle 2.6 lays it aside and does not tell of it
+            for name, value in self._optimizer._accumulators_holder.items():
+                state.setdefault(name, value)
+        return state
+
     def _optimizer_tensors(self) -> list[tuple[str, Any]]:
-        state = self._optimizer.state_dict()
+        state = self._optimizer_state()
         found = []
         for variable, value in state.items():
             if variable == "LR_Scheduler":
@@ -183,7 +191,7 @@ class PaddleState:
     ) -> None:
         live = {
             self._structured_name(variable): variable
-            for variable in self._optimizer.state_dict()
+            for variable in self._optimizer_state()
             if variable not in ("LR_Scheduler", "master_weights")
         }
         names = {structured: name for name, structured in self._structured.items()}

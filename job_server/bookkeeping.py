@@ -167,5 +167,13 @@ def first_step(work: Work, stage: Stage, step: int) -> Stage:
         pause_s=pause_s,
         redone_steps=redone,
     )
+    _extend_before(work, stage.stage, step - 1)
     work.set(redone_steps=job.redone_steps + redone, stopped_at=None)
     return stage
+
+
+def _extend_before(work: Work, number: int, restored_step: int) -> None:
+    """The state that a stage began from may hold more steps than a crash let anybody report."""
+    trained = [r for r in work.job.records if r.stage < number and r.last_step is not None]
+    if trained and (trained[-1].last_step or 0) < restored_step:
+        update_record(work, trained[-1].stage, last_step=restored_step)

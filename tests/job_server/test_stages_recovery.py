@@ -41,6 +41,19 @@ def test_a_crashed_trainer_costs_steps_but_no_pod():
     assert made.job.redone_steps == second.redone_steps <= 3
 
 
+def test_steps_that_only_the_snapshot_knows_of_belong_to_the_stage_that_made_them():
+    made = trains(world())
+    crash(made, "pod_1_0")
+    reported = made.job.progress.step
+    survivor = launcher(made, "pod_0_0")[1]
+    survivor.snapshot = wire.SnapshotRef(stage=1, step=reported + 3)
+    made.run_until(JobState.RECOVERING)
+    trains(made)
+    first, second = records(made)
+    assert (first.last_step, second.first_step) == (reported + 3, reported + 4)
+    assert second.redone_steps == 0
+
+
 def test_the_culprit_is_named_although_a_victim_spoke_first():
     made = trains(world())
     victim = PodReport(

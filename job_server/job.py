@@ -123,6 +123,7 @@ class Stage:
     over: Cause | None = None  # None: in force, or on its way to be
     end_since: float | None = None  # when its pods were first told to end it; None: not yet
     resuming: bool = False  # a cut was called off; not all pods are known to train again
+    cut: int = 0  # how often it was told to cut
     kill_ranks: tuple[tuple[str, int], ...] = ()
     committed_at: float | None = None  # None: not committed
     first_step_at: float | None = None  # None: no step yet

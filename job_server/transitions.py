@@ -82,7 +82,7 @@ def _cutting(stage: Stage) -> Stage:
     members = tuple(
         replace(member, at=At.CUTTING) if member.at in EARLY else member for member in stage.members
     )
-    return replace(stage, members=members)
+    return replace(stage, members=members, cut=stage.cut + 1)
 
 
 def cut_for_halt(work: Work) -> None:

@@ -83,7 +83,9 @@ def _plan(job: Job, stage: Stage) -> StagePlan:
         restore_from=stage.restore_from,
         max_trainers=job.spec.max_trainers,
         durable=_cutting_for_halt(job),
+        cut=stage.cut,
         kill_ranks=stage.kill_ranks,
+        policy=job.spec.policy,
     )
 
 

@@ -238,8 +238,9 @@ class StagePlan:
     restore_from: RestoreFrom | None = None  # None: checkpoint or afresh
     max_trainers: int
     durable: bool = False  # with CUT: also write a checkpoint before `drained` (pause, stop)
-    cut: int = 0  # CUT: its number in this stage; else: all up to it are off. 0: not numbered
+    cut: int = 0  # CUT: its number in this stage, the lower ones are off; else: all up to it are
     kill_ranks: tuple[tuple[str, int], ...] = ()  # (kill id, rank): SIGKILL that trainer, once
+    policy: str = "fixed_global"  # of the job, for a training script that names none
 
     @property
     def world_size(self) -> int:
@@ -431,6 +432,11 @@ class JobSpec:
                 check_range(field, value, 0, 1_000_000)
         if self.overlap not in ("on", "off", "auto"):
             raise WireError(f"overlap: expected on, off or auto, got {self.overlap!r}")
+        if self.overlap == "on":
+            raise WireError("overlap: 'on' needs the way replace or join; not built yet, use auto")
+        for field in ("spares", "standby"):
+            if getattr(self, field) > 0:
+                raise WireError(f"{field}: not built yet, use 0; got {getattr(self, field)}")
         if self.policy not in ("fixed_global", "linear"):
             raise WireError(f"policy: expected fixed_global or linear, got {self.policy!r}")
 

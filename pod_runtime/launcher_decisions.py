@@ -114,34 +114,42 @@ def _going(pod: Pod) -> Leaving | None:
 
 def _guide(run: Run, pod: Pod) -> tuple[Run, list[Action]]:
     """Bring a stage that is not over, and its trainers, in line with its order."""
-    order, known = run.plan.order, run.plan.cut
+    order, number = run.plan.order, run.plan.cut
     actions: list[Action] = []
-    parked = [t for t in run.trainers if t.alive and t.parked_at is not None]
-    run = replace(run, cut_id=max(run.cut_id, known))
-    if order is Order.CUT and not run.cutting:
-        # Where the server does not number its cuts we do. One that trainers have parked for
-        # already, by their peers' flag, is this one.
-        ours = run.cut_id if known or parked else run.cut_id + 1
-        run = replace(run, cutting=True, cut_id=ours)
-    # Parked by their peers' flag before our own CUT is heard, GO or the RESUME of an earlier cut
-    # is old news and frees nobody. Their DRAINED brings newer orders.
-    stranded = order is Order.RESUME and any(t.parked_after < pod.orders_heard for t in parked)
-    off = (run.cutting and order in (Order.GO, Order.RESUME)) or stranded
-    if off:
-        run = replace(run, resumed_id=run.cut_id)
+    # Trainers may have parked for a newer cut than we have heard of, by their peers' flag: that
+    # one is not off.
+    off = number - 1 if order is Order.CUT else number
+    if off > run.resumed_id:
+        run = replace(run, resumed_id=off, cut_id=max(run.cut_id, off))
+        run, more = _resume(run, off)
+        actions += more
+    if order is Order.CUT:
+        run = replace(run, cut_id=max(run.cut_id, number))
     trainers = []
     for trainer in run.trainers:
         if trainer.alive and trainer.elastic:
-            trainer, more = _guide_trainer(run, trainer, off, pod.pod_id)
+            trainer, more = _guide_trainer(run, trainer, pod.pod_id)
             actions += more
         trainers.append(trainer)
-    return replace(run, trainers=tuple(trainers), cutting=run.cutting and not off), actions
+    return replace(run, trainers=tuple(trainers)), actions
 
 
-def _guide_trainer(
-    run: Run, trainer: Trainer, off: bool, pod_id: str
-) -> tuple[Trainer, list[Action]]:
-    """What an elastic trainer that is alive should hear now; `off`: a cut has been called off."""
+def _resume(run: Run, off: int) -> tuple[Run, list[Action]]:
+    """Have trainers go on that have parked for the cut `off` or an earlier one."""
+    actions: list[Action] = []
+    trainers = []
+    for trainer in run.trainers:
+        if trainer.alive and trainer.elastic:
+            message = {"do": "resume", "id": off}
+            actions.append(Tell(key=run.key, rank=trainer.rank, message=message))
+        if run.cut_id == off:
+            trainer = replace(trainer, parked_at=None)
+        trainers.append(trainer)
+    return replace(run, trainers=tuple(trainers)), actions
+
+
+def _guide_trainer(run: Run, trainer: Trainer, pod_id: str) -> tuple[Trainer, list[Action]]:
+    """What an elastic trainer that is alive should hear now."""
     key, rank, order = run.key, trainer.rank, run.plan.order
     actions: list[Action] = []
     if not trainer.welcomed:
@@ -151,9 +159,6 @@ def _guide_trainer(
     if order in TRAINS and not trainer.told_go:
         actions.append(Tell(key=key, rank=rank, message={"do": "go"}))
         trainer = replace(trainer, told_go=True)
-    if off:
-        actions.append(Tell(key=key, rank=rank, message={"do": "resume", "id": run.cut_id}))
-        trainer = replace(trainer, parked_at=None)
     if order is Order.CUT and trainer.told_cut < run.cut_id:
         message = {"do": "cut", "id": run.cut_id, "durable": run.plan.durable}
         actions.append(Tell(key=key, rank=rank, message=message))

@@ -34,7 +34,6 @@ class Trainer:
     told_go: bool = False
     told_cut: int = 0  # id of the last cut that it was told of; 0: none
     parked_at: int | None = None  # None: not parked
-    parked_after: int = 0  # how many orders had been heard when it parked
     terminated_at: float | None = None  # None: no SIGTERM sent
     killed: bool = False
 
@@ -51,9 +50,8 @@ class Run:
     trainers: tuple[Trainer, ...]
     trouble: PodReport | None = None  # FAILED, PORT_TAKEN or STAGE_TOO_LOW; None: all is well
     ending: bool = False
-    cut_id: int = 0  # of the newest cut
-    cutting: bool = False
-    resumed_id: int = -1  # of the newest cut that the trainers were told is off
+    cut_id: int = 0  # of the newest cut that anybody has told us of
+    resumed_id: int = 0  # of the newest cut that the trainers were told is off
     step: int = 0
     epoch: int = 0
     first_step: int | None = None  # of this stage; None: not yet
@@ -103,7 +101,6 @@ class Pod:
     node_id: str
     grace_s: float
     orders: PodOrders | None = None  # None: the server has not spoken yet
-    orders_heard: int = 0
     runs: tuple[Run, ...] = ()  # oldest first; the newest is kept after its end
     leaving: Leaving | None = None
     told: frozenset[tuple[Any, ...]] = frozenset()  # reports made since the last attach
@@ -120,7 +117,7 @@ class Pod:
 
 def ordered(pod: Pod, orders: PodOrders) -> Pod:
     """The server has said what should be true now."""
-    return replace(pod, orders=orders, orders_heard=pod.orders_heard + 1)
+    return replace(pod, orders=orders)
 
 
 def attached(pod: Pod, orders: PodOrders) -> Pod:
@@ -169,7 +166,7 @@ def heard(pod: Pod, key: Key, rank: int, said: Said) -> Pod:
                 # The ranks agree on the newest cut that any of them knows; ours may be behind.
                 newest = max(run.cut_id, cut_id or 0)
                 run = replace(run, step=max(run.step, step), cut_id=newest)
-                run = _with_trainer(run, rank, parked_at=step, parked_after=pod.orders_heard)
+                run = _with_trainer(run, rank, parked_at=step)
         case Done(step=step):
             run = replace(run, step=max(run.step, step), done_step=step)
     return _put(pod, run)

@@ -390,3 +390,31 @@ def test_the_script_clock_is_worth_a_write_every_five_seconds():
         made.round(0.1)
         writes += not stages.same_but_progress(before, made.job)
     assert 3 <= writes <= 5
+
+
+def test_each_cut_of_a_stage_has_a_number_that_stays_when_the_cut_is_off():
+    made = trains(world())
+
+    def told() -> tuple[Order, int]:
+        view = stages.pod_orders(made.job, "pod_0_0")
+        assert view is not None
+        return view.plans[0].order, view.plans[0].cut
+
+    assert told() == (Order.GO, 0)
+    for number in (1, 2):
+        resize(made, 1)
+        made.run_until(JobState.CUTTING_OVER)
+        assert told() == (Order.CUT, number)
+        made.stop_server()
+        made.start_server()
+        assert told() == (Order.CUT, number)
+        assert made.job.coming is not None
+        abandon(made)
+        assert told() == (Order.RESUME, number)
+        trains(made)
+        assert told() == (Order.GO, number)
+
+
+def abandon(made: World) -> None:
+    """Let the cut take too long."""
+    made.pass_time(made.job.spec.prepare_timeout_s)

@@ -30,6 +30,7 @@ def make_plan(
     attempt: int = 0,
     restore_from: RestoreFrom | None = None,
     durable: bool = False,
+    cut: int | None = None,  # None: the first one, where the order is one
     kill_ranks: tuple[tuple[str, int], ...] = (),
 ) -> StagePlan:
     return StagePlan(
@@ -44,6 +45,7 @@ def make_plan(
         restore_from=restore_from,
         max_trainers=8,
         durable=durable,
+        cut=int(order is Order.CUT) if cut is None else cut,
         kill_ranks=kill_ranks,
     )
 

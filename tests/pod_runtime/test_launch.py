@@ -221,10 +221,10 @@ def test_an_abandoned_change_lets_the_parked_trainer_go_on(server, make_pod):
     pids = pod.trainers()
 
     def cut_and_resume(count: int) -> None:
-        server.say(make_plan(1, Order.CUT, (pod.part(),)))
+        server.say(make_plan(1, Order.CUT, (pod.part(),), cut=count))
         wait_until(lambda: len(server.told(ReportKind.DRAINED, 1)) == count)
         before = len(server.told(ReportKind.PROGRESS, 1))
-        server.say(make_plan(1, Order.RESUME, (pod.part(),)))
+        server.say(make_plan(1, Order.RESUME, (pod.part(),), cut=count))
         wait_until(lambda: len(server.told(ReportKind.PROGRESS, 1)) > before + 1)
 
     cut_and_resume(1)

@@ -217,8 +217,8 @@ def test_each_cut_has_its_own_number_and_an_answer_to_an_earlier_one_does_not_co
     pod = Simulated()
     pod.train()
     pod.told(plan(1, Order.CUT))
-    assert set(messages(pod.told(plan(1, Order.RESUME)))) == {(0, "resume"), (1, "resume")}
-    cut = [a.message["id"] for a in pod.told(plan(1, Order.CUT)) if isinstance(a, Tell)]
+    assert set(messages(pod.told(plan(1, Order.RESUME, cut=1)))) == {(0, "resume"), (1, "resume")}
+    cut = [a.message["id"] for a in pod.told(plan(1, Order.CUT, cut=2)) if isinstance(a, Tell)]
     assert cut == [2, 2]
     for rank in (0, 1):
         assert kinds(pod.say(rank, Drained(step=9, id=1))) == []  # was on its way
@@ -228,45 +228,45 @@ def test_each_cut_has_its_own_number_and_an_answer_to_an_earlier_one_does_not_co
 
 
 @pytest.mark.parametrize("order", [Order.RESUME, Order.GO])
-def test_orders_from_before_the_parking_free_nobody_that_parked_with_its_peers(order):
+def test_an_earlier_cut_that_is_off_frees_nobody_that_parked_for_the_next_with_its_peers(order):
     pod = Simulated()
     pod.train()
-    pod.told(plan(1, order))
-    pod.say(0, Drained(step=9))
-    actions = pod.say(1, Drained(step=9))
-    assert kinds(actions) == [ReportKind.DRAINED]  # which brings newer orders
-    assert messages(actions) == []
-    assert messages(pod.told(plan(1, Order.GO))) == []
-    assert set(messages(pod.told(plan(1, Order.RESUME)))) == {(0, "resume"), (1, "resume")}
-
-
-def test_the_number_that_ranks_agreed_on_is_the_one_that_is_resumed():
-    pod = Simulated()
-    pod.train()
-    pod.told(plan(1, Order.CUT))  # our first
     for rank in (0, 1):
-        pod.say(rank, Drained(step=9, id=3))  # another launcher has counted more
-    resumed = [a.message for a in pod.told(plan(1, Order.RESUME)) if isinstance(a, Tell)]
-    assert resumed == [{"do": "resume", "id": 3}] * 2
-    assert pod.say(0, Drained(step=9, id=3)) == []  # it was on its way, and goes on
-    cut = [a.message["id"] for a in pod.told(plan(1, Order.CUT)) if isinstance(a, Tell)]
-    assert cut == [4, 4]
+        actions = pod.say(rank, Drained(step=9, id=2))
+    assert kinds(actions) == [ReportKind.DRAINED]
+    off = pod.told(plan(1, order, cut=1))  # old news: cut 2 is on its way to us
+    assert [a.message for a in off if isinstance(a, Tell)] == [{"do": "resume", "id": 1}] * 2
+    assert ReportKind.FAILED not in kinds(off)
+    assert [t.parked_at for t in pod.pod.runs[-1].trainers] == [9, 9]
+    off = pod.told(plan(1, order, cut=2))
+    assert [a.message for a in off if isinstance(a, Tell)] == [{"do": "resume", "id": 2}] * 2
+    assert pod.say(0, Drained(step=9, id=2)) == []  # it was on its way, and goes on
 
 
-def test_cuts_that_the_server_numbers_have_its_numbers():
+def test_a_cut_that_is_called_off_unheard_frees_those_whom_it_reached_through_their_peers():
     pod = Simulated()
     pod.train()
-    cut = pod.told(replace(plan(1, Order.CUT), cut=5))
-    assert [a.message["id"] for a in cut if isinstance(a, Tell)] == [5, 5]
-    off = pod.told(replace(plan(1, Order.GO), cut=5))
-    assert [a.message for a in off if isinstance(a, Tell)] == [{"do": "resume", "id": 5}] * 2
+    for rank in (0, 1):
+        pod.say(rank, Drained(step=9, id=1))
+    off = pod.told(plan(1, Order.GO, cut=1))
+    assert messages(off) == [(0, "resume"), (1, "resume")]
+    assert pod.told(plan(1, Order.GO, cut=1)) == []
 
 
-def test_a_cut_that_is_called_off_unheard_is_off_when_training_goes_on():
+def test_the_next_cut_frees_those_who_parked_for_the_one_before():
     pod = Simulated()
     pod.train()
     pod.told(plan(1, Order.CUT))
-    assert set(messages(pod.told(plan(1, Order.GO)))) == {(0, "resume"), (1, "resume")}
+    for rank in (0, 1):
+        pod.say(rank, Drained(step=9, id=1))
+    actions = pod.told(plan(1, Order.CUT, cut=2, durable=True))  # its RESUME was never heard
+    assert [a.message for a in actions if isinstance(a, Tell) and a.rank == 0] == [
+        {"do": "resume", "id": 1},
+        {"do": "cut", "id": 2, "durable": True},
+    ]
+    for rank in (0, 1):
+        actions = pod.say(rank, Drained(step=10, id=2))
+    assert [(r.kind, r.step) for r in reports(actions)] == [(ReportKind.DRAINED, 10)]
 
 
 def test_trainers_without_the_loop_get_sigterm_and_after_the_grace_sigkill():

@@ -57,7 +57,10 @@ class PaddleAdapter:
         self._scaler = scaler if scaler is not None and scaler.is_enable() else None
         self._state = PaddleState(model, optimizer, self._scaler, extra or {})
         self._buffers = ShardBuffers(model, on_host)
+        self._header_size, self._on_host = header_size, on_host
         self._exchange = GradientExchange(parameters, self._buffers, header_size, on_host)
+        self._parameters = model.parameters()  # frozen ones, too
+        self._frozen = [each.stop_gradient for each in self._parameters]
         self._world_size = 1
         self._weights: dict[tuple[float, Any, tuple[int, ...]], Any] = {}
 
@@ -139,7 +142,20 @@ class PaddleAdapter:
     def exchange(self, header: Sequence[float], contribute: bool) -> list[float]:
         if self._world_size == 1:
             return [float(value) for value in header]
+        self._follow_frozen()
         return self._exchange.run(header, contribute, self._reduce)
+
+    def _follow_frozen(self) -> None:
+        """Exchange what is trained now: a script may unfreeze layers as the training goes on."""
+        frozen = [each.stop_gradient for each in self._parameters]
+        if frozen != self._frozen:
+            self._frozen = frozen
+            self._exchange = GradientExchange(
+                trained_parameters(self._model, self._optimizer),
+                self._buffers,
+                self._header_size,
+                self._on_host,
+            )
 
     def apply(self, *, filled_shards: int, lr_factor: float) -> None:
         if self._world_size > 1:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import paddle
+import paddle.distributed as dist
 import pytest
 from paddle import nn
 
@@ -291,6 +292,28 @@ def test_a_world_of_one_needs_no_group():
     with adapter.evaluation():
         assert not model.training
     assert model.training
+
+
+def test_layers_that_the_script_unfreezes_are_exchanged_from_then_on(monkeypatch):
+    """Doubling stands for the all-reduce of two equal ranks."""
+    monkeypatch.setattr(dist, "init_parallel_env", lambda: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: paddle.assign(tensor * 2, tensor))
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1))
+    backbone = model[0].weight
+    backbone.stop_gradient = True
+    optimizer = paddle.optimizer.SGD(1.0, parameters=model.parameters())
+    adapter = PaddleAdapter(model, optimizer, header_size=HEADER)
+    adapter.form_group(GroupSpec(rank=0, world_size=2, master="", generation=1))
+    for frozen_now in (True, False):
+        backbone.stop_gradient = frozen_now
+        before = backbone.numpy().copy()
+        adapter.begin_step()
+        adapter.backward(model(paddle.ones([3, 4])).sum(), 0.5)
+        adapter.end_shard()
+        mine = np.zeros_like(before) if frozen_now else backbone.grad.numpy().copy()
+        assert adapter.exchange([1.0, 0.0, 3.0], True) == [2.0, 0.0, 6.0]
+        adapter.apply(filled_shards=2, lr_factor=1.0)
+        assert np.allclose(before - backbone.numpy(), 2 * mine)
 
 
 def test_a_state_of_another_model_is_refused_before_anything_changes():

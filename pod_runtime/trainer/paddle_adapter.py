@@ -239,14 +239,16 @@ class PaddleAdapter:
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        training = self._model.training
+        layers = self._model.sublayers(include_self=True)
+        training = [layer.training for layer in layers]
         self._model.eval()
         try:
             with paddle.no_grad():
                 yield
         finally:
-            if training:
-                self._model.train()
+            # One by one: a script may keep some in evaluation mode, as frozen batch norms are.
+            for layer, was_training in zip(layers, training, strict=True):
+                layer.training = was_training
 
     def to_float(self, value: Any) -> float:
         return float(value.item()) if hasattr(value, "item") else float(value)

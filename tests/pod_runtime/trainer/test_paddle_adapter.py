@@ -316,6 +316,15 @@ def test_layers_that_the_script_unfreezes_are_exchanged_from_then_on(monkeypatch
         assert np.allclose(before - backbone.numpy(), 2 * mine)
 
 
+def test_an_evaluation_leaves_frozen_batch_norms_as_the_script_has_set_them():
+    adapter, model, _optimizer, _scheduler = make("momentum")
+    model[1].eval()
+    with adapter.evaluation():
+        assert not any(layer.training for layer in model.sublayers(include_self=True))
+    assert model.training
+    assert [layer.training for layer in model] == [True, False, True, True]
+
+
 def test_a_state_of_another_model_is_refused_before_anything_changes():
     adapter, model, _optimizer, _scheduler = make("momentum")
     step(adapter, model, 1)

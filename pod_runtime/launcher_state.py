@@ -198,11 +198,13 @@ def leave(pod: Pod, leaving: Leaving) -> Pod:
 
 
 def _stepped(run: Run, rank: int, said: Stepped) -> Run:
+    # What a script logs before its first step of the stage comes with the step it was restored to.
+    made_one = run.first_step is None and said.step > run.step
     run = replace(
         run,
         step=max(run.step, said.step),
         epoch=max(run.epoch, said.epoch),
-        first_step=said.step if run.first_step is None else run.first_step,
+        first_step=said.step if made_one else run.first_step,
         total_steps=run.total_steps if said.total_steps is None else said.total_steps,
         step_s=run.step_s if said.step_s is None else said.step_s,
     )

@@ -174,6 +174,19 @@ def test_first_step_is_told_at_once_and_then_progress_every_heartbeat():
     assert (progress.step, progress.metrics) == (5, {"loss": 2.0})
 
 
+def test_what_is_logged_between_the_restore_and_the_first_step_is_no_first_step():
+    pod = Simulated()
+    pod.told(plan(1, Order.START))
+    for rank in (0, 1):
+        pod.say(rank, Hello(rank=rank, stage=1, pid=1))
+        pod.say(rank, Loaded(step=30))
+    pod.told(plan(1, Order.GO))
+    evaluated = pod.say(0, Stepped(step=30, metrics={"accuracy": 0.9}))
+    assert ReportKind.FIRST_STEP not in kinds(evaluated)
+    (first,) = (r for r in reports(pod.say(0, Stepped(step=31))) if r.kind is ReportKind.FIRST_STEP)
+    assert first.step == 31
+
+
 def test_a_cut_is_told_to_all_and_drained_when_the_last_has_parked():
     pod = Simulated()
     pod.train()

@@ -164,7 +164,7 @@ def start_job(
             "--log_dir", str(config.out / "logs"), "--pod_path", str(config.out / "pods"),
             *slots, "--port_range", "auto", "--grace_s", "5", str(EXAMPLE / "train.sh"),
             "--model", config.model, "--epochs", str(epochs), "--seed", str(config.seed),
-            "--batch_size", str(config.recipe.batch_size),
+            "--batch_size", str(config.recipe.batch_size), "--lr", str(config.recipe.lr),
             "--checkpoint", str(config.out / "checkpoint"),
         ],
     )  # fmt: skip

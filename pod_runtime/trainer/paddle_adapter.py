@@ -23,6 +23,11 @@ from pod_runtime.trainer.paddle_state import PaddleState
 
 logger = logging.getLogger(__name__)
 
+# The limit is gloo's, and Paddle lets nobody change it.
+_TIMEOUT_HINT = (
+    "a rank did not come within 30 s: on the CPU, what one rank does alone (an evaluation or a "
+    "save on rank 0, say) has to take less; loop.evaluate spreads it over all ranks; "
+)
 _MASTER_TIMEOUT_S = 600.0  # outside EDL; inside, the launcher ends this process long before
 
 
@@ -106,7 +111,8 @@ class PaddleAdapter:
         try:
             dist.all_reduce(tensor)
         except RuntimeError as error:  # gloo: a peer closed its end, or was silent for 30 s
-            raise PeerLost(f"all-reduce: {error}") from error
+            hint = _TIMEOUT_HINT if "TIMEOUT" in str(error) else ""
+            raise PeerLost(f"{hint}all-reduce: {error}") from error
 
     # --- state
 

@@ -10,7 +10,7 @@ import pytest
 from paddle import nn
 
 from pod_runtime.trainer.adapter import GroupSpec
-from pod_runtime.trainer.errors import StateError, UsageError
+from pod_runtime.trainer.errors import PeerLost, StateError, UsageError
 from pod_runtime.trainer.paddle_adapter import PaddleAdapter
 from pod_runtime.trainer.paddle_gradients import GradientExchange, ShardBuffers
 
@@ -314,6 +314,20 @@ def test_layers_that_the_script_unfreezes_are_exchanged_from_then_on(monkeypatch
         assert adapter.exchange([1.0, 0.0, 3.0], True) == [2.0, 0.0, 6.0]
         adapter.apply(filled_shards=2, lr_factor=1.0)
         assert np.allclose(before - backbone.numpy(), 2 * mine)
+
+
+def test_a_rank_that_does_not_come_in_time_is_told_from_one_that_is_gone(monkeypatch):
+    monkeypatch.setattr(dist, "init_parallel_env", lambda: None)
+    adapter, _model, _optimizer, _scheduler = make("momentum")
+    adapter.form_group(GroupSpec(rank=0, world_size=2, master="", generation=1))
+    for said, expected in (("TIMEOUT self_rank", "did not come"), ("Connection closed", "all-red")):
+
+        def fail(_tensor: Any, said: str = said) -> None:
+            raise RuntimeError(said)
+
+        monkeypatch.setattr(dist, "all_reduce", fail)
+        with pytest.raises(PeerLost, match=rf"{expected}.*{said}"):
+            adapter.all_reduce(np.zeros(1))
 
 
 def test_an_evaluation_leaves_frozen_batch_norms_as_the_script_has_set_them():

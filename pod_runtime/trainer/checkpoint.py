@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 STATUS = "train_status.json"
+_PROBE = "writable.probe"
 _STAGE = re.compile(r"stage_(\d{8,})\Z")
 _STEP = re.compile(r"step_(\d{10,})\Z")
 
@@ -87,6 +88,21 @@ class CheckpointStore:
             ) from error
         self._clean(made)
         return made
+
+    def check_writable(self) -> None:
+        """Write and remove a small file: a training that begins would keep nothing otherwise.
+
+        Raises:
+            CheckpointError: nothing can be written there.
+        """
+        try:
+            self.storage.write(_PROBE, [b"made to see whether checkpoints can be written\n"])
+            self.storage.remove(_PROBE)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint: {self.storage.name} cannot be written: {error.strerror or error}; "
+                f"make it writable, or give another path"
+            ) from error
 
     def load_newest(self) -> tuple[StateImage, CheckpointId] | None:
         """Return the newest intact checkpoint; None if there is none.

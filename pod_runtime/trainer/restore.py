@@ -67,6 +67,8 @@ def restore(
         source, from_checkpoint = 0, True
         found = store.load_newest() if store is not None and rank == 0 else None
         image = found[0] if found is not None else None
+        if store is not None and rank == 0 and found is None:
+            store.check_writable()  # now nothing is lost; later, training goes on without
     if world_size == 1:
         if image is None:
             return _fresh(fresh, stage)

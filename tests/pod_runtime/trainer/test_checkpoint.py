@@ -130,6 +130,18 @@ def test_retention_never_touches_what_is_newer(storage):
     assert CheckpointId(5, 9) in CheckpointStore(storage).found()
 
 
+def test_a_path_that_can_be_written_is_left_as_it_was_found(storage):
+    CheckpointStore(storage).check_writable()
+    assert (storage.files(""), storage.folders("")) == ([], [])
+
+
+def test_a_path_that_cannot_be_written_is_said_with_the_reason(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    store = CheckpointStore(open_storage(tmp_path / "file" / "ckpt"))
+    with pytest.raises(CheckpointError, match=r"file/ckpt cannot be written: Not a directory; "):
+        store.check_writable()
+
+
 def test_a_checkpoint_that_fails_does_not_cost_those_before(tmp_path):
     store = CheckpointStore(open_storage(tmp_path), keep=1)
     store.write(make_image(step=1, fill=1.0))

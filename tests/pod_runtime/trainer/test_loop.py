@@ -63,6 +63,12 @@ def test_a_step_reads_the_samples_that_it_names():
     assert (loop.rank, loop.world_size, loop.step_count, loop.shards_per_batch) == (0, 1, 8, 4)
 
 
+def test_a_training_that_could_keep_nothing_does_not_begin(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(elastic.CheckpointError, match="cannot be written: Not a directory"):
+        make(checkpoint=tmp_path / "file" / "ckpt")
+
+
 def test_a_training_that_was_left_goes_on_as_if_it_had_not_been(tmp_path, caplog):
     whole, whole_model = make()
     read = train(whole, whole_model)

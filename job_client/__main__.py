@@ -22,7 +22,7 @@ from job_client.errors import JobClientError, UsageError
 from job_client.gpus import find_inventory
 from job_client.home import Home
 from job_server.api_client import ApiClient
-from job_server.wire import WireError, check_id
+from job_server.wire import STOP_AFTER_RANGE_S, WireError, check_id
 from pod_runtime import env, processes
 
 logger = logging.getLogger("job_client")
@@ -170,8 +170,12 @@ def _stop_after(text: str) -> float | None:
     if text == "continue":
         return None
     match = re.fullmatch(r"stop_after=(\d+(?:\.\d+)?)", text)
-    if not match or float(match[1]) <= 0:
-        raise UsageError(f"--on_server_loss: expected continue or stop_after=SECONDS, got {text!r}")
+    low, high = STOP_AFTER_RANGE_S
+    if not match or not low <= float(match[1]) <= high:
+        raise UsageError(
+            "--on_server_loss: expected continue or stop_after=SECONDS, "
+            f"{low:g} to {high:.0f}, got {text!r}"
+        )
     return float(match[1])
 
 

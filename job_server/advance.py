@@ -15,6 +15,7 @@ from job_server.deadlines import (
     heed_deadline,
     start_deadline,
 )
+from job_server.fencing import count_fenced, lose_silent
 from job_server.halting import halt
 from job_server.job import (
     OVER,
@@ -27,7 +28,6 @@ from job_server.job import (
     Job,
     Keep,
     Phase,
-    Pod,
     Stage,
 )
 from job_server.layout import make_pods, slots_of_leavers, slots_of_stayers
@@ -43,10 +43,9 @@ from job_server.transitions import (
     enter_start,
     fail_coming,
     finish,
-    lose,
 )
 from job_server.wire import JobState, PodPhase, Way
-from job_server.work import Work
+from job_server.work import Work, fenced_at
 
 MAX_ROUNDS = 100  # a stop for the loop should two rules ever undo each other
 
@@ -62,56 +61,6 @@ def settle(work: Work) -> None:
                 return
         if work.job == before:
             return
-
-
-def _lose_silent(work: Work) -> None:
-    """Give up pods that cannot be reached, unless none of the stage in force can."""
-    job = work.job
-    current = job.current
-    reachable = current is None or _reaches(work, current)
-    cut_off = not reachable
-    if cut_off != job.cut_off:
-        work.set(cut_off=cut_off)
-        if cut_off:
-            work.note("no pod can be reached: waiting until one answers")
-        else:  # the others get as long to answer as anybody
-            work.set(heed_from=work.now)
-            work.note("a pod answers again")
-    for pod in work.job.pods:
-        if pod.keep is Keep.RELEASED or not work.is_silent(pod):
-            continue
-        in_force = current is not None and current.member(pod.pod_id) is not None
-        if in_force and cut_off:
-            continue
-        if pod.keep is Keep.HOLD:
-            work.release(pod.pod_id)
-        elif work.job.pod(pod.pod_id) == pod:
-            lose(work, pod.pod_id, _silent_cause(work, pod), confirmed=False)
-
-
-def _reaches(work: Work, stage: Stage) -> bool:
-    """Whether a pod of the stage answers, or is known to have stopped: then the stage is over.
-
-    A stage whose ranks were never told GO is over as soon as we say so.
-    """
-    if not stage.committed and work.job.elastic:
-        return True
-    for member in stage.members:
-        pod = work.job.pod(member.pod.pod_id)
-        if member.at in STOPPED or (
-            pod is not None and pod.keep is Keep.RUN and not work.is_silent(pod)
-        ):
-            return True
-    return False
-
-
-def _silent_cause(work: Work, pod: Pod) -> Cause:
-    stepped_at = work.job.progress.stepped_at
-    return Cause(
-        kind=CauseKind.PLANNED if pod.planned else CauseKind.PREEMPTION,
-        text=f"neither node {pod.site.node_id} nor the launcher of pod {pod.pod_id} answers",
-        at=work.now if stepped_at is None else min(stepped_at, work.now),
-    )
 
 
 def _succeed(work: Work) -> None:
@@ -325,9 +274,14 @@ def _wait_for_fence(work: Work, stage: Stage) -> None:
     if ending or not lost:
         work.set(waiting="")
         return
+    pods = [pod for pod_id in lost if (pod := work.job.pod(pod_id)) is not None]
+    fences = [fenced_at(work.job, pod, work.cluster) for pod in pods]
+    way_out = f"or for `edl resize {work.job.spec.job_id} N --assume_dead`"
+    if pods and None not in fences:
+        way_out = "or has stopped it (--on_server_loss stop_after)"
     work.set(
         waiting=f"{', '.join(lost)} cannot be reached and may still run; waiting until its client "
-        f"answers, or for `edl resize {work.job.spec.job_id} N --assume_dead`"
+        f"answers, {way_out}"
     )
 
 
@@ -397,7 +351,8 @@ def _change(work: Work) -> None:
 
 
 RULES: tuple[Callable[[Work], None], ...] = (
-    _lose_silent,
+    lose_silent,
+    count_fenced,
     _succeed,
     halt,
     _advance_coming,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from job_server.bookkeeping import script_runs
 from job_server.change_script import ScriptedChange, parse_script
-from job_server.job import Halt, HaltPhase, Job, Keep, Phase, Stage
+from job_server.job import At, Halt, HaltPhase, Job, Keep, Phase, Stage
 from job_server.placement import Cluster
 from job_server.wire import Way
 from job_server.work import (
@@ -12,6 +12,7 @@ from job_server.work import (
     LOAD_PATIENCE,
     MISSING_HEARTBEATS,
     RECOVERY_PATIENCE_S,
+    fenced_at,
     silent_at,
 )
 
@@ -96,8 +97,19 @@ def _deadlines(job: Job, now: float, cluster: Cluster) -> Iterator[float]:
             yield silent_at(job, pod, cluster)
     for since in job.progress.missing.values():
         yield since + MISSING_HEARTBEATS * cluster.heartbeat_s
+    yield from _fences(job, cluster)
     if script_runs(job):
         yield from _script_deadlines(job, now)
+
+
+def _fences(job: Job, cluster: Cluster) -> Iterator[float]:
+    for stage in job.stages:
+        for member in stage.members:
+            pod = job.pod(member.pod.pod_id)
+            if pod is not None and (job.cut_off or member.at is At.LOST):
+                at = fenced_at(job, pod, cluster)
+                if at is not None:
+                    yield at
 
 
 def _script_deadlines(job: Job, now: float) -> Iterator[float]:

@@ -227,6 +227,7 @@ def _assume_dead(work: Work) -> bool:
             lose(work, pod.pod_id, pod_exits.preempted(work, pod, text), confirmed=True)
             found = True
     if found:
+        work.set(cut_off=False)
         work.note("pods that cannot be reached are assumed dead")
     return found
 

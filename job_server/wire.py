@@ -19,6 +19,7 @@ __all__ = ["WireError", "decode", "encode"]  # the rest is public as well; these
 
 API = "/api/v1"
 MAX_POLL_S = 60.0  # the longest a server holds a long poll
+STOP_AFTER_RANGE_S = (0.1, 366 * 86400.0)
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
 
 
@@ -77,6 +78,7 @@ class Node:
     port_high: int  # last one, inclusive
     job_id: str | None = None  # the one job it serves; None: any job whose folder it has
     folders: tuple[str, ...] = ()  # jobs it can run by `--jobs_dir`; unused where job_id is set
+    stop_after_s: float | None = None  # None: its pods keep running while the server is away
 
     def __post_init__(self) -> None:
         check_id("node_id", self.node_id)
@@ -86,6 +88,8 @@ class Node:
             raise WireError(f"addr: expected a host name or an address, got {self.addr[:60]!r}")
         check_range("port_low", self.port_low, 1024, 65535)
         check_range("port_high", self.port_high, self.port_low, 65535)
+        if self.stop_after_s is not None:
+            check_range("stop_after_s", self.stop_after_s, *STOP_AFTER_RANGE_S)
         if not self.slots:
             raise WireError("slots: a node needs at least one slot")
         if len({slot.index for slot in self.slots}) != len(self.slots):

@@ -9,6 +9,7 @@ from job_server.placement import Cluster, find_node
 END_MARGIN_S = 20.0  # beyond the grace, for a launcher that ends its trainers
 LOAD_PATIENCE = 5.0  # times prepare_timeout_s: where nothing trains that a timeout would save
 RECOVERY_PATIENCE_S = 5.0  # how much longer than a recovery a prepared change may take
+FENCE_MARGIN_S = 2.0  # beyond `stop_after_s`: a client terminates its pods then, kills them 1 s on
 MISSING_HEARTBEATS = 3  # reports that may omit a pod before it counts as lost
 
 
@@ -80,6 +81,22 @@ def silent_at(job: Job, pod: Pod, cluster: Cluster) -> float:
     heard = job.progress.heard.get(pod.pod_id, job.heed_from)
     seen = view.seen_at if view is not None else job.heed_from
     return max(heard, seen, job.heed_from) + cluster.silence_s
+
+
+def fenced_at(job: Job, pod: Pod, cluster: Cluster) -> float | None:
+    """Return when the pod's client has stopped it if neither is heard until then.
+
+    None: its client keeps pods running while the server is away, or fell silent so long before
+    the pod's launcher did that it must have died: then it stops nothing.
+    """
+    view = find_node(cluster, pod.site.node_id)
+    if view is None or view.node.stop_after_s is None:
+        return None
+    heard = job.progress.heard.get(pod.pod_id, job.heed_from)
+    if heard > max(view.seen_at, job.heed_from) + cluster.silence_s:
+        return None
+    last = max(heard, view.seen_at, job.heed_from)
+    return last + view.node.stop_after_s + FENCE_MARGIN_S
 
 
 def without(mapping: Any, key: str) -> dict[str, Any]:

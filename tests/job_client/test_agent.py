@@ -214,6 +214,7 @@ def test_pods_are_stopped_when_the_server_is_away_for_as_long_as_was_said(start_
     server.wait_phase("pod_0_0", PodPhase.RUNNING)
     server.go_away()
     registrations = len(server.nodes)
+    assert server.nodes[-1].stop_after_s == 1.0  # the server counts on it
     pods_dir = None
     wait_until(lambda: server.state("pod_0_0") is not None)
     state = server.state("pod_0_0")

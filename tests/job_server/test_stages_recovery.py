@@ -9,7 +9,7 @@ from job_server.job import At, Cause, CauseKind
 from job_server.stages import KillAsked, Reported, ResizeAsked
 from job_server.wire import JobState, Kill, PodReport, ReportKind, Resize, Way
 from tests.job_server.test_stages_changes import RUNNING, ids, records, tell, trains, world
-from tests.job_server.world import World
+from tests.job_server.world import HEARTBEAT_S, World, node
 
 FAILED = JobState.FAILED
 
@@ -180,6 +180,66 @@ def test_nothing_is_started_while_no_pod_can_be_reached_and_all_goes_on_when_one
     assert made.job.state is RUNNING
     assert made.job.progress.step > step + 15
     assert len(records(made)) == 1
+
+
+def cut_off(*, stop_after_s: float | None, **spec: Any) -> World:
+    """A world whose job trains on node `a`, which is then cut off; node `b` is free."""
+    job = wire.JobSpec(**{"job_id": "job", "max_pods": 2, **spec})
+    nodes = (node("a", stop_after_s=stop_after_s), node("b"))
+    made = trains(World(job, nodes, total_steps=4000))
+    cut_link(made, "a")
+    made.run_until(JobState.WAITING)
+    return made
+
+
+def test_a_job_that_is_cut_off_recovers_elsewhere_once_its_clients_have_stopped_its_pods():
+    made = cut_off(stop_after_s=20.0)
+    silent_since = made.nodes["a"].seen_at
+    assert (
+        "until their clients have stopped them" in stages.job_status(made.job, made.now, 0).reason
+    )
+    made.run_until(JobState.RECOVERING)
+    assert silent_since + 22.0 <= made.now <= silent_since + 22.5 + HEARTBEAT_S
+    assert (made.job.preemptions, made.job.failures) == (1, 0)
+    trains(made)
+    assert {pod.node_id for pod in stages.running_pods(made.job)} == {"b"}
+    made.nodes["a"].link = True
+    made.rounds(4)
+    assert not made.nodes["a"].pods
+
+
+def test_the_state_machine_asks_to_be_woken_when_the_pods_must_have_stopped():
+    made = cut_off(stop_after_s=300.0)
+    made.power_off(made.nodes["b"])  # so that nobody wakes it by a report
+    made.rounds(20)
+    heard = max(made.nodes["a"].seen_at, *made.job.progress.heard.values())
+    assert stages.next_deadline(made.job, made.now, made.cluster) == heard + 302.0
+
+
+@pytest.mark.parametrize("why", ["told to go on", "its client has died"])
+def test_pods_that_nobody_stops_are_not_counted_as_stopped(why):
+    made = cut_off(stop_after_s=None if why == "told to go on" else 20.0)
+    if why == "its client has died":
+        made.nodes["a"].link = True
+        made.nodes["a"].client = False
+        made.rounds(20)  # the launchers are heard, their client is not
+        assert made.job.state is RUNNING
+        made.nodes["a"].link = False
+        made.run_until(JobState.WAITING)
+    made.rounds(100)
+    assert made.job.state is JobState.WAITING
+    assert made.job.coming is None
+
+
+def test_a_stage_without_the_loop_goes_on_without_a_node_whose_client_has_stopped_its_pods():
+    job = wire.JobSpec(job_id="job", max_pods=4)
+    nodes = (node("a"), node("b", stop_after_s=20.0))
+    made = trains(World(job, nodes, elastic=False))
+    cut_link(made, "b")
+    made.run_until(JobState.WAITING)
+    assert "or has stopped it" in made.job.waiting
+    trains(made)
+    assert {pod.node_id for pod in stages.running_pods(made.job)} == {"a"}
 
 
 def test_an_operator_can_say_that_what_cannot_be_reached_is_dead():

@@ -207,7 +207,14 @@ ACTIONS = st.tuples(
 )
 
 
-def make_world(*, elastic: bool, min_pods: int, scripted: bool, failures: int) -> World:
+def make_world(
+    *,
+    elastic: bool,
+    min_pods: int,
+    scripted: bool,
+    failures: int,
+    stop_after_s: float | None = None,
+) -> World:
     script = ScriptSpec(kind=ScriptKind.ALTERNATE if scripted else ScriptKind.NONE, interval_s=6.0)
     spec = JobSpec(
         job_id="job",
@@ -220,7 +227,8 @@ def make_world(*, elastic: bool, min_pods: int, scripted: bool, failures: int) -
         prepare_timeout_s=10.0,
         grace_s=5.0,
     )
-    return World(spec, (node("a"), node("b")), elastic=elastic)
+    nodes = (node("a", stop_after_s=stop_after_s), node("b", stop_after_s=stop_after_s))
+    return World(spec, nodes, elastic=elastic)
 
 
 def finish(world: World) -> None:
@@ -270,6 +278,33 @@ def test_whatever_happens_the_job_comes_to_an_end_once_the_world_is_honest(
     elastic, min_pods, scripted, failures, actions
 ):
     world = make_world(elastic=elastic, min_pods=min_pods, scripted=scripted, failures=failures)
+    play(world, actions)
+
+
+# A client that dies at the very moment when its node is cut off stops nothing, and nobody can know.
+FENCED = st.tuples(
+    st.one_of(
+        st.sampled_from(USUAL),
+        st.just(rounds),
+        st.sampled_from([action for action in TROUBLE if action is not kill_client]),
+        st.sampled_from([cut_link, a_while]),
+    ),
+    st.integers(0, 19),
+)
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+@given(
+    elastic=st.booleans(),
+    stop_after_s=st.sampled_from([2.0, 5.0, 15.0]),
+    actions=st.lists(FENCED, max_size=60),
+)
+def test_the_same_holds_where_clients_stop_pods_that_are_cut_off(elastic, stop_after_s, actions):
+    world = make_world(
+        elastic=elastic, min_pods=1, scripted=False, failures=50, stop_after_s=stop_after_s
+    )
     play(world, actions)
 
 

@@ -24,7 +24,13 @@ from job_server.wire import (
 HEARTBEAT_S = 1.0
 
 
-def node(name: str, slots: int = 2, *, job_id: str | None = "job") -> wire.Node:
+def node(
+    name: str,
+    slots: int = 2,
+    *,
+    job_id: str | None = "job",
+    stop_after_s: float | None = None,
+) -> wire.Node:
     return wire.Node(
         node_id=name,
         addr=f"addr-{name}",
@@ -32,6 +38,7 @@ def node(name: str, slots: int = 2, *, job_id: str | None = "job") -> wire.Node:
         port_low=20000,
         port_high=20000 + 8 * slots - 1,
         job_id=job_id,
+        stop_after_s=stop_after_s,
     )
 
 
@@ -524,6 +531,7 @@ class World:
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
+        self.fence()
         self.send(stages.Tick())
 
     def round(self, dt: float = 0.5) -> None:
@@ -547,10 +555,22 @@ class World:
             if deadline is None or deadline > then:
                 break
             self.now = deadline
+            self.fence()
             self.send(stages.Tick())
             ticks += 1
             assert ticks < 30, f"a busy loop in {self.job}"
         self.now = then
+        self.fence()
+
+    def fence(self) -> None:
+        """Clients that have not heard the server for as long as was said stop their pods."""
+        for sim in self.nodes.values():
+            limit_s = sim.node.stop_after_s
+            if limit_s is None or not sim.client or self.now < sim.seen_at + limit_s:
+                continue
+            for pod in sim.pods.values():
+                if pod.phase is not PodPhase.EXITED:
+                    pod.end(signal=15)
 
     def rounds(self, count: int, dt: float = 0.5) -> None:
         for _ in range(count):

@@ -54,7 +54,7 @@ class Loop:
         shards: int | None = None,
         loss: str = "mean",
         scaler: Any | None = None,
-        policy: Policy = "fixed_global",
+        policy: Policy | None = None,
         lr_warmup_steps: int = 0,
         shuffle: bool | None = None,
         drop_last: bool | None = None,
@@ -76,7 +76,8 @@ class Loop:
             shards: V, into how many a global batch is cut; fixed for the run. None: as stored,
                 else the most trainers that the job may have.
             loss: "mean" if the loss is the mean over a shard, "sum" if it is the sum.
-            policy: "fixed_global", "linear", or a callable (old_world, new_world) -> Scale.
+            policy: "fixed_global", "linear", or a callable (old_world, new_world) -> Scale;
+                None: the job's, "fixed_global" unless it was submitted with another.
             lr_warmup_steps: for "linear", after a jump of the world size.
             reader: called as reader(ReadFrom), returns an iterator of (epoch, step, shard,
                 fields...) in order; called again after every cut-over.
@@ -139,6 +140,7 @@ class Loop:
         self._committed_at = time.monotonic()
         self._cut_agreed = False  # in the exchange of the open step
         self._finished = False
+        self._stop_asked = False
 
     # --- what a script asks
 
@@ -177,14 +179,24 @@ class Loop:
             if not progress.epoch_is_over:
                 raise UsageError(
                     f"epoch {cursor.epoch} was left after {progress.cursor.step} of "
-                    f"{cursor.step + left} steps; run all of them, without break (fewer epochs "
-                    f"end a training earlier)"
+                    f"{cursor.step + left} steps; run all of them, without break (loop.stop() ends "
+                    f"the training after this epoch)"
                 )
             with self._surviving():
+                stop = self._member.any_of_us(self._stop_asked)
                 progress.commit_epoch()
+                if stop:
+                    progress.stop()
                 self._stage.keeper.after_epoch()
         with self._surviving():
             self._finish()
+
+    def stop(self) -> None:
+        """End the training after this epoch, for early stopping; do not leave the loop by `break`.
+
+        It is enough that one rank calls it. The final checkpoint is written as at the last epoch.
+        """
+        self._stop_asked = True
 
     def evaluate(
         self, test_set: Any, fn: Fn, *, batch_size: int | None = None, collate_fn: Any = None

@@ -24,6 +24,7 @@ from pod_runtime.trainer.errors import (
 )
 from pod_runtime.trainer.keeper import Keeper
 from pod_runtime.trainer.link import Link
+from pod_runtime.trainer.together import wait_together
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +75,14 @@ class Member:
 
     def meet(self) -> None:
         """Let all ranks notice a cut at a point that all of them pass, between steps."""
-        votes = np.array([float(self.is_cut)])
-        self._adapter.all_reduce(votes)
-        if votes[0]:
+        if self.any_of_us(self.is_cut):
             self.park()
+
+    def any_of_us(self, mine: bool) -> bool:
+        """Whether any rank says so. All ranks call it."""
+        votes = np.array([float(mine)])
+        self._adapter.all_reduce(votes)
+        return bool(votes[0])
 
     def wait_for_writer(self) -> None:
         """Return when rank 0's checkpoint is written.
@@ -85,16 +90,10 @@ class Member:
         Raises:
             CheckpointError: it was not; on every rank, so that none says that all is done.
         """
-        pause_s = 0.001
-        while True:
-            state = np.array([float(self._keeper.is_writing), float(self._keeper.has_failed)])
-            self._adapter.all_reduce(state)
-            if not state[0]:
-                break
-            time.sleep(pause_s)
-            pause_s = min(1.0, pause_s * 2)
+        wait_together(self._adapter, lambda: self._keeper.is_writing)
+        failed = self.any_of_us(self._keeper.has_failed)
         self._keeper.finish_writing()
-        if state[1]:
+        if failed:
             raise CheckpointError("rank 0 could not write the final checkpoint; its log says why")
 
     @property

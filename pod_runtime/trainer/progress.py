@@ -31,6 +31,7 @@ class Progress:
         self._before = before
         self._samples_seen = before.samples_seen
         self._ledger = Ledger(before.ledger)
+        self._stopped = before.stopped
 
     @property
     def run(self) -> RunInfo:
@@ -82,13 +83,18 @@ class Progress:
         self.cursor = next_epoch(self.cursor)
         self.version += 1
 
+    def stop(self) -> None:
+        """No further epoch is wanted."""
+        self._stopped = True
+        self.version += 1
+
     @property
     def epoch_is_over(self) -> bool:
         return self.batches.steps_left(self.cursor.offset) == 0
 
     @property
     def is_finished(self) -> bool:
-        return self.cursor.epoch >= self.run.epochs
+        return self._stopped or self.cursor.epoch >= self.run.epochs
 
     def flush_ledger(self) -> None:
         self._ledger.flush()
@@ -115,6 +121,7 @@ class Progress:
             scaling=self.scaling,
             ledger=(),
             finished=self.is_finished,
+            stopped=self._stopped,
         )
 
 

@@ -2,16 +2,18 @@
 
 import json
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
 from job_server.wire import RestoreFrom
 from pod_runtime.trainer.adapter import Adapter
-from pod_runtime.trainer.checkpoint import CheckpointStore
+from pod_runtime.trainer.checkpoint import CheckpointId, CheckpointStore
 from pod_runtime.trainer.errors import StateError
 from pod_runtime.trainer.image import StateImage, image_from
 from pod_runtime.trainer.snapshot import read_snapshot
+from pod_runtime.trainer.together import wait_together
 from pod_runtime.trainer.train_status import TrainStatus
 
 logger = logging.getLogger(__name__)
@@ -65,7 +67,7 @@ def restore(
                 wanted.step,
             )
         source, from_checkpoint = 0, True
-        found = store.load_newest() if store is not None and rank == 0 else None
+        found = _load_newest(adapter, store if rank == 0 else None)
         image = found[0] if found is not None else None
         if store is not None and rank == 0 and found is None:
             store.check_writable()  # now nothing is lost; later, training goes on without
@@ -78,6 +80,16 @@ def restore(
         adapter, image, rank=rank, source=source, stage=stage, fresh=fresh,
         from_checkpoint=from_checkpoint,
     )  # fmt: skip
+
+
+def _load_newest(
+    adapter: Adapter, store: CheckpointStore | None
+) -> tuple[StateImage, CheckpointId] | None:
+    """Read and verify a checkpoint, which may take minutes, while the other ranks wait."""
+    with ThreadPoolExecutor(1, "checkpoint-reader") as pool:
+        reading = None if store is None else pool.submit(store.load_newest)
+        wait_together(adapter, lambda: reading is not None and not reading.done())
+        return None if reading is None else reading.result()
 
 
 def _broadcast(

@@ -19,7 +19,7 @@ class LoopSettings:
     keep_checkpoints: int
     shards: int | None  # None: as stored, else the most trainers
     loss: str
-    policy: Any
+    policy: Any  # None: the job's
     lr_warmup_steps: int
     steps_per_epoch: int | None  # None: by the dataset's length
     snapshot_steps: int | str
@@ -43,7 +43,8 @@ class LoopSettings:
         if self.loss not in WEIGHTS:
             raise UsageError(f"loss: expected one of {', '.join(WEIGHTS)}, got {self.loss!r}")
         try:
-            check_policy(self.policy)
+            if self.policy is not None:
+                check_policy(self.policy)
         except ValueError as error:
             raise UsageError(str(error)) from error
 

@@ -48,6 +48,7 @@ class _Place:
     max_trainers: int
     master: str  # "addr:port" of rank 0; "" outside EDL, where the framework knows
     wanted: RestoreFrom | None  # None: a checkpoint, or afresh
+    policy: str  # of the job
     link: Link | None
     is_writer: bool
     fds: tuple[int, ...]
@@ -133,6 +134,7 @@ def _find_place(env: TrainerEnv, link: Link | None, store: CheckpointStore | Non
             max_trainers=env.max_trainers or env.world_size,
             master="",
             wanted=None,
+            policy="fixed_global",
             link=None,
             is_writer=False,
             fds=(),
@@ -156,6 +158,7 @@ def _find_place(env: TrainerEnv, link: Link | None, store: CheckpointStore | Non
         max_trainers=plan.max_trainers,
         master=plan.master,
         wanted=plan.restore_from,
+        policy=plan.policy,
         link=link,
         is_writer=welcome.writer,
         fds=welcome.fds,
@@ -187,7 +190,8 @@ def _begin(
     status: TrainStatus,
     store: CheckpointStore | None,
 ) -> Stage:
-    if settings.policy == "fixed_global" and place.max_trainers > status.shards:
+    policy = place.policy if settings.policy is None else settings.policy
+    if policy == "fixed_global" and place.max_trainers > status.shards:
         raise UsageError(
             f"shards: {status.shards} are too few for the {place.max_trainers} trainers that the "
             f"job may have; start the training with shards={place.max_trainers} or more, or the "
@@ -197,7 +201,7 @@ def _begin(
         status,
         scaling_for(
             status,
-            settings.policy,
+            policy,
             world_size=place.world_size,
             warmup_steps=settings.lr_warmup_steps,
         ),

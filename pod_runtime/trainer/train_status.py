@@ -23,7 +23,8 @@ class TrainStatus:
     run: RunInfo
     scaling: Scaling
     ledger: tuple[StageEntry, ...] = ()  # the lineage
-    finished: bool = False  # all epochs are committed
+    finished: bool = False  # nothing is left to train
+    stopped: bool = False  # the script ended the training before its last epoch
 
     @property
     def epoch(self) -> int:
@@ -39,8 +40,11 @@ class TrainStatus:
         return self.scaling.world_size
 
     def for_run(self, run: RunInfo) -> Self:
-        """Return the same progress for a script that may ask for another number of epochs."""
-        return replace(self, run=run)
+        """Return the same progress for a script that may ask for another number of epochs.
+
+        A training that was stopped early stays so until a script asks for more epochs than then.
+        """
+        return replace(self, run=run, stopped=self.stopped and run.epochs <= self.run.epochs)
 
     def to_json(self) -> dict[str, Any]:
         value: dict[str, Any] = encode(self)

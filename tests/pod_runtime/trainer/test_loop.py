@@ -107,6 +107,28 @@ def test_a_state_of_other_data_or_batches_is_refused(tmp_path, change, text):
         make(checkpoint=path, **change)
 
 
+def train_and_stop(checkpoint: str, *, epochs: int, stop_after: int | None) -> list[int]:
+    """Train, and call `stop` in the epoch `stop_after`; return the numbers of the epochs."""
+    loop, model = make(checkpoint=checkpoint, epochs=epochs)
+    seen = []
+    for epoch in loop.epochs():
+        for step in epoch:
+            for batch in step:
+                step.backward((model(batch) ** 2).mean())
+            step.update()
+        seen.append(epoch.number)
+        if epoch.number == stop_after:
+            loop.stop()
+    return seen
+
+
+def test_a_training_that_stops_early_is_complete_until_more_epochs_are_asked_for(tmp_path):
+    path = str(tmp_path / "checkpoint")
+    assert train_and_stop(path, epochs=5, stop_after=1) == [0, 1]
+    assert train_and_stop(path, epochs=5, stop_after=None) == []
+    assert train_and_stop(path, epochs=6, stop_after=None) == [2, 3, 4, 5]
+
+
 def test_forgetting_update_is_an_error():
     loop, _model = make()
     steps = iter(next(iter(loop.epochs())))

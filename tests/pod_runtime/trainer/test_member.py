@@ -118,9 +118,9 @@ def test_a_trainer_without_launcher_never_parks():
 
 
 def test_no_rank_is_done_when_the_final_checkpoint_failed():
-    member, _keeper = make(Group([1, 0], [1, 0], [0, 0]))
+    member, _keeper = make(Group([1.0], [1.0], [0.0], [0.0]))
     member.wait_for_writer()
-    member, keeper = make(Group([1, 0], [0, 0], [0, 1]))
+    member, keeper = make(Group([1.0], [0.0], [0.0], [1.0]))
     with pytest.raises(CheckpointError, match="rank 0 could not write the final checkpoint"):
         member.wait_for_writer()
     assert not keeper.has_failed

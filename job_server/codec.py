@@ -13,6 +13,8 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hin
 
 T = TypeVar("T")
 
+MAX_INT = 2**63 - 1  # what SQLite and other languages hold; either sign
+
 
 class WireError(ValueError):
     """A message does not match the contract; the text names the field, the value and the remedy."""
@@ -67,7 +69,7 @@ def _decode_union(args: tuple[Any, ...], data: object, path: str) -> object:
     kinds = [arg for arg in args if arg is not type(None)]
     for kind in kinds:
         if isinstance(kind, type) and type(data) is kind:
-            return data
+            return _decode(kind, data, path)
     return _decode(kinds[0], data, path)
 
 
@@ -122,6 +124,8 @@ def _type_hints(kind: type) -> dict[str, Any]:
 
 
 def _decode_scalar(kind: Any, data: object, path: str) -> object:
+    if type(data) is int and abs(data) > MAX_INT:
+        raise WireError(f"{path or 'body'}: expected at most {MAX_INT}, got a larger number")
     if kind is float and type(data) is int:
         data = float(data)
     if type(data) is not kind:  # not isinstance: JSON true is not a rank

@@ -40,7 +40,9 @@ def check_id(field: str, value: str) -> None:
 def check_range(field: str, value: float, low: float, high: float) -> None:
     """Raise a WireError unless low <= value <= high."""
     if not low <= value <= high:
-        raise WireError(f"{field}: must be between {low:g} and {high:g}, got {value:g}")
+        # Not every int can be shown as a float, and a long one fills the screen.
+        shown = f"{value:g}" if abs(value) < 1e300 else "a huge number"
+        raise WireError(f"{field}: must be between {low:g} and {high:g}, got {shown}")
 
 
 # --- nodes: job client <-> server -------------------------------------------------------------
@@ -274,7 +276,8 @@ class ReportKind(Enum):
     PORT_TAKEN = "port_taken"  # START refused: deal new ports
     STAGE_TOO_LOW = "stage_too_low"  # the checkpoint path holds stages up to `highest_stage`
     DONE = "done"  # training is complete and its final checkpoint has its manifest
-    EXITED = "exited"  # the launcher is about to exit with `code`
+    EXITED = "exited"  # the launcher is about to exit with `code`; its script may go on
+    ALIVE = "alive"  # heartbeat where there is no PROGRESS: the launcher lives, no more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

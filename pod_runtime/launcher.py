@@ -302,7 +302,7 @@ class Launcher:
     def _report(self, report: PodReport) -> None:
         if report.kind is ReportKind.PROGRESS:
             self._crew.note_children()
-        else:
+        elif report.kind is not ReportKind.ALIVE:
             logger.info(
                 "stage %d: %s%s", report.stage, report.kind.value,
                 f": {report.reason}" if report.reason else "",

@@ -100,6 +100,8 @@ def next_deadline(pod: Pod) -> float | None:
     ]
     if any(makes_progress(run) for run in pod.runs):
         times.append(pod.progress_at)
+    if pod.alive_at is not None:
+        times.append(pod.alive_at)
     return min(times, default=None)
 
 

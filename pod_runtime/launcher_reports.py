@@ -25,6 +25,12 @@ def due_reports(pod: Pod, now: float) -> tuple[Pod, list[PodReport]]:
     if moving and now >= pod.progress_at and pod.orders is not None:
         reports += [report_on(run, ReportKind.PROGRESS) for run in moving]
         pod = replace(pod, progress_at=now + pod.orders.heartbeat_s)
+    if pod.orders is not None:
+        if not reports and pod.alive_at is not None and now >= pod.alive_at:
+            stage = pod.runs[-1].plan.stage if pod.runs else 0
+            reports.append(PodReport(kind=ReportKind.ALIVE, stage=stage))
+        if reports or pod.alive_at is None:  # to attach was a sign of life as well
+            pod = replace(pod, alive_at=now + pod.orders.heartbeat_s)
     return replace(pod, told=frozenset(told)), reports
 
 

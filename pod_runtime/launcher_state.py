@@ -106,6 +106,7 @@ class Pod:
     told: frozenset[tuple[Any, ...]] = frozenset()  # reports made since the last attach
     kills_done: frozenset[str] = frozenset()
     progress_at: float = 0.0  # when the next PROGRESS is due
+    alive_at: float | None = None  # when ALIVE is due, if nothing else is told; None: not attached
 
     @property
     def plans(self) -> tuple[StagePlan, ...]:

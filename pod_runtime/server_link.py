@@ -155,7 +155,7 @@ class ServerLink:
         """Deliver every change of the orders, until it is time to attach again."""
         while not (self._closed.is_set() or self._attach_again.is_set()):
             asked_at = time.monotonic()
-            # No longer than a heartbeat: our asking tells the server that we live.
+            # No longer than a heartbeat: a server that has taken another's place is found out.
             answer = api.orders(
                 self._job_id,
                 self._pod_id,

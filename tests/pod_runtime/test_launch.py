@@ -214,6 +214,13 @@ def test_a_change_by_drain_parks_ends_and_starts_again_from_the_snapshot(server,
     wait_until(lambda: held() == [2], what="the state of stage 1 is let go")
 
 
+def test_a_launcher_that_waits_says_that_it_lives(server, make_pod):
+    pod = make_pod()
+    pod.start()
+    server.say(make_plan(1, Order.PREPARE, (pod.part(),)))
+    wait_until(lambda: len(server.told(ReportKind.ALIVE, 0)) >= 2)
+
+
 def test_an_abandoned_change_lets_the_parked_trainer_go_on(server, make_pod):
     pod = make_pod()
     pod.start()

@@ -200,7 +200,7 @@ def test_a_cut_is_told_to_all_and_drained_when_the_last_has_parked():
     (drained,) = reports(pod.say(1, Drained(step=9, id=1)))
     assert (drained.kind, drained.step) == (ReportKind.DRAINED, 9)
     pod.now += 10
-    assert pod.settle() == []  # a parked trainer makes no progress
+    assert kinds(pod.settle()) == [ReportKind.ALIVE]  # a parked trainer makes no progress
 
 
 def test_parked_trainers_are_killed_and_the_next_stage_waits_until_they_are_gone():
@@ -287,9 +287,11 @@ def test_trainers_without_the_loop_get_sigterm_and_after_the_grace_sigkill():
     pod.told(plan(1, Order.START))
     pod.told(plan(1, Order.GO))
     assert signals(pod.told(plan(1, Order.END))) == [(0, signal.SIGTERM), (1, signal.SIGTERM)]
-    assert next_deadline(pod.pod) == NOW + 5.0
     pod.die(0, -15)
-    pod.now += 5.0
+    pod.now += 4.5
+    assert signals(pod.settle()) == []
+    assert next_deadline(pod.pod) == NOW + 5.0
+    pod.now += 0.5
     assert signals(pod.settle()) == [(1, signal.SIGKILL)]
     assert kinds(pod.die(1, -9)) == [ReportKind.ENDED]
 
@@ -519,3 +521,21 @@ def test_whatever_happens_two_stages_never_run_together_and_a_leaving_pod_gets_e
                 assert trainer.killed
                 actions += pod.die(trainer.rank, -9, *run.key)
     assert [type(action) for action in actions[-1:]] == [Exit]
+
+
+def test_a_launcher_without_progress_says_every_heartbeat_that_it_lives():
+    pod = Simulated()
+    pod.told(plan(1, Order.PREPARE), attach=True)
+    for _ in range(3):
+        assert next_deadline(pod.pod) == pod.now + 1.0
+        pod.now += 1.0
+        assert kinds(pod.settle()) == [ReportKind.ALIVE]
+        assert pod.settle() == []
+    pod.train()
+    pod.now += 1.0
+    assert kinds(pod.settle()) == [ReportKind.PROGRESS]
+    pod.told(plan(1, Order.CUT))
+    for rank in (0, 1):
+        pod.say(rank, Drained(step=9, id=1))
+    pod.now += 1.0
+    assert kinds(pod.settle()) == [ReportKind.ALIVE]

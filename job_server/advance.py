@@ -18,6 +18,7 @@ from job_server.deadlines import (
 from job_server.fencing import count_fenced, lose_silent
 from job_server.halting import halt
 from job_server.job import (
+    DONE,
     OVER,
     STOPPED,
     At,
@@ -32,6 +33,7 @@ from job_server.job import (
 )
 from job_server.layout import make_pods, slots_of_leavers, slots_of_stayers
 from job_server.placement import explain_shortage, place, serving_nodes
+from job_server.pod_exits import finish_unsupervised
 from job_server.reports import previous_ended
 from job_server.transitions import (
     abandon,
@@ -67,7 +69,8 @@ def _succeed(work: Work) -> None:
     stage = work.job.current
     if stage is None or not stage.committed or stage.over is not None:
         return
-    if stage.members and stage.all_at(At.FINISHED):
+    busy = any(pod.left and pod.keep is Keep.RUN for pod in work.job.pods)
+    if stage.members and stage.all_at(At.FINISHED) and not busy:
         finish(work, JobState.SUCCEEDED, "all pods have exited with 0")
 
 
@@ -215,7 +218,7 @@ def _advance_end(work: Work, stage: Stage, current: Stage | None) -> None:
 
 def _loaded(job: Job) -> tuple[At, ...]:
     """How far a pod must be for the commit: loaded, but for trainers without the elastic loop."""
-    loaded = (At.LOADED, At.TRAINING, At.FINISHED)
+    loaded = (At.LOADED, At.TRAINING, *DONE)
     return loaded if job.elastic else (At.STARTED, *loaded)
 
 
@@ -351,6 +354,7 @@ def _change(work: Work) -> None:
 
 
 RULES: tuple[Callable[[Work], None], ...] = (
+    finish_unsupervised,
     lose_silent,
     count_fenced,
     _succeed,

@@ -5,7 +5,7 @@ from dataclasses import replace
 from job_server.change_script import ScriptedChange
 from job_server.deadlines import DUE_SLACK_S, SCRIPT_STORE_S, is_due, scripted, settle_deadline
 from job_server.events import Refused
-from job_server.job import At, Goal, Job, ManualChange, Pod, Stage
+from job_server.job import At, Goal, Job, Keep, ManualChange, Pod, Stage
 from job_server.layout import make_pods, slots_of_leavers, slots_of_stayers
 from job_server.placement import explain_shortage, place
 from job_server.transitions import begin, choose_way
@@ -160,13 +160,15 @@ def resize(work: Work, pods: int) -> None:
     refusal = why_not(job, pods)
     if refusal:
         raise Refused(f"pods: {refusal}")
-    if job.current is None or job.waiting or job.goal is Goal.PAUSE:
+    waits = bool(job.waiting) and not job.cut_off  # else the stage in force may go on
+    if job.current is None or waits or job.goal is Goal.PAUSE:
         work.set(target=pods, manual=None)
         work.note(f"resize to {pods}: holds from the next start on")
         return
     work.set(manual=ManualChange(pods=pods, asked_at_s=job.progress.script_s))
     if not may_change(job, work.now):
-        work.note(f"resize to {pods}: waits until the present change is over")
+        text = f"resize to {pods}: waits until what is going on is over"
+        work.note(text, lasting=False)
 
 
 def kill_now(work: Work, kill: Kill) -> None:
@@ -181,9 +183,9 @@ def kill_now(work: Work, kill: Kill) -> None:
         if pod is None or not any(stage.member(kill.pod_id) for stage in job.stages):
             have = ", ".join(job.current.pod_ids) if job.current else "none"
             raise Refused(f"pod_id: {kill.pod_id!r} does not run; running pods: {have}")
-        if pod.usable:
+        if pod.keep is Keep.RUN and not pod.kill:
             work.set_pod(replace(pod, kill=True, planned=True))
-            work.note(f"killing pod {kill.pod_id} on request")
+            work.note(f"killing pod {kill.pod_id} on request", lasting=False)
         return
     stage = job.current
     ranks = sum(len(member.pod.ranks) for member in stage.members) if stage is not None else 0
@@ -192,7 +194,7 @@ def kill_now(work: Work, kill: Kill) -> None:
     kill_id = f"kill_{job.kills + 1}"
     kills = (*stage.kill_ranks, (kill_id, kill.rank))
     work.set(current=replace(stage, kill_ranks=kills), kills=job.kills + 1)
-    work.note(f"killing rank {kill.rank} on request")
+    work.note(f"killing rank {kill.rank} on request", lasting=False)
 
 
 def queued(job: Job) -> tuple[str, ...]:

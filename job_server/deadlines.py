@@ -12,6 +12,7 @@ from job_server.work import (
     LOAD_PATIENCE,
     MISSING_HEARTBEATS,
     RECOVERY_PATIENCE_S,
+    client_silent_at,
     fenced_at,
     silent_at,
 )
@@ -95,6 +96,8 @@ def _deadlines(job: Job, now: float, cluster: Cluster) -> Iterator[float]:
     for pod in job.pods:
         if pod.keep is not Keep.RELEASED:
             yield silent_at(job, pod, cluster)
+        if pod.left:
+            yield client_silent_at(job, pod, cluster)
     for since in job.progress.missing.values():
         yield since + MISSING_HEARTBEATS * cluster.heartbeat_s
     yield from _fences(job, cluster)

@@ -16,10 +16,14 @@ def lose_silent(work: Work) -> None:
     if cut_off != job.cut_off:
         work.set(cut_off=cut_off)
         if cut_off:
-            work.note(f"no pod can be reached: waiting until one answers{_or_stopped(work)}")
-        else:  # the others get as long to answer as anybody
-            work.set(heed_from=work.now)
-            work.note("a pod answers again")
+            text = f"no pod can be reached: waiting until one answers{_or_stopped(work)}"
+            work.set(waiting=text)
+            work.note(text, lasting=False)
+        else:
+            if job.heed_from < work.now:  # else the server has just come back
+                work.note("a pod answers again", lasting=False)
+            # The others get as long to answer as anybody.
+            work.set(heed_from=work.now, waiting="")
     for pod in work.job.pods:
         if pod.keep is Keep.RELEASED or not work.is_silent(pod):
             continue
@@ -82,7 +86,7 @@ def _give_up_fenced(work: Work, stage: Stage) -> None:
     pods = [pod for pod_id in stage.pod_ids if (pod := work.job.pod(pod_id)) is not None]
     if not pods or not all(_is_fenced(work, pod) for pod in pods):
         return
-    work.set(cut_off=False)
+    work.set(cut_off=False, waiting="")
     for pod in pods:
         cause = _silent_cause(work, pod)
         text = f"{cause.text}; its client has stopped it by now"

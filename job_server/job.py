@@ -42,13 +42,14 @@ class Pod:
     keep: Keep = Keep.RUN
     kill: bool = False  # SIGKILL it: somebody asked, or it does not end
     planned: bool = False  # ... and that somebody was a change script or an operator
+    left: bool = False  # its launcher has exited 0; what its script does after that is its own
     phase: PodPhase | None = None  # as its client said last; None: not yet
     log_path: str = ""
 
     @property
     def usable(self) -> bool:
         """Whether a next stage may count on it."""
-        return self.keep is Keep.RUN and not self.kill
+        return self.keep is Keep.RUN and not self.kill and not self.left
 
 
 class Phase(Enum):
@@ -73,12 +74,14 @@ class At(Enum):
     PARKED = "parked"
     FAILED = "failed"  # a trainer died; others may be there
     ENDED = "ended"  # confirmed: no trainer of the stage is left in the pod
+    LEFT = "left"  # the launcher exited 0: the trainers are done, the pod's script may go on
     FINISHED = "finished"  # the pod exited 0: its training is complete
     LOST = "lost"  # given up without having been reached
 
 
-STOPPED = frozenset({At.ENDED, At.FINISHED})  # confirmed: trains no more
+STOPPED = frozenset({At.ENDED, At.LEFT, At.FINISHED})  # confirmed: trains no more
 OVER = STOPPED | {At.LOST}  # nothing more is to be waited for
+DONE = (At.LEFT, At.FINISHED)  # nothing is to be started again
 EARLY = (At.ABSENT, At.READY, At.STARTED, At.LOADED, At.TRAINING)  # in this order
 
 
@@ -138,7 +141,7 @@ class Stage:
 
     @property
     def finishing(self) -> bool:
-        return any(member.at is At.FINISHED for member in self.members)
+        return any(member.at in DONE for member in self.members)
 
     def member(self, pod_id: str) -> Member | None:
         """Return the member by pod id, None where the pod is not of this stage."""

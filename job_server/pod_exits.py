@@ -6,11 +6,12 @@ A report may be late or come twice: what it says counts only where it is news.
 from dataclasses import replace
 
 from job_server.job import At, Cause, CauseKind, Keep, Phase, Pod, Stage
+from job_server.text import ending
 from job_server.transitions import let_go, lose
-from job_server.wire import PodPhase, PodState
-from job_server.work import MISSING_HEARTBEATS, Work, told_to_end, without
+from job_server.wire import PodPhase, PodReport, PodState
+from job_server.work import MISSING_HEARTBEATS, Work, client_silent_at, told_to_end, without
 
-SIGTERM = 15
+SIGTERM, SIGKILL = 15, 9
 SHOWN_LINES = 3
 SHOWN_CHARS = 600
 
@@ -98,13 +99,17 @@ def exited(
     """
     if code == 0 and _finished(work, pod):
         return
-    how = "is gone" if code is None else f"exited with code {code}"
-    if code is not None and code < 0:
-        how = f"was ended by signal {-code}"
+    how = "is gone" if code is None else ending(code)
     text = f"pod {pod.pod_id} {how}"
-    if code == 0:
-        text += " before its trainers had started"
-    if reason:
+    if pod.planned:
+        text += ", as requested"
+    elif pod.left:
+        text += " after its trainers were done"
+    elif code == 0:
+        current = work.job.current
+        ending_it = current is not None and told_to_end(current) and current.member(pod.pod_id)
+        text += " while its stage was ended" if ending_it else " before its trainers had started"
+    if reason and not (pod.planned and code == -SIGKILL):
         text += f": {reason}"
     if lines:
         text += "; last lines: " + " | ".join(line.strip() for line in lines[-SHOWN_LINES:])
@@ -115,23 +120,51 @@ def exited(
 
 def _finished(work: Work, pod: Pod) -> bool:
     """Enter that a pod has exited 0; False: it had nothing that could have been complete."""
-    current, coming = work.job.current, work.job.coming
-    stage: Stage | None = None
-    if coming is not None and coming.phase is Phase.START and coming.member(pod.pod_id):
-        stage = coming
-    elif current is not None and current.committed and not told_to_end(current):
-        stage = current if current.member(pod.pod_id) else None
-    if stage is None:
+    stage = _completing(work, pod)
+    if stage is None and not pod.left:
         return False
-    work.move(stage, pod.pod_id, At.FINISHED)
+    if stage is not None:
+        work.move(stage, pod.pod_id, At.FINISHED)
     let_go(work, pod.pod_id)
     work.note(f"pod {pod.pod_id} has finished")
     return True
 
 
+def _completing(work: Work, pod: Pod) -> Stage | None:
+    """Return the stage that a pod completes by exiting 0; None: there is none."""
+    current, coming = work.job.current, work.job.coming
+    if coming is not None and coming.phase is Phase.START and coming.member(pod.pod_id):
+        return coming
+    if current is not None and current.committed and not told_to_end(current):
+        return current if current.member(pod.pod_id) else None
+    return None
+
+
+def launcher_exited(work: Work, pod: Pod, report: PodReport) -> None:
+    """A launcher's 0 says that its trainers are done: the pod's script may go on, say to upload."""
+    if pod.left:
+        return  # told twice, or a later launcher of the same script
+    stage = _completing(work, pod)
+    if report.code != 0 or stage is None:
+        exited(work, pod, code=report.code, reason=report.reason)
+        return
+    work.move(stage, pod.pod_id, At.LEFT)
+    work.set_pod(replace(pod, left=True))
+    work.note(f"the trainers of pod {pod.pod_id} are done; waiting for its script to end")
+
+
+def finish_unsupervised(work: Work) -> None:
+    """Where no client looks after a pod, its launcher's word is the last that is heard of it."""
+    for pod in work.job.pods:
+        if not (pod.left and pod.keep is Keep.RUN):
+            continue
+        if work.now >= client_silent_at(work.job, pod, work.cluster):
+            exited(work, pod, code=0, reason="")
+
+
 def _cause(work: Work, pod: Pod, text: str, *, preempted: bool = False) -> Cause:
     if pod.planned:
-        return Cause(kind=CauseKind.PLANNED, text=f"{text} (killed on request)", at=work.now)
+        return Cause(kind=CauseKind.PLANNED, text=text, at=work.now)
     kind = CauseKind.PREEMPTION if preempted else CauseKind.FAILURE
     return Cause(kind=kind, text=text, at=work.now)
 

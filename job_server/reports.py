@@ -20,7 +20,8 @@ from job_server.job import (
     Phase,
     Stage,
 )
-from job_server.pod_exits import SHOWN_CHARS, exited
+from job_server.pod_exits import SHOWN_CHARS, launcher_exited
+from job_server.text import ending
 from job_server.transitions import (
     deal_again,
     dismiss_leavers,
@@ -120,15 +121,17 @@ def reported(work: Work, pod_id: str, report: PodReport) -> None:
     if pod.keep is Keep.RELEASED:
         _heed_ended(work, pod_id, report)
         return
-    snapshot = report.snapshot
-    _hear(work, pod_id, snapshot)
+    if report.kind is ReportKind.ALIVE:
+        _hear(work, pod_id, None)
+        return
+    _hear(work, pod_id, report.snapshot)
     if pod.keep is Keep.HOLD:
         _heed_ended(work, pod_id, report)
         return
     if report.elastic and not work.job.elastic:
         work.set(elastic=True)
     if report.kind is ReportKind.EXITED:
-        exited(work, pod, code=report.code, reason=report.reason)
+        launcher_exited(work, pod, report)
         return
     stage = stage_named(work.job, report.stage)
     member = stage.member(pod_id) if stage is not None else None
@@ -169,7 +172,7 @@ def _dispatch(work: Work, stage: Stage, member: Member, report: PodReport) -> No
             _stage_too_low(work, stage, pod_id, report)
         case ReportKind.DONE:
             _done(work, stage, member, report)
-        case ReportKind.EXITED:  # keyed by pod: entered before
+        case ReportKind.EXITED | ReportKind.ALIVE:  # keyed by pod: entered before
             pass
 
 
@@ -291,19 +294,13 @@ def _failed(work: Work, stage: Stage, member: Member, report: PodReport) -> None
         return
     job = work.job
     pod_id = member.pod.pod_id
-    who = f"pod {pod_id}" if report.rank is None else f"rank {report.rank} of pod {pod_id}"
-    how = "failed"
-    if report.code is not None:
-        how = f"exited with {report.code}" if report.code >= 0 else f"died of {-report.code}"
-    text = f"{who} {how}" + (f": {report.reason}" if report.reason else "")
-    planned = _was_killed(stage, member, report)
-    if planned:
-        text += " (killed on request)"
+    planned = _was_killed(stage, report)
+    text = _failure_text(pod_id, report, planned=planned)
     cause = Cause(
         kind=CauseKind.PLANNED if planned else CauseKind.FAILURE,
         text=text[:SHOWN_CHARS],
         at=work.now,
-        peer_lost=report.peer_lost and not planned,
+        peer_lost=report.peer_lost,
     )
     if stage is job.coming:
         fail_coming(work, cause)
@@ -316,7 +313,17 @@ def _failed(work: Work, stage: Stage, member: Member, report: PodReport) -> None
     fail_current(work, cause)
 
 
-def _was_killed(stage: Stage, member: Member, report: PodReport) -> bool:
+def _failure_text(pod_id: str, report: PodReport, *, planned: bool) -> str:
+    who = f"pod {pod_id}" if report.rank is None else f"rank {report.rank} ({pod_id})"
+    how = "failed" if report.code is None else ending(report.code)
+    if report.peer_lost:
+        how += " when it lost a peer"
+    if planned:
+        how += " to a kill, as requested" if report.peer_lost else ", as requested"
+    return f"{who} {how}" + (f": {report.reason}" if report.reason else "")
+
+
+def _was_killed(stage: Stage, report: PodReport) -> bool:
     """Whether a requested kill explains the failure, its own or its victims'."""
     if not stage.kill_ranks:
         return False

@@ -123,8 +123,8 @@ def step(job: Job, event: Event, now: float, cluster: Cluster) -> tuple[Job, str
     if not work.job.state.ended and not work.job.legacy:
         settle(work)
     work.set(state=name_state(work.job))
-    if work.notes:
-        work.set(reason=work.notes[-1])
+    if work.reason:
+        work.set(reason=work.reason)
     if not work.notes and same_but_progress(job, work.job):
         return work.job, ""
     if not work.notes and work.job.waiting != job.waiting and work.job.waiting:
@@ -143,7 +143,7 @@ def _enter(work: Work, event: Event) -> None:
         case RunTimeStatic():
             if work.job.estimated_run_time_s != event.seconds:
                 work.set(estimated_run_time_s=event.seconds)
-                work.note(f"estimated run time: {event.seconds:g} s")
+                work.note(f"estimated run time: {event.seconds:g} s", lasting=False)
         case ServerRestarted():
             _restarted(work)
         case Attached() | Reported() if work.job.state.ended or work.job.legacy:
@@ -227,7 +227,7 @@ def _assume_dead(work: Work) -> bool:
             lose(work, pod.pod_id, pod_exits.preempted(work, pod, text), confirmed=True)
             found = True
     if found:
-        work.set(cut_off=False)
+        work.set(cut_off=False, waiting="")
         work.note("pods that cannot be reached are assumed dead")
     return found
 
@@ -248,7 +248,7 @@ def _restarted(work: Work) -> None:
         changes["halt"] = replace(job.halt, since=work.now)
     work.set(heed_from=work.now, **changes)
     work.progress(missing={})
-    work.note("the server is back")
+    work.note("the server is back", lasting=False)
 
 
 def _tidy_ended(work: Work) -> None:

@@ -1,8 +1,11 @@
 """How durations, steps and tables are written for people. Pure."""
 
+import signal
 from collections.abc import Sequence
 
 from job_server.wire import JobStatus, StageRecord
+
+_ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # somebody wanted it to end
 
 
 def duration(seconds: float) -> str:
@@ -30,6 +33,23 @@ def steps_of_stage(record: StageRecord) -> str:
     if record.first_step is None:
         return "-"
     return f"{record.first_step} to {'...' if record.last_step is None else record.last_step}"
+
+
+def ending(code: int) -> str:
+    """Return e.g. `exited with 3`, `was killed by SIGKILL`, `died of SIGSEGV`.
+
+    Args:
+        code: exit code, negative for a signal.
+    """
+    if code >= 0:
+        return f"exited with {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # real-time signals have no name
+        name = f"signal {-code}"
+    if -code == signal.SIGKILL:
+        return f"was killed by {name}"
+    return f"was ended by {name}" if -code in _ASKED else f"died of {name}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

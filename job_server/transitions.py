@@ -15,6 +15,7 @@ from job_server.bookkeeping import (
     update_record,
 )
 from job_server.job import (
+    DONE,
     EARLY,
     OVER,
     At,
@@ -103,8 +104,7 @@ def enter_start(work: Work) -> None:
     stage = job.coming
     assert stage is not None
     members = tuple(
-        member if member.at is At.FINISHED else replace(member, at=At.READY)
-        for member in stage.members
+        member if member.at in DONE else replace(member, at=At.READY) for member in stage.members
     )
     restore = choose_restore(job)
     stage = replace(
@@ -152,7 +152,9 @@ def deal_again(work: Work, why: str) -> None:
     laid_out = {pod.pod_id: pod for pod in lay_out(work, pods)}
     at = At.READY if stage.phase is Phase.START else At.ABSENT
     members = tuple(
-        replace(member, pod=laid_out.get(member.pod.pod_id, member.pod), at=at)
+        member
+        if member.at in DONE
+        else replace(member, pod=laid_out.get(member.pod.pod_id, member.pod), at=at)
         for member in stage.members
     )
     work.set(coming=replace(stage, attempt=stage.attempt + 1, members=members))
@@ -200,7 +202,7 @@ def dismiss_leavers(work: Work) -> None:
     stage = work.job.current
     assert stage is not None
     for pod in work.job.pods:
-        if pod.keep is Keep.RUN and pod.pod_id not in stage.pod_ids:
+        if pod.keep is Keep.RUN and not pod.left and pod.pod_id not in stage.pod_ids:
             let_go(work, pod.pod_id)
 
 

@@ -59,7 +59,7 @@ def pod_orders(job: Job, pod_id: str) -> PodView | None:
     pod = job.pod(pod_id)
     if pod is None or pod.keep is Keep.RELEASED or job.legacy:
         return None
-    if pod.keep is Keep.HOLD:
+    if pod.keep is Keep.HOLD or pod.left:
         return PodView(leave=True)
     plans = tuple(
         plan

@@ -16,13 +16,14 @@ MISSING_HEARTBEATS = 3  # reports that may omit a pod before it counts as lost
 class Work:
     """What the functions of the state machine hand to each other; lives for one `step`."""
 
-    __slots__ = ("cluster", "job", "notes", "now")
+    __slots__ = ("cluster", "job", "notes", "now", "reason")
 
     def __init__(self, job: Job, now: float, cluster: Cluster) -> None:
         self.job = job
         self.now = now
         self.cluster = cluster
         self.notes: list[str] = []
+        self.reason = ""  # the newest note that says how things stand
 
     def set(self, **changes: Any) -> None:
         self.job = replace(self.job, **changes)
@@ -30,9 +31,15 @@ class Work:
     def progress(self, **changes: Any) -> None:
         self.job = replace(self.job, progress=replace(self.job.progress, **changes))
 
-    def note(self, text: str) -> None:
-        """Keep a line for the log of the job's life."""
+    def note(self, text: str, *, lasting: bool = True) -> None:
+        """Keep a line for the log of the job's life.
+
+        Args:
+            lasting: it also says how things stand from now on, in the job's status.
+        """
         self.notes.append(text)
+        if lasting:
+            self.reason = text
 
     def set_pod(self, pod: Pod) -> None:
         self.set(pods=tuple(pod if p.pod_id == pod.pod_id else p for p in self.job.pods))
@@ -81,6 +88,13 @@ def silent_at(job: Job, pod: Pod, cluster: Cluster) -> float:
     heard = job.progress.heard.get(pod.pod_id, job.heed_from)
     seen = view.seen_at if view is not None else job.heed_from
     return max(heard, seen, job.heed_from) + cluster.silence_s
+
+
+def client_silent_at(job: Job, pod: Pod, cluster: Cluster) -> float:
+    """Return when nobody looks after the pod if its client is not heard until then."""
+    view = find_node(cluster, pod.site.node_id)
+    seen = view.seen_at if view is not None else job.heed_from
+    return max(seen, job.heed_from) + cluster.silence_s
 
 
 def fenced_at(job: Job, pod: Pod, cluster: Cluster) -> float | None:

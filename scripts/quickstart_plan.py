@@ -155,7 +155,7 @@ def deaths(events: Iterable[JobEvent]) -> list[str]:
     return [
         event.text.partition(" is over: ")[2] or event.text
         for event in events
-        if "died of 9" in event.text and "recovery: " not in event.text
+        if "was killed by SIGKILL" in event.text and "recovery: " not in event.text
     ]
 
 

@@ -1,5 +1,6 @@
 """Crashes, lost nodes, budgets: what a job does when something dies."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ def test_the_culprit_is_named_although_a_victim_spoke_first():
     trains(made)
     assert made.job.failures == 1
     reason = records(made)[-1].reason
-    assert "rank 1 of pod pod_1_0 exited with 1: CUDA out of memory" in reason
+    assert "rank 1 (pod_1_0) exited with 1: CUDA out of memory" in reason
 
 
 def test_victims_alone_count_as_one_failure():
@@ -130,7 +131,8 @@ def test_a_kill_on_request_is_nobodys_failure(by_rank):
     made.run_until(JobState.RECOVERING)
     trains(made)
     assert (made.job.failures, made.job.failures_in_row, made.job.preemptions) == (0, 0, 0)
-    assert "killed on request" in records(made)[-1].reason
+    who = "rank 1 (pod_1_0)" if by_rank else "pod pod_1_0"
+    assert records(made)[-1].reason == f"recovery: {who} was killed by SIGKILL, as requested"
     assert ids(made)[1] == ("pod_1_0" if by_rank else "pod_1_0_1")
 
 
@@ -174,12 +176,14 @@ def test_nothing_is_started_while_no_pod_can_be_reached_and_all_goes_on_when_one
     made.run_until(JobState.WAITING)
     made.rounds(20)  # the cut-off pods train on
     assert made.job.coming is None
-    assert "no pod can be reached" in made.job.reason
+    assert "no pod can be reached" in stages.job_status(made.job, made.now, 0).reason
     made.nodes["a"].link = True
     made.rounds(4)
     assert made.job.state is RUNNING
     assert made.job.progress.step > step + 15
     assert len(records(made)) == 1
+    reason = stages.job_status(made.job, made.now, 0).reason
+    assert reason == "stage 1 committed: 2 pods, first start"
 
 
 def cut_off(*, stop_after_s: float | None, **spec: Any) -> World:
@@ -275,7 +279,7 @@ def test_a_training_script_that_fails_at_once_uses_up_its_restarts():
     assert made.job.state is FAILED
     assert made.job.failures == 4
     assert "3 restarts in a row brought no new step" in made.job.reason
-    assert "died of 9" in made.job.reason
+    assert "was killed by SIGKILL" in made.job.reason
     made.rounds(3)
     assert not any(sim.pods for sim in made.nodes.values())
 
@@ -521,3 +525,59 @@ def test_the_next_deadline_is_that_of_the_phase():
     made.now = at + 36
     made.send(stages.Tick())
     assert stages.next_deadline(made.job, at + 40, made.cluster) == at + 30 + 5 + 20
+
+
+@pytest.mark.parametrize(
+    ("report", "text"),
+    [
+        ({"rank": 2, "code": -11}, "rank 2 (pod_1_0) died of SIGSEGV"),
+        ({"rank": 2, "code": -9}, "rank 2 (pod_1_0) was killed by SIGKILL"),
+        ({"rank": 2, "code": -40}, "rank 2 (pod_1_0) died of signal 40"),
+        (
+            {"rank": 2, "code": 75, "peer_lost": True, "reason": "gloo"},
+            "rank 2 (pod_1_0) exited with 75 when it lost a peer: gloo",
+        ),
+        ({"reason": "no space left"}, "pod pod_1_0 failed: no space left"),
+    ],
+)
+def test_what_failed_is_told_in_words(report, text):
+    made = trains(world())
+    tell(made, "pod_1_0", ReportKind.FAILED, 1, **report)
+    assert f"stage 1 is over: {text}" in made.reasons[-1]
+
+
+def test_a_server_that_comes_back_does_not_say_so_for_ever():
+    made = trains(world())
+    before = stages.job_status(made.job, made.now, 0).reason
+    made.stop_server()
+    made.start_server()
+    assert "the server is back" in made.reasons[-1]
+    made.rounds(4)
+    assert stages.job_status(made.job, made.now, 0).reason == before
+
+
+@pytest.mark.parametrize("doing", ["prepared", "parked"])
+def test_a_launcher_that_only_says_that_it_lives_is_not_lost_with_its_client(doing):
+    made = trains(world())
+    made.nodes["a"].client = False
+    if doing == "parked":
+        made.job = replace_members(made, At.PARKED)
+    for _ in range(20):
+        made.now += 1.0
+        for pod_id in ids(made):
+            tell(made, pod_id, ReportKind.ALIVE, 0, snapshot=None)
+        made.send(stages.Tick())
+        assert made.job.current is not None
+        assert made.job.current.over is None
+        assert not made.job.cut_off
+    assert len(records(made)) == 1
+    made.now += 5.0
+    made.send(stages.Tick())
+    assert made.job.cut_off
+
+
+def replace_members(made: World, at: At) -> Any:
+    stage = made.job.current
+    assert stage is not None
+    members = tuple(replace(member, at=at) for member in stage.members)
+    return replace(made.job, current=replace(stage, members=members))

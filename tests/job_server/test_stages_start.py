@@ -55,7 +55,7 @@ def test_a_first_stage_is_not_changed_before_its_trainers_could_show_what_they_a
     made.run_until(JobState.RUNNING)
     assert not made.job.elastic
     made.send(ResizeAsked(Resize(pods=1)))
-    assert "waits" in made.job.reason
+    assert "waits" in made.reasons[-1]
     made.run_until(JobState.PREPARING, JobState.CUTTING_OVER)
     trains(made)
     assert [record.way for record in made.job.records] == [wire.Way.START, wire.Way.DRAIN]

@@ -79,9 +79,11 @@ class SimPod:
     signal: int | None = None
     launcher: Launcher | None = None
     snapshot: SnapshotRef | None = None  # in its shim
+    tail: bool = False  # its launcher has exited 0, its script goes on
 
     def end(self, code: int | None = None, signal: int | None = None) -> None:
         self.phase, self.code, self.signal, self.launcher = PodPhase.EXITED, code, signal, None
+        self.tail = False
 
 
 @dataclass
@@ -122,6 +124,7 @@ class World:
         self.reasons: list[str] = []
         self.refusal = ""
         self.fail_next: list[str] = []
+        self.tail_code = 0  # of scripts, after their launcher has exited 0
         self.script_fails = 0  # how many more package scripts fail
 
     # --- the server -----------------------------------------------------------------------------
@@ -252,7 +255,8 @@ class World:
     def reconcile(self, sim: SimNode, wanted: wire.NodePod) -> None:
         pod = sim.pods.get(wanted.pod_id)
         if pod is None:
-            busy = {s for p in sim.pods.values() if p.launcher for s in p.slots}
+            held = [p for p in sim.pods.values() if p.phase is not PodPhase.EXITED]
+            busy = {s for p in held for s in p.slots}
             if wanted.want is Want.RUN and busy.isdisjoint(wanted.slots):
                 pod = sim.pods[wanted.pod_id] = SimPod(wanted.pod_id, wanted.slots)
                 if self.script_fails:
@@ -499,9 +503,16 @@ class World:
 
     def leave_done(self) -> None:
         """Pods whose training is complete exit 0, once they have said so."""
-        for _, pod, launcher in self.launchers():
+        for sim in self.nodes.values():
+            for pod in sim.pods.values():
+                if pod.tail:
+                    pod.end(code=self.tail_code)
+        for sim, pod, launcher in self.launchers():
             if launcher.done and not launcher.outbox:
-                pod.end(code=0)
+                pod.launcher, pod.tail = None, True
+                report = PodReport(kind=ReportKind.EXITED, stage=0, code=0)
+                if sim.link:
+                    self.send(stages.Reported(pod.pod_id, report))
 
     # --- what goes wrong ------------------------------------------------------------------------
 

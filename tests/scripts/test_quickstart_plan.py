@@ -143,15 +143,15 @@ def test_a_run_without_a_kill_does_not_hold():
 def test_a_death_is_told_once_though_the_recovery_mentions_it_again():
     texts = [
         "killing rank 2 on request",
-        "stage 4 is over: rank 2 of pod pod_2_2 died of 9 (killed on request)",
-        "preparing stage 5 of 3 pods by start: recovery: rank 2 of pod pod_2_2 died of 9",
-        "stage 5 committed: 3 pods, recovery: rank 2 of pod pod_2_2 died of 9",
+        "stage 4 is over: rank 2 (pod_2_2) was killed by SIGKILL, as requested",
+        "preparing stage 5 of 3 pods by start: recovery: rank 2 (pod_2_2) was killed by SIGKILL",
+        "stage 5 committed: 3 pods, recovery: rank 2 (pod_2_2) was killed by SIGKILL",
     ]
     events = [
         JobEvent(number=number, at=0.0, job_id="j", stage=4, text=text)
         for number, text in enumerate(texts, 1)
     ]
-    assert deaths(events) == ["rank 2 of pod pod_2_2 died of 9 (killed on request)"]
+    assert deaths(events) == ["rank 2 (pod_2_2) was killed by SIGKILL, as requested"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,111 @@
+"""How a job succeeds: the trainers are done first, the pods' scripts end after them."""
+
+from dataclasses import replace
+
+import pytest
+
+from job_server import stages
+from job_server.stages import Reported, StopAsked
+from job_server.wire import JobState, PodPhase, PodReport, ReportKind, Want
+from tests.job_server.test_stages_changes import RUNNING, ids, records, trains, world
+from tests.job_server.world import World
+
+DONE = PodReport(kind=ReportKind.EXITED, stage=1, code=0)
+
+
+def launchers_leave(made: World) -> None:
+    """All trainers are done: every launcher exits with 0, its script goes on."""
+    for sim, pod, _ in made.launchers():
+        pod.launcher = None
+        made.send(Reported(pod.pod_id, replace(DONE)))
+        made.report(sim)
+
+
+def end_script(made: World, pod_id: str, code: int) -> None:
+    for sim in made.nodes.values():
+        if pod_id in sim.pods:
+            sim.pods[pod_id].end(code=code)
+            made.report(sim)
+
+
+def wants(made: World) -> list[Want]:
+    return [pod.want for name in made.nodes for pod in stages.node_pods(made.job, name)]
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_a_job_succeeds_when_its_pods_scripts_have_ended_and_not_before(elastic):
+    made = trains(world(elastic=elastic))
+    launchers_leave(made)
+    made.pass_time(1.0)
+    assert made.job.state is RUNNING
+    assert wants(made) == [Want.RUN, Want.RUN]  # a script that uploads gets no SIGTERM
+    assert "waiting for its script to end" in made.job.reason
+    end_script(made, "pod_0_0", 0)
+    assert made.job.state is RUNNING
+    end_script(made, "pod_1_0", 0)
+    assert made.job.state is JobState.SUCCEEDED
+
+
+def test_a_script_that_fails_after_its_trainers_were_done_is_a_failure_and_is_run_again():
+    made = trains(world(total_steps=20))
+    made.tail_code = 3
+    made.run_until(JobState.RECOVERING)
+    assert made.job.failures == 1
+    text = "pod_0_0 exited with 3 after its trainers were done"
+    assert text in records(made)[-1].reason
+    made.tail_code = 0
+    made.run_until(JobState.SUCCEEDED)
+
+
+def test_a_script_that_always_fails_after_its_trainers_fails_the_job_with_that_reason():
+    made = trains(world(total_steps=20, max_restarts_without_progress=2))
+    made.tail_code = 3
+    made.run_until(JobState.FAILED)
+    assert "exited with 3 after its trainers were done" in made.job.reason
+
+
+def test_a_script_that_still_runs_while_others_recover_is_left_to_end():
+    made = trains(world(total_steps=4000))
+    sim, pod, _ = made.launchers()[0]
+    pod.launcher = None
+    made.send(Reported(pod.pod_id, DONE))
+    _, other, who = made.launchers()[0]
+    made.kill_trainer(other, who)
+    made.run_until(JobState.RECOVERING)
+    trains(made)
+    assert pod.pod_id not in ids(made)
+    assert pod.phase is PodPhase.RUNNING
+    pod.end(code=0)
+    made.rounds(6)
+    assert pod.pod_id not in sim.pods
+    assert made.job.state is RUNNING
+
+
+def test_where_no_client_looks_after_a_pod_its_launchers_word_counts():
+    made = trains(world())
+    made.nodes["a"].client = False
+    launchers = [pod.pod_id for _, pod, _ in made.launchers()]
+    for pod_id in launchers:
+        made.send(Reported(pod_id, DONE))
+    assert made.job.state is RUNNING  # its client may be about to speak
+    deadline = stages.next_deadline(made.job, made.now, made.cluster)
+    assert deadline is not None
+    made.pass_to(made.nodes["a"].seen_at + 4.0)
+    assert made.job.state is JobState.SUCCEEDED
+
+
+def test_a_stop_ends_scripts_as_well():
+    made = trains(world())
+    launchers_leave(made)
+    made.send(StopAsked())
+    made.run_until(JobState.STOPPED)
+
+
+def test_a_later_launcher_of_the_same_script_is_told_to_leave_and_changes_nothing():
+    made = trains(world())
+    launchers_leave(made)
+    view = stages.pod_orders(made.job, "pod_0_0")
+    assert view is not None
+    assert view.leave
+    made.send(Reported("pod_0_0", DONE))
+    assert made.job.state is RUNNING

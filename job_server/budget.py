@@ -36,7 +36,17 @@ def count(job: Job, cause: Cause, now: float, *, ran_s: float) -> Verdict:
         ran_s: how long the stage had been committed, 0 if it never was.
     """
     if cause.kind is CauseKind.PREEMPTION:
-        job = replace(job, preemptions=job.preemptions + 1, retry_at=now)
+        # Nobody's fault, and no reason to give up; but a script that always ends by SIGTERM must
+        # not be started again and again without a pause.
+        progressed = _progressed(job, job.step_at_preemption, ran_s)
+        in_row = 1 if progressed else job.preemptions_in_row + 1
+        job = replace(
+            job,
+            preemptions=job.preemptions + 1,
+            preemptions_in_row=in_row,
+            step_at_preemption=max(job.step_at_preemption, job.progress.best_step),
+            retry_at=now + backoff_s(job.spec.job_id, in_row),
+        )
         limit = job.spec.max_preemptions
         if limit is not None and job.preemptions > limit:
             return Verdict(job, f"preempted more than {limit} times (max_preemptions)")
@@ -46,11 +56,14 @@ def count(job: Job, cause: Cause, now: float, *, ran_s: float) -> Verdict:
     return _count_failure(job, now, ran_s)
 
 
-def _count_failure(job: Job, now: float, ran_s: float) -> Verdict:
-    progressed = job.progress.best_step > job.step_at_failure
+def _progressed(job: Job, since_step: int, ran_s: float) -> bool:
     if not job.elastic:  # the original's calls report no steps
-        progressed = ran_s > HEALTHY_S
-    in_row = 1 if progressed else job.failures_in_row + 1
+        return ran_s > HEALTHY_S
+    return job.progress.best_step > since_step
+
+
+def _count_failure(job: Job, now: float, ran_s: float) -> Verdict:
+    in_row = 1 if _progressed(job, job.step_at_failure, ran_s) else job.failures_in_row + 1
     job = replace(
         job,
         failures=job.failures + 1,

@@ -240,6 +240,8 @@ class Job:
     resizes: int = 0
     failures_in_row: int = 0
     step_at_failure: int = 0
+    preemptions_in_row: int = 0
+    step_at_preemption: int = 0
     redone_steps: int = 0
     script_index: int = 0
     script_stored_s: float = 0.0  # what a crash of the server may lose at most is 5 s

@@ -124,6 +124,17 @@ def test_a_pod_that_is_asked_to_go_by_others_is_preempted(how, failures, preempt
     assert (made.job.failures, made.job.preemptions) == (failures, preemptions)
 
 
+def test_pods_that_always_end_by_sigterm_are_started_again_ever_more_slowly():
+    made = world(pods=1, total_steps=4000)
+    for _ in range(400):
+        made.round()
+        for _, pod, _ in made.launchers():
+            pod.end(signal=15)
+    assert made.job.failures == 0
+    assert 5 < made.job.preemptions < 12  # in 200 s
+    assert not made.job.state.ended
+
+
 @pytest.mark.parametrize("by_rank", [True, False])
 def test_a_kill_on_request_is_nobodys_failure(by_rank):
     made = trains(world())

@@ -62,10 +62,19 @@ def test_a_timeline_resizes_and_kills_by_itself(counting_cluster: Callable[..., 
     script = ScriptSpec(kind=ScriptKind.TIMELINE, text=timeline)
     cluster.submit(JobSpec(job_id="timed", pods=1, max_pods=2, script=script))
     status = cluster.wait_for(
-        lambda now: len(now.stages) >= 4 and now.state is JobState.RUNNING, "4"
+        lambda now: (
+            now.state is JobState.RUNNING
+            and [record.pods for record in now.stages][-1] == 1
+            and len(now.stages) > 2
+        ),
+        "grown, and shrunk again",
+        90,
     )
-    assert [record.pods for record in status.stages[:4]] == [1, 2, 2, 1]
-    assert status.stages[2].way is Way.START
+    # On a slow machine the last change falls due while the kill is being mended, and takes the
+    # place of that recovery; then there are three stages.
+    assert [record.pods for record in status.stages] in ([1, 2, 2, 1], [1, 2, 1])
+    said = [event.text for event in cluster.api().events("timed")]
+    assert any("was killed by SIGKILL, as requested" in text for text in said), said
     assert status.failures == 0, "a kill that was asked for is no failure"
     finish_and_check(cluster, 60)
 

@@ -13,7 +13,8 @@ from pod_runtime.shim_wire import PodExit
 KILL_AGAIN_S = 0.1  # a process forked while we killed is met by the next round
 # Python and this program ignore or handle these; the script is to find them as any program does.
 _NOT_FOR_THE_SCRIPT = (
-    signal.SIGPIPE, signal.SIGXFSZ, signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD,
+    signal.SIGPIPE, signal.SIGXFSZ, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM,
+    signal.SIGCHLD,
 )  # fmt: skip
 
 

@@ -1,0 +1,8 @@
+"""For all tests."""
+
+import signal
+
+# Whoever runs the tests in the background (`&`, nohup, some CI) has these ignored, and all programs
+# that a test starts would inherit that: Ctrl-C could not be tested.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)

@@ -371,7 +371,7 @@ def _end(number: int, _frame: FrameType | None) -> NoReturn:
 def main() -> int:
     config = parse()
     screen = Screen(sys.stdout)
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
     try:
         held = run(config, screen)

@@ -107,11 +107,6 @@ class Fleet:
         ]
 
 
-def _union(held: tuple[Held, ...], key: str) -> frozenset[int]:
-    nothing: frozenset[int] = frozenset()
-    return nothing.union(*(one.get(key, nothing) for one in held))
-
-
 def _strangers(report: wire.NodeReport | None) -> dict[int, str]:
     if report is None:
         return {}

@@ -35,9 +35,6 @@ class Adapter(Protocol):
     def form_group(self, spec: GroupSpec) -> None:
         """Join the group; returns when all have. A world of one forms none."""
 
-    def leave_group(self) -> None:
-        """Forget the group."""
-
     def all_reduce(self, values: npt.NDArray[np.float64]) -> None:
         """Sum `values` over all ranks, in place. Raises PeerLost."""
 

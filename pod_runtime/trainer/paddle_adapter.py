@@ -85,11 +85,6 @@ class PaddleAdapter:
         except RuntimeError as error:
             raise PeerLost(f"the group of {spec.world_size} was not formed: {error}") from error
 
-    def leave_group(self) -> None:
-        if self._world_size > 1:
-            dist.destroy_process_group()
-        self._world_size = 1
-
     def all_reduce(self, values: npt.NDArray[np.float64]) -> None:
         if self._world_size > 1:
             tensor = paddle.to_tensor(values)

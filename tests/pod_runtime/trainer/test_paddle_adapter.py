@@ -288,7 +288,6 @@ def test_a_world_of_one_needs_no_group():
     adapter.all_reduce(values)
     assert values.tolist() == [1.0, 2.0]
     assert adapter.exchange([1.0, 2.0, 3.0], True) == [1.0, 2.0, 3.0]
-    adapter.leave_group()
     with adapter.evaluation():
         assert not model.training
     assert model.training

@@ -11,6 +11,12 @@ from typing import Any
 _LAZY: dict[str, tuple[str, str | None]] = {
     "elastic": ("pod_runtime.trainer.elastic", None),
     "TrainStatus": ("pod_runtime.trainer.train_status", "TrainStatus"),
+    "load_checkpoint": ("pod_runtime.trainer.epoch_checkpoint", "load_checkpoint"),
+    "save_checkpoint": ("pod_runtime.trainer.epoch_checkpoint", "save_checkpoint"),
+    "LocalFS": ("pod_runtime.trainer.file_systems", "LocalFS"),
+    "ElasticCheckpoint": ("pod_runtime.trainer.paddle_callback", "ElasticCheckpoint"),
+    "RunLog": ("pod_runtime.trainer.summary", "RunLog"),
+    "HDFSClient": ("pod_runtime.trainer.file_systems", "HDFSClient"),
 }
 
 

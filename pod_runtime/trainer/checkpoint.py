@@ -7,25 +7,19 @@ PATH/stage_%08d/step_%010d/model.safetensors       parameters and buffers, by st
                            manifest.json           sizes and SHA-256 of all of these
 """
 
-import hashlib
-import json
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from pod_runtime.trainer.checkpoint_files import MANIFEST, read_files, write_files
 from pod_runtime.trainer.errors import CheckpointError, StateError
 from pod_runtime.trainer.image import StateImage
-from pod_runtime.trainer.layout import TensorSpec, make_layout
-from pod_runtime.trainer.storage import Chunk, Storage
-from pod_runtime.trainer.tensor_file import parse_tensors, tensor_chunks
-from pod_runtime.trainer.train_status import TrainStatus
+from pod_runtime.trainer.loop_status import LoopStatus
+from pod_runtime.trainer.storage import Storage
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
-STATUS = "train_status.json"
 _PROBE = "writable.probe"
 _STAGE = re.compile(r"stage_(\d{8,})\Z")
 _STEP = re.compile(r"step_(\d{10,})\Z")
@@ -79,8 +73,14 @@ class CheckpointStore:
         if MANIFEST in self.storage.files(made.folder):
             return made
         try:
-            manifest = self._write_files(made.folder, image)
-            self.storage.commit(f"{made.folder}/{MANIFEST}", manifest)
+            write_files(
+                self.storage,
+                made.folder,
+                layout=image.layout,
+                data=image.data,
+                status={"status": image.status.to_json(), "scalars": image.scalars},
+                head={"stage": made.stage, "step": made.step},
+            )
         except OSError as error:
             self._discard(made)
             raise CheckpointError(
@@ -145,59 +145,20 @@ class CheckpointStore:
             FileNotFoundError: with MANIFEST as text where that is missing.
             CheckpointError, StateError: it is damaged; the text says which file and how.
         """
-        try:
-            manifest = json.loads(self.storage.read(f"{each.folder}/{MANIFEST}"))
-            entries = dict(manifest["files"])
-        except FileNotFoundError:
-            raise FileNotFoundError(MANIFEST) from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{MANIFEST}: damaged: {error!r}") from error
-        contents = {name: self._verified(each, name, entry) for name, entry in entries.items()}
-        if STATUS not in contents:
-            raise CheckpointError(f"{MANIFEST}: does not name {STATUS}")
-        status = json.loads(contents.pop(STATUS))
-        return _assemble(status, contents)
-
-    def _verified(self, each: CheckpointId, name: str, entry: dict[str, Any]) -> bytes:
-        try:
-            content = self.storage.read(f"{each.folder}/{name}")
-        except FileNotFoundError:
-            raise CheckpointError(f"{name}: missing") from None
-        if len(content) != entry["size_bytes"]:
-            raise CheckpointError(
-                f"{name}: {len(content)} bytes, the manifest says {entry['size_bytes']}"
-            )
-        if hashlib.sha256(content).hexdigest() != entry["sha256"]:
-            raise CheckpointError(f"{name}: its SHA-256 is not the manifest's: damaged content")
-        return content
-
-    def _write_files(self, folder: str, image: StateImage) -> bytes:
-        files: dict[str, dict[str, object]] = {}
-        groups: dict[str, list[tuple[str, TensorSpec]]] = {}
-        for spec in image.layout.specs:
-            group, _, name = spec.name.partition("/")
-            groups.setdefault(group, []).append((name, spec))
-        status = json.dumps({"status": image.status.to_json(), "scalars": image.scalars}, indent=1)
-        parts: list[tuple[str, Iterable[Chunk]]] = [
-            (f"{group}.safetensors", tensor_chunks(specs, image.data))
-            for group, specs in groups.items()
-        ]
-        parts.append((STATUS, [status.encode()]))
-        for name, chunks in parts:
-            counted = _Counted(chunks)
-            self.storage.write(f"{folder}/{name}", counted)
-            files[name] = {"size_bytes": counted.size, "sha256": counted.hash.hexdigest()}
-        manifest = {
-            "format": 1, "stage": image.status.stage, "step": image.status.step, "files": files,
-        }  # fmt: skip
-        return json.dumps(manifest, indent=1).encode()
+        status, layout, data = read_files(self.storage, each.folder)
+        return StateImage(
+            status=LoopStatus.from_json(status["status"]),
+            scalars=status["scalars"],
+            layout=layout,
+            data=data,
+        )
 
     def _clean(self, newest: CheckpointId) -> None:
         """Remove what is older than `newest`, which is intact, but for the last `keep` - 1."""
         try:
             older = [each for each in self.found() if each < newest]
             whole = [each for each in older if MANIFEST in self.storage.files(each.folder)]
-            stay = set(whole[len(whole) - (self.keep - 1) :]) if self.keep > 1 else set()
+            stay = set(whole[-(self.keep - 1) :]) if self.keep > 1 else set()
             for each in older:
                 if each not in stay:
                     self._discard(each)
@@ -219,38 +180,3 @@ class CheckpointStore:
             match = _STAGE.match(name)
             if match:
                 yield int(match[1]), name
-
-
-class _Counted:
-    """Passes chunks on and notes their size and digest."""
-
-    def __init__(self, chunks: Iterable[Chunk]) -> None:
-        self.chunks = chunks
-        self.size = 0
-        self.hash = hashlib.sha256()
-
-    def __iter__(self) -> Iterator[Chunk]:
-        for chunk in self.chunks:
-            self.size += len(chunk)
-            self.hash.update(chunk)
-            yield chunk
-
-
-def _assemble(status: dict[str, Any], contents: dict[str, bytes]) -> StateImage:
-    tensors = []
-    for name, content in contents.items():
-        group = name.removesuffix(".safetensors")
-        for tensor, dtype, shape, piece in parse_tensors(memoryview(content), name):
-            tensors.append((f"{group}/{tensor}", dtype, shape, piece))
-    layout = make_layout([(name, dtype, shape) for name, dtype, shape, _piece in tensors])
-    data = bytearray(layout.total_bytes)
-    for spec, (_name, _dtype, _shape, piece) in zip(layout.specs, tensors, strict=True):
-        if len(piece) != spec.size_bytes:
-            raise CheckpointError(f"{spec.name}: {len(piece)} bytes, expected {spec.size_bytes}")
-        data[spec.offset : spec.offset + spec.size_bytes] = piece
-    return StateImage(
-        status=TrainStatus.from_json(status["status"]),
-        scalars=status["scalars"],
-        layout=layout,
-        data=memoryview(data),
-    )

@@ -1,80 +1,27 @@
-"""What a state says about progress: where training stands, and what decided the batches so far."""
+"""Which epoch a checkpoint of the original's calls stands for."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass
 
-from job_server.wire import WireError, decode, encode
-from pod_runtime.trainer.batches import Cursor
-from pod_runtime.trainer.errors import StateError
-from pod_runtime.trainer.ledger import RunInfo, StageEntry
-from pod_runtime.trainer.scaling import Scaling
+from pod_runtime.trainer.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class TrainStatus:
-    """Travels in every snapshot, broadcast and checkpoint."""
+    """The last epoch that is completed; -1: none is.
 
-    stage: int  # that committed the newest step
-    cursor: Cursor
-    samples_seen: int  # committed, over all epochs
-    shards: int  # V: fixed for the run
-    batch_size: int  # at the reference world
-    run: RunInfo
-    scaling: Scaling
-    ledger: tuple[StageEntry, ...] = ()  # the lineage
-    finished: bool = False  # nothing is left to train
-    stopped: bool = False  # the script ended the training before its last epoch
-
-    @property
-    def epoch(self) -> int:
-        return self.cursor.epoch
-
-    @property
-    def step(self) -> int:
-        """Global steps committed since the job began."""
-        return self.cursor.global_step
-
-    @property
-    def world_size(self) -> int:
-        return self.scaling.world_size
-
-    def for_run(self, run: RunInfo) -> Self:
-        """Return the same progress for a script that may ask for another number of epochs.
-
-        A training that was stopped early stays so until a script asks for more epochs than then.
-        """
-        return replace(self, run=run, stopped=self.stopped and run.epochs <= self.run.epochs)
-
-    def to_json(self) -> dict[str, Any]:
-        value: dict[str, Any] = encode(self)
-        return value
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Build from decoded JSON.
-
-        Raises:
-            StateError: a field is missing or malformed; the text names it.
-        """
-        try:
-            return decode(cls, data)
-        except (WireError, ValueError) as error:
-            raise StateError(f"train status: {error}") from error
-
-
-def check_same_run(stored: TrainStatus, *, run: RunInfo, batch_size: int, where: str) -> None:
-    """Refuse to continue a training with other data, or with batches cut in another way.
-
-    Raises:
-        StateError: names the first setting that differs, both values and the remedy.
+    After the class of this name of PaddlePaddle 1.8's collective fleet. A state of the elastic loop
+    says more: `loop_status.LoopStatus`.
     """
-    pairs: list[tuple[str, object, object]] = [("batch_size", stored.batch_size, batch_size)]
-    for name in ("seed", "dataset_length", "shuffle", "drop_last"):
-        pairs.append((name, getattr(stored.run, name), getattr(run, name)))
-    for name, before, now in pairs:
-        if before != now:
-            raise StateError(
-                f"{name}: {where} was made with {before!r}, this script says {now!r}; "
-                f"continue with {name}={before!r}, or start afresh with another checkpoint path"
+
+    epoch_no: int = -1
+
+    def __post_init__(self) -> None:
+        if type(self.epoch_no) is not int or self.epoch_no < -1:
+            raise UsageError(
+                f"epoch_no: expected the number of the last completed epoch, from 0 on, or -1 for "
+                f"none, got {self.epoch_no!r}"
             )
+
+    def next(self) -> int:
+        """Return the number of the first epoch that is left to train."""
+        return self.epoch_no + 1

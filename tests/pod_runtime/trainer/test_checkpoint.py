@@ -74,6 +74,16 @@ def test_a_flipped_byte_falls_back_to_the_newest_intact_one_and_says_so(tmp_path
     assert "falling back to checkpoint stage_00000001/step_0000000001" in caplog.text
 
 
+@pytest.mark.parametrize(("old", "new"), [("sha256", "sha254"), ("size_bytes", "size_bytec")])
+def test_a_manifest_of_good_json_and_a_damaged_key_is_refused_like_any(tmp_path, caplog, old, new):
+    store = CheckpointStore(open_storage(tmp_path))
+    store.write(make_image(step=1, fill=1.0))
+    manifest = tmp_path / store.write(make_image(step=2)).folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(old, new))
+    assert fill_of(store) == 1.0
+    assert "manifest.json: damaged: KeyError" in caplog.text
+
+
 @pytest.mark.parametrize("damage", ["missing", "short"])
 def test_a_file_that_is_missing_or_short_is_refused(tmp_path, caplog, damage):
     store = CheckpointStore(open_storage(tmp_path))
@@ -122,6 +132,16 @@ def test_retention_keeps_n_and_removes_torn_folders_of_older_stages(storage):
     store.write(make_image(stage=3, step=4))
     assert store.found() == [CheckpointId(2, 3), CheckpointId(3, 4)]
     assert storage.folders("") == ["stage_00000002", "stage_00000003"]
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3, 4, 5, 8])
+def test_as_many_stay_as_were_asked_for(storage, keep):
+    store = CheckpointStore(storage, keep=keep)
+    for step in range(1, 11):
+        store.write(make_image(step=step))
+        assert [each.step for each in store.found()] == list(
+            range(max(1, step - keep + 1), step + 1)
+        )
 
 
 def test_retention_never_touches_what_is_newer(storage):

@@ -1,0 +1,142 @@
+"""`paddle.Model.fit` that is killed and continued, in real processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support import free_port
+
+paddle = pytest.importorskip("paddle")
+
+from pod_runtime.trainer.errors import UsageError  # noqa: E402  needs no Paddle, but the rest does
+from pod_runtime.trainer.paddle_callback import ElasticCheckpoint  # noqa: E402
+
+SCRIPT = Path(__file__).parent / "scripts" / "fit.py"
+EPOCH_STEPS = 12
+
+
+def start(
+    out: Path, *args: object, rank: int = 0, world: int = 1, port: int = 0
+) -> subprocess.Popen[bytes]:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    if world > 1:
+        ends = [f"127.0.0.1:{port + n}" for n in range(world)]
+        env |= {
+            "PADDLE_TRAINER_ID": str(rank),
+            "PADDLE_TRAINERS_NUM": str(world),
+            "PADDLE_TRAINER_ENDPOINTS": ",".join(ends),
+            "PADDLE_CURRENT_ENDPOINT": ends[rank],
+            "PADDLE_DISTRI_BACKEND": "gloo",
+        }
+    with (out / f"log_{rank}").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(out), *map(str, args)],
+            env=env,
+            stdout=log,
+            stderr=log,
+        )
+
+
+def run(out: Path, *args: object) -> int:
+    return start(out, *args).wait(100)
+
+
+def notes(out: Path, rank: int = 0) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / f"rank_{rank}.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    out: Path = tmp_path_factory.mktemp("undisturbed")
+    assert run(out, 4) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory) -> Path:
+    """Killed after step 6 of epoch 1, saved at 4; stopped after step 2 of epoch 2; then left."""
+    out: Path = tmp_path_factory.mktemp("disturbed")
+    assert run(out, 4, "kill", 1, 6) == -signal.SIGKILL
+    assert run(out, 4, "term", 2, 2) == 128 + signal.SIGTERM
+    assert run(out, 4) == 0
+    return out
+
+
+@pytest.mark.timeout(300)
+def test_a_fit_that_was_killed_and_stopped_ends_with_the_weights_of_one_that_was_not(
+    undisturbed, disturbed
+):
+    expected, got = (np.load(out / "weight.npy") for out in (undisturbed, disturbed))
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.timeout(300)
+def test_every_epoch_ends_once_and_callbacks_do_not_hear_of_those_that_are_done(disturbed):
+    said = notes(disturbed)
+    assert [note["ended"] for note in said if "ended" in note] == [0, 1, 2, 3]
+    assert [note["begin"] for note in said if "begin" in note] == [0, 1, 2]
+
+
+@pytest.mark.timeout(300)
+def test_only_the_steps_behind_the_newest_checkpoint_are_done_again(undisturbed, disturbed):
+    losses = [note["loss"] for note in notes(undisturbed) if "loss" in note]
+    by_run: dict[int, list[float]] = {}
+    for note in notes(disturbed):
+        if "loss" in note:
+            by_run.setdefault(note["run"], []).append(note["loss"])
+    first, second, third = by_run.values()
+    killed_at, saved_at = EPOCH_STEPS + 7, EPOCH_STEPS + 4
+    stopped_at = 2 * EPOCH_STEPS + 3
+    assert first == losses[:killed_at]
+    assert second == losses[saved_at:stopped_at]  # SIGTERM lost no step
+    assert third == losses[stopped_at:]
+
+
+@pytest.mark.timeout(300)
+def test_the_schedule_of_the_learning_rate_goes_on(undisturbed, disturbed):
+    ends = [
+        [note["lr"] for note in notes(out) if "done" in note] for out in (undisturbed, disturbed)
+    ]
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.timeout(300)
+def test_a_training_that_is_over_trains_no_step_when_it_is_started_again(undisturbed):
+    before = len([note for note in notes(undisturbed) if "loss" in note])
+    assert run(undisturbed, 4) == 0
+    assert len([note for note in notes(undisturbed) if "loss" in note]) == before
+
+
+@pytest.mark.timeout(300)
+def test_a_sigterm_to_one_of_two_trainers_stops_both_at_the_same_step(tmp_path):
+    port = free_port()
+    both = [start(tmp_path, 3, "term", 1, 2, rank=n, world=2, port=port) for n in range(2)]
+    assert [process.wait(100) for process in both] == [143, 143]
+    last = [notes(tmp_path, rank)[-1] for rank in range(2)]
+    assert [(note["epoch"], note["step"]) for note in last] == [(1, 2), (1, 2)]
+
+    assert run(tmp_path, 3) == 0  # one trainer: twice as many steps, so the same share of them
+    said = notes(tmp_path)
+    assert [note["ended"] for note in said if "ended" in note] == [0, 1, 2]
+    again = [note for note in said if "loss" in note and note["run"] == said[-1]["run"]]
+    assert len([note for note in again if note["epoch"] == 1]) == EPOCH_STEPS - 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "says"),
+    [
+        ({"save_steps": 0}, "save_steps: expected a whole number"),
+        ({"save_steps": 1.5}, "save_steps: expected a whole number"),
+        ({"keep_checkpoints": 0}, "keep_checkpoints: expected a whole number"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_the_training(tmp_path, kwargs, says):
+    with pytest.raises(UsageError, match=says):
+        ElasticCheckpoint(tmp_path, **kwargs)

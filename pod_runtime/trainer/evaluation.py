@@ -1,24 +1,24 @@
 """Evaluate over all ranks: each takes every world-size-th batch, and sums are added up."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from pod_runtime.trainer.adapter import Adapter
 from pod_runtime.trainer.errors import UsageError
+from pod_runtime.trainer.source import DataSource
+from pod_runtime.trainer.worker_errors import CarryingCollate, CarryingDataset, raise_if_failed
 
 Fn = Callable[..., Mapping[str, Any]]
 
 
 def evaluate(
     adapter: Adapter,
-    dataset: Any,
+    source: DataSource,
     fn: Fn,
     *,
-    batch_size: int,
-    collate: Callable[[list[Any]], Any] | None,
     rank: int,
     world_size: int,
     meet: Callable[[], None],
@@ -26,27 +26,50 @@ def evaluate(
     """Return the sums over all batches of what `fn(*batch)` returns.
 
     Args:
+        source: a map-style dataset; workers read ahead where it has some.
         fn: gets one collated batch, returns sums (numbers or one-element tensors) by name.
         meet: called once per round by every rank; may park there.
 
     Raises:
         UsageError: `fn` does not return the same names for every batch.
     """
-    collate = collate or adapter.collate
-    length = len(dataset)
-    batches = -(-length // batch_size)
+    length = len(source.dataset)  # type: ignore[arg-type]  # evaluation takes no stream
+    size = source.batch_size
+    batches = -(-length // size)
+    mine = [
+        range(number * size, min(length, (number + 1) * size))
+        for number in range(rank, batches, world_size)
+    ]
     sums: dict[str, float] = {}
+    read = _read(adapter, source, mine)
     with adapter.evaluation():
         for first in range(0, batches, world_size):
             meet()
             number = first + rank
             if number >= batches:
                 continue
-            ids = range(number * batch_size, min(length, (number + 1) * batch_size))
-            batch = adapter.to_batch(collate([dataset[index] for index in ids]))
+            batch = adapter.to_batch(next(read))
             found = fn(*batch) if isinstance(batch, list | tuple) else fn(batch)
             _add(sums, found, is_first=number == rank)
+    next(read, None)  # nothing is left: here the framework ends the workers, and not before
     return _sum_over_ranks(adapter, sums, rank, has_batches=rank < batches)
+
+
+def _read(adapter: Adapter, source: DataSource, batches: list[range]) -> Iterator[Any]:
+    """Yield collated batches, read ahead by workers where the source has some."""
+    collate = source.collate or adapter.collate
+    if not source.num_workers or not batches:
+        for ids in batches:
+            yield collate([source.dataset[index] for index in ids])  # type: ignore[index]
+        return
+    loader = adapter.loader(
+        CarryingDataset(source.dataset),
+        iter([list(ids) for ids in batches]),
+        collate=CarryingCollate(collate),
+        options={"num_workers": source.num_workers, **source.worker_options},
+    )
+    for batch in loader:
+        yield raise_if_failed(batch)
 
 
 def _add(sums: dict[str, float], found: Mapping[str, Any], *, is_first: bool) -> None:

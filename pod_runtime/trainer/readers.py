@@ -18,6 +18,7 @@ from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.ledger import RunInfo
 from pod_runtime.trainer.source import DataSource
 from pod_runtime.trainer.streams import KeyedDataset, SampleFetcher
+from pod_runtime.trainer.worker_errors import CarryingCollate, raise_if_failed
 
 _STOP_PERIOD_S = 0.1
 _CLOSE_TIMEOUT_S = 5.0
@@ -116,8 +117,10 @@ class ShardReader(Protocol):
 class InlineReader:
     """Reads a map-style dataset when it is asked. Never keeps the loop waiting for others."""
 
-    def __init__(self, source: DataSource, order: ShardOrder, adapter: Adapter) -> None:
-        self._fetcher = SampleFetcher(source.dataset, adapter, order.run.seed)
+    def __init__(
+        self, source: DataSource, order: ShardOrder, adapter: Adapter, *, is_ahead: bool = False
+    ) -> None:
+        self._fetcher = SampleFetcher(source.dataset, adapter, order.run.seed, is_ahead=is_ahead)
         self._order = order
         self._collate = source.collate or adapter.collate
 
@@ -218,11 +221,11 @@ def loader_items(
     loader = adapter.loader(
         KeyedDataset(source.dataset, adapter, order.run.seed),
         batches(),
-        collate=source.collate,
+        collate=CarryingCollate(source.collate or adapter.collate),
         options={"num_workers": source.num_workers, **source.worker_options},
     )
     return (
-        (place.epoch, place.step, place.shard, batch)
+        (place.epoch, place.step, place.shard, raise_if_failed(batch))
         for batch, place in zip(loader, iter(places.get, None), strict=False)
     )
 
@@ -269,7 +272,8 @@ class ShardSource:
         self._adapter = adapter
 
     def __call__(self) -> Iterator[tuple[Any, ...]]:
-        inline = InlineReader(self._source, self._order, self._adapter)
+        # Whoever transforms batches on their way reads ahead of the training, in a thread.
+        inline = InlineReader(self._source, self._order, self._adapter, is_ahead=True)
         for place in self._order.from_cursor(self._cursor):
             taken = inline.take(place, 0.0)
             assert taken is not None

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pod_runtime.trainer.batches import stream_key
+from pod_runtime.trainer.worker_errors import read_or_fail
 
 logger = logging.getLogger(__name__)
 
@@ -46,23 +47,40 @@ class SampleFetcher:
     that is found out per shard, and the first shard in which the dataset drew is read again.
     """
 
-    def __init__(self, dataset: Any, streams: FrameworkStreams, seed: int) -> None:
+    def __init__(
+        self, dataset: Any, streams: FrameworkStreams, seed: int, *, is_ahead: bool = False
+    ) -> None:
+        """
+        Args:
+            is_ahead: read in a thread, ahead of a training that draws from the same streams as
+                soon as it has the first shard. So only that one is watched.
+        """
         self._dataset = dataset
         self._streams = streams
         self._seed = seed
         self._draws = False  # the dataset has drawn random numbers
+        self._is_ahead = is_ahead
+        self._was_watched = False
         self._untouched = self._probe()
 
     def fetch(self, epoch: int, ids: Sequence[int]) -> list[Any]:
         """Return the samples of `ids`, in order."""
         dataset = self._dataset
+        if self._is_ahead and self._was_watched and not self._draws:
+            return [dataset[sample_id] for sample_id in ids]
         if not self._draws:
+            self._was_watched = True
             _seed(self._streams, _PROBE)
             samples = [dataset[sample_id] for sample_id in ids]
             if self._next() == self._untouched:
                 return samples
             self._draws = True
             logger.info("the dataset draws random numbers: streams are keyed by sample from now on")
+            if self._is_ahead:
+                logger.warning(
+                    "it does so in a thread beside the training, whose own draws (dropout) "
+                    "are therefore not the same in every run"
+                )
         samples = []
         for sample_id in ids:
             seed_sample(self._streams, self._seed, epoch, sample_id)
@@ -78,7 +96,10 @@ class SampleFetcher:
 
 
 class KeyedDataset:
-    """What a loader's workers read: indices are (epoch, sample id), streams are keyed by them."""
+    """What a loader's workers read: indices are (epoch, sample id), streams are keyed by them.
+
+    A sample that cannot be read is a `worker_errors.Failed`.
+    """
 
     def __init__(self, dataset: Any, streams: FrameworkStreams, seed: int) -> None:
         self._dataset = dataset
@@ -88,7 +109,7 @@ class KeyedDataset:
     def __getitem__(self, index: tuple[int, int]) -> Any:
         epoch, sample_id = index
         seed_sample(self._streams, self._seed, epoch, sample_id)
-        return self._dataset[sample_id]
+        return read_or_fail(lambda: self._dataset[sample_id])
 
     def __len__(self) -> int:
         return len(self._dataset)

@@ -66,6 +66,27 @@ def test_what_a_sample_draws_depends_on_epoch_and_sample_alone(kind):
     assert len(worker) == 100
 
 
+def test_who_reads_ahead_leaves_the_streams_to_the_training_after_the_first_shard():
+    streams = Streams()
+    fetcher = SampleFetcher(list(range(100)), streams, seed=5, is_ahead=True)
+    fetcher.fetch(0, [1, 2])
+    seed_shard(streams, 5, 0, 0, 0)  # the training begins with that shard
+    drawn = [random.random(), np.random.random_sample(), streams.draw()]
+    seed_shard(streams, 5, 0, 0, 0)
+    assert fetcher.fetch(0, [3, 4]) == [3, 4]
+    assert [random.random(), np.random.random_sample(), streams.draw()] == drawn
+
+
+def test_a_dataset_that_draws_in_the_first_shard_is_keyed_also_when_it_is_read_ahead(caplog):
+    streams = Streams()
+    data = Drawing(streams, "numpy")
+    ahead = SampleFetcher(data, streams, seed=5, is_ahead=True)
+    alone = SampleFetcher(data, streams, seed=5)
+    assert ahead.fetch(1, [0, 3]) == alone.fetch(1, [0, 3])
+    assert ahead.fetch(1, [6, 7]) == alone.fetch(1, [6, 7])
+    assert "not the same in every run" in caplog.text
+
+
 def test_a_dataset_that_draws_nothing_is_read_once_per_sample():
     streams = Streams()
     data = Drawing(streams, "random")

@@ -1,0 +1,77 @@
+"""Bring what goes wrong in a loader's worker to the script, as the exception that it was.
+
+Paddle's loader raises it in a thread of its own and ends the iteration with a `SystemError` that
+names no cause, so that neither the script nor the last lines of its log would know it.
+"""
+
+import pickle
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+class WorkerTraceback(Exception):  # noqa: N818  the `__cause__` of an error, not one itself
+    """Where in the worker the error was raised."""
+
+    def __str__(self) -> str:
+        return f"\n\n{self.args[0]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Takes the place of a sample, and then of its batch."""
+
+    error: Exception
+    worker_traceback: str
+
+
+def read_or_fail(read: Callable[[], Any]) -> Any:
+    """Return what `read()` returns, or the `Failed` that it came to."""
+    try:
+        return read()
+    except Exception as error:  # noqa: BLE001  raised again by `raise_if_failed`
+        text = traceback.format_exc()
+        try:
+            # Both ways: some exceptions are written but cannot be read again.
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # noqa: BLE001  whatever it is, the text is left
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        return Failed(error, text)
+
+
+class CarryingDataset:
+    """A map-style dataset of which samples that cannot be read are `Failed`."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return read_or_fail(lambda: self._dataset[index])
+
+
+class CarryingCollate:
+    """Makes batches, as `collate` does, of samples that may be `Failed`."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        failed = next((sample for sample in samples if isinstance(sample, Failed)), None)
+        made = failed or read_or_fail(lambda: self._collate(samples))
+        if isinstance(made, Failed):
+            return [made, np.zeros(1, np.uint8)]  # Paddle's queue wants an array in each batch
+        return made
+
+
+def raise_if_failed(batch: Any) -> Any:
+    """Return the batch; raise the error that is in its place, with the worker's traceback."""
+    first = batch[0] if isinstance(batch, list | tuple) and batch else None
+    if isinstance(first, Failed):
+        raise first.error from WorkerTraceback(first.worker_traceback)
+    return batch

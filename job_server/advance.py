@@ -7,7 +7,7 @@ late message needs no case of its own.
 from collections.abc import Callable
 from dataclasses import replace
 
-from job_server.changes import store_script_clock, take_next
+from job_server.changes import stand_by, store_script_clock, take_next
 from job_server.deadlines import (
     coming_deadline,
     crash_deadline,
@@ -38,7 +38,6 @@ from job_server.reports import previous_ended
 from job_server.transitions import (
     abandon,
     begin,
-    choose_way,
     commit,
     count_current,
     enter,
@@ -163,7 +162,7 @@ def _advance_prepare(work: Work, stage: Stage, current: Stage | None) -> None:
     if current is not None and current.over is not None and stage.way is not Way.START:
         _replace_recovery(work, stage, current, ready=ready)
         return
-    if not ready or work.now < job.retry_at:
+    if not ready or work.now < job.retry_at or stage.standby:
         return
     if stage.way is Way.START:
         enter_start(work)
@@ -174,7 +173,7 @@ def _advance_prepare(work: Work, stage: Stage, current: Stage | None) -> None:
         # A trainer has declared itself meanwhile; it must have made a step to agree on one.
         if current.first_step_at is None:
             return
-        work.set(coming=replace(stage, way=choose_way(job)))
+        work.set(coming=replace(stage, way=Way.DRAIN))
         enter(work, Phase.CUT)
     else:
         enter(work, Phase.END if stage.way is Way.STOP else Phase.CUT)
@@ -366,5 +365,6 @@ RULES: tuple[Callable[[Work], None], ...] = (
     previous_ended,
     _forget_released,
     _change,
+    stand_by,
     store_script_clock,
 )

@@ -98,6 +98,8 @@ def name_state(job: Job) -> JobState:
         return starting
     if job.coming.phase is Phase.PREPARE:
         over = job.current is not None and job.current.over is not None
+        if not over and job.coming.stands_by:
+            return JobState.RUNNING
         return JobState.RECOVERING if over else JobState.PREPARING
     return JobState.CUTTING_OVER
 
@@ -169,6 +171,11 @@ def first_step(work: Work, stage: Stage, step: int) -> Stage:
     )
     _extend_before(work, stage.stage, step - 1)
     work.set(redone_steps=job.redone_steps + redone, stopped_at=None)
+    if redone and step == 1:
+        work.note(
+            f"training began again at step 0: what is left of the job held no state of it, in "
+            f"memory or as a checkpoint; {redone} steps are lost"
+        )
     return stage
 
 

@@ -3,13 +3,21 @@
 from dataclasses import replace
 
 from job_server.change_script import ScriptedChange
-from job_server.deadlines import DUE_SLACK_S, SCRIPT_STORE_S, is_due, scripted, settle_deadline
+from job_server.deadlines import (
+    DUE_SLACK_S,
+    SCRIPT_STORE_S,
+    STANDBY_AFTER_S,
+    is_due,
+    scripted,
+    settle_deadline,
+    standby_times,
+)
 from job_server.events import Refused
 from job_server.job import At, Goal, Job, Keep, ManualChange, Pod, Stage
 from job_server.layout import make_pods, slots_of_leavers, slots_of_stayers
 from job_server.placement import explain_shortage, place
-from job_server.transitions import begin, choose_way
-from job_server.wire import Kill, WireError
+from job_server.transitions import begin, choose_way, dismiss_standby
+from job_server.wire import Kill, Way, WireError
 from job_server.work import Work
 
 SHOWN_CHANGES = 10
@@ -20,7 +28,9 @@ def may_change(job: Job, now: float) -> bool:
     stage = job.current
     if stage is None or job.goal is not Goal.RUN or job.state.ended:
         return False
-    if job.coming is not None or job.previous is not None or job.done or job.cut_off:
+    if job.coming is not None and not job.coming.standby:
+        return False
+    if job.previous is not None or job.done or job.cut_off:
         return False
     if stage.over is not None or stage.resuming or stage.finishing or not stage.committed:
         return False
@@ -120,8 +130,10 @@ def _begin_change(work: Work, stage: Stage, pods: int, why: str, *, counts: bool
     )
     if pods > len(stay) and not sites:
         return False
+    dismiss_standby(work)
     new = make_pods(work, sites, len(stay))
-    begin(work, (*stay, *new), way=choose_way(work.job), reason=why, target=pods, counts=counts)
+    way = choose_way(work.job, work.cluster)
+    begin(work, (*stay, *new), way=way, reason=why, target=pods, counts=counts)
     return True
 
 
@@ -138,6 +150,23 @@ def _grow_back(work: Work) -> bool:
         return False
     why = f"growing back to {job.target}"
     return _begin_change(work, stage, job.target, why, counts=False)
+
+
+def stand_by(work: Work) -> None:
+    """Prepare the same pods once more, for the case that the stage in force crashes."""
+    job = work.job
+    stage = job.current
+    if not job.spec.standby or stage is None or job.coming is not None:
+        return
+    if not may_change(job, work.now) or any(work.now < at for at in standby_times(job)):
+        return
+    change = scripted(job)
+    if change is not None and change.at_s < job.progress.script_s + STANDBY_AFTER_S:
+        return
+    if choose_way(job, work.cluster) is not Way.REPLACE:
+        return
+    pods = _survivors(job, stage, len(stage.members))
+    begin(work, pods, way=Way.REPLACE, reason="standby", target=job.target, standby=True)
 
 
 def store_script_clock(work: Work) -> None:
@@ -161,7 +190,8 @@ def resize(work: Work, pods: int) -> None:
     if refusal:
         raise Refused(f"pods: {refusal}")
     waits = bool(job.waiting) and not job.cut_off  # else the stage in force may go on
-    if job.current is None or waits or job.goal is Goal.PAUSE:
+    idle = job.current is None and job.coming is None
+    if idle or waits or job.goal is Goal.PAUSE:
         work.set(target=pods, manual=None)
         work.note(f"resize to {pods}: holds from the next start on")
         return

@@ -86,7 +86,11 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
             metavar="URL",
             help="else PADDLE_JOBSERVER, else %(default)s",
         )
-        sub.add_argument("--token_file", metavar="FILE", help="the server's token; else EDL_TOKEN")
+        sub.add_argument(
+            "--token_file",
+            metavar="FILE",
+            help="the server's token; else EDL_TOKEN_FILE, EDL_TOKEN",
+        )
         sub.add_argument("--json", action="store_true", help="print what the server answers")
         return sub
 

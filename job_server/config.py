@@ -82,17 +82,20 @@ def read_config(argv: list[str], environ: Mapping[str, str]) -> Config:
 
 
 def read_token(token_file: str | None, environ: Mapping[str, str]) -> str | None:
-    """Return the token of the file, else of EDL_TOKEN, else None.
+    """Return the token of the file, else of that in EDL_TOKEN_FILE, else EDL_TOKEN, else None.
 
     Raises:
         ConfigError: the file cannot be read, or what it holds is no token.
     """
+    flag = "--token_file"
+    if token_file is None and environ.get("EDL_TOKEN_FILE"):
+        token_file, flag = environ["EDL_TOKEN_FILE"], "EDL_TOKEN_FILE"
     if token_file is None:
         token, source = environ.get("EDL_TOKEN", ""), "EDL_TOKEN"
         if not token:
             return None
     else:
-        source = f"--token_file: {token_file}"
+        source = f"{flag}: {token_file}"
         try:
             with Path(token_file).open(encoding="utf-8") as file:
                 if os.fstat(file.fileno()).st_mode & (stat.S_IRGRP | stat.S_IROTH):
@@ -139,7 +142,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--add_pods_one_step", type=int, default=1, help="pods that the next change adds")
     add("--server_port", type=int, default=8180, help="0: any free one")
     add("--bind", default="127.0.0.1", help="any other address needs a token")
-    add("--token_file", help="holds the token; else EDL_TOKEN")
+    add("--token_file", help="holds the token; else EDL_TOKEN_FILE, EDL_TOKEN")
     add("--insecure_legacy", action="store_true", help="the original's two routes need no token")
     add("--db", default="./edl_job_server.sqlite", metavar="FILE", help="or :memory:")
     add("--job_id", help="of the default job; else PADDLE_JOB_ID, else default_job")
@@ -157,9 +160,15 @@ def build_parser() -> argparse.ArgumentParser:
     add("--start_timeout_s", type=float, default=60, help="wait so long for all nodes")
     add("--heartbeat_s", type=float, default=1, help="four silent ones: a node is lost")
     add("--prepare_timeout_s", type=float, default=120, help="else a change is abandoned")
-    add("--overlap", choices=("on", "off", "auto"), default="auto", help="on: not yet")
-    add("--spares", type=int, default=0, help="warm trainers; not yet")
-    add("--standby", type=int, default=0, help="prepared worlds; not yet")
+    add(
+        "--overlap",
+        choices=("on", "off", "auto"),
+        default="auto",
+        help="whether the next trainers are made ready beside those that train; "
+        "auto: where a GPU has room for both",
+    )
+    add("--spares", type=int, default=0, help="warm trainer processes per pod (0); 280 MB each")
+    add("--standby", type=int, default=0, help="1: keep a second set of trainers ready for a crash")
     add("--policy", choices=("fixed_global", "linear"), default="fixed_global", help="of the batch")
     add("--log_level", type=int, default=20, help="10 debug, 20 info, 30 warnings, 40 errors")
     add("--max_watchers", type=int, default=600, help="requests that may wait for news at once")

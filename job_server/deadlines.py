@@ -1,5 +1,6 @@
 """By when what must have happened: `advance` acts on it, the shell sleeps until then. Pure."""
 
+import math
 from collections.abc import Iterator
 
 from job_server.bookkeeping import script_runs
@@ -19,6 +20,7 @@ from job_server.work import (
 
 DUE_SLACK_S = 0.001  # sums of many short times are not exact
 DECLARE_S = 10.0  # for imports: how long trainers may take to call the elastic loop
+STANDBY_AFTER_S = 5.0  # of undisturbed training before its successors are prepared
 SCRIPT_STORE_S = 5.0  # how much script time a crash of the server may lose
 
 
@@ -28,10 +30,19 @@ def coming_deadline(job: Job, stage: Stage) -> float:
     Where nothing trains that giving up would bring back, there is more patience: a package
     script may download, and a big model takes its time to load.
     """
+    if stage.stands_by:
+        return math.inf
     patience_s = job.spec.prepare_timeout_s
     if stage.phase is Phase.START or (stage.phase is Phase.PREPARE and stage.way is Way.START):
         patience_s *= LOAD_PATIENCE
     return stage.since + patience_s
+
+
+def standby_times(job: Job) -> Iterator[float]:
+    """Yield before when no standby is prepared: training settles first, changes go first."""
+    if job.current is not None and job.current.first_step_at is not None:
+        yield job.current.first_step_at + STANDBY_AFTER_S
+    yield job.standby_at
 
 
 def end_deadline(job: Job, stage: Stage) -> float | None:
@@ -82,8 +93,10 @@ def next_deadline(job: Job, now: float, cluster: Cluster) -> float | None:
 
 
 def _deadlines(job: Job, now: float, cluster: Cluster) -> Iterator[float]:
-    if job.coming is not None:
+    if job.coming is not None and not job.coming.stands_by:
         yield coming_deadline(job, job.coming)
+    if job.coming is None and job.spec.standby:
+        yield from standby_times(job)
     for stage in job.stages:
         yield from (at for at in (end_deadline(job, stage), crash_deadline(stage)) if at)
     if job.halt is not None and job.halt.phase is not HaltPhase.DONE:

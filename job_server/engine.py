@@ -28,8 +28,6 @@ PROGRESS_WRITE_S = 30.0  # what only progress changed is written at least so oft
 RETRY_S = 5.0  # after a step that failed
 MAX_ROUNDS = 10  # of one job giving slots to another; the timer goes on with the rest
 
-Orders = tuple[tuple[wire.StagePlan, ...], bool]  # plans, leave
-
 
 @dataclass(slots=True)
 class Entry:
@@ -44,7 +42,7 @@ class Entry:
     due_at: float  # when the timer steps it next
     written_at: float
     published_at: float = 0.0
-    orders: dict[str, Topic[Orders]] = field(default_factory=dict)  # by pod id
+    orders: dict[str, Topic[stages.PodView]] = field(default_factory=dict)  # by pod id
     node_pods: dict[str, Plan] = field(default_factory=dict)  # by node id; registered nodes only
     slots: Held = field(default_factory=dict)
     ports: Held = field(default_factory=dict)
@@ -246,7 +244,7 @@ class Engine:
     def derive(self, entry: Entry) -> None:
         """Bring up to date, and tell, all that follows from a job."""
         for pod_id, topic in list(entry.orders.items()):
-            orders = pod_orders(entry.job, pod_id)
+            orders = stages.pod_orders(entry.job, pod_id)
             if orders is None:
                 topic.end(not_wanted(pod_id))
                 del entry.orders[pod_id]
@@ -360,14 +358,14 @@ class Engine:
     def status_body(self, job: stages.Job, revision: int) -> bytes:
         return to_body(wire.encode(stages.job_status(job, self.now(), revision)))
 
-    def orders_body(self, orders: Orders, revision: int) -> bytes:
-        plans, leave = orders
+    def orders_body(self, orders: stages.PodView, revision: int) -> bytes:
         message = wire.PodOrders(
             server_id=self.server_id,
             revision=revision,
-            plans=plans,
+            plans=orders.plans,
             heartbeat_s=self.fleet.heartbeat_s,
-            leave=leave,
+            leave=orders.leave,
+            spares=orders.spares,
         )
         return to_body(wire.encode(message))
 
@@ -379,12 +377,6 @@ class Engine:
             heartbeat_s=self.fleet.heartbeat_s,
         )
         return to_body(wire.encode(plan))
-
-
-def pod_orders(job: stages.Job, pod_id: str) -> Orders | None:
-    """Return what a pod is told; None: it is not wanted."""
-    orders = stages.pod_orders(job, pod_id)
-    return None if orders is None else (orders.plans, orders.leave)
 
 
 def not_wanted(pod_id: str) -> Gone:

@@ -71,6 +71,7 @@ class Fleet:
                         *(held.get(known.node.addr, nothing) for held in ports)
                     ),
                     strangers=_strangers(known.report),
+                    memory_used=_memory_used(known.report),
                 )
                 for node_id, known in self.nodes.items()
             ),
@@ -111,3 +112,9 @@ def _strangers(report: wire.NodeReport | None) -> dict[int, str]:
     if report is None:
         return {}
     return {usage.index: usage.stranger for usage in report.slots if usage.stranger}
+
+
+def _memory_used(report: wire.NodeReport | None) -> dict[int, int]:
+    if report is None:
+        return {}
+    return {usage.index: usage.memory_used_bytes for usage in report.slots}

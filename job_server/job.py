@@ -120,6 +120,7 @@ class Stage:
     members: tuple[Member, ...]
     target: int  # pods that the job is to have once this is committed
     counts: bool = False  # a requested change: counts as a resize
+    standby: bool = False  # nothing is cut for it: it waits for a crash of the stage in force
     attempt: int = 0
     restore_from: RestoreFrom | None = None  # None: not chosen yet, or the checkpoint
     base_step: int | None = None  # step that it began from; None: not known
@@ -143,6 +144,11 @@ class Stage:
     def finishing(self) -> bool:
         return any(member.at in DONE for member in self.members)
 
+    @property
+    def stands_by(self) -> bool:
+        """Ready to take over from a stage that crashes, and costs nothing but memory."""
+        return self.standby and self.phase is Phase.PREPARE and not self.any_at(At.ABSENT)
+
     def member(self, pod_id: str) -> Member | None:
         """Return the member by pod id, None where the pod is not of this stage."""
         return next((m for m in self.members if m.pod.pod_id == pod_id), None)
@@ -150,6 +156,9 @@ class Stage:
     def with_member(self, member: Member) -> "Stage":
         members = tuple(member if m.pod.pod_id == member.pod.pod_id else m for m in self.members)
         return replace(self, members=members)
+
+    def any_at(self, *places: At) -> bool:
+        return any(member.at in places for member in self.members)
 
     def all_at(self, *places: At) -> bool:
         return all(member.at in places for member in self.members)
@@ -234,6 +243,8 @@ class Job:
     heed_from: float = 0.0  # silence is counted from here at the earliest
     retry_at: float = 0.0
     grow_at: float = 0.0
+    standby_at: float = 0.0  # no standby is prepared before: one failed
+    standby_failures: int = 0  # in a row
     grow_failures: int = 0
     failures: int = 0
     preemptions: int = 0

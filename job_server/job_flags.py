@@ -31,9 +31,14 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
     add("--slots_per_pod", type=int, metavar="N", help="trainers per pod")
     add("--folder", help="subfolder of the clients' --jobs_dir; else their own script")
     add("--policy", choices=("fixed_global", "linear"), help="what a change does to the batch")
-    add("--overlap", choices=("on", "off", "auto"), help="of old and new trainers; on: not yet")
-    add("--spares", type=int, metavar="N", help="warm trainer processes per pod; not yet")
-    add("--standby", type=int, metavar="N", help="prepared worlds for a crash; not yet")
+    add("--overlap", choices=("on", "off", "auto"), help="make new trainers ready beside the old")
+    add("--spares", type=int, metavar="N", help="warm trainer processes per pod, 280 MB each")
+    add(
+        "--standby",
+        type=int,
+        metavar="N",
+        help="1: keep a second set of trainers ready for a crash",
+    )
     add("--prepare_timeout_s", type=float, metavar="S", help="else a change is abandoned")
     add("--start_timeout_s", type=float, metavar="S", help="a first start waits so long for nodes")
     add("--expected_nodes", type=int, metavar="N", help="a first start waits for so many")

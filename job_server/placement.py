@@ -17,6 +17,7 @@ class NodeView:
     taken: frozenset[int] = frozenset()  # slots that other jobs hold
     ports_taken: frozenset[int] = frozenset()  # ports that other jobs use on its address
     strangers: Mapping[int, str] = field(default_factory=dict)  # slot -> who else is on it
+    memory_used: Mapping[int, int] = field(default_factory=dict)  # slot -> bytes, of GPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

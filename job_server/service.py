@@ -9,7 +9,7 @@ from collections.abc import Callable
 from job_server import stages, wire
 from job_server.bodies import to_body
 from job_server.change_script import parse_script
-from job_server.engine import Engine, Entry, Orders, not_wanted, pod_orders, steady_clock
+from job_server.engine import Engine, Entry, not_wanted, steady_clock
 from job_server.errors import BadRequest, Conflict, NotFound
 from job_server.polls import Answer, Topic
 from job_server.store import Store
@@ -241,11 +241,11 @@ class Service:
             self._engine.settle()
         return self._heard()
 
-    def _orders(self, entry: Entry, pod_id: str) -> Topic[Orders]:
+    def _orders(self, entry: Entry, pod_id: str) -> Topic[stages.PodView]:
         engine = self._engine
         topic = entry.orders.get(pod_id)
         if topic is None:
-            orders = pod_orders(entry.job, pod_id)
+            orders = stages.pod_orders(entry.job, pod_id)
             if orders is None:
                 raise not_wanted(pod_id)
             topic = Topic(orders, engine.orders_body, engine.watchers, engine.first_revision())

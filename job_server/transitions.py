@@ -29,23 +29,55 @@ from job_server.job import (
     Stage,
 )
 from job_server.layout import choose_restore, lay_out
-from job_server.wire import JobState, Way
+from job_server.placement import Cluster, find_node
+from job_server.wire import JobState, SlotKind, Way
 from job_server.work import Work, stage_named
 
 GROW_RETRY_S = 30.0
 GROW_RETRY_CAP_S = 600.0
+STANDBY_RETRY_S = 60.0
+ROOM_FACTOR = 1.1  # of what a trainer uses on a GPU has to be free for a second one
 
 
-def choose_way(job: Job) -> Way:
+def choose_way(job: Job, cluster: Cluster) -> Way:
     """Return how a change of the stage in force happens.
 
-    DRAIN where a trainer has called the elastic loop: only such trainers can agree on a step.
+    STOP where no trainer has called the elastic loop: only such trainers can agree on a step.
+    REPLACE, where the next trainers may be made ready beside those that train; else DRAIN.
     """
-    return Way.DRAIN if job.elastic else Way.STOP
+    if not job.elastic:
+        return Way.STOP
+    overlap = job.spec.overlap
+    beside = overlap == "on" or (overlap == "auto" and _both_fit(job, cluster))
+    return Way.REPLACE if beside else Way.DRAIN
+
+
+def _both_fit(job: Job, cluster: Cluster) -> bool:
+    """Whether every GPU of the stage in force has room for a second trainer like its first.
+
+    Memory of the host is not looked at: what a trainer needs of it is mostly shared.
+    """
+    for member in job.current.members if job.current is not None else ():
+        view = find_node(cluster, member.pod.node_id)
+        slots = () if view is None else view.node.slots
+        for slot in slots:
+            if slot.kind is not SlotKind.GPU or slot.index not in member.pod.slots:
+                continue
+            used = 0 if view is None else view.memory_used.get(slot.index, 0)
+            if not 0 < used * ROOM_FACTOR <= slot.memory_bytes - used:
+                return False
+    return True
 
 
 def begin(
-    work: Work, pods: tuple[Pod, ...], *, way: Way, reason: str, target: int, counts: bool = False
+    work: Work,
+    pods: tuple[Pod, ...],
+    *,
+    way: Way,
+    reason: str,
+    target: int,
+    counts: bool = False,
+    standby: bool = False,
 ) -> None:
     """Start to prepare a stage of these pods, in rank order."""
     number = work.job.next_stage
@@ -58,6 +90,7 @@ def begin(
         members=tuple(Member(pod=pod) for pod in lay_out(work, pods)),
         target=target,
         counts=counts,
+        standby=standby,
     )
     open_record(work, stage, sum(len(member.pod.ranks) for member in stage.members))
     work.set(coming=stage, next_stage=number + 1, waiting="")
@@ -183,12 +216,14 @@ def commit(work: Work) -> None:
         roster=stage.pod_ids,
         served=tuple(member.pod for member in stage.members),
         commits=job.commits + 1,
-        target=stage.target,
+        # Of a standby nobody asked for another size, and somebody may have, since it was prepared.
+        target=job.target if stage.standby else stage.target,
         resizes=job.resizes + stage.counts,
         fresh=False,
         done=False,
         waiting="",
         grow_failures=0,
+        standby_failures=0,
         line_step=job.progress.step,
     )
     work.progress(steps={}, step=step)
@@ -225,9 +260,26 @@ def abandon(work: Work, why: str) -> None:
             work.release(pod_id)
     if current is not None and current.over is None and stage.phase is Phase.CUT:
         work.set(current=replace(current, resuming=True))
-    if not stage.counts:
-        _delay_growth(work)
+    _put_off(work, stage)
     work.note(f"stage {stage.stage} abandoned: {why}")
+
+
+def dismiss_standby(work: Work) -> None:
+    """Make room for a change; the next standby is one for the stage that it leads to."""
+    if work.job.coming is not None and work.job.coming.standby:
+        abandon(work, "it stood by, and a change comes first")
+        work.set(standby_at=0.0, standby_failures=0)
+
+
+def _put_off(work: Work, stage: Stage) -> None:
+    """What nobody asked for, and came to nothing, is tried again only later."""
+    if stage.standby:
+        # A script that breaks in its rehearsal would cost the training a start every minute.
+        wait_s = STANDBY_RETRY_S * 2.0 ** min(work.job.standby_failures, 6)
+        failures = work.job.standby_failures + 1
+        work.set(standby_at=work.now + wait_s, standby_failures=failures)
+    elif not stage.counts and stage.way is not Way.START:
+        _delay_growth(work)
 
 
 def _delay_growth(work: Work) -> None:
@@ -284,8 +336,7 @@ def fail_coming(work: Work, cause: Cause) -> None:
         return
     close_attempt(work, stage.stage, cause.text)
     work.note(f"stage {stage.stage} abandoned: {cause.text}")
-    if not stage.counts and not starts:
-        _delay_growth(work)
+    _put_off(work, stage)
     if stage.phase is Phase.END:
         current = job.current
         work.set(coming=None)

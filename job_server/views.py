@@ -27,6 +27,7 @@ class PodView:
 
     plans: tuple[StagePlan, ...] = ()
     leave: bool = False
+    spares: int = 0
 
 
 def node_pods(job: Job, node_id: str) -> tuple[NodePod, ...]:
@@ -66,7 +67,7 @@ def pod_orders(job: Job, pod_id: str) -> PodView | None:
         for stage in job.stages
         if stage.member(pod_id) is not None and (plan := _plan(job, stage)) is not None
     )
-    return PodView(plans=plans)
+    return PodView(plans=plans, spares=job.spec.spares)
 
 
 def _plan(job: Job, stage: Stage) -> StagePlan:

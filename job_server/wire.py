@@ -262,6 +262,7 @@ class PodOrders:
     plans: tuple[StagePlan, ...]
     heartbeat_s: float
     leave: bool = False  # no stage needs this pod any more: end the trainers and exit 0
+    spares: int = 0  # warm processes that the launcher is to keep
 
 
 class ReportKind(Enum):
@@ -401,7 +402,7 @@ class JobSpec:
     folder: str | None = None  # subfolder of the clients' --jobs_dir; None: their own script
     script: ScriptSpec = ScriptSpec()
     policy: str = "fixed_global"
-    overlap: str = "auto"
+    overlap: str = "auto"  # of old and new trainers: on, off; auto: where both fit
     spares: int = 0
     standby: int = 0
     prepare_timeout_s: float = 120.0
@@ -439,11 +440,15 @@ class JobSpec:
                 check_range(field, value, 0, 1_000_000)
         if self.overlap not in ("on", "off", "auto"):
             raise WireError(f"overlap: expected on, off or auto, got {self.overlap!r}")
-        if self.overlap == "on":
-            raise WireError("overlap: 'on' needs the way replace or join; not built yet, use auto")
-        for field in ("spares", "standby"):
-            if getattr(self, field) > 0:
-                raise WireError(f"{field}: not built yet, use 0; got {getattr(self, field)}")
+        if self.standby > 1:
+            raise WireError(
+                f"standby: a second prepared world is not built yet, use 1; got {self.standby}"
+            )
+        if self.standby and self.overlap == "off":
+            raise WireError(
+                f"standby: {self.standby} needs trainers beside those that train, which overlap "
+                f"'off' forbids; use overlap auto or on, or standby 0"
+            )
         if self.policy not in ("fixed_global", "linear"):
             raise WireError(f"policy: expected fixed_global or linear, got {self.policy!r}")
 

@@ -28,6 +28,11 @@ class StageTooLow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Ready beside the stage that trains: what is left is to take over the state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     step: int  # global steps committed so far
     epoch: int = 0
@@ -69,11 +74,14 @@ class Done:
     step: int
 
 
-Said = Hello | StageTooLow | Loaded | Stepped | SegmentMade | SnapshotMade | Drained | Done
+Said = (
+    Hello | StageTooLow | Prepared | Loaded | Stepped | SegmentMade | SnapshotMade | Drained | Done
+)
 
 _KINDS: dict[str, type[Said]] = {
     "hello": Hello,
     "stage_too_low": StageTooLow,
+    "prepared": Prepared,
     "loaded": Loaded,
     "step": Stepped,
     "segment": SegmentMade,

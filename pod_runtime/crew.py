@@ -1,16 +1,19 @@
 """A launcher's trainers as one: started, found again by pid, reaped, and cleaned up after."""
 
 import signal
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from job_server.wire import StagePlan
 from pod_runtime.console import Console
-from pod_runtime.env import PodEnv, trainer_environment
+from pod_runtime.env import POD_ID, PodEnv, spare_environment, trainer_environment
 from pod_runtime.launcher_state import Key
+from pod_runtime.network import interface_of
 from pod_runtime.orphans import kill_orphans, noted_forks, reap_adopted, remove_shared_memory
 from pod_runtime.processes import read
+from pod_runtime.spares import PRELOAD, Spare, Spares
 from pod_runtime.trainers import TrainerProcess, with_defaults
 
 Name = tuple[Key, int]  # ((stage, attempt), rank)
@@ -25,6 +28,7 @@ class LaunchConfig:
     run_dir: Path
     highest_stage: int = 0  # found in the checkpoint path; 0: none, or not known
     console: bool = True  # show the trainers' output, prefixed
+    preload: tuple[str, ...] = ()  # modules that spares import, besides ours and the framework's
 
 
 class Crew:
@@ -37,6 +41,7 @@ class Crew:
         self._channel = channel
         self._trainers: dict[Name, TrainerProcess] = {}
         self._console = Console() if config.console else None
+        self.spares = Spares((*PRELOAD, *config.preload), config.log_dir)
         self._dead_pids: set[int] = set()  # of ours; what they left in /dev/shm is to go
 
     def __iter__(self) -> Iterator[TrainerProcess]:
@@ -48,6 +53,7 @@ class Crew:
         Raises:
             SpawnError: it cannot be started.
         """
+        mine = next((pod.addr for pod in plan.pods if pod.pod_id == self._env.pod_id), None)
         env = trainer_environment(
             self._environ,
             self._env,
@@ -55,6 +61,7 @@ class Crew:
             rank,
             channel=self._channel,
             run_dir=self._config.run_dir,
+            interface=None if mine is None else interface_of(mine),
         )
         trainer = TrainerProcess(
             stage=plan.stage,
@@ -63,11 +70,21 @@ class Crew:
             argv=self._config.command,
             env=with_defaults(env),
             log_path=self._config.log_dir / f"trainer_{rank}.stage_{plan.stage}.log",
+            spares=self.spares,
         )
         self._trainers[trainer.key, rank] = trainer
         if self._console is not None:
             self._console.follow(trainer.log_path, rank, trainer.log_start)
         return trainer
+
+    @property
+    def can_warm(self) -> bool:
+        """Whether trainers are Python scripts, which a spare can become."""
+        return self._config.command[0] == sys.executable
+
+    def warm_spare(self) -> Spare:
+        """Start a spare. Raises SpawnError."""
+        return self.spares.start(with_defaults(spare_environment(self._environ, self._env)))
 
     def signal(self, name: Name, signum: signal.Signals) -> None:
         self._trainers[name].send_signal(signum)
@@ -90,8 +107,8 @@ class Crew:
         del self._trainers[trainer.key, trainer.rank]
         if self._console is not None:
             self._console.ended(trainer.log_path)
-        living = {each.pid for each in self}
-        killed = kill_orphans(self._env.pod_id, trainer.stage, trainer.rank, living)
+        living = {each.pid for each in self} | {each.process.pid for each in self.spares}
+        killed = kill_orphans({POD_ID: self._env.pod_id, **trainer.marks}, living)
         noted = noted_forks(self._env.pod_dir)
         self._dead_pids |= killed | noted | trainer.children | {trainer.pid}
         self.sweep()
@@ -99,13 +116,15 @@ class Crew:
 
     def sweep(self) -> None:
         """Reap children that became ours when their parent died; remove what the dead left."""
-        self._dead_pids |= reap_adopted({trainer.pid for trainer in self})
+        ours = {each.pid for each in self} | {each.process.pid for each in self.spares}
+        self._dead_pids |= reap_adopted(ours)
         if self._dead_pids:
             remove_shared_memory(self._dead_pids)
             self._dead_pids.clear()
 
     def kill_all(self) -> None:
         """No trainer outlives its launcher, however that ends."""
+        self.spares.end_all()
         for trainer in self:
             trainer.send_signal(signal.SIGKILL)
         for trainer in self:

@@ -169,10 +169,16 @@ def trainer_environment(
     *,
     channel: str,
     run_dir: Path,
+    interface: str | None = None,
 ) -> dict[str, str]:
     """Return the environment of the trainer `rank` of `plan`, which is one of this pod's.
 
     Without the token: a training script is the user's code and has no business with it.
+
+    Args:
+        interface: the network interface that has this pod's address; None: not known. Gloo is told,
+            as it would listen where the host's name leads: on many machines that is 127.0.0.1 or
+            127.0.1.1, where no other node finds it.
 
     Raises:
         ValueError: `rank` is not one of this pod's in `plan`.
@@ -214,16 +220,32 @@ def trainer_environment(
     env |= _devices(pod)
     if pod.slot_kind is SlotKind.GPU:
         env["FLAGS_selected_gpus"] = str(local_rank)
-    else:
-        env["PADDLE_DISTRI_BACKEND"] = "gloo"
-        env.setdefault("OMP_NUM_THREADS", "1")  # a CPU slot is one core
-    return env
+    if interface is not None:
+        env.setdefault("GLOO_SOCKET_IFNAME", interface)
+    return env | _of_the_cpu(env, pod)
+
+
+def spare_environment(base: Mapping[str, str], pod: PodEnv) -> dict[str, str]:
+    """Return what a trainer's environment is before its stage and rank are known.
+
+    Devices and the number of threads are read when a framework is imported: they are in it.
+    """
+    env = _without(base, _OF_A_TRAINER | _SECRETS)
+    env |= {POD_ID: pod.pod_id, RUN_MARKER: pod.run_marker, **_devices(pod)}
+    return env | _of_the_cpu(env, pod)
 
 
 def checkpoint_path(environ: Mapping[str, str]) -> Path | None:
     """Return the local folder of the job's checkpoints; None: nobody said, or it is a URL."""
     value = environ.get("EDL_CHECKPOINT") or environ.get("PADDLE_EDL_FLEET_CHECKPOINT_PATH") or ""
     return Path(value) if value and "://" not in value else None
+
+
+def _of_the_cpu(env: Mapping[str, str], pod: PodEnv) -> dict[str, str]:
+    if pod.slot_kind is SlotKind.GPU:
+        return {}
+    threads = env.get("OMP_NUM_THREADS", "1")  # a CPU slot is one core
+    return {"PADDLE_DISTRI_BACKEND": "gloo", "OMP_NUM_THREADS": threads}
 
 
 def _devices(pod: PodEnv) -> dict[str, str]:

@@ -33,6 +33,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--run_dir", type=Path, help="what the training is accounted in (LOG_DIR/run)"
     )
+    parser.add_argument(
+        "--preload",
+        default="",
+        metavar="MODULE,...",
+        help="installed modules that warm spares import besides Paddle, where the job has spares",
+    )
     parser.add_argument("script", help="training script; arguments after it are the script's")
     parser.add_argument("args", nargs=argparse.REMAINDER)
     return parser.parse_args(argv)
@@ -95,6 +101,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
             log_dir=args.log_dir.absolute(),
             run_dir=(args.run_dir or args.log_dir / "run").absolute(),
             highest_stage=highest_stage(checkpoint) if checkpoint is not None else 0,
+            preload=tuple(name for name in args.preload.split(",") if name),
         )
         connect = functools.partial(ApiClient, pod_env.job_server, token)
         try:

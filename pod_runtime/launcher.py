@@ -11,6 +11,7 @@ import os
 import queue
 import selectors
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -28,6 +29,7 @@ from pod_runtime.processes import set_child_subreaper
 from pod_runtime.segments import Segments
 from pod_runtime.server_link import Api, LinkEvent, ServerLink
 from pod_runtime.shim_wire import LineSocket, ShimError, connect
+from pod_runtime.spares import Spare
 from pod_runtime.trainers import TrainerProcess, find_taken_port
 
 logger = logging.getLogger(__name__)
@@ -110,6 +112,8 @@ class Launcher:
                 self._on_death(key.data)
             elif isinstance(key.data, Connection):
                 self._on_message(key.data)
+            elif isinstance(key.data, Spare):
+                self._on_spare(key.data)
             else:
                 key.data()
 
@@ -238,8 +242,14 @@ class Launcher:
         match action:
             case decisions.Spawn(plan=plan):
                 self._spawn(plan)
+            case decisions.WarmSpare():
+                self._warm_spare()
             case decisions.Welcome(key=key, rank=rank):
-                self._welcome(action)
+                word = {"do": "welcome", "writer": action.writer}
+                self._tell_with_state(key, rank, action.plan, word)
+            case decisions.Go(plan=plan):
+                logger.info("stage %d: rank %d: go", plan.stage, action.rank)
+                self._tell_with_state(action.key, action.rank, plan, {"do": "go"})
             case decisions.Tell(key=key, rank=rank, message=message):
                 logger.info("stage %d: rank %d: %s", key[0], rank, message["do"])
                 self._tell(key, rank, message)
@@ -270,20 +280,49 @@ class Launcher:
                 logger.error("stage %d: %s", plan.stage, error)
                 self._pod = state.not_spawned(self._pod, plan, started, rank, error.reason)
                 return
+            self._count_spares()  # it may have been one, and have its descriptor's number now
             self._selector.register(trainer, selectors.EVENT_READ, trainer)
             started.append(rank)
         self._pod = state.spawned(self._pod, plan)
 
-    def _welcome(self, action: decisions.Welcome) -> None:
-        segments, fds = self._segments.for_restore(action.plan)
-        message = {
-            "do": "welcome",
-            "plan": encode(action.plan),
-            "writer": action.writer,
-            "segments": segments,
-        }
+    def _warm_spare(self) -> None:
         try:
-            self._tell(action.key, action.rank, message, fds)
+            if not self._crew.can_warm:
+                raise SpawnError(-1, "--spares: only Python scripts can be run by a spare")
+            spare = self._crew.warm_spare()
+        except SpawnError as error:
+            logger.warning("no spares: %s", error.reason)
+            self._pod = state.spares_counted(self._pod, sys.maxsize, warming=False)
+            return
+        self._selector.register(spare, selectors.EVENT_READ, spare)
+        self._pod = state.spare_started(self._pod)
+
+    def _on_spare(self, spare: Spare) -> None:
+        """A spare is ready, or has died."""
+        if not spare.hear():
+            logger.warning("a spare (pid %d) has died; its log: spares.log", spare.process.pid)
+            self._selector.unregister(spare)
+            self._crew.spares.drop(spare)
+            # Whatever killed it would kill the next one: there are no more until a change.
+            self._pod = state.spares_counted(self._pod, sys.maxsize, warming=False)
+            return
+        self._count_spares()
+
+    def _count_spares(self) -> None:
+        spares = list(self._crew.spares)
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, Spare) and key.data not in spares:  # a trainer now
+                self._selector.unregister(key.data)
+        warming = any(not spare.ready for spare in spares)
+        self._pod = state.spares_counted(self._pod, len(spares), warming=warming)
+
+    def _tell_with_state(
+        self, key: state.Key, rank: int, plan: StagePlan, message: dict[str, object]
+    ) -> None:
+        """Tell a trainer its plan, with the segments of the state that the plan begins from."""
+        segments, fds = self._segments.for_restore(plan)
+        try:
+            self._tell(key, rank, {**message, "plan": encode(plan), "segments": segments}, fds)
         finally:
             close_all(fds)
 

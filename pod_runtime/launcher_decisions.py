@@ -4,7 +4,7 @@ import signal
 from dataclasses import dataclass, replace
 from typing import Any
 
-from job_server.wire import Order, PodReport, StagePlan
+from job_server.wire import Order, PodReport, StagePlan, Way
 from pod_runtime.launcher_reports import due_reports, makes_progress
 from pod_runtime.launcher_state import (
     ELASTIC_GRACE_S,
@@ -35,10 +35,24 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Go:
+    """Tell a trainer that was prepared beside an older stage to take over its state and train."""
+
+    key: Key
+    rank: int
+    plan: StagePlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tell:
     key: Key
     rank: int
     message: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmSpare:
+    """Start a spare; answered by `spare_started`, or `spares_counted` if it cannot be started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +74,10 @@ class Exit:
     stage: int
 
 
-Action = Spawn | Welcome | Tell | Signal | Report | Exit
+Action = Spawn | WarmSpare | Welcome | Go | Tell | Signal | Report | Exit
+
+
+QUIET_S = 3.0  # so long has the training to be undisturbed before a spare is started
 
 
 def decide(pod: Pod, now: float) -> tuple[Pod, tuple[Action, ...]]:
@@ -79,11 +96,13 @@ def decide(pod: Pod, now: float) -> tuple[Pod, tuple[Action, ...]]:
         run, more = _end(run, now, pod.grace_s, going) if run.ending else _guide(run, pod)
         actions += more
         runs.append(run)
-    pod = replace(pod, runs=_worth_keeping(runs, by_key))
+    pod = _keep(replace(pod, runs=tuple(runs)), by_key)
     pod, kills = _kill_on_demand(pod)
     actions += kills
     if going is None:
         actions += _spawn(pod)
+        pod, more = _warm(pod, now)
+        actions += more
     pod, reports = due_reports(pod, now)
     actions += [Report(report=report) for report in reports]
     actions += _exit(pod, going)
@@ -100,6 +119,9 @@ def next_deadline(pod: Pod) -> float | None:
     ]
     if any(makes_progress(run) for run in pod.runs):
         times.append(pod.progress_at)
+    wanted = pod.orders.spares if pod.orders is not None else 0
+    if pod.quiet_since is not None and not pod.warming and pod.spares < wanted:
+        times.append(pod.quiet_since + QUIET_S)
     if pod.alive_at is not None:
         times.append(pod.alive_at)
     return min(times, default=None)
@@ -159,7 +181,10 @@ def _guide_trainer(run: Run, trainer: Trainer, pod_id: str) -> tuple[Trainer, li
         actions.append(Welcome(key=key, rank=rank, plan=run.plan, writer=writer))
         trainer = replace(trainer, welcomed=True)
     if order in TRAINS and not trainer.told_go:
-        actions.append(Tell(key=key, rank=rank, message={"do": "go"}))
+        if trainer.prepared:
+            actions.append(Go(key=key, rank=rank, plan=run.plan))
+        else:
+            actions.append(Tell(key=key, rank=rank, message={"do": "go"}))
         trainer = replace(trainer, told_go=True)
     if order is Order.CUT and trainer.told_cut < run.cut_id:
         message = {"do": "cut", "id": run.cut_id, "durable": run.plan.durable}
@@ -169,7 +194,7 @@ def _guide_trainer(run: Run, trainer: Trainer, pod_id: str) -> tuple[Trainer, li
 
 
 def _end(run: Run, now: float, grace_s: float, going: Leaving | None) -> tuple[Run, list[Action]]:
-    """SIGKILL to parked trainers; to others SIGTERM, and after the grace SIGKILL."""
+    """SIGKILL to those that hold nothing; to others SIGTERM, and after the grace SIGKILL."""
     actions: list[Action] = []
     trainers = []
     at_once = going is not None and going.at_once
@@ -177,7 +202,7 @@ def _end(run: Run, now: float, grace_s: float, going: Leaving | None) -> tuple[R
         if trainer.alive and not trainer.killed:
             since = trainer.terminated_at
             late = since is not None and now >= since + _grace(trainer, grace_s)
-            if at_once or late or trainer.parked_at is not None:
+            if at_once or late or trainer.parked_at is not None or run.waits:
                 actions.append(Signal(key=run.key, rank=trainer.rank, signum=signal.SIGKILL))
                 trainer = replace(trainer, killed=True)
             elif since is None:
@@ -191,8 +216,11 @@ def _grace(trainer: Trainer, grace_s: float) -> float:
     return min(grace_s, ELASTIC_GRACE_S) if trainer.elastic else grace_s
 
 
-def _worth_keeping(runs: list[Run], plans: dict[Key, StagePlan]) -> tuple[Run, ...]:
-    return tuple(run for run in runs if run.alive or run.key in plans or run.key == runs[-1].key)
+def _keep(pod: Pod, plans: dict[Key, StagePlan]) -> Pod:
+    """Forget runs that nobody asks for any more, but for the one that says what the pod was."""
+    last = pod.in_force
+    runs = tuple(run for run in pod.runs if run.alive or run.key in plans or run is last)
+    return replace(pod, runs=runs)
 
 
 def _kill_on_demand(pod: Pod) -> tuple[Pod, list[Action]]:
@@ -210,12 +238,34 @@ def _kill_on_demand(pod: Pod) -> tuple[Pod, list[Action]]:
 
 
 def _spawn(pod: Pod) -> list[Action]:
-    """Start a stage's trainers as soon as no older trainer is left: they hold its GPUs."""
+    """Start a stage's trainers: beside older ones if its way says so, else when none is left."""
     for plan in pod.plans:
-        wanted = plan.order is Order.START and find_run(pod, (plan.stage, plan.attempt)) is None
-        if wanted and not any(run.alive for run in pod.runs):
+        if find_run(pod, (plan.stage, plan.attempt)) is not None:
+            continue
+        if plan.order is Order.PREPARE and plan.way is Way.REPLACE:
+            # An earlier attempt at this very stage gives way first: it holds what this one needs.
+            if not any(run.alive and run.plan.stage == plan.stage for run in pod.runs):
+                return [Spawn(plan=plan)]
+        elif plan.order is Order.START and not any(run.alive for run in pod.runs):
             return [Spawn(plan=plan)]
     return []
+
+
+def _warm(pod: Pod, now: float) -> tuple[Pod, list[Action]]:
+    """Start a missing spare, one at a time, once the training has been undisturbed for a while.
+
+    Its import takes a core for a second: that must not fall into a change, nor into the first
+    steps after one, which are those that everybody waits for.
+    """
+    trains = [run for run in pod.runs if run.alive and makes_progress(run)]
+    settled = all(run in trains or (run.waits and run.prepared) for run in pod.runs)
+    quiet = settled and len(trains) == 1 and trains[0].first_step is not None
+    since = (now if pod.quiet_since is None else pod.quiet_since) if quiet else None
+    pod = replace(pod, quiet_since=since)
+    wanted = pod.orders.spares if pod.orders is not None else 0
+    if since is None or now < since + QUIET_S or pod.warming or pod.spares >= wanted:
+        return pod, []
+    return pod, [WarmSpare()]
 
 
 def _exit(pod: Pod, going: Leaving | None) -> list[Action]:
@@ -224,7 +274,7 @@ def _exit(pod: Pod, going: Leaving | None) -> list[Action]:
         if any(run.alive for run in pod.runs):
             return []
         return [Exit(code=going.code, reason=going.reason, stage=stage)]
-    newest = pod.runs[-1] if pod.runs else None
+    newest = pod.in_force
     if newest is not None and newest.succeeded and not newest.ending:
         return [Exit(code=0, reason="every trainer has exited with 0", stage=stage)]
     return []

@@ -51,12 +51,15 @@ def _truths(plan: StagePlan, run: Run | None) -> list[PodReport]:
     if plan.order is Order.END:
         return [] if run.alive else [report_on(run, ReportKind.ENDED)]
     truths: list[PodReport] = []
+    if plan.order is Order.PREPARE and run.prepared and run.trouble is None:
+        truths.append(report_on(run, ReportKind.READY))
     if plan.order is Order.START and run.trouble is None:
         truths.append(report_on(run, ReportKind.STARTED))
     if plan.order is Order.START and run.loaded and run.trouble is None:
         truths.append(report_on(run, ReportKind.LOADED))
     if plan.order in TRAINS and run.first_step is not None:
-        truths.append(report_on(run, ReportKind.FIRST_STEP))
+        # Told late, as after a server's absence, it is still about that step.
+        truths.append(replace(report_on(run, ReportKind.FIRST_STEP), step=run.first_step))
     if plan.order in TRAINS and run.parked and run.trouble is None:
         truths.append(_drained(run))  # also before the CUT is heard: its peers' flag was quicker
     if plan.order is Order.RESUME and run.trouble is None:
@@ -71,10 +74,10 @@ def _truths(plan: StagePlan, run: Run | None) -> list[PodReport]:
 def _truths_without_trainers(plan: StagePlan) -> list[PodReport]:
     blank = PodReport(kind=ReportKind.READY, stage=plan.stage, attempt=plan.attempt)
     if plan.order is Order.PREPARE:
-        if plan.way in (Way.REPLACE, Way.JOIN):
+        if plan.way is Way.JOIN:
             reason = f"way: this launcher cannot prepare by {plan.way.value}; use drain"
             return [replace(blank, kind=ReportKind.FAILED, reason=reason)]
-        return [blank]
+        return [] if plan.way is Way.REPLACE else [blank]
     if plan.order is Order.END:
         return [replace(blank, kind=ReportKind.ENDED)]
     if plan.order in TRAINS:
@@ -106,9 +109,10 @@ def makes_progress(run: Run) -> bool:
 def attach_truth(pod: Pod, pid: int, highest_stage: int) -> Attach:
     """Return the whole truth of this launcher, but for the snapshot that its shim holds."""
     blank = Attach(pod_id=pod.pod_id, node_id=pod.node_id, pid=pid, highest_stage=highest_stage)
-    if not pod.runs:
+    run = pod.in_force
+    if run is None:
         return blank
-    run = pod.runs[-1]
+    # A stage that is only prepared is told of by READY, and by FAILED.
     phase = _phase(run)
     return replace(
         blank,

@@ -10,8 +10,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from job_server.wire import Order, PlanPod, PodOrders, PodReport, ReportKind, StagePlan
-from pod_runtime.channel_wire import Done, Drained, Hello, Loaded, Said, StageTooLow, Stepped
+from job_server.wire import Order, PlanPod, PodOrders, PodReport, ReportKind, StagePlan, Way
+from pod_runtime.channel_wire import (
+    Done,
+    Drained,
+    Hello,
+    Loaded,
+    Prepared,
+    Said,
+    StageTooLow,
+    Stepped,
+)
 
 PEER_LOST_EXIT = 75  # what the elastic loop exits with when another trainer has gone
 _PEER_LOST_CODES = (-signal.SIGABRT, -signal.SIGTERM, PEER_LOST_EXIT)  # gloo aborts its process
@@ -30,6 +39,7 @@ class Trainer:
     code: int | None = None  # None: alive; negative: the signal that ended it
     elastic: bool = False  # it has said hello
     welcomed: bool = False
+    prepared: bool = False  # beside an older stage; waits for the state
     loaded: bool = False
     told_go: bool = False
     told_cut: int = 0  # id of the last cut that it was told of; 0: none
@@ -77,6 +87,16 @@ class Run:
         return bool(self.trainers) and all(trainer.loaded for trainer in self.trainers)
 
     @property
+    def waits(self) -> bool:
+        """Its trainers were started beside an older stage, and none was told to train yet."""
+        beside = self.plan.way is Way.REPLACE
+        return beside and not any(trainer.told_go for trainer in self.trainers)
+
+    @property
+    def prepared(self) -> bool:
+        return bool(self.trainers) and all(trainer.prepared for trainer in self.trainers)
+
+    @property
     def parked(self) -> bool:
         return self.alive and all(t.parked_at is not None or not t.alive for t in self.trainers)
 
@@ -106,11 +126,20 @@ class Pod:
     told: frozenset[tuple[Any, ...]] = frozenset()  # reports made since the last attach
     kills_done: frozenset[str] = frozenset()
     progress_at: float = 0.0  # when the next PROGRESS is due
+    spares: int = 0  # warm processes that there are, those that still import included
+    warming: bool = False  # one of them imports
+    quiet_since: float | None = None  # nothing but training happens; None: something else does
     alive_at: float | None = None  # when ALIVE is due, if nothing else is told; None: not attached
 
     @property
     def plans(self) -> tuple[StagePlan, ...]:
         return self.orders.plans if self.orders is not None else ()
+
+    @property
+    def in_force(self) -> Run | None:
+        """The newest run that is more than a preparation; else the newest. None: there is none."""
+        newest = self.runs[-1] if self.runs else None
+        return next((run for run in reversed(self.runs) if not run.waits), newest)
 
 
 # --- events -----------------------------------------------------------------------------------
@@ -153,6 +182,8 @@ def heard(pod: Pod, key: Key, rank: int, said: Said) -> Pod:
             # Afresh also when a script enters a second loop: it is to be welcomed again.
             afresh = {"welcomed": False, "loaded": False, "told_go": False, "told_cut": 0}
             run = _with_trainer(run, rank, elastic=True, parked_at=None, **afresh)
+        case Prepared():
+            run = _with_trainer(run, rank, prepared=True)
         case StageTooLow(highest_stage=highest):
             if run.trouble is None:
                 kind = ReportKind.STAGE_TOO_LOW
@@ -179,7 +210,9 @@ def died(pod: Pod, key: Key, rank: int, code: int, reason: str) -> Pod:
     if run is None:
         return pod
     run = _with_trainer(run, rank, code=code)
-    if code != 0 and not run.ending and pod.leaving is None:
+    if code == 0 and run.waits:
+        reason = "it ended without having trained: did the script leave before its first step?"
+    if (code != 0 or run.waits) and not run.ending and pod.leaving is None:
         peer_lost = code in _PEER_LOST_CODES and run.plan.world_size > 1
         # The first failure is told, and one more: the cause, where the first was only a victim.
         if run.trouble is None or (
@@ -189,6 +222,15 @@ def died(pod: Pod, key: Key, rank: int, code: int, reason: str) -> Pod:
             trouble = report_on(run, kind, rank=rank, code=code, reason=reason, peer_lost=peer_lost)
             run = replace(run, trouble=trouble)
     return _put(pod, run)
+
+
+def spare_started(pod: Pod) -> Pod:
+    return replace(pod, spares=pod.spares + 1, warming=True)
+
+
+def spares_counted(pod: Pod, count: int, *, warming: bool) -> Pod:
+    """A spare is ready, has died, or became a trainer."""
+    return replace(pod, spares=count, warming=warming)
 
 
 def leave(pod: Pod, leaving: Leaving) -> Pod:

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import signal
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from pod_runtime.processes import descendants, environment, read, send_signal, wait_gone
@@ -46,11 +46,11 @@ def noted_forks(pod_dir: Path) -> set[int]:
     return {int(line) for line in lines if line.isdigit()}
 
 
-def kill_orphans(pod_id: str, stage: int, rank: int, living: Collection[int]) -> set[int]:
+def kill_orphans(marks: Mapping[str, str], living: Collection[int]) -> set[int]:
     """SIGKILL what a dead trainer left running; return the pids.
 
-    Only descendants of this process that carry the trainer's environment, and that no trainer
-    which is alive (`living`: their pids) started.
+    Only descendants of this process that carry the trainer's environment (`marks`: what of it is
+    the trainer's alone), and that no trainer which is alive (`living`: their pids) started.
     """
     killed: set[int] = set()
     while True:
@@ -60,7 +60,7 @@ def kill_orphans(pod_id: str, stage: int, rank: int, living: Collection[int]) ->
         found = [
             process
             for process in descendants(os.getpid())
-            if process.pid not in spared and _belongs(process.pid, pod_id, stage, rank)
+            if process.pid not in spared and _belongs(process.pid, marks)
         ]
         begun = [p for p in found if send_signal(p.pid, p.start_time, signal.SIGKILL)]
         for process in begun:
@@ -71,13 +71,9 @@ def kill_orphans(pod_id: str, stage: int, rank: int, living: Collection[int]) ->
         killed |= new
 
 
-def _belongs(pid: int, pod_id: str, stage: int, rank: int) -> bool:
+def _belongs(pid: int, marks: Mapping[str, str]) -> bool:
     env = environment(pid)
-    return (
-        env.get("EDL_POD_ID") == pod_id
-        and env.get("EDL_STAGE") == str(stage)
-        and env.get("PADDLE_TRAINER_ID") == str(rank)
-    )
+    return all(env.get(name) == value for name, value in marks.items())
 
 
 def reap_adopted(trainers: Collection[int]) -> set[int]:

@@ -4,8 +4,10 @@ A process is named by (pid, start_time) wherever it may have died meanwhile: the
 pid to another process sooner or later, but never together with the same start time.
 """
 
+import contextlib
 import ctypes
 import os
+import resource
 import select
 import signal
 import time
@@ -14,6 +16,8 @@ from dataclasses import dataclass
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_CAP_SYS_NICE = 23
+_NICE_ZERO = 20  # how RLIMIT_NICE says that nice 0 is allowed
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -46,6 +50,26 @@ def die_with_parent(parent_pid: int, signal_number: int = signal.SIGKILL) -> Non
     _prctl(_PR_SET_PDEATHSIG, signal_number)
     if os.getppid() != parent_pid:
         os._exit(128 + signal_number)
+
+
+def may_raise_priority() -> bool:
+    """Whether this process, once made less important, could be made as important as now again."""
+    if resource.getrlimit(resource.RLIMIT_NICE)[0] >= _NICE_ZERO:
+        return True
+    with open("/proc/self/status") as file:
+        capabilities = next(line for line in file if line.startswith("CapEff:"))
+    return bool(int(capabilities.split()[1], 16) >> _CAP_SYS_NICE & 1)
+
+
+def set_priority(nice: int) -> None:
+    """Set the nice value of all threads of this process; new ones inherit it.
+
+    Raises:
+        PermissionError: see `may_raise_priority`.
+    """
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.setpriority(os.PRIO_PROCESS, int(thread), nice)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -49,6 +49,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--job_id", default="run", help="name of the job (run)")
     add("--policy", choices=("fixed_global", "linear"), default="fixed_global")
     add("--overlap", choices=("auto", "on", "off"), default="auto")
+    add("--spares", type=int, default=0, metavar="N", help="warm trainers per pod (0); 280 MB each")
+    add("--standby", type=int, default=0, metavar="N", help="1: trainers kept ready for a crash")
+    add("--preload", metavar="MODULE,...", help="what spares import besides Paddle")
     add("--prepare_timeout_s", type=float, default=120.0, help="else a change is given up (120)")
     add("--max_failures", type=int, default=20, help="then the job has failed (20)")
     add("--grace_s", type=float, default=15.0, help="from SIGTERM to SIGKILL (15)")
@@ -85,6 +88,7 @@ def read_config(argv: Sequence[str] | None, environ: Mapping[str, str]) -> RunCo
         cpu_slots=cpu_slots,
         script=script,
         script_args=tuple(args.args),
+        preload=args.preload,
         cwd=Path.cwd(),
         folder=args.log_dir.absolute() / f"{now}-{secrets.token_hex(2)}",
         heartbeat_s=args.heartbeat_s,
@@ -120,6 +124,8 @@ def _spec(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[JobSpec
         script=_change_script(args),
         policy=args.policy,
         overlap=args.overlap,
+        spares=args.spares,
+        standby=args.standby,
         prepare_timeout_s=args.prepare_timeout_s,
         max_failures=args.max_failures,
         grace_s=args.grace_s,
@@ -171,6 +177,7 @@ def train_sh(config: RunConfig) -> str:
     launch = [
         sys.executable, "-m", "pod_runtime.launch",
         "--log_dir", str(config.folder / "trainers"), "--run_dir", str(config.folder / "run"),
+        *(["--preload", config.preload] if config.preload else []),
         str(config.script), *config.script_args,
     ]  # fmt: skip
     return (

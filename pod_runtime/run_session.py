@@ -41,6 +41,7 @@ class RunConfig:
     cwd: Path  # where the trainers run
     folder: Path  # of this run: logs, database, accounts
     heartbeat_s: float
+    preload: str | None = None  # modules that spares import; None: none but ours
 
 
 class Session:

@@ -12,6 +12,7 @@ from pathlib import Path
 from job_server.wire import PlanPod
 from pod_runtime.errors import SpawnError
 from pod_runtime.processes import die_with_parent
+from pod_runtime.spares import MARK, Spares
 
 _TAIL_BYTES = 16384
 _ESSENCE_CHARS = 300
@@ -30,8 +31,9 @@ class TrainerProcess:
         argv: Sequence[str],
         env: Mapping[str, str],
         log_path: Path,
+        spares: Spares | None = None,
     ) -> None:
-        """Start it.
+        """Start it, from a warm spare if there is one.
 
         Raises:
             SpawnError: the log cannot be written, or the process not be started.
@@ -44,17 +46,28 @@ class TrainerProcess:
             log_path.parent.mkdir(parents=True, exist_ok=True)
             with log_path.open("ab") as log:
                 self.log_start = log.seek(0, os.SEEK_END)
-                self._process = subprocess.Popen(
-                    list(argv),
-                    env=dict(env),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    preexec_fn=functools.partial(die_with_parent, os.getpid()),
+                taken = spares.take(argv[1:], env, log_path) if spares is not None else None
+                self._process = (
+                    taken.process
+                    if taken is not None
+                    else subprocess.Popen(
+                        list(argv),
+                        env=dict(env),
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        preexec_fn=functools.partial(die_with_parent, os.getpid()),
+                    )
                 )
         except (OSError, subprocess.SubprocessError) as error:
             raise SpawnError(rank, f"cannot start {argv[0]}: {error}") from error
         self.pid = self._process.pid
+        # What its forks carry, however late they are: the kernel shows the environment that a
+        # process was started with, and a spare knew neither stage nor rank then.
+        if taken is not None:
+            self.marks = {MARK: taken.mark}
+        else:
+            self.marks = {"EDL_STAGE": str(stage), "PADDLE_TRAINER_ID": str(rank)}
         self._pidfd = os.pidfd_open(self.pid)
         self.children: set[int] = set()  # pids of its own children, as far as they were seen
 

@@ -6,14 +6,14 @@ from typing import Any
 
 from pod_runtime.trainer.errors import StateError
 from pod_runtime.trainer.layout import Layout, layout_from_json
-from pod_runtime.trainer.train_status import TrainStatus
+from pod_runtime.trainer.loop_status import LoopStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateImage:
     """Tensors as one flat run of bytes, and everything else as JSON types."""
 
-    status: TrainStatus
+    status: LoopStatus
     scalars: dict[str, Any]  # learning rate, scheduler, loss scaler, extra
     layout: Layout
     data: memoryview  # layout.total_bytes long
@@ -43,4 +43,4 @@ def image_from(meta: bytes, data: memoryview) -> StateImage:
     made = layout_from_json(layout)
     if made.total_bytes != len(data):
         raise StateError(f"state: {len(data)} bytes, its layout wants {made.total_bytes}")
-    return StateImage(status=TrainStatus.from_json(status), scalars=scalars, layout=made, data=data)
+    return StateImage(status=LoopStatus.from_json(status), scalars=scalars, layout=made, data=data)

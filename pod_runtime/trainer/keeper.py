@@ -32,6 +32,7 @@ class Keeper:
         *,
         link: Link | None,
         is_writer: bool,
+        segment: SegmentWriter | None = None,
         store: CheckpointStore | None,
         save_steps: int,
         snapshot_steps: int | None,
@@ -40,13 +41,14 @@ class Keeper:
         Args:
             link: None outside EDL, where nobody could hold a snapshot.
             is_writer: this trainer makes the snapshots of its node.
+            segment: made ahead; None: at the first snapshot.
             store: None: no checkpoints, or not this rank's task.
             snapshot_steps: None: as often as keeps the stall below 1 % of the time.
         """
         self._adapter = adapter
         self._progress = progress
         self._link = link
-        self._segment = SegmentWriter(progress.stage) if link and is_writer else None
+        self._segment = (segment or SegmentWriter(progress.stage)) if link and is_writer else None
         self._writer = CheckpointWriter(store) if store else None
         self._save_steps = save_steps
         self._snapshot_steps = snapshot_steps

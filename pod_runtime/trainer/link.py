@@ -29,6 +29,14 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What a prepared trainer starts from."""
+
+    plan: StagePlan
+    fds: tuple[int, ...]  # segments, owned by the receiver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
     """Drain at an agreed step."""
 
@@ -62,6 +70,7 @@ class Link:
         self._writable = select.poll()
         self._writable.register(connection, select.POLLOUT)
         self.going = False  # `go` has come
+        self._start: Start | None = None  # what came with it; None: nothing, or not yet
         self.cut: Cut | None = None  # the newest one that is not off; None: there is none
         self.resumed_id = -1  # highest id of a cut that is off
         self._last_step_at = 0.0
@@ -91,12 +100,9 @@ class Link:
         while True:
             message, fds = self._lines.pending() or self._receive()
             if message.get("do") != "welcome":
-                self._take(message)
+                self._take(message, fds)
                 continue
-            try:
-                plan = decode(StagePlan, message.get("plan"), "plan")
-            except WireError as error:
-                raise LinkError(f"welcome: {error}") from error
+            plan = _plan(message, "welcome")
             return Welcome(plan=plan, writer=message.get("writer") is True, fds=fds)
 
     def poll(self) -> None:
@@ -107,7 +113,7 @@ class Link:
                 if not self._readable.poll(0):
                     return
                 received = self._receive()
-            self._take(received[0])
+            self._take(*received)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for a message, or for `timeout_s` (None: as long as it takes), and take it in."""
@@ -116,7 +122,17 @@ class Link:
             if not self._readable.poll(None if timeout_s is None else timeout_s * 1000):
                 return
             received = self._receive()
-        self._take(received[0])
+        self._take(*received)
+
+    def wait_start(self) -> Start:
+        """Wait until the stage that this trainer was prepared for is committed.
+
+        Raises:
+            LinkError: the launcher is gone.
+        """
+        while self._start is None:
+            self.wait()
+        return self._start
 
     def wait_go(self) -> None:
         """Wait until the stage is committed. A cut before that means that it was, too."""
@@ -167,10 +183,12 @@ class Link:
             raise LinkError("the launcher is gone: it closed the channel")
         return received
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _take(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         word, cut_id = message.get("do"), message.get("id")
         if word == "go":
             self.going = True
+            if "plan" in message:
+                self._start = Start(plan=_plan(message, "go"), fds=fds)
         elif word == "cut" and isinstance(cut_id, int):
             if cut_id > self.resumed_id:
                 self.cut = Cut(id=cut_id, durable=message.get("durable") is True)
@@ -180,3 +198,10 @@ class Link:
                 self.cut = None
         else:
             raise LinkError(f"do: expected go, cut or resume, got {message!r:.100}")
+
+
+def _plan(message: Mapping[str, Any], word: str) -> StagePlan:
+    try:
+        return decode(StagePlan, message.get("plan"), "plan")
+    except WireError as error:
+        raise LinkError(f"{word}: {error}") from error

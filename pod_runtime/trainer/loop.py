@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from pod_runtime.env import TrainerEnv
@@ -23,11 +24,12 @@ from pod_runtime.trainer.readers import (
     factory_items,
     loader_items,
 )
+from pod_runtime.trainer.rehearsal import rehearsal_step
 from pod_runtime.trainer.scaling import Policy
 from pod_runtime.trainer.settings import LoopSettings
 from pod_runtime.trainer.source import make_source
-from pod_runtime.trainer.stage import Stage, enter_stage
-from pod_runtime.trainer.step import Epoch, Step
+from pod_runtime.trainer.stage import Entrance, Stage
+from pod_runtime.trainer.step import Epoch, EpochPlace, Step
 from pod_runtime.trainer.streams import seed_shard
 
 logger = logging.getLogger(__name__)
@@ -118,7 +120,16 @@ class Loop:
                 "steps_per_epoch: a reader without a dataset needs it; it says when an epoch ends"
             )
         self._reader_factory = reader
-        self._stage: Stage = enter_stage(
+        self._reader: ShardReader | None = None  # None: nothing has been read yet
+        self._open_step: Step | None = None  # None: between two steps
+        self._step_s = 0.0  # smoothed; 0: no step yet
+        self._cut_agreed = False  # in the exchange of the open step
+        self._finished = False
+        self._stop_asked = False
+        self._rehearses = False
+        self._epoch: Epoch | None = None  # None: none was asked for
+        self._stage: Stage | None = None  # None: prepared beside an older stage, which trains on
+        self._entrance = Entrance(
             settings,
             self._source,
             TrainerEnv.read(os.environ),
@@ -126,41 +137,53 @@ class Loop:
                 model, optimizer, header_size=header_size, scaler=scaler, extra=extra
             ),
         )
-        self._adapter: Adapter = self._stage.adapter
-        self._progress = self._stage.progress
-        self._member = self._stage.member
-        self._order = ShardOrder(
-            self._progress.run,
-            self._progress.batches,
-            rank_shards(self.rank, self.world_size, self._progress.batches.shards),
-        )
-        self._reader: ShardReader | None = None  # None: nothing has been read yet
-        self._open_step: Step | None = None  # None: between two steps
-        self._step_s = 0.0  # smoothed; 0: no step yet
-        self._committed_at = time.monotonic()
-        self._cut_agreed = False  # in the exchange of the open step
-        self._finished = False
-        self._stop_asked = False
+        self._adapter: Adapter = self._entrance.adapter
+        if not self._entrance.is_beside:
+            self._enter()
+
+    def _enter(self) -> Stage:
+        """Become a member of the stage, if that has not happened yet; may wait for its commit."""
+        if self._stage is None:
+            stage = self._stage = self._entrance.enter()
+            self._progress = stage.progress
+            self._member = stage.member
+            batches = stage.progress.batches
+            self._order = ShardOrder(
+                stage.progress.run,
+                batches,
+                rank_shards(self.rank, self.world_size, batches.shards),
+            )
+            self._committed_at = time.monotonic()
+            if not self._rehearses:
+                self._entrance.settled()
+            if self._epoch is not None:
+                self._epoch.find()  # before any of its steps is made
+        return self._stage
 
     # --- what a script asks
 
     @property
     def rank(self) -> int:
-        return self._member.rank
+        return self._entrance.rank
 
     @property
     def world_size(self) -> int:
-        return self._member.world_size
+        return self._entrance.world_size
 
     @property
     def step_count(self) -> int:
         """Global steps committed since the training began."""
-        return self._progress.cursor.global_step
+        return self._enter().progress.cursor.global_step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that training is in, from 0 on; an epoch is over when the next is asked for."""
+        return self._enter().progress.cursor.epoch
 
     @property
     def shards_per_batch(self) -> int:
         """V: into how many shards a global batch is cut."""
-        return self._progress.batches.shards
+        return self._enter().progress.batches.shards
 
     def epochs(self) -> Iterator[Epoch]:
         """Yield the epochs that are left; an interrupted one goes on amid its steps.
@@ -171,15 +194,18 @@ class Loop:
             UsageError: an epoch was left before its last step.
             CheckpointError: the checkpoint at the end of the training could not be written.
         """
-        progress = self._progress
-        while not progress.is_finished:
-            cursor = progress.cursor
-            left = progress.batches.steps_left(cursor.offset)
-            yield Epoch(cursor.epoch, cursor.step, cursor.step + left, self._steps)
+        while self._stage is None or not self._progress.is_finished:
+            epoch = self._epoch = Epoch(self._find_epoch, self._steps)
+            if self._stage is not None:
+                epoch.find()
+            yield epoch
+            progress = self._enter().progress
+            if progress.is_finished:  # as it was when this stage began, and it had a rehearsal
+                break
             if not progress.epoch_is_over:
                 raise UsageError(
-                    f"epoch {cursor.epoch} was left after {progress.cursor.step} of "
-                    f"{cursor.step + left} steps; run all of them, without break (loop.stop() ends "
+                    f"epoch {epoch.number} was left after {progress.cursor.step} of "
+                    f"{epoch.steps} steps; run all of them, without break (loop.stop() ends "
                     f"the training after this epoch)"
                 )
             with self._surviving():
@@ -187,7 +213,7 @@ class Loop:
                 progress.commit_epoch()
                 if stop:
                     progress.stop()
-                self._stage.keeper.after_epoch()
+                self._enter().keeper.after_epoch()
         with self._surviving():
             self._finish()
 
@@ -196,7 +222,7 @@ class Loop:
 
         It is enough that one rank calls it. The final checkpoint is written as at the last epoch.
         """
-        self._stop_asked = True
+        self._stop_asked = not self._rehearses
 
     def evaluate(
         self, test_set: Any, fn: Fn, *, batch_size: int | None = None, collate_fn: Any = None
@@ -204,7 +230,8 @@ class Loop:
         """Return the sums over `test_set` of what `fn(*batch)` returns, over all ranks.
 
         Every rank calls it. The model evaluates without gradients. A cut-over that comes within
-        starts it again in the next stage.
+        starts it again in the next stage. Of a `paddle.io.DataLoader`, dataset, batch size,
+        collate_fn and workers are taken over.
         """
         source = make_source(
             test_set,
@@ -212,16 +239,15 @@ class Loop:
             shuffle=False,
             drop_last=False,
             collate_fn=collate_fn,
-            num_workers=0,
+            num_workers=None,
             has_reader=False,
         )
+        self._enter()
         with self._surviving():
             return evaluate(
                 self._adapter,
-                source.dataset,
+                source,
                 fn,
-                batch_size=source.batch_size,
-                collate=source.collate,
                 rank=self.rank,
                 world_size=self.world_size,
                 meet=self._meet_between_steps,
@@ -229,6 +255,9 @@ class Loop:
 
     def log(self, **metrics: float) -> None:
         """Show these numbers with the job's progress; those of rank 0 count."""
+        if self._rehearses:
+            return
+        link = self._enter().link
         values = {name: self._adapter.to_float(value) for name, value in metrics.items()}
         if self.rank == 0:
             logger.info(
@@ -237,8 +266,8 @@ class Loop:
                 self.step_count,
                 ", ".join(f"{name} {value:.6g}" for name, value in values.items()),
             )
-        if self._stage.link is not None:
-            self._stage.link.set_metrics(values)
+        if link is not None:
+            link.set_metrics(values)
             self._tell_step(at_once=True)
 
     def shards(self, dataset: Any) -> ShardSource:
@@ -260,22 +289,58 @@ class Loop:
                 f"shards: the dataset has {source.length} samples, the training set "
                 f"{self._source.length}; pass the same to Loop as train_set"
             )
-        return ShardSource(source, self._order, self._progress.cursor, self._adapter)
+        cursor = self._enter().progress.cursor
+        return ShardSource(source, self._order, cursor, self._adapter)
 
     # --- steps
 
+    def _find_epoch(self) -> EpochPlace:
+        progress = self._enter().progress
+        cursor = progress.cursor
+        left = 0 if progress.is_finished else progress.batches.steps_left(cursor.offset)
+        return EpochPlace(number=cursor.epoch, first_step=cursor.step, steps=cursor.step + left)
+
+    def _make_rehearsal(self) -> Step | None:
+        if self._reader_factory is not None:  # it may make more of the samples than they are
+            return None
+        return rehearsal_step(
+            self._adapter,
+            self._source,
+            shards=self._entrance.shards,
+            seed=self._settings.seed,
+            loss=self._settings.loss,
+            number=lambda: self._enter().progress.cursor.global_step,
+            is_over=lambda: self._stage is not None,
+        )
+
+    def _rehearse(self) -> Iterator[Step]:
+        """Yield one step that does not count, while an older stage trains; then enter this one."""
+        step = self._make_rehearsal()
+        if step is not None:
+            self._open_step, self._rehearses = step, True
+            yield step
+            self._open_step, self._rehearses = None, False
+        if self._stage is None:
+            self._enter()
+        else:
+            self._entrance.load_again()  # what the rest of the body did to the state is undone
+        self._entrance.settled()
+        self._committed_at = time.monotonic()
+
     def _steps(self) -> Iterator[Step]:
-        progress, adapter = self._progress, self._adapter
         if self._open_step is not None:
             raise UsageError("epoch: iterated over twice; use one `for step in epoch:`")
-        while not progress.epoch_is_over:
+        if self._stage is None:
+            yield from self._rehearse()
+        progress, adapter = self._progress, self._adapter
+        while not progress.is_finished and not progress.epoch_is_over:
             cursor = progress.cursor
             start, stop = progress.batches.batch(cursor.offset)
             step = self._open_step = Step(
-                number=cursor.global_step,
+                number=partial(int, cursor.global_step),
                 places=self._order.of_batch(cursor.epoch, cursor.step, cursor.offset),
                 samples=stop - start,
-                order=self._order,
+                ids=self._order.ids,
                 adapter=adapter,
                 loss=self._settings.loss,
                 fetch=self._fetch,
@@ -326,7 +391,7 @@ class Loop:
         self._step_s = took if not self._step_s else (
             (1 - _SMOOTHING) * self._step_s + _SMOOTHING * took
         )  # fmt: skip
-        self._stage.keeper.after_step(self._step_s)
+        self._enter().keeper.after_step(self._step_s)
         self._tell_step(at_once=False)
         if self._cut_agreed:
             self._member.park()
@@ -338,8 +403,9 @@ class Loop:
             self._member.meet()
 
     def _tell_step(self, *, at_once: bool) -> None:
-        if self._stage.link is not None:
-            self._stage.link.tell_step(
+        link = self._enter().link
+        if link is not None:
+            link.tell_step(
                 step=self._progress.cursor.global_step,
                 epoch=self._progress.cursor.epoch,
                 total_steps=self._progress.total_steps,
@@ -376,14 +442,14 @@ class Loop:
             return
         if self._reader is not None:
             self._reader.close()
-        keeper = self._stage.keeper
-        if not self._stage.is_saved:
-            keeper.start_final()
+        stage = self._enter()
+        if not stage.is_saved:
+            stage.keeper.start_final()
             self._member.wait_for_writer()
         self._finished = True
         self._progress.note_done()
-        if self._stage.link is not None:
-            self._stage.link.say("done", step=self.step_count)
+        if stage.link is not None:
+            stage.link.say("done", step=self.step_count)
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:

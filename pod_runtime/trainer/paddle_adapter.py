@@ -23,10 +23,11 @@ from pod_runtime.trainer.paddle_state import PaddleState
 
 logger = logging.getLogger(__name__)
 
-# The limit is gloo's, and Paddle lets nobody change it.
+_GLOO_PATIENCE_S = 30.0  # gloo's, and Paddle lets nobody change it
 _TIMEOUT_HINT = (
-    "a rank did not come within 30 s: on the CPU, what one rank does alone (an evaluation or a "
-    "save on rank 0, say) has to take less; loop.evaluate spreads it over all ranks; "
+    f"a rank did not come within {_GLOO_PATIENCE_S:g} s: on the CPU, what one rank does alone "
+    "(an evaluation or a save on rank 0, say) has to take less; loop.evaluate spreads it over all "
+    "ranks; "
 )
 _MASTER_TIMEOUT_S = 600.0  # outside EDL; inside, the launcher ends this process long before
 
@@ -103,10 +104,13 @@ class PaddleAdapter:
     def _reduce(self, tensor: Any) -> None:
         if self._world_size == 1:
             return
+        began = time.monotonic()
         try:
             dist.all_reduce(tensor)
         except RuntimeError as error:  # gloo: a peer closed its end, or was silent for 30 s
-            hint = _TIMEOUT_HINT if "TIMEOUT" in str(error) else ""
+            # Of another node's dead trainer gloo says TIMEOUT as well, but at once.
+            is_late = "TIMEOUT" in str(error) and time.monotonic() - began > _GLOO_PATIENCE_S / 2
+            hint = _TIMEOUT_HINT if is_late else ""
             raise PeerLost(f"{hint}all-reduce: {error}") from error
 
     # --- state

@@ -189,6 +189,8 @@ class PaddleState:
     def _load_optimizer(
         self, specs: Mapping[str, TensorSpec], source: Any, scalars: Mapping[str, Any]
     ) -> None:
+        if self._fill_optimizer(specs, source, scalars):
+            return
         live = {
             self._structured_name(variable): variable
             for variable in self._optimizer_state()
@@ -213,6 +215,32 @@ class PaddleState:
         elif "lr" in scalars and scalars["lr"] != float(self._optimizer.get_lr()):
             self._optimizer.set_lr(scalars["lr"])
         self._optimizer.set_state_dict(state)
+
+    def _fill_optimizer(
+        self, specs: Mapping[str, TensorSpec], source: Any, scalars: Mapping[str, Any]
+    ) -> bool:
+        """Overwrite the accumulators where they are; False: not all of them are there yet.
+
+        An optimizer that has stepped has them all, and Paddle's own way copies them twice.
+        """
+        if not self._optimizer._accumulators:
+            return False
+        live = {name.partition("/")[2]: tensor for name, tensor in self._optimizer_tensors()}
+        if live.keys() != specs.keys() or any(
+            not hasattr(tensor, "set_value")
+            or dtype_name(tensor) != specs[name].dtype
+            or tuple(tensor.shape) != specs[name].shape
+            for name, tensor in live.items()
+        ):
+            return False
+        for name, tensor in live.items():
+            _fill(tensor, source, specs[name])
+        scheduler = self._scheduler()
+        if scheduler is not None:
+            scheduler.set_state_dict(dict(scalars["lr_scheduler"]))
+        elif "lr" in scalars and scalars["lr"] != float(self._optimizer.get_lr()):
+            self._optimizer.set_lr(scalars["lr"])
+        return True
 
     def _extra_tensors(self) -> list[tuple[str, Any]]:
         found = []

@@ -6,15 +6,15 @@ from dataclasses import replace
 from job_server.wire import encode
 from pod_runtime.trainer.batches import BatchPlan, Cursor, next_epoch
 from pod_runtime.trainer.ledger import Ledger, LedgerFile, RunInfo, StageEntry
+from pod_runtime.trainer.loop_status import LoopStatus
 from pod_runtime.trainer.scaling import Policy, Scaling, first_scaling, rescale, shards_for
-from pod_runtime.trainer.train_status import TrainStatus
 
 
 class Progress:
-    """The mutable part of `TrainStatus`. Every rank keeps an equal one."""
+    """The mutable part of `LoopStatus`. Every rank keeps an equal one."""
 
     def __init__(
-        self, before: TrainStatus, scaling: Scaling, *, stage: int, steps_per_epoch: int | None
+        self, before: LoopStatus, scaling: Scaling, *, stage: int, steps_per_epoch: int | None
     ) -> None:
         """Continue from `before` as stage `stage`, at the scaling that holds now."""
         self.stage = stage
@@ -102,7 +102,7 @@ class Progress:
     def note_done(self) -> None:
         self._ledger.note_done(self.cursor.global_step)
 
-    def status(self) -> TrainStatus:
+    def status(self) -> LoopStatus:
         """Return what a state of now says."""
         return replace(self._bare(), ledger=self._ledger.stages)
 
@@ -112,7 +112,7 @@ class Progress:
         assert text.endswith("}")
         return f'{text[:-1]}, "ledger": {self._ledger.to_json()}}}'
 
-    def _bare(self) -> TrainStatus:
+    def _bare(self) -> LoopStatus:
         return replace(
             self._before,
             stage=self.stage,
@@ -125,11 +125,9 @@ class Progress:
         )
 
 
-def fresh_status(
-    *, run: RunInfo, batch_size: int, shards: int, reference_world: int
-) -> TrainStatus:
+def fresh_status(*, run: RunInfo, batch_size: int, shards: int, reference_world: int) -> LoopStatus:
     """Return the status of a training that has not begun."""
-    return TrainStatus(
+    return LoopStatus(
         stage=0,
         cursor=Cursor(),
         samples_seen=0,
@@ -141,7 +139,7 @@ def fresh_status(
 
 
 def scaling_for(
-    before: TrainStatus, policy: Policy, *, world_size: int, warmup_steps: int
+    before: LoopStatus, policy: Policy, *, world_size: int, warmup_steps: int
 ) -> Scaling:
     """Return what holds when the training of `before` continues on `world_size` trainers."""
     return rescale(

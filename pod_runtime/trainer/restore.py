@@ -12,19 +12,20 @@ from pod_runtime.trainer.adapter import Adapter
 from pod_runtime.trainer.checkpoint import CheckpointId, CheckpointStore
 from pod_runtime.trainer.errors import StateError
 from pod_runtime.trainer.image import StateImage, image_from
-from pod_runtime.trainer.snapshot import read_snapshot
+from pod_runtime.trainer.loop_status import LoopStatus
+from pod_runtime.trainer.snapshot import newest_step, read_snapshot
 from pod_runtime.trainer.together import wait_together
-from pod_runtime.trainer.train_status import TrainStatus
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    status: TrainStatus
+    status: LoopStatus
     stage: int  # of this stage, as rank 0 says; outside EDL only rank 0 knows it beforehand
     came_from: tuple[int, int] | None  # (stage, step); None: a fresh start
     from_checkpoint: bool  # what was loaded is an intact checkpoint of exactly this state
+    image: StateImage | None = None  # what was loaded; None: nothing, or no longer kept
 
 
 def restore(
@@ -36,12 +37,13 @@ def restore(
     wanted: RestoreFrom | None,
     fds: tuple[int, ...],
     store: CheckpointStore | None,
-    fresh: TrainStatus,
+    fresh: LoopStatus,
 ) -> Restored:
     """Load the state of `wanted`, else the newest intact checkpoint, else rank 0's fresh model.
 
     Args:
         stage: of this stage; only rank 0's counts.
+        wanted: a later step of its stage is as good. None: a checkpoint, or afresh.
         fds: segments that this rank was given.
         store: where checkpoints are; only rank 0 looks.
 
@@ -49,10 +51,14 @@ def restore(
         StateError, CheckpointError: a state is there and does not fit, or is damaged.
         PeerLost: another rank is gone.
     """
-    image = read_snapshot(fds, wanted.stage, wanted.step) if wanted else None
-    holders = np.zeros(world_size)
-    holders[rank] = image is not None
-    adapter.all_reduce(holders)
+    newest = newest_step(fds, wanted.stage) if wanted else None
+    steps = np.full(world_size, 0.0)
+    steps[rank] = -1.0 if wanted is None or newest is None else max(newest, -1)
+    adapter.all_reduce(steps)
+    # The stage may have come further than the server had heard when all of its launchers died.
+    reached = int(steps.max())
+    holders = (steps == reached) & (wanted is not None and reached >= wanted.step)
+    image = read_snapshot(fds, wanted.stage, reached) if wanted and holders[rank] else None
     if image is not None and holders.all():
         adapter.load(image.layout, image.data, image.scalars)
         return _restored(image, stage, from_checkpoint=False)
@@ -99,7 +105,7 @@ def _broadcast(
     rank: int,
     source: int,
     stage: int,
-    fresh: TrainStatus,
+    fresh: LoopStatus,
     from_checkpoint: bool,
 ) -> Restored:
     """Send the state of `source` to all: its sizes, its description, and one flat run of bytes."""
@@ -126,7 +132,7 @@ def _broadcast(
     return _restored(received, stage, from_checkpoint=from_checkpoint)
 
 
-def _own_state(adapter: Adapter, status: TrainStatus) -> StateImage:
+def _own_state(adapter: Adapter, status: LoopStatus) -> StateImage:
     layout = adapter.layout()
     data = bytearray(layout.total_bytes)
     adapter.copy_out(memoryview(data))
@@ -134,7 +140,7 @@ def _own_state(adapter: Adapter, status: TrainStatus) -> StateImage:
     return StateImage(status=status, scalars=scalars, layout=layout, data=memoryview(data))
 
 
-def _fresh(status: TrainStatus, stage: int) -> Restored:
+def _fresh(status: LoopStatus, stage: int) -> Restored:
     return Restored(status=status, stage=stage, came_from=None, from_checkpoint=False)
 
 
@@ -151,4 +157,5 @@ def _restored(image: StateImage, stage: int, *, from_checkpoint: bool) -> Restor
         stage=stage,
         came_from=(status.stage, status.step),
         from_checkpoint=from_checkpoint,
+        image=image,
     )

@@ -48,6 +48,15 @@ class SegmentWriter:
         self._map: mmap.mmap | None = None  # None: no segment yet
         self._slot_bytes = 0
         self._slot = 0  # written last
+        self._is_known = False  # `write` has told of the segment
+
+    def reserve(self, data_size: int) -> None:
+        """Make the segment before the first snapshot, which it would delay.
+
+        Raises:
+            SnapshotError: there is no room for it.
+        """
+        self._make_room(_META_RESERVE, data_size)
 
     def write(self, adapter: Adapter, *, step: int, status_json: str, scalars_json: str) -> Written:
         """Put the adapter's state as that of `step` into the older slot.
@@ -76,7 +85,8 @@ class SegmentWriter:
         )
         self._map[start : start + SLOT_HEADER_USED] = pack_slot_header(header)
         self._slot, self.newest_step = slot, step
-        return Written(digest=layout.digest, new_segment=made)
+        first, self._is_known = not self._is_known, True
+        return Written(digest=layout.digest, new_segment=made or first)
 
     def close(self) -> None:
         """Let go of the segment; whoever else holds the descriptor keeps it alive."""
@@ -126,6 +136,12 @@ def allocate(name: str, size: int) -> int:
             f"of the pods falls back to checkpoints"
         ) from error
     return fd
+
+
+def newest_step(fds: Iterable[int], stage: int) -> int | None:
+    """Return the newest step of `stage` that a segment holds a complete slot of; None: of none."""
+    found = [header.step for fd in fds for _, header in read_slots(fd) if header.stage == stage]
+    return max(found, default=None)
 
 
 def read_snapshot(fds: Iterable[int], stage: int, step: int) -> StateImage | None:

@@ -2,26 +2,28 @@
 
 import logging
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
-from job_server.wire import RestoreFrom
+from job_server.wire import Order, RestoreFrom
 from pod_runtime.env import TrainerEnv
 from pod_runtime.orphans import note_forks
 from pod_runtime.trainer.adapter import Adapter, GroupSpec
 from pod_runtime.trainer.agreement import HEADER_SIZE
 from pod_runtime.trainer.checkpoint import CheckpointStore
-from pod_runtime.trainer.errors import PeerLost, StateError, UsageError
+from pod_runtime.trainer.errors import PeerLost, SnapshotError, StateError, UsageError
 from pod_runtime.trainer.keeper import Keeper
 from pod_runtime.trainer.ledger import LedgerFile, RunInfo
 from pod_runtime.trainer.link import Link, Welcome
+from pod_runtime.trainer.loop_status import LoopStatus, check_same_run
 from pod_runtime.trainer.member import Member, exit_as_victim
 from pod_runtime.trainer.progress import Progress, fresh_status, scaling_for
 from pod_runtime.trainer.restore import Restored, restore
 from pod_runtime.trainer.settings import LoopSettings
+from pod_runtime.trainer.snapshot import SegmentWriter
 from pod_runtime.trainer.source import DataSource
 from pod_runtime.trainer.storage import open_storage
-from pod_runtime.trainer.train_status import TrainStatus, check_same_run
 
 logger = logging.getLogger(__name__)
 
@@ -47,81 +49,218 @@ class _Place:
     stage: int  # outside EDL only rank 0's counts
     max_trainers: int
     master: str  # "addr:port" of rank 0; "" outside EDL, where the framework knows
-    wanted: RestoreFrom | None  # None: a checkpoint, or afresh
+    wanted: RestoreFrom | None  # None: a checkpoint, or afresh; or not yet known
     policy: str  # of the job
     link: Link | None
     is_writer: bool
     fds: tuple[int, ...]
+    beside: bool  # an older stage trains: this one is prepared, and told later what to start from
 
 
-def enter_stage(
-    settings: LoopSettings,
-    source: DataSource,
-    env: TrainerEnv,
-    make_adapter: Callable[[int], Adapter],
-) -> Stage:
-    """Return when the stage is committed and training may begin.
+class Entrance:
+    """How this process becomes a member of a stage: in the group first, then with its state.
 
-    Raises:
-        UsageError: an argument does not fit the model or the stage.
-        StateError, CheckpointError: the state that is there cannot be continued.
-        LinkError: the launcher is gone.
-        PeerLost: outside EDL, another rank is gone.
+    In between, where the stage is prepared beside an older one, there is time to rehearse.
     """
-    adapter = make_adapter(HEADER_SIZE)
-    link = None
-    if env.channel is not None:
-        link = Link(env.channel, rank=env.rank, stage=env.stage or 0, pid=os.getpid())
-        if env.pod_dir is not None:
-            note_forks(env.pod_dir)
-    try:
-        return _enter(settings, source, env, adapter, link)
-    except PeerLost as error:
-        if link is None:
-            raise
-        logger.error("peer lost while the stage was formed: %s", error)
-        exit_as_victim()
 
+    def __init__(
+        self,
+        settings: LoopSettings,
+        source: DataSource,
+        env: TrainerEnv,
+        make_adapter: Callable[[int], Adapter],
+    ) -> None:
+        """Meet the launcher, and form the group.
 
-def _enter(
-    settings: LoopSettings, source: DataSource, env: TrainerEnv, adapter: Adapter, link: Link | None
-) -> Stage:
-    store = _open_store(settings, env.rank)
-    place = _find_place(env, link, store)
-    adapter.form_group(
-        GroupSpec(
-            rank=place.rank,
-            world_size=place.world_size,
-            master=place.master,
-            generation=place.stage,
+        Raises:
+            UsageError: an argument does not fit the model or the stage.
+            LinkError: the launcher is gone.
+            PeerLost: outside EDL, another rank is gone.
+        """
+        self._settings, self._source, self._env = settings, source, env
+        self.adapter = make_adapter(HEADER_SIZE)
+        self._link = None
+        if env.channel is not None:
+            self._link = Link(env.channel, rank=env.rank, stage=env.stage or 0, pid=os.getpid())
+            if env.pod_dir is not None:
+                note_forks(env.pod_dir)
+        self._store = _open_store(settings, env.rank)
+        self._place = _find_place(env, self._link, self._store)
+        self._segment: SegmentWriter | None = None  # None: not made ahead of the first snapshot
+        self._restored: Restored | None = None  # None: not yet
+        with self._as_victim():
+            self.adapter.form_group(
+                GroupSpec(
+                    rank=self._place.rank,
+                    world_size=self._place.world_size,
+                    master=self._place.master,
+                    generation=self._place.stage,
+                )
+            )
+            if self.is_beside:
+                # What the first exchange sets up is set up now; nobody contributes anything.
+                self.adapter.begin_step()
+                self.adapter.exchange([0.0] * HEADER_SIZE, contribute=False)
+
+    @property
+    def rank(self) -> int:
+        return self._place.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._place.world_size
+
+    @property
+    def shards(self) -> int:
+        """V, as far as it is known before the state is: a stored one counts more."""
+        return self._settings.shards or self._place.max_trainers
+
+    @property
+    def is_beside(self) -> bool:
+        """An older stage trains while this one is prepared."""
+        return self._place.beside
+
+    def enter(self) -> Stage:
+        """Return when the stage is committed and training may begin.
+
+        Raises:
+            StateError, CheckpointError: the state that is there cannot be continued.
+            and as the constructor.
+        """
+        with self._as_victim():
+            place = self._place
+            if self.is_beside:
+                place = self._wait_for_start()
+            restored = self._restored = restore(
+                self.adapter,
+                rank=place.rank,
+                world_size=place.world_size,
+                stage=place.stage,
+                wanted=place.wanted,
+                fds=place.fds,
+                store=self._store,
+                fresh=fresh_status(
+                    run=self._run(),
+                    batch_size=self._source.batch_size,
+                    shards=self.shards,
+                    reference_world=place.world_size,
+                ),
+            )
+            for fd in place.fds:
+                os.close(fd)
+            if self.is_beside:
+                self._check_clean(restored)
+            status = _continued(restored.status, self._settings, self._source, self._run())
+            return self._begin(place, restored, status)
+
+    def load_again(self) -> None:
+        """Take over the state once more: what was done to it since does not count."""
+        image = None if self._restored is None else self._restored.image
+        assert image is not None
+        self.adapter.drop_step()
+        self.adapter.load(image.layout, image.data, image.scalars)
+
+    def settled(self) -> None:
+        """Let go of the state that was loaded."""
+        if self._restored is not None:
+            self._restored = replace(self._restored, image=None)
+
+    def _wait_for_start(self) -> _Place:
+        assert self._link is not None
+        self.adapter.drop_step()
+        if self._place.is_writer:
+            self._segment = SegmentWriter(self._place.stage)
+            try:
+                self._segment.reserve(self.adapter.layout().total_bytes)
+            except SnapshotError as error:
+                logger.warning("%s", error)  # tried, and said, again at the first snapshot
+        self._link.say("prepared")
+        start = self._link.wait_start()
+        return replace(self._place, wanted=start.plan.restore_from, fds=start.fds)
+
+    def _check_clean(self, restored: Restored) -> None:
+        """Whatever a rehearsal left in the state must have been overwritten.
+
+        Raises:
+            StateError: it has not; this trainer is then started afresh.
+        """
+        image = restored.image
+        loaded = set() if image is None else {spec.name for spec in image.layout.specs}
+        rehearsed = sorted({spec.name for spec in self.adapter.layout().specs} - loaded)
+        if rehearsed:
+            raise StateError(
+                f"the state that stage {self._place.stage} begins from lacks {rehearsed[0]}, which "
+                f"the prepared trainers have; they are started again without preparation"
+            )
+
+    def _run(self) -> RunInfo:
+        source = self._source
+        return RunInfo(
+            seed=self._settings.seed,
+            epochs=self._settings.epochs,
+            dataset_length=source.length,
+            shuffle=source.shuffle,
+            drop_last=source.drop_last,
         )
-    )
-    run = RunInfo(
-        seed=settings.seed,
-        epochs=settings.epochs,
-        dataset_length=source.length,
-        shuffle=source.shuffle,
-        drop_last=source.drop_last,
-    )
-    restored = restore(
-        adapter,
-        rank=place.rank,
-        world_size=place.world_size,
-        stage=place.stage,
-        wanted=place.wanted,
-        fds=place.fds,
-        store=store,
-        fresh=fresh_status(
-            run=run,
-            batch_size=source.batch_size,
-            shards=settings.shards or place.max_trainers,
-            reference_world=place.world_size,
-        ),
-    )
-    for fd in place.fds:
-        os.close(fd)
-    status = _continued(restored.status, settings, source, run)
-    return _begin(settings, env, adapter, place, restored, status, store)
+
+    @contextmanager
+    def _as_victim(self) -> Iterator[None]:
+        """End this trainer as a victim when a peer is lost in what is done within."""
+        try:
+            yield
+        except PeerLost as error:
+            if self._link is None:
+                raise
+            logger.error("peer lost while the stage was formed: %s", error)
+            exit_as_victim()
+
+    def _begin(self, place: _Place, restored: Restored, status: LoopStatus) -> Stage:
+        settings = self._settings
+        policy = place.policy if settings.policy is None else settings.policy
+        if policy == "fixed_global" and place.max_trainers > status.shards:
+            raise UsageError(
+                f"shards: {status.shards} are too few for the {place.max_trainers} trainers that "
+                f"the job may have; start the training with shards={place.max_trainers} or more, "
+                f"or the job with --max so that there are at most {status.shards} trainers"
+            )
+        progress = Progress(
+            status,
+            scaling_for(
+                status,
+                policy,
+                world_size=place.world_size,
+                warmup_steps=settings.lr_warmup_steps,
+            ),
+            stage=restored.stage,
+            steps_per_epoch=settings.steps_per_epoch,
+        )
+        auto = settings.snapshot_steps == "auto"
+        keeper = Keeper(
+            self.adapter,
+            progress,
+            link=place.link,
+            is_writer=place.is_writer,
+            segment=self._segment,
+            store=self._store,
+            save_steps=settings.save_steps,
+            snapshot_steps=None if auto else int(settings.snapshot_steps),
+        )
+        member = Member(self.adapter, keeper, place.link, place.rank, place.world_size)
+        run_dir = self._env.run_dir
+        file = LedgerFile(run_dir) if place.rank == 0 and run_dir is not None else None
+        if place.link is not None:
+            place.link.say("loaded", step=status.step, epoch=status.epoch)
+            place.link.wait_go()
+        # Not before `go`: a stage that is never committed must not appear in the ledger.
+        progress.begin_stage(restored.came_from, file)
+        return Stage(
+            adapter=self.adapter,
+            progress=progress,
+            keeper=keeper,
+            member=member,
+            link=place.link,
+            is_saved=progress.is_finished and restored.from_checkpoint,
+        )
 
 
 def _find_place(env: TrainerEnv, link: Link | None, store: CheckpointStore | None) -> _Place:
@@ -138,6 +277,7 @@ def _find_place(env: TrainerEnv, link: Link | None, store: CheckpointStore | Non
             link=None,
             is_writer=False,
             fds=(),
+            beside=False,
         )
     welcome: Welcome = link.wait_welcome()
     plan = welcome.plan
@@ -162,12 +302,13 @@ def _find_place(env: TrainerEnv, link: Link | None, store: CheckpointStore | Non
         link=link,
         is_writer=welcome.writer,
         fds=welcome.fds,
+        beside=plan.order is Order.PREPARE,
     )
 
 
 def _continued(
-    status: TrainStatus, settings: LoopSettings, source: DataSource, run: RunInfo
-) -> TrainStatus:
+    status: LoopStatus, settings: LoopSettings, source: DataSource, run: RunInfo
+) -> LoopStatus:
     """Return the status that training goes on from, with this script's number of epochs."""
     check_same_run(
         status, run=run, batch_size=source.batch_size, where=f"the state of step {status.step}"
@@ -179,60 +320,6 @@ def _continued(
             f"another checkpoint path"
         )
     return status.for_run(run)
-
-
-def _begin(
-    settings: LoopSettings,
-    env: TrainerEnv,
-    adapter: Adapter,
-    place: _Place,
-    restored: Restored,
-    status: TrainStatus,
-    store: CheckpointStore | None,
-) -> Stage:
-    policy = place.policy if settings.policy is None else settings.policy
-    if policy == "fixed_global" and place.max_trainers > status.shards:
-        raise UsageError(
-            f"shards: {status.shards} are too few for the {place.max_trainers} trainers that the "
-            f"job may have; start the training with shards={place.max_trainers} or more, or the "
-            f"job with --max so that there are at most {status.shards} trainers"
-        )
-    progress = Progress(
-        status,
-        scaling_for(
-            status,
-            policy,
-            world_size=place.world_size,
-            warmup_steps=settings.lr_warmup_steps,
-        ),
-        stage=restored.stage,
-        steps_per_epoch=settings.steps_per_epoch,
-    )
-    keeper = Keeper(
-        adapter,
-        progress,
-        link=place.link,
-        is_writer=place.is_writer,
-        store=store,
-        save_steps=settings.save_steps,
-        snapshot_steps=None if settings.snapshot_steps == "auto" else int(settings.snapshot_steps),
-    )
-    member = Member(adapter, keeper, place.link, place.rank, place.world_size)
-    is_first = place.rank == 0
-    file = LedgerFile(env.run_dir) if is_first and env.run_dir is not None else None
-    if place.link is not None:
-        place.link.say("loaded", step=status.step, epoch=status.epoch)
-        place.link.wait_go()
-    # Not before `go`: a stage that is never committed must not appear in the ledger.
-    progress.begin_stage(restored.came_from, file)
-    return Stage(
-        adapter=adapter,
-        progress=progress,
-        keeper=keeper,
-        member=member,
-        link=place.link,
-        is_saved=progress.is_finished and restored.from_checkpoint,
-    )
 
 
 def _open_store(settings: LoopSettings, rank: int) -> CheckpointStore | None:

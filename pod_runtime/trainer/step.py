@@ -1,23 +1,52 @@
 """Epoch and step, as a training script sees them."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from pod_runtime.trainer.adapter import Adapter
 from pod_runtime.trainer.errors import UsageError
-from pod_runtime.trainer.readers import ShardOrder, ShardPlace
+from pod_runtime.trainer.readers import ShardPlace
 
 WEIGHTS = ("mean", "sum")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochPlace:
+    number: int
+    first_step: int
+    steps: int
 
 
 class Epoch:
     """One pass over the data. Iterate over it once: it yields the steps that are left."""
 
-    def __init__(self, number: int, first_step: int, steps: int, run: Callable[[], Any]) -> None:
-        self.number = number  # 0-based
-        self.first_step = first_step  # of the epoch, 0-based: above 0 after a restore
-        self.steps = steps  # global batches of the epoch, those before `first_step` included
+    def __init__(self, find: Callable[[], EpochPlace], run: Callable[[], Any]) -> None:
+        """`find` is called when a question is first asked, and may have to wait for the answer."""
+        self._find = find
+        self._place: EpochPlace | None = None  # None: nobody has asked
         self._run = run
+
+    def find(self) -> EpochPlace:
+        """Find out which epoch this is, and how much of it is left."""
+        if self._place is None:
+            self._place = self._find()
+        return self._place
+
+    @property
+    def number(self) -> int:
+        """0-based."""
+        return self.find().number
+
+    @property
+    def first_step(self) -> int:
+        """Of the epoch, 0-based: above 0 after a restore."""
+        return self.find().first_step
+
+    @property
+    def steps(self) -> int:
+        """Global batches of the epoch, those before `first_step` included."""
+        return self.find().steps
 
     def __iter__(self) -> Iterator["Step"]:
         steps: Iterator[Step] = self._run()
@@ -33,21 +62,23 @@ class Step:
     def __init__(
         self,
         *,
-        number: int,
+        number: Callable[[], int],
         places: list[ShardPlace],
         samples: int,
-        order: ShardOrder,
+        ids: Callable[[ShardPlace], list[int]],
         adapter: Adapter,
         loss: str,
         fetch: Callable[[ShardPlace], Any],
         update: Callable[["Step"], None],
+        is_rehearsal: bool = False,
     ) -> None:
-        self.number = number  # global steps before this one
+        self._number = number
         self.samples = samples  # of the global batch
         self.is_updated = False
+        self.is_rehearsal = is_rehearsal  # it does not count: docs/training-scripts.md
         self.samples_done = 0  # by this rank
         self._places = places
-        self._order = order
+        self._ids = ids
         self._adapter = adapter
         self._loss = loss
         self._fetch = fetch
@@ -58,9 +89,14 @@ class Step:
         self._weighed = 0  # shards whose loss went through `backward`
 
     @property
+    def number(self) -> int:
+        """Global steps before this one."""
+        return self._number()
+
+    @property
     def sample_ids(self) -> list[int]:
         """Ids of this rank's samples of the global batch, in order."""
-        return [sample for place in self._places for sample in self._order.ids(place)]
+        return [sample for place in self._places for sample in self._ids(place)]
 
     def __iter__(self) -> Iterator[Any]:
         """Yield each of this rank's shards, collated."""

@@ -11,6 +11,7 @@ import pytest
 
 from job_server.__main__ import main
 from job_server.config import read_config
+from job_server.errors import ConfigError
 from job_server.wire import ScriptKind
 from tests.job_server.serving import ROOT, InThread, running_server
 from tests.support import free_port
@@ -18,7 +19,7 @@ from tests.support import free_port
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
-    for name in ("EDL_TOKEN", "PADDLE_JOB_ID"):
+    for name in ("EDL_TOKEN", "EDL_TOKEN_FILE", "PADDLE_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -108,6 +109,18 @@ def test_environment_names_the_job_and_the_token(files):
     assert named.token == "correct-horse"
     assert named.job is not None
     assert named.job.job_id == "x"
+
+
+def test_the_token_is_taken_from_the_flag_then_from_a_file_that_the_environment_names(files):
+    (files / "a.token").write_text("correct-horse\n")
+    (files / "b.token").write_text("battery-staple\n")
+    for name in ("a.token", "b.token"):
+        (files / name).chmod(0o600)
+    environ = {"EDL_TOKEN_FILE": "a.token", "EDL_TOKEN": "of-the-environment"}
+    assert read_config([], environ).token == "correct-horse"
+    assert read_config(["--token_file", "b.token"], environ).token == "battery-staple"
+    with pytest.raises(ConfigError, match="EDL_TOKEN_FILE: gone"):
+        read_config([], {"EDL_TOKEN_FILE": "gone.token"})
 
 
 def test_a_dry_run_prints_the_timeline_and_starts_nothing(files, capsys):

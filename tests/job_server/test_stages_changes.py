@@ -30,7 +30,7 @@ RUNNING, SUCCEEDED = JobState.RUNNING, JobState.SUCCEEDED
 def world(
     *, elastic: bool = True, nodes: int = 2, slots: int = 2, total_steps: int = 400, **spec: Any
 ) -> World:
-    job = JobSpec(**{"job_id": "job", "max_pods": 4, "pods": 2, **spec})
+    job = JobSpec(**{"job_id": "job", "max_pods": 4, "pods": 2, "overlap": "off", **spec})
     names = tuple(node(name, slots) for name in "abcd"[:nodes])
     return World(job, names, elastic=elastic, total_steps=total_steps)
 

@@ -1,5 +1,6 @@
 """First starts, jobs of original clients, and what a job tells about itself."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -177,8 +178,46 @@ def test_the_history_keeps_the_newest_stages_only():
     assert len(job.given_ids) < 10
 
 
-def test_choose_way_is_drain_only_where_trainers_can_agree_on_a_step():
-    made = trains(world())
-    assert stages.choose_way(made.job) is wire.Way.DRAIN
-    plain = trains(world(elastic=False))
-    assert stages.choose_way(plain.job) is wire.Way.STOP
+def test_a_change_stops_all_only_where_trainers_cannot_agree_on_a_step():
+    plain = trains(world(elastic=False, overlap="on"))
+    assert stages.choose_way(plain.job, plain.cluster) is wire.Way.STOP
+    made = trains(world(overlap="off"))
+    assert stages.choose_way(made.job, made.cluster) is wire.Way.DRAIN
+    made = trains(world(overlap="auto"))
+    assert stages.choose_way(made.job, made.cluster) is wire.Way.REPLACE  # CPU slots
+
+
+@pytest.mark.parametrize(
+    ("overlap", "used", "way"),
+    [
+        ("auto", 30, wire.Way.REPLACE),
+        ("auto", 48, wire.Way.DRAIN),  # 48 and 1.1 times as much do not fit into 100
+        ("auto", 0, wire.Way.DRAIN),  # nobody knows what a trainer needs
+        ("on", 90, wire.Way.REPLACE),
+        ("off", 10, wire.Way.DRAIN),
+    ],
+)
+def test_two_trainers_share_a_gpu_only_where_both_fit_unless_the_user_says_so(overlap, used, way):
+    made = trains(world(overlap=overlap))
+    gpu = wire.Slot(index=0, kind=wire.SlotKind.GPU, memory_bytes=100)
+    views = tuple(
+        replace(
+            view,
+            node=replace(view.node, slots=(gpu, replace(gpu, index=1))),
+            memory_used={0: used, 1: 10},
+        )
+        for view in made.cluster.nodes
+    )
+    assert stages.choose_way(made.job, replace(made.cluster, nodes=views)) is way
+
+
+@pytest.mark.parametrize("pods", [1, 4])
+def test_a_resize_while_the_first_start_is_prepared_follows_it(pods):
+    made = world(overlap="auto", pods=2, max_pods=4)
+    made.round()
+    assert made.job.coming is not None
+    made.send(ResizeAsked(Resize(pods=pods)))
+    made.run_until(JobState.RUNNING)
+    made.rounds(30)
+    assert made.job.target == pods
+    assert len(stages.running_pods(made.job)) == pods

@@ -84,6 +84,11 @@ def kill_trainer(world: World, n: int) -> None:
         world.kill_trainer(found[1], found[2])
 
 
+def kill_prepared(world: World, n: int) -> None:
+    if (found := launcher_of(world, n)) is not None:
+        world.kill_prepared(found[2])
+
+
 def kill_launcher(world: World, n: int) -> None:
     if (found := launcher_of(world, n)) is not None:
         found[1].end(code=137)
@@ -184,6 +189,7 @@ USUAL = (
 )
 TROUBLE = (
     kill_trainer,
+    kill_prepared,
     kill_launcher,
     terminate_pod,
     kill_shim,
@@ -213,6 +219,8 @@ def make_world(
     min_pods: int,
     scripted: bool,
     failures: int,
+    overlap: str = "auto",
+    standby: int = 0,
     stop_after_s: float | None = None,
 ) -> World:
     script = ScriptSpec(kind=ScriptKind.ALTERNATE if scripted else ScriptKind.NONE, interval_s=6.0)
@@ -220,6 +228,8 @@ def make_world(
         job_id="job",
         min_pods=min_pods,
         max_pods=4,
+        overlap=overlap,
+        standby=0 if overlap == "off" else standby,
         pods=3,
         expected_nodes=2,
         script=script,
@@ -245,7 +255,7 @@ def finish(world: World) -> None:
     trouble = (" is over: ", " exited with ", "ended by signal", "is gone", "not parked", "loaded")
     crashed = [line for line in world.reasons if any(word in line for word in trouble)]
     if world.elastic and not crashed:
-        assert world.job.redone_steps == 0, f"a drain cost steps\n{log}"
+        assert world.job.redone_steps == 0, f"a change cost steps\n{log}"
     if world.job.state is JobState.SUCCEEDED:
         assert world.durable == world.total_steps, log
     world.rounds(10)
@@ -269,15 +279,24 @@ def play(world: World, actions: list[tuple[Callable[[World, int], None], int]]) 
 )
 @given(
     elastic=st.booleans(),
+    overlap=st.sampled_from(["auto", "off"]),
+    standby=st.sampled_from([0, 1]),
     min_pods=st.sampled_from([1, 1, 2]),
     scripted=st.booleans(),
     failures=st.sampled_from([2, 50]),
     actions=st.lists(ACTIONS, max_size=60),
 )
 def test_whatever_happens_the_job_comes_to_an_end_once_the_world_is_honest(
-    elastic, min_pods, scripted, failures, actions
+    elastic, overlap, standby, min_pods, scripted, failures, actions
 ):
-    world = make_world(elastic=elastic, min_pods=min_pods, scripted=scripted, failures=failures)
+    world = make_world(
+        elastic=elastic,
+        overlap=overlap,
+        standby=standby,
+        min_pods=min_pods,
+        scripted=scripted,
+        failures=failures,
+    )
     play(world, actions)
 
 
@@ -312,11 +331,22 @@ def test_the_same_holds_where_clients_stop_pods_that_are_cut_off(elastic, stop_a
 @settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     elastic=st.booleans(),
+    overlap=st.sampled_from(["auto", "off"]),
+    standby=st.sampled_from([0, 1]),
     min_pods=st.sampled_from([1, 2, 3]),
     scripted=st.booleans(),
     failures=st.sampled_from([2, 50]),
     actions=st.lists(ACTIONS, min_size=30, max_size=200),
 )
-def test_the_same_holds_in_long_histories(elastic, min_pods, scripted, failures, actions):
-    world = make_world(elastic=elastic, min_pods=min_pods, scripted=scripted, failures=failures)
+def test_the_same_holds_in_long_histories(
+    elastic, overlap, standby, min_pods, scripted, failures, actions
+):
+    world = make_world(
+        elastic=elastic,
+        overlap=overlap,
+        standby=standby,
+        min_pods=min_pods,
+        scripted=scripted,
+        failures=failures,
+    )
     play(world, actions)

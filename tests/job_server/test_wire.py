@@ -28,3 +28,9 @@ def test_a_number_that_no_field_takes_is_refused_and_not_computed_with(kind, fie
     data = {key: needed[key] for key in needed if key in names}
     with pytest.raises(WireError, match=f"{field}: expected at most"):
         decode(kind, {**data, field: value})
+
+
+def test_a_standby_that_could_never_be_prepared_is_refused():
+    with pytest.raises(WireError, match=r"^standby: 1 needs .* overlap 'off' forbids; use overlap"):
+        JobSpec(job_id="a", standby=1, overlap="off")
+    assert JobSpec(job_id="a", overlap="off").standby == 0

@@ -19,6 +19,7 @@ from job_server.wire import (
     SnapshotRef,
     StagePlan,
     Want,
+    Way,
 )
 
 HEARTBEAT_S = 1.0
@@ -61,6 +62,7 @@ class Run:
 class Launcher:
     pod_id: str
     run: Run | None = None
+    prepared: Run | None = None  # beside `run`: trainers that wait for a state
     attached_to: int = -1  # which life of the server
     told: set[object] = field(default_factory=set)
     outbox: list[Event] = field(default_factory=list)  # in order; a lost message is sent again
@@ -308,6 +310,8 @@ class World:
             return
         run = launcher.run
         keys = {(plan.stage, plan.attempt) for plan in orders.plans}
+        if launcher.prepared is not None and launcher.prepared.key not in keys:
+            launcher.prepared = None
         if run is not None and run.key not in keys and not launcher.done:
             run.phase = LocalStage.ENDED
         for plan in orders.plans:
@@ -345,9 +349,18 @@ class World:
         )
 
     def follow(self, pod: SimPod, launcher: Launcher, plan: StagePlan) -> None:
+        prepared = launcher.prepared
+        begins = plan.order in (Order.GO, Order.CUT, Order.RESUME)
+        if begins and prepared is not None and prepared.key == (plan.stage, plan.attempt):
+            if prepared.phase is LocalStage.FAILED:
+                return  # it has said so
+            launcher.run = Run(plan, step=self.restored(plan))
+            launcher.prepared = None
         run = launcher.run
         mine = run is not None and run.key == (plan.stage, plan.attempt)
         match plan.order:
+            case Order.PREPARE if plan.way is Way.REPLACE:
+                self.follow_prepare(pod, launcher, plan)
             case Order.PREPARE:
                 self.tell(pod, plan, ReportKind.READY)
             case Order.END:
@@ -386,6 +399,19 @@ class World:
     def going(self, launcher: Launcher, run: Run) -> None:
         if run.phase in (LocalStage.STARTING, LocalStage.LOADED):
             run.phase = LocalStage.TRAINING
+
+    def follow_prepare(self, pod: SimPod, launcher: Launcher, plan: StagePlan) -> None:
+        run = launcher.prepared
+        if run is None or run.key != (plan.stage, plan.attempt):
+            if launcher.ports_fail:
+                launcher.ports_fail = False
+                self.tell(pod, plan, ReportKind.PORT_TAKEN)
+                return
+            launcher.prepared = Run(plan)
+        elif run.phase is LocalStage.FAILED:
+            self.tell(pod, plan, ReportKind.FAILED)
+        else:
+            self.tell(pod, plan, ReportKind.READY)
 
     def follow_start(self, pod: SimPod, launcher: Launcher, plan: StagePlan) -> None:
         run = launcher.run
@@ -530,6 +556,11 @@ class World:
             if other is not None and other.key == run.key and other.phase in training:
                 other.phase, other.peer_lost = LocalStage.FAILED, True
                 self.tell(peer_pod, other.plan, ReportKind.FAILED)
+
+    def kill_prepared(self, launcher: Launcher) -> None:
+        """A trainer dies that was prepared beside those that train."""
+        if launcher.prepared is not None:
+            launcher.prepared.phase = LocalStage.FAILED
 
     def power_off(self, sim: SimNode) -> None:
         sim.pods.clear()

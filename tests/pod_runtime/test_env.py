@@ -64,6 +64,21 @@ def test_proxies_and_leftovers_of_other_launchers_do_not_reach_a_pod():
     assert not set(base) - {"PATH", "PADDLE_EDL_IMAGENET_PATH"} & set(env)
 
 
+@pytest.mark.parametrize(
+    ("interface", "base", "expected"),
+    [
+        pytest.param("eth1", {}, "eth1", id="that of the pod's address"),
+        pytest.param("eth1", {"GLOO_SOCKET_IFNAME": "ib0"}, "ib0", id="the user knows better"),
+        pytest.param(None, {}, None, id="not known"),
+    ],
+)
+def test_gloo_is_told_where_to_listen(interface, base, expected):
+    env = trainer_environment(
+        base, POD, PLAN, 3, channel="edl-1", run_dir=Path("/run"), interface=interface
+    )
+    assert env.get("GLOO_SOCKET_IFNAME") == expected
+
+
 def test_a_trainer_gets_the_contract_of_paddle_and_of_other_frameworks():
     env = trainer(rank=3)
     expected = {

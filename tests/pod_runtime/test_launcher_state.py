@@ -19,9 +19,19 @@ from job_server.wire import (
     Way,
 )
 from pod_runtime import launcher_state as state
-from pod_runtime.channel_wire import Done, Drained, Hello, Loaded, Said, StageTooLow, Stepped
+from pod_runtime.channel_wire import (
+    Done,
+    Drained,
+    Hello,
+    Loaded,
+    Prepared,
+    Said,
+    StageTooLow,
+    Stepped,
+)
 from pod_runtime.launcher_decisions import (
     Exit,
+    Go,
     Report,
     Signal,
     Spawn,
@@ -123,11 +133,89 @@ def test_prepare_is_answered_once_and_starts_nothing():
     assert pod.told(plan(1, Order.PREPARE)) == []
 
 
-@pytest.mark.parametrize("way", [Way.REPLACE, Way.JOIN])
-def test_a_way_that_is_not_built_is_refused_and_not_claimed_ready(way):
-    (report,) = reports(Simulated().told(plan(1, Order.PREPARE, way=way)))
+def test_a_way_that_is_not_built_is_refused_and_not_claimed_ready():
+    (report,) = reports(Simulated().told(plan(1, Order.PREPARE, way=Way.JOIN)))
     assert report.kind is ReportKind.FAILED
-    assert way.value in report.reason
+    assert "join" in report.reason
+
+
+# --- replace: the next trainers are prepared beside those that train ------------------------------
+
+
+def preparing(order: Order = Order.PREPARE, **fields: Any) -> StagePlan:
+    return plan(2, order, way=Way.REPLACE, **fields)
+
+
+def prepare_beside() -> Simulated:
+    """Return a pod that trains stage 1 and has the trainers of stage 2 prepared."""
+    pod = Simulated()
+    pod.train()
+    pod.told(plan(1, Order.GO), preparing())
+    for rank in (0, 1):
+        pod.say(rank, Hello(rank=rank, stage=2, pid=1), 2)
+        pod.say(rank, Prepared(), 2)
+    return pod
+
+
+def test_replace_starts_trainers_beside_those_that_train_and_is_ready_when_all_are_prepared():
+    pod = Simulated()
+    pod.train()
+    actions = pod.told(plan(1, Order.GO), preparing())
+    assert [action.plan.stage for action in actions if isinstance(action, Spawn)] == [2]
+    assert kinds(actions) == []
+    pod.say(0, Hello(rank=0, stage=2, pid=1), 2)
+    assert kinds(pod.say(0, Prepared(), 2)) == []
+    pod.say(1, Hello(rank=1, stage=2, pid=1), 2)
+    assert kinds(pod.say(1, Prepared(), 2)) == [ReportKind.READY]
+    assert kinds(pod.told(plan(1, Order.GO), preparing(), attach=True)).count(ReportKind.READY) == 1
+
+
+def test_prepared_trainers_are_given_their_state_with_go_and_the_parked_are_killed_after_it():
+    pod = prepare_beside()
+    pod.told(plan(1, Order.CUT, cut=1), preparing())
+    for rank in (0, 1):
+        pod.say(rank, Drained(step=7, id=1))
+    actions = pod.told(plan(1, Order.CUT, cut=1), preparing(Order.GO))
+    assert [action.rank for action in actions if isinstance(action, Go)] == [0, 1]
+    assert signals(actions) == []
+    pod.say(0, Loaded(step=7), 2)
+    assert ReportKind.FIRST_STEP in kinds(pod.say(0, Stepped(step=8), 2))
+    ended = pod.told(plan(1, Order.END, cut=1), preparing(Order.GO))
+    assert signals(ended) == [(0, signal.SIGKILL), (1, signal.SIGKILL)]
+
+
+def test_an_abandoned_preparation_is_killed_at_once_and_the_stage_in_force_goes_on():
+    pod = prepare_beside()
+    actions = pod.told(plan(1, Order.GO))
+    assert signals(actions) == [(0, signal.SIGKILL), (1, signal.SIGKILL)]
+    for rank in (0, 1):
+        assert kinds(pod.die(rank, -9, 2)) == []
+    assert [run.plan.stage for run in pod.pod.runs] == [1]
+    for rank in (0, 1):
+        actions = pod.die(rank, 0)
+    assert [action.code for action in actions if isinstance(action, Exit)] == [0]
+
+
+@pytest.mark.parametrize("code", [0, 1, -9])
+def test_a_trainer_that_ends_while_it_is_prepared_fails_its_stage_and_no_other(code):
+    pod = prepare_beside()
+    actions = pod.die(1, code, 2)
+    assert [(r.kind, r.stage, r.rank) for r in reports(actions)] == [(ReportKind.FAILED, 2, 1)]
+    assert not [action for action in actions if isinstance(action, Exit)]
+
+
+def test_an_attaching_launcher_tells_of_the_stage_that_trains_and_not_of_the_one_it_prepares():
+    truth = attach_truth(prepare_beside().pod, 1, 0)
+    assert (truth.stage, truth.phase) == (1, LocalStage.TRAINING)
+
+
+def test_a_second_attempt_at_a_preparation_waits_until_the_first_is_gone():
+    pod = prepare_beside()
+    actions = pod.told(plan(1, Order.GO), preparing(attempt=1))
+    assert not [action for action in actions if isinstance(action, Spawn)]
+    pod.die(0, -9, 2)
+    actions = pod.die(1, -9, 2)
+    assert [action.plan.attempt for action in actions if isinstance(action, Spawn)] == [1]
 
 
 def test_loaded_is_told_when_the_last_trainer_has_loaded():

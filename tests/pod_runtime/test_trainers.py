@@ -206,7 +206,7 @@ while len(processes.descendants(os.getpid())) < 4:
     pass
 trainers[0].send_signal(9)
 trainers[0].reap()
-killed = orphans.kill_orphans("p", 1, 0, {{trainers[1].pid}})
+killed = orphans.kill_orphans(trainers[0].marks, {{trainers[1].pid}})
 reaped = orphans.reap_adopted({{trainers[1].pid}})
 left = processes.descendants(os.getpid())
 print(len(killed), killed == reaped, len(left))
@@ -236,7 +236,7 @@ def test_only_files_of_our_own_dead_processes_are_removed(tmp_path):
 
 
 def test_a_process_without_children_has_nothing_to_reap():
-    assert kill_orphans("no such pod", 1, 0, ()) == set()
+    assert kill_orphans({"EDL_POD_ID": "no such pod"}, ()) == set()
     assert reap_adopted(()) == set()
 
 

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ class Stage:
         self.launcher = launcher
         self.number = number
         self.trainers = trainers
+        self.plan: StagePlan | None = None  # None: not started
+        self.restored_from = (0, 0)  # (stage, step)
 
     def wait_all(self, word: str) -> list[dict[str, Any]]:
         """Wait until every trainer has said `word`; return each one's newest."""
@@ -79,6 +82,18 @@ class Stage:
         self.wait_all("loaded")
         for trainer in self.trainers:
             trainer.tell(do="go")
+
+    def commit(self, restore_from: tuple[int, int]) -> None:
+        """Have trainers that were prepared beside an older stage begin from that state."""
+        self.wait_all("prepared")
+        assert self.plan is not None
+        self.restored_from = restore_from
+        restore = RestoreFrom(stage=restore_from[0], step=restore_from[1], pods=("pod_0_0",))
+        plan = encode(replace(self.plan, order=Order.GO, restore_from=restore))
+        fds = tuple(self.launcher.segments[restore.stage])
+        for trainer in self.trainers:
+            assert trainer.lines is not None
+            trainer.lines.send({"do": "go", "plan": plan, "segments": [], "fds": len(fds)}, fds)
 
     def cut(self, cut_id: int = 1, durable: bool = False, ranks: list[int] | None = None) -> None:
         for trainer in self.trainers:
@@ -142,15 +157,19 @@ class FakeLauncher:
         give_to: list[int] | None = None,
         writers: tuple[int, ...] = (0,),
         prefix: tuple[str, ...] = (),
+        beside: bool = False,
     ) -> Stage:
         """Start the trainers of the next stage.
 
         Args:
             give_to: ranks that get the segments; None: all.
             writers: ranks that make snapshots, as the first of each node does.
+            beside: an older stage trains: they are prepared, and begin with `commit`.
         """
         number = number or (self.stages[-1].number + 1 if self.stages else 1)
         pod_env, plan = self._plan(world_size, number, restore_from)
+        if beside:
+            plan = replace(plan, way=Way.REPLACE, order=Order.PREPARE)
         name = f"edl-test-{os.getpid()}-{id(self)}-{number}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         listener.bind("\0" + name)
@@ -171,6 +190,7 @@ class FakeLauncher:
                 )  # fmt: skip
             trainers.append(Trainer(rank, process, log))
         stage = Stage(self, number, trainers)
+        stage.plan, stage.restored_from = plan, restore_from or (0, 0)
         self.stages.append(stage)
         serve = threading.Thread(
             target=self._serve, args=(listener, stage, plan, give_to, writers), daemon=True

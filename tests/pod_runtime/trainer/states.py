@@ -8,13 +8,13 @@ from pod_runtime.trainer.batches import Cursor
 from pod_runtime.trainer.image import StateImage
 from pod_runtime.trainer.layout import make_layout
 from pod_runtime.trainer.ledger import RunInfo
+from pod_runtime.trainer.loop_status import LoopStatus
 from pod_runtime.trainer.progress import fresh_status
-from pod_runtime.trainer.train_status import TrainStatus
 
 RUN = RunInfo(seed=1, epochs=4, dataset_length=100, shuffle=True, drop_last=False)
 
 
-def make_status(*, stage: int = 1, step: int = 0) -> TrainStatus:
+def make_status(*, stage: int = 1, step: int = 0) -> LoopStatus:
     """Return the status of a run of batches of 10 at `step` of its first epochs."""
     fresh = fresh_status(run=RUN, batch_size=10, shards=2, reference_world=1)
     cursor = Cursor(epoch=step // 10, step=step % 10, offset=step % 10 * 10, global_step=step)

@@ -12,9 +12,9 @@ from job_server.wire import decode
 from pod_runtime.trainer.audit import audit
 from pod_runtime.trainer.checkpoint import CheckpointStore
 from pod_runtime.trainer.ledger import Ledger, LedgerFile, Row, StageEntry, read_lines
+from pod_runtime.trainer.loop_status import LoopStatus
 from pod_runtime.trainer.progress import Progress, scaling_for
 from pod_runtime.trainer.storage import open_storage
-from pod_runtime.trainer.train_status import TrainStatus
 from pod_runtime.verify import main as verify
 from pod_runtime.verify import read_ledger
 from tests.pod_runtime.trainer.states import RUN, make_image, make_status
@@ -33,7 +33,7 @@ def close_files() -> None:
         OPENED.pop().close()
 
 
-def begin(before: TrainStatus, stage: int, run_dir: Path | None, world: int = 1) -> Progress:
+def begin(before: LoopStatus, stage: int, run_dir: Path | None, world: int = 1) -> Progress:
     """Enter stage `stage` from the state `before`."""
     scaling = scaling_for(before, "fixed_global", world_size=world, warmup_steps=0)
     progress = Progress(before, scaling, stage=stage, steps_per_epoch=None)
@@ -44,7 +44,7 @@ def begin(before: TrainStatus, stage: int, run_dir: Path | None, world: int = 1)
     return progress
 
 
-def train(progress: Progress, steps: int) -> TrainStatus:
+def train(progress: Progress, steps: int) -> LoopStatus:
     for _ in range(steps):
         if progress.epoch_is_over:
             progress.commit_epoch()
@@ -92,7 +92,7 @@ def test_the_cached_text_of_a_status_is_its_json(first, second):
     progress = begin(status, 2, None)
     train(progress, min(second, 40 - status.step))
     assert json.loads(progress.status_json()) == progress.status().to_json()
-    assert TrainStatus.from_json(json.loads(progress.status_json())) == progress.status()
+    assert LoopStatus.from_json(json.loads(progress.status_json())) == progress.status()
 
 
 def test_whole_epochs_of_a_stage_take_one_row():

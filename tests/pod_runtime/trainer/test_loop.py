@@ -1,6 +1,7 @@
 """The loop outside EDL, in this process: a world of one, misuse, resuming, policies, streams."""
 
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import paddle
+import psutil
 import pytest
 from paddle import nn
 
@@ -217,6 +219,42 @@ def test_evaluation_sums_over_all_samples_without_gradients():
     names = iter([{"a": 1}, {"b": 1}, {"a": 1}])
     with pytest.raises(elastic.UsageError, match="the same names for every batch"):
         loop.evaluate(DATA, lambda batch: next(names), batch_size=7)
+
+
+class ReadBy(paddle.io.Dataset):
+    """Items: their index and the process that read them. Item `broken` cannot be read."""
+
+    def __init__(self, broken: int | None = None) -> None:
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        if index == self.broken:
+            raise KeyError(f"item {index}")
+        return index, os.getpid()
+
+
+def test_an_evaluation_reads_by_the_workers_of_its_loader():
+    loop, _model = make()
+    pids: set[int] = set()
+
+    def judge(indices: Any, read_by: Any) -> dict[str, Any]:
+        pids.update(read_by.tolist())
+        return {"sum": indices.sum(), "count": len(indices)}
+
+    def evaluate(broken: int | None, workers: int) -> dict[str, float]:
+        loader = paddle.io.DataLoader(ReadBy(broken), batch_size=6, num_workers=workers)
+        sums: dict[str, float] = loop.evaluate(loader, judge)
+        return sums
+
+    assert evaluate(None, 0) == evaluate(None, 2) == {"sum": 190.0, "count": 20.0}
+    assert len(pids) == 3
+    assert not [child for child in psutil.Process().children() if child.pid in pids]
+    for workers in (0, 2):
+        with pytest.raises(KeyError, match="item 15"):
+            evaluate(15, workers)
 
 
 def test_metrics_are_logged(caplog):

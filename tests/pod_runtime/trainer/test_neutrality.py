@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pod_runtime.verify import main as verify
-from tests.pod_runtime.trainer.fake_launcher import FakeLauncher, sample_ids
+from tests.pod_runtime.trainer.fake_launcher import FakeLauncher, Stage, sample_ids
 
 WORLDS = (1, 2, 4, 3, 1, 4, 2)  # six changes
 TOLERANCE = 1e-8
@@ -19,6 +19,23 @@ def train_alone(launcher: FakeLauncher, *args: str) -> dict[str, np.ndarray]:
     return dict(np.load(launcher.folder / "final.npz"))
 
 
+def change(
+    job: FakeLauncher, old: Stage, world_size: int, out: tuple[str, ...], prepared: Stage | None
+) -> Stage:
+    """Go on with another number of trainers: those prepared before, or some started now."""
+    old.cut()
+    restore_from = (old.number, old.drained())
+    if prepared is not None:
+        prepared.commit(restore_from)
+        prepared.wait_all("loaded")
+    old.end()
+    if prepared is not None:
+        return prepared
+    stage = job.start(world_size, *out, restore_from=restore_from)
+    stage.go()
+    return stage
+
+
 def distance(one: dict[str, np.ndarray], other: dict[str, np.ndarray], prefix: str) -> float:
     names = sorted(name for name in one if name.startswith(prefix))
     assert names
@@ -28,30 +45,31 @@ def distance(one: dict[str, np.ndarray], other: dict[str, np.ndarray], prefix: s
 
 
 @pytest.mark.timeout(600)
-def test_six_changes_do_not_change_what_is_trained(launch, tmp_path: Path):
+@pytest.mark.parametrize("beside", [False, True], ids=["drain", "replace"])
+def test_six_changes_do_not_change_what_is_trained(launch, tmp_path: Path, beside: bool):
     alone = launch("towers.py", 4, "alone")
     expected = train_alone(alone)
 
     changed = launch("towers.py", 4, "changed")
     out = ("--out", str(changed.folder), "--step_s", "0.03")
-    restore_from = None
+    stage = changed.start(WORLDS[0], *out)
+    # All of them now: the training is short.
+    coming = [changed.start(size, *out, beside=True) if beside else None for size in WORLDS[1:]]
+    for each in coming:
+        if each is not None:
+            each.wait_all("prepared")
+    stage.go()
     ids: dict[int, list[int]] = {}
-    for number, world_size in enumerate(WORLDS):
-        stage = changed.start(world_size, *out, restore_from=restore_from)
-        stage.go()
-        if number == len(WORLDS) - 1:
-            assert stage.codes() == [0] * world_size, stage.logs()
-            last = None
-        else:
-            stage.wait_all("step")
-            stage.cut()
-            last = stage.drained()
-            stage.end()
-            restore_from = (stage.number, last)
-        for step, samples in sample_ids(changed.folder, stage.number, world_size).items():
-            if last is None or step < last:
+    for world_size, prepared in zip(WORLDS[1:], coming, strict=True):
+        stage.wait_all("step")
+        old, stage = stage, change(changed, stage, world_size, out, prepared)
+        _, last = stage.restored_from
+        for step, samples in sample_ids(changed.folder, old.number, len(old.trainers)).items():
+            if step < last and samples:  # a rehearsal has none
                 assert step not in ids, "a planned change redoes no step"
                 ids[step] = samples
+    assert stage.codes() == [0] * WORLDS[-1], stage.logs()
+    ids |= sample_ids(changed.folder, stage.number, WORLDS[-1])
     found = dict(np.load(changed.folder / "final.npz"))
 
     assert ids == sample_ids(alone.folder, 1, 1), "the same samples in every global batch"

@@ -319,9 +319,16 @@ def test_a_rank_that_does_not_come_in_time_is_told_from_one_that_is_gone(monkeyp
     monkeypatch.setattr(dist, "init_parallel_env", lambda: None)
     adapter, _model, _optimizer, _scheduler = make("momentum")
     adapter.form_group(GroupSpec(rank=0, world_size=2, master="", generation=1))
-    for said, expected in (("TIMEOUT self_rank", "did not come"), ("Connection closed", "all-red")):
+    clock = [0.0]
+    monkeypatch.setattr("pod_runtime.trainer.paddle_adapter.time.monotonic", lambda: clock[0])
+    for said, after_s, expected in (
+        ("TIMEOUT self_rank", 30.0, "did not come"),
+        ("TIMEOUT self_rank", 0.1, "^all-reduce"),  # gloo's word for a dead one on another node
+        ("Connection closed", 0.1, "^all-reduce"),
+    ):
 
-        def fail(_tensor: Any, said: str = said) -> None:
+        def fail(_tensor: Any, said: str = said, after_s: float = after_s) -> None:
+            clock[0] += after_s
             raise RuntimeError(said)
 
         monkeypatch.setattr(dist, "all_reduce", fail)

@@ -172,3 +172,43 @@ def test_training_goes_on_without_room_for_snapshots_and_drains_to_disk(launch, 
     assert stage.wait_all("loaded")[0]["step"] == step
     stage.go()
     finish(stage)
+
+
+def test_prepared_trainers_take_over_with_workers_and_a_later_state_than_the_server_knew(launch):
+    job = launch("counting.py", 2)
+    flags = out(job, "--workers", "1", "--snapshot_steps", "1", step_s=0.2)
+    old = job.start(1, *flags)
+    new = job.start(2, *flags, beside=True)
+    new.wait_all("prepared")
+    assert not new.trainers[0].words("step"), "a rehearsal is no step"
+    old.go()
+    old.wait_step(3)
+    old.end()  # killed amid the training: its segment knows more than what was told
+    reached = max(step for _, step in slots_of(job, 1))
+    new.commit((1, reached - 1))
+    assert {said["step"] for said in new.wait_all("loaded")} == {reached}
+    finish(new)
+
+
+@pytest.mark.parametrize(
+    ("flags", "rehearsals"), [((), 1), (("--reader",), 0)], ids=["samples", "reader"]
+)
+def test_a_script_that_asks_in_its_rehearsal_gets_answers_of_the_real_stage(
+    launch, flags, rehearsals
+):
+    job = launch("asking.py", 2)
+    old = job.start(1, *out(job, *flags))
+    new = job.start(2, *out(job, *flags), beside=True)
+    new.wait_all("prepared")
+    old.go()
+    old.wait_step(3)
+    old.cut()
+    step = old.drained()
+    new.commit((1, step))
+    finish(new)
+    old.end()
+    for rank in (0, 1):
+        told = (job.folder / f"told.2.{rank}").read_text().split()
+        assert told[0] == str(step), "the number of the step that is made next"
+        # What a reader adds to the samples cannot be rehearsed without it.
+        assert len(told) == STEPS - step + rehearsals, "each step once, and the rehearsal"

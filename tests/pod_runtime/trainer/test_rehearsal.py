@@ -1,0 +1,73 @@
+"""A rehearsal's data come from a real worker, which must not outlive it."""
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pod_runtime.processes import descendants
+from pod_runtime.trainer.rehearsal import rehearsal_step
+from pod_runtime.trainer.source import make_source
+from pod_runtime.trainer.step import Step
+
+paddle = pytest.importorskip("paddle")
+
+
+class Numbers:
+    """Sample `broken` cannot be read."""
+
+    def __init__(self, broken: int | None) -> None:
+        self._broken = broken
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        if index == self._broken:
+            raise FileNotFoundError(f"sample {index} is not there")
+        return np.full(2, index, np.float32), index
+
+
+def step_of(dataset: Numbers) -> Step:
+    from pod_runtime.trainer.paddle_adapter import PaddleAdapter
+
+    model = paddle.nn.Linear(2, 2)
+    optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    step = rehearsal_step(
+        PaddleAdapter(model, optimizer, header_size=4),
+        make_source(
+            dataset,
+            batch_size=8,
+            shuffle=False,
+            drop_last=False,
+            collate_fn=None,
+            num_workers=2,
+            has_reader=False,
+        ),
+        shards=2,
+        seed=0,
+        loss="mean",
+        number=lambda: 0,
+        is_over=lambda: False,
+    )
+    assert step is not None
+    return step
+
+
+def children() -> set[int]:
+    return {process.pid for process in descendants(os.getpid())}
+
+
+def test_the_worker_that_read_for_a_rehearsal_ends_with_it():
+    before = children()
+    (batch,) = step_of(Numbers(broken=None))
+    assert batch[1].tolist() == [0, 1, 2, 3]
+    assert children() == before
+
+
+def test_a_sample_that_cannot_be_read_ends_a_rehearsal_by_its_own_error():
+    before = children()
+    with pytest.raises(FileNotFoundError, match=r"^sample 1 is not there$"):
+        list(step_of(Numbers(broken=1)))
+    assert children() == before

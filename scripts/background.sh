@@ -1,5 +1,5 @@
 # Programs in the background, with a pid file and a log in $state. Sourced, after lib.sh.
-# shellcheck shell=bash
+# shellcheck shell=bash source-path=SCRIPTDIR source=lib.sh
 state="${EDL_STATE_DIR:-$root/edl_run}"
 
 # Prints the start time of a process in clock ticks since boot; nothing if there is none. With the
@@ -57,6 +57,36 @@ give_up() {
     die "$1 $2; its log is $state/$1.log"
 }
 
+# parse_arguments ARGS...: what both start scripts understand. Sets $foreground and $stop (yes, or
+# empty), $args (what goes to the program) and $help (yes where it is asked for).
+# shellcheck disable=SC2034  # used by those who source this
+parse_arguments() {
+    foreground="" stop="" help="" args=()
+    local argument
+    for argument in "$@"; do
+        case "$argument" in
+            --foreground) foreground=yes ;;
+            --stop) stop=yes ;;
+            *)
+                args+=("$argument")
+                case "$argument" in -h | --help) help=yes ;; esac
+                ;;
+        esac
+    done
+}
+
+# show_help MODULE: prints the comment that the calling script begins with, and the module's options.
+show_help() {
+    ensure_python
+    awk 'NR > 1 { if (!sub(/^# ?/, "")) exit; print }' "$0"
+    exec "$python" -m "$1" --help
+}
+
+# make_state: makes $state, for pid files and logs.
+make_state() {
+    mkdir -p "$state" || die "$state cannot be made; name another folder: EDL_STATE_DIR=DIR $0"
+}
+
 # option NAME DEFAULT ARGS...: prints the value of --NAME VALUE or --NAME=VALUE, the last one given.
 option() {
     local name="--$1" value="$2"
@@ -80,20 +110,19 @@ cpu_slots() {
     echo "${EDL_CPU_SLOTS:-$cores}"
 }
 
-# Prints whether the server at $1 answers: exit 0 or 1. With $2, a node of that job must be there.
+# Exit 0 if the job server at $1 answers; $2: the file with its token, else EDL_TOKEN_FILE, EDL_TOKEN.
 server_answers() {
     "$python" - "$@" <<'PYTHON'
+import os
 import sys
 
 from job_server.api_client import ApiClient, ApiError
+from job_server.config import ConfigError, read_token
 
+_, url, *token_file = sys.argv
 try:
-    api = ApiClient(sys.argv[1])
-    api.health()
-    if len(sys.argv) > 2:
-        hosts = [status.node.job_id for status in api.nodes() if status.alive]
-        sys.exit(0 if sys.argv[2] in hosts else 1)
-except ApiError:
+    ApiClient(url, read_token(token_file[0] if token_file else None, os.environ)).health()
+except (ApiError, ConfigError):
     sys.exit(1)
 PYTHON
 }

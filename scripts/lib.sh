@@ -95,7 +95,7 @@ ensure_venv() {
     : >"$log"
     quietly "Installing EDL and what it needs into .venv, once (about 250 MB, a minute or two)" "$log" \
         "$python" -m pip install --disable-pip-version-check --no-input --progress-bar off \
-        --editable "$root[$framework,$extras]" || exit 1
+        --editable "${root}[$framework,$extras]" || exit 1
     printf '%s\n' "$digest" >"$venv/.made-for-$extras"
 }
 

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Start this node's job client in the background. Without arguments it trains examples/digits on all
-# GPUs (or CPU slots); arguments go to `python -m job_client`, the training script among them.
+# Start this node's job client in the background. Without arguments it trains ResNet50, on ImageNet in
+# PADDLE_EDL_IMAGENET_PATH, else on handwritten digits at 32 pixels, with all GPUs (or CPU slots).
+# Arguments go to `python -m job_client`, your own training script and its arguments among them; without
+# a script, those behind `--` go to resnet50/train_with_fleet.py.
 #   --foreground   stay in front        --stop   end it and its pods        --help   all options
 # Honours PADDLE_JOBSERVER, PADDLE_TRAINERS (node IPs; the first hosts the server), PADDLE_JOB_ID,
-# PADDLE_EDL_FLEET_CHECKPOINT_PATH, EDL_TOKEN.
+# PADDLE_EDL_IMAGENET_PATH, PADDLE_EDL_FLEET_CHECKPOINT_PATH, EDL_TOKEN, EDL_TOKEN_FILE.
 set -euo pipefail
 here="$(dirname "${BASH_SOURCE[0]}")"
 source "$here/lib.sh"
@@ -24,28 +26,47 @@ names_work() {
     return 1
 }
 
-foreground="" stop="" args=()
-for argument in "$@"; do
-    case "$argument" in
-        --foreground) foreground=yes ;;
-        --stop) stop=yes ;;
-        *) args+=("$argument") ;;
-    esac
+# Leaves in $experiment what makes the client train ResNet50, and says on what; $@ is for the training.
+choose_experiment() {
+    local data="${PADDLE_EDL_IMAGENET_PATH:-}" checkpoint
+    checkpoint="${PADDLE_EDL_FLEET_CHECKPOINT_PATH:-$state/resnet50_checkpoint}"
+    # Pods run in folders of their own: a relative path would mean another place there.
+    case "$checkpoint" in *://* | /*) ;; *) checkpoint="$PWD/$checkpoint" ;; esac
+    if [ -n "$data" ]; then
+        data="$(cd "$data" 2>/dev/null && pwd)" || usage_error \
+            "PADDLE_EDL_IMAGENET_PATH: no folder $PADDLE_EDL_IMAGENET_PATH; name the one with train.txt" \
+            "and val.txt (or train/ and val/), or unset it to train handwritten digits"
+        export PADDLE_EDL_IMAGENET_PATH="$data"
+        say "Trains ResNet50 on $data; checkpoints: $checkpoint"
+    else
+        say "Trains ResNet50 on handwritten digits at 32 pixels, as PADDLE_EDL_IMAGENET_PATH is not set;" \
+            "checkpoints: $checkpoint"
+    fi
+    export PADDLE_EDL_FLEET_CHECKPOINT_PATH="$checkpoint"
+    if [ -d "$checkpoint" ] && [ -n "$(ls -A "$checkpoint")" ]; then
+        say "It goes on from there; to begin afresh, remove that folder."
+    fi
+    experiment=(--package_sh "$root/resnet50/package.sh" ./train_pretrain.sh "$@")
+}
+
+own=() more=() # before the first --, and behind it
+while [ $# -gt 0 ]; do
+    if [ "$1" = -- ]; then
+        shift
+        more=("$@")
+        break
+    fi
+    own+=("$1")
+    shift
 done
-for argument in "$@"; do
-    case "$argument" in -h | --help)
-        ensure_python
-        sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
-        exec "$python" -m job_client --help
-        ;;
-    esac
-done
+parse_arguments ${own[@]+"${own[@]}"}
+[ -z "$help" ] || show_help job_client
 
 nodes="${PADDLE_TRAINERS:-127.0.0.1}"
 server="$(option job_server "${PADDLE_JOBSERVER:-${nodes%%,*}:8180}" ${args[@]+"${args[@]}"})"
 case "$server" in http://* | https://*) ;; *) server="http://$server" ;; esac
 name="job_client${PADDLE_JOB_ID:+_$PADDLE_JOB_ID}"
-mkdir -p "$state" || die "$state cannot be made; name another folder: EDL_STATE_DIR=DIR $0"
+make_state
 if [ -n "$stop" ]; then
     stop_background "$name" 90
     exit
@@ -54,30 +75,28 @@ fi
 ensure_python
 PATH="$(dirname "$python"):$PATH"
 export PATH # pods call `python`
-command=("$python" -m job_client --job_server "$server"
-    --log_dir "$state/pod_log" --pod_path "$state/pods")
-if [ "$(gpu_count)" -eq 0 ]; then
-    command+=(--cpu_slots "$(cpu_slots)")
-fi
-command+=(${args[@]+"${args[@]}"})
-if ! names_work ${args[@]+"${args[@]}"}; then
-    checkpoint="${PADDLE_EDL_FLEET_CHECKPOINT_PATH:-$state/digits_checkpoint}"
-    export EDL_CHECKPOINT="$checkpoint" # the launcher looks there for the highest stage
-    command+=("$root/examples/digits/train.sh" --epochs 400 --checkpoint "$checkpoint")
-    if [ -d "$checkpoint" ]; then
-        say "Training goes on from $checkpoint; to begin afresh, remove that folder."
-    fi
-fi
-
 pid="$(running_pid "$state/$name.pid")"
 if [ -n "$pid" ]; then
     say "The job client runs already (pid $pid). Stop it: $0 --stop"
     exit 0
 fi
+
+command=("$python" -m job_client --job_server "$server" --log_dir "$state/pod_log")
+if [ "$(gpu_count)" -eq 0 ]; then
+    command+=(--cpu_slots "$(cpu_slots)")
+fi
+if names_work ${args[@]+"${args[@]}"}; then
+    command+=(--pod_path "$state/pods" "${args[@]}" ${more[@]+-- "${more[@]}"})
+else
+    choose_experiment ${more[@]+"${more[@]}"}
+    command+=(--pod_path "$state/resnet50_pod" ${args[@]+"${args[@]}"} "${experiment[@]}")
+fi
+
 if [ -n "$foreground" ]; then
     exec "${command[@]}"
 fi
-if ! server_answers "$server"; then
+token_file="$(option token_file "" ${args[@]+"${args[@]}"})"
+if ! server_answers "$server" ${token_file:+"$token_file"}; then
     say "No job server answers at $server yet; the client will wait for it. Start one: $here/start_job_server.sh"
 fi
 in_background "$name" "${command[@]}"

@@ -2,28 +2,15 @@
 # Start the job server in the background. Without arguments: this node, one pod per GPU (or CPU slot),
 # and the change of the pod set every 900 s; all arguments go to `python -m job_server`.
 #   --foreground   stay in front        --stop   end the one that runs        --help   all options
-# Honours PADDLE_TRAINERS (node IPs; the first hosts the server), PADDLE_JOB_ID, EDL_TOKEN.
+# Honours PADDLE_TRAINERS (node IPs; the first hosts the server), PADDLE_JOB_ID, EDL_TOKEN and
+# EDL_TOKEN_FILE (which any address but 127.0.0.1 needs).
 set -euo pipefail
 here="$(dirname "${BASH_SOURCE[0]}")"
 source "$here/lib.sh"
 source "$here/background.sh"
 
-foreground="" stop="" args=()
-for argument in "$@"; do
-    case "$argument" in
-        --foreground) foreground=yes ;;
-        --stop) stop=yes ;;
-        *) args+=("$argument") ;;
-    esac
-done
-for argument in "$@"; do
-    case "$argument" in -h | --help)
-        ensure_python
-        sed -n '2,5s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
-        exec "$python" -m job_server --help
-        ;;
-    esac
-done
+parse_arguments "$@"
+[ -z "$help" ] || show_help job_server
 
 nodes="${PADDLE_TRAINERS:-127.0.0.1}"
 port="$(option server_port 8180 ${args[@]+"${args[@]}"})"
@@ -31,7 +18,7 @@ case "$port" in
     '' | *[!0-9]*) usage_error "--server_port: expected a port number, got '$port'" ;;
 esac
 name="job_server_$port"
-mkdir -p "$state" || die "$state cannot be made; name another folder: EDL_STATE_DIR=DIR $0"
+make_state
 if [ -n "$stop" ]; then
     stop_background "$name" 30
     exit
@@ -48,13 +35,14 @@ if [ -n "${PADDLE_JOB_ID:-}" ]; then
 fi
 case "$address" in
     127.* | localhost | ::1) ;;
-    *) command+=(--bind "$address") ;;  # which wants a token: the server says so if there is none
+    *) command+=(--bind "$address") ;; # which wants a token: the server says so if there is none
 esac
 command+=(${args[@]+"${args[@]}"})
 
 bound="$(option bind "$address" ${args[@]+"${args[@]}"})"
 case "$bound" in 0.0.0.0 | ::) bound=127.0.0.1 ;; esac
 url="http://$bound:$port"
+token_file="$(option token_file "" ${args[@]+"${args[@]}"})"
 pid="$(running_pid "$state/$name.pid")"
 if [ -n "$pid" ]; then
     say "The job server runs already (pid $pid): $url/   Stop it: $0 --stop --server_port $port"
@@ -68,7 +56,7 @@ for _ in $(seq 150); do
     if [ -z "$(running_pid "$state/$name.pid")" ]; then
         give_up "$name" "ended at once"
     fi
-    if server_answers "$url"; then
+    if server_answers "$url" ${token_file:+"$token_file"}; then
         say "The job server runs (pid $started_pid): $url/"
         say "  look:  $(dirname "$python")/edl status --follow --server $url     log: $state/$name.log"
         say "  stop:  $0 --stop$([ "$port" = 8180 ] || echo " --server_port $port")"

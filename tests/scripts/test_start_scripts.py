@@ -123,27 +123,106 @@ def test_which_server_the_client_talks_to(command_of, args, env, server):
 @pytest.mark.parametrize(
     "args", [[], ["--grace_s", "3"], ["--cpu_slots=4", "--log_level", "10"]], ids=str
 )
-def test_a_client_that_is_told_no_script_trains_the_digits(command_of, args):
+def test_a_client_that_is_told_no_script_trains_resnet50(command_of, tmp_path, args):
     command = command_of(CLIENT, *args)
-    assert str(ROOT / "examples" / "digits" / "train.sh") in command
+    assert command[-1] == "./train_pretrain.sh"
+    assert value(command, "--package_sh") == str(ROOT / "resnet50" / "package.sh")
+    assert value(command, "--pod_path") == str(tmp_path / "state" / "resnet50_pod")
     assert value(command, "--cpu_slots") == "2"
+    assert command[-len(args) - 3 : -3] == args
+
+
+def test_what_stands_behind_two_dashes_goes_to_the_training(command_of):
+    command = command_of(CLIENT, "--grace_s", "3", "--", "--num_epochs", "2")
+    assert command[-3:] == ["./train_pretrain.sh", "--num_epochs", "2"]
+    assert value(command, "--grace_s") == "3"
 
 
 @pytest.mark.parametrize(
     "args",
     [["./my.sh"], ["--grace_s", "3", "./my.sh", "--lr", "1"], ["--grace_s=3", "my.sh"],
-     ["--jobs_dir", "jobs"]],
+     ["--jobs_dir", "jobs"], ["./my.sh", "--", "--lr", "1"]],
     ids=str,
 )  # fmt: skip
 def test_a_client_that_is_told_what_to_run_runs_only_that(command_of, args):
     command = command_of(CLIENT, *args)
     assert command[-len(args) :] == args
-    assert not any("digits" in word for word in command)
+    assert not any("resnet50" in word for word in command)
 
 
-def test_the_checkpoint_path_of_the_original_is_honoured(command_of):
-    command = command_of(CLIENT, PADDLE_EDL_FLEET_CHECKPOINT_PATH="/data/check points")
-    assert value(command, "--checkpoint") == "/data/check points"
+@pytest.fixture
+def pods_environment(run: Run, tmp_path: Path) -> Callable[..., tuple[dict[str, str], str]]:
+    """Return what the client's pods start from, and what was said."""
+    program = tmp_path / "bin" / "python"
+    program.parent.mkdir()
+    program.write_text("#!/bin/bash\nenv\n")
+    program.chmod(0o755)
+
+    def environment(*args: str, **env: str) -> tuple[dict[str, str], str]:
+        done = run(CLIENT, "--foreground", *args, EDL_PYTHON=str(program), **env)
+        assert done.returncode == 0, done.stderr
+        pairs = (line.partition("=") for line in done.stdout.splitlines())
+        return {name: text for name, _, text in pairs}, done.stderr
+
+    return environment
+
+
+def test_without_imagenet_it_says_that_it_trains_digits_and_where_checkpoints_are(
+    pods_environment, tmp_path: Path
+):
+    checkpoint = str(tmp_path / "state" / "resnet50_checkpoint")
+    env, said = pods_environment()
+    assert "PADDLE_EDL_IMAGENET_PATH" not in env
+    assert env["PADDLE_EDL_FLEET_CHECKPOINT_PATH"] == checkpoint
+    assert "digits at 32 pixels" in said
+    assert checkpoint in said
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("/data/check points", "/data/check points"), ("ckpt", "{cwd}/ckpt"), ("s3://b/c", "s3://b/c")],
+)  # fmt: skip
+def test_the_paths_of_the_original_are_honoured_and_made_absolute(
+    pods_environment, tmp_path: Path, given, expected
+):
+    (tmp_path / "image net").mkdir()
+    env, said = pods_environment(
+        PADDLE_EDL_IMAGENET_PATH="image net", PADDLE_EDL_FLEET_CHECKPOINT_PATH=given
+    )
+    assert env["PADDLE_EDL_IMAGENET_PATH"] == str(tmp_path / "image net")
+    assert env["PADDLE_EDL_FLEET_CHECKPOINT_PATH"] == expected.format(cwd=tmp_path)
+    assert str(tmp_path / "image net") in said
+
+
+def test_a_checkpoint_that_is_there_is_named_as_where_it_goes_on(pods_environment, tmp_path: Path):
+    (tmp_path / "ckpt" / "stage_00000001").mkdir(parents=True)
+    _env, said = pods_environment(PADDLE_EDL_FLEET_CHECKPOINT_PATH=str(tmp_path / "ckpt"))
+    assert "goes on from there" in said
+
+
+def test_an_imagenet_folder_that_is_not_there_is_a_wrong_command_line(run: Run):
+    refused = run(CLIENT, PADDLE_EDL_IMAGENET_PATH="/no/such/folder")
+    assert refused.returncode == 2
+    assert "PADDLE_EDL_IMAGENET_PATH: no folder /no/such/folder" in refused.stderr
+
+
+@pytest.mark.parametrize("script", [SERVER, CLIENT], ids=lambda path: path.stem)
+def test_help_is_the_scripts_own_comment_and_the_programs_options(run: Run, script: Path):
+    shown = run(script, "--help")
+    assert shown.returncode == 0
+    assert "--foreground   stay in front" in shown.stdout
+    assert "set -euo" not in shown.stdout
+    assert "usage: python -m job_" in shown.stdout
+
+
+def test_a_server_with_a_token_is_found_to_answer(run: Run, tmp_path: Path, port: str):
+    """Without the token the script would take its refusal for silence, and end it again."""
+    token = tmp_path / "token"
+    token.write_text("correct-horse")
+    token.chmod(0o600)
+    started = run(SERVER, "--server_port", port, EDL_TOKEN_FILE=str(token))
+    assert started.returncode == 0, started.stderr
+    assert "The job server runs" in started.stderr
 
 
 def test_a_server_starts_once_and_stops(run: Run, port: str):

@@ -1,0 +1,133 @@
+"""The entry point and the health check of the image, run for real outside of it."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docker.compose import DOCKER
+from tests.support import free_port, wait_until
+
+TOKEN = "correct-horse"
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    """As in a container: a folder for state, and a token that is mounted readable by all."""
+    token = tmp_path / "secret"
+    token.write_text(TOKEN + "\n")
+    token.chmod(0o644)
+    ours = {k: v for k, v in os.environ.items() if not k.startswith(("PADDLE_", "EDL_"))}
+    # As in the image, whose PATH has EDL's programs, and no folder of this name in the way.
+    ours["PATH"] = f"{Path(sys.executable).parent}:{ours['PATH']}"
+    return ours | {
+        "EDL_STATE_DIR": str(tmp_path / "state"),
+        "EDL_TOKEN_FILE": str(token),
+        "EDL_PYTHON": sys.executable,
+        "EDL_NO_GPU": "1",
+    }
+
+
+@pytest.fixture
+def start(environ: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def run(*args: str) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([DOCKER / "entry.sh", *args], env=environ))
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def entry(environ: dict[str, str], *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [DOCKER / "entry.sh", *args], env=environ, capture_output=True, text=True, check=False
+    )
+
+
+def health(environ: dict[str, str]) -> str:
+    """What the health check says; "" when all is well."""
+    done = subprocess.run(
+        [sys.executable, DOCKER / "health.py"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == (1 if done.stderr else 0)
+    return done.stderr.strip()
+
+
+def test_a_server_is_healthy_while_it_runs_and_ends_on_a_sigterm(start, environ, tmp_path: Path):
+    port = str(free_port())
+    server = start("server", "--bind", "0.0.0.0", "--server_port", port)
+    wait_until(lambda: health(environ) == "", 30, "the server is healthy")
+    copy = tmp_path / "state" / ".token"
+    assert copy.stat().st_mode & 0o077 == 0, "others may not read what the programs are given"
+
+    beside = entry(environ, "edl", "nodes", "--server", f"http://127.0.0.1:{port}")
+    assert beside.returncode == 0, beside.stderr
+    assert health(environ) == "", "a command beside it changes nothing"
+
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(20) == 0
+    assert f"127.0.0.1:{port}" in health(environ)
+
+
+def test_a_server_with_another_token_is_not_healthy(start, environ, tmp_path: Path):
+    start("server", "--server_port", str(free_port()))
+    wait_until(lambda: health(environ) == "", 30, "the server is healthy")
+    (tmp_path / "secret").write_text("battery-staple")
+    assert "401" in health(environ)
+
+
+def test_a_client_is_healthy_as_long_as_it_lives_though_no_server_answers(
+    start, environ, tmp_path: Path
+):
+    script = tmp_path / "train.sh"
+    script.write_text("exit 0\n")
+    server = f"http://127.0.0.1:{free_port()}"
+    client = start("client", "--job_server", server, "--port_range", "auto", str(script))
+    wait_until(lambda: health(environ) == "", 30, "the client is healthy")
+    client.send_signal(signal.SIGTERM)
+    assert client.wait(20) == 0
+    assert "has ended" in health(environ)
+
+
+def test_whoever_holds_the_clients_lock_is_the_client(environ, tmp_path: Path):
+    state = tmp_path / "state"
+    (state / "pod_log").mkdir(parents=True)
+    (state / ".role").write_text("client\n")
+    assert "no job client has started" in health(environ)
+    with (state / "pod_log" / "lock").open("w") as lock:
+        assert "has ended" in health(environ)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert health(environ) == ""
+
+
+def test_any_other_command_runs_as_it_stands_with_its_exit_code(environ):
+    done = entry(environ, "bash", "-c", 'echo "$0"; exit 7', "a b")
+    assert (done.returncode, done.stdout) == (7, "a b\n")
+    assert health(environ) == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "change", "code", "text"),
+    [
+        pytest.param([], {}, 2, "expected server, client, teacher", id="nothing said"),
+        pytest.param(["server"], {"EDL_TOKEN_FILE": "/no/token"}, 1, "/no/token", id="no token"),
+        pytest.param(["server"], {"EDL_STATE_DIR": "/proc/x"}, 1, "/proc/x", id="no state"),
+    ],
+)
+def test_what_is_missing_is_named(environ, args, change, code, text):
+    done = entry(environ | change, *args)
+    assert done.returncode == code
+    assert text in done.stderr

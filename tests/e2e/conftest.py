@@ -22,7 +22,7 @@ def counting_cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
         script = (
             "{python} -m pod_runtime.launch --log_dir {out}/log " + str(trainer) + " "
             f"--samples {samples} --epochs {epochs} --step_s {step_s} --workers {workers} "
-            "--checkpoint {out}/checkpoint --out {out}/seen.npy"
+            "--checkpoint {out}/checkpoint --out {out}/seen.npy --end {out}/end"
         )
         cluster = Cluster(tmp_path / "c", slots=slots, script=script)
         made.append(cluster)

@@ -5,7 +5,9 @@ one exact pass over the data adds exactly 1 to every parameter.
 """
 
 import argparse
+import os
 import time
+from pathlib import Path
 
 import numpy as np
 import paddle
@@ -34,6 +36,18 @@ class Counter(paddle.nn.Layer):
         return paddle.gather(self.seen, ids)
 
 
+class Journal:
+    """Lines `stage step time`: this trainer had committed that step, and lived, at that time."""
+
+    def __init__(self, folder: str) -> None:
+        self._stage = os.environ["EDL_STAGE"]
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self._file = (Path(folder) / f"{self._stage}.{os.getpid()}").open("a", buffering=1)
+
+    def note(self, step: int) -> None:
+        self._file.write(f"{self._stage} {step} {time.time():.3f}\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--samples", type=int, default=1000)
@@ -44,6 +58,9 @@ def main() -> None:
     parser.add_argument("--checkpoint", required=True)
     parser.add_argument("--save_steps", type=int, default=10)
     parser.add_argument("--out", required=True)
+    parser.add_argument("--hurry", type=Path, help="once this file exists, steps do not sleep")
+    parser.add_argument("--end", type=Path, help="once this file exists, no epoch follows")
+    parser.add_argument("--journal", help="folder: each rank notes there what it has committed")
     args = parser.parse_args()
 
     paddle.set_default_dtype("float64")
@@ -60,12 +77,20 @@ def main() -> None:
         checkpoint=args.checkpoint,
         save_steps=args.save_steps,
     )
+    journal = Journal(args.journal) if args.journal else None
     for epoch in loop.epochs():
         for step in epoch:
+            if journal is not None:  # to ask for a step is to have committed the one before
+                journal.note(step.number)
             for ids in step:
                 step.backward(-model(ids).mean() * step.samples)
             step.update()
-            time.sleep(args.step_s)
+            if args.hurry is None or not args.hurry.exists():
+                time.sleep(args.step_s)
+        if args.end is not None and args.end.exists():
+            loop.stop()
+    if journal is not None:
+        journal.note(loop.step_count)
     if loop.rank == 0:
         np.save(args.out, model.seen.numpy())
 

@@ -1,0 +1,210 @@
+"""Two nodes with nothing in common but a network: changed, killed, cut off, and healed.
+
+Neither sees the other's checkpoints. The nodes are network namespaces, which only root may make.
+"""
+
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from job_server.wire import JobSpec, JobState, JobStatus
+from pod_runtime.verify import read_ledger
+from tests.e2e.cluster import ROOT
+from tests.e2e.netns import Network, require_network_namespaces
+from tests.e2e.nodes import Commit, Nodes
+
+pytest.importorskip("paddle", reason="trains with Paddle")
+
+EPOCHS = 60
+SAMPLES = 1000
+SETTLED_S = 3.0  # after a cut: steps that were under way have ended, also on a busy machine
+STEP_S = 0.1  # until the test has done all it wants, and lets the training hurry to its end
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path) -> Iterator[Nodes]:
+    """A server and a client on node 1; node 2 has a client once it is started."""
+    require_network_namespaces()
+    script = (
+        f"{{python}} -m pod_runtime.launch --log_dir $NODE_DIR/log "
+        f"{ROOT}/tests/e2e/count_train.py --samples {SAMPLES} --epochs {EPOCHS} "
+        f"--step_s {STEP_S} --hurry {tmp_path}/hurry --checkpoint $NODE_DIR/checkpoint "
+        f"--out $NODE_DIR/seen.npy --journal $NODE_DIR/journal"
+    )
+    network = Network(2)
+    cluster = Nodes(tmp_path / "c", network, slots=1, script=script)
+    try:
+        cluster.start_server()
+        yield cluster
+    finally:
+        cluster.stop()
+        network.close()
+
+
+def finish(cluster: Nodes, *, rank0: int) -> JobStatus:
+    """Let the training hurry to its end; every sample of every epoch counts once."""
+    (cluster.folder.parent / "hurry").touch()
+    status = cluster.wait_for(lambda now: now.state is JobState.SUCCEEDED, "success", 120)
+    home = cluster.node_dir(rank0)
+    seen = np.load(home / "seen.npy")
+    assert np.abs(seen - EPOCHS).max() < 1e-6
+    for path in (home / "log" / "run", home / "checkpoint"):
+        proof = subprocess.run(
+            [sys.executable, "-m", "pod_runtime.verify", str(path)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert proof.returncode == 0, proof.stdout + proof.stderr
+    check_one_world(cluster, rank0)
+    return status
+
+
+def check_one_world(cluster: Nodes, rank0: int) -> None:
+    """No stage commits a step once a later one has begun to, and what counts is one lineage."""
+    of_stage: dict[int, list[Commit]] = defaultdict(list)
+    restored: dict[int, int] = {}  # stage -> the step that it began from
+    for commit in sorted(cluster.commits(), key=lambda each: each.at):
+        began_at = restored.setdefault(commit.stage, commit.step)
+        if commit.step > began_at:
+            of_stage[commit.stage].append(commit)
+    stages = sorted(of_stage)
+    for earlier, later in pairwise(stages):
+        assert of_stage[earlier][-1].at <= of_stage[later][0].at, (earlier, later)
+
+    _run, ledger = read_ledger(str(cluster.node_dir(rank0) / "checkpoint"))
+    owner: dict[int, int] = {}  # step -> the stage whose commit of it counts
+    for entry in ledger.values():
+        for row in entry.rows:
+            for step in range(row.first_step, row.last_step + 1):
+                assert step not in owner, (step, owner.get(step), entry.stage)
+                owner[step] = entry.stage
+    assert sorted(owner) == list(range(1, len(owner) + 1))
+    for stage, commits in of_stage.items():
+        for commit in commits:
+            counted_by = owner[commit.step]
+            assert counted_by >= stage, f"{commit} counts as a step of stage {counted_by}"
+            assert commit.step in {each.step for each in of_stage[counted_by]}
+
+
+def commits_between(cluster: Nodes, begin: float, end: float) -> dict[int, list[Commit]]:
+    """What each node's trainers committed in that time; a step that was under way is let end."""
+    found: dict[int, list[Commit]] = defaultdict(list)
+    for commit in cluster.commits():
+        if begin + SETTLED_S < commit.at < end:
+            found[commit.node].append(commit)
+    return found
+
+
+def cut_for(cluster: Nodes, seconds: float, meanwhile: Callable[[], object]) -> tuple[float, float]:
+    """Cut node 2 off for so long; return when it began and ended, in seconds since 1970."""
+    began = time.time()
+    cluster.network.cut(2)
+    meanwhile()
+    time.sleep(max(0.0, began + seconds - time.time()))  # the length of the cut is the test's input
+    ended = time.time()
+    cluster.network.heal(2)
+    return began, ended
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "cut_s", [pytest.param(12, id="short"), pytest.param(20, id="long", marks=pytest.mark.slow)]
+)
+def test_a_node_joins_dies_returns_and_is_cut_off_and_every_sample_counts_once(
+    two_nodes: Nodes, cut_s: float
+) -> None:
+    two_nodes.start_client_of(1)
+    two_nodes.submit(JobSpec(job_id="two", pods=1, max_pods=2))
+    two_nodes.wait_trained_by(1)
+
+    two_nodes.start_client_of(2)
+    two_nodes.api().resize("two", 2)
+    status = two_nodes.wait_trained_by(1, 2)
+    assert status.redone_steps == 0, "the state came over the network"
+    assert not (two_nodes.node_dir(2) / "checkpoint").exists()
+
+    two_nodes.kill_node(2)
+    two_nodes.wait_trained_by(1)
+    (log,) = (two_nodes.node_dir(1) / "log").glob("trainer_0.stage_2*.log")
+    assert "peer lost: all-reduce" in log.read_text(), "gone, not late"
+    two_nodes.start_client_of(2)
+    two_nodes.wait_trained_by(1, 2)
+
+    began, ended = cut_for(two_nodes, cut_s, lambda: two_nodes.wait_trained_by(1))
+    progress = commits_between(two_nodes, began, ended)
+    assert progress[1]
+    assert not progress[2]
+    two_nodes.wait_trained_by(1, 2)
+    finish(two_nodes, rank0=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_node_of_rank_0_is_cut_off_and_the_other_goes_on_from_its_own_copy(
+    two_nodes: Nodes,
+) -> None:
+    two_nodes.start_client_of(2)
+    two_nodes.submit(JobSpec(job_id="two", pods=1, max_pods=2))
+    two_nodes.wait_trained_by(2)
+    two_nodes.start_client_of(1)
+    two_nodes.api().resize("two", 2)
+    two_nodes.wait_trained_by(2, 1)
+
+    began, ended = cut_for(two_nodes, 20, lambda: two_nodes.wait_trained_by(1))
+    progress = commits_between(two_nodes, began, ended)
+    assert progress[1]
+    assert not progress[2]
+    two_nodes.wait_trained_by(1, 2)
+    finish(two_nodes, rank0=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_training_that_is_wholly_on_the_far_side_of_a_cut_goes_on_there_and_nowhere_else(
+    two_nodes: Nodes,
+) -> None:
+    two_nodes.start_client_of(2)
+    two_nodes.submit(JobSpec(job_id="two", pods=1, max_pods=2))
+    before = two_nodes.wait_trained_by(2)
+    two_nodes.start_client_of(1)
+    two_nodes.wait_for(lambda _now: len(two_nodes.api().nodes()) == 2, "node 1 is there")
+
+    def is_waiting() -> None:
+        two_nodes.wait_for(lambda now: now.state is JobState.WAITING, "the job waits")
+
+    began, ended = cut_for(two_nodes, 20, is_waiting)
+    progress = commits_between(two_nodes, began, ended)
+    assert progress[2]
+    assert not progress[1]
+    after = two_nodes.wait_trained_by(2)
+    assert (after.stage, after.redone_steps) == (before.stage, 0)
+    finish(two_nodes, rank0=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_cut_amid_a_change_stops_nobody_and_the_change_succeeds_afterwards(
+    two_nodes: Nodes,
+) -> None:
+    two_nodes.start_client_of(1)
+    two_nodes.submit(JobSpec(job_id="two", pods=1, max_pods=2))
+    two_nodes.wait_trained_by(1)
+    two_nodes.start_client_of(2)
+    two_nodes.wait_for(lambda _now: len(two_nodes.api().nodes()) == 2, "node 2 is there")
+
+    two_nodes.api().resize("two", 2)
+    two_nodes.wait_for(lambda now: len(now.pods) == 2, "node 2 is to join")
+    began, ended = cut_for(two_nodes, 20, lambda: two_nodes.wait_trained_by(1, timeout_s=120))
+    assert not commits_between(two_nodes, began, ended)[2]
+    if two_nodes.status().target_pods == 1:  # the change was dropped, and not made later
+        two_nodes.api().resize("two", 2)
+    two_nodes.wait_trained_by(1, 2, timeout_s=90)
+    finish(two_nodes, rank0=1)

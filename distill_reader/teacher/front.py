@@ -1,0 +1,305 @@
+"""The port of a teacher: accepts, looks at the first bytes, and hands over to the protocol.
+
+    "EDLT"   the fast path: threads of fast.py
+    "PRI "   HTTP/2, so gRPC: passed on to gRPC's core, which wants a socket of its own
+    others   HTTP/1.1, on the front's loop
+
+One thread has the loop, with the listener and HTTP; nothing of it may block.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import resource
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from distill_reader import oip_messages, serving_messages, wire
+from distill_reader.errors import DistillError, UsageError
+from distill_reader.teacher.calls import Calls
+from distill_reader.teacher.fast import FastServer, Limits
+from distill_reader.teacher.grpc_oip import OipGrpc
+from distill_reader.teacher.grpc_relay import GrpcRelay
+from distill_reader.teacher.grpc_server import GrpcServer
+from distill_reader.teacher.grpc_serving import ServingGrpc
+from distill_reader.teacher.http2_frames import PREFACE
+from distill_reader.teacher.http_server import HttpServer
+from distill_reader.teacher.limits import FrontLimits
+from distill_reader.teacher.requests import Service
+
+logger = logging.getLogger(__name__)
+
+_LOOK_BYTES = 4  # tell all protocols apart; the shortest HTTP request is longer
+_BRPC_MAGIC = b"PRPC"  # Paddle Serving's C++ client
+_BACKLOG = 512
+_WANTED_FILES = 65536
+_LOG_EVERY_S = 10.0  # a line about connections that are refused
+_OUT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontConfig:
+    """Where a teacher listens, and to whom."""
+
+    bind: str = "127.0.0.1"
+    port: int = 9292  # 0: any that is free
+    grpc_port: int | None = None  # for gRPC alone, without the copy from the shared port
+    token: str = ""  # what clients must show; "": nothing
+    limits: FrontLimits = field(default_factory=FrontLimits)
+
+
+class Front:
+    """The listeners of a teacher. Started once, closed once."""
+
+    def __init__(self, service: Service, config: FrontConfig, metrics: Callable[[], bytes]) -> None:
+        """`metrics`: returns what Prometheus is told."""
+        self._service = service
+        self._config = config
+        self._metrics = metrics
+        self._connections = 0  # being looked at, HTTP and gRPC
+        self._refused_at = 0.0  # when a line about it was logged
+        self._listener: socket.socket | None = None  # None: not bound yet
+        self._started = threading.Event()
+        self._start_error: DistillError | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._grace_s = 0.0
+        self._looking: set[asyncio.Task[None]] = set()
+        self._thread = threading.Thread(target=self._run, name="front", daemon=True)
+
+    def bind(self) -> None:
+        """Take the port; clients are refused until `start`. Called before it, or by it.
+
+        Raises:
+            UsageError: an address cannot be listened on.
+        """
+        config = self._config
+        if config.grpc_port is not None:  # gRPC would say less about what is wrong
+            _bind(config.bind, config.grpc_port, "--grpc_port").close()
+        self._listener = _bind(config.bind, config.port, "--port")
+
+    def start(self) -> None:
+        """Listen; return when connections are served.
+
+        Raises:
+            UsageError: an address cannot be listened on.
+        """
+        _raise_file_limit()
+        if self._listener is None:
+            self.bind()
+        config, limits = self._config, self._config.limits
+        self._fast = FastServer(
+            self._service,
+            Limits(
+                max_request_bytes=limits.max_request_bytes,
+                max_connections=limits.max_connections,
+                token=config.token,
+                stall_s=limits.stall_s,
+            ),
+        )
+        self._thread.start()
+        self._started.wait()
+        if self._start_error is not None:
+            self.close(0.0)
+            raise self._start_error
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the listener."""
+        assert self._listener is not None, "bind first"
+        host, port = self._listener.getsockname()[:2]
+        return str(host), int(port)
+
+    def close(self, grace_s: float = 5.0) -> None:
+        """Accept no more; return when requests at work are answered, or after `grace_s`."""
+        self._grace_s = grace_s
+        if self._loop is not None and self._stop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._stop.set)
+        if self._thread.ident is not None:
+            self._thread.join()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except DistillError as error:
+            self._start_error = error
+        except Exception as error:
+            # The outermost place of the thread: who started it must not wait for ever.
+            logger.exception("the front failed")
+            self._start_error = DistillError(f"the front failed: {error}")
+        finally:
+            self._started.set()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        limits, token = self._config.limits, self._config.token
+        calls = Calls(self._service)
+        self._http = HttpServer(calls, token=token, limits=limits, metrics=self._metrics)
+        unix = f"edl-teacher-grpc-{os.getpid()}-{secrets.token_hex(8)}"
+        grpc_server = self._grpc_server(f"unix-abstract:{unix}")
+        self._relay = GrpcRelay(unix, limits)
+        grpc_server.start()
+        self._http.start()
+        assert self._listener is not None
+        self._listener.listen(_BACKLOG)
+        accepting = self._loop.create_task(self._accept(self._listener))
+        self._started.set()
+        try:
+            await self._stop.wait()
+        finally:
+            accepting.cancel()
+            for task in list(self._looking):
+                task.cancel()
+            await asyncio.gather(
+                self._http.stop(self._grace_s),
+                self._loop.run_in_executor(None, grpc_server.stop, self._grace_s),
+                self._loop.run_in_executor(None, self._fast.close, self._grace_s),
+            )
+            await self._loop.run_in_executor(None, self._relay.close)
+            calls.close()
+
+    def _grpc_server(self, address: str) -> GrpcServer:
+        config, service = self._config, self._service
+        addresses = [address]
+        if config.grpc_port is not None:
+            host = f"[{config.bind}]" if ":" in config.bind else config.bind
+            addresses.append(f"{host}:{config.grpc_port}")
+        serving = ServingGrpc(service, config.limits.max_request_bytes)
+        return GrpcServer(
+            {
+                oip_messages.SERVICE: OipGrpc(service).methods(),
+                serving_messages.SERVICE: serving.methods(),
+            },
+            addresses,
+            token=config.token,
+            limits=config.limits,
+        )
+
+    # --- connections
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                if error.errno in _OUT_OF:
+                    self._log_refused(f"no connection can be accepted: {error}")
+                    await asyncio.sleep(0.2)  # some will end
+                continue  # others are about the connection that came, and went
+            if self._connections >= self._config.limits.max_connections:
+                self._log_refused(f"a connection is refused: {self._connections} are open")
+                sock.close()
+                continue
+            self._connections += 1
+            task = loop.create_task(self._look(sock))
+            self._looking.add(task)
+            task.add_done_callback(self._looking.discard)
+
+    async def _look(self, sock: socket.socket) -> None:
+        """Hand a new connection over to the protocol that it speaks."""
+        try:
+            first = await self._first_bytes(sock)
+            if first == wire.MAGIC:
+                self._fast.start(sock)
+                self._connection_ended()
+                return
+            if first == PREFACE[:_LOOK_BYTES]:
+                self._relay.start(sock, self._grpc_ended)
+                return
+            if len(first) == _LOOK_BYTES and first != _BRPC_MAGIC:
+                await self._start_http(sock)
+                return
+            if first == _BRPC_MAGIC:
+                self._log_refused(
+                    "a client speaks brpc, which is not supported: use Paddle Serving's "
+                    "HttpClient, over HTTP or gRPC"
+                )
+        except (OSError, TimeoutError) as error:
+            logger.debug("a connection is dropped: %s", error)
+        except asyncio.CancelledError:
+            sock.close()
+            raise
+        self._connection_ended()
+        sock.close()
+
+    async def _first_bytes(self, sock: socket.socket) -> bytes:
+        """Return what the client sends first, still unread; less than wanted if it ended.
+
+        Raises:
+            OSError, TimeoutError: the connection broke, or nothing came.
+        """
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _LOOK_BYTES)
+        readable = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(sock, readable.set)  # so many bytes are there, or the end is
+        try:
+            async with asyncio.timeout(self._config.limits.first_byte_s):
+                await readable.wait()
+        finally:
+            loop.remove_reader(sock)
+        first = sock.recv(_LOOK_BYTES, socket.MSG_PEEK)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        return first
+
+    async def _start_http(self, sock: socket.socket) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Its end is counted by the protocol from here on.
+        connection = self._http.connection(self._connection_ended)
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, sock)
+        except BaseException:
+            self._http.forget(connection)
+            raise
+
+    def _grpc_ended(self) -> None:
+        """Called by a thread of the relay."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody counts
+                self._loop.call_soon_threadsafe(self._connection_ended)
+
+    def _connection_ended(self) -> None:
+        self._connections -= 1
+
+    def _log_refused(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self._refused_at > _LOG_EVERY_S or not self._refused_at:
+            self._refused_at = now
+            logger.warning("%s", text)
+
+
+def _bind(host: str, port: int, flag: str) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setblocking(False)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if host == "::" and socket.has_dualstack_ipv6():
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UsageError(
+            f"{flag} {port}: cannot listen on {host}: {reason}; choose another port or --bind"
+        ) from error
+    return listener
+
+
+def _raise_file_limit() -> None:
+    """Let as many connections be open as the system allows us without asking anybody."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # as it was, then
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,103 @@
+"""What a teacher server tells Prometheus."""
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class Metrics:
+    """The counters of one server, in a registry of their own."""
+
+    CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "edl_teacher_requests",
+            "Requests by how they ended: ok, refused, busy, cancelled.",
+            ("protocol", "model", "outcome"),
+            registry=self.registry,
+        )
+        self._samples = Counter(
+            "edl_teacher_samples", "Samples computed.", ("model",), registry=self.registry
+        )
+        self._batch = Histogram(
+            "edl_teacher_batch_samples",
+            "Samples that a predictor computed together.",
+            ("model",),
+            buckets=_SAMPLES,
+            registry=self.registry,
+        )
+        self._queued = Histogram(
+            "edl_teacher_queue_seconds",
+            "From a request's arrival until its first sample is given to a predictor.",
+            ("model",),
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._computed = Histogram(
+            "edl_teacher_compute_seconds",
+            "A predictor's time for one batch.",
+            ("model",),
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._restarts = Counter(
+            "edl_teacher_predictor_restarts",
+            "Predictor processes that ended and were started again.",
+            registry=self.registry,
+        )
+        self._labelled_requests: dict[tuple[str, str, str], Counter] = {}
+        self._labelled: dict[str, tuple[Counter, Histogram, Histogram, Histogram]] = {}
+
+    def watch(
+        self,
+        *,
+        queue_requests: Callable[[], float],
+        memory_bytes: Callable[[], float],
+        predictors_ready: Callable[[], float],
+    ) -> None:
+        """Read these when somebody asks for the metrics."""
+        for name, text, function in (
+            ("edl_teacher_queue_requests", "Requests that wait.", queue_requests),
+            ("edl_teacher_memory_bytes", "Shared memory of requests and answers.", memory_bytes),
+            ("edl_teacher_predictors_ready", "Predictor processes at work.", predictors_ready),
+        ):
+            Gauge(name, text, registry=self.registry).set_function(function)
+
+    def request_ended(self, protocol: str, model: str, outcome: str) -> None:
+        key = (protocol, model, outcome)
+        counter = self._labelled_requests.get(key)
+        if counter is None:
+            counter = self._labelled_requests[key] = self._requests.labels(*key)
+        counter.inc()
+
+    def request_queued(self, model: str, seconds: float) -> None:
+        self._of(model)[2].observe(seconds)
+
+    def batch_computed(self, model: str, samples: int, seconds: float) -> None:
+        counter, sizes, _, times = self._of(model)
+        counter.inc(samples)
+        sizes.observe(samples)
+        times.observe(seconds)
+
+    def predictor_restarted(self) -> None:
+        self._restarts.inc()
+
+    def text(self) -> bytes:
+        """Return the exposition format, of CONTENT_TYPE."""
+        return generate_latest(self.registry)
+
+    def _of(self, model: str) -> tuple[Counter, Histogram, Histogram, Histogram]:
+        found = self._labelled.get(model)
+        if found is None:
+            found = self._labelled[model] = (
+                self._samples.labels(model),
+                self._batch.labels(model),
+                self._queued.labels(model),
+                self._computed.labels(model),
+            )
+        return found

@@ -1,0 +1,329 @@
+"""A request between the protocols and the predictors: where its tensors lie, what is left to do."""
+
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from distill_reader.arena import ALIGNMENT, Arena, ArenaError, Slice
+from distill_reader.errors import BadRequest
+from distill_reader.specs import ModelSpec
+from distill_reader.teacher.predictor_wire import Place, Shape
+from distill_reader.teacher.requests import Array, Buffer, InferAnswer, InferRequest, SharedTensor
+
+Allocate = Callable[[int], Slice]  # raises TeacherBusy, BadRequest
+
+_LEARNED_SHAPES = 1024  # per model; then it is learned anew
+_LONGEST_AXIS = 2**31 - 1
+
+
+class Model:
+    """A model that is served, and what was learned about the shapes of its outputs."""
+
+    def __init__(self, *, place: int, spec: ModelSpec) -> None:
+        self.place = place  # among the models of each predictor
+        self.spec = spec
+        self.name = spec.name
+        self._is_open = any(length < 0 for output in spec.outputs for length in output.shape)
+        self._fixed = tuple(output.shape for output in spec.outputs)
+        self._learned: dict[tuple[Shape, ...], tuple[Shape, ...]] = {}
+        self.plans: dict[Hashable, _Plan] = {}  # of the requests that were checked
+
+    def output_shapes(self, input_shapes: tuple[Shape, ...]) -> tuple[Shape, ...] | None:
+        """Return the shapes of one sample's outputs; None: only computing it will tell."""
+        return self._learned.get(input_shapes) if self._is_open else self._fixed
+
+    def learn(self, input_shapes: tuple[Shape, ...], output_shapes: tuple[Shape, ...]) -> None:
+        """Expect these outputs for the next inputs of these shapes."""
+        if len(self._learned) >= _LEARNED_SHAPES:
+            self._learned.clear()
+        self._learned[input_shapes] = output_shapes
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Waiting:
+    """A request that was accepted. Its state belongs to the service, under the service's lock."""
+
+    model: Model
+    protocol: str
+    samples: int
+    input_shapes: tuple[Shape, ...]  # of one sample, in the spec's order
+    inputs: tuple["_Placed", ...]
+    wanted: tuple[tuple[str, int], ...]  # outputs: name in the request, place in the spec
+    held: tuple[Buffer, ...]  # memory of the inputs
+    future: Future[InferAnswer] = field(default_factory=Future)
+    output: Slice | None = None  # memory of the outputs; None: their sizes are not known yet
+    outputs: tuple["_Placed | None", ...] = ()  # in the spec's order; None: not wanted
+    output_shapes: tuple[Shape, ...] | None = None
+    left: int = 0  # samples that are not computed yet
+    in_flight: int = 0  # pieces that predictors work on
+    deaths: int = 0  # predictors that ended under it
+    computed_us: int = 0
+    arrived: float = 0.0
+    began: float | None = None  # None: all of it still waits
+    is_over: bool = False  # nothing more is to be computed
+    is_settled: bool = False  # the future has its end
+    is_released: bool = False
+
+    @property
+    def key(self) -> Hashable:
+        """What requests that can be computed together have in common."""
+        return self.model.place, self.input_shapes
+
+    @property
+    def arenas(self) -> list[Arena]:
+        """The arenas that a predictor needs."""
+        arenas = [placed.arena for placed in self.inputs]
+        if self.output is not None:
+            arenas.append(self.output.arena)
+        return arenas
+
+    def begin(self, now: float) -> bool:
+        """Note that a predictor gets the first of it; False: nobody wants it any more."""
+        if self.is_over:
+            return False
+        if self.began is None:
+            if not self.future.set_running_or_notify_cancel():
+                return False
+            self.began = now
+        return True
+
+    def input_places(self, start: int) -> tuple[Place, ...]:
+        """Return where the samples from `start` on lie."""
+        return tuple(placed.at(start) for placed in self.inputs)
+
+    def output_places(self, start: int) -> tuple[Place | None, ...]:
+        """Return where the outputs of the samples from `start` on go to."""
+        return tuple(placed.at(start) if placed is not None else None for placed in self.outputs)
+
+    def place_outputs(self, shapes: tuple[Shape, ...], allocate: Allocate) -> None:
+        """Take memory for outputs whose samples have these shapes.
+
+        Raises:
+            BadRequest: parts of the request were computed to outputs of other shapes.
+            TeacherBusy: there is no room.
+        """
+        known = self.output_shapes
+        if known is not None and all(known[place] == shapes[place] for _, place in self.wanted):
+            return
+        if self.output is not None:
+            if self.left < self.samples or self.in_flight > 1:
+                raise BadRequest(
+                    "parts of the request have outputs of different shapes; send fewer samples "
+                    "at a time"
+                )
+            self.output.release()
+            self.output = None
+        offsets: list[tuple[int, int, int]] = []  # output, offset, bytes of one sample
+        total = 0
+        for place in sorted({place for _, place in self.wanted}):
+            dtype = np.dtype(self.model.spec.outputs[place].dtype)
+            sample_bytes = _elements(shapes[place]) * dtype.itemsize
+            offsets.append((place, total, sample_bytes))
+            total += _aligned(sample_bytes * self.samples)
+        piece = allocate(total)
+        outputs: list[_Placed | None] = [None] * len(shapes)
+        for place, offset, sample_bytes in offsets:
+            outputs[place] = _Placed(piece.arena, piece.offset + offset, sample_bytes)
+        self.output, self.outputs, self.output_shapes = piece, tuple(outputs), shapes
+
+    def answer(self, queued_us: int) -> InferAnswer:
+        """Return the answer, once everything is computed."""
+        assert self.output is not None
+        assert self.output_shapes is not None
+        arrays: dict[str, Array] = {}
+        for name, place in self.wanted:
+            placed = self.outputs[place]
+            assert placed is not None
+            arrays[name] = np.ndarray(
+                (self.samples, *self.output_shapes[place]),
+                self.model.spec.outputs[place].dtype,
+                self.output.view,
+                placed.offset - self.output.offset,
+            )
+        return InferAnswer(
+            outputs=arrays,
+            queued_us=queued_us,
+            computed_us=self.computed_us,
+            buffers=(self.output,),
+        )
+
+    def release_inputs(self) -> None:
+        for buffer in self.held:
+            buffer.release()
+
+    def release_outputs(self) -> None:
+        if self.output is not None:
+            self.output.release()
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A tensor's bytes in an arena."""
+
+    arena: Arena
+    offset: int
+    sample_bytes: int
+
+    def at(self, sample: int) -> Place:
+        return self.arena.id, self.offset + sample * self.sample_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What the checks of a request found out, but for the number of its samples."""
+
+    names: tuple[str, ...]  # of the inputs in the request, in the spec's order
+    input_shapes: tuple[Shape, ...]
+    sample_bytes: tuple[int, ...]
+    wanted: tuple[tuple[str, int], ...]
+
+
+def prepare(request: InferRequest, model: Model, allocate: Allocate) -> Waiting:
+    """Check a request and put what is not in shared memory yet there.
+
+    The request's buffers belong to the returned object; they stay the caller's if this raises.
+
+    Raises:
+        BadRequest: a name, dtype or shape is wrong; names the tensor.
+        TeacherBusy: there is no room for inputs or outputs.
+    """
+    plan = _plan(request, model)
+    tensors = [request.inputs[name] for name in plan.names]
+    samples = _samples(tensors, plan, model.spec)
+    copied = sum(_aligned(tensor.nbytes) for tensor in tensors if isinstance(tensor, np.ndarray))
+    for tensor, sample_bytes in zip(tensors, plan.sample_bytes, strict=True):
+        if isinstance(tensor, SharedTensor) and not isinstance(tensor.buffer, Slice):
+            copied += _aligned(samples * sample_bytes)
+    piece = allocate(copied) if copied else None
+    try:
+        waiting = Waiting(
+            model=model,
+            protocol=request.protocol,
+            samples=samples,
+            left=samples,
+            input_shapes=plan.input_shapes,
+            inputs=_place_inputs(tensors, plan, samples, piece),
+            wanted=plan.wanted,
+            held=(*buffers_of(request), *([piece] if piece is not None else [])),
+        )
+        expected = model.output_shapes(plan.input_shapes)
+        if expected is not None:
+            waiting.place_outputs(expected, allocate)
+    except BaseException:
+        if piece is not None:
+            piece.release()
+        raise
+    return waiting
+
+
+def buffers_of(request: InferRequest) -> list[Buffer]:
+    """Return the buffers that a request owns, each once."""
+    buffers = {
+        id(tensor.buffer): tensor.buffer
+        for tensor in request.inputs.values()
+        if isinstance(tensor, SharedTensor)
+    }
+    return list(buffers.values())
+
+
+def _plan(request: InferRequest, model: Model) -> "_Plan":
+    """Check names, dtypes and shapes; of requests that are alike, but for samples, once."""
+    key = (
+        request.fetch,
+        *((name, tensor.dtype, tensor.shape[1:]) for name, tensor in request.inputs.items()),
+    )
+    plan = model.plans.get(key)
+    if plan is None:
+        plan = _make_plan(request, model.spec)
+        if len(model.plans) >= _LEARNED_SHAPES:
+            model.plans.clear()
+        model.plans[key] = plan
+    return plan
+
+
+def _make_plan(request: InferRequest, spec: ModelSpec) -> "_Plan":
+    found: dict[str, tuple[str, Array | SharedTensor]] = {}
+    for name, tensor in request.inputs.items():
+        wanted = spec.input(name)
+        if wanted.name in found:
+            raise BadRequest(f"tensor {wanted.name}: came twice")
+        if any(not 0 <= length <= _LONGEST_AXIS for length in tensor.shape):
+            raise BadRequest(f"tensor {wanted.name}: shape {list(tensor.shape)} is impossible")
+        wanted.check(str(tensor.dtype), tuple(tensor.shape))
+        found[wanted.name] = (name, tensor)
+    for wanted in spec.inputs:
+        if wanted.name not in found:
+            raise BadRequest(f"tensor {wanted.name}: is missing; model {spec.name} needs it")
+    names, tensors = zip(*(found[wanted.name] for wanted in spec.inputs), strict=True)
+    shapes = tuple(tuple(tensor.shape[1:]) for tensor in tensors)
+    return _Plan(
+        names=names,
+        input_shapes=shapes,
+        sample_bytes=tuple(
+            _elements(shape) * np.dtype(wanted.dtype).itemsize
+            for shape, wanted in zip(shapes, spec.inputs, strict=True)
+        ),
+        wanted=tuple((name, _place(spec, name)) for name in request.fetch)
+        or tuple((output.name, place) for place, output in enumerate(spec.outputs)),
+    )
+
+
+def _samples(tensors: Sequence[Array | SharedTensor], plan: "_Plan", spec: ModelSpec) -> int:
+    """Return how many samples the request has; what depends on that is checked here."""
+    first = tensors[0].shape[0]
+    if not 0 < first <= _LONGEST_AXIS:
+        raise BadRequest(f"tensor {spec.inputs[0].name}: has {first} samples (axis 0)")
+    for place, tensor in enumerate(tensors):
+        if tensor.shape[0] != first:
+            raise BadRequest(
+                f"tensor {spec.inputs[place].name}: has {tensor.shape[0]} samples, "
+                f"tensor {spec.inputs[0].name} has {first}; axis 0 counts samples"
+            )
+        if isinstance(tensor, SharedTensor):
+            size, room = first * plan.sample_bytes[place], len(tensor.buffer.view)
+            if tensor.offset < 0 or tensor.offset + size > room:
+                raise BadRequest(
+                    f"tensor {spec.inputs[place].name}: {size} bytes from byte {tensor.offset} "
+                    f"on do not lie within the {room} bytes that came"
+                )
+    return int(first)
+
+
+def _place(spec: ModelSpec, name: str) -> int:
+    return spec.outputs.index(spec.output(name))
+
+
+def _place_inputs(
+    tensors: Sequence[Array | SharedTensor], plan: "_Plan", samples: int, piece: Slice | None
+) -> tuple[_Placed, ...]:
+    placed: list[_Placed] = []
+    at = 0
+    for tensor, sample_bytes in zip(tensors, plan.sample_bytes, strict=True):
+        if isinstance(tensor, SharedTensor) and isinstance(tensor.buffer, Slice):
+            place = tensor.buffer
+            if place.is_released:
+                raise ArenaError("a request names memory that was given back")
+            placed.append(_Placed(place.arena, place.offset + tensor.offset, sample_bytes))
+            continue
+        assert piece is not None
+        size = samples * sample_bytes
+        if isinstance(tensor, SharedTensor):
+            piece.view[at : at + size] = tensor.buffer.view[tensor.offset : tensor.offset + size]
+        else:
+            np.ndarray(tensor.shape, tensor.dtype, piece.view, at)[...] = tensor
+        placed.append(_Placed(piece.arena, piece.offset + at, sample_bytes))
+        at += _aligned(size)
+    return tuple(placed)
+
+
+def _elements(shape: Shape) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,375 @@
+"""The Open Inference Protocol over HTTP, by Triton's own client and by plain requests."""
+
+import gzip
+import json
+import socket
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distill_reader import oip_json
+from distill_reader.errors import BadRequest, TeacherBusy
+from distill_reader.teacher.limits import FrontLimits
+from tests.support import wait_until
+
+X = np.arange(6, dtype="f4").reshape(2, 3)
+N = np.array([[5], [6]])
+
+
+def json_tensors() -> Any:
+    return {
+        "inputs": [
+            {"name": "x", "datatype": "FP32", "shape": [2, 3], "data": X.tolist()},
+            {"name": "n", "datatype": "INT64", "shape": [2, 1], "data": [5, 6]},
+        ]
+    }
+
+
+def binary_request(**arrays) -> Any:
+    length, parts = oip_json.encode_request(arrays, request_id="7")
+    return b"".join(map(bytes, parts)), {oip_json.HEAD_LENGTH: str(length)}
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "document"),
+    [
+        ("/v2/health/live", 200, {"live": True}),
+        ("/v2/health/ready", 200, {"ready": True}),
+        ("/v2/models/double/ready", 200, {"ready": True}),
+        ("/v2/models/double/versions/1/ready", 200, {"ready": True}),
+    ],
+)
+def test_health_is_told(served, path, status, document):
+    response = served.http("GET", path)
+    assert (response.status_code, response.json()) == (status, document)
+
+
+def test_a_draining_server_lives_and_is_not_ready(start_front):
+    running = start_front()
+    running.service.is_ready = False
+    assert running.http("GET", "/v2/health/live").status_code == 200
+    assert running.http("GET", "/v2/health/ready").status_code == 503
+    assert running.http("GET", "/v2/models/double/ready").status_code == 503
+
+
+def test_metadata_name_the_models_tensors(served):
+    assert served.http("GET", "/v2").json()["extensions"] == [
+        "binary_tensor_data",
+        "model_repository",
+    ]
+    document = served.http("GET", "/v2/models/half/versions/7").json()
+    assert (document["name"], document["versions"]) == ("half", ["7"])
+    assert document["inputs"] == [{"name": "x", "datatype": "FP16", "shape": [-1, 2]}]
+
+
+def test_json_is_answered_by_json(served):
+    response = served.http("POST", "/v2/models/double/infer", json=json_tensors() | {"id": "9"})
+    assert response.status_code == 200
+    document = response.json()
+    assert (document["model_name"], document["model_version"], document["id"]) == (
+        "double",
+        "1",
+        "9",
+    )
+    y, m = document["outputs"]
+    assert (y["name"], y["datatype"], y["shape"]) == ("y", "FP32", [2, 3])
+    assert y["data"] == (2 * X).reshape(-1).tolist()
+    assert m["data"] == [6, 7]
+
+
+def test_bytes_are_answered_by_bytes_and_taken_where_they_came(served):
+    before = served.service.shared
+    body, headers = binary_request(x=X, n=N)
+    response = served.http("POST", "/v2/models/double/infer", data=body, headers=headers)
+    assert response.headers["Content-Type"] == "application/octet-stream"
+    length = int(response.headers[oip_json.HEAD_LENGTH])
+    answer = oip_json.decode_response(response.content, length)
+    np.testing.assert_array_equal(answer.outputs["y"], 2 * X)
+    np.testing.assert_array_equal(answer.outputs["m"], N + 1)
+    assert answer.request_id == "7"
+    assert served.service.shared == before + 1
+
+
+def test_tensors_that_are_not_aligned_are_copied(start_front):
+    running = start_front()
+    body, headers = binary_request(x=np.ones((1, 3), "f4"), n=np.ones((1, 1), "i8"))
+    response = running.http("POST", "/v2/models/double/infer", data=body, headers=headers)
+    assert response.status_code == 200
+    assert running.service.shared == 0
+
+
+def test_a_large_request_comes_through(served):
+    x = np.random.default_rng(0).normal(size=(64, 20_000)).astype("f4")
+    body, headers = binary_request(x=x, n=np.zeros((64, 1), "i8"))
+    response = served.http("POST", "/v2/models/double/infer", data=body, headers=headers)
+    length = int(response.headers[oip_json.HEAD_LENGTH])
+    np.testing.assert_array_equal(
+        oip_json.decode_response(response.content, length).outputs["y"], 2 * x
+    )
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize(
+    ("encoding", "compress"),
+    [
+        ("gzip", gzip.compress),
+        ("deflate", zlib.compress),
+        ("deflate", lambda data: zlib.compress(data, wbits=-15)),
+        ("gzip", lambda data: gzip.compress(data[:100]) + gzip.compress(data[100:])),
+        ("identity", bytes),
+    ],
+)
+def test_a_compressed_or_chunked_body_is_understood(served, encoding, compress, chunked):
+    body, headers = binary_request(x=X, n=N)
+    body = compress(body)
+    response = served.http(
+        "POST",
+        "/v2/models/double/infer",
+        data=iter([body[:50], body[50:]]) if chunked else body,
+        headers=headers | {"Content-Encoding": encoding},
+    )
+    assert response.status_code == 200, response.text
+
+
+def test_an_answer_in_json_is_compressed_for_clients_that_take_it(served):
+    x = np.zeros((1, 1000), "f4")
+    document = {
+        "inputs": [
+            {"name": "x", "datatype": "FP32", "shape": [1, 1000], "data": x.tolist()},
+            {"name": "n", "datatype": "INT64", "shape": [1, 1], "data": [5]},
+        ]
+    }
+    for accepts, encoding in (("gzip", "gzip"), ("gzip;q=0, deflate", None), ("identity", None)):
+        response = served.http(
+            "POST", "/v2/models/double/infer", json=document, headers={"Accept-Encoding": accepts}
+        )
+        assert response.headers.get("Content-Encoding") == encoding
+        assert response.json()["outputs"][1]["data"] == [6]
+
+
+def test_a_body_is_waited_for_that_the_client_sends_when_it_may(served):
+    body, headers = binary_request(x=X, n=N)
+    response = served.http(
+        "POST", "/v2/models/double/infer", data=body, headers=headers | {"Expect": "100-continue"}
+    )
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "text"),
+    [
+        ("GET", "/v2/models/nope", 404, "no model 'nope' is served here; there is double, half"),
+        ("GET", "/v2/models/nope/ready", 404, "no model 'nope'"),
+        ("POST", "/v2/models/nope/infer", 404, "no model 'nope'"),
+        ("POST", "/v2/models/double/versions/2/infer", 404, "version 1, not '2'"),
+        ("GET", "/v2/models/double/infer", 405, "use POST"),
+        ("POST", "/v2/health/live", 405, "use GET"),
+        ("GET", "/v2/nothing", 404, "there is no /v2/nothing"),
+        ("GET", "/v2/models/double/nothing", 404, "there is no"),
+        ("POST", "/v2/models/double/infer", 400, "no JSON"),
+    ],
+)
+def test_what_is_not_there_is_said(served, method, path, status, text):
+    response = served.http(method, path)
+    assert response.status_code == status
+    assert text in response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"inputs": []}, "tensor x: is missing"),
+        ({"outputs": [{"name": "z"}]}, "no output 'z'; it has y, m"),
+        ({"outputs": [{"name": "y"}, {"name": "y"}]}, "wanted twice"),
+        (
+            {"inputs": [{"name": "x", "datatype": "FP64", "shape": [1, 1], "data": [1]}]},
+            "tensor x: expected float32, got float64",
+        ),
+        (
+            {"inputs": [{"name": "q", "datatype": "FP32", "shape": [1, 1], "data": [1]}]},
+            "no input 'q'; it has x, n",
+        ),
+    ],
+)
+def test_a_wrong_request_is_refused_by_the_tensors_name(served, change, text):
+    response = served.http("POST", "/v2/models/double/infer", json=json_tensors() | change)
+    assert response.status_code == 400
+    assert text in response.json()["error"]
+
+
+@pytest.mark.parametrize("length", ["-1", "x", "99999", "1" * 20])
+def test_a_wrong_head_length_is_refused(served, length):
+    response = served.http(
+        "POST", "/v2/models/double/infer", data=b"{}", headers={oip_json.HEAD_LENGTH: length}
+    )
+    assert response.status_code == 400
+    assert oip_json.HEAD_LENGTH in response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body", "status"),
+    [
+        ("br", b"x", 415),
+        ("gzip", b"no gzip", 400),
+        ("gzip", gzip.compress(b"{}")[:-10], 400),
+        ("deflate", b"\x78\x9cgarbage", 400),
+    ],
+)
+def test_a_body_that_is_badly_compressed_is_refused(served, encoding, body, status):
+    response = served.http(
+        "POST", "/v2/models/double/infer", data=body, headers={"Content-Encoding": encoding}
+    )
+    assert response.status_code == status
+
+
+def test_bodies_are_bounded_however_they_come(start_front):
+    running = start_front(limits=FrontLimits(max_request_bytes=1 << 20, max_json_bytes=1 << 16))
+    path = "/v2/models/double/infer"
+    big = bytes(2 << 20)
+    assert running.http("POST", path, data=big).status_code == 413
+    assert running.http("POST", path, data=iter([big[: 1 << 20], big])).status_code == 413
+    bomb = {"Content-Encoding": "gzip"}
+    response = running.http("POST", path, data=gzip.compress(big), headers=bomb)
+    assert response.status_code == 413
+    assert "--max_request_mb" in response.json()["error"]
+    response = running.http("POST", path, data=b" " * (1 << 17))
+    assert response.status_code == 413
+    assert "as binary data" in response.json()["error"]
+
+
+def test_a_full_server_says_when_to_come_again(start_front):
+    running = start_front(memory_bytes=1000)
+    body, headers = binary_request(x=np.zeros((1, 1000), "f4"), n=np.zeros((1, 1), "i8"))
+    response = running.http("POST", "/v2/models/double/infer", data=body, headers=headers)
+    assert response.status_code == 503
+    assert response.headers["Retry-After"] == "1"
+    assert response.headers["retry-after-ms"] == "250"
+
+    def refuse(_) -> Any:
+        raise TeacherBusy("the queue is full", delay_s=2.5)
+
+    running.service.before = refuse
+    response = running.http("POST", "/v2/models/double/infer", json={"inputs": []})
+    assert (response.status_code, response.headers["Retry-After"]) == (503, "3")
+    assert response.json() == {"error": "the queue is full"}
+
+
+def test_a_failure_of_the_server_itself_is_logged_and_survived(start_front, caplog):
+    running = start_front()
+
+    def fail(_) -> Any:
+        raise RuntimeError("a bug")
+
+    running.service.before = fail
+    response = running.http("POST", "/v2/models/double/infer", json={"inputs": []})
+    assert response.status_code == 500
+    assert "its log says how" in response.json()["error"]
+    assert "a bug" in caplog.text
+    running.service.before = lambda request: None
+    assert running.http("POST", "/v2/models/double/infer", json=json_tensors()).ok
+
+
+def test_the_model_itself_may_refuse(start_front):
+    running = start_front()
+
+    def refuse(_) -> Any:
+        raise BadRequest("tensor x: the model cannot take it")
+
+    running.service.before = refuse
+    response = running.http("POST", "/v2/models/double/infer", json=json_tensors())
+    assert (response.status_code, response.json()["error"]) == (
+        400,
+        "tensor x: the model cannot take it",
+    )
+
+
+def test_the_memory_of_an_answer_is_given_back_when_its_client_left(start_front):
+    running = start_front()
+    running.service.gate.clear()
+    body, headers = binary_request(x=X, n=N)
+    head = "".join(f"{key}: {value}\r\n" for key, value in headers.items())
+    with socket.create_connection(("127.0.0.1", running.port)) as sock:
+        sock.sendall(
+            f"POST /v2/models/double/infer HTTP/1.1\r\nHost: t\r\n{head}"
+            f"Content-Length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        wait_until(lambda: running.service.protocols)
+    running.service.gate.set()
+    wait_until(running.is_idle)
+
+
+# Triton's client.
+
+
+@pytest.fixture(scope="module")
+def triton(served) -> Any:
+    client_module = pytest.importorskip("tritonclient.http")
+    client = client_module.InferenceServerClient(f"127.0.0.1:{served.port}")
+    yield client_module, client
+    client.close()
+
+
+def triton_inputs(module, *, binary=True) -> Any:
+    inputs = [module.InferInput("x", X.shape, "FP32"), module.InferInput("n", N.shape, "INT64")]
+    inputs[0].set_data_from_numpy(X, binary_data=binary)
+    inputs[1].set_data_from_numpy(N, binary_data=binary)
+    return inputs
+
+
+def test_tritons_client_learns_about_the_server(triton):
+    _, client = triton
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("double")
+    assert client.is_model_ready("half", "7")
+    assert not client.is_model_ready("nope")
+    assert client.get_server_metadata()["name"] == "edl-teacher"
+    assert [(m["name"], m["state"]) for m in client.get_model_repository_index()] == [
+        ("double", "READY"),
+        ("half", "READY"),
+    ]
+    assert client.get_model_metadata("double")["outputs"][1]["name"] == "m"
+
+
+@pytest.mark.parametrize("binary_in", [True, False])
+@pytest.mark.parametrize("binary_out", [True, False])
+@pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
+def test_tritons_client_gets_its_predictions(triton, binary_in, binary_out, compression):
+    module, client = triton
+    result = client.infer(
+        "double",
+        triton_inputs(module, binary=binary_in),
+        outputs=[module.InferRequestedOutput(name, binary_data=binary_out) for name in ("m", "y")],
+        request_id="77",
+        request_compression_algorithm=compression,
+        response_compression_algorithm=compression,
+    )
+    np.testing.assert_array_equal(result.as_numpy("y"), 2 * X)
+    np.testing.assert_array_equal(result.as_numpy("m"), N + 1)
+    assert result.get_response()["id"] == "77"
+
+
+def test_tritons_client_gets_all_outputs_when_it_names_none(triton):
+    module, client = triton
+    result = client.infer("double", triton_inputs(module), model_version="1")
+    np.testing.assert_array_equal(result.as_numpy("y"), 2 * X)
+
+
+def test_tritons_client_is_told_what_is_wrong(triton):
+    from tritonclient.utils import InferenceServerException
+
+    module, client = triton
+    with pytest.raises(InferenceServerException, match="no model 'nope'"):
+        client.infer("nope", triton_inputs(module))
+    with pytest.raises(InferenceServerException, match="tensor n: is missing"):
+        client.infer("double", triton_inputs(module)[:1])
+
+
+def test_the_documents_are_json(served):
+    for path in ("/v2", "/v2/models/double", "/v2/health/live"):
+        response = served.http("GET", path)
+        assert response.headers["Content-Type"] == "application/json"
+        assert json.loads(response.content)

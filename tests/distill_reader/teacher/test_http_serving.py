@@ -1,0 +1,235 @@
+"""Paddle Serving over HTTP: requests with the bytes and headers that its HttpClient sends."""
+
+import base64
+import gzip
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distill_reader.errors import TeacherBusy
+from distill_reader.serving_messages import MESSAGES, SERVICE
+from distill_reader.teacher.limits import FrontLimits
+
+PATH = "/GeneralModelService/inference"
+PROTO = {"Content-Type": "application/proto"}
+Request, Response = MESSAGES["Request"], MESSAGES["Response"]
+
+
+def client_request(*, fetch=("y",), samples=2, width=3, **fields) -> Any:
+    """What the client builds: a message, field by field, with the batch in the shape."""
+    message = Request(log_id=5, fetch_var_names=fetch, **fields)
+    x, n = message.tensor.add(), message.tensor.add()
+    x.name, x.alias_name, x.elem_type = "x_0", "x", 1
+    x.float_data.extend([0.5] * samples * width)
+    x.shape.extend([samples, width])
+    n.name, n.alias_name, n.elem_type = "n", "n", 0
+    n.int64_data.extend(range(samples))
+    n.shape.extend([samples, 1])
+    return message
+
+
+def client_json(*, fetch=("y",), samples=2, **fields) -> Any:
+    return {
+        "fetch_var_names": list(fetch),
+        "log_id": 5,
+        "tensor": [
+            {"float_data": [0.5] * 3 * samples, "shape": [samples, 3], "elem_type": 1,
+             "name": "x_0", "alias_name": "x"},
+            {"int64_data": list(range(samples)), "shape": [samples, 1], "elem_type": 0,
+             "name": "n", "alias_name": "n"},
+        ],
+        **fields,
+    }  # fmt: skip
+
+
+def post(running, message, path=PATH, headers=()) -> Any:
+    return running.http(
+        "POST", path, data=message.SerializeToString(), headers=PROTO | dict(headers)
+    )
+
+
+@pytest.mark.parametrize("service", ["GeneralModelService", SERVICE])
+@pytest.mark.parametrize("method", ["inference", "debug"])
+def test_a_protobuf_request_is_answered_by_protobuf(served, service, method):
+    response = post(served, client_request(), f"/{service}/{method}")
+    assert response.status_code == 200
+    assert response.headers["Content-Type"] == "application/proto"  # its client compares it so
+    message = Response.FromString(response.content)
+    assert (message.log_id, message.err_no) == (5, 0)
+    (output,) = message.outputs
+    assert output.engine_name == "general_infer_0"
+    (tensor,) = output.tensor
+    assert (tensor.name, tensor.alias_name, tensor.elem_type) == ("fc_0.tmp_1", "y", 1)
+    assert (list(tensor.shape), list(tensor.float_data)) == ([2, 3], [1.0] * 6)
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "application/x-www-form-urlencoded"])
+def test_json_is_answered_by_json(served, content_type):
+    response = served.http(
+        "POST", PATH, data=json.dumps(client_json()), headers={"Content-Type": content_type}
+    )
+    assert response.status_code == 200
+    assert response.json() == {
+        "outputs": [
+            {
+                "tensor": [
+                    {
+                        "float_data": [1.0] * 6,
+                        "elem_type": 1,
+                        "shape": [2, 3],
+                        "name": "fc_0.tmp_1",
+                        "alias_name": "y",
+                    }
+                ],
+                "engine_name": "general_infer_0",
+            }
+        ],
+        "log_id": 5,
+    }
+
+
+def test_tensor_content_comes_as_base64(served):
+    content = base64.b64encode(np.ones((2, 3), "f4").tobytes()).decode()
+    document = client_json()
+    document["tensor"][0]["tensor_content"] = content
+    del document["tensor"][0]["float_data"]
+    response = served.http("POST", PATH, json=document)
+    assert response.json()["outputs"][0]["tensor"][0]["float_data"] == [2.0] * 6
+
+
+def test_outputs_come_in_the_order_of_the_request_and_all_if_none_is_named(served):
+    for fetch, names in ((("m", "y"), ["m", "y"]), ((), ["y", "m"]), (("fc_0.tmp_1",), ["y"])):
+        message = Response.FromString(post(served, client_request(fetch=fetch)).content)
+        assert [tensor.alias_name for tensor in message.outputs[0].tensor] == names
+
+
+def test_tensors_are_found_by_their_alias_or_their_own_name(served):
+    message = client_request()
+    message.tensor[0].alias_name = ""
+    message.tensor[1].name = ""
+    assert post(served, message).status_code == 200
+
+
+def test_the_profile_has_the_times_of_the_operations(served):
+    message = Response.FromString(post(served, client_request(profile_server=True)).content)
+    assert message.profile_server
+    times = list(message.profile_time)
+    assert len(times) == 6
+    assert times == sorted(times)
+    assert times[3] - times[2] == 50  # what the service computed
+
+
+def test_a_model_is_named_by_the_path_where_several_are_served(served):
+    message = Request()
+    x = message.tensor.add(alias_name="x", elem_type=5, shape=[1, 2])
+    x.tensor_content = np.array([[1, 2]], "f2").tobytes()
+    answer = Response.FromString(post(served, message, f"/half{PATH}").content)
+    (tensor,) = answer.outputs[0].tensor
+    assert np.frombuffer(tensor.tensor_content, "f2").tolist() == [2, 4]
+    response = post(served, message, f"/nope{PATH}")
+    assert response.status_code == 404
+    assert "no model 'nope'" in Response.FromString(response.content).err_msg
+
+
+def test_compressed_requests_are_understood_and_answers_are_compressed(served):
+    data = client_request(samples=200).SerializeToString()
+    headers = PROTO | {"Content-Encoding": "gzip", "Accept-encoding": "gzip"}
+    response = served.http("POST", PATH, data=gzip.compress(data), headers=headers)
+    assert response.headers["Content-Encoding"] == "gzip"
+    assert len(Response.FromString(response.content).outputs[0].tensor[0].float_data) == 600
+
+
+def test_short_answers_are_not_compressed(served):
+    response = post(served, client_request(), headers={"Accept-Encoding": "gzip"})
+    assert "Content-Encoding" not in response.headers
+
+
+def test_a_large_request_comes_through(served):
+    response = post(served, client_request(samples=64, width=20_000))
+    message = Response.FromString(response.content)
+    assert list(message.outputs[0].tensor[0].shape) == [64, 20_000]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"tensor": []}, "tensor x: is missing"),
+        ({"fetch_var_names": ["price"]}, "no output 'price'; it has y, m"),
+        (
+            {"tensor": [{"alias_name": "q", "elem_type": 1, "shape": [1], "float_data": [1]}]},
+            "no input 'q'; it has x, n",
+        ),
+        (
+            {"tensor": [{"alias_name": "n", "elem_type": 1, "shape": [1, 1], "float_data": [1]}]},
+            "tensor n: expected int64, got float32",
+        ),
+    ],
+)
+def test_a_request_for_what_the_model_has_not_is_refused(served, change, text):
+    document = client_json() | change
+    response = served.http("POST", PATH, json=document)
+    # One tensor alone leaves another missing; which of the two is said first does not matter.
+    assert response.status_code == 400
+    assert response.headers["x-bd-error-code"] == "-5100"
+    assert response.json()["err_no"] == -5100
+    message = response.json()["err_msg"]
+    assert text in message or "is missing" in message
+
+
+def test_errors_are_said_in_the_form_of_the_request(served):
+    response = post(served, client_request(fetch=["price"]))
+    assert response.status_code == 400
+    assert response.headers["Content-Type"] == "application/proto"
+    message = Response.FromString(response.content)
+    assert (message.err_no, len(message.outputs)) == (-5100, 0)
+    assert "no output 'price'" in message.err_msg
+
+
+@pytest.mark.parametrize(
+    ("headers", "data"),
+    [(PROTO, b"\xff"), (PROTO, b"\x0a\x7f"), ({}, b"{"), ({}, b"[]"), ({}, b'{"tensor": 5}')],
+)
+def test_what_is_no_message_is_refused(served, headers, data):
+    response = served.http("POST", PATH, data=data, headers=headers)
+    assert response.status_code == 400
+    assert response.headers["x-bd-error-code"] == "-5000"
+
+
+def test_what_is_no_text_is_cited_without_it(served):
+    headers = {"Content-Encoding": b"gz\xa6ip", "Content-Type": "application/proto"}
+    response = served.http("POST", PATH, data=b"x", headers=headers)
+    assert response.status_code == 415
+    assert "gz?ip" in Response.FromString(response.content).err_msg
+    assert served.http("GET", "/%ff%fe").status_code == 404
+    assert served.http("POST", "/GeneralModelService/%ff").status_code == 404
+
+
+def test_other_methods_are_not_there(served):
+    assert served.http("POST", "/GeneralModelService/train").status_code == 404
+    assert served.http("GET", PATH).status_code == 405
+
+
+def test_a_client_in_encryption_mode_is_told_that_there_is_none(served):
+    response = served.http("POST", "/", json={"key": "abc"})
+    assert response.status_code == 404
+    assert "no encrypted models" in response.text
+
+
+def test_a_full_server_answers_503(start_front):
+    running = start_front()
+
+    def refuse(_) -> Any:
+        raise TeacherBusy("the queue is full", delay_s=0.05)
+
+    running.service.before = refuse
+    response = post(running, client_request())
+    assert (response.status_code, response.headers["Retry-After"]) == (503, "1")
+    assert Response.FromString(response.content).err_no == -5002
+
+
+def test_much_json_is_refused_before_it_is_read(start_front):
+    running = start_front(limits=FrontLimits(max_json_bytes=1000))
+    response = running.http("POST", PATH, data=b" " * 1001)
+    assert response.status_code == 413

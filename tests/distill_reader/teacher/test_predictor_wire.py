@@ -1,0 +1,122 @@
+import os
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distill_reader.specs import ModelSpec, TensorSpec
+from distill_reader.teacher.backend import Device
+from distill_reader.teacher.predictor_wire import (
+    Channel,
+    Kind,
+    Rows,
+    Run,
+    Start,
+    decode_places,
+    decode_run,
+    decode_shapes,
+    encode_places,
+    encode_run,
+    encode_shapes,
+    parse_specs,
+    parse_start,
+    specs_document,
+    start_document,
+)
+
+places = st.tuples(st.integers(1, 2**31), st.integers(0, 2**40))
+shapes = st.lists(st.integers(0, 2**31), max_size=4).map(tuple)
+
+
+@pytest.fixture
+def channels():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pair = Channel(ours), Channel(theirs)
+    yield pair
+    for channel in pair:
+        channel.close()
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Run:
+    inputs, outputs = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    return Run(
+        draw(st.integers(0, 2**40)),
+        draw(st.integers(0, 9)),
+        tuple(draw(shapes) for _ in range(inputs)),
+        tuple(draw(st.none() | shapes) for _ in range(outputs)),
+        tuple(
+            Rows(
+                draw(st.integers(1, 999)),
+                tuple(draw(places) for _ in range(inputs)),
+                tuple(draw(st.none() | places) for _ in range(outputs)),
+            )
+            for _ in range(draw(st.integers(1, 4)))
+        ),
+    )
+
+
+@given(runs())
+def test_a_batch_comes_as_it_was_sent(run):
+    assert decode_run(encode_run(run)) == run
+
+
+@given(st.lists(st.tuples(st.none() | places, st.none() | places), max_size=5))
+def test_places_come_as_they_were_sent(rows):
+    assert decode_places(encode_places(7, rows), 2) == rows
+
+
+@given(st.lists(shapes, max_size=4).map(tuple))
+def test_shapes_come_as_they_were_sent(all_shapes):
+    numbers = encode_shapes(7, 1234, all_shapes)
+    assert numbers[:2] == [7, 1234]
+    assert decode_shapes(numbers) == all_shapes
+
+
+def test_what_to_load_and_what_was_loaded_come_as_they_were_sent(channels):
+    front, predictor = channels
+    start = Start(
+        backend="a:b",
+        models=(("m", "/folder"), ("n", "/other")),
+        device=Device(gpu=1, memory_optim=True),
+        paths=("/x",),
+    )
+    front.send_json(Kind.START, start_document(start))
+    kind, numbers, text = predictor.receive()
+    assert (kind, numbers, parse_start(text)) == (Kind.START, (), start)
+    tensor = TensorSpec(name="image", dtype="uint8", shape=(-1, 3), variable="x")
+    specs = (ModelSpec(name="m", inputs=(tensor,), outputs=(tensor, tensor)),)
+    predictor.send_json(Kind.READY, specs_document(specs))
+    assert parse_specs(front.receive()[2]) == specs
+
+
+def test_messages_keep_their_borders_numbers_and_texts(channels):
+    front, predictor = channels
+    front.send(Kind.FORGET, (-1, 2**62), b"text")
+    front.send(Kind.WRITE)
+    assert predictor.receive() == (Kind.FORGET, (-1, 2**62), b"text")
+    assert predictor.receive_with_fd() == (Kind.WRITE, (), b"", None)
+
+
+def test_a_descriptor_comes_along_and_is_not_inherited(channels):
+    front, predictor = channels
+    reading, writing = os.pipe()
+    front.send_arena(3, writing)
+    os.close(writing)
+    kind, numbers, _, fd = predictor.receive_with_fd()
+    assert (kind, numbers) == (Kind.ARENA, (3,))
+    assert fd is not None
+    assert not os.get_inheritable(fd)
+    os.write(fd, b"x")
+    assert os.read(reading, 9) == b"x"
+    os.close(fd)
+    os.close(reading)
+
+
+@pytest.mark.parametrize("receive", [Channel.receive, Channel.receive_with_fd])
+def test_an_end_that_is_closed_is_said(channels, receive):
+    front, predictor = channels
+    front.close()
+    with pytest.raises(EOFError):
+        receive(predictor)

@@ -1,0 +1,163 @@
+"""Backends for tests and benchmarks, named by `--backend` and this module's name, a colon, NAME.
+
+`folder` is the path of an existing folder; what a toy needs to know it reads from there.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from distill_reader.errors import ModelError
+from distill_reader.specs import ModelSpec, TensorSpec
+from distill_reader.teacher.backend import Array, Backend, Device
+
+
+def _tensor(name: str, *shape: int, dtype: str = "float32", variable: str = "") -> TensorSpec:
+    return TensorSpec(name=name, dtype=dtype, shape=shape, variable=variable)
+
+
+class Toy:
+    """Any number of inputs; outputs as a function says."""
+
+    def __init__(self, spec: ModelSpec, folder: str) -> None:
+        self.spec = spec
+        self.folder = Path(folder)
+
+    def run(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        raise NotImplementedError
+
+
+class Sums(Toy):
+    """The sum of each row, its mean, and the process that computed it."""
+
+    def run(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        image = inputs["image"]
+        rows = image.reshape(len(image), -1).astype(np.float64)
+        return {
+            "sum": rows.sum(1, keepdims=True).astype(np.float32),
+            "mean": rows.mean(1, keepdims=True).astype(np.float32),
+            "pid": np.full((len(image), 1), os.getpid(), np.int64),
+            "batch": np.full((len(image), 1), len(image), np.int64),
+        }
+
+
+def _image(folder: str) -> TensorSpec:
+    """A file `shape` in the folder says which one; 4 without it."""
+    file = Path(folder, "shape")
+    shape = map(int, file.read_text().split()) if file.exists() else (4,)
+    return _tensor("image", *shape, variable="x_0")
+
+
+_SUMS = (
+    _tensor("sum", 1, variable="y_0"),
+    _tensor("mean", 1, variable="y_1"),
+    _tensor("pid", 1, dtype="int64"),
+    _tensor("batch", 1, dtype="int64"),
+)
+
+
+def sums(folder: str, name: str, device: Device) -> Backend:
+    """Right answers that can be checked, and who gave them."""
+    if not Path(folder).is_dir():
+        raise ModelError(f"{folder}: is no folder")
+    return Sums(ModelSpec(name=name, inputs=(_image(folder),), outputs=_SUMS), folder)
+
+
+class _SlowSums(Sums):
+    def run(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        time.sleep(0.02 * -(-len(inputs["image"]) // 16))
+        return super().run(inputs)
+
+
+def slow_sums(folder: str, name: str, device: Device) -> Backend:
+    """Takes 20 ms per 16 samples, waiting, as a teacher on a device of its own does."""
+    return _SlowSums(ModelSpec(name=name, inputs=(_image(folder),), outputs=_SUMS), folder)
+
+
+class _Zeros(Toy):
+    def run(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        return {"logits": np.zeros((len(inputs["image"]), 10), np.float32)}
+
+
+def zeros(folder: str, name: str, device: Device) -> Backend:
+    """Costs nothing: what is left is the cost of serving."""
+    spec = ModelSpec(name=name, inputs=(_image(folder),), outputs=(_tensor("logits", 10),))
+    return _Zeros(spec, folder)
+
+
+class _Doubled(Toy):
+    def run(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        ids = inputs["ids"]
+        return {
+            "doubled": np.multiply(ids, inputs["scale"]),
+            "count": np.full((len(ids), 1), ids.shape[1], np.int32),
+        }
+
+
+def doubled(folder: str, name: str, device: Device) -> Backend:
+    """Two inputs, one with an open axis that the output has as well."""
+    spec = ModelSpec(
+        name=name,
+        inputs=(_tensor("ids", -1, dtype="int64"), _tensor("scale", 1, dtype="int64")),
+        outputs=(_tensor("doubled", -1, dtype="int64"), _tensor("count", 1, dtype="int32")),
+    )
+    return _Doubled(spec, folder)
+
+
+class _Repeated(Toy):
+    def run(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        count = inputs["count"]
+        return {"ones": np.ones((len(count), int(count.max())), np.float32), "same": count}
+
+
+def repeated(folder: str, name: str, device: Device) -> Backend:
+    """The values of the input say how long the output is, so that no shape tells it before."""
+    spec = ModelSpec(
+        name=name,
+        inputs=(_tensor("count", 1, dtype="int64"),),
+        outputs=(_tensor("ones", -1), _tensor("same", 1, dtype="int64")),
+    )
+    return _Repeated(spec, folder)
+
+
+class _Moody(Sums):
+    """Fails in the way that the value of a sample asks for."""
+
+    def run(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        first = inputs["image"].reshape(len(inputs["image"]), -1)[:, 0]
+        outputs = dict(super().run(inputs))
+        if (first == -1).any():
+            raise ValueError("no negative images")
+        if (first == -2).any():
+            raise RuntimeError("the device is lost")
+        if (first == -3).any():
+            os.kill(os.getpid(), signal.SIGKILL)
+        if (first == -4).any():
+            outputs["sum"] = outputs["sum"].astype(np.float64)
+        if (first == -5).any():
+            outputs["sum"] = outputs["sum"][:-1]
+        if (first == -6).any():
+            del outputs["mean"]
+        if (first == -7).any() and not (self.folder / "died").exists():
+            (self.folder / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return outputs
+
+
+def moody(folder: str, name: str, device: Device) -> Backend:
+    """Goes wrong on demand: see _Moody."""
+    return _Moody(ModelSpec(name=name, inputs=(_image(folder),), outputs=_SUMS), folder)
+
+
+def broken(folder: str, name: str, device: Device) -> Backend:
+    """Cannot be loaded."""
+    raise ModelError(f"{folder}/model.json: is broken")
+
+
+def crashing(folder: str, name: str, device: Device) -> Backend:
+    """Ends its process while it loads."""
+    os._exit(7)

@@ -1,0 +1,202 @@
+"""Makes a servable folder of an inference model: the model and its Paddle Serving config files.
+
+As a command, of any inference model that Paddle exported:
+
+    python -m distill_reader.convert --dirname D [--serving_server DIR] [--serving_client DIR]
+
+In Python, of a layer: `save_servable`.
+"""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from distill_reader.errors import DistillError, UsageError
+from distill_reader.prototxt import (
+    CLIENT_FILES,
+    SERVER_FILES,
+    ModelConfig,
+    ServedVariable,
+    config_of,
+    to_text,
+    write_config,
+)
+from distill_reader.teacher.model_folder import ModelFiles, find_model, read_signature
+
+_MODEL_NAME = "model"  # of the files that save_servable writes
+
+
+def convert(
+    dirname: str | Path,
+    serving_server: str | Path,
+    serving_client: str | Path,
+    *,
+    model_filename: str | None = None,
+    params_filename: str | None = None,
+    feed_alias_names: Sequence[str] = (),
+    fetch_alias_names: Sequence[str] = (),
+) -> ModelConfig:
+    """Copy the model in `dirname` to `serving_server` and write the config files for both sides.
+
+    Args:
+        serving_server: new or existing folder; files of the same names are replaced.
+        serving_client: likewise; gets the two config files that Paddle Serving's clients read.
+        model_filename, params_filename: the model's files, where several could be meant.
+        feed_alias_names: what clients call the inputs, in the order in which the model was
+            exported with them; empty: by the model's own names.
+        fetch_alias_names: likewise for the outputs.
+
+    Returns:
+        What was written to the config files.
+
+    Raises:
+        ModelError: there is no model, or it cannot be served.
+        UsageError: aliases are too many, too few or used twice; a type has no name there.
+    """
+    files = find_model(dirname, model_filename=model_filename, params_filename=params_filename)
+    files = replace(files, config=None)  # an older config is not to shape the new one
+    config = config_of(read_signature(files, files.folder.name).spec)
+    config = ModelConfig(
+        feeds=_with_aliases(config.feeds, feed_alias_names, "feed_alias_names"),
+        fetches=_with_aliases(config.fetches, fetch_alias_names, "fetch_alias_names"),
+    )
+    server, client = Path(serving_server), Path(serving_client)
+    server.mkdir(parents=True, exist_ok=True)
+    client.mkdir(parents=True, exist_ok=True)
+    for path in _files_to_copy(files):
+        if path.parent.resolve() != server.resolve():
+            shutil.copyfile(path, server / path.name)
+    write_config(config, server, SERVER_FILES)
+    write_config(config, client, CLIENT_FILES)
+    find_model(server)  # what lay there before could be meant as well: say so now
+    return config
+
+
+def save_servable(
+    layer: Any,
+    input_spec: Sequence[Any],
+    folder: str | Path,
+    *,
+    client_folder: str | Path | None = None,
+    feed_alias: Sequence[str] = (),
+    fetch_alias: Sequence[str] = (),
+) -> ModelConfig:
+    """Export a layer by `paddle.jit.save` and write the config files that make it servable.
+
+    A teacher that is to serve probabilities ends with a softmax; wrap the layer if it does not.
+
+    Args:
+        layer: in evaluation mode (`layer.eval()`), unless it should be served as in training.
+        input_spec: an `InputSpec` for each argument of `forward`, axis 0 None: it counts samples.
+        folder: made if need be; `model.json` or `model.pdmodel`, as Paddle's version writes it.
+        client_folder: where the clients' config files go; None: into `folder` as well.
+        feed_alias: what clients call the inputs; empty: by the names of `input_spec`.
+        fetch_alias: what clients call the outputs, in the order in which `forward` returns them;
+            for a `forward` that returns a dict, Paddle orders them by key. Empty: by Paddle's
+            names for them.
+
+    Raises:
+        ModelError, UsageError: as of `convert`; UsageError if `layer` is in training mode.
+    """
+    import paddle
+
+    if any(getattr(part, "training", False) for part in layer.sublayers(include_self=True)):
+        raise UsageError("the layer is in training mode; call layer.eval() before it is saved")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for suffix in (".json", ".pdmodel", ".pdiparams", ".pdiparams.info"):
+        (folder / f"{_MODEL_NAME}{suffix}").unlink(missing_ok=True)  # of another version of Paddle
+    paddle.jit.save(layer, str(folder / _MODEL_NAME), input_spec=list(input_spec))
+    return convert(
+        folder,
+        folder,
+        folder if client_folder is None else client_folder,
+        feed_alias_names=feed_alias,
+        fetch_alias_names=fetch_alias,
+    )
+
+
+def _files_to_copy(files: ModelFiles) -> list[Path]:
+    if files.params is not None:
+        return [files.program, files.params]
+    # One file per parameter, with names that only the program knows: all that lies there.
+    return sorted(path for path in files.folder.iterdir() if path.is_file())
+
+
+def _with_aliases(
+    variables: Sequence[ServedVariable], aliases: Sequence[str], what: str
+) -> tuple[ServedVariable, ...]:
+    if not aliases:
+        return tuple(variables)
+    names = ", ".join(variable.name for variable in variables)
+    if len(aliases) != len(variables):
+        raise UsageError(
+            f"{what}: got {len(aliases)} ({', '.join(aliases)}), the model has "
+            f"{len(variables)} ({names}); name each, in this order"
+        )
+    twice = {alias for alias in aliases if aliases.count(alias) > 1}
+    if twice or not all(aliases):
+        raise UsageError(f"{what}: {min(twice, default='')!r} must stand once and not be empty")
+    return tuple(
+        replace(variable, alias=alias) for variable, alias in zip(variables, aliases, strict=True)
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m distill_reader.convert",
+        description="Make a servable folder of an inference model that Paddle exported.",
+    )
+    parser.add_argument("--dirname", required=True, help="folder of the model")
+    parser.add_argument("--model_filename", help="its program, where several could be meant")
+    parser.add_argument("--params_filename", help="its parameters, where several could be meant")
+    parser.add_argument(
+        "--serving_server", default="serving_server", help="servable folder to write [%(default)s]"
+    )
+    parser.add_argument(
+        "--serving_client",
+        default="serving_client",
+        help="folder for the clients' config files [%(default)s]",
+    )
+    parser.add_argument(
+        "--feed_alias_names", default="", help="what clients call the inputs: A,B in their order"
+    )
+    parser.add_argument(
+        "--fetch_alias_names", default="", help="what clients call the outputs: A,B in their order"
+    )
+    parser.add_argument("--show_proto", action="store_true", help="print the config")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code: 2 where an argument or the model is wrong."""
+    args = _parser().parse_args(arguments)
+    try:
+        config = convert(
+            args.dirname,
+            args.serving_server,
+            args.serving_client,
+            model_filename=args.model_filename,
+            params_filename=args.params_filename,
+            feed_alias_names=_split(args.feed_alias_names),
+            fetch_alias_names=_split(args.fetch_alias_names),
+        )
+    except (DistillError, OSError) as error:
+        sys.stderr.write(f"convert: {error}\n")
+        return 2
+    if args.show_proto:
+        sys.stdout.write(to_text(config))
+    sys.stdout.write(f"servable: {args.serving_server}; for its clients: {args.serving_client}\n")
+    return 0
+
+
+def _split(names: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in names.split(",")) if names.strip() else ()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""What can go wrong between a student and its teachers.
+
+DistillError
+├── UsageError               an argument, option or file is wrong; the text names it and the remedy
+├── ModelError               a model folder cannot be served; the text names the file
+├── BadRequest               the teacher cannot answer this request, now or later; names the tensor
+│   └── ModelNotFound        the teacher serves no model of this name; lists those it serves
+├── ReaderError              the user's generator failed; its exception is the cause
+├── NoTeacher                no teacher answered for as long as the reader may wait
+└── Retryable                the same request may succeed elsewhere, or later
+    ├── TeacherGone          the connection ended, or nobody listens there
+    ├── TeacherBusy          its queue is full, or it drains; carries how long to stay away
+    └── TeacherTimeout       no answer in time
+"""
+
+
+class DistillError(Exception):
+    """Root of all that this package raises on purpose."""
+
+
+class UsageError(DistillError, ValueError):
+    """An argument, option or file is wrong."""
+
+
+class ModelError(DistillError):
+    """A model folder cannot be served."""
+
+
+class BadRequest(DistillError):
+    """The teacher cannot answer this request, now or later."""
+
+
+class ModelNotFound(BadRequest):
+    """The teacher serves no model of this name."""
+
+
+class ReaderError(DistillError):
+    """The user's generator failed."""
+
+
+class NoTeacher(DistillError):
+    """No teacher answered for as long as the reader may wait."""
+
+
+class Retryable(DistillError):
+    """The same request may succeed elsewhere, or later."""
+
+
+class TeacherGone(Retryable):
+    """The connection ended, or nobody listens there."""
+
+
+class TeacherBusy(Retryable):
+    """The teacher's queue is full, or it drains."""
+
+    def __init__(self, text: str, *, delay_s: float = 0.05) -> None:
+        super().__init__(text)
+        self.delay_s = delay_s
+
+
+class TeacherTimeout(Retryable):
+    """No answer in time."""

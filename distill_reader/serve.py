@@ -1,0 +1,321 @@
+"""`edl serve`, `python -m distill_reader.serve`: serves models to students and other clients.
+
+edl serve --model ./lenet --port 9292 --gpu_ids 0,1
+edl serve --model teacher_a=./a --model teacher_b=./b --thread 4
+"""
+
+import argparse
+import contextlib
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+from distill_reader.errors import DistillError, UsageError
+from distill_reader.specs import ModelSpec, TensorSpec
+from distill_reader.teacher.backend import Device
+from distill_reader.teacher.front import Front, FrontConfig
+from distill_reader.teacher.limits import FrontLimits
+from distill_reader.teacher.service import PADDLE_BACKEND, PredictorService, ServiceConfig
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # what stands in URLs as it is
+_LOOPBACK = re.compile(r"127\.\d+\.\d+\.\d+|::1|localhost")
+_PROTOCOLS = "fast, Open Inference (gRPC, HTTP), Paddle Serving (HTTP, gRPC)"
+_ANSWER_GRACE_S = 5.0  # for answers that are computed to be sent
+
+_DESCRIPTION = """\
+Serve inference models to students (DistillReader) and to clients of the Open Inference Protocol
+(Triton, KServe) and of Paddle Serving, all on one port."""
+
+_EPILOG = """\
+Model folders: of Paddle Serving (serving_server_conf.prototxt), of Paddle 3 (.json), Paddle 2
+(.pdmodel) or 1.x (__model__); `edl convert` makes one with names of your choice for the tensors.
+
+On the port
+  students          DistillReader(...).set_fixed_teacher(["HOST:PORT"])
+  Open Inference    gRPC inference.GRPCInferenceService; HTTP /v2/models/MODEL/infer
+  Paddle Serving    HTTP POST /GeneralModelService/inference (protobuf or JSON), and gRPC; its
+                    requests name no model: they are for the first --model, or in HTTP for
+                    /MODEL/GeneralModelService/inference
+  /metrics          for Prometheus;  /v2/health/live, /v2/health/ready  for probes
+
+A predictor is a process of its own: one per GPU of --gpu_ids (--thread N: N per GPU), or N on the
+CPU. One that dies is started again, and what it computed is computed again.
+
+SIGTERM: takes no more requests, answers those it has, ends with 0. A second one ends it at once.
+Exit codes: 0 ended by a signal, 1 failed, 2 wrong arguments or a model that cannot be served.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until a signal comes; return the exit code."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(
+        level=args.log_level,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    logging.getLogger("grpc").setLevel(logging.WARNING)
+    try:
+        service_config, front_config = parse_config(args)
+        with _signals() as stopping:
+            return _serve(service_config, front_config, args.drain_timeout_s, stopping)
+    except DistillError as error:
+        sys.stderr.write(f"edl serve: error: {error}\n")
+        return 2
+
+
+def parse_config(args: argparse.Namespace) -> tuple[ServiceConfig, FrontConfig]:
+    """Return what the arguments ask for.
+
+    Raises:
+        UsageError: an argument is wrong; names it and the remedy.
+    """
+    for flag, value, least in (
+        ("--port", args.port, 0),
+        ("--grpc_port", args.grpc_port, 1),
+        ("--thread", args.thread, 1),
+        ("--max_request_mb", args.max_request_mb, 1),
+    ):
+        if value is not None and value < least:
+            raise UsageError(f"{flag}: must be at least {least}, got {value}")
+    max_request_bytes = args.max_request_mb << 20
+    service = ServiceConfig(
+        models=_models(args.model, args.name),
+        devices=_devices(args.gpu_ids, args.thread, memory_optim=args.mem_optim),
+        backend=args.backend,
+        max_batch=args.max_batch,
+        batch_timeout_s=args.batch_timeout_ms / 1000,
+        max_queue=args.max_queue,
+        max_request_bytes=max_request_bytes,
+    )
+    token = _token(args.token_file)
+    if not token and not args.insecure and not _LOOPBACK.fullmatch(args.bind):
+        raise UsageError(
+            f"--bind {args.bind}: others than this machine can reach it, so it wants a token "
+            "(--token_file or EDL_TEACHER_TOKEN), or --insecure: "
+            "clients of Paddle Serving carry none"
+        )
+    front = FrontConfig(
+        bind=args.bind,
+        port=args.port,
+        grpc_port=args.grpc_port,
+        token="" if args.insecure else token,
+        limits=FrontLimits(
+            max_request_bytes=max_request_bytes,
+            max_unfinished_bytes=max(1 << 30, 2 * max_request_bytes),
+        ),
+    )
+    return service, front
+
+
+def describe(spec: ModelSpec) -> str:
+    """Return what a model takes and returns in one line."""
+    inputs = ", ".join(map(_describe_tensor, spec.inputs))
+    outputs = ", ".join(map(_describe_tensor, spec.outputs))
+    return f"{spec.name}({inputs}) -> {outputs}"
+
+
+def _serve(
+    service_config: ServiceConfig,
+    front_config: FrontConfig,
+    drain_timeout_s: float,
+    stopping: threading.Event,
+) -> int:
+    service = PredictorService(service_config)
+    front = Front(service, front_config, service.metrics.text)
+    try:
+        front.bind()  # a port in use is known before the models are loaded
+        service.start()
+        front.start()
+        host, port = front.address
+        models = "; ".join(describe(spec) for spec in service.models().values())
+        shown = f"[{host}]" if ":" in host else host
+        sys.stdout.write(f"teacher ready on {shown}:{port}: {models}; protocols: {_PROTOCOLS}\n")
+        sys.stdout.flush()
+        stopping.wait()
+        logger.info("ending: no more requests are taken")
+        if not service.drain(drain_timeout_s):
+            logger.warning("some requests were not answered within %g s", drain_timeout_s)
+        front.close(_ANSWER_GRACE_S)
+    finally:
+        front.close(0.0)
+        service.close()
+    logger.info("ended")
+    return 0
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[threading.Event]:
+    """Yield the event that the first SIGTERM or SIGINT sets; the second ends the process."""
+    stopping = threading.Event()
+
+    def stop(number: int, _: FrameType | None) -> None:
+        if stopping.is_set():
+            os._exit(128 + number)  # the kernel kills the predictors
+        stopping.set()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stopping
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _models(arguments: Sequence[str], name: str | None) -> tuple[tuple[str, str], ...]:
+    """Return name and folder of each model."""
+    if name is not None and len(arguments) > 1:
+        raise UsageError(f"--name {name}: there are several models; write --model NAME=DIR")
+    models = []
+    for argument in arguments:
+        given, separator, folder = argument.partition("=")
+        if not separator or "/" in given:  # a folder may have "=" in its name
+            given, folder = "", argument
+        if not Path(folder).exists():
+            raise UsageError(f"--model {argument}: there is no {folder}")
+        model = name or given or Path(folder).resolve().name
+        if not _NAME.fullmatch(model):
+            raise UsageError(
+                f"--model {argument}: {model!r} is no name for a model (letters, digits, '.', "
+                "'_', '-'); write --model NAME=DIR"
+            )
+        models.append((model, folder))
+    return tuple(models)
+
+
+def _devices(gpu_ids: str, thread: int | None, *, memory_optim: bool) -> tuple[Device, ...]:
+    """Return the device of each predictor."""
+    per_device = 1 if thread is None else thread
+    gpus: list[int | None] = []
+    for text in filter(None, (part.strip() for part in gpu_ids.split(","))):
+        if not text.removeprefix("-").isdigit() or int(text) < -1:
+            raise UsageError(f"--gpu_ids {gpu_ids}: {text!r} is no index of a GPU; write e.g. 0,1")
+        gpus.append(None if text == "-1" else int(text))  # the original's way to say: the CPU
+    if len(set(gpus)) != len(gpus):
+        raise UsageError(f"--gpu_ids {gpu_ids}: one comes twice; --thread N puts N on each")
+    return tuple(
+        Device(gpu=gpu, memory_optim=memory_optim)
+        for gpu in gpus or [None]
+        for _ in range(per_device)
+    )
+
+
+def _token(token_file: str | None) -> str:
+    # Students are given the teachers' token and never the job server's, which EDL_TOKEN may be.
+    for name in ("EDL_TEACHER_TOKEN", "EDL_TOKEN"):
+        if token_file is None:
+            token_file = os.environ.get(f"{name}_FILE") or None
+            if token_file is None and os.environ.get(name, "").strip():
+                return os.environ[name].strip()
+    if token_file is None:
+        return ""
+    try:
+        token = Path(token_file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--token_file {token_file}: {error}") from error
+    if not token:
+        raise UsageError(f"--token_file {token_file}: is empty")
+    return token
+
+
+def _describe_tensor(spec: TensorSpec) -> str:
+    shape = ", ".join("?" if length < 0 else str(length) for length in spec.shape)
+    return f"{spec.name}: {spec.dtype}[N{', ' if shape else ''}{shape}]"
+
+
+def _boolean(text: str) -> bool:
+    values = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if text.lower() not in values:
+        raise argparse.ArgumentTypeError(f"must be True or False, got {text!r}")
+    return values[text.lower()]
+
+
+def _milliseconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 60_000:
+        raise argparse.ArgumentTypeError(f"must be 0 to 60000, got {text}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1e6:
+        raise argparse.ArgumentTypeError(f"must be 0 to 1000000, got {text}")
+    return value
+
+
+def _level(text: str) -> int | str:
+    return int(text) if text.isdigit() else text.upper()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="edl serve",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "--model",
+        action="extend",
+        nargs="+",
+        required=True,
+        metavar="[NAME=]DIR",
+        help="a model's folder; several serve several models, by their folders' names",
+    )
+    add("--name", help="what the only model is called; default: its folder's name")
+    add("--port", type=int, default=9292, help="default 9292; 0: any that is free")
+    add("--bind", default="127.0.0.1", help="address to listen on; default 127.0.0.1")
+    add("--grpc_port", type=int, help="a port for gRPC alone: saves it a copy; default: none")
+    add("--gpu_ids", default="", help="GPUs to compute on, e.g. 0,1; default: the CPU")
+    add("--thread", type=int, help="predictors per GPU, or in all on the CPU; default 1")
+    add(
+        "--mem_optim",
+        type=_boolean,
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="True|False",
+        help="let Paddle reuse the memory of intermediate tensors; default False",
+    )
+    add("--max_batch", type=int, default=64, help="samples computed at once; default 64")
+    add(
+        "--batch_timeout_ms",
+        type=_milliseconds,
+        default=2.0,
+        help="how long a batch waits to become full; default 2",
+    )
+    add("--max_queue", type=int, default=256, help="requests that may wait; default 256")
+    add("--max_request_mb", type=int, default=512, help="of one request's inputs; default 512")
+    add(
+        "--backend",
+        default=PADDLE_BACKEND,
+        metavar="MODULE:FUNCTION",
+        help="loads the models; default: Paddle Inference",
+    )
+    add(
+        "--token_file",
+        help="file with the token that clients must show; default: EDL_TEACHER_TOKEN",
+    )
+    add("--insecure", action="store_true", help="serve whoever can connect, without a token")
+    add(
+        "--drain_timeout_s",
+        type=_seconds,
+        default=30.0,
+        help="how long requests may take to be answered after SIGTERM; default 30",
+    )
+    add("--log_level", type=_level, default="INFO", help="e.g. 20 or INFO (default), DEBUG")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""What a served model takes and returns: names, types and shapes of its tensors."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from distill_reader.errors import BadRequest, UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One input or output. Axis 0 of every tensor counts samples and is not part of `shape`."""
+
+    name: str  # what clients call it: the alias of the prototxt where there is one
+    dtype: str  # numpy's name: "float32", "int64", "uint8", ...
+    shape: tuple[int, ...]  # of one sample; -1: any length
+    variable: str = ""  # the model's own name; "": the same
+
+    def __post_init__(self) -> None:
+        if not self.variable:
+            object.__setattr__(self, "variable", self.name)
+        try:
+            np.dtype(self.dtype)
+        except TypeError as error:
+            raise UsageError(f"tensor {self.name}: unknown dtype {self.dtype!r}") from error
+
+    @property
+    def sample_bytes(self) -> int | None:
+        """Bytes of one sample; None: the shape leaves it open."""
+        if any(length < 0 for length in self.shape):
+            return None
+        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+    def check(self, dtype: str, shape: tuple[int, ...]) -> None:
+        """Refuse a tensor that does not fit; `shape` includes the samples of axis 0.
+
+        Raises:
+            BadRequest: names the tensor, what came and what is wanted.
+        """
+        if np.dtype(dtype) != np.dtype(self.dtype):
+            raise BadRequest(f"tensor {self.name}: expected {self.dtype}, got {dtype}")
+        fits = len(shape) == len(self.shape) + 1 and all(
+            want in (-1, got) for want, got in zip(self.shape, shape[1:], strict=True)
+        )
+        if not fits:
+            want = ["N", *("?" if length < 0 else str(length) for length in self.shape)]
+            raise BadRequest(
+                f"tensor {self.name}: expected shape [{', '.join(want)}], got {list(shape)}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A model as its clients see it."""
+
+    name: str
+    version: str = "1"
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    def input(self, name: str) -> TensorSpec:
+        """Return the input of this name, or of this variable name.
+
+        Raises:
+            BadRequest: there is none; lists those there are.
+        """
+        return _find(self.inputs, name, self.name, "input")
+
+    def output(self, name: str) -> TensorSpec:
+        """Return the output of this name, or of this variable name.
+
+        Raises:
+            BadRequest: there is none; lists those there are.
+        """
+        return _find(self.outputs, name, self.name, "output")
+
+
+def _find(specs: tuple[TensorSpec, ...], name: str, model: str, kind: str) -> TensorSpec:
+    for spec in specs:
+        if name == spec.name:
+            return spec
+    for spec in specs:
+        if name == spec.variable:
+            return spec
+    raise BadRequest(
+        f"model {model} has no {kind} {name!r}; it has {', '.join(spec.name for spec in specs)}"
+    )

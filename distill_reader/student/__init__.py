@@ -1,0 +1,1 @@
+"""What runs in a student's training process: the reader, its teachers' clients, the losses."""

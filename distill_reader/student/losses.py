@@ -1,0 +1,121 @@
+"""Losses of a student that learns from soft labels, after Hinton, Vinyals and Dean.
+
+"Distilling the Knowledge in a Neural Network", 2015, arXiv 1503.02531. The only module of the
+student that knows PaddlePaddle. All losses are scalars, means over samples, and differentiable in
+the student's logits; what comes from the teacher has no gradient.
+"""
+
+import paddle
+from paddle import Tensor
+from paddle.nn import functional
+
+_HALVES = (paddle.float16, paddle.bfloat16)
+
+
+def soft_cross_entropy(student_logits: Tensor, soft_labels: Tensor) -> Tensor:
+    """Return the cross entropy of the student's softmax against the teacher's.
+
+    Its gradient in the logits is (softmax(student_logits) - soft_labels) / samples: that of
+    `kl_divergence` at temperature 1, from which it differs by the teacher's entropy.
+
+    Args:
+        student_logits: (..., C) float, before softmax.
+        soft_labels: (..., C) float, each row sums to 1.
+
+    Raises:
+        ValueError: shapes disagree.
+    """
+    _check_same_shape(student_logits, "soft_labels", soft_labels)
+    log_shares = _log_softmax(_precise(student_logits))
+    return -(_fixed(soft_labels, log_shares) * log_shares).sum(axis=-1).mean()
+
+
+def kl_divergence(
+    student_logits: Tensor, teacher_logits: Tensor, *, temperature: float = 1.0
+) -> Tensor:
+    """Return how far the student's softmax is from the teacher's, both at `temperature`.
+
+    Hinton et al., section 2: times temperature**2, so that the gradient does not shrink as the
+    temperature grows, and keeps its weight beside a loss against labels.
+
+    Args:
+        student_logits: (..., C) float, before softmax.
+        teacher_logits: (..., C) float, before softmax.
+        temperature: > 0; above 1 the small shares count more.
+
+    Raises:
+        ValueError: shapes disagree, or `temperature` <= 0.
+    """
+    _check_same_shape(student_logits, "teacher_logits", teacher_logits)
+    _check_temperature(temperature)
+    log_shares = _log_softmax(_precise(student_logits) / temperature)
+    wanted = _log_softmax(_fixed(teacher_logits, log_shares) / temperature)
+    divergence = (wanted.exp() * (wanted - log_shares)).sum(axis=-1).mean()
+    return divergence * temperature**2
+
+
+def distillation_loss(
+    student_logits: Tensor,
+    soft_labels: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    alpha: float = 0.5,
+) -> Tensor:
+    """Mix the loss against the teacher with the loss against the true labels.
+
+    Args:
+        student_logits: (B, C) float, before softmax.
+        soft_labels: (B, C) float, each row sums to 1; the teacher's softmax at `temperature`.
+            Of a teacher that serves logits: `softmax(logits / temperature)`.
+        labels: (B,) or (B, 1) int64 class indices in [0, C).
+        temperature: > 0; the value the teacher used. Scales the soft term by temperature**2,
+            so that its gradient does not shrink as the temperature grows.
+        alpha: weight of the soft term, in [0, 1]; 0 ignores the teacher.
+
+    Returns:
+        Scalar mean over the batch, on the device of `student_logits`.
+
+    Raises:
+        ValueError: shapes disagree, `temperature` <= 0, or `alpha` is not in [0, 1].
+    """
+    _check_temperature(temperature)
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"alpha: expected a weight in [0, 1], got {alpha}")
+    batch = student_logits.shape[:1]
+    if student_logits.ndim != 2 or list(labels.shape) not in (batch, [*batch, 1]):
+        raise ValueError(
+            f"labels: expected shape [B] or [B, 1] beside student_logits [B, C], got "
+            f"{list(labels.shape)} beside {list(student_logits.shape)}"
+        )
+    hard = functional.cross_entropy(_precise(student_logits), labels.reshape(batch))
+    soft = soft_cross_entropy(_precise(student_logits) / temperature, soft_labels)
+    return alpha * temperature**2 * soft + (1 - alpha) * hard
+
+
+def _precise(logits: Tensor) -> Tensor:
+    """Return logits whose exponentials neither overflow nor vanish in a half's few bits."""
+    return logits.astype(paddle.float32) if logits.dtype in _HALVES else logits
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    """Return log(softmax) over the last axis. Paddle's own ends at -64 on the CPU."""
+    shifted = logits - logits.max(axis=-1, keepdim=True).detach()
+    return shifted - paddle.logsumexp(shifted, axis=-1, keepdim=True)
+
+
+def _fixed(values: Tensor, like: Tensor) -> Tensor:
+    return values.detach().astype(like.dtype)
+
+
+def _check_same_shape(student_logits: Tensor, name: str, other: Tensor) -> None:
+    if list(student_logits.shape) != list(other.shape):
+        raise ValueError(
+            f"{name}: expected the shape of student_logits {list(student_logits.shape)}, got "
+            f"{list(other.shape)}"
+        )
+
+
+def _check_temperature(temperature: float) -> None:
+    if not temperature > 0:
+        raise ValueError(f"temperature: expected > 0, got {temperature}")

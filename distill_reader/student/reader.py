@@ -1,0 +1,212 @@
+"""The student's reader: the user's batches, followed by what the teachers predict for them."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from distill_reader.errors import UsageError
+from distill_reader.prototxt import read_config
+from distill_reader.student.client import TeacherClient
+from distill_reader.student.connect import connect
+from distill_reader.student.feed import Limits
+from distill_reader.student.items import KINDS, Kind
+from distill_reader.student.pace import Pace
+from distill_reader.student.pool import PoolSettings
+from distill_reader.student.session import Session
+from distill_reader.student.settings import (
+    Policy,
+    ReaderSettings,
+    endpoints_of,
+    with_environment,
+)
+from distill_reader.student.source import FixedTeachers, TeacherSource
+
+_JOIN_BYTES = 4 << 20
+_MOST_BYTES = 12 << 20  # 16 images of 3x224x224 go whole; far beyond, gRPC becomes slow
+_MOST_BYTES_OF_CHOICE = 64 << 20  # where the user says how many samples a request has
+
+
+class DistillReader:
+    """Yields what the user's generator does, each followed by the teachers' predictions.
+
+    In the generator's order, and each sample once, whatever happens to teachers meanwhile. It is
+    iterated over by calling it, once per epoch:
+
+        reader = DistillReader(ins=["image", "label"], predicts=["score"])
+        reader.set_fixed_teacher("10.0.0.1:9292,10.0.0.2:9292")
+        reader.set_batch_generator(train_batches)
+        for epoch in range(10):
+            for image, label, score in reader():
+                ...
+
+    The teachers say which of `ins` they take; the others are not sent. The generator runs in a
+    thread of the process that iterates, ahead of it; its arrays are not copied, so it must not
+    write to one that it has yielded. Setters return the reader.
+    """
+
+    def __init__(self, ins: Sequence[str | None], predicts: Sequence[str]) -> None:
+        """
+        Args:
+            ins: a name for each field of the generator's tuples; None: not sent. Both kinds are
+                yielded.
+            predicts: names of the outputs wanted, which follow the fields in this order.
+
+        Raises:
+            UsageError: a name is wrong.
+        """
+        for name, value in (("ins", ins), ("predicts", predicts)):
+            if isinstance(value, str):
+                raise UsageError(f"{name}: expected a list of names, got the text {value!r}")
+        self._settings = ReaderSettings(ins=tuple(ins), predicts=tuple(predicts))
+        self._generator: Any = None  # None: not set yet
+        self._kind = ""  # "": not set yet
+        self._paces: dict[str, Pace] = {}  # by endpoint, from earlier iterations
+
+    # --- teachers
+
+    def set_fixed_teacher(self, teachers: Sequence[str] | str) -> Self:
+        """Use these teachers: a list of endpoints, or a text with commas.
+
+        An endpoint is `host:port` (the protocol is found out), or begins with `fast://`,
+        `grpc://`, `http://` (Open Inference Protocol), `serving://`, `serving+grpc://` (Paddle
+        Serving); `/MODEL` at its end says which model, where a teacher serves several.
+        """
+        return self._set(teachers=endpoints_of(teachers))
+
+    def set_require_max_teacher(self, require_max_teacher: int) -> Self:
+        """Say how many teachers to ask a discovery service for; a fixed list is used whole."""
+        return self._set(require_max_teacher=require_max_teacher)
+
+    def set_teacher_batch_size(self, teacher_batch_size: int = 1) -> Self:
+        """Bound the samples of one request; by default 4 to 12 MiB are its bound."""
+        if teacher_batch_size is None:
+            raise UsageError("teacher_batch_size: expected an integer of 1 or more, got None")
+        return self._set(teacher_batch_size=teacher_batch_size)
+
+    def set_serving_conf_file(self, conf_file: str | os.PathLike[str]) -> Self:
+        """Take names, types and shapes from a client prototxt of Paddle Serving.
+
+        For teachers that cannot say them: Paddle Serving's own.
+        """
+        if not Path(conf_file).is_file():
+            raise UsageError(f"conf_file: {os.fspath(conf_file)} is not a file")
+        return self._set(conf_file=os.fspath(conf_file))
+
+    def set_no_teacher_timeout(
+        self, no_teacher_timeout_s: float | None, policy: Policy = "raise"
+    ) -> Self:
+        """Say what happens when no teacher has been there for so long.
+
+        Args:
+            no_teacher_timeout_s: None, as by default: wait, and log a line every 10 s.
+            policy: "raise" NoTeacher where the next predictions are missing; or "skip": yield
+                the fields with None for each prediction, until a teacher is there again.
+        """
+        return self._set(no_teacher_timeout_s=no_teacher_timeout_s, no_teacher_policy=policy)
+
+    def set_max_memory(self, mebibytes: int) -> Self:
+        """Bound what is held between generator and consumer: 256 MiB by default."""
+        return self._set(max_memory_bytes=mebibytes << 20)
+
+    # --- data
+
+    def set_sample_generator(self, reader: Any) -> Self:
+        """Read from `reader`, which yields a tuple of fields per sample.
+
+        `reader` is a function that returns an iterator, called for every epoch, or an iterable.
+        """
+        return self._set_generator(reader, "sample")
+
+    def set_sample_list_generator(self, reader: Any) -> Self:
+        """Read from `reader`, which yields a list of such tuples per batch."""
+        return self._set_generator(reader, "sample list")
+
+    def set_batch_generator(self, reader: Any) -> Self:
+        """Read from `reader`, which yields a tuple of arrays per batch, samples on axis 0."""
+        return self._set_generator(reader, "batch")
+
+    def __call__(self) -> Iterator[Any]:
+        """Return one pass over the generator. Threads and connections begin with the first item,
+        and end with the last one, an error, `close` or a `break`.
+
+        Raises:
+            UsageError: something is not set, or a variable PADDLE_DISTILL_* is wrong.
+        """
+        if self._generator is None:
+            raise UsageError(
+                "reader: nothing to read; call set_sample_generator, set_sample_list_generator or "
+                "set_batch_generator first"
+            )
+        settings = with_environment(self._settings, os.environ)
+        return self._iterate(settings, self._source(settings))
+
+    def print_config(self) -> None:
+        """Print how the reader is set, the environment included."""
+        settings = with_environment(self._settings, os.environ)
+        print("------ DistillReader ------")  # noqa: T201  the method's purpose
+        for field in fields(settings):
+            print(f"{field.name}: {getattr(settings, field.name)}")  # noqa: T201
+        print(f"generator: {self._kind or 'not set'}")  # noqa: T201
+        print("---------------------------")  # noqa: T201
+
+    # --- helpers
+
+    def _set(self, **changes: Any) -> Self:
+        self._settings = replace(self._settings, **changes)
+        return self
+
+    def _set_generator(self, reader: Any, kind: str) -> Self:
+        if not callable(reader) and not hasattr(reader, "__iter__"):
+            raise UsageError(
+                f"reader: expected a function that returns an iterator, got {reader!r}"
+            )
+        self._generator, self._kind = reader, kind
+        return self
+
+    def _source(self, settings: ReaderSettings) -> TeacherSource:
+        if settings.discovery_servers:
+            raise UsageError(
+                f"PADDLE_DISTILL_BALANCE_SERVER is set to {','.join(settings.discovery_servers)}: "
+                f"this version cannot look up teachers; unset it and call set_fixed_teacher"
+            )
+        if not settings.teachers:
+            raise UsageError("teachers: none are given; call set_fixed_teacher")
+        return FixedTeachers(settings.teachers)
+
+    def _connector(self, settings: ReaderSettings) -> Callable[[str], TeacherClient]:
+        config = None if settings.conf_file is None else read_config(settings.conf_file).spec("")
+        return partial(connect, config=config)
+
+    def _iterate(self, settings: ReaderSettings, source: TeacherSource) -> Iterator[Any]:
+        in_flight = 2 * max(2, len(settings.teachers))
+        share_bytes = max(1 << 16, settings.max_memory_bytes // in_flight)
+        bound = _MOST_BYTES if settings.teacher_batch_size is None else _MOST_BYTES_OF_CHOICE
+        kind: Kind = KINDS[self._kind](settings.sent, len(settings.ins), len(settings.predicts))
+        session = Session(
+            self._generator,
+            kind,
+            source,
+            PoolSettings(
+                sent=tuple(name for _, name in settings.sent),
+                predicts=settings.predicts,
+                limits=Limits(
+                    join_bytes=min(
+                        _JOIN_BYTES if settings.teacher_batch_size is None else bound, share_bytes
+                    ),
+                    most_bytes=min(bound, max(share_bytes, _JOIN_BYTES)),
+                    samples=settings.teacher_batch_size,
+                ),
+                no_teacher_timeout_s=settings.no_teacher_timeout_s,
+                skips=settings.no_teacher_policy == "skip",
+            ),
+            max_bytes=settings.max_memory_bytes,
+            connect=self._connector(settings),
+            paces=self._paces,
+        )
+        try:
+            yield from session.results()
+        finally:
+            session.close()

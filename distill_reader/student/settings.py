@@ -1,0 +1,123 @@
+"""What a DistillReader is told: by its setters, and by the environment, which has the last word."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from distill_reader.errors import UsageError
+
+# Where the original looks for a client prototxt that nobody named.
+DEFAULT_CONF_FILE = Path("serving_conf", "serving_client_conf.prototxt")
+
+Policy = Literal["raise", "skip"]
+_MIN_MEMORY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReaderSettings:
+    """All that a reader needs but the generator."""
+
+    ins: tuple[str | None, ...]  # name of each field of the user's tuples; None: not sent
+    predicts: tuple[str, ...]  # outputs wanted, in this order
+    teachers: tuple[str, ...] = ()  # endpoints; (): none were given
+    teacher_batch_size: int | None = None  # most samples of one request; None: bounded by bytes
+    conf_file: str | None = None  # client prototxt; None: the teachers say what they take
+    require_max_teacher: int = 1  # of a discovery service; a fixed list is used whole
+    no_teacher_timeout_s: float | None = None  # None: wait for ever
+    no_teacher_policy: Policy = "raise"
+    max_memory_bytes: int = 256 << 20  # of samples and predictions between generator and consumer
+    discovery_servers: tuple[str, ...] = ()  # (): no discovery service
+    service_name: str | None = None  # None: no discovery service
+
+    def __post_init__(self) -> None:
+        _check_names(self.ins, self.predicts)
+        for name, value in (
+            ("teacher_batch_size", self.teacher_batch_size),
+            ("require_max_teacher", self.require_max_teacher),
+        ):
+            if value is not None and (type(value) is not int or value < 1):
+                raise UsageError(f"{name}: expected an integer of 1 or more, got {value!r}")
+        timeout_s = self.no_teacher_timeout_s
+        if timeout_s is not None and not timeout_s > 0:
+            raise UsageError(
+                f"no_teacher_timeout_s: expected seconds > 0, or None to wait for ever, "
+                f"got {timeout_s}"
+            )
+        if self.no_teacher_policy not in ("raise", "skip"):
+            raise UsageError(f"policy: expected 'raise' or 'skip', got {self.no_teacher_policy!r}")
+        if self.max_memory_bytes < _MIN_MEMORY_BYTES:
+            raise UsageError(f"max_memory: expected 1 MiB or more, got {self.max_memory_bytes} B")
+
+    @property
+    def sent(self) -> tuple[tuple[int, str], ...]:
+        """The fields that have a name: their places and names."""
+        return tuple((place, name) for place, name in enumerate(self.ins) if name is not None)
+
+
+def endpoints_of(teachers: Sequence[str] | str) -> tuple[str, ...]:
+    """Return the endpoints of a list, or of a text with commas.
+
+    Raises:
+        UsageError: none is given, one is empty or there twice.
+    """
+    given = teachers.split(",") if isinstance(teachers, str) else list(teachers)
+    if not all(isinstance(endpoint, str) for endpoint in given):
+        raise UsageError(f"teachers: expected texts such as 'host:9292', got {teachers!r}")
+    endpoints = tuple(endpoint.strip() for endpoint in given)
+    if not endpoints or not all(endpoints):
+        raise UsageError(f"teachers: expected endpoints such as 'host:9292', got {teachers!r}")
+    if len(set(endpoints)) < len(endpoints):
+        raise UsageError(f"teachers: each may be there once, got {', '.join(endpoints)}")
+    return endpoints
+
+
+def with_environment(settings: ReaderSettings, environ: Mapping[str, str]) -> ReaderSettings:
+    """Return the settings as the variables PADDLE_DISTILL_* override them.
+
+    As in the original, the service's name and the number of teachers count where a balance
+    server is set. An empty variable counts as none.
+
+    Raises:
+        UsageError: names the variable.
+    """
+    conf_file = environ.get("PADDLE_DISTILL_CONF_FILE") or settings.conf_file
+    if environ.get("PADDLE_DISTILL_CONF_FILE") and not Path(str(conf_file)).is_file():
+        raise UsageError(f"PADDLE_DISTILL_CONF_FILE: {conf_file} is not a file")
+    if conf_file is None and DEFAULT_CONF_FILE.is_file():
+        conf_file = str(DEFAULT_CONF_FILE)
+    settings = replace(settings, conf_file=conf_file)
+    servers = environ.get("PADDLE_DISTILL_BALANCE_SERVER")
+    if not servers:
+        return settings
+    service_name = environ.get("PADDLE_DISTILL_SERVICE_NAME") or settings.service_name
+    if not service_name:
+        raise UsageError(
+            "PADDLE_DISTILL_BALANCE_SERVER is set, PADDLE_DISTILL_SERVICE_NAME is missing: "
+            "set it to the name of the teachers' service"
+        )
+    max_teacher = environ.get("PADDLE_DISTILL_MAX_TEACHER")
+    if max_teacher and not (max_teacher.isdecimal() and int(max_teacher) >= 1):
+        raise UsageError(
+            f"PADDLE_DISTILL_MAX_TEACHER: expected an integer of 1 or more, got {max_teacher!r}"
+        )
+    return replace(
+        settings,
+        discovery_servers=endpoints_of(servers),
+        service_name=service_name,
+        require_max_teacher=int(max_teacher) if max_teacher else settings.require_max_teacher,
+    )
+
+
+def _check_names(ins: tuple[str | None, ...], predicts: tuple[str, ...]) -> None:
+    for name, values in (("ins", ins), ("predicts", predicts)):
+        given = [value for value in values if value is not None]
+        if not given:
+            raise UsageError(f"{name}: names at least one tensor, got {list(values)}")
+        for value in given:
+            if type(value) is not str or not value:
+                raise UsageError(f"{name}: expected names of tensors, got {value!r}")
+        if len(set(given)) < len(given):
+            raise UsageError(f"{name}: each name may be there once, got {list(values)}")
+    if None in predicts:
+        raise UsageError("predicts: None is for fields of `ins` that are not sent")

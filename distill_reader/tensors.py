@@ -1,0 +1,148 @@
+"""Tensors as the protocols name and lay them out: little-endian bytes, row-major, and numpy."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from distill_reader.errors import BadRequest
+
+Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+Rows = Array | Sequence[Array]  # one tensor, or arrays whose rows one after the other form it
+
+MAX_AXES = 32
+
+OIP_TO_NUMPY = {
+    "BOOL": "bool",
+    "UINT8": "uint8",
+    "UINT16": "uint16",
+    "UINT32": "uint32",
+    "UINT64": "uint64",
+    "INT8": "int8",
+    "INT16": "int16",
+    "INT32": "int32",
+    "INT64": "int64",
+    "FP16": "float16",
+    "FP32": "float32",
+    "FP64": "float64",
+}
+NUMPY_TO_OIP = {numpy_name: name for name, numpy_name in OIP_TO_NUMPY.items()}
+
+
+def numpy_dtype(tensor: str, datatype: str) -> np.dtype[Any]:
+    """Return the dtype, little-endian, of a datatype of the Open Inference Protocol.
+
+    Raises:
+        BadRequest: there is none; names the tensor and lists those there are.
+    """
+    try:
+        return np.dtype(OIP_TO_NUMPY[datatype]).newbyteorder("<")
+    except KeyError:
+        raise BadRequest(
+            f"tensor {tensor}: datatype {datatype!r} is none of {', '.join(OIP_TO_NUMPY)}"
+        ) from None
+
+
+def oip_datatype(tensor: str, dtype: np.dtype[Any]) -> str:
+    """Return the name of a dtype in the Open Inference Protocol.
+
+    Raises:
+        BadRequest: it has none there; names the tensor.
+    """
+    try:
+        return NUMPY_TO_OIP[dtype.name]
+    except KeyError:
+        raise BadRequest(
+            f"tensor {tensor}: the Open Inference Protocol has no type for {dtype.name}"
+        ) from None
+
+
+def count_items(tensor: str, shape: Sequence[int]) -> int:
+    """Return how many elements a tensor of this shape has.
+
+    Raises:
+        BadRequest: the shape is impossible; names the tensor.
+    """
+    if len(shape) > MAX_AXES or any(length < 0 for length in shape):
+        raise BadRequest(f"tensor {tensor}: shape {list(shape[:MAX_AXES])} is impossible")
+    return math.prod(shape)
+
+
+def view_bytes(tensor: str, data: memoryview, dtype: np.dtype[Any], shape: Sequence[int]) -> Array:
+    """Return a tensor whose bytes are `data`, without copying; read-only where `data` is.
+
+    Raises:
+        BadRequest: `data` has not as many bytes as the shape needs; names the tensor.
+    """
+    size = count_items(tensor, shape) * dtype.itemsize
+    if len(data) != size:
+        raise BadRequest(
+            f"tensor {tensor}: {dtype.name} of shape {list(shape)} has {size} bytes, "
+            f"{len(data)} came"
+        )
+    return np.ndarray(tuple(shape), dtype, data)
+
+
+def join_rows(tensor: str, rows: Rows) -> tuple[np.dtype[Any], tuple[int, ...], list[Array]]:
+    """Return dtype, shape and the contiguous little-endian arrays that form a tensor.
+
+    Nothing is copied that is C-contiguous and little-endian already.
+
+    Raises:
+        BadRequest: the arrays differ in dtype or in the shape of a row; names the tensor.
+    """
+    arrays = [rows] if isinstance(rows, np.ndarray) else list(rows)
+    if not arrays:
+        raise BadRequest(f"tensor {tensor}: there is no array")
+    dtype, row = arrays[0].dtype, arrays[0].shape[1:]
+    if len(arrays) == 1:
+        shape: tuple[int, ...] = arrays[0].shape
+    else:
+        for array in arrays:
+            if array.dtype != dtype or array.ndim == 0 or array.shape[1:] != row:
+                raise BadRequest(
+                    f"tensor {tensor}: rows of {dtype} {list(row)} and of {array.dtype} "
+                    f"{list(array.shape[1:])} form no tensor"
+                )
+        shape = (sum(len(array) for array in arrays), *row)
+    little = dtype.newbyteorder("<")
+    return little, shape, [_little_endian(array, little) for array in arrays]
+
+
+def raw_bytes(array: Array) -> memoryview:
+    """Return the bytes of a C-contiguous array without copying."""
+    flat: Any = array.reshape(-1).view(np.uint8)  # numpy's types know no buffers yet
+    return memoryview(flat)
+
+
+def cast_numbers(tensor: str, numbers: object, dtype: np.dtype[Any]) -> Array:
+    """Return JSON numbers, however nested, as a flat array, if `dtype` holds them.
+
+    Raises:
+        BadRequest: they are no numbers, or do not fit the type; names the tensor.
+    """
+    try:
+        array = np.array(numbers)
+    except (ValueError, OverflowError, RecursionError):
+        raise BadRequest(f"tensor {tensor}: data must be numbers, nested evenly") from None
+    flat = array.reshape(-1)
+    if flat.size == 0:
+        return np.empty(0, dtype)
+    if dtype.kind == "b":
+        if flat.dtype.kind == "b" or (flat.dtype.kind in "iu" and np.isin(flat, (0, 1)).all()):
+            return flat.astype(dtype)
+    elif dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        if flat.dtype.kind in "iu" and info.min <= int(flat.min()) <= int(flat.max()) <= info.max:
+            return flat.astype(dtype)
+    elif flat.dtype.kind in "iuf":
+        with np.errstate(over="ignore"):  # as the framework does: too large is infinite
+            return flat.astype(dtype)
+    raise BadRequest(f"tensor {tensor}: data does not fit {dtype.name}")
+
+
+def _little_endian(array: Array, dtype: np.dtype[Any]) -> Array:
+    if array.flags.c_contiguous and array.dtype == dtype:
+        return array
+    return np.ascontiguousarray(array, dtype)

@@ -1,0 +1,428 @@
+"""The fast path between a student and a teacher: what its bytes mean. Pure; `stream.py` moves them.
+
+A connection starts with a greeting each way, then the student sends one frame at a time and waits
+for the frame that answers it; requests in flight are as many connections. All is little-endian.
+
+    greeting   magic "EDLT", version u16, flags u16, body bytes u32; body: JSON
+        hello      {"model", "token"}, then CR LF CR LF, so that an HTTP server refuses it at once
+        welcome    {"model": spec, "limits", "unix", "shared_memory"}  or  {"error": ...}
+    frame      kind u8, flags u8, tensors u16, outputs u16, 0 u16, request id u32,
+               meta bytes u32, payload bytes u64; meta; payload
+        PREDICT    meta: outputs wanted (u16 each; none: all), tensors; payload: their bytes one
+                   after the other, or nothing if SHARED: they lie in the memory that was shared
+        ANSWER     meta: tensors; payload: their bytes
+        ERROR      meta: JSON {"kind", "text", "delay_s"}
+        SHARE      the next byte carries the descriptor of the student's memory (SCM_RIGHTS)
+        SHARED     answers SHARE: the teacher has mapped it
+    tensor     index in the model's spec u16, dtype u8, axes u8, offset u64, then u64 per axis;
+               offset: in the shared memory if SHARED, else 0
+"""
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from distill_reader.errors import (
+    BadRequest,
+    DistillError,
+    ModelNotFound,
+    TeacherBusy,
+    TeacherGone,
+    UsageError,
+)
+from distill_reader.specs import ModelSpec, TensorSpec
+
+MAGIC = b"EDLT"  # of every greeting; what a server on a shared port tells the fast path by
+VERSION = 1
+
+GREETING = struct.Struct("<4sHHI")
+HEAD = struct.Struct("<BBHHHIIQ")
+_TENSOR = struct.Struct("<HBBQ")
+
+PREDICT, ANSWER, ERROR, SHARE, SHARED = range(1, 6)  # kinds of frames
+IN_SHARED_MEMORY = 1  # flag of PREDICT
+
+MAX_HELLO_BYTES = 16 << 10
+MAX_WELCOME_BYTES = 4 << 20  # a spec of many tensors
+MAX_META_BYTES = 256 << 10
+_MAX_TEXT = 8 << 10  # characters of an error's text
+_HELLO_END = b"\r\n\r\n"
+
+_DTYPES = (
+    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
+    "float16", "float32", "float64", "complex64", "complex128",
+)  # fmt: skip
+_CODES = {name: code for code, name in enumerate(_DTYPES)}
+_ITEM_BYTES = tuple(np.dtype(name).itemsize for name in _DTYPES)
+_MAX_AXES = 32
+_MAX_ITEMS = 1 << 48  # of a tensor, axes of length 0 counted as 1: far from what overflows
+
+_ERRORS: dict[str, type[DistillError]] = {
+    "bad_request": BadRequest,
+    "model_not_found": ModelNotFound,
+    "busy": TeacherBusy,
+    "refused": UsageError,  # the token, the version
+    "failed": TeacherGone,
+}
+
+
+class WireError(DistillError):
+    """Bytes do not follow the format: the other end is no such teacher or student, or broken."""
+
+
+class WireTensor(NamedTuple):  # a tuple, as Head: made for every request, three times as fast
+    """A tensor as a frame describes it."""
+
+    place: int  # among the model's inputs or outputs
+    dtype: str
+    shape: tuple[int, ...]  # axis 0: samples
+    offset: int = 0  # in the shared memory, where the request lies there
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * _ITEM_BYTES[_CODES[self.dtype]]
+
+
+class Head(NamedTuple):
+    """The fixed part of a frame."""
+
+    kind: int
+    flags: int
+    tensors: int
+    outputs: int
+    reserved: int
+    request_id: int
+    meta_bytes: int
+    payload_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """What a student says first."""
+
+    model: str = ""  # "": the only one
+    token: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """What a teacher answers."""
+
+    spec: ModelSpec
+    max_request_bytes: int  # of all inputs of a request
+    unix: str = ""  # abstract name of its unix socket, for students of the same host; "": none
+    shared_memory: bool = False  # whether it maps memory of the student, over the unix socket
+
+
+# --- greetings
+
+
+def pack_hello(hello: Hello) -> bytes:
+    body = {"model": hello.model, "token": hello.token}
+    return _greeting(json.dumps(body).encode() + _HELLO_END)
+
+
+def pack_welcome(welcome: Welcome) -> bytes:
+    body = {
+        "model": spec_to_json(welcome.spec),
+        "limits": {"max_request_bytes": welcome.max_request_bytes},
+        "unix": welcome.unix,
+        "shared_memory": welcome.shared_memory,
+    }
+    return _greeting(json.dumps(body).encode())
+
+
+def pack_refusal(error: DistillError) -> bytes:
+    return _greeting(json.dumps({"error": _error_to_json(error)}).encode())
+
+
+def parse_greeting(head: bytes, *, max_bytes: int) -> int:
+    """Return how many bytes the body has.
+
+    Raises:
+        WireError: it does not begin with the magic, or is longer than `max_bytes`.
+        UsageError: the other end speaks another version.
+    """
+    magic, version, _flags, body_bytes = GREETING.unpack(head)
+    if magic != MAGIC:
+        raise WireError(f"expected {MAGIC!r} first, got {magic!r}")
+    if version != VERSION:
+        raise UsageError(
+            f"the other end speaks version {version} of the fast path, this one version {VERSION}:"
+            " install the same release of edl on both"
+        )
+    if body_bytes > max_bytes:
+        raise WireError(f"greeting of {body_bytes} bytes; allowed are {max_bytes}")
+    return int(body_bytes)
+
+
+def parse_hello(body: bytes) -> Hello:
+    """Raises: WireError."""
+    fields = _json_object(body)
+    return Hello(model=_text(fields, "model"), token=_text(fields, "token"))
+
+
+def parse_welcome(body: bytes) -> Welcome:
+    """Return what the teacher offers.
+
+    Raises:
+        DistillError: the teacher refuses: the error that it names.
+        WireError: the body is malformed.
+    """
+    fields = _json_object(body)
+    if "error" in fields:
+        raise _error_from_json(fields["error"])
+    limits = fields.get("limits")
+    max_request_bytes = limits.get("max_request_bytes") if isinstance(limits, dict) else None
+    if not isinstance(max_request_bytes, int) or max_request_bytes < 0:
+        raise WireError(f"welcome: limits: expected max_request_bytes, got {limits!r}")
+    return Welcome(
+        spec=spec_from_json(fields.get("model")),
+        max_request_bytes=max_request_bytes,
+        unix=_text(fields, "unix"),
+        shared_memory=fields.get("shared_memory") is True,
+    )
+
+
+def spec_to_json(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "name": spec.name,
+        "version": spec.version,
+        "inputs": [_tensor_to_json(tensor) for tensor in spec.inputs],
+        "outputs": [_tensor_to_json(tensor) for tensor in spec.outputs],
+    }
+
+
+def spec_from_json(value: object) -> ModelSpec:
+    """Raises: WireError."""
+    if not isinstance(value, dict):
+        raise WireError(f"model: expected an object, got {value!r:.80}")
+    return ModelSpec(
+        name=_text(value, "name"),
+        version=_text(value, "version"),
+        inputs=_tensors_from_json(value.get("inputs")),
+        outputs=_tensors_from_json(value.get("outputs")),
+    )
+
+
+# --- frames
+
+
+def pack_predict(
+    request_id: int,
+    tensors: Sequence[WireTensor],
+    outputs: Sequence[int],
+    *,
+    in_shared_memory: bool,
+) -> bytes:
+    """Return head and meta; the payload, if any, is sent behind them.
+
+    Raises:
+        BadRequest: a dtype that the format does not know, or too many tensors.
+    """
+    meta = struct.pack(f"<{len(outputs)}H", *outputs) + _pack_tensors(tensors)
+    payload_bytes = 0 if in_shared_memory else sum(tensor.size_bytes for tensor in tensors)
+    flags = IN_SHARED_MEMORY if in_shared_memory else 0
+    head = HEAD.pack(
+        PREDICT, flags, len(tensors), len(outputs), 0, request_id, len(meta), payload_bytes
+    )
+    return head + meta
+
+
+def pack_answer(request_id: int, tensors: Sequence[WireTensor]) -> bytes:
+    """Return head and meta; the payload is sent behind them. Raises: BadRequest."""
+    meta = _pack_tensors(tensors)
+    payload_bytes = sum(tensor.size_bytes for tensor in tensors)
+    return HEAD.pack(ANSWER, 0, len(tensors), 0, 0, request_id, len(meta), payload_bytes) + meta
+
+
+def pack_error(request_id: int, error: DistillError) -> bytes:
+    meta = json.dumps(_error_to_json(error)).encode()
+    return HEAD.pack(ERROR, 0, 0, 0, 0, request_id, len(meta), 0) + meta
+
+
+def pack_share() -> bytes:
+    return HEAD.pack(SHARE, 0, 0, 0, 0, 0, 0, 0)
+
+
+def pack_shared() -> bytes:
+    return HEAD.pack(SHARED, 0, 0, 0, 0, 0, 0, 0)
+
+
+def parse_head(head: bytes | bytearray | memoryview) -> Head:
+    """Raises: WireError: the meta is longer than any may be, or the kind unknown."""
+    fields = Head._make(HEAD.unpack(head))
+    if not PREDICT <= fields.kind <= SHARED:
+        raise WireError(f"frame of unknown kind {fields.kind}")
+    if fields.meta_bytes > MAX_META_BYTES:
+        raise WireError(
+            f"frame with {fields.meta_bytes} bytes of meta; allowed are {MAX_META_BYTES}"
+        )
+    return fields
+
+
+def parse_predict(head: Head, meta: bytes) -> tuple[list[WireTensor], list[int]]:
+    """Return the tensors of a PREDICT, and the outputs wanted by index.
+
+    Raises:
+        WireError: the meta is malformed, or the payload is not as long as the tensors.
+    """
+    wanted_bytes = 2 * head.outputs
+    if wanted_bytes > len(meta):
+        raise WireError("frame too short for its outputs")
+    outputs = list(struct.unpack_from(f"<{head.outputs}H", meta))
+    tensors = _parse_tensors(meta, wanted_bytes, head.tensors)
+    if not head.flags & IN_SHARED_MEMORY:
+        _check_payload(head, tensors)
+    elif head.payload_bytes:
+        raise WireError("a request in shared memory has no payload")
+    return tensors, outputs
+
+
+def parse_answer(head: Head, meta: bytes) -> list[WireTensor]:
+    """Raises: WireError: malformed, or the payload is not as long as the tensors."""
+    tensors = _parse_tensors(meta, 0, head.tensors)
+    _check_payload(head, tensors)
+    return tensors
+
+
+def parse_error(meta: bytes) -> DistillError:
+    """Return the error that the teacher names. Raises: WireError."""
+    return _error_from_json(_json_object(meta))
+
+
+def dtype_name(dtype: "np.dtype[Any]") -> str:
+    """Return the name under which the format knows a dtype.
+
+    Raises:
+        BadRequest: it does not.
+    """
+    name = dtype.name
+    if name not in _CODES or not dtype.isnative:
+        raise BadRequest(f"dtype {dtype} cannot be sent; possible are {', '.join(_DTYPES)}")
+    return name
+
+
+# --- parts
+
+
+def _greeting(body: bytes) -> bytes:
+    return GREETING.pack(MAGIC, VERSION, 0, len(body)) + body
+
+
+def _pack_tensors(tensors: Sequence[WireTensor]) -> bytes:
+    parts = []
+    for tensor in tensors:
+        code = _CODES.get(tensor.dtype)
+        if code is None:
+            raise BadRequest(f"dtype {tensor.dtype} cannot be sent: {', '.join(_DTYPES)} can")
+        axes = len(tensor.shape)
+        parts.append(_TENSOR.pack(tensor.place, code, axes, tensor.offset))
+        parts.append(struct.pack(f"<{axes}Q", *tensor.shape))
+    return b"".join(parts)
+
+
+def _parse_tensors(meta: bytes, position: int, count: int) -> list[WireTensor]:
+    tensors = []
+    for _ in range(count):
+        if position + _TENSOR.size > len(meta):
+            raise WireError("frame too short for its tensors")
+        place, code, axes, offset = _TENSOR.unpack_from(meta, position)
+        position += _TENSOR.size
+        if code >= len(_DTYPES):
+            raise WireError(f"tensor of unknown dtype {code}")
+        if not 1 <= axes <= _MAX_AXES:
+            raise WireError(f"tensor of {axes} axes; possible are 1 to {_MAX_AXES}")
+        if position + 8 * axes > len(meta):
+            raise WireError("frame too short for its tensors")
+        shape = struct.unpack_from(f"<{axes}Q", meta, position)
+        position += 8 * axes
+        if math.prod([length or 1 for length in shape]) > _MAX_ITEMS:
+            raise WireError(f"tensor of shape {list(shape)} is too large")
+        tensors.append(WireTensor(place, _DTYPES[code], shape, offset))
+    if position != len(meta):
+        raise WireError(f"{len(meta) - position} bytes too many behind the tensors")
+    return tensors
+
+
+def _check_payload(head: Head, tensors: Sequence[WireTensor]) -> None:
+    expected = sum(tensor.size_bytes for tensor in tensors)
+    if head.payload_bytes != expected:
+        raise WireError(f"payload of {head.payload_bytes} bytes; its tensors have {expected}")
+
+
+def _error_to_json(error: DistillError) -> dict[str, Any]:
+    kind = next((kind for kind, type_ in _ERRORS.items() if type(error) is type_), None)
+    if kind is None:  # a relation of one that has a name
+        kind = next((kind for kind, type_ in _ERRORS.items() if isinstance(error, type_)), "failed")
+    fields: dict[str, Any] = {"kind": kind, "text": str(error)[:_MAX_TEXT]}
+    if isinstance(error, TeacherBusy):
+        fields["delay_s"] = error.delay_s
+    return fields
+
+
+def _error_from_json(value: object) -> DistillError:
+    if not isinstance(value, dict):
+        raise WireError(f"error: expected an object, got {value!r:.80}")
+    kind, text = _text(value, "kind"), _text(value, "text")
+    if kind == "busy":
+        delay_s = value.get("delay_s")
+        if isinstance(delay_s, int | float) and 0 <= delay_s < 3600:
+            return TeacherBusy(text, delay_s=float(delay_s))
+        return TeacherBusy(text)
+    return _ERRORS.get(kind, TeacherGone)(text)
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"expected JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise WireError(f"expected a JSON object, got {fields!r:.80}")
+    return fields
+
+
+def _text(fields: Mapping[str, Any], name: str) -> str:
+    value = fields.get(name, "")
+    if not isinstance(value, str):
+        raise WireError(f"{name}: expected text, got {value!r:.80}")
+    return value
+
+
+def _tensor_to_json(tensor: TensorSpec) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "variable": tensor.variable,
+    }
+
+
+def _tensors_from_json(value: object) -> tuple[TensorSpec, ...]:
+    if not isinstance(value, list):
+        raise WireError(f"model: expected a list of tensors, got {value!r:.80}")
+    tensors = []
+    for fields in value:
+        if not isinstance(fields, dict):
+            raise WireError(f"model: expected a tensor, got {fields!r:.80}")
+        shape = fields.get("shape")
+        if not isinstance(shape, list) or not all(isinstance(length, int) for length in shape):
+            raise WireError(f"model: expected a shape, got {shape!r:.80}")
+        try:
+            tensors.append(
+                TensorSpec(
+                    name=_text(fields, "name"),
+                    dtype=_text(fields, "dtype"),
+                    shape=tuple(shape),
+                    variable=_text(fields, "variable"),
+                )
+            )
+        except UsageError as error:
+            raise WireError(f"model: {error}") from error
+    return tuple(tensors)

@@ -1,0 +1,102 @@
+import numpy as np
+import pytest
+
+from distill_reader.errors import BadRequest
+from distill_reader.specs import ModelSpec, TensorSpec
+from distill_reader.student.asking import Asking
+from distill_reader.student.client import Array
+from distill_reader.student.feed import Feed, Limits
+from distill_reader.student.items import BatchKind
+
+SPEC = ModelSpec(
+    name="net",
+    inputs=(TensorSpec(name="image", dtype="float32", shape=(1, 2, 2), variable="x0"),),
+    outputs=(
+        TensorSpec(name="score", dtype="float32", shape=(3,)),
+        TensorSpec(name="feature", dtype="float32", shape=(5,)),
+    ),
+)
+OPEN = ModelSpec(
+    name="text",
+    inputs=(TensorSpec(name="words", dtype="int64", shape=(-1,)),),
+    outputs=(TensorSpec(name="score", dtype="float32", shape=(2,)),),
+)
+
+
+def asking(spec: ModelSpec = SPEC, sent: tuple[str, ...] = ("image",)) -> Asking:
+    return Asking("t:1", spec, sent, ("score",))
+
+
+def fed(asking: Asking, *arrays: Array) -> dict[str, list[Array]]:
+    names = tuple((place, f"field{place}") for place in range(len(arrays)))
+    feed = Feed(1 << 20)
+    feed.add(BatchKind(names, len(arrays), 1).item(arrays))
+    request = feed.take(Limits(join_bytes=1 << 20, most_bytes=1 << 20), "t:1")
+    assert request is not None
+    return asking.feeds(request)
+
+
+def test_only_what_the_model_takes_is_sent():
+    image, label = np.zeros((2, 1, 2, 2), np.float32), np.zeros(2, np.int64)
+    feeds = fed(asking(sent=("label", "image")), label, image)
+    assert list(feeds) == ["image"]
+    assert feeds["image"][0] is image
+
+
+def test_the_models_own_variable_names_are_names_too():
+    feeds = fed(asking(sent=("x0",)), np.zeros((2, 1, 2, 2), np.float32))
+    assert list(feeds) == ["image"]
+
+
+def test_a_teacher_that_cannot_say_what_it_takes_gets_every_field():
+    unknown = ModelSpec(name="", inputs=(), outputs=())
+    feeds = fed(asking(unknown, ("a", "b")), np.zeros(2), np.zeros(2))
+    assert list(feeds) == ["a", "b"]
+
+
+def test_flat_samples_get_the_models_shape():
+    (array,) = fed(asking(), np.arange(8, dtype=np.float32).reshape(2, 4))["image"]
+    assert array.shape == (2, 1, 2, 2)
+    assert array.ravel().tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16", "uint8", "int8", "bool"])
+def test_types_that_fit_into_the_models_are_changed(dtype: str):
+    (array,) = fed(asking(), np.ones((2, 1, 2, 2), dtype))["image"]
+    assert array.dtype == np.float32
+
+
+def test_types_that_do_not_fit_are_left_for_the_client_to_refuse():
+    given = np.zeros((2, 1, 2, 2), np.int64)
+    assert fed(asking(), given)["image"][0] is given
+    floats = np.zeros((2, 7))
+    assert fed(asking(OPEN, ("words",)), floats)["words"][0] is floats
+
+
+@pytest.mark.parametrize(
+    ("spec", "sent", "words"),
+    [
+        (SPEC, ("picture",), r"t:1: model net takes 'image'.*`ins` \(picture\)"),
+        (OPEN, ("image",), "model text takes 'words'"),
+    ],
+)
+def test_an_input_without_a_field_is_refused_by_name(
+    spec: ModelSpec, sent: tuple[str, ...], words: str
+):
+    with pytest.raises(BadRequest, match=words):
+        asking(spec, sent)
+
+
+def test_an_output_that_the_model_lacks_is_refused_by_name():
+    with pytest.raises(BadRequest, match=r"t:1: predicts: .*'logits'; it has score, feature"):
+        Asking("t:1", SPEC, ("image",), ("logits",))
+
+
+def test_predictions_come_in_the_order_of_predicts_and_one_per_sample():
+    both = Asking("t:1", SPEC, ("image",), ("feature", "score"))
+    score, feature = np.zeros((2, 3)), np.zeros((2, 5))
+    found = both.outputs({"score": score, "feature": feature}, 2)
+    assert found[0] is feature
+    assert found[1] is score
+    with pytest.raises(BadRequest, match=r"t:1: tensor feature: expected 4 rows .*\[2, 5\]"):
+        both.outputs({"score": np.zeros((4, 3)), "feature": feature}, 4)

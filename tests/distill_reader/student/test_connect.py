@@ -1,0 +1,331 @@
+import contextlib
+import http.client
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distill_reader.errors import DistillError, ModelNotFound, TeacherGone, UsageError
+from distill_reader.student import connect as connect_module
+from distill_reader.student.client import TeacherClient
+from distill_reader.student.connect import connect, forget, read_token
+from distill_reader.student.endpoints import Target, parse_endpoint
+from tests.distill_reader.student.foreign_teachers import (
+    HttpTeacher,
+    OipGrpcTeacher,
+    ServingGrpcTeacher,
+    answer_oip,
+    answer_serving,
+)
+from tests.distill_reader.student.local_teacher import LocalService, LocalTeacher
+from tests.support import free_port, wait_until
+
+PROTOCOLS = (
+    "fast-tcp", "fast-unix", "fast-shm", "oip-grpc", "oip-http", "serving-http", "serving-grpc",
+)  # fmt: skip
+
+
+# --- endpoints
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("host:1", ("host", 1, "", None)),
+        (" 10.0.0.1:9292/lenet ", ("10.0.0.1", 9292, "lenet", None)),
+        ("[::1]:9292", ("::1", 9292, "", None)),
+        ("fast://h:1", ("h", 1, "", "fast-shm")),
+        ("grpc://h:1/m", ("h", 1, "m", "oip-grpc")),
+        ("http://h:1/a%20b", ("h", 1, "a b", "oip-http")),
+        ("serving://h:1/", ("h", 1, "", "serving-http")),
+        ("serving+grpc://h:1", ("h", 1, "", "serving-grpc")),
+    ],
+)
+def test_an_endpoint_is_understood(text, expected):
+    target = parse_endpoint(text)
+    assert (target.host, target.port, target.model, target.protocol) == expected
+    assert target.endpoint == text
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "expected HOST:PORT"),
+        ("host", "expected HOST:PORT"),
+        (":1", "expected HOST:PORT"),
+        ("host:0", "expected HOST:PORT"),
+        ("host:port", "Port could not be cast"),
+        ("host:70000", "Port out of range"),
+        ("u:p@host:1", "expected HOST:PORT"),
+        ("host:1?x", "expected HOST:PORT"),
+        ("https://host:1", "unknown protocol 'https'; possible are fast://, grpc://"),
+    ],
+)
+def test_an_endpoint_that_is_none_is_refused_by_name(text, reason):
+    with pytest.raises(UsageError, match=f"endpoint {text.replace('?', '.')}: .*{reason}"):
+        parse_endpoint(text)
+
+
+def test_model_and_protocol_may_be_given_apart():
+    target = parse_endpoint("http://h:1", model="m", protocol="fast-tcp")
+    assert target == Target(endpoint="http://h:1", host="h", port=1, model="m", protocol="fast-tcp")
+    assert parse_endpoint("h:1/m", model="m").model == "m"
+    with pytest.raises(UsageError, match="names the model 'm', not 'n'"):
+        parse_endpoint("h:1/m", model="n")
+    with pytest.raises(UsageError, match="protocol: expected one of fast-shm, "):
+        parse_endpoint("h:1", protocol="quic")
+
+
+def test_the_token_is_read_from_a_file_or_the_environment(tmp_path):
+    file = tmp_path / "token"
+    file.write_text("from-file\n")
+    assert read_token({}) == ""
+    assert read_token({"EDL_TEACHER_TOKEN": "plain"}) == "plain"
+    assert (
+        read_token({"EDL_TEACHER_TOKEN": "plain", "EDL_TEACHER_TOKEN_FILE": str(file)})
+        == "from-file"
+    )
+    with pytest.raises(UsageError, match=r"EDL_TEACHER_TOKEN_FILE: .*/missing"):
+        read_token({"EDL_TEACHER_TOKEN_FILE": str(tmp_path / "missing")})
+
+
+# --- finding out
+
+
+@pytest.fixture
+def run():
+    """Starts a teacher and ends it after the test."""
+    closes: list[Callable[[], None]] = []
+
+    def run(teacher: Any) -> Any:
+        closes.append(teacher.close)
+        return teacher
+
+    yield run
+    for close in closes:
+        close()
+
+
+@pytest.mark.parametrize(
+    ("start", "protocol"),
+    [
+        (lambda: LocalTeacher(LocalService()), "fast-shm"),
+        (OipGrpcTeacher, "oip-grpc"),
+        (lambda: HttpTeacher(answer_oip), "oip-http"),
+        (lambda: HttpTeacher(answer_serving), "serving-http"),
+        (ServingGrpcTeacher, "serving-grpc"),
+    ],
+)
+def test_what_a_teacher_speaks_is_found_out_and_remembered(run, monkeypatch, start, protocol):
+    teacher = run(start())
+    tried: list[str] = []
+    opened = connect_module._open
+
+    def spy(protocol: str, call: Any) -> Any:
+        tried.append(protocol)
+        return opened(protocol, call)
+
+    monkeypatch.setattr(connect_module, "_open", spy)
+    for expected in (list(connect_module._ORDER), [protocol]):
+        tried.clear()
+        client = connect(teacher.endpoint)
+        assert client.protocol == protocol
+        client.close()
+        assert tried == expected[: expected.index(protocol) + 1]
+    forget(teacher.endpoint)
+    connect(teacher.endpoint).close()
+    assert len(tried) > 1 or protocol == "fast-shm"
+
+
+def test_a_teacher_that_speaks_another_protocol_now_is_found_out_again(run):
+    first = HttpTeacher(answer_oip)
+    connect(first.endpoint).close()
+    first.close()
+    with pytest.raises(TeacherGone, match="refused"):
+        connect(first.endpoint)
+    listener = socket.create_server(("127.0.0.1", first.port))
+    service = LocalService()
+    teacher = run(LocalTeacher(service))
+    accepting = threading.Thread(target=serve_accepted, args=(listener, teacher))
+    accepting.start()
+    client = connect(first.endpoint)
+    assert client.protocol == "fast-shm"
+    client.close()
+    listener.shutdown(socket.SHUT_RDWR)
+    accepting.join(10)
+    listener.close()
+
+
+def serve_accepted(listener: socket.socket, teacher: LocalTeacher) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            teacher.server.start(listener.accept()[0])
+
+
+def test_a_model_that_is_not_there_ends_the_search(run):
+    teacher = run(LocalTeacher(LocalService()))
+    with pytest.raises(ModelNotFound, match=f"{teacher.endpoint}/nope: no model 'nope' here"):
+        connect(f"{teacher.endpoint}/nope")
+
+
+@contextlib.contextmanager
+def stranger(act: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A server that does `act` with each connection."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    open_: list[socket.socket] = []
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                open_.append(listener.accept()[0])
+                with contextlib.suppress(OSError):
+                    act(open_[-1])
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    yield f"127.0.0.1:{listener.getsockname()[1]}"
+    listener.shutdown(socket.SHUT_RDWR)
+    thread.join(10)
+    listener.close()
+    for sock in open_:
+        sock.close()
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        pytest.param(lambda sock: None, id="says nothing"),
+        pytest.param(lambda sock: sock.close(), id="hangs up"),
+        pytest.param(lambda sock: sock.sendall(b"220 smtp ready\r\n"), id="speaks SMTP"),
+        pytest.param(lambda sock: sock.sendall(b"HTTP/1.1 404 No\r\n\r\n"), id="knows no path"),
+    ],
+)
+def test_who_is_no_teacher_is_told_apart_in_time_with_what_was_tried(act, monkeypatch):
+    monkeypatch.setattr(connect_module, "_TRIAL_S", 0.2)
+    with stranger(act) as endpoint, pytest.raises(TeacherGone) as caught:
+        connect(endpoint, connect_timeout_s=2)
+    text = str(caught.value)
+    assert text.startswith(f"{endpoint}: somebody listens there")
+    for protocol in connect_module._ORDER:
+        assert f"{protocol} (" in text
+
+
+@pytest.mark.parametrize("scheme", ["fast", "grpc", "http"])
+def test_a_protocol_that_was_named_is_not_replaced_by_another(run, scheme):
+    teacher = run(ServingGrpcTeacher() if scheme == "grpc" else HttpTeacher(answer_serving))
+    with pytest.raises(UsageError, match="give the endpoint without a protocol, or with another"):
+        connect(f"{scheme}://{teacher.endpoint}/m", connect_timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    "scheme", ["", "fast://", "grpc://", "http://", "serving://", "serving+grpc://"]
+)
+def test_where_nobody_listens_the_teacher_is_gone(scheme):
+    endpoint = f"{scheme}127.0.0.1:{free_port()}"
+    with pytest.raises(TeacherGone, match=endpoint.replace("+", ".")):
+        connect(endpoint, connect_timeout_s=5)
+
+
+def test_a_student_on_the_fast_path_loads_neither_grpc_nor_protobuf():
+    code = (
+        "import sys, distill_reader.student.connect as c\n"
+        "try: c.connect('127.0.0.1:1')\n"
+        "except c.TeacherGone: pass\n"
+        "print([m for m in ('grpc', 'google.protobuf', 'paddle') if m in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+# --- our own server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """`python -m distill_reader.serve` with a model that adds up its input."""
+    folder: Path = tmp_path_factory.mktemp("model")
+    (folder / "shape").write_text("2 3")
+    port = free_port()
+    command = [sys.executable, "-m", "distill_reader.serve", "--model", f"sums={folder}"]
+    command += ["--backend", "tests.distill_reader.teacher.toy_backends:sums"]
+    command += ["--port", str(port), "--thread", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert "ready" in process.stdout.readline()
+    yield f"127.0.0.1:{port}"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+    process.stdout.close()
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_our_own_teacher_answers_in_every_protocol(server, protocol):
+    client = connect(f"{server}/sums", protocol=protocol)
+    assert client.protocol == protocol
+    for samples in (1, 5, 700):
+        images = [np.random.default_rng(samples).random((samples, 2, 3), np.float32)]
+        answer = client.predict({"image": images}, ["mean", "sum"], timeout_s=60)
+        assert list(answer) == ["mean", "sum"]
+        np.testing.assert_allclose(
+            answer["sum"][:, 0].astype("f4"), images[0].sum((1, 2)), rtol=1e-5
+        )
+    with pytest.raises(DistillError, match="image"):
+        client.predict({"image": [np.zeros((2, 7), np.float32)]}, ["sum"], timeout_s=60)
+    client.close()
+
+
+def test_our_own_teacher_is_found_out_to_share_memory(server):
+    client = connect(server)
+    assert client.protocol == "fast-shm"
+    assert client.spec.name == "sums"
+    client.close()
+
+
+def waiting_requests(port: int) -> float:
+    """Return how many requests wait in a teacher's queue, as its metrics say."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    connection.close()
+    return float(text.partition("\nedl_teacher_queue_requests ")[2].split()[0])
+
+
+def test_a_teacher_that_is_killed_ends_a_predict_that_waits(tmp_path):
+    port = free_port()
+    command = [sys.executable, "-m", "distill_reader.serve", "--model", f"m={tmp_path}"]
+    command += ["--backend", "tests.distill_reader.teacher.toy_backends:slow_sums"]
+    command += ["--port", str(port), "--thread", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert "ready" in process.stdout.readline()
+    errors: list[DistillError] = []
+
+    def ask(client: TeacherClient) -> None:
+        try:
+            client.predict({"image": [np.zeros((16_000, 4), "f4")]}, ["sum"], timeout_s=60)
+        except DistillError as error:
+            errors.append(error)
+        finally:
+            client.close()
+
+    protocols = ("fast-shm", "fast-tcp", "oip-grpc", "oip-http")
+    clients = [connect(f"127.0.0.1:{port}/m", protocol=protocol) for protocol in protocols]
+    threads = [threading.Thread(target=ask, args=(client,)) for client in clients]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: waiting_requests(port) >= 3, what="the requests are there")
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    for thread in threads:
+        thread.join(20)
+    assert [type(error) for error in errors] == [TeacherGone] * 4

@@ -1,0 +1,369 @@
+"""Batches in, requests out, answers in any order: what comes out is in order and complete."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distill_reader.errors import BadRequest, NoTeacher
+from distill_reader.student.feed import Feed, Limits, Request
+from distill_reader.student.items import BatchKind, Item, SampleListKind
+
+KIND = BatchKind(((0, "x"),), 1, 1)
+ROW = 8  # bytes of a sample
+WIDE = Limits(join_bytes=1 << 20, most_bytes=1 << 20)
+
+
+def item(*values: float) -> Item:
+    return KIND.item((np.array(values),))
+
+
+def answer(request: Request) -> tuple[np.ndarray]:
+    """The model of these tests: y = 2 x."""
+    return (np.concatenate(request.feeds(0)) * 2,)
+
+
+def take(feed: Feed, limits: Limits = WIDE, teacher: str = "a") -> Request:
+    request = feed.take(limits, teacher)
+    assert request is not None
+    return request
+
+
+def sizes(request: Request) -> list[int]:
+    return [len(array) for array in request.feeds(0)]
+
+
+def popped(feed: Feed, max_bytes: int = 1 << 30) -> list[list[float]]:
+    """What the consumer sees, and that predictions belong to their samples."""
+    results = [KIND.result(each) for each in feed.pop(max_bytes)]
+    for x, y in results:
+        np.testing.assert_array_equal(y, x * 2)
+    return [x.tolist() for x, _ in results]
+
+
+def test_whole_batches_are_joined_up_to_the_bytes_that_a_request_may_have():
+    feed = Feed(1 << 20)
+    for _ in range(5):
+        feed.add(item(1, 2, 3))
+    limits = Limits(join_bytes=7 * ROW, most_bytes=1000)
+    assert [sizes(take(feed, limits)) for _ in range(3)] == [[3, 3], [3, 3], [3]]
+    assert feed.take(limits, "a") is None
+
+
+def test_batches_are_joined_up_to_a_number_of_samples():
+    feed = Feed(1 << 20)
+    for _ in range(5):
+        feed.add(item(1, 2))
+    limits = Limits(join_bytes=1 << 20, most_bytes=1 << 20, join_samples=4)
+    assert sizes(take(feed, limits)) == [2, 2]
+
+
+def test_a_large_batch_is_split_into_even_parts():
+    feed = Feed(1 << 20)
+    feed.add(item(*range(10)))
+    limits = Limits(join_bytes=4 * ROW, most_bytes=4 * ROW)
+    assert [sizes(take(feed, limits)) for _ in range(3)] == [[4], [3], [3]]
+
+
+def test_a_batch_that_exceeds_what_is_joined_but_not_the_most_goes_whole():
+    feed = Feed(1 << 20)
+    feed.add(item(*range(10)))
+    assert sizes(take(feed, Limits(join_bytes=4 * ROW, most_bytes=10 * ROW))) == [10]
+
+
+@pytest.mark.parametrize("batch", [1, 3, 64])
+def test_no_request_has_more_samples_than_the_user_wants(batch: int):
+    feed = Feed(1 << 20)
+    for _ in range(7):
+        feed.add(item(*range(batch)))
+    limits = Limits(join_bytes=1 << 20, most_bytes=1 << 20, samples=5)
+    total = 0
+    while (request := feed.take(limits, "a")) is not None:
+        assert request.samples <= 5
+        total += request.samples
+    assert total == 7 * batch
+
+
+def test_samples_of_different_shapes_or_types_do_not_share_a_request():
+    feed = Feed(1 << 20)
+    for array in (np.zeros((2, 3)), np.zeros((2, 3)), np.zeros((2, 4)), np.zeros((2, 4), "f4")):
+        feed.add(KIND.item((array,)))
+    assert [sizes(take(feed)) for _ in range(3)] == [[2, 2], [2], [2]]
+
+
+def test_answers_in_any_order_come_out_in_the_generators_order():
+    feed = Feed(1 << 20)
+    for value in range(4):
+        feed.add(item(value))
+    requests = [take(feed, Limits(join_bytes=1, most_bytes=100)) for _ in range(4)]
+    for index in (2, 1, 3):
+        feed.answered(requests[index], answer(requests[index]), "a")
+        assert not feed.is_ready
+    feed.answered(requests[0], answer(requests[0]), "a")
+    assert popped(feed) == [[0], [1], [2], [3]]
+
+
+def test_a_split_batch_is_put_together_in_order():
+    feed = Feed(1 << 20)
+    feed.add(item(*range(9)))
+    requests = [take(feed, Limits(join_bytes=1, most_bytes=3 * ROW)) for _ in range(3)]
+    for request in reversed(requests):
+        assert not feed.is_ready
+        feed.answered(request, answer(request), "a")
+    assert popped(feed) == [[0, 1, 2, 3, 4, 5, 6, 7, 8]]
+
+
+def test_what_a_lost_teacher_had_goes_first():
+    feed = Feed(1 << 20)
+    for value in range(4):
+        feed.add(item(value))
+    lost = take(feed, Limits(join_bytes=2 * ROW, most_bytes=100))
+    feed.give_back(lost, "a")
+    assert np.concatenate(take(feed, teacher="b").feeds(0)).tolist() == [0, 1, 2, 3]
+
+
+def test_what_lost_teachers_had_waits_in_order_whichever_is_lost_first():
+    feed = Feed(1 << 20)
+    for value in range(6):
+        feed.add(item(value))
+    limits = Limits(join_bytes=2 * ROW, most_bytes=100)
+    first, second = take(feed, limits, "a"), take(feed, limits, "b")
+    feed.give_back(first, "a")
+    feed.give_back(second, "b")
+    assert np.concatenate(take(feed).feeds(0)).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_what_a_lost_teacher_had_is_asked_for_in_small_requests():
+    feed = Feed(1 << 20)
+    for value in range(12):
+        feed.add(item(value))
+    limits = Limits(join_bytes=8 * ROW, most_bytes=100)
+    feed.give_back(take(feed, limits), "a")
+    requests = [take(feed, limits, "b") for _ in range(5)]
+    assert [request.samples for request in requests] == [2, 2, 2, 2, 4]
+
+
+def test_the_first_answer_to_a_late_request_counts():
+    feed = Feed(1 << 20)
+    feed.add(item(7))
+    late = take(feed)
+    feed.hedge(late)
+    assert not feed.has_hedge("a")  # it has it already
+    assert feed.take_hedge("a") is None
+    assert feed.take_hedge("b") is late
+    assert not feed.has_hedge("c")
+    assert feed.answered(late, answer(late), "b")
+    assert not feed.answered(late, (np.array([0.0]),), "a")
+    assert popped(feed) == [[7]]
+
+
+def test_an_answer_that_comes_before_anybody_took_the_hedge_withdraws_it():
+    feed = Feed(1 << 20)
+    feed.add(item(7))
+    late = take(feed)
+    feed.hedge(late)
+    feed.answered(late, answer(late), "a")
+    assert not feed.has_hedge("b")
+
+
+def test_a_request_is_given_to_others_only_when_all_that_have_it_are_lost():
+    feed = Feed(1 << 20)
+    feed.add(item(7))
+    late = take(feed)
+    feed.hedge(late)
+    feed.take_hedge("b")
+    feed.give_back(late, "a")
+    assert not feed.has_waiting
+    assert not late.is_hedged  # so that it may be hedged again
+    feed.give_back(late, "b")
+    assert feed.has_waiting
+
+
+def test_of_a_refused_request_each_item_is_asked_alone_and_the_one_at_fault_raises_in_order():
+    feed = Feed(1 << 20)
+    for value in range(3):
+        feed.add(item(value))
+    singles = feed.refused(take(feed), BadRequest("some"), "a")
+    assert [single.samples for single in singles] == [1, 1, 1]
+    feed.answered(singles[0], answer(singles[0]), "a")
+    assert feed.refused(singles[1], BadRequest("tensor x"), "a") == []
+    feed.answered(singles[2], answer(singles[2]), "a")
+    assert popped(feed) == [[0]]
+    with pytest.raises(BadRequest, match="tensor x"):
+        feed.pop(1)
+
+
+def test_the_generators_error_comes_behind_its_last_item():
+    feed = Feed(1 << 20)
+    feed.add(item(7))
+    feed.end(ValueError("broken file"))
+    assert not feed.is_ready
+    request = take(feed)
+    feed.answered(request, answer(request), "a")
+    assert popped(feed) == [[7]]
+    with pytest.raises(ValueError, match="broken file"):
+        feed.pop(1)
+
+
+def test_at_the_end_nothing_is_raised_even_if_no_teacher_is_left():
+    feed = Feed(1 << 20)
+    feed.add(item(7))
+    request = take(feed)
+    feed.answered(request, answer(request), "a")
+    feed.end()
+    feed.suspend(NoTeacher("gone"))
+    assert popped(feed) == [[7]]
+    assert feed.is_done
+    assert feed.pop(1) == []
+
+
+def test_no_teacher_is_raised_where_the_next_answer_is_missing_and_forgotten_when_one_is_back():
+    feed = Feed(1 << 20)
+    feed.add(item(1))
+    feed.add(item(2))
+    first = take(feed, Limits(join_bytes=1, most_bytes=100))
+    feed.answered(first, answer(first), "a")
+    feed.suspend(NoTeacher("for 3 s"))
+    assert popped(feed) == [[1]]
+    with pytest.raises(NoTeacher, match="for 3 s"):
+        feed.pop(1)
+    feed.resume()
+    second = take(feed)
+    feed.answered(second, answer(second), "a")
+    assert popped(feed) == [[2]]
+
+
+def test_skipping_lets_items_go_without_predictions_until_a_teacher_is_back():
+    feed = Feed(1 << 20)
+    for value in range(3):
+        feed.add(item(value))
+    first = take(feed, Limits(join_bytes=1, most_bytes=100))
+    on_its_way = take(feed, Limits(join_bytes=1, most_bytes=100))
+    feed.answered(first, answer(first), "a")
+    feed.skip()
+    feed.add(item(3))
+    feed.answered(on_its_way, answer(on_its_way), "a")  # too late
+    ready = feed.pop(1 << 30)
+    assert [bool(each.answers) for each in ready] == [True, False, False, False]
+    assert KIND.without_predictions(ready[1])[1] is None
+    feed.resume()
+    feed.add(item(4))
+    assert not feed.is_ready
+    request = take(feed)
+    feed.answered(request, answer(request), "a")
+    assert popped(feed) == [[4]]
+
+
+def test_memory_is_bounded_and_freed_when_the_consumer_comes_again():
+    feed = Feed(100_000)
+    large = [KIND.item((np.zeros((10, 500)),)) for _ in range(5)]  # 40 kB each
+    assert feed.has_room(large[0])
+    feed.add(large[0])
+    assert not feed.has_room(large[1])  # before the first answer only a part is used
+    request = take(feed)
+    feed.answered(request, (np.zeros(10),), "a")
+    assert feed.has_room(large[1])
+    feed.add(large[1])
+    assert not feed.has_room(large[2])
+    assert len(feed.pop(1)) == 1
+    assert not feed.has_room(large[2])  # the consumer works on the first one
+    assert feed.pop(1) == []
+    assert feed.has_room(large[2])
+
+
+def test_predictions_count_as_memory():
+    feed = Feed(100_000)
+    feed.add(item(1))
+    request = take(feed)
+    before = feed.held_bytes
+    feed.answered(request, (np.zeros((1, 5000)),), "a")
+    assert feed.held_bytes - before == 40_000
+    feed.add(item(2))
+    assert not feed.has_room(item(3))
+
+
+def test_an_item_larger_than_the_bound_passes_alone():
+    feed = Feed(1000)
+    assert feed.has_room(item(*range(1000)))
+
+
+def test_the_consumer_takes_no_more_at_once_than_it_wants():
+    feed = Feed(1 << 20)
+    for value in range(4):
+        feed.add(item(value))
+    request = take(feed)
+    feed.answered(request, answer(request), "a")
+    assert popped(feed, max_bytes=1) == [[0]]
+    assert popped(feed) == [[1], [2], [3]]
+
+
+def test_samples_of_a_list_that_differ_in_shape_are_put_together_again():
+    kind = SampleListKind(((0, "x"),), 1, 1)
+    feed = Feed(1 << 20)
+    given = [(np.full(length, float(index)),) for index, length in enumerate((2, 2, 3, 1, 1))]
+    feed.add(kind.item(given))
+    requests = [take(feed) for _ in range(3)]
+    assert [request.samples for request in requests] == [2, 1, 2]
+    for request in reversed(requests):
+        feed.answered(request, (np.concatenate(request.feeds(0)).sum(axis=1),), "a")
+    (found,) = feed.pop(1)
+    sums = [prediction for _, prediction in kind.result(found)]
+    assert sums == [0, 2, 6, 3, 4]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    batches=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    join=st.integers(1, 12),
+    most=st.integers(1, 12),
+    samples=st.none() | st.integers(1, 6),
+    seed=st.integers(0, 10**6),
+)
+def test_whatever_happens_to_requests_each_sample_comes_out_once_and_in_order(
+    batches: list[int], join: int, most: int, samples: int | None, seed: int
+):
+    chance = random.Random(seed)
+    feed = Feed(1 << 20)
+    limits = Limits(join_bytes=join * ROW, most_bytes=most * ROW, samples=samples)
+    values = iter(range(1000))
+    expected = [[float(next(values)) for _ in range(size)] for size in batches]
+    to_add = list(expected)
+    flights: list[tuple[Request, str]] = []
+    found: list[list[float]] = []
+    for _ in range(10_000):
+        if feed.is_done:
+            break
+        moves: list[Any] = ["take", "pop"] + ["answer", "lose", "hedge", "refuse"] * bool(flights)
+        moves += ["add"] if to_add else ([] if feed.is_ended else ["end"])
+        move = chance.choice(moves)
+        if move == "add":
+            feed.add(item(*to_add.pop(0)))
+        elif move == "end":
+            feed.end()
+        elif move == "pop":
+            found += popped(feed, max_bytes=chance.choice([1, 1 << 20]))
+        elif move == "take":
+            teacher = chance.choice("abc")
+            request = feed.take_hedge(teacher) or feed.take(limits, teacher)
+            if request is not None:
+                flights.append((request, teacher))
+        else:
+            request, teacher = flights.pop(chance.randrange(len(flights)))
+            if move == "answer":
+                feed.answered(request, answer(request), teacher)
+            elif move == "lose":
+                feed.give_back(request, teacher)
+            elif move == "refuse" and len(request.pieces) > 1:
+                singles = feed.refused(request, BadRequest("one of them"), teacher)
+                flights += [(single, teacher) for single in singles]
+            else:
+                flights.append((request, teacher))
+                if not request.is_hedged and not request.is_answered:
+                    feed.hedge(request)
+    assert feed.is_done
+    assert found + popped(feed) == expected
+    feed.pop(1)
+    assert feed.held_bytes == 0

@@ -1,0 +1,357 @@
+"""Clients of Open Inference and Paddle Serving against servers that share no code with them."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from distill_reader.errors import (
+    BadRequest,
+    DistillError,
+    ModelNotFound,
+    TeacherBusy,
+    TeacherGone,
+    TeacherTimeout,
+    UsageError,
+)
+from distill_reader.specs import ModelSpec, TensorSpec
+from distill_reader.student.client import Array, TeacherClient
+from distill_reader.student.connect import connect
+from distill_reader.student.endpoints import TeacherFailed
+from tests.distill_reader.student.foreign_teachers import (
+    Answer,
+    HttpTeacher,
+    OipGrpcTeacher,
+    Reply,
+    ServingGrpcTeacher,
+    answer_oip,
+    answer_serving,
+    slowly,
+)
+from tests.distill_reader.student.local_teacher import SPEC, sums
+from tests.support import wait_until
+
+SERVING_SPEC = ModelSpec(  # as a client prototxt has it: axes of open length are left out
+    name="sums",
+    inputs=(
+        TensorSpec(name="image", dtype="float32", shape=(2, 3), variable="x0"),
+        TensorSpec(name="words", dtype="int64", shape=()),
+    ),
+    outputs=SPEC.outputs,
+)
+
+
+@pytest.fixture
+def run():
+    """Starts a teacher and ends it after the test."""
+    teachers: list[Any] = []
+
+    def run(teacher: Any) -> Any:
+        teachers.append(teacher)
+        return teacher
+
+    yield run
+    for teacher in teachers:
+        teacher.close()
+
+
+@pytest.fixture(params=["grpc", "http", "serving", "serving+grpc"])
+def client(request, run):
+    starts: dict[str, Callable[[], Any]] = {
+        "grpc": OipGrpcTeacher,
+        "http": lambda: HttpTeacher(answer_oip),
+        "serving": lambda: HttpTeacher(answer_serving),
+        "serving+grpc": ServingGrpcTeacher,
+    }
+    teacher = run(starts[request.param]())
+    config = SERVING_SPEC if "serving" in request.param else None
+    client = connect(f"{request.param}://{teacher.endpoint}", config=config)
+    yield client
+    client.close()
+
+
+def feeds(samples: int, seed: int = 0) -> dict[str, list[Array]]:
+    random = np.random.default_rng(seed)
+    return {
+        "image": [random.random((samples, 2, 3), np.float32)],
+        "words": [random.integers(0, 99, (samples, 4))],
+    }
+
+
+def check(answer: Any, asked: Any) -> None:
+    expected = sums({name: np.concatenate(arrays) for name, arrays in asked.items()})
+    for name in answer:
+        np.testing.assert_array_equal(answer[name], expected[name])
+
+
+def test_answers_are_those_of_the_model_request_after_request(client):
+    for samples in (1, 3, 1000):
+        asked = feeds(samples, samples)
+        answer = client.predict(asked, [], timeout_s=30)
+        assert sorted(answer) == ["longest", "total"]
+        check(answer, asked)
+        assert all(array.flags.writeable for array in answer.values())
+
+
+def test_rows_of_many_arrays_form_a_request(client):
+    parts = [feeds(1, seed) for seed in range(100)]
+    asked = {name: [part[name][0] for part in parts] for name in ("image", "words")}
+    check(client.predict(asked, ["longest"], timeout_s=30), asked)
+
+
+def test_outputs_come_by_the_names_that_were_asked_for(client):
+    assert list(client.predict(feeds(2), ["longest", "total"], timeout_s=30)) == [
+        "longest",
+        "total",
+    ]
+    with pytest.raises(BadRequest, match="no output 'nope'"):
+        client.predict(feeds(2), ["nope"], timeout_s=30)
+
+
+def test_a_closed_client_is_gone(client):
+    client.close()
+    client.close()
+    with pytest.raises(TeacherGone, match="closed"):
+        client.predict(feeds(2), [], timeout_s=30)
+
+
+def test_the_spec_comes_from_the_metadata(run):
+    for endpoint in (
+        f"grpc://{run(OipGrpcTeacher()).endpoint}",
+        f"http://{run(HttpTeacher(answer_oip)).endpoint}",
+    ):
+        client = connect(endpoint)
+        assert [(t.name, t.dtype, t.shape) for t in client.spec.inputs] == [
+            ("image", "float32", (2, 3)),
+            ("words", "int64", (-1,)),
+        ]
+        assert (client.spec.name, client.spec.version) == ("sums", "2")
+        client.close()
+
+
+def test_a_teacher_may_answer_with_typed_contents(run):
+    client = connect(f"grpc://{run(OipGrpcTeacher(typed=True)).endpoint}/sums")
+    check(client.predict(feeds(3), [], timeout_s=30), feeds(3))
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("models", "error", "text"),
+    [
+        (None, UsageError, "does not list its models: name the model, as .*/NAME"),
+        ((), UsageError, "name the model"),
+        (("a", "b"), ModelNotFound, r"several models, name one, as .*/a: a, b"),
+    ],
+)
+def test_a_model_that_must_be_named_is_asked_for(run, models, error, text):
+    teacher = run(OipGrpcTeacher(models=models))
+    with pytest.raises(error, match=text):
+        connect(f"grpc://{teacher.endpoint}")
+    connect(f"grpc://{teacher.endpoint}/sums").close()
+    with pytest.raises(ModelNotFound, match="unknown model nope"):
+        connect(f"grpc://{teacher.endpoint}", model="nope")
+
+
+def test_a_model_that_the_http_teacher_lacks_is_named(run):
+    teacher = run(HttpTeacher(answer_oip))
+    with pytest.raises(ModelNotFound, match="/v2/models/no%2Fpe"):
+        connect(f"http://{teacher.endpoint}/no%2Fpe")
+
+
+def test_the_token_goes_along(run, monkeypatch):
+    monkeypatch.setenv("EDL_TEACHER_TOKEN", "s3cret")
+    teacher = run(OipGrpcTeacher())
+    connect(f"grpc://{teacher.endpoint}").close()
+    assert teacher.metadata[0]["authorization"] == "Bearer s3cret"
+    shown: list[str | None] = []
+
+    def answer(method: str, path: str, headers: Any, body: bytes) -> Reply:
+        shown.append(headers.get("Authorization"))
+        return answer_oip(method, path, headers, body)
+
+    connect(f"http://{run(HttpTeacher(answer)).endpoint}").close()
+    assert set(shown) == {"Bearer s3cret"}
+
+
+def test_proxies_of_the_environment_are_not_used(run, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "grpc_proxy", "ALL_PROXY", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for endpoint in (
+        f"grpc://{run(OipGrpcTeacher()).endpoint}",
+        f"http://{run(HttpTeacher(answer_oip)).endpoint}",
+    ):
+        connect(endpoint).close()
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "error"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, "tensor image is odd", BadRequest),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "queue is full", TeacherBusy),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max", BadRequest),
+        (grpc.StatusCode.NOT_FOUND, "unloaded", ModelNotFound),
+        (grpc.StatusCode.UNAVAILABLE, "down", TeacherGone),
+        (grpc.StatusCode.INTERNAL, "CUDA", TeacherFailed),
+        (grpc.StatusCode.UNIMPLEMENTED, "what", TeacherGone),
+        (grpc.StatusCode.UNAUTHENTICATED, "token", UsageError),
+    ],
+)
+def test_what_a_grpc_status_means(run, code, details, error):
+    teacher = run(OipGrpcTeacher(before=lambda context: context.abort(code, details)))
+    client = connect(f"grpc://{teacher.endpoint}")
+    with pytest.raises(error, match=f"{teacher.endpoint}: .*{details}") as caught:
+        client.predict(feeds(2), [], timeout_s=30)
+    assert type(caught.value) is error
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (400, BadRequest),
+        (404, ModelNotFound),
+        (413, BadRequest),
+        (401, UsageError),
+        (429, TeacherBusy),
+        (503, TeacherBusy),
+        (504, TeacherTimeout),
+        (500, TeacherFailed),
+    ],
+)
+def test_what_an_http_status_means(run, status, error):
+    def answer(method: str, path: str, headers: Any, body: bytes) -> Reply:
+        if path.endswith("/infer"):
+            return status, {"Retry-After": "0.75"}, b'{"error": "for a reason"}'
+        return answer_oip(method, path, headers, body)
+
+    client = connect(f"http://{run(HttpTeacher(answer)).endpoint}")
+    with pytest.raises(error, match=f"HTTP {status}: for a reason") as caught:
+        client.predict(feeds(2), [], timeout_s=30)
+    assert type(caught.value) is error
+    if isinstance(caught.value, TeacherBusy):
+        assert caught.value.delay_s == 0.75
+    client.close()
+
+
+def test_http_connections_are_kept_and_opened_again_where_the_teacher_closed_them(run):
+    teacher = run(HttpTeacher(answer_oip))
+    client = connect(f"http://{teacher.endpoint}")
+    for _ in range(3):
+        check(client.predict(feeds(2), [], timeout_s=30), feeds(2))
+    assert teacher.connections == 1
+    client.close()
+
+    def hang_up(method: str, path: str, headers: Any, body: bytes) -> Reply:
+        status, fields, content = answer_oip(method, path, headers, body)
+        return status, {**fields, "X-Hang-Up": "unannounced"}, content
+
+    teacher = run(HttpTeacher(hang_up))
+    client = connect(f"http://{teacher.endpoint}")
+    for _ in range(3):
+        check(client.predict(feeds(2), [], timeout_s=30), feeds(2))
+    assert teacher.connections > 3
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "content"),
+    [
+        ({}, b"nothing"),
+        ({"Inference-Header-Content-Length": "x"}, b"{}"),
+        ({"Inference-Header-Content-Length": "99"}, b"{}"),
+        ({}, b'{"outputs": []}'),
+    ],
+)
+def test_an_answer_that_is_none_is_a_teacher_that_is_gone(run, fields, content):
+    def answer(method: str, path: str, headers: Any, body: bytes) -> Reply:
+        if path.endswith("/infer"):
+            return 200, fields, content
+        return answer_oip(method, path, headers, body)
+
+    client = connect(f"http://{run(HttpTeacher(answer)).endpoint}")
+    with pytest.raises(TeacherGone, match="its answer"):
+        client.predict(feeds(2), [], timeout_s=30)
+    client.close()
+
+
+@pytest.fixture
+def waiting(run):
+    """Opens a client of a teacher whose inferences wait; ends the waiting after the test."""
+    event = threading.Event()
+
+    def open_client(scheme: str) -> TeacherClient:
+        answers: dict[str, Answer] = {"http": answer_oip, "serving": answer_serving}
+        if scheme == "grpc":
+            teacher = run(OipGrpcTeacher(before=lambda _context: event.wait(30)))
+        else:
+            teacher = run(HttpTeacher(slowly(answers[scheme], event)))
+        return connect(f"{scheme}://{teacher.endpoint}")
+
+    yield open_client
+    event.set()
+
+
+@pytest.mark.parametrize("scheme", ["grpc", "http", "serving"])
+def test_no_answer_in_time_closes_the_connection(waiting, scheme):
+    client = waiting(scheme)
+    with pytest.raises(TeacherTimeout, match=r"no answer within 0\.2 s"):
+        client.predict(feeds(2), ["total"], timeout_s=0.2)
+    with pytest.raises(TeacherGone, match="closed"):
+        client.predict(feeds(2), ["total"], timeout_s=30)
+
+
+@pytest.mark.parametrize("scheme", ["grpc", "http", "serving"])
+def test_closing_from_another_thread_ends_a_predict_that_waits(waiting, scheme):
+    client = waiting(scheme)
+    errors: list[DistillError] = []
+
+    def ask() -> None:
+        try:
+            client.predict(feeds(2), ["total"], timeout_s=60)
+        except DistillError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    wait_until(lambda: client._line._line._is_in_use)
+    client.close()
+    thread.join(10)
+    assert [type(error) for error in errors] == [TeacherGone]
+
+
+# --- Paddle Serving
+
+
+def test_without_a_prototxt_arrays_go_to_paddle_serving_as_they_are(run):
+    for endpoint in (
+        f"serving://{run(HttpTeacher(answer_serving)).endpoint}",
+        f"serving+grpc://{run(ServingGrpcTeacher()).endpoint}",
+    ):
+        client = connect(endpoint)
+        assert client.spec.inputs == ()
+        check(client.predict(feeds(3), ["longest"], timeout_s=30), feeds(3))
+        with pytest.raises(TeacherGone, match="InferService inference failed!"):
+            client.predict({"image": feeds(3)["image"]}, ["total"], timeout_s=30)
+        client.close()
+
+
+def test_a_failure_that_paddle_serving_tells_within_an_answer_is_one(run):
+    def answer(method: str, path: str, headers: Any, body: bytes) -> Reply:
+        return 200, {"Content-Type": "application/proto"}, b"\x28\x05\x32\x03odd"
+
+    client = connect(f"serving://{run(HttpTeacher(answer)).endpoint}")
+    with pytest.raises(TeacherGone, match="error 5: odd"):
+        client.predict(feeds(3), ["total"], timeout_s=30)
+    client.close()
+
+
+def test_an_answer_of_another_type_is_refused(run):
+    client = connect(f"serving://{run(HttpTeacher(lambda *_: (200, {}, b'hello'))).endpoint}")
+    with pytest.raises(TeacherGone, match="not application/proto"):
+        client.predict(feeds(3), ["total"], timeout_s=30)
+    client.close()

@@ -1,0 +1,126 @@
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distill_reader.errors import UsageError
+from distill_reader.student.items import BatchKind, Item, Kind, SampleKind, SampleListKind
+
+SENT = ((1, "image"),)
+BATCH, SAMPLE, SAMPLES = (kind(SENT, 2, 1) for kind in (BatchKind, SampleKind, SampleListKind))
+IMAGE = np.arange(6.0).reshape(2, 3)
+
+
+class Tensor:
+    """Like a framework's: on some device, an array when asked."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def numpy(self) -> np.ndarray:
+        return self.array
+
+
+def rows(item: Item) -> list[np.ndarray]:
+    (piece,) = item.pieces
+    (arrays,) = piece.rows
+    return list(arrays)
+
+
+def answered(kind: Kind, item: Item, output: np.ndarray) -> Any:
+    for piece in item.pieces:
+        item.answers.append((piece.first, piece.samples, (output,), piece.first))
+    return kind.result(item)
+
+
+def test_a_batchs_array_is_sent_as_it_is():
+    item = BATCH.item((7, IMAGE))
+    assert rows(item)[0] is IMAGE
+    assert item.samples == 2
+
+
+def test_nothing_of_a_sample_is_copied():
+    item = SAMPLE.item((7, IMAGE))
+    (row,) = rows(item)
+    assert row.shape == (1, 2, 3)
+    assert np.shares_memory(row, IMAGE)
+
+
+def test_each_kind_gets_its_predictions_in_its_own_form():
+    output = np.array([[0.5], [0.25]])
+    label, image, soft = answered(BATCH, BATCH.item((7, IMAGE)), output)
+    assert (label, image is IMAGE, soft is output) == (7, True, True)
+
+    label, image, soft = answered(SAMPLE, SAMPLE.item((7, IMAGE)), output)
+    assert (label, image is IMAGE, soft.tolist()) == (7, True, [0.5])
+
+    first, second = answered(SAMPLES, SAMPLES.item([(7, IMAGE), (8, IMAGE)]), output)
+    assert (first[0], second[0]) == (7, 8)
+    assert (first[2].tolist(), second[2].tolist()) == ([0.5], [0.25])
+
+
+def test_fields_without_a_name_pass_untouched_whatever_they_are():
+    anything = object()
+    result = answered(BATCH, BATCH.item((anything, IMAGE, {"also": 1})), np.zeros(2))
+    assert result[0] is anything
+    assert result[2] == {"also": 1}
+
+
+def test_a_frameworks_tensor_is_sent_as_an_array_and_yielded_as_it_came():
+    tensor = Tensor(IMAGE)
+    item = BATCH.item((7, tensor))
+    assert rows(item)[0] is IMAGE
+    assert item.fields[1] is tensor
+
+
+def test_lists_and_numbers_become_arrays():
+    item = BATCH.item((7, [[1.0], [2.0]]))
+    assert isinstance(item.fields[1], np.ndarray)
+    assert rows(item)[0].tolist() == [[1.0], [2.0]]
+    item = SAMPLE.item((7, 3))
+    assert rows(item)[0].tolist() == [3]
+
+
+def test_a_batch_may_come_as_a_list_and_is_yielded_as_a_tuple():
+    assert isinstance(BATCH.item([7, IMAGE]).fields, tuple)
+
+
+def test_an_empty_list_of_samples_has_nothing_to_ask():
+    item = SAMPLES.item([])
+    assert (item.missing, item.pieces, SAMPLES.result(item)) == (0, [], [])
+
+
+def test_without_a_teacher_predictions_are_none():
+    assert BATCH.without_predictions(BATCH.item((7, IMAGE)))[2] is None
+    assert SAMPLE.without_predictions(SAMPLE.item((7, IMAGE)))[2] is None
+    (sample,) = SAMPLES.without_predictions(SAMPLES.item([(7, IMAGE)]))
+    assert sample[2] is None
+
+
+def test_arrays_that_are_not_sent_count_as_memory():
+    small, large = BATCH.item((0, IMAGE)), BATCH.item((np.zeros(1000), IMAGE))
+    assert large.charge_bytes - small.charge_bytes == 8000
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "words"),
+    [
+        (BATCH, (7,), "expected 2 fields as in `ins`, got 1"),
+        (BATCH, IMAGE, "expected a tuple of fields, got ndarray"),
+        (BATCH, (7, np.float32(3)), "field image: a batch's field has samples on axis 0"),
+        (BATCH, (7, np.zeros((0, 3))), "a batch without samples"),
+        (BATCH, (7, [[1, 2], [3]]), "field image: "),
+        (SAMPLES, IMAGE, "expected a list of tuples, got ndarray"),
+        (SAMPLES, [7], "expected a tuple of fields, got int"),
+        (SAMPLE, [IMAGE], "expected 2 fields as in `ins`, got 1"),
+    ],
+)
+def test_what_is_not_of_the_kind_is_refused(kind: Kind, given: Any, words: str):
+    with pytest.raises(UsageError, match=words):
+        kind.item(given)
+
+
+def test_sent_fields_of_a_batch_must_be_equally_long():
+    kind = BatchKind(((0, "a"), (1, "b")), 2, 1)
+    with pytest.raises(UsageError, match=r"fields a and b: .* got 2 and 3"):
+        kind.item((np.zeros(2), np.zeros(3)))

@@ -1,0 +1,373 @@
+"""Teachers of this process that die, hang, refuse and come back, under a whole session."""
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distill_reader.errors import (
+    BadRequest,
+    NoTeacher,
+    TeacherBusy,
+    TeacherGone,
+    UsageError,
+)
+from distill_reader.student.feed import Limits
+from distill_reader.student.items import BatchKind
+from distill_reader.student.pool import PoolSettings
+from distill_reader.student.session import Session
+from distill_reader.student.source import FixedTeachers
+from tests.distill_reader.student.fake_teachers import FakeTeacher, Teachers
+from tests.support import wait_until
+
+KIND = BatchKind(((0, "image"),), 2, 1)
+WIDE = Limits(join_bytes=1 << 20, most_bytes=1 << 20)
+
+
+class ToldTeachers:
+    """A TeacherSource whose list the test changes."""
+
+    def __init__(self, *endpoints: str) -> None:
+        self.endpoints = endpoints
+        self.is_stopped = False
+
+    def start(self, tell: Callable[[Sequence[str]], None]) -> None:
+        self.tell = tell
+        tell(self.endpoints)
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+
+class Reading:
+    """A session over batches `(image, index)`; collects what comes, in a thread."""
+
+    def __init__(
+        self,
+        *teachers: FakeTeacher,
+        batches: int | None,
+        source: Any = None,
+        limits: Limits = WIDE,
+        timeout_s: float | None = None,
+        skips: bool = False,
+    ) -> None:
+        self.teachers = Teachers(*teachers)
+        self.batches = batches
+        self.go_on = True
+        self.session = Session(
+            self.generate,
+            KIND,
+            source or FixedTeachers(list(self.teachers.by_endpoint)),
+            PoolSettings(
+                sent=("image",),
+                predicts=("total",),
+                limits=limits,
+                no_teacher_timeout_s=timeout_s,
+                skips=skips,
+            ),
+            max_bytes=1 << 20,
+            connect=self.teachers.connect,
+            paces={},
+        )
+        self.found: list[tuple[int, Any]] = []
+        self.error: Exception | None = None
+        self.thread = threading.Thread(target=self.collect)
+        self.thread.start()
+
+    def generate(self) -> Iterator[tuple[Any, int]]:
+        for index in itertools.count() if self.batches is None else range(self.batches):
+            if not self.go_on:
+                return
+            yield np.full((4, 2, 3), index, np.float32), index
+
+    def collect(self) -> None:
+        try:
+            for image, index, total in self.session.results():
+                if total is not None:
+                    assert image.shape[0] == total.shape[0]
+                    assert (total == 6 * index).all()
+                self.found.append((index, total))
+        except Exception as error:  # noqa: BLE001  for the test to look at
+            self.error = error
+
+    def more(self, count: int, timeout_s: float = 20.0) -> None:
+        wanted = len(self.found) + count
+        wait_until(lambda: len(self.found) >= wanted or self.error, timeout_s, f"{count} more")
+        assert self.error is None
+
+    def finish(self) -> None:
+        """Let the generator end, unless it is bound to; each item came once, in order."""
+        self.go_on = self.batches is not None
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+        assert self.error is None
+        assert [index for index, _ in self.found] == list(range(self.batches or len(self.found)))
+
+
+@pytest.fixture
+def read() -> Iterator[Callable[..., Reading]]:
+    begun: list[Reading] = []
+
+    def start(*teachers: FakeTeacher, batches: int | None = None, **options: Any) -> Reading:
+        begun.append(Reading(*teachers, batches=batches, **options))
+        return begun[-1]
+
+    yield start
+    for reading in begun:
+        reading.session.close()
+        reading.thread.join(20)
+        assert reading.session._pool.threads == []
+        assert reading.teachers.open_connections == 0
+
+
+def test_a_teacher_that_dies_costs_no_sample(read):
+    dying, other = FakeTeacher("a:1", delay_s=0.002), FakeTeacher("b:1", delay_s=0.002)
+    reading = read(dying, other)
+    reading.more(100)
+    dying.kill()
+    reading.more(100)
+    reading.finish()
+    assert dying.requests
+
+
+def test_when_the_last_teacher_is_back_reading_goes_on(read):
+    teacher = FakeTeacher("a:1", delay_s=0.002)
+    reading = read(teacher)
+    reading.more(50)
+    teacher.kill()
+    wait_until(lambda: not teacher.in_flight)
+    stood = len(reading.found)
+    teacher.come_back()
+    reading.more(50)
+    reading.finish()
+    assert stood < len(reading.found)
+
+
+def test_a_hung_teachers_requests_are_answered_by_another_and_it_is_dropped(read):
+    hung, other = FakeTeacher("a:1", delay_s=0.002), FakeTeacher("b:1", delay_s=0.002)
+    reading = read(hung, other)
+    wait_until(lambda: len(hung.requests) > 5)
+    hung.stop()
+    reading.more(500)
+    wait_until(lambda: not hung.clients, what="the hung teacher's connections are closed")
+    hung.go_on()
+    asked = len(hung.requests)
+    wait_until(lambda: len(hung.requests) > asked, what="it is asked again")
+    reading.finish()
+
+
+def test_a_slow_teacher_gets_less_by_itself(read):
+    fast, slow = FakeTeacher("a:1", delay_s=0.002), FakeTeacher("b:1", delay_s=0.1)
+    reading = read(fast, slow, batches=300, limits=Limits(join_bytes=1, most_bytes=1 << 20))
+    reading.finish()
+    assert fast.samples > 5 * slow.samples > 0
+
+
+def test_each_teacher_has_at_least_two_requests_at_once(read):
+    one, two = FakeTeacher("a:1", delay_s=0.02), FakeTeacher("b:1", delay_s=0.02)
+    reading = read(one, two, batches=50, limits=Limits(join_bytes=1, most_bytes=1 << 20))
+    reading.finish()
+    assert one.most_in_flight >= 2
+    assert two.most_in_flight >= 2
+
+
+def test_a_busy_teacher_is_left_alone_for_a_while_and_nothing_is_lost(read):
+    refusals = iter([None, None] + [TeacherBusy("full", delay_s=0.05)] * 3)
+    busy = FakeTeacher("a:1")
+    busy.refuse_with = lambda: next(refusals, None)
+    reading = read(busy, batches=200)
+    reading.finish()
+    assert next(refusals, None) is None
+    assert busy.connections <= 6  # being busy is no reason to connect again
+
+
+def test_of_a_busy_and_an_idle_teacher_the_idle_one_answers(read):
+    busy, idle = FakeTeacher("a:1"), FakeTeacher("b:1")
+    busy.refuse_with = lambda: TeacherBusy("full", delay_s=0.05)
+    reading = read(busy, idle, batches=100)
+    reading.finish()
+
+
+def test_what_a_teacher_refuses_is_raised_behind_the_items_before_it(read):
+    teacher = FakeTeacher("a:1")
+    compute = teacher.compute
+
+    def picky(inputs):
+        if (next(iter(inputs.values())) == 7).any():
+            raise BadRequest("tensor image: 7 is no pixel")
+        return compute(inputs)
+
+    teacher.compute = picky
+    reading = read(teacher, batches=20)
+    wait_until(lambda: reading.error)
+    assert [index for index, _ in reading.found] == list(range(7))
+    with pytest.raises(BadRequest, match="a:1: tensor image: 7 is no pixel"):
+        raise reading.error
+
+
+def test_a_teacher_that_serves_something_else_does_no_harm_beside_one_that_fits(read):
+    wrong, right = FakeTeacher("a:1"), FakeTeacher("b:1")
+    wrong.connect_with = lambda: BadRequest("a:1: no model")
+    reading = read(wrong, right, batches=50)
+    reading.finish()
+
+
+def test_if_no_teacher_serves_what_is_asked_for_the_consumer_hears_why(read):
+    wrong, other = FakeTeacher("a:1"), FakeTeacher("b:1")
+    wrong.connect_with = other.connect_with = lambda: UsageError("wants another token")
+    reading = read(wrong, other)
+    wait_until(lambda: reading.error)
+    with pytest.raises(UsageError, match="another token"):
+        raise reading.error
+
+
+def test_no_teacher_for_too_long_is_raised_with_the_reason(read):
+    dead = FakeTeacher("a:1")
+    dead.kill()
+    reading = read(dead, timeout_s=0.2)
+    wait_until(lambda: reading.error)
+    with pytest.raises(NoTeacher, match=r"no teacher for 0\.2 s \(a:1: .*nobody listens"):
+        raise reading.error
+
+
+def test_samples_are_skipped_while_there_is_no_teacher_and_asked_for_again_later(read):
+    teacher = FakeTeacher("a:1", delay_s=0.002)
+    reading = read(teacher, timeout_s=0.2, skips=True)
+    reading.more(20)
+    teacher.kill()
+    wait_until(lambda: reading.found[-1][1] is None)
+    teacher.come_back()
+    wait_until(lambda: reading.found[-1][1] is not None)
+    reading.finish()
+
+
+def test_the_log_says_what_is_waited_for(read, caplog, monkeypatch):
+    monkeypatch.setattr("distill_reader.student.supervisor._LOG_PERIOD_S", 0.1)
+    dead = FakeTeacher("a:1")
+    dead.kill()
+    read(dead)
+    wait_until(lambda: "still looking (a:1: nobody listens)" in caplog.text)
+
+
+def test_teachers_may_come_and_go_while_reading(read):
+    first, second = FakeTeacher("a:1", delay_s=0.002), FakeTeacher("b:1", delay_s=0.002)
+    source = ToldTeachers("a:1")
+    reading = read(first, second, source=source)
+    reading.more(20)
+    assert not second.requests
+    source.tell(["a:1", "b:1"])
+    wait_until(lambda: second.requests)
+    source.tell(["b:1"])
+    wait_until(lambda: not first.clients)
+    reading.more(20)
+    source.tell([])
+    wait_until(lambda: not second.clients)
+    source.tell(["a:1"])
+    reading.more(20)
+    reading.finish()
+    reading.session.close()
+    assert source.is_stopped
+
+
+def test_a_teacher_that_leaves_the_list_while_it_hangs_keeps_nothing_back(read):
+    hung, other = FakeTeacher("a:1", delay_s=0.002), FakeTeacher("b:1", delay_s=0.002)
+    source = ToldTeachers("a:1", "b:1")
+    reading = read(hung, other, source=source)
+    wait_until(lambda: len(hung.requests) > 5)
+    hung.stop()
+    source.tell(["b:1"])
+    reading.more(200)
+    hung.go_on()
+    reading.finish()
+
+
+def test_a_teacher_that_takes_one_connection_is_asked_by_one(read):
+    teacher = FakeTeacher("a:1", delay_s=0.001)
+    teacher.connect_with = lambda: TeacherBusy("enough") if teacher.clients else None
+    reading = read(teacher, batches=100)
+    reading.finish()
+    assert teacher.most_in_flight == 1
+
+
+def test_a_connection_that_breaks_is_made_again(read):
+    teacher = FakeTeacher("a:1", delay_s=0.001)
+    breaks = iter([None] * 5 + [TeacherGone("a:1: reset by peer")])
+    teacher.refuse_with = lambda: next(breaks, None)
+    reading = read(teacher)
+    reading.more(100)
+    reading.finish()
+
+
+def test_a_defect_reaches_the_consumer_instead_of_keeping_it_waiting(read):
+    teacher = FakeTeacher("a:1")
+
+    def defect(inputs):
+        raise ZeroDivisionError("ours")
+
+    teacher.compute = defect
+    reading = read(teacher)
+    wait_until(lambda: reading.error)
+    with pytest.raises(ZeroDivisionError):
+        raise reading.error
+
+
+def test_a_teacher_that_was_away_for_hours_is_still_looked_for(read):
+    teacher = FakeTeacher("a:1")
+    teacher.kill()
+    reading = read(teacher, batches=5)
+    (known,) = reading.session._pool._roster.wanted
+    known.failures = 100_000
+    wait_until(lambda: known.failures > 100_000)
+    teacher.come_back()
+    reading.finish()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_teachers_do_each_item_comes_once_and_in_order(read, seed: int):
+    chance = random.Random(seed)
+    teachers = [FakeTeacher(f"{name}:1", delay_s=chance.choice([0, 0.003])) for name in "abc"]
+    moods = (lambda: TeacherBusy("full", delay_s=0.01), lambda: TeacherGone("reset"))
+    for teacher in teachers:
+        teacher.refuse_with = lambda: chance.choice(moods)() if chance.random() < 0.05 else None
+    source = ToldTeachers(*[teacher.endpoint for teacher in teachers])
+    limits = chance.choice([WIDE, Limits(join_bytes=50, most_bytes=50), replace(WIDE, samples=3)])
+    reading = read(*teachers, source=source, limits=limits)
+    for _ in range(30):
+        teacher = chance.choice(teachers)
+        chance.choice([teacher.kill, teacher.come_back, teacher.stop, teacher.go_on])()
+        if chance.random() < 0.2:
+            source.tell([each.endpoint for each in teachers if chance.random() < 0.7])
+        reading.thread.join(0.02)  # for a while, unless it fails
+    for teacher in teachers:
+        teacher.come_back()
+        teacher.go_on()
+    source.tell([teacher.endpoint for teacher in teachers])
+    reading.finish()
+
+
+def test_waiting_costs_no_time_of_the_processor(read):
+    """A slow consumer, teachers without work: the threads sleep."""
+    teacher = FakeTeacher("a:1")
+    release = threading.Event()
+
+    class Stalled(Reading):
+        def generate(self) -> Iterator[tuple[Any, int]]:
+            yield from itertools.islice(super().generate(), 3)
+            release.wait(20)
+
+    reading = Stalled(teacher, batches=None)
+    try:
+        wait_until(lambda: len(reading.found) == 3)
+        before_s = time.process_time()
+        assert not release.wait(1.0)
+        assert time.process_time() - before_s < 0.1
+    finally:
+        release.set()
+        reading.thread.join(20)
+        reading.session.close()

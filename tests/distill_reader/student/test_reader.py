@@ -1,0 +1,514 @@
+"""The reader as its users have it; teachers in this process, and real ones that get killed."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from distill_reader import DistillReader
+from distill_reader.errors import BadRequest, NoTeacher, ReaderError, UsageError
+from tests.distill_reader.student.fake_teachers import FakeTeacher, Teachers
+from tests.distill_reader.student.teacher_process import ROOT, TeacherProcess
+from tests.support import wait_until
+
+SHAPE = (2, 3)
+
+
+def image(value: float, *axes: int) -> np.ndarray:
+    return np.full((*axes, *SHAPE), value, np.float32)
+
+
+def reader_threads() -> list[str]:
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith("edl-")]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., DistillReader]]:
+    """Makes readers of teachers in this process; in the end no thread or connection is left."""
+    for name in list(os.environ):
+        if name.startswith("PADDLE_DISTILL"):
+            monkeypatch.delenv(name)
+    used: list[FakeTeacher] = []
+
+    def make_reader(
+        *teachers: FakeTeacher,
+        ins: tuple[str | None, ...] = ("image", None),
+        predicts: tuple[str, ...] = ("total",),
+    ) -> DistillReader:
+        used.extend(teachers)
+        group = Teachers(*used)
+        monkeypatch.setattr(
+            "distill_reader.student.reader.connect",
+            lambda endpoint, config=None: group.connect(endpoint),
+        )
+        reader = DistillReader(ins, predicts)
+        return reader.set_fixed_teacher([teacher.endpoint for teacher in teachers])
+
+    yield make_reader
+    assert reader_threads() == []
+    assert not any(teacher.clients for teacher in used)
+
+
+def two() -> tuple[FakeTeacher, FakeTeacher]:
+    return FakeTeacher("a:1", delay_s=0.002), FakeTeacher("b:1", delay_s=0.001)
+
+
+# --- what is yielded
+
+
+def test_batches_come_back_in_order_with_their_predictions_behind_them(make):
+    def batches() -> Iterator[Any]:
+        for index in range(100):
+            yield image(index, 1 + index % 5), index
+
+    reader = make(*two(), predicts=("total", "double")).set_batch_generator(batches)
+    for _ in range(3):  # epochs
+        found = list(reader())
+        assert [index for _, index, _, _ in found] == list(range(100))
+        for pixels, index, total, double in found:
+            assert pixels.shape == (1 + index % 5, *SHAPE)
+            np.testing.assert_array_equal(double, 2 * pixels)
+            np.testing.assert_array_equal(total, np.full((len(pixels), 1), 6 * index))
+
+
+def test_samples_come_back_one_by_one(make):
+    def samples() -> Iterator[Any]:
+        for index in range(500):
+            yield image(index), index
+
+    found = list(make(*two()).set_sample_generator(samples)())
+    assert [index for _, index, _ in found] == list(range(500))
+    for pixels, index, total in found:
+        assert pixels.shape == SHAPE
+        assert total.tolist() == [6 * index]
+
+
+def test_lists_of_samples_come_back_as_lists(make):
+    def lists() -> Iterator[Any]:
+        for index in range(100):
+            yield [(image(index), sample) for sample in range(index % 4)]
+
+    found = list(make(*two()).set_sample_list_generator(lists)())
+    assert [len(samples) for samples in found] == [index % 4 for index in range(100)]
+    for index, samples in enumerate(found):
+        assert [sample for _, sample, _ in samples] == list(range(index % 4))
+        assert all(total.tolist() == [6 * index] for _, _, total in samples)
+
+
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_the_teachers_batch_size_bounds_requests_and_shows_nowhere_else(make, size: int):
+    one, other = two()
+    reader = make(one, other).set_teacher_batch_size(size)
+    reader.set_batch_generator(lambda: ((image(index, 5), index) for index in range(30)))
+    found = list(reader())
+    assert all(total.shape == (5, 1) for _, _, total in found)
+    assert [total[0, 0] for _, _, total in found] == [6 * index for index in range(30)]
+    assert max(sum(request) for request in one.requests + other.requests) <= size
+
+
+def test_numbers_in_fields_that_are_not_sent_pass_as_the_elastic_loop_needs_them(make):
+    reader = make(*two(), ins=(None, None, None, "image", None))
+    reader.set_batch_generator([(0, index, 2, image(1, 4), np.arange(4)) for index in range(3)])
+    for place, (epoch, step, shard, _, labels, total) in enumerate(reader()):
+        assert (epoch, step, shard) == (0, place, 2)
+        assert type(step) is int
+        assert labels.shape == (4,)
+        assert total.shape == (4, 1)
+
+
+def test_paddle_tensors_are_sent_and_yielded_as_they_came(make):
+    paddle = pytest.importorskip("paddle")
+    tensor = paddle.ones([4, *SHAPE])
+    reader = make(*two()).set_batch_generator([(tensor, paddle.arange(4))])
+    ((given, _, total),) = reader()
+    assert given is tensor
+    assert total.tolist() == [[6.0]] * 4
+
+
+def test_two_readers_do_not_mix(make):
+    one = make(*two()).set_batch_generator(lambda: ((image(1, 2), i) for i in range(50)))
+    other = make(FakeTeacher("c:1")).set_batch_generator(
+        lambda: ((image(2, 2), i) for i in range(50))
+    )
+    for mine, theirs in zip(one(), other(), strict=True):
+        assert (mine[1], theirs[1]) == (theirs[1], mine[1])
+        assert (mine[2][0, 0], theirs[2][0, 0]) == (6, 12)
+
+
+def test_a_reader_may_be_iterated_over_twice_at_once(make):
+    reader = make(*two()).set_batch_generator(lambda: ((image(1, 2), i) for i in range(50)))
+    assert [a[1] == b[1] for a, b in zip(reader(), reader(), strict=True)] == [True] * 50
+
+
+# --- memory
+
+
+def test_the_generator_runs_ahead_no_further_than_memory_allows(make):
+    ahead = 0
+    made = 0
+
+    def batches() -> Iterator[Any]:
+        nonlocal made
+        for _ in range(200):
+            made += 1
+            yield np.zeros((1000, *SHAPE), np.float32), np.zeros(20_000)  # 24 kB and 160 kB
+
+    reader = make(*two()).set_max_memory(1).set_batch_generator(batches)
+    for used, _ in enumerate(reader()):
+        ahead = max(ahead, made - used)
+    assert made == 200
+    assert ahead <= 1 + (1 << 20) // 184_000 + 1  # held, and the one that waits for room
+
+
+# --- ends
+
+
+def test_a_break_ends_threads_connections_and_the_generator(make):
+    ended = threading.Event()
+
+    def batches() -> Iterator[Any]:
+        try:
+            while True:
+                yield image(1, 2), 0
+        finally:
+            ended.set()
+
+    reader = make(*two()).set_batch_generator(batches)
+    for _ in reader():
+        break
+    gc.collect()
+    assert reader_threads() == []
+    assert ended.is_set()
+    assert len(list(zip(reader(), range(3), strict=False))) == 3  # and it may be read again
+
+
+def test_closing_the_iterator_ends_it_while_teachers_do_not_answer(make):
+    teacher = FakeTeacher("a:1", delay_s=0.001)
+    iterator = make(teacher).set_batch_generator(lambda: ((image(1, 2), i) for i in range(10**9)))()
+    next(iterator)
+    teacher.stop()
+    iterator.close()
+    assert reader_threads() == []
+
+
+def test_an_iterator_that_was_never_asked_starts_nothing(make):
+    iterator = make(*two()).set_batch_generator(lambda: iter([(image(1, 2), 0)]))()
+    assert reader_threads() == []
+    iterator.close()
+
+
+def test_an_error_of_the_generator_comes_behind_the_batches_before_it(make):
+    def batches() -> Iterator[Any]:
+        for index in range(30):
+            yield image(index, 2), index
+        raise OSError("broken file")
+
+    iterator = make(*two()).set_batch_generator(batches)()
+    found = [next(iterator)[1] for _ in range(30)]
+    with pytest.raises(ReaderError, match="broken file") as caught:
+        next(iterator)
+    assert found == list(range(30))
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_what_is_no_batch_is_refused_where_it_comes(make):
+    with pytest.raises(UsageError, match="expected 2 fields"):
+        list(make(*two()).set_batch_generator([(image(1, 2),)])())
+
+
+def test_what_does_not_fit_the_model_is_refused_by_teacher_and_tensor(make):
+    reader = make(FakeTeacher("a:1"))
+    reader.set_batch_generator([(image(1, 2), 0), (np.zeros((2, 7), np.float32), 1)])
+    iterator = reader()
+    assert next(iterator)[1] == 0
+    with pytest.raises(BadRequest, match=r"a:1: tensor image: expected shape .*2, 3.*\[2, 7\]"):
+        next(iterator)
+
+
+def test_no_teacher_raises_or_skips(make):
+    dead = FakeTeacher("a:1")
+    dead.kill()
+    reader = make(dead).set_batch_generator([(image(1, 2), index) for index in range(3)])
+    with pytest.raises(NoTeacher, match="set_no_teacher_timeout"):
+        list(reader.set_no_teacher_timeout(0.1)())
+    found = list(reader.set_no_teacher_timeout(0.1, "skip")())
+    assert [(index, total) for _, index, total in found] == [(0, None), (1, None), (2, None)]
+
+
+def test_an_iterator_that_a_fork_inherits_refuses_instead_of_waiting_for_ever(make):
+    teacher = FakeTeacher("a:1")
+    iterator = make(teacher).set_batch_generator(lambda: ((image(1, 2), i) for i in range(10**9)))()
+    next(iterator)
+    child = os.fork()
+    if child == 0:
+        try:
+            for _ in iterator:
+                pass
+        except UsageError:
+            os._exit(7)
+        finally:
+            os._exit(1)
+    statuses: list[int] = []
+
+    def is_over() -> bool:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        statuses.extend([status] * bool(pid))
+        return bool(pid)
+
+    try:
+        wait_until(is_over)
+    finally:
+        if not statuses:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        iterator.close()
+    assert os.waitstatus_to_exitcode(statuses[0]) == 7
+
+
+# --- how it is set
+
+
+def test_setters_return_the_reader_and_the_configuration_can_be_printed(make, capsys, monkeypatch):
+    monkeypatch.setenv("PADDLE_DISTILL_SERVICE_NAME", "")
+    reader = make(*two())
+    assert reader.set_fixed_teacher("x:1, y:2") is reader
+    assert reader.set_teacher_batch_size(16) is reader
+    assert reader.set_require_max_teacher(3) is reader
+    assert reader.set_no_teacher_timeout(None) is reader
+    assert reader.set_max_memory(64) is reader
+    assert reader.set_batch_generator(list) is reader
+    reader.print_config()
+    printed = capsys.readouterr().out
+    assert "teachers: ('x:1', 'y:2')" in printed
+    assert "teacher_batch_size: 16" in printed
+    assert "generator: batch" in printed
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: DistillReader("image", ["total"]), "ins: expected a list of names, got the text"),
+        (lambda: DistillReader(["image"], ["total"])(), "reader: nothing to read"),
+        (lambda: DistillReader(["image"], ["total"]).set_batch_generator(7), "reader: expected"),
+        (
+            lambda: DistillReader(["image"], ["total"]).set_batch_generator(list)(),
+            "teachers: none are given; call set_fixed_teacher",
+        ),
+        (
+            lambda: DistillReader(["image"], ["total"]).set_serving_conf_file("nowhere"),
+            "conf_file: nowhere is not a file",
+        ),
+        (
+            lambda: DistillReader(["image"], ["total"]).set_no_teacher_timeout(1, "wait"),
+            "policy: ",
+        ),
+    ],
+)
+def test_what_is_not_right_is_said_before_anything_starts(call: Callable[[], Any], words: str):
+    with pytest.raises(UsageError, match=words):
+        call()
+
+
+def test_a_balance_server_in_the_environment_is_not_ignored(make, monkeypatch):
+    monkeypatch.setenv("PADDLE_DISTILL_BALANCE_SERVER", "10.0.0.1:7001")
+    monkeypatch.setenv("PADDLE_DISTILL_SERVICE_NAME", "mnist")
+    reader = make(*two()).set_batch_generator(list)
+    with pytest.raises(UsageError, match=r"PADDLE_DISTILL_BALANCE_SERVER is set to 10\.0\.0\.1"):
+        reader()
+
+
+# --- with real teachers
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[TeacherProcess]]:
+    """Two that run when a test begins; it may end them."""
+    folder = tmp_path_factory.mktemp("teachers")
+    pair = [TeacherProcess(folder / "a"), TeacherProcess(folder / "b")]
+    yield pair
+    for teacher in pair:
+        teacher.kill()
+
+
+@pytest.fixture
+def running(teachers: list[TeacherProcess]) -> list[TeacherProcess]:
+    for teacher in teachers:
+        if not teacher.is_running:
+            teacher.start()
+    for teacher in teachers:
+        teacher.wait()
+    return teachers
+
+
+class Digits:
+    """Batches of 16 whose number is in the pixels; checks each as it comes."""
+
+    def __init__(self, teachers: list[TeacherProcess]) -> None:
+        self.reader = DistillReader(["image", None], ["sum"])
+        self.reader.set_fixed_teacher([teacher.endpoint for teacher in teachers])
+        self.reader.set_batch_generator(self.batches)
+        self.iterator = self.reader()
+        self.count = 0
+
+    def batches(self) -> Iterator[Any]:
+        index = 0
+        while True:
+            yield np.full((16, 1, 28, 28), index % 500, np.float32), index
+            index += 1
+
+    def more(self, count: int) -> None:
+        for _ in range(count):
+            _, index, total = next(self.iterator)
+            assert index == self.count
+            np.testing.assert_array_equal(total, np.full((16, 1), 784.0 * (index % 500)))
+            self.count += 1
+
+
+@pytest.fixture
+def digits(running: list[TeacherProcess]) -> Iterator[Digits]:
+    reading = Digits(running)
+    reading.more(50)
+    yield reading
+    reading.iterator.close()
+    wait_until(lambda: not reader_threads(), what="also those that were connecting have ended")
+
+
+def test_killing_one_of_two_teachers_loses_and_doubles_nothing(digits, running):
+    running[0].kill()
+    digits.more(3000)
+
+
+def test_when_the_last_teacher_died_and_is_back_reading_goes_on(digits, running):
+    for teacher in running:
+        teacher.kill()
+    running[1].start()
+    digits.more(3000)
+
+
+def test_a_teacher_that_hangs_keeps_nothing_back(digits, running):
+    running[0].send(signal.SIGSTOP)
+    try:
+        digits.more(3000)
+    finally:
+        running[0].send(signal.SIGCONT)
+    digits.more(500)
+
+
+def test_no_socket_is_left_open(running):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        digits = Digits(running)
+        digits.more(5)
+        digits.iterator.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_what_a_reader_held_is_free_when_it_is_left_not_when_the_collector_comes(running):
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    gc.disable()
+    try:
+        for _ in range(10):
+            digits = Digits(running)
+            made: list[weakref.ref[Any]] = []
+            digits.reader.set_batch_generator(_remembered(digits.batches(), made))
+            digits.iterator.close()
+            digits.iterator = digits.reader()
+            digits.more(5)
+            digits.iterator.close()
+            # The generator's frame and the one that checks have the last ones that they saw.
+            assert sum(array() is not None for array in made) <= 2 < len(made)
+            assert len(os.listdir("/proc/self/fd")) <= before
+    finally:
+        gc.enable()
+
+
+def _remembered(batches: Iterator[Any], made: list[Any]) -> Callable[[], Iterator[Any]]:
+    def generate() -> Iterator[Any]:
+        for batch in batches:
+            made.append(weakref.ref(batch[0]))
+            yield batch
+
+    return generate
+
+
+def test_it_reads_in_the_workers_of_a_data_loader(running):
+    pytest.importorskip("paddle")
+    import paddle
+
+    class Stream(paddle.io.IterableDataset):
+        def __init__(self) -> None:
+            self.reader = DistillReader(["image", None], ["sum"])
+            self.reader.set_fixed_teacher([teacher.endpoint for teacher in running])
+            self.reader.set_sample_generator(self.samples)
+
+        def samples(self) -> Iterator[Any]:
+            worker = paddle.io.get_worker_info()
+            for index in range(worker.id, 60, worker.num_workers):
+                yield np.full((1, 28, 28), index, np.float32), index
+
+        def __iter__(self):
+            return self.reader()
+
+    loader = paddle.io.DataLoader(Stream(), batch_size=5, num_workers=2, return_list=True)
+    for _ in range(2):  # epochs
+        seen = []
+        for _, index, total in loader:
+            np.testing.assert_array_equal(total.numpy()[:, 0], 784.0 * index.numpy())
+            seen += index.tolist()
+        assert sorted(seen) == list(range(60))
+
+
+def test_control_c_ends_a_program_that_waits_for_its_teachers(running, tmp_path: Path):
+    script = f"""
+import itertools, threading
+import numpy as np
+from distill_reader import DistillReader
+reader = DistillReader(["image"], ["sum"]).set_fixed_teacher({[t.endpoint for t in running]!r})
+reader.set_batch_generator(lambda: ((np.zeros((4, 1, 28, 28), "f4"),) for _ in itertools.count()))
+try:
+    for count, _ in enumerate(reader()):
+        if count == 1000:
+            print("reads", flush=True)
+except KeyboardInterrupt:
+    for thread in threading.enumerate():
+        if thread.name.startswith("edl"):
+            thread.join(20)  # one may be connecting to the teacher that has just gone silent
+    print([t.name for t in threading.enumerate() if t.name.startswith("edl")])
+"""
+    program = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "reads\n"
+        for teacher in running:
+            teacher.send(signal.SIGSTOP)
+        wait_until(lambda: _sleeps(program.pid), what="it waits for its teachers")
+        program.send_signal(signal.SIGINT)
+        out, _ = program.communicate(timeout=60)
+    finally:
+        program.kill()
+        for teacher in running:
+            teacher.send(signal.SIGCONT)
+    assert program.returncode == 0
+    assert out == "[]\n"
+
+
+def _sleeps(pid: int) -> bool:
+    """Whether a process takes no time of the processor for a while."""
+    spent = psutil.Process(pid).cpu_times()
+    time.sleep(0.1)
+    return psutil.Process(pid).cpu_times() == spent

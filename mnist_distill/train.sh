@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# What a pod runs: the launcher with one trainer for each of the pod's GPUs or CPU slots. Arguments go
+# to train_with_fleet.py: `edl run` starts that itself, the job client this.
+#   ../scripts/start_job_client.sh ./train.sh --use_distill_service True --distill_teachers HOST:PORT
+# Honours PADDLE_EDL_FLEET_CHECKPOINT_PATH, the folder or URL of checkpoints: none are written without.
+set -euo pipefail
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+checkpoint="${PADDLE_EDL_FLEET_CHECKPOINT_PATH:-}"
+
+# Not `exec`: when the pod's shim is killed, this shell dies with it and the launcher lives on for the
+# moment that it needs to clean up.
+python -m pod_runtime.launch --log_dir "${EDL_POD_DIR:-log}/trainers" \
+    "$here/train_with_fleet.py" ${checkpoint:+--checkpoint "$checkpoint"} "$@"
+exit $?

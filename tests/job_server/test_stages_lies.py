@@ -91,6 +91,7 @@ def test_no_message_makes_the_state_machine_stumble(elastic, started, events):
     made = world(elastic=elastic, pods=3)
     if started:
         trains(made)
+    made.clients_lie = True
     for event, seconds in events:
         made.ask(event)
         look(made)

@@ -19,6 +19,12 @@ def train_alone(launcher: FakeLauncher, *args: str) -> dict[str, np.ndarray]:
     return dict(np.load(launcher.folder / "final.npz"))
 
 
+def prepare(job: FakeLauncher, world_size: int, out: tuple[str, ...]) -> Stage:
+    stage = job.start(world_size, *out, beside=True)
+    stage.wait_all("prepared")
+    return stage
+
+
 def change(
     job: FakeLauncher, old: Stage, world_size: int, out: tuple[str, ...], prepared: Stage | None
 ) -> Stage:
@@ -53,11 +59,9 @@ def test_six_changes_do_not_change_what_is_trained(launch, tmp_path: Path, besid
     changed = launch("towers.py", 4, "changed")
     out = ("--out", str(changed.folder), "--step_s", "0.03")
     stage = changed.start(WORLDS[0], *out)
-    # All of them now: the training is short.
-    coming = [changed.start(size, *out, beside=True) if beside else None for size in WORLDS[1:]]
-    for each in coming:
-        if each is not None:
-            each.wait_all("prepared")
+    # All of them before it begins, for the training is short; but one after the other: gloo gives
+    # its ranks 30 s to find each other, which seventeen processes at once may exceed.
+    coming = [prepare(changed, size, out) if beside else None for size in WORLDS[1:]]
     stage.go()
     ids: dict[int, list[int]] = {}
     for world_size, prepared in zip(WORLDS[1:], coming, strict=True):

@@ -213,7 +213,7 @@ def test_a_wrong_head_length_is_refused(served, length):
     [
         ("br", b"x", 415),
         ("gzip", b"no gzip", 400),
-        ("gzip", gzip.compress(b"{}")[:-10], 400),
+        ("gzip", gzip.compress(b"{}", mtime=0)[:-10], 400),
         ("deflate", b"\x78\x9cgarbage", 400),
     ],
 )

@@ -47,7 +47,7 @@ On the port
   /metrics          for Prometheus;  /v2/health/live, /v2/health/ready  for probes
 
 A predictor is a process of its own: one per GPU of --gpu_ids (--thread N: N per GPU), or N on the
-CPU. One that dies is started again, and what it computed is computed again.
+CPU. One that dies or hangs is started again, and what it computed is computed again.
 
 SIGTERM: takes no more requests, answers those it has, ends with 0. A second one ends it at once.
 Exit codes: 0 ended by a signal, 1 failed, 2 wrong arguments or a model that cannot be served.
@@ -95,6 +95,7 @@ def parse_config(args: argparse.Namespace) -> tuple[ServiceConfig, FrontConfig]:
         batch_timeout_s=args.batch_timeout_ms / 1000,
         max_queue=args.max_queue,
         max_request_bytes=max_request_bytes,
+        predict_timeout_s=args.predict_timeout_s,
     )
     token = _token(args.token_file)
     if not token and not args.insecure and not _LOOPBACK.fullmatch(args.bind):
@@ -312,6 +313,12 @@ def _parser() -> argparse.ArgumentParser:
         type=_seconds,
         default=30.0,
         help="how long requests may take to be answered after SIGTERM; default 30",
+    )
+    add(
+        "--predict_timeout_s",
+        type=_seconds,
+        default=120.0,
+        help="a predictor that computes one batch for longer is killed as hung; default 120",
     )
     add("--log_level", type=_level, default="INFO", help="e.g. 20 or INFO (default), DEBUG")
     return parser

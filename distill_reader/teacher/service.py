@@ -62,6 +62,7 @@ class ServiceConfig:
     max_queue: int = 256  # requests that wait
     max_request_bytes: int = 512 << 20
     memory_bytes: int = 2 << 30  # of all requests and answers, waiting, computed or being sent
+    predict_timeout_s: float = 120.0  # a predictor that computes one batch for longer is hung
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.models]
@@ -80,6 +81,7 @@ class ServiceConfig:
             ("batch_timeout_s", "--batch_timeout_ms", 0),
             ("max_request_bytes", "--max_request_mb", 1),
             ("memory_bytes", "memory_bytes", 1),
+            ("predict_timeout_s", "--predict_timeout_s", 0.1),
         ):
             if getattr(self, field) < least:
                 raise UsageError(f"{flag}: must be at least {least}, got {getattr(self, field)}")
@@ -106,6 +108,7 @@ class _Lane:
         self.batches: dict[int, _Batch] = {}  # at most two, in order
         self.arenas: set[int] = set()  # those that the predictor has mapped
         self.may_send_ahead = False
+        self.silent_since = float("inf")  # with a batch to compute; inf: it has none
 
     def forget(self, arena: Arena) -> None:
         """Have the predictor drop an arena that was closed."""
@@ -313,12 +316,15 @@ class PredictorService:
         ended: _Ended
         with self._lock:
             lane = self._lanes[predictor]
+            lane.silent_since = time.monotonic()
             if kind is Kind.SHAPES:
                 ended = self._place_outputs(lane, lane.batches[numbers[0]], numbers)
             else:
                 batch = lane.batches.pop(numbers[0])
                 for piece in batch.pieces:
                     piece.item.in_flight -= 1
+                if not lane.batches:
+                    lane.silent_since = float("inf")
                 if lane not in self._free:
                     self._free.append(lane)
                 if kind is Kind.DONE:
@@ -350,6 +356,10 @@ class PredictorService:
         lane = min(self._free, key=_load)
         model = pieces[0].item.model
         self._batches += 1
+        if not lane.batches:
+            lane.silent_since = time.monotonic()
+            if lane.silent_since + self._config.predict_timeout_s < self._wakes_at:
+                self._due.notify()
         lane.batches[self._batches] = _Batch(
             key, model, pieces, sum(piece.count for piece in pieces)
         )
@@ -469,14 +479,37 @@ class PredictorService:
                 self._done.notify_all()
 
     def _keep_time(self) -> None:
-        """Look at the queue when a batch becomes due though it is not full."""
+        """Look at the queue when a batch becomes due though it is not full; end what hangs."""
         with self._due:
             while not self._is_closed:
                 now = time.monotonic()
                 self._dispatch(now)
                 due = self._queue.next_due() if self._free else None
-                self._wakes_at = due if due is not None else float("inf")
-                self._due.wait(max(0.0, due - now) if due is not None else None)
+                self._wakes_at = min(
+                    float("inf") if due is None else due, self._end_hung_predictors(now)
+                )
+                never = self._wakes_at == float("inf")
+                self._due.wait(None if never else max(0.0, self._wakes_at - now))
+
+    def _end_hung_predictors(self, now: float) -> float:
+        """Kill those that are silent for too long; return when to look again.
+
+        What they computed goes to others as if they had died by themselves.
+        """
+        look_again = float("inf")
+        for lane in self._lanes.values():
+            end_at = lane.silent_since + self._config.predict_timeout_s
+            if end_at > now:
+                look_again = min(look_again, end_at)
+                continue
+            lane.silent_since = float("inf")
+            logger.error(
+                "%s has computed one batch for %g s (--predict_timeout_s): killed as hung",
+                lane.predictor,
+                self._config.predict_timeout_s,
+            )
+            lane.predictor.process.kill()
+        return look_again
 
 
 def _count(batch: _Batch, computed_us: int) -> _Ended:

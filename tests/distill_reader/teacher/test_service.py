@@ -481,6 +481,27 @@ def test_predictors_killed_under_load_leave_no_request_wrong_or_without_answer(f
     service.close()
 
 
+def test_a_predictor_that_hangs_is_replaced_and_its_request_answered_by_another(folder, children):
+    service = started(config(folder, "sums", predict_timeout_s=3.0))
+    hung = children()[0]
+    hung.send_signal(signal.SIGSTOP)
+    futures = [ask(service, images(first)) for first in range(8)]
+    for first, future in enumerate(futures):
+        assert_sums(outputs(future), images(first))
+    assert not hung.is_running()
+    assert value(service, "edl_teacher_predictor_restarts_total") >= 1
+    service.close()
+
+
+def test_a_predictor_that_is_merely_idle_is_no_hung_one(folder, children):
+    service = started(config(folder, "sums", predict_timeout_s=0.2, devices=(Device(),)))
+    outputs(ask(service, images(1)))
+    time.sleep(0.6)  # nothing is to happen: there is no condition to wait for
+    outputs(ask(service, images(1)))
+    assert value(service, "edl_teacher_predictor_restarts_total") == 0
+    service.close()
+
+
 def test_an_open_axis_may_have_any_length(open_service):
     for length in (3, 5, 3, 0):
         ids = np.arange(20 * length, dtype=np.int64).reshape(20, length)

@@ -1,126 +1,200 @@
 """The headers of a snapshot segment: enough to say what it holds. Standard library only.
 
-A segment is a memory file that describes itself, so that it outlives the trainer that wrote it:
+A segment is a memory file that describes itself, so that it outlives the trainers that write it.
+The trainers of a node write it together, each its own range of the bytes:
 
-    offset 0                   file header: magic, version, bytes per slot
-    SLOT_HEADER_BYTES + i * slot_bytes      slot i of two: slot header, meta JSON, tensors' bytes
+    page 0                   file header: magic, version, writers, rooms
+    slot i of two            a header per writer · room for the meta JSON · room for the tensors
 
-A slot's header is taken back before its bytes change and written after they have; its checksum
-makes a header that was cut off by a kill count as none. `trainer.snapshot` writes and reads the
-rest; the launcher and the shim need only `read_newest`.
+A writer takes its header in the older slot back, writes its range, and writes the header again.
+A slot is complete when the headers of all writers are there and of one state; its checksum makes
+a header that was cut off by a kill count as none. `trainer.snapshot` writes and reads the rest;
+the launcher and the shim need only `read_newest`.
 """
 
 import os
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MAGIC = b"EDLSEG01"
 SLOTS = 2
-SLOT_HEADER_BYTES = 4096  # a page, also the size of the file header
+PAGE_BYTES = 4096
+MAX_WRITERS = 1024
 
-_FILE = struct.Struct("<8sIIQ")  # magic, version, slots, bytes per slot (its header included)
-_SLOT = struct.Struct("<8sqqQQ64s")  # magic, stage, step, meta bytes, data bytes, layout digest
+_VERSION = 2  # 1 had one writer
+_FILE = struct.Struct("<8sIIIQQQ")  # magic, version, slots, writers, three rooms in bytes
+_PART = struct.Struct("<8sqqqQQ64s")  # mark, stage, step, serial, meta, data bytes, layout digest
 _CHECKSUM = struct.Struct("<I")
-_VERSION = 1
+_STRIDE = 256  # bytes from one writer's header to the next
 _COMPLETE = b"COMPLETE"
+
+PART_HEADER_BYTES = _PART.size + _CHECKSUM.size  # what has to be zeroed to take a header back
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Stamp:
+    """Which state of a job: a later one is greater."""
+
+    stage: int
+    step: int  # global steps committed since the job began
+    serial: int = 0  # states of one stage in order; what follows an epoch shares its last step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotHeader:
-    """What a complete slot holds."""
+    """What a slot holds, or, of a single writer, what that one says."""
 
-    stage: int
-    step: int  # global steps committed since the job began
-    meta_bytes: int  # JSON, directly behind the slot's header
-    data_bytes: int  # directly behind the meta
+    stamp: Stamp
+    meta_bytes: int  # JSON; only the first writer knows how long it is, the others say 0
+    data_bytes: int
     digest: str  # of the layout: names, shapes and types
 
 
-def pack_file_header(slot_bytes: int) -> bytes:
-    """Return the file's header; `slot_bytes` includes the slot's own header."""
-    body = _FILE.pack(MAGIC, _VERSION, SLOTS, slot_bytes)
-    return body + _CHECKSUM.pack(zlib.crc32(body))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """Where what lies in a segment; all rooms are whole pages."""
+
+    writers: int
+    header_room: int  # of one slot; for as many writers as the node might have had
+    meta_room: int
+    data_room: int
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.header_room + self.meta_room + self.data_room
+
+    @property
+    def total_bytes(self) -> int:
+        return PAGE_BYTES + SLOTS * self.slot_bytes
+
+    def header_offset(self, slot: int, writer: int) -> int:
+        return PAGE_BYTES + slot * self.slot_bytes + writer * _STRIDE
+
+    def meta_offset(self, slot: int) -> int:
+        return PAGE_BYTES + slot * self.slot_bytes + self.header_room
+
+    def data_offset(self, slot: int) -> int:
+        return self.meta_offset(slot) + self.meta_room
+
+    def fits(self, meta_bytes: int, data_bytes: int) -> bool:
+        return meta_bytes <= self.meta_room and data_bytes <= self.data_room
+
+    def pack(self) -> bytes:
+        """Return the file header."""
+        rooms = self.header_room, self.meta_room, self.data_room
+        return _sealed(_FILE.pack(MAGIC, _VERSION, SLOTS, self.writers, *rooms))
 
 
-def pack_slot_header(header: SlotHeader) -> bytes:
-    """Return the bytes that declare a slot complete."""
-    body = _SLOT.pack(
-        _COMPLETE,
-        header.stage,
-        header.step,
-        header.meta_bytes,
-        header.data_bytes,
-        header.digest.encode("ascii"),
+def make_geometry(writers: int, meta_bytes: int, data_bytes: int) -> Geometry:
+    """Return room for that much.
+
+    Raises:
+        ValueError: more writers than a segment can have.
+    """
+    if not 1 <= writers <= MAX_WRITERS:
+        raise ValueError(f"writers: expected 1 to {MAX_WRITERS}, got {writers}")
+    return Geometry(
+        writers=writers,
+        header_room=_pages(writers * _STRIDE),
+        meta_room=_pages(meta_bytes),
+        data_room=_pages(data_bytes),
     )
-    return body + _CHECKSUM.pack(zlib.crc32(body))
 
 
-SLOT_HEADER_USED = _SLOT.size + _CHECKSUM.size  # what has to be zeroed to take a slot back
+def pack_part(header: SlotHeader) -> bytes:
+    """Return the bytes by which a writer declares its range complete."""
+    stamp = header.stamp
+    sizes = header.meta_bytes, header.data_bytes
+    digest = header.digest.encode("ascii")
+    return _sealed(_PART.pack(_COMPLETE, stamp.stage, stamp.step, stamp.serial, *sizes, digest))
 
 
-def slot_offset(slot: int, slot_bytes: int) -> int:
-    """Return where slot `slot` begins in the file."""
-    return SLOT_HEADER_BYTES + slot * slot_bytes
-
-
-def read_slot_bytes(fd: int) -> int | None:
-    """Return the bytes per slot; None when `fd` is no segment of this version."""
-    body = _checked(_pread(fd, _FILE.size + _CHECKSUM.size, 0), _FILE.size)
+def read_geometry(fd: int) -> Geometry | None:
+    """Return how a segment is laid out; None when `fd` is no segment of this version."""
+    body = _unsealed(_pread(fd, _FILE.size + _CHECKSUM.size, 0), _FILE.size)
     if body is None:
         return None
-    magic, version, slots, slot_bytes = _FILE.unpack(body)
-    if magic != MAGIC or version != _VERSION or slots != SLOTS:
+    magic, version, slots, writers, *rooms = _FILE.unpack(body)
+    if (magic, version, slots) != (MAGIC, _VERSION, SLOTS) or not 1 <= writers <= MAX_WRITERS:
         return None
-    return int(slot_bytes)
+    header_room, meta_room, data_room = rooms
+    if writers * _STRIDE > header_room:
+        return None
+    return Geometry(
+        writers=writers, header_room=header_room, meta_room=meta_room, data_room=data_room
+    )
 
 
-def read_slots(fd: int) -> list[tuple[int, SlotHeader]]:
-    """Return (slot number, header) of each complete slot; nothing for a file that is no segment."""
-    slot_bytes = read_slot_bytes(fd)
-    if slot_bytes is None:
+def read_slots(fd: int, geometry: Geometry | None = None) -> list[tuple[int, SlotHeader]]:
+    """Return (slot number, header) of each complete slot; nothing for a file that is no segment.
+
+    Reads by position, so any number of processes that share the descriptor may call it.
+    """
+    geometry = geometry or read_geometry(fd)
+    if geometry is None:
         return []
     found = []
     for slot in range(SLOTS):
-        raw = _pread(fd, SLOT_HEADER_USED, slot_offset(slot, slot_bytes))
-        body = _checked(raw, _SLOT.size)
-        if body is None:
-            continue
-        mark, stage, step, meta_bytes, data_bytes, digest = _SLOT.unpack(body)
-        if mark != _COMPLETE or SLOT_HEADER_BYTES + meta_bytes + data_bytes > slot_bytes:
-            continue
-        header = SlotHeader(
-            stage=stage,
-            step=step,
-            meta_bytes=meta_bytes,
-            data_bytes=data_bytes,
-            digest=digest.rstrip(b"\0").decode("ascii", "replace"),
-        )
-        found.append((slot, header))
+        header = _read_slot(fd, geometry, slot)
+        if header is not None:
+            found.append((slot, header))
     return found
 
 
-def read_newest(fd: int) -> tuple[int, int, str] | None:
-    """Return (stage, step, layout digest) of the newest complete slot of a segment.
+def read_newest(fd: int) -> SlotHeader | None:
+    """Return the newest complete slot of a segment; None: there is none, or it is no segment."""
+    headers = [header for _slot, header in read_slots(fd)]
+    return max(headers, key=lambda header: header.stamp, default=None)
 
-    Returns None when no slot is complete, or when `fd` is no segment. Reads by position, so any
-    number of processes that share the descriptor may call it.
-    """
-    slots = read_slots(fd)
-    if not slots:
+
+def _read_slot(fd: int, geometry: Geometry, slot: int) -> SlotHeader | None:
+    size = (geometry.writers - 1) * _STRIDE + PART_HEADER_BYTES
+    raw = _pread(fd, size, geometry.header_offset(slot, 0))
+    parts = []
+    for writer in range(geometry.writers):
+        start = writer * _STRIDE
+        part = _unpack_part(raw[start : start + PART_HEADER_BYTES])
+        if part is None:
+            return None
+        parts.append(part)
+    first = parts[0]
+    if any(replace(part, meta_bytes=0) != replace(first, meta_bytes=0) for part in parts[1:]):
         return None
-    newest = max((header for _slot, header in slots), key=lambda each: (each.stage, each.step))
-    return newest.stage, newest.step, newest.digest
+    return first if geometry.fits(first.meta_bytes, first.data_bytes) else None
+
+
+def _unpack_part(raw: bytes) -> SlotHeader | None:
+    body = _unsealed(raw, _PART.size)
+    if body is None:
+        return None
+    mark, stage, step, serial, meta_bytes, data_bytes, digest = _PART.unpack(body)
+    if mark != _COMPLETE:
+        return None
+    return SlotHeader(
+        stamp=Stamp(stage=stage, step=step, serial=serial),
+        meta_bytes=meta_bytes,
+        data_bytes=data_bytes,
+        digest=digest.rstrip(b"\0").decode("ascii", "replace"),
+    )
+
+
+def _pages(size: int) -> int:
+    return -(-size // PAGE_BYTES) * PAGE_BYTES
 
 
 def _pread(fd: int, size: int, offset: int) -> bytes:
     try:
         return os.pread(fd, size, offset)
-    except OSError:
+    except (OSError, OverflowError):
         return b""  # a closed or foreign descriptor holds no snapshot
 
 
-def _checked(raw: bytes, size: int) -> bytes | None:
+def _sealed(body: bytes) -> bytes:
+    return body + _CHECKSUM.pack(zlib.crc32(body))
+
+
+def _unsealed(raw: bytes, size: int) -> bytes | None:
     """Return the first `size` bytes of `raw` if the checksum behind them holds."""
     if len(raw) != size + _CHECKSUM.size:
         return None

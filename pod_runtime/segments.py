@@ -66,13 +66,13 @@ class Segments:
             logger.warning("cannot ask the shim what it holds: %s", error)
             return None
         try:
-            found = [slot for fd in fds if (slot := read_newest(fd)) is not None]
+            found = [header for fd in fds if (header := read_newest(fd)) is not None]
         finally:
             close_all(fds)
         if not found:
             return None
-        stage, step, digest = max(found, key=lambda slot: slot[:2])
-        return SnapshotRef(stage=stage, step=step, digest=digest)
+        newest = max(found, key=lambda header: header.stamp)
+        return SnapshotRef(stage=newest.stamp.stage, step=newest.stamp.step, digest=newest.digest)
 
     def for_restore(self, plan: StagePlan) -> tuple[list[dict[str, object]], tuple[int, ...]]:
         """Return the segments that hold the state to start from, and their descriptors.

@@ -46,8 +46,12 @@ class Adapter(Protocol):
     def layout(self) -> Layout:
         """Return the layout of the state as it is now."""
 
-    def copy_out(self, target: memoryview) -> None:
-        """Copy all tensors into `target`, laid out as the last `layout()` said."""
+    def copy_out(self, target: memoryview, start: int = 0, stop: int | None = None) -> None:
+        """Copy the state's bytes from `start` to `stop` (None: the end) to the same in `target`.
+
+        Laid out as the last `layout()` said; `start` and `stop` are whole multiples of
+        `layout.ALIGN`, or the end.
+        """
 
     def scalars(self) -> dict[str, Any]:
         """Return what else belongs to the state, as JSON types."""

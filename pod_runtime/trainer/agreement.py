@@ -4,6 +4,8 @@ The numbers ride in the flat tensor of the gradients. `cut`: a rank was told to 
 this step all park. `void`: a rank had no data for the step, so nobody commits it; with a cut, all
 park at the step before; without, all exchange again (a rank that waits long for data says so from
 time to time, so that those who wait for it in the all-reduce do not run into its time-out).
+`snapshot`: after this step all ranks put its state into memory, each its part; `renew`: into
+segments that they make together before.
 
 Only that *some* rank was told is known then; before they park, ranks agree on which cut it is: the
 launchers' messages may have overtaken each other.
@@ -12,7 +14,15 @@ launchers' messages may have overtaken each other.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-HEADER_SIZE = 3
+HEADER_SIZE = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What a rank would have all of them do after a step."""
+
+    snapshot: bool = False
+    renew: bool = False  # with it: its segment is missing or too small
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,17 +32,19 @@ class Verdict:
     cut: bool
     void: bool
     samples: int  # of the global batch that all ranks together computed
+    wish: Wish = Wish()  # what anybody wished
 
 
-def make_header(*, cut: bool, void: bool, samples: int) -> list[float]:
+def make_header(*, cut: bool, void: bool, samples: int, wish: Wish) -> list[float]:
     """Return what one rank contributes; `samples` are those it computed in this step."""
-    return [float(cut), float(void), float(samples)]
+    return [float(cut), float(void), float(samples), float(wish.snapshot), float(wish.renew)]
 
 
 def read_header(sums: Sequence[float]) -> Verdict:
     """Return what follows from the sums over all ranks."""
-    cut, void, samples = sums
-    return Verdict(cut=cut > 0, void=void > 0, samples=round(samples))
+    cut, void, samples, snapshot, renew = sums
+    wish = Wish(snapshot=snapshot > 0, renew=renew > 0)
+    return Verdict(cut=cut > 0, void=void > 0, samples=round(samples), wish=wish)
 
 
 def make_ballot(rank: int, world_size: int, cut_id: int | None, durable: bool) -> list[float]:

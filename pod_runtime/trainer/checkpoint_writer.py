@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from pod_runtime.trainer.checkpoint import CheckpointStore
 from pod_runtime.trainer.errors import CheckpointError
@@ -30,9 +31,13 @@ class CheckpointWriter:
 
     def start(self, image: StateImage) -> None:
         """Write `image` in the background. The caller leaves its memory alone until not `busy`."""
+        self.start_from(lambda: image)
+
+    def start_from(self, take: Callable[[], StateImage]) -> None:
+        """As `start`, of an image that `take` returns; it is called in the background."""
         assert not self.busy
         self._thread = threading.Thread(
-            target=self._write, args=(image,), name="checkpoint", daemon=True
+            target=self._write, args=(take,), name="checkpoint", daemon=True
         )
         self._thread.start()
 
@@ -47,17 +52,16 @@ class CheckpointWriter:
             if self._error is not None:
                 raise CheckpointError(str(self._error)) from self._error
 
-    def _write(self, image: StateImage) -> None:
+    def _write(self, take: Callable[[], StateImage]) -> None:
         begun = time.monotonic()
         self._error = None
+        what = "a checkpoint"
         try:
+            image = take()
+            what = f"checkpoint of step {image.status.step}"
             made = self.store.write(image)
         except Exception as error:  # noqa: BLE001  any store may fail in its own way; training goes on
             self._error = error
-            logger.error(
-                "checkpoint of step %d failed, training goes on, the next save tries again: %s",
-                image.status.step,
-                error,
-            )
+            logger.error("%s failed, training goes on, the next save tries again: %s", what, error)
             return
         logger.info("checkpoint %s written in %.2f s", made.folder, time.monotonic() - begun)

@@ -1,29 +1,35 @@
 """Keeps the committed state safe: snapshots in memory, checkpoints on disk, and parking."""
 
-import json
 import logging
 import math
+import os
 import time
 
+from pod_runtime.segment_header import Stamp
 from pod_runtime.trainer.adapter import Adapter
+from pod_runtime.trainer.agreement import Wish
 from pod_runtime.trainer.checkpoint import CheckpointStore
 from pod_runtime.trainer.checkpoint_writer import CheckpointWriter
-from pod_runtime.trainer.errors import CheckpointError, SnapshotError
+from pod_runtime.trainer.errors import CheckpointError
 from pod_runtime.trainer.image import StateImage
 from pod_runtime.trainer.link import Link
+from pod_runtime.trainer.node_snapshots import NodeSnapshots
 from pod_runtime.trainer.progress import Progress
-from pod_runtime.trainer.snapshot import SegmentWriter, read_snapshot
+from pod_runtime.trainer.snapshot import copy_newest
 
 logger = logging.getLogger(__name__)
 
 _STALL_SHARE = 0.01  # of the training's time that snapshots may take with snapshot_steps="auto"
 _FLUSH_PERIOD_S = 1.0
-_ANNOUNCE_PERIOD_S = 0.2
 _RETRY_S = 10.0
 
 
 class Keeper:
-    """Decides after every commit what is due, and does it. One per trainer."""
+    """Decides after every commit what is due, and does it. One per trainer.
+
+    A snapshot is the work of all ranks, so the first rank of each node asks for it in the exchange
+    of the step before (`wish`), and all of them act on what anybody has asked for.
+    """
 
     def __init__(
         self,
@@ -31,119 +37,94 @@ class Keeper:
         progress: Progress,
         *,
         link: Link | None,
-        is_writer: bool,
-        segment: SegmentWriter | None = None,
+        snapshots: NodeSnapshots,
         store: CheckpointStore | None,
         save_steps: int,
         snapshot_steps: int | None,
     ) -> None:
         """
         Args:
-            link: None outside EDL, where nobody could hold a snapshot.
-            is_writer: this trainer makes the snapshots of its node.
-            segment: made ahead; None: at the first snapshot.
+            link: None outside EDL, where nobody parks.
             store: None: no checkpoints, or not this rank's task.
             snapshot_steps: None: as often as keeps the stall below 1 % of the time.
         """
         self._adapter = adapter
         self._progress = progress
         self._link = link
-        self._segment = (segment or SegmentWriter(progress.stage)) if link and is_writer else None
+        self._snapshots = snapshots
         self._writer = CheckpointWriter(store) if store else None
         self._save_steps = save_steps
         self._snapshot_steps = snapshot_steps
-        self._snapshot_version = -1  # progress.version of the newest complete slot
-        self._snapshot_step: int | None = None  # its step; None: there is none
-        self._stall_s = 0.0  # of the newest snapshot but the first
+        self._step_s = 0.0  # how long steps take; 0: not known
         self._next_save = _next_multiple(progress.cursor.global_step, save_steps)
-        self._save_due = False
-        self._buffer = bytearray()
-        self._flushed_at = time.monotonic()
-        self._announced_at = 0.0
+        self._save_due: Stamp | None = None  # since this state; None: no checkpoint is due
+        self._buffer = bytearray()  # of the checkpoint that is written
+        self._begun_at = self._flushed_at = time.monotonic()
 
     # --- while training
 
-    def after_step(self, step_s: float) -> None:
+    def wish(self) -> Wish:
+        """What all ranks should do after the step that they exchange now."""
+        snapshots, progress = self._snapshots, self._progress
+        due = False
+        if snapshots.is_first and snapshots.can_take:
+            after = progress.batches.advance(progress.cursor)
+            taken = snapshots.taken
+            # At the end of an epoch always: what the script does between its last step and the
+            # next epoch (scheduler, evaluation with other weights) is done again after a restore.
+            due = (
+                taken is None
+                or after.global_step - taken.step >= self._interval()
+                or progress.batches.steps_left(after.offset) == 0
+                or self._save_wants(taken, after.global_step)
+            )
+        return Wish(snapshot=due, renew=snapshots.wants_renewal)
+
+    def wish_after_epoch(self) -> Wish:
+        """What all ranks should do when the epoch has been committed."""
+        due = self._writer is not None and self._snapshots.can_take
+        return Wish(snapshot=due, renew=self._snapshots.wants_renewal)
+
+    def after_step(self, step_s: float, wish: Wish) -> None:
         """Do what is due after a committed step; `step_s` is how long steps take."""
+        self._step_s = step_s
+        self._snapshots.settle()
         now = time.monotonic()
         if now - self._flushed_at > _FLUSH_PERIOD_S:
             self._flushed_at = now
             self._progress.flush_ledger()
+        if wish.snapshot:
+            self._take(wish)
         step = self._progress.cursor.global_step
-        if self._segment is not None and (
-            self._snapshot_step is None
-            or step - self._snapshot_step >= self._interval(step_s)
-            or self._progress.epoch_is_over
-        ):
-            # At the end of an epoch always: what the script does between its last step and the
-            # next epoch (scheduler, evaluation with other weights) is done again after a restore.
-            self.snapshot()
         if step >= self._next_save:
             self._next_save = _next_multiple(step, self._save_steps)
-            self._save_due = True
-        if self._save_due and not self._progress.epoch_is_over:  # the epoch's own one comes soon
-            self.start_checkpoint()
+            self._save_due = self._snapshots.now
+        if not self._progress.epoch_is_over:  # the epoch's own one comes soon
+            self._start_if_due()
 
-    def after_epoch(self) -> None:
+    def after_epoch(self, wish: Wish) -> None:
         """An epoch has been committed."""
-        if not self._progress.is_finished:  # the final one follows
-            self._save_due = True
-            self.start_checkpoint()
+        if self._progress.is_finished:  # the final one follows
+            return
+        if wish.snapshot:
+            self._take(wish)
+        self._save_due = self._snapshots.now
+        self._start_if_due()
 
-    def snapshot(self) -> bool:
-        """Have the newest committed state in memory; False where this rank or machine cannot.
+    def rescue(self) -> None:
+        """Have the committed state in memory although a rank is gone.
 
         The state must be the committed one: no call between an update and its commit.
         """
-        if self._segment is None or self._link is None:
-            return False
-        if self._snapshot_version == self._progress.version:
-            return True
-        begun = time.monotonic()
         self._progress.flush_ledger()
-        step = self._progress.cursor.global_step
-        try:
-            written = self._segment.write(
-                self._adapter,
-                step=step,
-                status_json=self._progress.status_json(),
-                scalars_json=json.dumps(self._adapter.scalars()),
-            )
-        except SnapshotError as error:
-            logger.error("%s", error)
-            self._segment = None
-            return False
-        if not written.new_segment:
-            self._stall_s = time.monotonic() - begun
-        self._snapshot_version, self._snapshot_step = self._progress.version, step
-        if written.new_segment:
-            self._link.say(
-                "segment",
-                (self._segment.fd,),
-                stage=self._progress.stage,
-                size_bytes=self._segment.size_bytes,
-                digest=written.digest,
-            )
-        self._announce(written.digest, always=written.new_segment)
-        return True
-
-    def start_checkpoint(self) -> None:
-        """Begin a checkpoint of the state as it is now, or leave it due while one is written."""
-        if self._writer is None:
-            self._save_due = False
-            return
-        if self._writer.busy:
-            return
-        self._save_due = False
-        self._progress.flush_ledger()
-        self._writer.start(self._capture())
+        self._snapshots.rescue()
 
     # --- at the end of a stage
 
     def start_final(self) -> None:
         """Begin the checkpoint of a training that is complete."""
         if self._writer is not None:
-            self._settle()
+            self._wait_for_last()
             self._progress.flush_ledger()
             self._writer.start(self._capture())
 
@@ -155,9 +136,9 @@ class Keeper:
         """
         if self._writer is None:
             return
-        self._settle()
+        self._wait_for_last()
         self._progress.flush_ledger()
-        self._writer.start(self._snapshot_image() or self._capture())
+        self._writer.start(self._snapshots.image() or self._capture())
         self._writer.finish()
 
     @property
@@ -174,22 +155,90 @@ class Keeper:
         if self._writer is not None:
             self._writer.finish()
 
-    def park(self, cut_id: int, durable: bool) -> None:
+    @property
+    def wants_renewal(self) -> bool:
+        """The segment is missing or too small: `park` must be told on all ranks if any says so."""
+        return self._snapshots.wants_renewal
+
+    def park(self, cut_id: int, durable: bool, renew: bool) -> None:
         """Put the committed state away, say so, and wait until the cut is off (or for the end)."""
         assert self._link is not None
         step = self._progress.cursor.global_step
-        self._progress.flush_ledger()
-        kept = self.snapshot()
-        if kept and self._segment is not None:
-            self._announce(self._adapter.layout().digest, always=True)
+        self._take(Wish(snapshot=True, renew=renew))
+        self._snapshots.meet()
+        kept = self._snapshots.complete == self._snapshots.now
         if self._writer is not None and (durable or not kept):
             self._write_until_done(cut_id)
+        self.note_account()
         self._link.say("drained", step=step, id=cut_id)
         logger.info("parked after step %d for cut %d", step, cut_id)
         self._link.wait_resume(cut_id)
         logger.info("cut %d is off, training goes on after step %d", cut_id, step)
 
-    def _settle(self) -> None:
+    def note_account(self) -> None:
+        """Write down what snapshots have cost this stage so far."""
+        snapshots, elapsed_s = self._snapshots, time.monotonic() - self._begun_at
+        if snapshots.count:
+            self._progress.note_account(
+                snapshots=snapshots.count, stall_s=snapshots.total_s, elapsed_s=elapsed_s
+            )
+            logger.info(
+                "%d snapshots have taken %.3f s of %.1f s",
+                snapshots.count, snapshots.total_s, elapsed_s,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """Let go of the segment; the shims hold it as long as it is needed."""
+        self._snapshots.close()
+
+    # --- how
+
+    def _take(self, wish: Wish) -> None:
+        self._progress.flush_ledger()
+        self._snapshots.take(wish.renew)
+
+    def _interval(self) -> int:
+        """Return how many steps lie between two snapshots."""
+        if self._snapshot_steps is not None:
+            return self._snapshot_steps
+        if self._step_s <= 0:
+            return 1
+        return max(1, math.ceil(self._snapshots.stall_s / (_STALL_SHARE * self._step_s)))
+
+    def _save_wants(self, taken: Stamp, next_step: int) -> bool:
+        """Whether a checkpoint is due that no snapshot has been taken for."""
+        if self._writer is None or self._writer.busy:
+            return False
+        return next_step >= self._next_save or (
+            self._save_due is not None and taken < self._save_due
+        )
+
+    def _start_if_due(self) -> None:
+        """Begin the checkpoint that is due, unless one is written or its snapshot is to come."""
+        if self._save_due is None or self._writer is None or self._writer.busy:
+            return
+        if not self._snapshots.can_take:
+            self._progress.flush_ledger()
+            self._writer.start(self._capture())
+        else:
+            complete = self._snapshots.complete
+            if complete is None or complete < self._save_due:
+                return
+            fd = os.dup(self._snapshots.fd)  # this segment, even if another takes its place
+            self._writer.start_from(lambda: self._copy(fd))
+        self._save_due = None
+
+    def _copy(self, fd: int) -> StateImage:
+        """Return the newest snapshot, copied beside the training, which goes on writing."""
+        try:
+            image = copy_newest(fd, self._buffer)
+        finally:
+            os.close(fd)
+        if image is None:
+            raise CheckpointError("snapshots followed each other too quickly to copy one")
+        return image
+
+    def _wait_for_last(self) -> None:
         """Wait for the checkpoint in progress, whatever becomes of it."""
         assert self._writer is not None
         try:
@@ -210,28 +259,6 @@ class Keeper:
                 self._link.wait(_RETRY_S)
             else:
                 return
-
-    def _interval(self, step_s: float) -> int:
-        if self._snapshot_steps is not None:
-            return self._snapshot_steps
-        if step_s <= 0:
-            return 1
-        return max(1, math.ceil(self._stall_s / (_STALL_SHARE * step_s)))
-
-    def _announce(self, digest: str, *, always: bool) -> None:
-        assert self._link is not None
-        now = time.monotonic()
-        if always or now - self._announced_at >= _ANNOUNCE_PERIOD_S:
-            self._announced_at = now
-            step = self._snapshot_step
-            self._link.say("snapshot", stage=self._progress.stage, step=step, digest=digest)
-
-    def _snapshot_image(self) -> StateImage | None:
-        """Return the newest snapshot if it is of the committed state."""
-        segment, step = self._segment, self._snapshot_step
-        if segment is None or step is None or self._snapshot_version != self._progress.version:
-            return None
-        return read_snapshot([segment.fd], self._progress.stage, step)
 
     def _capture(self) -> StateImage:
         layout = self._adapter.layout()

@@ -9,6 +9,8 @@ from typing import Any
 from pod_runtime.trainer.errors import StateError
 
 ALIGN = 64
+_PIECE = 4096  # a page: two writers then share none, but for the tail's first
+OF_THE_SCRIPT = "extra/"
 
 # What a tensor's elements are called here, and their size in bytes; after numpy, plus bfloat16.
 ITEM_BYTES = {
@@ -41,6 +43,7 @@ class Layout:
     total_bytes: int
     digest: str  # equal digests: bytes may be copied as they are
     text: str  # JSON
+    shared_bytes: int = 0  # before these, all ranks hold the same; behind, what scripts added
 
     def to_json(self) -> list[Any]:
         value: list[Any] = json.loads(self.text)
@@ -67,7 +70,30 @@ def make_layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> Layout:
         offset = -(-(offset + spec.size_bytes) // ALIGN) * ALIGN
     text = json.dumps([[spec.name, spec.dtype, list(spec.shape)] for spec in specs])
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return Layout(specs=tuple(specs), total_bytes=offset, digest=digest, text=text)
+    own = [spec.offset for spec in specs if spec.name.startswith(OF_THE_SCRIPT)]
+    return Layout(
+        specs=tuple(specs),
+        total_bytes=offset,
+        digest=digest,
+        text=text,
+        shared_bytes=min(own, default=offset),
+    )
+
+
+def split_bytes(layout: Layout, writers: int, index: int) -> tuple[int, int]:
+    """Return the range (start, stop) that the writer `index` of a node contributes to a state.
+
+    The ranges of all writers are the whole. What belongs to the script may differ from rank to
+    rank, and a state must not be a mixture: the first writer contributes all of that.
+    """
+    share = -(-layout.total_bytes // writers)
+    tail = min(layout.shared_bytes, max(0, layout.total_bytes - share) // ALIGN * ALIGN)
+    if writers == 1:
+        tail = 0
+    if index == 0:
+        return tail, layout.total_bytes
+    piece = -(-tail // ((writers - 1) * _PIECE)) * _PIECE
+    return min(tail, (index - 1) * piece), min(tail, index * piece)
 
 
 def layout_from_json(data: object) -> Layout:

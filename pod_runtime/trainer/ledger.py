@@ -93,6 +93,14 @@ class Ledger:
         if self._file is not None and self._entry is not None:
             self._file.add({"kind": "done", "stage": self._entry.stage, "step": step})
 
+    def note_account(self, *, snapshots: int, stall_s: float, elapsed_s: float) -> None:
+        """Write what this stage's snapshots have cost so far; says nothing about steps."""
+        if self._file is not None and self._entry is not None:
+            self._file.add(
+                {"kind": "account", "stage": self._entry.stage, "snapshots": snapshots,
+                 "stall_s": round(stall_s, 6), "elapsed_s": round(elapsed_s, 3)}
+            )  # fmt: skip
+
     @property
     def stages(self) -> tuple[StageEntry, ...]:
         """The lineage up to the last committed step."""

@@ -24,7 +24,6 @@ class Welcome:
     """Who this trainer is, and what it may restore from."""
 
     plan: StagePlan
-    writer: bool  # it makes the snapshots of its node
     fds: tuple[int, ...]  # segments, owned by the receiver
 
 
@@ -103,7 +102,7 @@ class Link:
                 self._take(message, fds)
                 continue
             plan = _plan(message, "welcome")
-            return Welcome(plan=plan, writer=message.get("writer") is True, fds=fds)
+            return Welcome(plan=plan, fds=fds)
 
     def poll(self) -> None:
         """Take in what has come, without waiting."""

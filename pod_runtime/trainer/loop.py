@@ -10,6 +10,7 @@ from typing import Any
 
 from pod_runtime.env import TrainerEnv
 from pod_runtime.trainer.adapter import Adapter
+from pod_runtime.trainer.agreement import Verdict
 from pod_runtime.trainer.batches import rank_shards
 from pod_runtime.trainer.errors import PeerLost, UsageError
 from pod_runtime.trainer.evaluation import Fn, evaluate
@@ -123,7 +124,7 @@ class Loop:
         self._reader: ShardReader | None = None  # None: nothing has been read yet
         self._open_step: Step | None = None  # None: between two steps
         self._step_s = 0.0  # smoothed; 0: no step yet
-        self._cut_agreed = False  # in the exchange of the open step
+        self._verdict: Verdict | None = None  # of the newest exchange; None: there was none
         self._finished = False
         self._stop_asked = False
         self._rehearses = False
@@ -209,11 +210,11 @@ class Loop:
                     f"the training after this epoch)"
                 )
             with self._surviving():
-                stop = self._member.any_of_us(self._stop_asked)
+                stop, wish = self._member.end_epoch(self._stop_asked)
                 progress.commit_epoch()
                 if stop:
                     progress.stop()
-                self._enter().keeper.after_epoch()
+                self._enter().keeper.after_epoch(wish)
         with self._surviving():
             self._finish()
 
@@ -372,7 +373,7 @@ class Loop:
     def _update(self, step: Step) -> None:
         with self._surviving():
             verdict = self._member.exchange(step.samples_done)
-            self._cut_agreed = verdict.cut
+            self._verdict = verdict
             if verdict.samples != step.samples:
                 raise UsageError(
                     f"step {step.number}: {verdict.samples} samples were computed, its batch has "
@@ -391,9 +392,10 @@ class Loop:
         self._step_s = took if not self._step_s else (
             (1 - _SMOOTHING) * self._step_s + _SMOOTHING * took
         )  # fmt: skip
-        self._enter().keeper.after_step(self._step_s)
-        self._tell_step(at_once=False)
-        if self._cut_agreed:
+        self._tell_step(at_once=False)  # before a snapshot, which may take longer the first time
+        assert self._verdict is not None
+        self._enter().keeper.after_step(self._step_s, self._verdict.wish)
+        if self._verdict.cut:
             self._member.park()
             self._committed_at = time.monotonic()
 
@@ -447,6 +449,7 @@ class Loop:
             stage.keeper.start_final()
             self._member.wait_for_writer()
         self._finished = True
+        stage.keeper.note_account()
         self._progress.note_done()
         if stage.link is not None:
             stage.link.say("done", step=self.step_count)

@@ -11,6 +11,7 @@ import numpy as np
 from pod_runtime.trainer.adapter import Adapter
 from pod_runtime.trainer.agreement import (
     Verdict,
+    Wish,
     make_ballot,
     make_header,
     read_ballots,
@@ -84,6 +85,13 @@ class Member:
         self._adapter.all_reduce(votes)
         return bool(votes[0])
 
+    def end_epoch(self, stop: bool) -> tuple[bool, Wish]:
+        """Agree on whether it was the last one, and on what is done then. All ranks call it."""
+        wish = self._keeper.wish_after_epoch()
+        votes = np.array([float(stop), float(wish.snapshot), float(wish.renew)])
+        self._adapter.all_reduce(votes)
+        return bool(votes[0]), Wish(snapshot=bool(votes[1]), renew=bool(votes[2]))
+
     def wait_for_writer(self) -> None:
         """Return when rank 0's checkpoint is written.
 
@@ -113,22 +121,22 @@ class Member:
         if self._link is not None:
             self._link.poll()
             cut = self._link.cut
-        ballots = np.array(
-            make_ballot(
-                self.rank,
-                self.world_size,
-                None if cut is None else cut.id,
-                cut is not None and cut.durable,
-            )
+        ballot = make_ballot(
+            self.rank,
+            self.world_size,
+            None if cut is None else cut.id,
+            cut is not None and cut.durable,
         )
-        self._adapter.all_reduce(ballots)
-        agreed = read_ballots(ballots.tolist())
+        votes = np.array([*ballot, float(self._keeper.wants_renewal)])
+        self._adapter.all_reduce(votes)
+        *ballots, renew = votes.tolist()
+        agreed = read_ballots(ballots)
         if agreed is None:
             logger.info("the cut is off before anybody parked")
             return
         if self._link is None:
             raise LinkError("a peer was told to drain, and this trainer has no launcher")
-        self._keeper.park(*agreed)
+        self._keeper.park(*agreed, renew > 0)
 
     def end_after_peer_lost(self, error: PeerLost, *, state_is_committed: bool) -> NoReturn:
         """Put the last committed state away, and exit as a victim.
@@ -145,13 +153,14 @@ class Member:
         try:
             if state_is_committed:
                 self._adapter.drop_step()
-                self._keeper.snapshot()
+                self._keeper.rescue()
         except LinkError as lost:
             logger.error("%s", lost)
         exit_as_victim()
 
     def _exchange(self, samples: int, *, void: bool) -> Verdict:
-        header = make_header(cut=self.is_cut, void=void, samples=samples)
+        wish = Wish() if void else self._keeper.wish()
+        header = make_header(cut=self.is_cut, void=void, samples=samples, wish=wish)
         return read_header(self._adapter.exchange(header, contribute=not void))
 
 

@@ -118,8 +118,8 @@ class PaddleAdapter:
     def layout(self) -> Layout:
         return self._state.layout()
 
-    def copy_out(self, target: memoryview) -> None:
-        self._state.copy_out(target)
+    def copy_out(self, target: memoryview, start: int = 0, stop: int | None = None) -> None:
+        self._state.copy_out(target, start, stop)
 
     def scalars(self) -> dict[str, Any]:
         return self._state.scalars()

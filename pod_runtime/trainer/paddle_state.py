@@ -14,7 +14,13 @@ import numpy as np
 import paddle
 
 from pod_runtime.trainer.errors import StateError, UsageError
-from pod_runtime.trainer.layout import Layout, TensorSpec, make_layout, missing_and_surplus
+from pod_runtime.trainer.layout import (
+    ITEM_BYTES,
+    Layout,
+    TensorSpec,
+    make_layout,
+    missing_and_surplus,
+)
 
 _NUMPY = {"bfloat16": "uint16"}  # how Paddle hands out what numpy does not know
 _MASTER = "master_weight"
@@ -58,13 +64,20 @@ class PaddleState:
             self._layout_key = key
         return self._layout
 
-    def copy_out(self, target: memoryview) -> None:
-        """Copy the tensors that the last `layout()` found into `target`."""
+    def copy_out(self, target: memoryview, start: int = 0, stop: int | None = None) -> None:
+        """Copy what the last `layout()` found into `target`, between these places."""
         assert self._layout is not None
+        stop = self._layout.total_bytes if stop is None else stop
+        if stop <= start:
+            return
         anchor = (ctypes.c_char * len(target)).from_buffer(target)
         base = ctypes.addressof(anchor)
         for spec, tensor in zip(self._layout.specs, self._tensors, strict=True):
-            copy_tensor(base + spec.offset, tensor, spec.size_bytes)
+            if spec.offset >= stop:
+                break
+            first, last = max(start - spec.offset, 0), min(stop - spec.offset, spec.size_bytes)
+            if first < last:
+                copy_tensor(base + spec.offset + first, tensor, first, last)
 
     def scalars(self) -> dict[str, Any]:
         """Return scheduler, learning rate, loss scaler and the plain part of `extra`."""
@@ -276,19 +289,19 @@ def dtype_name(tensor: Any) -> str:
     return str(tensor.dtype).removeprefix("paddle.")
 
 
-def copy_tensor(address: int, tensor: Any, size_bytes: int) -> None:
-    """Copy a tensor's or an array's bytes to `address`."""
-    if size_bytes == 0:
-        return
+def copy_tensor(address: int, tensor: Any, first: int, last: int) -> None:
+    """Copy a tensor's or an array's bytes from `first` to `last` to `address`."""
+    size = last - first
     if isinstance(tensor, np.ndarray):
         tensor = np.ascontiguousarray(tensor)
-        ctypes.memmove(address, tensor.ctypes.data, size_bytes)
+        ctypes.memmove(address, tensor.ctypes.data + first, size)
         return
-    if not tensor.place.is_cpu_place():
-        tensor = tensor.cpu()
+    if not tensor.place.is_cpu_place():  # only what is wanted crosses the bus
+        item = ITEM_BYTES[dtype_name(tensor)]
+        tensor, first = tensor.flatten()[first // item : last // item].cpu(), 0
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
-    ctypes.memmove(address, tensor.data_ptr(), size_bytes)
+    ctypes.memmove(address, tensor.data_ptr() + first, size)
 
 
 def _fill(tensor: Any, source: Any, spec: TensorSpec) -> None:

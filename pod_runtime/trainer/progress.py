@@ -99,6 +99,10 @@ class Progress:
     def flush_ledger(self) -> None:
         self._ledger.flush()
 
+    def note_account(self, *, snapshots: int, stall_s: float, elapsed_s: float) -> None:
+        """Write what this stage's snapshots have cost so far."""
+        self._ledger.note_account(snapshots=snapshots, stall_s=stall_s, elapsed_s=elapsed_s)
+
     def note_done(self) -> None:
         self._ledger.note_done(self.cursor.global_step)
 

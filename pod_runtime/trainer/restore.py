@@ -13,7 +13,7 @@ from pod_runtime.trainer.checkpoint import CheckpointId, CheckpointStore
 from pod_runtime.trainer.errors import StateError
 from pod_runtime.trainer.image import StateImage, image_from
 from pod_runtime.trainer.loop_status import LoopStatus
-from pod_runtime.trainer.snapshot import newest_step, read_snapshot
+from pod_runtime.trainer.snapshot import newest_stamp, read_snapshot
 from pod_runtime.trainer.together import wait_together
 
 logger = logging.getLogger(__name__)
@@ -51,14 +51,14 @@ def restore(
         StateError, CheckpointError: a state is there and does not fit, or is damaged.
         PeerLost: another rank is gone.
     """
-    newest = newest_step(fds, wanted.stage) if wanted else None
-    steps = np.full(world_size, 0.0)
-    steps[rank] = -1.0 if wanted is None or newest is None else max(newest, -1)
-    adapter.all_reduce(steps)
+    newest = newest_stamp(fds, wanted.stage) if wanted else None
+    have = np.zeros((world_size, 2))
+    have[rank] = (-1, -1) if newest is None else (newest.step, newest.serial)
+    adapter.all_reduce(have.reshape(-1))
     # The stage may have come further than the server had heard when all of its launchers died.
-    reached = int(steps.max())
-    holders = (steps == reached) & (wanted is not None and reached >= wanted.step)
-    image = read_snapshot(fds, wanted.stage, reached) if wanted and holders[rank] else None
+    step, serial = (int(value) for value in max(have.tolist()))
+    holders = (have == (step, serial)).all(axis=1) & (wanted is not None and step >= wanted.step)
+    image = read_snapshot(fds, newest) if newest is not None and holders[rank] else None
     if image is not None and holders.all():
         adapter.load(image.layout, image.data, image.scalars)
         return _restored(image, stage, from_checkpoint=False)

@@ -1,117 +1,211 @@
-"""The state in memory that outlives its trainer: a memfd with two slots, held by the pod's shim.
+"""The state in memory that outlives its trainers: a memfd with two slots, held by the pod's shim.
 
-`pod_runtime.segment_header` has the format. A slot is taken back, filled and declared complete in
-this order, so whoever reads after a kill finds the other slot, or both, but never half a state.
+`pod_runtime.segment_header` has the format. The trainers of a node write a slot together; each
+takes its header back, fills its range, and writes its header again. So whoever reads after a kill
+finds the other slot, or both, but never half a state.
 """
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from pod_runtime.segment_header import (
-    SLOT_HEADER_BYTES,
-    SLOT_HEADER_USED,
+    PAGE_BYTES,
+    PART_HEADER_BYTES,
     SLOTS,
+    Geometry,
     SlotHeader,
-    pack_file_header,
-    pack_slot_header,
-    read_slot_bytes,
+    Stamp,
+    make_geometry,
+    pack_part,
+    read_geometry,
     read_slots,
-    slot_offset,
 )
 from pod_runtime.trainer.adapter import Adapter
-from pod_runtime.trainer.errors import SnapshotError
-from pod_runtime.trainer.image import StateImage, image_from, meta_bytes
+from pod_runtime.trainer.errors import SnapshotError, StateError
+from pod_runtime.trainer.image import StateImage, image_from
+from pod_runtime.trainer.layout import Layout, split_bytes
 
-_META_RESERVE = 64 << 10  # the ledger grows by a row per stage and epoch
+META_RESERVE = 64 << 10  # the ledger grows by a row per stage and epoch
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14; Python does not name it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """What `SegmentWriter.write` did."""
+class Handle:
+    """How a process of the same node finds a segment."""
 
-    digest: str
-    new_segment: bool  # the descriptor is another one: announce it
+    pid: int
+    fd: int
+    inode: int
+    size_bytes: int
 
 
-class SegmentWriter:
-    """Writes the snapshots of one stage. The segment is made when its size is first known."""
+class Segment:
+    """One trainer's view of its node's segment: made by the first writer, joined by the others."""
 
-    def __init__(self, stage: int) -> None:
-        self.stage = stage
-        self.fd = -1
-        self.size_bytes = 0
-        self.newest_step: int | None = None  # None: no slot is complete
-        self._map: mmap.mmap | None = None  # None: no segment yet
-        self._slot_bytes = 0
-        self._slot = 0  # written last
-        self._is_known = False  # `write` has told of the segment
+    def __init__(self, fd: int, geometry: Geometry, *, populate: bool) -> None:
+        """Map it; `fd` belongs to this object from now on."""
+        self.fd = fd
+        self.geometry = geometry
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+        self._map = mmap.mmap(fd, geometry.total_bytes, flags=flags)
 
-    def reserve(self, data_size: int) -> None:
-        """Make the segment before the first snapshot, which it would delay.
+    @classmethod
+    def make(cls, name: str, *, writers: int, meta_bytes: int, data_bytes: int) -> "Segment":
+        """Make a segment that has room for states of that size, with some for their growth.
 
         Raises:
             SnapshotError: there is no room for it.
         """
-        self._make_room(_META_RESERVE, data_size)
+        geometry = make_geometry(writers, 2 * meta_bytes + META_RESERVE, data_bytes)
+        segment = cls(allocate(name, geometry.total_bytes), geometry, populate=True)
+        segment._write(0, geometry.pack())
+        return segment
 
-    def write(self, adapter: Adapter, *, step: int, status_json: str, scalars_json: str) -> Written:
-        """Put the adapter's state as that of `step` into the older slot.
+    @classmethod
+    def join(cls, handle: Handle) -> "Segment | None":
+        """Map a segment that another process of this node has made; None if it cannot be reached.
 
-        Raises:
-            SnapshotError: there is no room for the segment.
+        Where it cannot, as between containers that do not see each other's processes, its maker
+        writes alone.
         """
-        layout = adapter.layout()
-        meta = meta_bytes(status_json, scalars_json, layout)
-        made = self._make_room(len(meta), layout.total_bytes)
-        assert self._map is not None
-        slot = (self._slot + 1) % SLOTS
-        start = slot_offset(slot, self._slot_bytes)
-        self._map[start : start + SLOT_HEADER_USED] = bytes(SLOT_HEADER_USED)
-        begin = start + SLOT_HEADER_BYTES
-        self._map[begin : begin + len(meta)] = meta
-        begin += len(meta)
-        with memoryview(self._map) as whole, whole[begin : begin + layout.total_bytes] as target:
-            adapter.copy_out(target)
-        header = SlotHeader(
-            stage=self.stage,
-            step=step,
-            meta_bytes=len(meta),
-            data_bytes=layout.total_bytes,
-            digest=layout.digest,
-        )
-        self._map[start : start + SLOT_HEADER_USED] = pack_slot_header(header)
-        self._slot, self.newest_step = slot, step
-        first, self._is_known = not self._is_known, True
-        return Written(digest=layout.digest, new_segment=made or first)
+        try:
+            fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return None
+        found = os.fstat(fd)
+        geometry = read_geometry(fd)
+        if (found.st_ino, found.st_size) == (handle.inode, handle.size_bytes) and geometry:
+            with contextlib.suppress(OSError, ValueError):
+                return cls(fd, geometry, populate=False)
+        os.close(fd)
+        return None
+
+    @property
+    def handle(self) -> Handle:
+        found = os.fstat(self.fd)
+        return Handle(pid=os.getpid(), fd=self.fd, inode=found.st_ino, size_bytes=found.st_size)
+
+    def set_writers(self, writers: int) -> None:
+        """Say how many write it, once that is known; the first writer alone does, in the file too.
+
+        Nothing may have been written yet.
+        """
+        self.geometry = replace(self.geometry, writers=writers)
+        self._write(0, self.geometry.pack())
+
+    def follow_writers(self, writers: int) -> None:
+        """As `set_writers`, for those that have joined."""
+        self.geometry = replace(self.geometry, writers=writers)
+
+    def populate(self, layout: Layout, index: int) -> None:
+        """Have writer `index`'s range in the page tables before the first snapshot needs it."""
+        start, stop = split_bytes(layout, self.geometry.writers, index)
+        for slot in range(SLOTS):
+            begin = (self.geometry.data_offset(slot) + start) // PAGE_BYTES * PAGE_BYTES
+            length = self.geometry.data_offset(slot) + stop - begin
+            if length > 0:
+                with contextlib.suppress(OSError, ValueError):  # an older kernel
+                    self._map.madvise(_POPULATE_WRITE, begin, length)
+
+    def fits(self, meta_bytes: int, data_bytes: int) -> bool:
+        return self.geometry.fits(meta_bytes, data_bytes)
+
+    def newest(self) -> Stamp | None:
+        """Return what the newest complete slot holds; None: no slot is complete."""
+        return max((head.stamp for _, head in read_slots(self.fd, self.geometry)), default=None)
+
+    def write_part(
+        self, adapter: Adapter, layout: Layout, stamp: Stamp, *, index: int, meta: bytes
+    ) -> None:
+        """Write the range of writer `index` into the older slot; the others write theirs.
+
+        Args:
+            meta: the state's description, from the first writer; the others leave it to that.
+        """
+        slot = self._older_slot(stamp)
+        if slot is None:
+            return
+        self._take_back(slot, index)
+        self._write(self.geometry.meta_offset(slot), meta)
+        self._copy(adapter, layout, slot, *split_bytes(layout, self.geometry.writers, index))
+        self._declare(slot, index, _header(layout, stamp, meta))
+
+    def write_whole(self, adapter: Adapter, layout: Layout, stamp: Stamp, meta: bytes) -> None:
+        """Write a whole state in the place of all writers, some of which may be gone.
+
+        Several survivors may do so at once, and not all with the same state: one after the other,
+        and only if theirs is newer than what is there by then.
+        """
+        with _locked(self.fd):
+            newest = self.newest()
+            slot = self._older_slot(stamp)
+            if slot is None or (newest is not None and newest > stamp):
+                return
+            for index in range(self.geometry.writers):
+                self._take_back(slot, index)
+            self._write(self.geometry.meta_offset(slot), meta)
+            self._copy(adapter, layout, slot, 0, layout.total_bytes)
+            for index in range(self.geometry.writers):
+                self._declare(slot, index, _header(layout, stamp, meta if index == 0 else b""))
 
     def close(self) -> None:
         """Let go of the segment; whoever else holds the descriptor keeps it alive."""
-        if self._map is not None:
-            self._map.close()
-            self._map = None
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        self._map.close()
+        os.close(self.fd)
 
-    def _make_room(self, meta_size: int, data_size: int) -> bool:
-        needed = SLOT_HEADER_BYTES + meta_size + data_size
-        if self._map is not None and needed <= self._slot_bytes:
-            return False
-        page = mmap.PAGESIZE
-        slot_bytes = -(-(needed + meta_size + _META_RESERVE) // page) * page
-        size = SLOT_HEADER_BYTES + SLOTS * slot_bytes
-        fd = allocate(f"edl-snapshot-{self.stage}", size)
-        self.close()
-        self.fd, self.size_bytes, self._slot_bytes = fd, size, slot_bytes
-        self._map = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        header = pack_file_header(slot_bytes)
-        self._map[: len(header)] = header
-        self.newest_step = None
-        return True
+    def _older_slot(self, stamp: Stamp) -> int | None:
+        """Return the slot to write `stamp` to; None: it is there already.
+
+        Never the newest complete one. All writers find the same, although some may have begun: a
+        slot that was taken back is the older one still.
+        """
+        slots = read_slots(self.fd, self.geometry)
+        if not slots:
+            return 0
+        slot, newest = max(slots, key=lambda each: each[1].stamp)
+        return None if newest.stamp == stamp else (slot + 1) % SLOTS
+
+    def _take_back(self, slot: int, index: int) -> None:
+        self._write(self.geometry.header_offset(slot, index), bytes(PART_HEADER_BYTES))
+
+    def _declare(self, slot: int, index: int, header: SlotHeader) -> None:
+        self._write(self.geometry.header_offset(slot, index), pack_part(header))
+
+    def _copy(self, adapter: Adapter, layout: Layout, slot: int, start: int, stop: int) -> None:
+        begin = self.geometry.data_offset(slot)
+        with memoryview(self._map) as whole, whole[begin : begin + layout.total_bytes] as target:
+            adapter.copy_out(target, start, stop)
+
+    def _write(self, offset: int, data: bytes) -> None:
+        self._map[offset : offset + len(data)] = data
+
+
+def _header(layout: Layout, stamp: Stamp, meta: bytes) -> SlotHeader:
+    return SlotHeader(
+        stamp=stamp,
+        meta_bytes=len(meta),
+        data_bytes=layout.total_bytes,
+        digest=layout.digest,
+    )
+
+
+@contextlib.contextmanager
+def _locked(fd: int) -> Iterator[None]:
+    """Hold the segment's lock; the kernel gives it back when this process dies.
+
+    By a descriptor of its own: one that was handed over shares its lock with whoever holds it.
+    """
+    own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(own, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(own)
 
 
 def allocate(name: str, size: int) -> int:
@@ -138,28 +232,63 @@ def allocate(name: str, size: int) -> int:
     return fd
 
 
-def newest_step(fds: Iterable[int], stage: int) -> int | None:
-    """Return the newest step of `stage` that a segment holds a complete slot of; None: of none."""
-    found = [header.step for fd in fds for _, header in read_slots(fd) if header.stage == stage]
-    return max(found, default=None)
+def newest_stamp(fds: Iterable[int], stage: int) -> Stamp | None:
+    """Return the newest state of `stage` that a segment holds completely; None: it holds none."""
+    stamps = [header.stamp for fd in fds for _, header in read_slots(fd)]
+    return max((stamp for stamp in stamps if stamp.stage == stage), default=None)
 
 
-def read_snapshot(fds: Iterable[int], stage: int, step: int) -> StateImage | None:
-    """Return the state of (stage, step) from whichever segment holds it; None if none does.
+def read_snapshot(fds: Iterable[int], stamp: Stamp) -> StateImage | None:
+    """Return the state `stamp` from whichever segment holds it; None if none does.
 
     The image points into the segment's memory.
     """
     for fd in fds:
-        for slot, header in read_slots(fd):
-            if (header.stage, header.step) != (stage, step):
+        geometry = read_geometry(fd)
+        for slot, header in read_slots(fd, geometry):
+            if header.stamp != stamp or geometry is None:
                 continue
-            slot_bytes = read_slot_bytes(fd)
             with contextlib.suppress(OSError, ValueError):
                 whole = mmap.mmap(
                     fd, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ
                 )
-                start = slot_offset(slot, slot_bytes or 0) + SLOT_HEADER_BYTES
-                data = start + header.meta_bytes
+                start, data = geometry.meta_offset(slot), geometry.data_offset(slot)
                 view = memoryview(whole)[data : data + header.data_bytes]
-                return image_from(whole[start:data], view)
+                return image_from(whole[start : start + header.meta_bytes], view)
     return None
+
+
+def copy_newest(fd: int, into: bytearray) -> StateImage | None:
+    """Return the newest complete state while trainers go on writing; its bytes go to `into`.
+
+    None: there is none, or writers were so quick that each try met a slot in the making. May be
+    called beside them by another thread.
+    """
+    for _ in range(10):
+        image = None  # of the try before: it points into `into`
+        geometry = read_geometry(fd)
+        slots = read_slots(fd, geometry)
+        if not slots or geometry is None:
+            return None
+        slot, header = max(slots, key=lambda each: each[1].stamp)
+        image = _copy_slot(fd, geometry, slot, header, into)
+        # Writers take their headers back before they change a byte.
+        if image is not None and (slot, header) in read_slots(fd, geometry):
+            return image
+    return None
+
+
+def _copy_slot(
+    fd: int, geometry: Geometry, slot: int, header: SlotHeader, into: bytearray
+) -> StateImage | None:
+    """Return a copy of a slot; None if it was overwritten meanwhile, as far as that can be seen."""
+    if len(into) != header.data_bytes:
+        into[:] = bytes(header.data_bytes)
+    meta = os.pread(fd, header.meta_bytes, geometry.meta_offset(slot))
+    view, done = memoryview(into), 0
+    while done < header.data_bytes:
+        done += os.preadv(fd, [view[done:]], geometry.data_offset(slot) + done)
+    try:
+        return image_from(meta, view)
+    except StateError:
+        return None

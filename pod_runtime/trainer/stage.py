@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from job_server.wire import Order, RestoreFrom
+from job_server.wire import Order, RestoreFrom, StagePlan
 from pod_runtime.env import TrainerEnv
 from pod_runtime.orphans import note_forks
 from pod_runtime.trainer.adapter import Adapter, GroupSpec
@@ -18,10 +18,11 @@ from pod_runtime.trainer.ledger import LedgerFile, RunInfo
 from pod_runtime.trainer.link import Link, Welcome
 from pod_runtime.trainer.loop_status import LoopStatus, check_same_run
 from pod_runtime.trainer.member import Member, exit_as_victim
+from pod_runtime.trainer.node_snapshots import NodeSnapshots, make_segment
 from pod_runtime.trainer.progress import Progress, fresh_status, scaling_for
 from pod_runtime.trainer.restore import Restored, restore
 from pod_runtime.trainer.settings import LoopSettings
-from pod_runtime.trainer.snapshot import SegmentWriter
+from pod_runtime.trainer.snapshot import Segment
 from pod_runtime.trainer.source import DataSource
 from pod_runtime.trainer.storage import open_storage
 
@@ -52,7 +53,7 @@ class _Place:
     wanted: RestoreFrom | None  # None: a checkpoint, or afresh; or not yet known
     policy: str  # of the job
     link: Link | None
-    is_writer: bool
+    nodes: tuple[tuple[int, ...], ...]  # the ranks of each node
     fds: tuple[int, ...]
     beside: bool  # an older stage trains: this one is prepared, and told later what to start from
 
@@ -86,7 +87,7 @@ class Entrance:
                 note_forks(env.pod_dir)
         self._store = _open_store(settings, env.rank)
         self._place = _find_place(env, self._link, self._store)
-        self._segment: SegmentWriter | None = None  # None: not made ahead of the first snapshot
+        self._segment: Segment | None = None  # None: not made ahead of the first snapshot
         self._restored: Restored | None = None  # None: not yet
         with self._as_victim():
             self.adapter.form_group(
@@ -168,10 +169,11 @@ class Entrance:
     def _wait_for_start(self) -> _Place:
         assert self._link is not None
         self.adapter.drop_step()
-        if self._place.is_writer:
-            self._segment = SegmentWriter(self._place.stage)
+        node = next(ranks for ranks in self._place.nodes if self.rank in ranks)
+        if self.rank == node[0]:
+            layout = self.adapter.layout()
             try:
-                self._segment.reserve(self.adapter.layout().total_bytes)
+                self._segment = make_segment(self._place.stage, len(node), layout)
             except SnapshotError as error:
                 logger.warning("%s", error)  # tried, and said, again at the first snapshot
         self._link.say("prepared")
@@ -235,12 +237,19 @@ class Entrance:
             steps_per_epoch=settings.steps_per_epoch,
         )
         auto = settings.snapshot_steps == "auto"
+        snapshots = NodeSnapshots(
+            self.adapter,
+            progress,
+            place.link,
+            rank=place.rank,
+            nodes=place.nodes,
+            segment=self._segment,
+        )
         keeper = Keeper(
             self.adapter,
             progress,
             link=place.link,
-            is_writer=place.is_writer,
-            segment=self._segment,
+            snapshots=snapshots,
             store=self._store,
             save_steps=settings.save_steps,
             snapshot_steps=None if auto else int(settings.snapshot_steps),
@@ -275,7 +284,7 @@ def _find_place(env: TrainerEnv, link: Link | None, store: CheckpointStore | Non
             wanted=None,
             policy="fixed_global",
             link=None,
-            is_writer=False,
+            nodes=tuple((rank,) for rank in range(env.world_size)),
             fds=(),
             beside=False,
         )
@@ -300,10 +309,18 @@ def _find_place(env: TrainerEnv, link: Link | None, store: CheckpointStore | Non
         wanted=plan.restore_from,
         policy=plan.policy,
         link=link,
-        is_writer=welcome.writer,
+        nodes=_nodes(plan),
         fds=welcome.fds,
         beside=plan.order is Order.PREPARE,
     )
+
+
+def _nodes(plan: StagePlan) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each node, in ascending order."""
+    found: dict[str, list[int]] = {}
+    for pod in plan.pods:
+        found.setdefault(pod.node_id, []).extend(pod.ranks)
+    return tuple(tuple(sorted(ranks)) for ranks in found.values())
 
 
 def _continued(

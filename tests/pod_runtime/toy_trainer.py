@@ -14,13 +14,7 @@ import sys
 import time
 from typing import Any
 
-from pod_runtime.segment_header import (
-    SLOT_HEADER_BYTES,
-    SlotHeader,
-    pack_file_header,
-    pack_slot_header,
-    slot_offset,
-)
+from pod_runtime.segment_header import SlotHeader, Stamp, make_geometry, pack_part
 from pod_runtime.shim_wire import LineSocket
 
 parser = argparse.ArgumentParser()
@@ -94,12 +88,11 @@ while hear()[0]["do"] != "go":
 
 segment = -1
 if args.snapshot and welcome["writer"]:
-    slot_bytes = 2 * SLOT_HEADER_BYTES
+    geometry = make_geometry(1, 0, 0)
     segment = os.memfd_create("toy")
-    os.ftruncate(segment, slot_offset(2, slot_bytes))
-    os.pwrite(segment, pack_file_header(slot_bytes), 0)
-    size = os.fstat(segment).st_size
-    say("segment", (segment,), stage=stage, size_bytes=size, digest="d")
+    os.ftruncate(segment, geometry.total_bytes)
+    os.pwrite(segment, geometry.pack(), 0)
+    say("segment", (segment,), stage=stage, size_bytes=geometry.total_bytes, digest="d")
 
 while step < args.steps:
     time.sleep(0.01)
@@ -108,8 +101,9 @@ while step < args.steps:
         raise ValueError(f"the loss is sad at step {step}")
     say("step", step=step, epoch=0, total_steps=args.steps, step_s=0.01, metrics={"loss": 0.5})
     if segment >= 0:
-        header = SlotHeader(stage=stage, step=step, meta_bytes=0, data_bytes=0, digest="d")
-        os.pwrite(segment, pack_slot_header(header), slot_offset(step % 2, slot_bytes))
+        stamp = Stamp(stage=stage, step=step)
+        header = SlotHeader(stamp=stamp, meta_bytes=0, data_bytes=0, digest="d")
+        os.pwrite(segment, pack_part(header), geometry.header_offset(step % 2, 0))
         say("snapshot", stage=stage, step=step, digest="d")
     heard = hear_at_once()
     if heard.get("do") == "cut":

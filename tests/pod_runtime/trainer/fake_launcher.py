@@ -155,7 +155,7 @@ class FakeLauncher:
         restore_from: tuple[int, int] | None = None,
         number: int | None = None,
         give_to: list[int] | None = None,
-        writers: tuple[int, ...] = (0,),
+        nodes: str = "",
         prefix: tuple[str, ...] = (),
         beside: bool = False,
     ) -> Stage:
@@ -163,11 +163,11 @@ class FakeLauncher:
 
         Args:
             give_to: ranks that get the segments; None: all.
-            writers: ranks that make snapshots, as the first of each node does.
+            nodes: each rank's node, a letter each; "": all on one. A node has one pod.
             beside: an older stage trains: they are prepared, and begin with `commit`.
         """
         number = number or (self.stages[-1].number + 1 if self.stages else 1)
-        pod_env, plan = self._plan(world_size, number, restore_from)
+        pod_env, plan = self._plan(nodes or "a" * world_size, number, restore_from)
         if beside:
             plan = replace(plan, way=Way.REPLACE, order=Order.PREPARE)
         name = f"edl-test-{os.getpid()}-{id(self)}-{number}"
@@ -177,8 +177,14 @@ class FakeLauncher:
         self._listeners.append(listener)
         trainers = []
         for rank in range(world_size):
+            mine = next(pod.pod_id for pod in plan.pods if rank in pod.ranks)
             env = trainer_environment(
-                dict(os.environ), pod_env, plan, rank, channel=name, run_dir=self.run_dir
+                dict(os.environ),
+                replace(pod_env, pod_id=mine),
+                plan,
+                rank,
+                channel=name,
+                run_dir=self.run_dir,
             )
             env |= {"PYTHONWARNINGS": "ignore", "GLOG_minloglevel": "2", "OMP_NUM_THREADS": "1"}
             log = self.folder / f"stage{number}.rank{rank}.log"
@@ -193,7 +199,7 @@ class FakeLauncher:
         stage.plan, stage.restored_from = plan, restore_from or (0, 0)
         self.stages.append(stage)
         serve = threading.Thread(
-            target=self._serve, args=(listener, stage, plan, give_to, writers), daemon=True
+            target=self._serve, args=(listener, stage, plan, give_to), daemon=True
         )
         serve.start()
         self._threads.append(serve)
@@ -202,7 +208,7 @@ class FakeLauncher:
     def newest(self) -> tuple[int, int]:
         """Return (stage, step) of the newest complete snapshot that was handed over."""
         found = [
-            newest[:2]
+            (newest.stamp.stage, newest.stamp.step)
             for fds in self.segments.values()
             for fd in fds
             if (newest := read_newest(fd)) is not None
@@ -222,8 +228,9 @@ class FakeLauncher:
                 os.close(fd)
 
     def _plan(
-        self, world_size: int, number: int, restore_from: tuple[int, int] | None
+        self, nodes: str, number: int, restore_from: tuple[int, int] | None
     ) -> tuple[PodEnv, StagePlan]:
+        world_size = len(nodes)
         pod_id = f"pod_0_{number}"
         pod_env = PodEnv(
             job_server="http://127.0.0.1:1", job_id="job", pod_id=pod_id,
@@ -231,16 +238,22 @@ class FakeLauncher:
             slot_kind=SlotKind.CPU, max_trainers=self.max_trainers, grace_s=1.0,
         )  # fmt: skip
         port = free_port()
-        pod = PlanPod(
-            pod_id=pod_id, pod_rank=0, node_id="node", addr="127.0.0.1",
-            slots=tuple(range(world_size)), ranks=tuple(range(world_size)),
-            ports=(port, *(port + 1 + rank for rank in range(world_size - 1))),
+        ranks = {
+            node: tuple(rank for rank in range(world_size) if nodes[rank] == node)
+            for node in sorted(set(nodes))
+        }
+        pods = tuple(
+            PlanPod(
+                pod_id=f"pod_{pod_rank}_{number}", pod_rank=pod_rank, node_id=node,
+                addr="127.0.0.1", slots=mine, ranks=mine, ports=tuple(port + each for each in mine),
+            )
+            for pod_rank, (node, mine) in enumerate(ranks.items())
         )  # fmt: skip
         restore = None
         if restore_from is not None:
             restore = RestoreFrom(stage=restore_from[0], step=restore_from[1], pods=(pod_id,))
         plan = StagePlan(
-            job_id="job", stage=number, flag=0, way=Way.DRAIN, order=Order.START, pods=(pod,),
+            job_id="job", stage=number, flag=0, way=Way.DRAIN, order=Order.START, pods=pods,
             master=f"127.0.0.1:{port}", restore_from=restore, max_trainers=self.max_trainers,
         )  # fmt: skip
         return pod_env, plan
@@ -251,7 +264,6 @@ class FakeLauncher:
         stage: Stage,
         plan: StagePlan,
         give_to: list[int] | None,
-        writers: tuple[int, ...],
     ) -> None:
         for _ in stage.trainers:
             try:
@@ -260,7 +272,7 @@ class FakeLauncher:
                 return  # the test is over
             talk = threading.Thread(
                 target=self._talk,
-                args=(LineSocket(connection), stage, plan, give_to, writers),
+                args=(LineSocket(connection), stage, plan, give_to),
                 daemon=True,
             )
             talk.start()
@@ -272,7 +284,6 @@ class FakeLauncher:
         stage: Stage,
         plan: StagePlan,
         give_to: list[int] | None,
-        writers: tuple[int, ...],
     ) -> None:
         trainer: Trainer | None = None
         while True:
@@ -291,8 +302,7 @@ class FakeLauncher:
                 if plan.restore_from and (give_to is None or trainer.rank in give_to):
                     given = tuple(self.segments.get(plan.restore_from.stage, ()))
                 lines.send(
-                    {"do": "welcome", "plan": encode(plan), "writer": trainer.rank in writers,
-                     "segments": [], "fds": len(given)},
+                    {"do": "welcome", "plan": encode(plan), "segments": [], "fds": len(given)},
                     given,
                 )  # fmt: skip
             assert trainer is not None
@@ -304,7 +314,7 @@ class FakeLauncher:
 def slots_of(launcher: FakeLauncher, stage: int) -> list[tuple[int, int]]:
     """Return (stage, step) of every complete slot of a stage's segments."""
     return [
-        (header.stage, header.step)
+        (header.stamp.stage, header.stamp.step)
         for fd in launcher.segments.get(stage, [])
         for _slot, header in read_slots(fd)
     ]

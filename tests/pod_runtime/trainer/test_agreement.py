@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from pod_runtime.trainer.agreement import (
     HEADER_SIZE,
     Verdict,
+    Wish,
     make_ballot,
     make_header,
     read_ballots,
@@ -12,19 +13,31 @@ from pod_runtime.trainer.agreement import (
 )
 
 rank_states = st.lists(
-    st.tuples(st.booleans(), st.booleans(), st.integers(0, 4096)), min_size=1, max_size=64
+    st.tuples(
+        st.booleans(),
+        st.booleans(),
+        st.integers(0, 4096),
+        st.builds(Wish, snapshot=st.booleans(), renew=st.booleans()),
+    ),
+    min_size=1,
+    max_size=64,
 )
 
 
 @given(rank_states)
 def test_a_header_says_whether_any_rank_was_told_even_summed_in_float32(ranks):
     total = np.zeros(HEADER_SIZE, np.float32)
-    for cut, void, samples in ranks:
-        total += np.array(make_header(cut=cut, void=void, samples=samples), np.float32)
+    for cut, void, samples, wish in ranks:
+        header = make_header(cut=cut, void=void, samples=samples, wish=wish)
+        total += np.array(header, np.float32)
     assert read_header(total.tolist()) == Verdict(
-        cut=any(cut for cut, _, _ in ranks),
-        void=any(void for _, void, _ in ranks),
-        samples=sum(samples for _, _, samples in ranks),
+        cut=any(cut for cut, _, _, _ in ranks),
+        void=any(void for _, void, _, _ in ranks),
+        samples=sum(samples for _, _, samples, _ in ranks),
+        wish=Wish(
+            snapshot=any(wish.snapshot for *_, wish in ranks),
+            renew=any(wish.renew for *_, wish in ranks),
+        ),
     )
 
 

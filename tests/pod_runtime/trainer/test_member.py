@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pod_runtime.trainer.agreement import Wish
 from pod_runtime.trainer.errors import CheckpointError, LinkError, PeerLost
 from pod_runtime.trainer.link import Cut
 from pod_runtime.trainer.member import Member
@@ -27,12 +28,18 @@ class Group:
 
 class Keeper:
     def __init__(self) -> None:
-        self.parked: list[tuple[int, bool]] = []
+        self.parked: list[tuple[int, bool, bool]] = []
+        self.wants_renewal = False
         self.writing = iter([True, True, False])
         self.has_failed = False
 
-    def park(self, cut_id: int, durable: bool) -> None:
-        self.parked.append((cut_id, durable))
+    def wish(self) -> Wish:
+        return Wish()
+
+    wish_after_epoch = wish
+
+    def park(self, cut_id: int, durable: bool, renew: bool) -> None:
+        self.parked.append((cut_id, durable, renew))
 
     @property
     def is_writing(self) -> bool:
@@ -56,28 +63,28 @@ def make(group: Group, link: Channel | None = None) -> tuple[Member, Keeper]:
     return made, keeper
 
 
-COMMITS = [0.0, 0.0, 3.0]
-VOID = [0.0, 1.0, 0.0]
-CUT_AND_VOID = [1.0, 1.0, 0.0]
+COMMITS = [0.0, 0.0, 3.0, 0.0, 0.0]
+VOID = [0.0, 1.0, 0.0, 0.0, 0.0]
+CUT_AND_VOID = [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
 def test_a_peer_that_waits_for_data_is_waited_for_with_the_same_gradients():
     group = Group(VOID, VOID, COMMITS)
     member, keeper = make(group)
     assert member.exchange(5).samples == 8
-    assert group.exchanged == [([0.0, 0.0, 5.0], True)] * 3
+    assert group.exchanged == [([0.0, 0.0, 5.0, 0.0, 0.0], True)] * 3
     assert keeper.parked == []
 
 
 def test_a_void_step_under_a_cut_parks_before_it_and_is_exchanged_again_afterwards():
-    member, keeper = make(Group(CUT_AND_VOID, [0, 0, 8, 1], COMMITS), Channel())
+    member, keeper = make(Group(CUT_AND_VOID, [0, 0, 8, 1, 1], COMMITS), Channel())
     verdict = member.exchange(5)
-    assert keeper.parked == [(7, True)]  # the peer's newest cut, which we had not heard of
+    assert keeper.parked == [(7, True, True)]  # the peer's newest cut, which we had not heard of
     assert (verdict.samples, verdict.void) == (8, False)
 
 
 def test_a_cut_that_all_ranks_know_to_be_off_by_now_parks_nobody():
-    member, keeper = make(Group(CUT_AND_VOID, [0, 0, 0, 0], COMMITS), Channel())
+    member, keeper = make(Group(CUT_AND_VOID, [0, 0, 0, 0, 0], COMMITS), Channel())
     member.exchange(5)
     assert keeper.parked == []
 
@@ -90,7 +97,7 @@ def test_a_rank_without_data_shows_itself_before_its_peers_run_into_the_time_out
     for seconds in (0, 4, 4.5, 5):  # silent, silent, shows itself, silent again
         now[0] += seconds
         member.wait_for_data()
-    assert group.exchanged == [([0.0, 1.0, 0.0], False)]
+    assert group.exchanged == [([0.0, 1.0, 0.0, 0.0, 0.0], False)]
     member.have_data()
     now[0] += 100
     member.wait_for_data()
@@ -98,21 +105,21 @@ def test_a_rank_without_data_shows_itself_before_its_peers_run_into_the_time_out
 
 
 def test_a_cut_while_data_do_not_come_is_acted_on_at_once():
-    member, keeper = make(Group(COMMITS, [0, 0, 0, 0]), Channel(Cut(id=4)))
+    member, keeper = make(Group(COMMITS, [0, 0, 0, 0, 0]), Channel(Cut(id=4)))
     member.wait_for_data()
-    assert keeper.parked == [(4, False)]
+    assert keeper.parked == [(4, False, False)]
 
 
 def test_ranks_meet_between_steps():
-    member, keeper = make(Group([0.0], [1.0], [0, 0, 3, 0]), Channel())
+    member, keeper = make(Group([0.0], [1.0], [0, 0, 3, 0, 0]), Channel())
     member.meet()
     assert keeper.parked == []
     member.meet()
-    assert keeper.parked == [(2, False)]
+    assert keeper.parked == [(2, False, False)]
 
 
 def test_a_trainer_without_launcher_never_parks():
-    member, _keeper = make(Group(CUT_AND_VOID, [0, 0, 8, 1]))
+    member, _keeper = make(Group(CUT_AND_VOID, [0, 0, 8, 1, 1]))
     with pytest.raises(LinkError, match="no launcher"):
         member.exchange(5)
 
@@ -130,3 +137,9 @@ def test_a_lost_peer_outside_edl_is_an_exception():
     member, _keeper = make(Group())
     with pytest.raises(PeerLost, match="gone"):
         member.end_after_peer_lost(PeerLost("gone"), state_is_committed=True)
+
+
+def test_ranks_agree_on_the_end_of_an_epoch_and_on_what_is_put_away_then():
+    member, _keeper = make(Group([0.0, 1.0, 0.0], [1.0, 0.0, 1.0]))
+    assert member.end_epoch(stop=False) == (False, Wish(snapshot=True))
+    assert member.end_epoch(stop=False) == (True, Wish(renew=True))

@@ -1,100 +1,348 @@
-"""The format of segments, and what is left of one after any kill."""
+"""The format of segments, how ranks share one, and what is left of it after any kill."""
 
+import contextlib
 import json
 import os
+import random
 import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pod_runtime.segment_header import SLOT_HEADER_USED, read_newest, read_slots, slot_offset
+from pod_runtime.segment_header import (
+    PART_HEADER_BYTES,
+    Stamp,
+    make_geometry,
+    read_geometry,
+    read_newest,
+    read_slots,
+)
 from pod_runtime.trainer.errors import SnapshotError
-from pod_runtime.trainer.layout import Layout, make_layout
-from pod_runtime.trainer.snapshot import SegmentWriter, allocate, read_snapshot
+from pod_runtime.trainer.image import meta_bytes
+from pod_runtime.trainer.layout import ALIGN, Layout, make_layout, split_bytes
+from pod_runtime.trainer.snapshot import (
+    Handle,
+    Segment,
+    allocate,
+    copy_newest,
+    newest_stamp,
+    read_snapshot,
+)
 from tests.pod_runtime.trainer.states import make_status
 
 
 class Numbers:
-    """An adapter's state: one array."""
+    """An adapter's state: one array, and one that belongs to the script."""
 
-    def __init__(self, length: int) -> None:
-        self.array = np.arange(length, dtype=np.float64)
+    def __init__(self, length: int, extra: int = 0) -> None:
+        self.array = np.zeros(length, np.float64)
+        self.extra = np.zeros(extra, np.float64)
         self.dies = False
+        tensors = [("model/numbers", "float64", (length,))]
+        self.made = make_layout([*tensors, ("extra/of the script", "float64", (extra,))])
+
+    def fill(self, value: float) -> "Numbers":
+        self.array[:] = self.extra[:] = value
+        return self
 
     def layout(self) -> Layout:
-        return make_layout([("model/numbers", "float64", self.array.shape)])
+        return self.made
 
-    def copy_out(self, target: memoryview) -> None:
-        data = self.array.tobytes()
+    def copy_out(self, target: memoryview, start: int = 0, stop: int | None = None) -> None:
+        data = bytearray(self.made.total_bytes)
+        for spec, array in zip(self.made.specs, (self.array, self.extra), strict=True):
+            data[spec.offset : spec.offset + array.nbytes] = array.tobytes()
+        stop = self.made.total_bytes if stop is None else stop
         if self.dies:
-            target[: len(data) // 2] = data[: len(data) // 2]
+            target[start : (start + stop) // 2] = data[start : (start + stop) // 2]
             raise KeyboardInterrupt
-        target[: len(data)] = data
+        target[start:stop] = data[start:stop]
+
+
+def stamp(step: int, serial: int = 0) -> Stamp:
+    return Stamp(stage=3, step=step, serial=serial)
+
+
+def meta_of(numbers: Numbers, step: int) -> bytes:
+    status = json.dumps(make_status(stage=3, step=step).to_json())
+    return meta_bytes(status, '{"lr": 0.5}', numbers.layout())
+
+
+def write(segment: Segment, numbers: Numbers, step: int, index: int = 0, serial: int = 0) -> None:
+    segment.write_part(
+        numbers,  # type: ignore[arg-type]  # only these two methods are used
+        numbers.layout(),
+        stamp(step, serial),
+        index=index,
+        meta=meta_of(numbers, step) if index == 0 else b"",
+    )
+
+
+def steps_in(segment: Segment) -> list[int]:
+    return sorted(header.stamp.step for _slot, header in read_slots(segment.fd))
 
 
 @pytest.fixture
-def writer():
-    writer = SegmentWriter(3)
-    yield writer
-    writer.close()
+def share():
+    """Make segments that several writers have open, each as a process of its own would."""
+    made: list[Segment] = []
+
+    def make(writers: int = 1, length: int = 1000, extra: int = 0) -> list[Segment]:
+        total = Numbers(length, extra).layout().total_bytes
+        first = Segment.make("test", writers=writers, meta_bytes=4096, data_bytes=total)
+        made.append(first)
+        for _ in range(writers - 1):
+            joined = Segment.join(first.handle)
+            assert joined is not None
+            made.append(joined)
+        return list(made)
+
+    yield make
+    for segment in made:
+        segment.close()
 
 
-def write(writer: SegmentWriter, numbers: Numbers, step: int) -> bool:
-    status = make_status(stage=3, step=step)
-
-    return writer.write(
-        numbers,  # type: ignore[arg-type]  # only these two methods are used
-        step=step,
-        status_json=json.dumps(status.to_json()),
-        scalars_json='{"lr": 0.5}',
-    ).new_segment
-
-
-def test_the_two_newest_snapshots_are_kept_and_read_back(writer):
+def test_the_two_newest_snapshots_are_kept_and_read_back(share):
+    (segment,) = share()
     numbers = Numbers(1000)
     for step in (5, 6, 7):
-        numbers.array += 1
-        assert write(writer, numbers, step) is (step == 5)
-    assert sorted(header.step for _slot, header in read_slots(writer.fd)) == [6, 7]
-    newest = read_newest(writer.fd)
+        write(segment, numbers.fill(step), step)
+    assert steps_in(segment) == [6, 7]
+    newest = read_newest(segment.fd)
     assert newest is not None
-    assert newest[:2] == (3, 7)
-    assert newest[2] == numbers.layout().digest
-    image = read_snapshot([writer.fd], 3, 6)
+    assert (newest.stamp, newest.digest) == (stamp(7), numbers.layout().digest)
+    assert newest_stamp([segment.fd], 3) == stamp(7)
+    assert newest_stamp([segment.fd], 2) is None
+    image = read_snapshot([segment.fd], stamp(6))
     assert image is not None
-    assert np.frombuffer(image.data[:8000], np.float64)[0] == 2
+    assert (np.frombuffer(image.data[:8000], np.float64) == 6).all()
     assert (image.status.step, image.scalars) == (6, {"lr": 0.5})
-    assert read_snapshot([writer.fd], 3, 5) is None
-    assert read_snapshot([writer.fd], 2, 6) is None
+    assert read_snapshot([segment.fd], stamp(5)) is None
+    assert read_snapshot([segment.fd], Stamp(stage=2, step=6)) is None
 
 
-def test_a_death_amid_a_copy_leaves_the_snapshot_before(writer):
+def test_what_follows_an_epoch_supersedes_its_last_step(share):
+    (segment,) = share()
     numbers = Numbers(1000)
-    write(writer, numbers, 1)
-    write(writer, numbers, 2)
+    write(segment, numbers.fill(1), 7, serial=7)
+    write(segment, numbers.fill(2), 7, serial=8)
+    assert newest_stamp([segment.fd], 3) == stamp(7, 8)
+    image = read_snapshot([segment.fd], stamp(7, 8))
+    assert image is not None
+    assert image.data[:8] == np.float64(2).tobytes()
+
+
+def test_a_slot_counts_when_every_writer_has_declared_its_part_of_one_state(share):
+    first, second, third = share(3)
+    numbers = Numbers(1000)
+    for segment, index in ((second, 1), (first, 0)):
+        write(segment, numbers.fill(1), 1, index)
+        assert read_newest(first.fd) is None
+    write(third, numbers.fill(1), 1, 2)
+    assert steps_in(first) == [1]
+    write(first, numbers.fill(2), 2, 0)  # into the other slot
+    write(third, numbers.fill(2), 2, 2)
+    assert steps_in(first) == [1]
+    write(second, numbers.fill(3), 3, 1)  # a writer that is elsewhere completes nothing
+    assert steps_in(first) == [1]
+    for segment, index in ((third, 2), (second, 1), (first, 0)):
+        write(segment, numbers.fill(4), 4, index)
+    assert steps_in(first) == [1, 4]
+    image = read_snapshot([third.fd], stamp(4))
+    assert image is not None
+    assert (np.frombuffer(image.data[:8000], np.float64) == 4).all()
+
+
+def test_a_survivor_writes_the_parts_of_the_others_unless_there_is_something_newer(share):
+    first, second = share(2)
+    numbers = Numbers(1000)
+
+    def rescue(segment: Segment, step: int) -> None:
+        segment.write_whole(
+            numbers.fill(step),  # type: ignore[arg-type]
+            numbers.layout(),
+            stamp(step),
+            meta_of(numbers, step),
+        )
+
+    rescue(second, 5)
+    assert steps_in(first) == [5]
+    write(first, numbers.fill(6), 6, 0)  # its peer dies now, in step 7
+    rescue(first, 6)
+    rescue(second, 6)
+    rescue(second, 5)  # a rank that did not get as far as the other
+    assert steps_in(first) == [5, 6]
+    write(second, numbers.fill(6), 6, 1)  # late: it is there already, and nothing is taken back
+    assert steps_in(first) == [5, 6]
+    image = read_snapshot([first.fd], stamp(6))
+    assert image is not None
+    assert (np.frombuffer(image.data[:8000], np.float64) == 6).all()
+
+
+@given(st.integers(0, 40_000), st.integers(0, 9_000), st.integers(1, 9))
+def test_the_ranges_of_all_writers_are_the_whole_and_the_scripts_own_is_the_firsts(
+    length, extra, writers
+):
+    layout = Numbers(length, extra).layout()
+    ranges = [split_bytes(layout, writers, index) for index in range(writers)]
+    assert all(start <= stop for start, stop in ranges)
+    assert all(start % ALIGN == 0 for start, _stop in ranges)
+    at = 0
+    for start, stop in [*ranges[1:], ranges[0]]:
+        assert start in (at, stop)
+        at = max(at, stop)
+    assert ranges[0][1] == at == layout.total_bytes
+    assert ranges[0][0] <= layout.shared_bytes
+    most = max(stop - start for start, stop in ranges)
+    fair = layout.total_bytes / writers
+    assert most <= max(fair, layout.total_bytes - layout.shared_bytes) + 2 * 4096
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 513, 20_001])
+def test_more_writers_than_bytes_and_odd_sizes_make_whole_states(share, length):
+    segments = share(5, length=length, extra=7)
+    numbers = Numbers(length, 7).fill(2.5)
+    for index, segment in enumerate(segments):
+        write(segment, numbers, 9, index)
+    image = read_snapshot([segments[3].fd], stamp(9))
+    assert image is not None
+    whole = bytearray(numbers.layout().total_bytes)
+    numbers.copy_out(memoryview(whole))
+    assert bytes(image.data) == bytes(whole)
+
+
+def test_a_death_amid_a_copy_leaves_the_snapshot_before(share):
+    (segment,) = share()
+    numbers = Numbers(1000)
+    write(segment, numbers, 1)
+    write(segment, numbers, 2)
     numbers.dies = True
     with pytest.raises(KeyboardInterrupt):
-        write(writer, numbers, 3)
-    assert [header.step for _slot, header in read_slots(writer.fd)] == [2]
+        write(segment, numbers, 3)
+    assert steps_in(segment) == [2]
 
 
-def test_a_header_that_was_cut_off_counts_as_none(writer):
-    write(writer, Numbers(10), 1)
-    (slot, _header) = read_slots(writer.fd)[0]
-    slot_bytes = (writer.size_bytes - 4096) // 2
-    at = slot_offset(slot, slot_bytes)
-    os.pwrite(writer.fd, bytes(8), at + SLOT_HEADER_USED - 8)
-    assert read_newest(writer.fd) is None
+def test_a_header_that_was_cut_off_counts_as_none(share):
+    (segment,) = share()
+    write(segment, Numbers(10), 1)
+    ((slot, _header),) = read_slots(segment.fd)
+    at = segment.geometry.header_offset(slot, 0)
+    os.pwrite(segment.fd, bytes(8), at + PART_HEADER_BYTES - 8)
+    assert read_newest(segment.fd) is None
 
 
-def test_a_state_that_outgrows_its_segment_gets_a_new_one(writer):
-    assert write(writer, Numbers(10), 1)
-    assert not write(writer, Numbers(11), 2)
-    assert write(writer, Numbers(100_000), 3)
-    newest = read_newest(writer.fd)
-    assert newest is not None
-    assert newest[:2] == (3, 3)
+def test_a_segment_is_joined_only_where_it_is_the_one_that_was_told_of(share):
+    (segment,) = share()
+    handle = segment.handle
+    for wrong in (
+        Handle(pid=handle.pid, fd=handle.fd, inode=handle.inode + 1, size_bytes=handle.size_bytes),
+        Handle(pid=handle.pid, fd=1 << 20, inode=handle.inode, size_bytes=handle.size_bytes),
+        Handle(pid=1 << 28, fd=handle.fd, inode=handle.inode, size_bytes=handle.size_bytes),
+    ):
+        assert Segment.join(wrong) is None
+
+
+def test_a_copy_beside_writers_is_never_a_mixture(share):
+    first, second = share(2, length=200_000)
+    numbers, stop = Numbers(200_000), threading.Event()
+
+    def keep_writing() -> None:
+        step = 0
+        while not stop.is_set():
+            step += 1
+            for index, segment in enumerate((first, second)):
+                write(segment, numbers.fill(step), step, index)
+
+    thread = threading.Thread(target=keep_writing)
+    thread.start()
+    buffer = bytearray()
+    seen: set[int] = set()
+    try:
+        deadline = time.monotonic() + 60
+        while len(seen) < 5:
+            assert time.monotonic() < deadline, "no copy was ever whole"
+            image = copy_newest(first.fd, buffer)
+            if image is not None:
+                values = np.frombuffer(image.data[: 8 * 200_000], np.float64)
+                assert (values == image.status.step).all()
+                seen.add(image.status.step)
+                del values
+            del image
+    finally:
+        stop.set()
+        thread.join()
+    assert copy_newest(first.fd, buffer) is not None, "nobody is in the way any more"
+
+
+WRITER = """
+import sys
+from pod_runtime.trainer.snapshot import Handle, Segment
+from tests.pod_runtime.trainer.test_segments import Numbers, write
+pid, fd, inode, size, length, index = map(int, sys.argv[1:])
+segment = Segment.join(Handle(pid=pid, fd=fd, inode=inode, size_bytes=size))
+numbers = Numbers(length)
+print("ready", flush=True)
+for line in sys.stdin:
+    write(segment, numbers.fill(int(line)), int(line), index)
+    print(line, end="", flush=True)
+"""
+
+
+def test_kills_at_random_moments_never_leave_a_torn_state(share):
+    """Two processes write in step, as the all-reduce makes ranks do, until one is killed."""
+    length, draw = 400_000, random.Random(5)
+    (segment, _unused) = share(2, length=length)
+    handle, step, left = segment.handle, 0, 0
+    argv = [str(each) for each in (handle.pid, handle.fd, handle.inode, handle.size_bytes, length)]
+    for _ in range(3):
+        writers = [
+            subprocess.Popen(
+                [sys.executable, "-c", WRITER, *argv, str(index)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+            )
+            for index in (0, 1)
+        ]  # fmt: skip
+        assert [writer.stdout.readline() for writer in writers if writer.stdout] == ["ready\n"] * 2
+        last = step + draw.randrange(3, 9)
+        killer = threading.Timer(0.0, lambda: None)
+        while True:
+            step += 1
+            if step == last:  # amid the copy, or just before or after it
+                victim = draw.choice(writers)
+                killer = threading.Timer(draw.uniform(0, 0.006), victim.kill)
+                killer.start()
+            heard = []
+            for writer in writers:
+                assert writer.stdin is not None
+                with contextlib.suppress(BrokenPipeError):
+                    writer.stdin.write(f"{step}\n")
+            for writer in writers:
+                assert writer.stdout is not None
+                heard.append(writer.stdout.readline())
+            if step >= last and "" in heard:
+                break
+        killer.join()
+        for writer in writers:
+            writer.send_signal(signal.SIGKILL)
+            writer.communicate()
+        newest = read_newest(segment.fd)
+        assert newest is not None
+        assert newest.stamp.step >= step - 1, "the slot before is whole whatever happens"
+        left += newest.stamp.step < step
+        for _slot, header in read_slots(segment.fd):
+            image = read_snapshot([segment.fd], header.stamp)
+            assert image is not None
+            assert image.status.step == header.stamp.step
+            values = np.frombuffer(image.data[: 8 * length], np.float64)
+            assert (values == header.stamp.step).all()
 
 
 @pytest.mark.parametrize("content", [b"", b"EDLSEG01", b"x" * 10000])
@@ -104,9 +352,30 @@ def test_what_is_no_segment_holds_nothing(tmp_path: Path, content: bytes):
     fd = os.open(path, os.O_RDONLY)
     try:
         assert read_newest(fd) is None
+        assert copy_newest(fd, bytearray()) is None
     finally:
         os.close(fd)
     assert read_newest(fd) is None  # closed
+
+
+@given(st.binary(min_size=48, max_size=60), st.integers(0, 47))
+def test_a_damaged_file_header_is_refused_or_read_as_it_was(noise, at):
+    fd = os.memfd_create("test")
+    try:
+        geometry = make_geometry(3, 100, 1000)
+        packed = bytearray(geometry.pack())
+        os.pwrite(fd, packed, 0)
+        assert read_geometry(fd) == geometry
+        packed[at : at + 4] = noise[:4]
+        os.pwrite(fd, packed, 0)
+        assert read_geometry(fd) in (None, geometry)
+    finally:
+        os.close(fd)
+
+
+def test_a_segment_takes_no_more_writers_than_its_format_has_room_for():
+    with pytest.raises(ValueError, match="writers: expected 1 to 1024, got 1025"):
+        make_geometry(1025, 0, 0)
 
 
 def test_too_little_room_is_refused_with_the_size_and_the_remedy():

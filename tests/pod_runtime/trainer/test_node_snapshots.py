@@ -1,0 +1,106 @@
+"""Ranks of one node that write its snapshots together. Real processes over gloo."""
+
+import random
+import signal
+
+import pytest
+
+from pod_runtime.segment_header import read_geometry, read_slots
+from pod_runtime.trainer.ledger import LEDGER_NAME, read_lines
+from tests.pod_runtime.trainer.fake_launcher import FakeLauncher, Stage
+from tests.pod_runtime.trainer.test_worlds import finish, out
+from tests.support import wait_until
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def writers_and_steps(job: FakeLauncher, stage: Stage) -> list[tuple[int, set[int]]]:
+    """Return, of each segment of the stage, how many write it and the steps in it."""
+    found = []
+    for fd in job.segments[stage.number]:
+        geometry = read_geometry(fd)
+        assert geometry is not None
+        steps = {header.stamp.step for _slot, header in read_slots(fd)}
+        found.append((geometry.writers, steps))
+    return sorted(found, key=lambda each: each[0])
+
+
+def test_each_node_holds_whole_snapshots_of_the_same_steps_that_its_ranks_wrote(launch):
+    job = launch("counting.py", 4)
+    flags = ("--snapshot_steps", "2", "--padding", "5001")
+    stage = job.start(4, *out(job, *flags), nodes="abaa")
+    stage.go()
+    stage.wait_step(5)
+    stage.cut(1)
+    step = stage.drained()
+    one, three = writers_and_steps(job, stage)
+    assert (one[0], three[0]) == (1, 3)
+    assert one[1] == three[1], "all nodes hold the same steps"
+    assert step in one[1]
+    told = [said["step"] for said in stage.trainers[0].words("snapshot")]
+    assert told == sorted(set(told)), "each is told once, when it is complete"
+    assert told[-1] == step
+    assert not stage.trainers[2].words("snapshot"), "one of a node speaks for all"
+    assert [t.words("segment") != [] for t in stage.trainers] == [True, True, False, False]
+    stage.end()
+
+    stage = job.start(3, *out(job, *flags), restore_from=(1, step), give_to=[0, 2], nodes="aba")
+    stage.go()
+    finish(stage)
+    accounts = [
+        line for _n, line in read_lines(job.run_dir / LEDGER_NAME) if line["kind"] == "account"
+    ]
+    assert [line["stage"] for line in accounts] == [1, 2]
+    assert all(0 < line["stall_s"] < line["elapsed_s"] for line in accounts)
+
+
+def test_kills_at_random_moments_of_random_worlds_lose_at_most_the_step_in_flight(launch):
+    """Every step is put away, and is of some size: most of the time somebody is writing."""
+    draw = random.Random(11)
+    job = launch("counting.py", 4)
+    flags = ("--snapshot_steps", "1", "--padding", "400000")  # 3 MB
+    restore: tuple[int, int] | None = None
+    nodes = ["aaa", "aaba", "ab"]
+    for world in nodes:
+        stage = job.start(
+            len(world), *out(job, *flags, step_s=0.02), restore_from=restore, nodes=world
+        )
+        begun = restore[1] if restore else 0
+        stage.go()
+        stage.wait_step(begun + draw.randrange(1, 4))
+        victim = draw.choice(stage.trainers)
+        wait_until(lambda: draw.random() < 0.2, 60)  # at no moment in particular
+        victim.process.send_signal(signal.SIGKILL)
+        codes = stage.codes()
+        assert codes.count(75) == len(world) - 1, stage.logs()
+        said = max(each["step"] for t in stage.trainers for each in t.words("step"))
+        restore = job.newest()
+        assert restore[0] == stage.number
+        # A survivor that has room to write puts away the last step that it committed; nodes whose
+        # ranks all died are covered by the others.
+        assert restore[1] >= said, (restore, said)
+    stage = job.start(2, *out(job, *flags, step_s=0.0), restore_from=restore)
+    stage.go()
+    finish(stage)
+
+
+def test_a_state_that_outgrows_its_segment_gets_a_new_one_that_all_ranks_write(launch):
+    job = launch("growing.py", 2)
+    stage = job.start(2, "--out", str(job.folder))
+    stage.go()
+    stage.wait_step(5)
+    stage.cut(1)
+    step = stage.drained()
+    assert stage.trainers[0].words("segment")[-1]["size_bytes"] > 2 * 8 * 100_000
+    first, second = job.segments[1]
+    assert max(header.stamp.step for _slot, header in read_slots(first)) < step
+    assert step in {header.stamp.step for _slot, header in read_slots(second)}
+    geometry = read_geometry(second)
+    assert geometry is not None
+    assert geometry.writers == 2
+    stage.end()
+
+    stage = job.start(1, "--out", str(job.folder), restore_from=(1, step))
+    stage.go()
+    assert stage.codes() == [0], stage.logs()
+    assert (job.folder / "grown").read_text() == "100000 of rank 0"

@@ -10,12 +10,19 @@ In Python, of a layer: `save_servable`.
 import argparse
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from distill_reader.errors import DistillError, UsageError
+from distill_reader.normalization import (
+    Normalization,
+    check_inputs,
+    parse_option,
+    read_folder,
+    write_folder,
+)
 from distill_reader.prototxt import (
     CLIENT_FILES,
     SERVER_FILES,
@@ -25,7 +32,8 @@ from distill_reader.prototxt import (
     to_text,
     write_config,
 )
-from distill_reader.teacher.model_folder import ModelFiles, find_model, read_signature
+from distill_reader.teacher.model_folder import find_model, make_signature, read_signature
+from distill_reader.teacher.model_program import read_program
 
 _MODEL_NAME = "model"  # of the files that save_servable writes
 
@@ -39,6 +47,7 @@ def convert(
     params_filename: str | None = None,
     feed_alias_names: Sequence[str] = (),
     fetch_alias_names: Sequence[str] = (),
+    normalizations: Mapping[str, Normalization] | None = None,
 ) -> ModelConfig:
     """Copy the model in `dirname` to `serving_server` and write the config files for both sides.
 
@@ -49,6 +58,8 @@ def convert(
         feed_alias_names: what clients call the inputs, in the order in which the model was
             exported with them; empty: by the model's own names.
         fetch_alias_names: likewise for the outputs.
+        normalizations: how the teacher is to make floats of raw uint8 pixels, by input (its
+            alias); None: as the folder `dirname` says, if it does.
 
     Returns:
         What was written to the config files.
@@ -64,14 +75,18 @@ def convert(
         feeds=_with_aliases(config.feeds, feed_alias_names, "feed_alias_names"),
         fetches=_with_aliases(config.fetches, fetch_alias_names, "fetch_alias_names"),
     )
+    served = make_signature(read_program(files.program), config, "", str(files.program)).spec
+    kept = read_folder(files.folder) if normalizations is None else normalizations
+    kept = check_inputs(kept, served.inputs)
     server, client = Path(serving_server), Path(serving_client)
     server.mkdir(parents=True, exist_ok=True)
     client.mkdir(parents=True, exist_ok=True)
-    for path in _files_to_copy(files):
+    for path in files.paths:
         if path.parent.resolve() != server.resolve():
             shutil.copyfile(path, server / path.name)
     write_config(config, server, SERVER_FILES)
     write_config(config, client, CLIENT_FILES)
+    write_folder(server, kept)
     find_model(server)  # what lay there before could be meant as well: say so now
     return config
 
@@ -84,6 +99,7 @@ def save_servable(
     client_folder: str | Path | None = None,
     feed_alias: Sequence[str] = (),
     fetch_alias: Sequence[str] = (),
+    normalizations: Mapping[str, Normalization] | None = None,
 ) -> ModelConfig:
     """Export a layer by `paddle.jit.save` and write the config files that make it servable.
 
@@ -98,6 +114,8 @@ def save_servable(
         fetch_alias: what clients call the outputs, in the order in which `forward` returns them;
             for a `forward` that returns a dict, Paddle orders them by key. Empty: by Paddle's
             names for them.
+        normalizations: how the teacher is to make floats of raw uint8 pixels, by input; None: it
+            takes floats alone.
 
     Raises:
         ModelError, UsageError: as of `convert`; UsageError if `layer` is in training mode.
@@ -117,14 +135,8 @@ def save_servable(
         folder if client_folder is None else client_folder,
         feed_alias_names=feed_alias,
         fetch_alias_names=fetch_alias,
+        normalizations=normalizations or {},
     )
-
-
-def _files_to_copy(files: ModelFiles) -> list[Path]:
-    if files.params is not None:
-        return [files.program, files.params]
-    # One file per parameter, with names that only the program knows: all that lies there.
-    return sorted(path for path in files.folder.iterdir() if path.is_file())
 
 
 def _with_aliases(
@@ -168,6 +180,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--fetch_alias_names", default="", help="what clients call the outputs: A,B in their order"
     )
+    parser.add_argument(
+        "--normalize",
+        nargs="+",
+        default=None,
+        metavar="INPUT:KEY=VALUE:...",
+        help="have the teacher take raw uint8 pixels for this input, too: (pixel * scale - mean) / "
+        "std; keys as of `edl serve --normalize`",
+    )
     parser.add_argument("--show_proto", action="store_true", help="print the config")
     return parser
 
@@ -184,6 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             params_filename=args.params_filename,
             feed_alias_names=_split(args.feed_alias_names),
             fetch_alias_names=_split(args.fetch_alias_names),
+            normalizations=_normalizations(args.normalize),
         )
     except (DistillError, OSError) as error:
         sys.stderr.write(f"convert: {error}\n")
@@ -192,6 +213,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(to_text(config))
     sys.stdout.write(f"servable: {args.serving_server}; for its clients: {args.serving_client}\n")
     return 0
+
+
+def _normalizations(options: Sequence[str] | None) -> dict[str, Normalization] | None:
+    if options is None:
+        return None
+    found = {}
+    for option in options:
+        model, name, normalization = parse_option(option)
+        if model or name in found:
+            raise UsageError(f"--normalize {option}: name each input once, without a model")
+        found[name] = normalization
+    return found
 
 
 def _split(names: str) -> tuple[str, ...]:

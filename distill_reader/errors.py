@@ -5,6 +5,7 @@ DistillError
 ├── ModelError               a model folder cannot be served; the text names the file
 ├── BadRequest               the teacher cannot answer this request, now or later; names the tensor
 │   └── ModelNotFound        the teacher serves no model of this name; lists those it serves
+├── WireError                bytes do not follow the format of the fast path
 ├── ReaderError              the user's generator failed; its exception is the cause
 ├── NoTeacher                no teacher answered for as long as the reader may wait
 └── Retryable                the same request may succeed elsewhere, or later
@@ -32,6 +33,10 @@ class BadRequest(DistillError):
 
 class ModelNotFound(BadRequest):
     """The teacher serves no model of this name."""
+
+
+class WireError(DistillError):
+    """Bytes do not follow the format: the other end is no such teacher or student, or broken."""
 
 
 class ReaderError(DistillError):

@@ -18,7 +18,9 @@ from distill_reader.oip_messages import (
     OipResponse,
     check_parameter,
     metadata_of,
+    properties_of,
     spec_of,
+    with_properties,
 )
 from distill_reader.serving_json import parse_json
 from distill_reader.specs import ModelSpec
@@ -148,6 +150,7 @@ def encode_metadata(spec: ModelSpec, platform: str) -> dict[str, Any]:
         "platform": platform,
         "inputs": metadata_of(spec.inputs),
         "outputs": metadata_of(spec.outputs),
+        **({"properties": properties} if (properties := properties_of(spec)) else {}),
     }
 
 
@@ -166,12 +169,14 @@ def decode_metadata(body: bytes) -> ModelSpec:
         )
         for kind in ("inputs", "outputs")
     }
-    return ModelSpec(
+    spec = ModelSpec(
         name=_text(document, "name"),
         version=str(versions[-1]) if isinstance(versions, list) else "",
         inputs=tensors["inputs"],
         outputs=tensors["outputs"],
     )
+    properties = document.get("properties")
+    return with_properties(spec, properties) if isinstance(properties, dict) else spec
 
 
 def _describe(name: str, rows: Rows, body: list[Any]) -> dict[str, Any]:

@@ -5,8 +5,9 @@ repository extension. Tensors travel as raw contents; typed
 contents are understood. `oip_json.py` has the same over HTTP.
 """
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -15,7 +16,7 @@ from distill_reader import protobuf_wire as pb
 from distill_reader.errors import BadRequest
 from distill_reader.protobuf_schema import message_classes
 from distill_reader.protobuf_wire import PackedNumbers, ProtobufError
-from distill_reader.specs import ModelSpec, TensorSpec
+from distill_reader.specs import Accepted, ModelSpec, TensorSpec
 from distill_reader.tensors import (
     MAX_AXES,
     NUMPY_TO_OIP,
@@ -32,6 +33,8 @@ from distill_reader.tensors import (
 
 SERVICE = "inference.GRPCInferenceService"
 MAX_TENSORS = 1024  # of a request or a response
+# Properties of a model, beside those of other servers.
+_FORMS, _DIGEST, _ACCEPTS = "edl_takes_forms", "edl_digest", "edl_accepts"
 
 _TENSOR = (
     "string name = 1; string datatype = 2; repeated int64 shape = 3;"
@@ -55,7 +58,8 @@ MESSAGES = message_classes(
         "ModelMetadataResponse": (
             "string name = 1; repeated string versions = 2; string platform = 3;"
             "repeated ModelMetadataResponse.TensorMetadata inputs = 4;"
-            "repeated ModelMetadataResponse.TensorMetadata outputs = 5"
+            "repeated ModelMetadataResponse.TensorMetadata outputs = 5;"
+            "map<string, string> properties = 6"
         ),
         "ModelMetadataResponse.TensorMetadata": _METADATA,
         "RepositoryIndexRequest": "string repository_name = 1; bool ready = 2",
@@ -199,6 +203,7 @@ def encode_metadata(spec: ModelSpec, platform: str) -> bytes:
         platform=platform,
         inputs=[tensor(**metadata) for metadata in metadata_of(spec.inputs)],
         outputs=[tensor(**metadata) for metadata in metadata_of(spec.outputs)],
+        properties=properties_of(spec),
     )
     return bytes(message.SerializeToString())
 
@@ -214,12 +219,13 @@ def decode_metadata(message: bytes) -> ModelSpec:
         response.ParseFromString(message)
     except DecodeError as error:
         raise BadRequest(f"the teacher's metadata is malformed: {error}") from error
-    return ModelSpec(
+    spec = ModelSpec(
         name=response.name,
         version=response.versions[-1] if response.versions else "",
         inputs=tuple(spec_of(t.name, t.datatype, t.shape) for t in response.inputs),
         outputs=tuple(spec_of(t.name, t.datatype, t.shape) for t in response.outputs),
     )
+    return with_properties(spec, dict(response.properties))
 
 
 def metadata_of(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
@@ -232,6 +238,46 @@ def metadata_of(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
         }
         for spec in specs
     ]
+
+
+def properties_of(spec: ModelSpec) -> dict[str, str]:
+    """Return what the protocol has no field for, for those who know of it: our students."""
+    accepts = {
+        tensor.name: [[form.dtype, list(form.shape)] for form in tensor.accepts]
+        for tensor in spec.inputs
+        if tensor.accepts
+    }
+    properties = {
+        _FORMS: "1" if spec.takes_forms else "",
+        _DIGEST: spec.digest,
+        _ACCEPTS: json.dumps(accepts) if accepts else "",
+    }
+    return {name: text for name, text in properties.items() if text}
+
+
+def with_properties(spec: ModelSpec, properties: Mapping[str, Any]) -> ModelSpec:
+    """Return the spec with what `properties_of` says of it; those of other servers say nothing."""
+    try:
+        accepts = json.loads(properties.get(_ACCEPTS) or "{}")
+        inputs = tuple(
+            replace(
+                tensor,
+                accepts=tuple(
+                    Accepted(dtype=str(dtype), shape=tuple(map(int, shape)))
+                    for dtype, shape in accepts.get(tensor.name, [])
+                    if dtype in NUMPY_TO_OIP
+                ),
+            )
+            for tensor in spec.inputs
+        )
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise BadRequest(f"the teacher's metadata: property {_ACCEPTS}: {error}") from error
+    return replace(
+        spec,
+        inputs=inputs,
+        takes_forms=properties.get(_FORMS) == "1",
+        digest=str(properties.get(_DIGEST, "")),
+    )
 
 
 def spec_of(name: str, datatype: str, shape: Sequence[int]) -> TensorSpec:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from distill_reader.errors import DistillError, UsageError
+from distill_reader.normalization import Normalization, parse_option
 from distill_reader.specs import ModelSpec, TensorSpec
 from distill_reader.teacher.backend import Device
 from distill_reader.teacher.front import Front, FrontConfig
@@ -87,8 +88,10 @@ def parse_config(args: argparse.Namespace) -> tuple[ServiceConfig, FrontConfig]:
         if value is not None and value < least:
             raise UsageError(f"{flag}: must be at least {least}, got {value}")
     max_request_bytes = args.max_request_mb << 20
+    models = _models(args.model, args.name)
     service = ServiceConfig(
-        models=_models(args.model, args.name),
+        models=models,
+        normalizations=_normalizations(args.normalize, [name for name, _ in models]),
         devices=_devices(args.gpu_ids, args.thread, memory_optim=args.mem_optim),
         backend=args.backend,
         max_batch=args.max_batch,
@@ -192,6 +195,26 @@ def _models(arguments: Sequence[str], name: str | None) -> tuple[tuple[str, str]
     return tuple(models)
 
 
+def _normalizations(
+    options: Sequence[str], models: Sequence[str]
+) -> tuple[tuple[str, str, Normalization], ...]:
+    """Return model, input and normalization of each `--normalize`."""
+    found: list[tuple[str, str, Normalization]] = []
+    for option in options:
+        model, name, normalization = parse_option(option)
+        if not model and len(models) == 1:
+            (model,) = models
+        if model not in models:
+            raise UsageError(
+                f"--normalize {option}: say of which model, as MODEL/{name}; served are "
+                f"{', '.join(models)}"
+            )
+        if any((model, name) == (other, known) for other, known, _ in found):
+            raise UsageError(f"--normalize {option}: {name} of {model} is there twice")
+        found.append((model, name, normalization))
+    return tuple(found)
+
+
 def _devices(gpu_ids: str, thread: int | None, *, memory_optim: bool) -> tuple[Device, ...]:
     """Return the device of each predictor."""
     per_device = 1 if thread is None else thread
@@ -229,7 +252,8 @@ def _token(token_file: str | None) -> str:
 
 def _describe_tensor(spec: TensorSpec) -> str:
     shape = ", ".join("?" if length < 0 else str(length) for length in spec.shape)
-    return f"{spec.name}: {spec.dtype}[N{', ' if shape else ''}{shape}]"
+    pixels = " or uint8" if any(form.dtype == "uint8" for form in spec.accepts) else ""
+    return f"{spec.name}: {spec.dtype}{pixels}[N{', ' if shape else ''}{shape}]"
 
 
 def _boolean(text: str) -> bool:
@@ -274,6 +298,16 @@ def _parser() -> argparse.ArgumentParser:
         help="a model's folder; several serve several models, by their folders' names",
     )
     add("--name", help="what the only model is called; default: its folder's name")
+    add(
+        "--normalize",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="[MODEL/]INPUT:KEY=VALUE:...",
+        help="take raw uint8 pixels, too, and compute (pixel * scale - mean) / std; keys: scale "
+        "(default 1/255), mean, std (A, or A,B,C by channel), layout (CHW, HWC, HWC-CHW); "
+        "default: what `edl convert --normalize` put into the folder",
+    )
     add("--port", type=int, default=9292, help="default 9292; 0: any that is free")
     add("--bind", default="127.0.0.1", help="address to listen on; default 127.0.0.1")
     add("--grpc_port", type=int, help="a port for gRPC alone: saves it a copy; default: none")

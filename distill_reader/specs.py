@@ -8,6 +8,14 @@ from distill_reader.errors import BadRequest, UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """A further form in which an input may come; the teacher makes its own of it."""
+
+    dtype: str
+    shape: tuple[int, ...]  # of one sample; -1: any length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     """One input or output. Axis 0 of every tensor counts samples and is not part of `shape`."""
 
@@ -15,6 +23,7 @@ class TensorSpec:
     dtype: str  # numpy's name: "float32", "int64", "uint8", ...
     shape: tuple[int, ...]  # of one sample; -1: any length
     variable: str = ""  # the model's own name; "": the same
+    accepts: tuple[Accepted, ...] = ()  # of an input: what else it may come as
 
     def __post_init__(self) -> None:
         if not self.variable:
@@ -37,16 +46,27 @@ class TensorSpec:
         Raises:
             BadRequest: names the tensor, what came and what is wanted.
         """
-        if np.dtype(dtype) != np.dtype(self.dtype):
-            raise BadRequest(f"tensor {self.name}: expected {self.dtype}, got {dtype}")
-        fits = len(shape) == len(self.shape) + 1 and all(
-            want in (-1, got) for want, got in zip(self.shape, shape[1:], strict=True)
+        form = self.accepted(dtype)
+        if form is None:
+            names = " or ".join(form.dtype for form in self._forms)
+            raise BadRequest(f"tensor {self.name}: expected {names}, got {dtype}")
+        fits = len(shape) == len(form.shape) + 1 and all(
+            want in (-1, got) for want, got in zip(form.shape, shape[1:], strict=True)
         )
         if not fits:
-            want = ["N", *("?" if length < 0 else str(length) for length in self.shape)]
+            want = ["N", *("?" if length < 0 else str(length) for length in form.shape)]
             raise BadRequest(
                 f"tensor {self.name}: expected shape [{', '.join(want)}], got {list(shape)}"
             )
+
+    def accepted(self, dtype: str) -> Accepted | None:
+        """Return the form in which an input of this dtype comes; None: it may not."""
+        wanted = np.dtype(dtype)  # of another byte order it is another one
+        return next((form for form in self._forms if np.dtype(form.dtype) == wanted), None)
+
+    @property
+    def _forms(self) -> tuple[Accepted, ...]:
+        return (Accepted(dtype=self.dtype, shape=self.shape), *self.accepts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +77,8 @@ class ModelSpec:
     version: str = "1"
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    takes_forms: bool = False  # whether outputs may be wanted in forms: see forms.py
+    digest: str = ""  # of the model's files, as clients tell versions by; "": not known
 
     def input(self, name: str) -> TensorSpec:
         """Return the input of this name, or of this variable name.

@@ -9,19 +9,22 @@ for the frame that answers it; requests in flight are as many connections. All i
     frame      kind u8, flags u8, tensors u16, outputs u16, 0 u16, request id u32,
                meta bytes u32, payload bytes u64; meta; payload
         PREDICT    meta: outputs wanted (u16 each; none: all), tensors; payload: their bytes one
-                   after the other, or nothing if SHARED: they lie in the memory that was shared
+                   after the other, or nothing if SHARED: they lie in the memory that was shared.
+                   If NAMED, an output wanted is a u16 of bytes and its name, which may be that
+                   of a form (forms.py); only to a teacher whose model says `takes_forms`
         ANSWER     meta: tensors; payload: their bytes
         ERROR      meta: JSON {"kind", "text", "delay_s"}
         SHARE      the next byte carries the descriptor of the student's memory (SCM_RIGHTS)
         SHARED     answers SHARE: the teacher has mapped it
     tensor     index in the model's spec u16, dtype u8, axes u8, offset u64, then u64 per axis;
+               index: in the answer to a NAMED request, among the outputs wanted;
                offset: in the shared memory if SHARED, else 0
 """
 
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,8 +37,10 @@ from distill_reader.errors import (
     TeacherBusy,
     TeacherGone,
     UsageError,
+    WireError,
 )
-from distill_reader.specs import ModelSpec, TensorSpec
+from distill_reader.spec_json import json_object, spec_from_json, spec_to_json, text_of
+from distill_reader.specs import ModelSpec
 
 MAGIC = b"EDLT"  # of every greeting; what a server on a shared port tells the fast path by
 VERSION = 1
@@ -45,7 +50,7 @@ HEAD = struct.Struct("<BBHHHIIQ")
 _TENSOR = struct.Struct("<HBBQ")
 
 PREDICT, ANSWER, ERROR, SHARE, SHARED = range(1, 6)  # kinds of frames
-IN_SHARED_MEMORY = 1  # flag of PREDICT
+IN_SHARED_MEMORY, NAMED_OUTPUTS = 1, 2  # flags of PREDICT
 
 MAX_HELLO_BYTES = 16 << 10
 MAX_WELCOME_BYTES = 4 << 20  # a spec of many tensors
@@ -53,13 +58,14 @@ MAX_META_BYTES = 256 << 10
 _MAX_TEXT = 8 << 10  # characters of an error's text
 _HELLO_END = b"\r\n\r\n"
 
-_DTYPES = (
+DTYPES = (
     "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
     "float16", "float32", "float64", "complex64", "complex128",
 )  # fmt: skip
-_CODES = {name: code for code, name in enumerate(_DTYPES)}
-_ITEM_BYTES = tuple(np.dtype(name).itemsize for name in _DTYPES)
+_CODES = {name: code for code, name in enumerate(DTYPES)}
+_ITEM_BYTES = tuple(np.dtype(name).itemsize for name in DTYPES)
 _MAX_AXES = 32
+_MAX_NAME_BYTES = 4096
 _MAX_ITEMS = 1 << 48  # of a tensor, axes of length 0 counted as 1: far from what overflows
 
 _ERRORS: dict[str, type[DistillError]] = {
@@ -69,10 +75,6 @@ _ERRORS: dict[str, type[DistillError]] = {
     "refused": UsageError,  # the token, the version
     "failed": TeacherGone,
 }
-
-
-class WireError(DistillError):
-    """Bytes do not follow the format: the other end is no such teacher or student, or broken."""
 
 
 class WireTensor(NamedTuple):  # a tuple, as Head: made for every request, three times as fast
@@ -163,8 +165,8 @@ def parse_greeting(head: bytes, *, max_bytes: int) -> int:
 
 def parse_hello(body: bytes) -> Hello:
     """Raises: WireError."""
-    fields = _json_object(body)
-    return Hello(model=_text(fields, "model"), token=_text(fields, "token"))
+    fields = json_object(body)
+    return Hello(model=text_of(fields, "model"), token=text_of(fields, "token"))
 
 
 def parse_welcome(body: bytes) -> Welcome:
@@ -174,7 +176,7 @@ def parse_welcome(body: bytes) -> Welcome:
         DistillError: the teacher refuses: the error that it names.
         WireError: the body is malformed.
     """
-    fields = _json_object(body)
+    fields = json_object(body)
     if "error" in fields:
         raise _error_from_json(fields["error"])
     limits = fields.get("limits")
@@ -184,29 +186,8 @@ def parse_welcome(body: bytes) -> Welcome:
     return Welcome(
         spec=spec_from_json(fields.get("model")),
         max_request_bytes=max_request_bytes,
-        unix=_text(fields, "unix"),
+        unix=text_of(fields, "unix"),
         shared_memory=fields.get("shared_memory") is True,
-    )
-
-
-def spec_to_json(spec: ModelSpec) -> dict[str, Any]:
-    return {
-        "name": spec.name,
-        "version": spec.version,
-        "inputs": [_tensor_to_json(tensor) for tensor in spec.inputs],
-        "outputs": [_tensor_to_json(tensor) for tensor in spec.outputs],
-    }
-
-
-def spec_from_json(value: object) -> ModelSpec:
-    """Raises: WireError."""
-    if not isinstance(value, dict):
-        raise WireError(f"model: expected an object, got {value!r:.80}")
-    return ModelSpec(
-        name=_text(value, "name"),
-        version=_text(value, "version"),
-        inputs=_tensors_from_json(value.get("inputs")),
-        outputs=_tensors_from_json(value.get("outputs")),
     )
 
 
@@ -216,7 +197,7 @@ def spec_from_json(value: object) -> ModelSpec:
 def pack_predict(
     request_id: int,
     tensors: Sequence[WireTensor],
-    outputs: Sequence[int],
+    outputs: Sequence[int] | Sequence[str],
     *,
     in_shared_memory: bool,
 ) -> bytes:
@@ -225,9 +206,14 @@ def pack_predict(
     Raises:
         BadRequest: a dtype that the format does not know, or too many tensors.
     """
-    meta = struct.pack(f"<{len(outputs)}H", *outputs) + _pack_tensors(tensors)
-    payload_bytes = 0 if in_shared_memory else sum(tensor.size_bytes for tensor in tensors)
     flags = IN_SHARED_MEMORY if in_shared_memory else 0
+    if any(isinstance(output, str) for output in outputs):
+        flags |= NAMED_OUTPUTS
+        meta = _pack_names([str(output) for output in outputs])
+    else:
+        meta = struct.pack(f"<{len(outputs)}H", *outputs)
+    meta += _pack_tensors(tensors)
+    payload_bytes = 0 if in_shared_memory else sum(tensor.size_bytes for tensor in tensors)
     head = HEAD.pack(
         PREDICT, flags, len(tensors), len(outputs), 0, request_id, len(meta), payload_bytes
     )
@@ -266,16 +252,20 @@ def parse_head(head: bytes | bytearray | memoryview) -> Head:
     return fields
 
 
-def parse_predict(head: Head, meta: bytes) -> tuple[list[WireTensor], list[int]]:
-    """Return the tensors of a PREDICT, and the outputs wanted by index.
+def parse_predict(head: Head, meta: bytes) -> tuple[list[WireTensor], list[int] | list[str]]:
+    """Return the tensors of a PREDICT, and the outputs wanted, by index or by name.
 
     Raises:
         WireError: the meta is malformed, or the payload is not as long as the tensors.
     """
-    wanted_bytes = 2 * head.outputs
-    if wanted_bytes > len(meta):
-        raise WireError("frame too short for its outputs")
-    outputs = list(struct.unpack_from(f"<{head.outputs}H", meta))
+    outputs: list[int] | list[str]
+    if head.flags & NAMED_OUTPUTS:
+        outputs, wanted_bytes = _parse_names(meta, head.outputs)
+    else:
+        wanted_bytes = 2 * head.outputs
+        if wanted_bytes > len(meta):
+            raise WireError("frame too short for its outputs")
+        outputs = list(struct.unpack_from(f"<{head.outputs}H", meta))
     tensors = _parse_tensors(meta, wanted_bytes, head.tensors)
     if not head.flags & IN_SHARED_MEMORY:
         _check_payload(head, tensors)
@@ -293,7 +283,7 @@ def parse_answer(head: Head, meta: bytes) -> list[WireTensor]:
 
 def parse_error(meta: bytes) -> DistillError:
     """Return the error that the teacher names. Raises: WireError."""
-    return _error_from_json(_json_object(meta))
+    return _error_from_json(json_object(meta))
 
 
 def dtype_name(dtype: "np.dtype[Any]") -> str:
@@ -304,7 +294,7 @@ def dtype_name(dtype: "np.dtype[Any]") -> str:
     """
     name = dtype.name
     if name not in _CODES or not dtype.isnative:
-        raise BadRequest(f"dtype {dtype} cannot be sent; possible are {', '.join(_DTYPES)}")
+        raise BadRequest(f"dtype {dtype} cannot be sent; possible are {', '.join(DTYPES)}")
     return name
 
 
@@ -315,12 +305,39 @@ def _greeting(body: bytes) -> bytes:
     return GREETING.pack(MAGIC, VERSION, 0, len(body)) + body
 
 
+def _pack_names(names: Sequence[str]) -> bytes:
+    parts = []
+    for name in names:
+        data = name.encode()
+        if len(data) > _MAX_NAME_BYTES:
+            raise BadRequest(f"output {name:.40}...: its name has {len(data)} bytes")
+        parts.append(struct.pack("<H", len(data)) + data)
+    return b"".join(parts)
+
+
+def _parse_names(meta: bytes, count: int) -> tuple[list[str], int]:
+    """Return the names and where they end."""
+    names, position = [], 0
+    for _ in range(count):
+        begin = position + 2
+        if begin > len(meta):
+            raise WireError("frame too short for its outputs")
+        position = begin + int.from_bytes(meta[position:begin], "little")
+        if position > len(meta):
+            raise WireError("frame too short for its outputs")
+        try:
+            names.append(meta[begin:position].decode())
+        except UnicodeDecodeError as error:
+            raise WireError(f"an output's name is no UTF-8: {error}") from error
+    return names, position
+
+
 def _pack_tensors(tensors: Sequence[WireTensor]) -> bytes:
     parts = []
     for tensor in tensors:
         code = _CODES.get(tensor.dtype)
         if code is None:
-            raise BadRequest(f"dtype {tensor.dtype} cannot be sent: {', '.join(_DTYPES)} can")
+            raise BadRequest(f"dtype {tensor.dtype} cannot be sent: {', '.join(DTYPES)} can")
         axes = len(tensor.shape)
         parts.append(_TENSOR.pack(tensor.place, code, axes, tensor.offset))
         parts.append(struct.pack(f"<{axes}Q", *tensor.shape))
@@ -334,7 +351,7 @@ def _parse_tensors(meta: bytes, position: int, count: int) -> list[WireTensor]:
             raise WireError("frame too short for its tensors")
         place, code, axes, offset = _TENSOR.unpack_from(meta, position)
         position += _TENSOR.size
-        if code >= len(_DTYPES):
+        if code >= len(DTYPES):
             raise WireError(f"tensor of unknown dtype {code}")
         if not 1 <= axes <= _MAX_AXES:
             raise WireError(f"tensor of {axes} axes; possible are 1 to {_MAX_AXES}")
@@ -344,7 +361,7 @@ def _parse_tensors(meta: bytes, position: int, count: int) -> list[WireTensor]:
         position += 8 * axes
         if math.prod([length or 1 for length in shape]) > _MAX_ITEMS:
             raise WireError(f"tensor of shape {list(shape)} is too large")
-        tensors.append(WireTensor(place, _DTYPES[code], shape, offset))
+        tensors.append(WireTensor(place, DTYPES[code], shape, offset))
     if position != len(meta):
         raise WireError(f"{len(meta) - position} bytes too many behind the tensors")
     return tensors
@@ -369,60 +386,10 @@ def _error_to_json(error: DistillError) -> dict[str, Any]:
 def _error_from_json(value: object) -> DistillError:
     if not isinstance(value, dict):
         raise WireError(f"error: expected an object, got {value!r:.80}")
-    kind, text = _text(value, "kind"), _text(value, "text")
+    kind, text = text_of(value, "kind"), text_of(value, "text")
     if kind == "busy":
         delay_s = value.get("delay_s")
         if isinstance(delay_s, int | float) and 0 <= delay_s < 3600:
             return TeacherBusy(text, delay_s=float(delay_s))
         return TeacherBusy(text)
     return _ERRORS.get(kind, TeacherGone)(text)
-
-
-def _json_object(body: bytes) -> dict[str, Any]:
-    try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"expected JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise WireError(f"expected a JSON object, got {fields!r:.80}")
-    return fields
-
-
-def _text(fields: Mapping[str, Any], name: str) -> str:
-    value = fields.get(name, "")
-    if not isinstance(value, str):
-        raise WireError(f"{name}: expected text, got {value!r:.80}")
-    return value
-
-
-def _tensor_to_json(tensor: TensorSpec) -> dict[str, Any]:
-    return {
-        "name": tensor.name,
-        "dtype": tensor.dtype,
-        "shape": list(tensor.shape),
-        "variable": tensor.variable,
-    }
-
-
-def _tensors_from_json(value: object) -> tuple[TensorSpec, ...]:
-    if not isinstance(value, list):
-        raise WireError(f"model: expected a list of tensors, got {value!r:.80}")
-    tensors = []
-    for fields in value:
-        if not isinstance(fields, dict):
-            raise WireError(f"model: expected a tensor, got {fields!r:.80}")
-        shape = fields.get("shape")
-        if not isinstance(shape, list) or not all(isinstance(length, int) for length in shape):
-            raise WireError(f"model: expected a shape, got {shape!r:.80}")
-        try:
-            tensors.append(
-                TensorSpec(
-                    name=_text(fields, "name"),
-                    dtype=_text(fields, "dtype"),
-                    shape=tuple(shape),
-                    variable=_text(fields, "variable"),
-                )
-            )
-        except UsageError as error:
-            raise WireError(f"model: {error}") from error
-    return tuple(tensors)

@@ -9,6 +9,7 @@ from distill_reader.specs import ModelSpec, TensorSpec
 from distill_reader.student.client import Array
 from distill_reader.student.feed import Request
 from distill_reader.student.items import Signature
+from distill_reader.student.labels import Labels
 
 _Change = Callable[[Array], Array]
 
@@ -17,20 +18,31 @@ class Asking:
     """Which of the sent fields one teacher gets, and what is asked of it."""
 
     def __init__(
-        self, endpoint: str, spec: ModelSpec, sent: Sequence[str], predicts: Sequence[str]
+        self,
+        endpoint: str,
+        spec: ModelSpec,
+        sent: Sequence[str],
+        labels: Labels,
+        wire_ins: Sequence[tuple[str, str]] = (),
     ) -> None:
         """
         Args:
             endpoint: for messages.
             spec: of the teacher's model. Without inputs: unknown, so every field is sent.
             sent: names of the fields that may be sent, in the order of a request's rows.
-            predicts: outputs wanted.
+            labels: the predictions wanted.
+            wire_ins: field and dtype of what is sent in another type; field "": all it suits.
 
         Raises:
-            BadRequest: the model takes an input that has no field, or lacks an output.
+            BadRequest: the model takes an input that has no field, lacks an output, or cannot
+                take or send it in the type that is asked for.
         """
         self.endpoint = endpoint
-        self.predicts = tuple(predicts)
+        self.spec = spec
+        self.labels = labels
+        self.columns, self.served = labels.asked(endpoint, spec)
+        self._sent = tuple(sent)
+        self._wire_ins = dict(wire_ins)
         self._inputs: list[tuple[int, str, TensorSpec | None]] = []
         self._changes: dict[Signature, tuple[_Change | None, ...]] = {}
         if not spec.inputs:
@@ -43,11 +55,14 @@ class Asking:
                     f"`ins` ({', '.join(sent)}): name the field of that input so"
                 )
             self._inputs.append((sent.index(names[0]), tensor.name, tensor))
-        for name in predicts if spec.outputs else ():
-            try:
-                spec.output(name)
-            except BadRequest as error:
-                raise BadRequest(f"{endpoint}: predicts: {error}") from None
+        self._wires = {
+            place: self._wire_of(sent[place], tensor) for place, _, tensor in self._inputs
+        }
+        if "uint8" in self._wire_ins.values() and "uint8" not in self._wires.values():
+            raise BadRequest(
+                f"{endpoint}: takes no input as uint8: start it with `edl serve --normalize "
+                f"INPUT:...`, or leave out set_wire_dtype(ins='uint8')"
+            )
 
     def feeds(self, request: Request) -> dict[str, list[Array]]:
         """Return the arrays of each input.
@@ -58,7 +73,7 @@ class Asking:
         changes = self._changes.get(request.signature)
         if changes is None:
             changes = tuple(
-                None if tensor is None else _change(tensor, *request.signature[place])
+                self._change(place, tensor, *request.signature[place])
                 for place, _, tensor in self._inputs
             )
             if len(self._changes) > 1000:  # sentences of any length: not for ever
@@ -71,13 +86,13 @@ class Asking:
         return feeds
 
     def outputs(self, answer: Mapping[str, Array], samples: int) -> tuple[Array, ...]:
-        """Return the predictions in the order of `predicts`.
+        """Return the columns of the predictions, as they came.
 
         Raises:
             BadRequest: one has not one row per sample.
         """
-        outputs = tuple([answer[name] for name in self.predicts])
-        for name, output in zip(self.predicts, outputs, strict=True):
+        outputs = tuple([answer[name] for name in self.columns])
+        for name, output in zip(self.columns, outputs, strict=True):
             if not output.ndim or len(output) != samples:
                 raise BadRequest(
                     f"{self.endpoint}: tensor {name}: expected {samples} rows on axis 0, one per "
@@ -85,30 +100,130 @@ class Asking:
                 )
         return outputs
 
+    def restore(self, columns: Sequence[Array]) -> tuple[Array, ...]:
+        """Return what the user gets for columns as they came. Raises: BadRequest."""
+        return self.labels.restore(columns, self.served)
+
     def named(self, error: BadRequest) -> BadRequest:
         """Return the error with the teacher in its text."""
         text = str(error)
         return error if self.endpoint in text else type(error)(f"{self.endpoint}: {text}")
 
+    def _wire_of(self, field: str, tensor: TensorSpec | None) -> str:
+        """Return the dtype in which a field goes; "": as the model has it.
+
+        Raises:
+            BadRequest: the teacher does not take that one.
+        """
+        named = self._wire_ins.get(field)
+        wire = named or self._wire_ins.get("", "")
+        if not wire or tensor is None:
+            return wire
+        if tensor.accepted(wire) is not None:
+            return wire
+        is_suited = np.dtype(tensor.dtype).kind == "f"
+        if named is None and (wire == "uint8" or not is_suited):
+            return ""  # of what is not named, what can go so
+        remedy = (
+            "start it with `edl serve --normalize INPUT:...`"
+            if wire == "uint8" and is_suited
+            else "only teachers of edl convert, of a release that has it, by fast://, grpc:// or "
+            "http://"
+        )
+        raise BadRequest(
+            f"{self.endpoint}: takes {tensor.name!r} as {tensor.dtype}, not as {wire}: {remedy}; "
+            "or leave out set_wire_dtype(ins=)"
+        )
+
+    def _change(
+        self,
+        place: int,
+        tensor: TensorSpec | None,
+        dtype: np.dtype[np.generic],
+        shape: tuple[int, ...],
+    ) -> "_Change | None":
+        """Return what makes samples of this type and shape fit; None: they do, or never will.
+
+        Raises:
+            BadRequest: they cannot go in the type that they are to go in.
+        """
+        name, wire = self._sent[place], self._wires[place]
+        if wire == "uint8" and dtype != np.uint8:
+            raise BadRequest(
+                f"{self.endpoint}: field {name} is {dtype}: to go as uint8 it must be the raw "
+                "pixels, which the teacher normalizes; yield those, or leave out "
+                "set_wire_dtype(ins='uint8')"
+            )
+        if wire != "uint8" == dtype.name and tensor is not None and _normalizes(tensor):
+            raise BadRequest(
+                f"{self.endpoint}: field {name} is uint8, and the teacher offers to normalize "
+                "pixels: say set_wire_dtype(ins='uint8') to have it do so, or yield floats that "
+                "are normalized"
+            )
+        if wire == "float16":
+            if dtype.kind == "f":
+                half = np.dtype(np.float16)
+                accepted = None if tensor is None else tensor.accepted("float16")
+                return _change(half, None if accepted is None else accepted.shape, dtype, shape)
+            if name in self._wire_ins:
+                raise BadRequest(
+                    f"{self.endpoint}: field {name} is {dtype}, and only floats go as float16"
+                )
+        if tensor is None:
+            return None
+        if wire == "uint8":
+            accepted = tensor.accepted("uint8")
+            assert accepted is not None
+            return _change(np.dtype(np.uint8), accepted.shape, dtype, shape)
+        return _change(np.dtype(tensor.dtype), tensor.shape, dtype, shape)
+
+
+def _normalizes(tensor: TensorSpec) -> bool:
+    return any(form.dtype == "uint8" for form in tensor.accepts)
+
 
 def _change(
-    tensor: TensorSpec, dtype: np.dtype[np.generic], shape: tuple[int, ...]
+    wanted: np.dtype[np.generic],
+    wanted_shape: tuple[int, ...] | None,
+    dtype: np.dtype[np.generic],
+    shape: tuple[int, ...],
 ) -> _Change | None:
-    """Return what makes samples of this type and shape fit; None: they do, or never will."""
-    wanted = np.dtype(tensor.dtype)
+    """Return what makes samples of this type and shape those; None: they are, or never will.
+
+    Args:
+        wanted_shape: None: any.
+    """
     both_floats = dtype.kind == wanted.kind == "f"
     cast = dtype != wanted and (both_floats or np.can_cast(dtype, wanted, "safe"))
-    fits = len(shape) == len(tensor.shape) and all(
-        want in (-1, got) for want, got in zip(tensor.shape, shape, strict=True)
+    fits = wanted_shape is None or (
+        len(shape) == len(wanted_shape)
+        and all(want in (-1, got) for want, got in zip(wanted_shape, shape, strict=True))
     )
-    is_open = -1 in tensor.shape
-    reshape = not fits and not is_open and int(np.prod(shape)) == int(np.prod(tensor.shape))
+    reshape = (
+        wanted_shape is not None
+        and not fits
+        and -1 not in wanted_shape
+        and int(np.prod(shape)) == int(np.prod(wanted_shape))
+    )
     if not cast and not reshape:
         return None
 
     def change(array: Array) -> Array:
-        if reshape:
-            array = array.reshape(len(array), *tensor.shape)
-        return array.astype(wanted) if cast else array
+        if reshape and wanted_shape is not None:
+            array = array.reshape(len(array), *wanted_shape)
+        return _cast(array, wanted) if cast else array
 
     return change
+
+
+def _cast(array: Array, wanted: np.dtype[np.generic]) -> Array:
+    if wanted != np.float16:
+        return array.astype(wanted)
+    try:
+        with np.errstate(over="raise"):
+            return array.astype(wanted)
+    except FloatingPointError:
+        raise BadRequest(
+            "float16 holds values up to 65504, and a field has larger ones: scale them, or send "
+            "float32"
+        ) from None

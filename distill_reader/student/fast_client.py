@@ -17,14 +17,16 @@ from distill_reader.errors import (
     TeacherBusy,
     TeacherGone,
     TeacherTimeout,
+    WireError,
 )
+from distill_reader.forms import split_name
 from distill_reader.specs import ModelSpec
 from distill_reader.stream import StreamEnded, StreamStalled
 from distill_reader.student.client import Array
 from distill_reader.student.endpoints import NotSpoken
 from distill_reader.student.exclusive import Exclusive
-from distill_reader.student.rows import Rows, gather
-from distill_reader.wire import Hello, Welcome, WireError, WireTensor
+from distill_reader.student.rows import Rows, find_outputs, gather
+from distill_reader.wire import Hello, Welcome, WireTensor
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +95,12 @@ class FastClient:
                 f"{self._welcome.max_request_bytes}: send fewer samples at once"
             )
         names = list(fetch) or [tensor.name for tensor in self._spec.outputs]
-        wanted = [self._index_of(name) for name in names]
+        plain = [self._index_of(name) for name in names]
+        places = [index for index in plain if index is not None]
+        # By name only where one is in a form, which an old teacher would not understand.
+        is_plain = len(places) == len(plain)
+        wanted: Sequence[int] | Sequence[str]
+        wanted = places if is_plain else list(find_outputs(self._spec, names).values())
         with self._line:
             try:
                 self._set_timeout(timeout_s)
@@ -112,7 +119,8 @@ class FastClient:
                     self.close()
                 raise
         try:
-            return {name: outputs[index] for name, index in zip(names, wanted, strict=True)}
+            at = places if is_plain else range(len(names))
+            return {name: outputs[place] for name, place in zip(names, at, strict=True)}
         except KeyError as error:
             self.close()
             raise TeacherGone(f"{self.endpoint}: its answer lacks an output") from error
@@ -127,9 +135,13 @@ class FastClient:
         if self._arena is not None:
             self._arena.close()
 
-    def _index_of(self, name: str) -> int:
+    def _index_of(self, name: str) -> int | None:
+        """Return the place of an output; None: it is wanted in a form. Raises: BadRequest."""
         index = self._output_index.get(name)
-        return self._output_index[self._spec.output(name).name] if index is None else index
+        if index is not None:
+            return index
+        output, form = split_name(self._spec, name)
+        return None if form else self._output_index[output.name]
 
     def _set_timeout(self, timeout_s: float) -> None:
         if timeout_s != self._timeout_s:
@@ -139,7 +151,11 @@ class FastClient:
     # --- a request
 
     def _send_request(
-        self, rows: Sequence[Rows], size: int, wanted: Sequence[int], timeout_s: float
+        self,
+        rows: Sequence[Rows],
+        size: int,
+        wanted: Sequence[int] | Sequence[str],
+        timeout_s: float,
     ) -> None:
         self._request_id = (self._request_id + 1) & 0xFFFFFFFF
         memory = self._memory

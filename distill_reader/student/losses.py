@@ -5,14 +5,19 @@ student that knows PaddlePaddle. All losses are scalars, means over samples, and
 the student's logits; what comes from the teacher has no gradient.
 """
 
+from collections.abc import Sequence
+
 import paddle
 from paddle import Tensor
 from paddle.nn import functional
 
+# Values and indices of the top k, (..., k) each, as `set_top_k(dense=False)` hands them out.
+TopTensors = tuple[Tensor, Tensor]
+
 _HALVES = (paddle.float16, paddle.bfloat16)
 
 
-def soft_cross_entropy(student_logits: Tensor, soft_labels: Tensor) -> Tensor:
+def soft_cross_entropy(student_logits: Tensor, soft_labels: Tensor | TopTensors) -> Tensor:
     """Return the cross entropy of the student's softmax against the teacher's.
 
     Its gradient in the logits is (softmax(student_logits) - soft_labels) / samples: that of
@@ -20,18 +25,21 @@ def soft_cross_entropy(student_logits: Tensor, soft_labels: Tensor) -> Tensor:
 
     Args:
         student_logits: (..., C) float, before softmax.
-        soft_labels: (..., C) float, each row sums to 1.
+        soft_labels: (..., C) float, each row sums to 1. Or the (values, indices) of the largest:
+            what they lack to 1 counts as spread evenly over the other classes.
 
     Raises:
         ValueError: shapes disagree.
     """
-    _check_same_shape(student_logits, "soft_labels", soft_labels)
     log_shares = _log_softmax(_precise(student_logits))
+    if isinstance(soft_labels, tuple | list):
+        return _top_cross_entropy(log_shares, *_checked_top(student_logits, soft_labels))
+    _check_same_shape(student_logits, "soft_labels", soft_labels)
     return -(_fixed(soft_labels, log_shares) * log_shares).sum(axis=-1).mean()
 
 
 def kl_divergence(
-    student_logits: Tensor, teacher_logits: Tensor, *, temperature: float = 1.0
+    student_logits: Tensor, teacher_logits: Tensor | TopTensors, *, temperature: float = 1.0
 ) -> Tensor:
     """Return how far the student's softmax is from the teacher's, both at `temperature`.
 
@@ -40,15 +48,20 @@ def kl_divergence(
 
     Args:
         student_logits: (..., C) float, before softmax.
-        teacher_logits: (..., C) float, before softmax.
+        teacher_logits: (..., C) float, before softmax. Or the (values, indices) of the largest:
+            the teacher's shares of the other classes count as 0.
         temperature: > 0; above 1 the small shares count more.
 
     Raises:
         ValueError: shapes disagree, or `temperature` <= 0.
     """
-    _check_same_shape(student_logits, "teacher_logits", teacher_logits)
     _check_temperature(temperature)
     log_shares = _log_softmax(_precise(student_logits) / temperature)
+    if isinstance(teacher_logits, tuple | list):
+        teacher_logits, indices = _checked_top(student_logits, teacher_logits)
+        log_shares = paddle.take_along_axis(log_shares, indices, -1)
+    else:
+        _check_same_shape(student_logits, "teacher_logits", teacher_logits)
     wanted = _log_softmax(_fixed(teacher_logits, log_shares) / temperature)
     divergence = (wanted.exp() * (wanted - log_shares)).sum(axis=-1).mean()
     return divergence * temperature**2
@@ -56,7 +69,7 @@ def kl_divergence(
 
 def distillation_loss(
     student_logits: Tensor,
-    soft_labels: Tensor,
+    soft_labels: Tensor | TopTensors,
     labels: Tensor,
     *,
     temperature: float = 1.0,
@@ -67,6 +80,7 @@ def distillation_loss(
     Args:
         student_logits: (B, C) float, before softmax.
         soft_labels: (B, C) float, each row sums to 1; the teacher's softmax at `temperature`.
+            Or (values, indices), see `soft_cross_entropy`.
             Of a teacher that serves logits: `softmax(logits / temperature)`.
         labels: (B,) or (B, 1) int64 class indices in [0, C).
         temperature: > 0; the value the teacher used. Scales the soft term by temperature**2,
@@ -106,6 +120,37 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 def _fixed(values: Tensor, like: Tensor) -> Tensor:
     return values.detach().astype(like.dtype)
+
+
+def _top_cross_entropy(log_shares: Tensor, values: Tensor, indices: Tensor) -> Tensor:
+    values = _fixed(values, log_shares)
+    own = paddle.take_along_axis(log_shares, indices, -1)
+    entropy = (values * own).sum(axis=-1)
+    others = log_shares.shape[-1] - indices.shape[-1]
+    if others:
+        rest = (1 - values.sum(axis=-1)).clip(min=0)
+        entropy += rest * (log_shares.sum(axis=-1) - own.sum(axis=-1)) / others
+    return -entropy.mean()
+
+
+def _checked_top(student_logits: Tensor, top: Sequence[Tensor]) -> TopTensors:
+    """Return values and indices, if they suit the logits. Raises: ValueError."""
+    if len(top) != 2:
+        raise ValueError(f"soft labels: expected (values, indices), got {len(top)} tensors")
+    values, indices = top
+    classes = student_logits.shape[-1]
+    shape = list(indices.shape)
+    if (
+        list(values.shape) != shape
+        or shape[:-1] != list(student_logits.shape[:-1])
+        or not 1 <= shape[-1] <= classes
+    ):
+        raise ValueError(
+            f"soft labels: expected values and indices of shape [..., k], k up to {classes}, "
+            f"beside student_logits {list(student_logits.shape)}, got {list(values.shape)} and "
+            f"{shape}"
+        )
+    return values, indices.detach().astype(paddle.int64)
 
 
 def _check_same_shape(student_logits: Tensor, name: str, other: Tensor) -> None:

@@ -22,6 +22,7 @@ from distill_reader.errors import (
 from distill_reader.student.asking import Asking
 from distill_reader.student.client import TeacherClient
 from distill_reader.student.feed import Feed, Limits, Request
+from distill_reader.student.labels import Labels
 from distill_reader.student.pace import Pace
 from distill_reader.student.roster import Flight, Roster, Teacher
 from distill_reader.student.supervisor import Supervisor
@@ -38,10 +39,11 @@ _MOST_REST_S = 1.0  # of a teacher that says again and again that it is busy
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSettings:
     sent: tuple[str, ...]  # names of the fields that may be sent
-    predicts: tuple[str, ...]
+    labels: Labels
     limits: Limits
     no_teacher_timeout_s: float | None  # None: for ever
     skips: bool  # behind that time, instead of raising
+    wire_ins: tuple[tuple[str, str], ...] = ()  # field and dtype of what is sent in another type
 
 
 class TeacherPool:
@@ -171,7 +173,13 @@ class TeacherPool:
             try:
                 client = self._connect(teacher.endpoint)
                 settings = self._settings
-                asking = Asking(teacher.endpoint, client.spec, settings.sent, settings.predicts)
+                asking = Asking(
+                    teacher.endpoint,
+                    client.spec,
+                    settings.sent,
+                    settings.labels,
+                    settings.wire_ins,
+                )
             except DistillError as error:
                 if client is not None:
                     client.close()
@@ -235,8 +243,9 @@ class TeacherPool:
             request = flight.request
             timeout_s = teacher.pace.timeout_s(request.samples)
             try:
-                answer = client.predict(asking.feeds(request), asking.predicts, timeout_s=timeout_s)
-                outputs = asking.outputs(answer, request.samples)
+                answer = client.predict(asking.feeds(request), asking.columns, timeout_s=timeout_s)
+                columns = asking.outputs(answer, request.samples)
+                outputs = asking.restore(columns)
             except BadRequest as error:
                 with self._lock:
                     singles = self._feed.refused(request, asking.named(error), teacher.endpoint)

@@ -1,7 +1,7 @@
 """The student's reader: the user's batches, followed by what the teachers predict for them."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,16 @@ from distill_reader.student.client import TeacherClient
 from distill_reader.student.connect import connect
 from distill_reader.student.feed import Limits
 from distill_reader.student.items import KINDS, Kind
+from distill_reader.student.labels import Labels
+from distill_reader.student.options import (
+    Kind as LabelKind,
+)
+from distill_reader.student.options import (
+    Rest,
+    TopK,
+    check_wire_ins,
+    check_wire_predicts,
+)
 from distill_reader.student.pace import Pace
 from distill_reader.student.pool import PoolSettings
 from distill_reader.student.session import Session
@@ -111,6 +121,53 @@ class DistillReader:
         """Bound what is held between generator and consumer: 256 MiB by default."""
         return self._set(max_memory_bytes=mebibytes << 20)
 
+    # --- what travels
+
+    def set_wire_dtype(
+        self, *, ins: str | Mapping[str, str] | None = None, predicts: str | None = None
+    ) -> Self:
+        """Send fewer bytes per value; who computes does so in the model's own types.
+
+        Args:
+            ins: "float16": floats are rounded to it. "uint8": the fields are raw pixels, which
+                the teacher normalizes as it was told (`edl serve --normalize`). Or a dtype by
+                the name of the field. None: as the teachers take them.
+            predicts: "float16": predictions are rounded to it on their way; you get the type
+                that the teacher serves. None: as they are.
+        """
+        names = [name for _, name in self._settings.sent]
+        return self._set(
+            wire_ins=check_wire_ins(ins, names), wire_predicts=check_wire_predicts(predicts)
+        )
+
+    def set_top_k(
+        self,
+        k: int | None,
+        *,
+        of: LabelKind = "probabilities",
+        rest: Rest = "uniform",
+        dense: bool = True,
+        predicts: Sequence[str] | None = None,
+        classes: int | None = None,
+    ) -> Self:
+        """Have teachers send the `k` largest values of the last axis, and where they are.
+
+        Args:
+            k: None: all of them, as by default.
+            of: what the outputs are: "probabilities" or "logits".
+            rest: "uniform": what is left of the mass is spread evenly over the other classes;
+                "renormalize": they get nothing, and the k sum to 1.
+            dense: yield (B, C) rows; else two arrays for each output, values and indices (int64).
+            predicts: those that this holds for; None: all.
+            classes: C, for teachers that do not say; None: they do.
+        """
+        if k is None:
+            return self._set(top_k=None)
+        names = None if predicts is None else tuple(predicts)
+        return self._set(
+            top_k=TopK(k=k, of=of, rest=rest, dense=dense, predicts=names, classes=classes)
+        )
+
     # --- data
 
     def set_sample_generator(self, reader: Any) -> Self:
@@ -184,14 +241,16 @@ class DistillReader:
         in_flight = 2 * max(2, len(settings.teachers))
         share_bytes = max(1 << 16, settings.max_memory_bytes // in_flight)
         bound = _MOST_BYTES if settings.teacher_batch_size is None else _MOST_BYTES_OF_CHOICE
-        kind: Kind = KINDS[self._kind](settings.sent, len(settings.ins), len(settings.predicts))
+        labels = Labels(settings.predicts, settings.wire_predicts, settings.top_k)
+        kind: Kind = KINDS[self._kind](settings.sent, len(settings.ins), labels.count)
         session = Session(
             self._generator,
             kind,
             source,
             PoolSettings(
                 sent=tuple(name for _, name in settings.sent),
-                predicts=settings.predicts,
+                labels=labels,
+                wire_ins=settings.wire_ins,
                 limits=Limits(
                     join_bytes=min(
                         _JOIN_BYTES if settings.teacher_batch_size is None else bound, share_bytes

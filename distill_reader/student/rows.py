@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from distill_reader.errors import BadRequest, TeacherGone
+from distill_reader.forms import MARK, split_name
 from distill_reader.specs import ModelSpec, TensorSpec
 from distill_reader.student.client import Array
 
@@ -72,7 +73,7 @@ def find_outputs(spec: ModelSpec, fetch: Sequence[str]) -> dict[str, str]:
     """
     if not fetch:
         return {tensor.name: tensor.name for tensor in spec.outputs}
-    return {name: spec.output(name).name if spec.outputs else name for name in fetch}
+    return {name: _wire_name(spec, name) if spec.outputs else name for name in fetch}
 
 
 def pick_outputs(
@@ -92,6 +93,12 @@ def pick_outputs(
     return {name: np.array(answer[given]) for name, given in names.items()}
 
 
+def _wire_name(spec: ModelSpec, name: str) -> str:
+    """Return the model's name of an output, in the form that is asked for."""
+    output, form = split_name(spec, name)
+    return f"{output.name}{MARK}{form}" if form else output.name
+
+
 def _seen(name: str, array: Array) -> TensorSpec:
     """Return the spec of an input of which only an array is known."""
     return TensorSpec(name=name, dtype=array.dtype.name, shape=array.shape[1:])
@@ -99,9 +106,9 @@ def _seen(name: str, array: Array) -> TensorSpec:
 
 def _check(tensor: TensorSpec, place: int, arrays: Sequence[Array]) -> Rows:
     first = arrays[0]
-    dtype = np.dtype(tensor.dtype)
+    dtype = first.dtype
     tail = first.shape[1:]
-    if first.dtype != dtype or tail != tensor.shape or first.ndim == 0:
+    if dtype != np.dtype(tensor.dtype) or tail != tensor.shape or first.ndim == 0:
         tensor.check(str(first.dtype), first.shape)
     samples = size = 0
     is_contiguous = True
@@ -118,4 +125,4 @@ def _check(tensor: TensorSpec, place: int, arrays: Sequence[Array]) -> Rows:
         is_contiguous = is_contiguous and array.flags.c_contiguous
     if not is_contiguous:
         arrays = [np.ascontiguousarray(array) for array in arrays]
-    return Rows(tensor.name, place, tensor.dtype, arrays, (samples, *tail), size)
+    return Rows(tensor.name, place, dtype.name, arrays, (samples, *tail), size)

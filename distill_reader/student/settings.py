@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from distill_reader.errors import UsageError
+from distill_reader.student.options import TopK, check_wire_ins
 
 # Where the original looks for a client prototxt that nobody named.
 DEFAULT_CONF_FILE = Path("serving_conf", "serving_client_conf.prototxt")
@@ -29,6 +30,9 @@ class ReaderSettings:
     max_memory_bytes: int = 256 << 20  # of samples and predictions between generator and consumer
     discovery_servers: tuple[str, ...] = ()  # (): no discovery service
     service_name: str | None = None  # None: no discovery service
+    wire_ins: tuple[tuple[str, str], ...] = ()  # field ("": all it suits), dtype it is sent in
+    wire_predicts: str = ""  # dtype in which floats come back; "": as they are served
+    top_k: TopK | None = None  # None: predictions come whole
 
     def __post_init__(self) -> None:
         _check_names(self.ins, self.predicts)
@@ -48,6 +52,14 @@ class ReaderSettings:
             raise UsageError(f"policy: expected 'raise' or 'skip', got {self.no_teacher_policy!r}")
         if self.max_memory_bytes < _MIN_MEMORY_BYTES:
             raise UsageError(f"max_memory: expected 1 MiB or more, got {self.max_memory_bytes} B")
+        check_wire_ins(dict(self.wire_ins), [name for _, name in self.sent])
+        if self.top_k is not None:
+            unknown = set(self.top_k.predicts or ()) - set(self.predicts)
+            if unknown:
+                raise UsageError(
+                    f"top_k: predicts: {min(unknown)!r} is none of those that are wanted: "
+                    f"{', '.join(self.predicts)}"
+                )
 
     @property
     def sent(self) -> tuple[tuple[int, str], ...]:

@@ -25,11 +25,12 @@ from distill_reader.errors import (
     ModelNotFound,
     TeacherBusy,
     UsageError,
+    WireError,
 )
 from distill_reader.specs import ModelSpec
 from distill_reader.stream import StreamEnded, StreamStalled
 from distill_reader.teacher.requests import Array, InferAnswer, InferRequest, Service, SharedTensor
-from distill_reader.wire import Head, WireError, WireTensor
+from distill_reader.wire import Head, WireTensor
 
 logger = logging.getLogger(__name__)
 
@@ -266,18 +267,19 @@ class _Connection:
                 f"a request has {head.payload_bytes} bytes; allowed are "
                 f"{self._limits.max_request_bytes}"
             )
+        is_named = bool(head.flags & wire.NAMED_OUTPUTS)
         try:
             answer = self._ask(head, tensors, outputs)
         except (BadRequest, TeacherBusy) as error:
             self._send(wire.pack_error(head.request_id, error))
             return
         try:
-            self._send_answer(head.request_id, answer)
+            self._send_answer(head.request_id, answer, is_named=is_named)
         finally:
             answer.release()
 
     def _ask(
-        self, head: Head, tensors: Sequence[WireTensor], outputs: Sequence[int]
+        self, head: Head, tensors: Sequence[WireTensor], outputs: Sequence[int] | Sequence[str]
     ) -> InferAnswer:
         if head.flags & wire.IN_SHARED_MEMORY:
             inputs = self._find_inputs(tensors)
@@ -285,17 +287,27 @@ class _Connection:
         else:
             inputs = self._receive_inputs(head, tensors)
             protocol = self._protocol
-        count = len(self._spec.outputs)
-        if any(index >= count for index in outputs):
+        try:
+            fetch = self._output_names(outputs)
+        except BadRequest:
             _release(inputs)
-            raise BadRequest(f"outputs {outputs} are wanted; there are {count}")
-        request = InferRequest(
-            model=self._spec.name,
-            inputs=inputs,
-            fetch=tuple(self._spec.outputs[index].name for index in outputs),
-            protocol=protocol,
-        )
+            raise
+        request = InferRequest(model=self._spec.name, inputs=inputs, fetch=fetch, protocol=protocol)
         return self._wait(self._service.submit(request))
+
+    def _output_names(self, outputs: Sequence[int] | Sequence[str]) -> tuple[str, ...]:
+        count = len(self._spec.outputs)
+        names = []
+        for output in outputs:
+            if isinstance(output, str):
+                if output in names:
+                    raise BadRequest(f"output {output}: is wanted twice")
+                names.append(output)
+            elif output < count:
+                names.append(self._spec.outputs[output].name)
+            else:
+                raise BadRequest(f"outputs {outputs} are wanted; there are {count}")
+        return tuple(names)
 
     def _receive_inputs(self, head: Head, tensors: Sequence[WireTensor]) -> dict[str, SharedTensor]:
         """Receive the payload into memory of the predictors; also where it is refused, skip it."""
@@ -362,16 +374,16 @@ class _Connection:
                 future.add_done_callback(_release_unsent)
                 raise StreamEnded("the student left before its answer") from None
 
-    def _send_answer(self, request_id: int, answer: InferAnswer) -> None:
+    def _send_answer(self, request_id: int, answer: InferAnswer, *, is_named: bool) -> None:
         arrays: list[Array] = []
         tensors = []
         try:
-            for name, output in answer.outputs.items():
+            for place, (name, output) in enumerate(answer.outputs.items()):
                 array = np.ascontiguousarray(output)
                 arrays.append(array)
                 tensors.append(
                     WireTensor(
-                        place=self._output_index[name],
+                        place=place if is_named else self._output_index[name],
                         dtype=wire.dtype_name(array.dtype),
                         shape=array.shape,
                     )

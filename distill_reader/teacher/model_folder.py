@@ -32,6 +32,14 @@ class ModelFiles:
     config: ModelConfig | None  # None: no Paddle Serving config; tensors go by their own names
 
     @property
+    def paths(self) -> list[Path]:
+        """The files of program and parameters."""
+        if self.params is not None:
+            return [self.program, self.params]
+        # One file per parameter, with names that only the program knows: all that lies there.
+        return sorted(path for path in self.folder.iterdir() if path.is_file())
+
+    @property
     def is_pir(self) -> bool:
         """Whether Paddle 3 exported it."""
         return self.program.suffix == ".json"

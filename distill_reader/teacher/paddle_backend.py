@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from distill_reader.errors import ModelError
 from distill_reader.specs import ModelSpec
 from distill_reader.teacher.backend import Array, Device
+from distill_reader.teacher.digest import digest_of, stamp
 from distill_reader.teacher.model_folder import ModelFiles, Signature, find_model, read_signature
 
 logger = logging.getLogger(__name__)
@@ -24,7 +26,14 @@ def load(folder: str, name: str, device: Device) -> "PaddleBackend":
     """
     files = find_model(folder)
     signature = read_signature(files, name)
+    tensors = (*signature.spec.inputs, *signature.spec.outputs)
+    names = [f"{tensor.name} {tensor.variable}" for tensor in tensors]
+    before = stamp(files.paths)
+    spec = replace(signature.spec, digest=digest_of(files.folder, files.paths, *names))
+    signature = replace(signature, spec=spec)
     backend = PaddleBackend(signature, _create_predictor(files, device))
+    if stamp(files.paths) != before:
+        raise ModelError(f"{folder}: its files changed while they were loaded; start again")
     backend.warm_up()
     return backend
 

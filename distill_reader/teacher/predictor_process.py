@@ -15,19 +15,24 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
 from distill_reader.arena import Arena, attach
 from distill_reader.errors import BadRequest, ModelError, UsageError
-from distill_reader.specs import ModelSpec, TensorSpec
+from distill_reader.normalization import Normalization, check_inputs, read_folder
+from distill_reader.specs import Accepted, ModelSpec, TensorSpec
 from distill_reader.teacher.backend import Array, Backend, BackendFactory, Device
+from distill_reader.teacher.digest import digest_of
+from distill_reader.teacher.encodings import Encoder, decode_input
 from distill_reader.teacher.predictor_wire import (
     Channel,
     Kind,
     Place,
     Run,
     Shape,
+    Start,
     decode_places,
     decode_run,
     encode_shapes,
@@ -44,12 +49,21 @@ _PR_SET_PDEATHSIG = 1
 _ABOUT_INPUTS = (BadRequest, ValueError, TypeError, LookupError, NotImplementedError)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A model as it is served: what the backend computes, and what is done before and behind it."""
+
+    backend: Backend
+    spec: ModelSpec  # the backend's, with what else is accepted
+    normalizations: Mapping[str, Normalization]  # by input
+
+
 class Predictor:
     """Answers the front's messages until it is gone."""
 
-    def __init__(self, channel: Channel, backends: Sequence[Backend]) -> None:
+    def __init__(self, channel: Channel, models: Sequence[Loaded]) -> None:
         self._channel = channel
-        self._backends = backends
+        self._models = models
         self._arenas: dict[int, Arena] = {}
         self._waiting: deque[Run] = deque()
 
@@ -76,28 +90,33 @@ class Predictor:
                 self._arenas.pop(numbers[0]).close()
 
     def _run(self, run: Run) -> None:
-        backend = self._backends[run.model]
-        spec = backend.spec
+        model = self._models[run.model]
+        spec = model.spec
         samples = sum(rows.count for rows in run.rows)
         inputs = {
             tensor.name: self._gather(
-                tensor.dtype, shape, [(rows.inputs[at], rows.count) for rows in run.rows]
+                run.input_dtypes[at], shape, [(rows.inputs[at], rows.count) for rows in run.rows]
             )
             for at, (tensor, shape) in enumerate(zip(spec.inputs, run.input_shapes, strict=True))
         }
         started = time.perf_counter()
         try:
-            outputs = _check_outputs(spec, backend.run(inputs), samples)
+            for tensor in spec.inputs:
+                normalization = model.normalizations.get(tensor.name)
+                inputs[tensor.name] = decode_input(inputs[tensor.name], tensor, normalization)
+            outputs = _check_outputs(spec, model.backend.run(inputs), samples)
+            encoder = Encoder(outputs, [tensor.name for tensor in spec.outputs])
+            columns = [encoder.encode(form) for form in run.columns]
         except _ABOUT_INPUTS as error:
             self._channel.send(Kind.REFUSED, (run.batch,), str(error).encode()[:4000])
             return
         computed_us = int((time.perf_counter() - started) * 1e6)
         shapes = tuple(output.shape[1:] for output in outputs)
-        places: Sequence[tuple[Place | None, ...]] = [rows.outputs for rows in run.rows]
+        places: Sequence[tuple[Place | None, ...]] = [rows.columns for rows in run.rows]
         expected = zip(run.output_shapes, shapes, strict=True)
         if any(want is not None and want != got for want, got in expected) or not any(places[0]):
             places = self._ask_where(run, computed_us, shapes)
-        self._scatter(outputs, run, places)
+        self._scatter(columns, run, places)
         self._channel.send(Kind.DONE, (run.batch, computed_us))
 
     def _ask_where(
@@ -105,7 +124,7 @@ class Predictor:
     ) -> list[tuple[Place | None, ...]]:
         """Tell the front how large the outputs are; return the places that it gives them."""
         self._channel.send(Kind.SHAPES, encode_shapes(run.batch, computed_us, shapes))
-        return decode_places(self._await(Kind.WRITE), len(shapes))
+        return decode_places(self._await(Kind.WRITE), len(run.columns))
 
     def _gather(self, dtype: str, shape: Shape, pieces: Sequence[tuple[Place, int]]) -> Array:
         arrays = [self._array(dtype, place, (count, *shape)) for place, count in pieces]
@@ -115,14 +134,14 @@ class Predictor:
         return arrays[0] if arrays[0].flags.aligned else arrays[0].copy()
 
     def _scatter(
-        self, outputs: Sequence[Array], run: Run, places: Sequence[tuple[Place | None, ...]]
+        self, columns: Sequence[Array], run: Run, places: Sequence[tuple[Place | None, ...]]
     ) -> None:
         start = 0
         for rows, wanted in zip(run.rows, places, strict=True):
-            for output, place in zip(outputs, wanted, strict=True):
+            for column, place in zip(columns, wanted, strict=True):
                 if place is not None:
-                    part = output[start : start + rows.count]
-                    self._array(output.dtype.name, place, part.shape)[...] = part
+                    part = column[start : start + rows.count]
+                    self._array(column.dtype.name, place, part.shape)[...] = part
             start += rows.count
 
     def _array(self, dtype: str, place: Place, shape: Shape) -> Array:
@@ -131,13 +150,62 @@ class Predictor:
         return np.ndarray(shape, dtype, self._arenas[arena].region(offset, size))
 
 
-def load_backends(backend: str, models: Sequence[tuple[str, str]], device: Device) -> list[Backend]:
+def load_models(start: Start) -> list[Loaded]:
     """Load every model by the factory named `module:function`.
 
     Raises:
-        UsageError: there is no such factory.
+        UsageError: there is no such factory, or a normalization fits no input.
         ModelError: a model cannot be served.
     """
+    factory = _find_factory(start.backend)
+    given: dict[str, dict[str, Normalization]] = {name: {} for name, _ in start.models}
+    for model, tensor, normalization in start.normalizations:
+        given[model][tensor] = normalization
+    device = start.device
+    return [_load(factory, folder, name, device, given[name]) for name, folder in start.models]
+
+
+def _load(
+    factory: BackendFactory,
+    folder: str,
+    name: str,
+    device: Device,
+    given: Mapping[str, Normalization],
+) -> Loaded:
+    """Load a model; normalizations that are given replace those of its folder."""
+    backend = factory(folder, name, device)
+    spec = backend.spec
+    try:
+        normalizations = check_inputs(read_folder(folder), spec.inputs)
+        normalizations |= check_inputs(given, spec.inputs)
+    except UsageError as error:
+        raise UsageError(f"model {name}: {error}") from error
+    how = [f"{key} {asdict(normalizations[key])}" for key in sorted(normalizations)]
+    return Loaded(
+        backend=backend,
+        spec=replace(
+            spec,
+            inputs=tuple(
+                replace(tensor, accepts=_accepts(tensor, normalizations.get(tensor.name)))
+                for tensor in spec.inputs
+            ),
+            takes_forms=True,
+            digest=digest_of(folder, [], spec.digest, *how) if spec.digest and how else spec.digest,
+        ),
+        normalizations=normalizations,
+    )
+
+
+def _accepts(tensor: TensorSpec, normalization: Normalization | None) -> tuple[Accepted, ...]:
+    forms = list(tensor.accepts)
+    if tensor.dtype in ("float32", "float64"):
+        forms.append(Accepted(dtype="float16", shape=tensor.shape))
+    if normalization is not None:
+        forms.append(normalization.accepted(tensor))
+    return tuple(forms)
+
+
+def _find_factory(backend: str) -> BackendFactory:
     module, _, function = backend.partition(":")
     try:
         factory: BackendFactory = getattr(importlib.import_module(module), function)
@@ -145,7 +213,7 @@ def load_backends(backend: str, models: Sequence[tuple[str, str]], device: Devic
         raise UsageError(
             f"--backend {backend}: {error}; expected module:function, importable from here"
         ) from error
-    return [factory(folder, name, device) for name, folder in models]
+    return factory
 
 
 def main() -> None:
@@ -164,7 +232,7 @@ def main() -> None:
     start = parse_start(text)
     sys.path += [path for path in start.paths if path not in sys.path]
     try:
-        backends = load_backends(start.backend, start.models, start.device)
+        models = load_models(start)
     except Exception as error:
         # Whatever a backend raises, the front must know.
         is_expected = isinstance(error, ModelError | UsageError)
@@ -178,9 +246,9 @@ def main() -> None:
             },
         )
         return
-    channel.send_json(Kind.READY, specs_document([backend.spec for backend in backends]))
+    channel.send_json(Kind.READY, specs_document([model.spec for model in models]))
     try:
-        Predictor(channel, backends).serve()
+        Predictor(channel, models).serve()
     except BrokenPipeError:
         return  # the front is gone
     except Exception as error:

@@ -17,8 +17,11 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
 
-from distill_reader.specs import ModelSpec, TensorSpec
+from distill_reader.forms import INDICES, LOG_REST, VALUES, WHOLE, Form
+from distill_reader.normalization import Normalization, from_json
+from distill_reader.specs import Accepted, ModelSpec, TensorSpec
 from distill_reader.teacher.backend import Device
+from distill_reader.wire import DTYPES
 
 Shape = tuple[int, ...]
 Place = tuple[int, int]  # of a tensor's bytes: arena, offset
@@ -26,6 +29,7 @@ Place = tuple[int, int]  # of a tensor's bytes: arena, offset
 MAX_MESSAGE_BYTES = 1 << 20
 _HEAD = struct.Struct("<2q")  # kind, how many numbers follow
 _ROOM_FOR_FD = socket.CMSG_SPACE(4)
+_PARTS = (WHOLE, VALUES, INDICES, LOG_REST)
 
 
 class Kind(IntEnum):
@@ -52,6 +56,7 @@ class Start:
     models: tuple[tuple[str, str], ...]  # name, folder; their places number them from here on
     device: Device
     paths: tuple[str, ...]  # where Python looks for modules
+    normalizations: tuple[tuple[str, str, Normalization], ...] = ()  # model, input, how
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,7 @@ class Rows:
 
     count: int
     inputs: tuple[Place, ...]
-    outputs: tuple[Place | None, ...]  # None: not wanted, or not yet known where to
+    columns: tuple[Place | None, ...]  # None: not wanted, or not yet known where to
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +74,10 @@ class Run:
 
     batch: int
     model: int
-    input_shapes: tuple[Shape, ...]  # of one sample
-    output_shapes: tuple[Shape | None, ...]  # expected; None: not known, or not wanted
+    input_dtypes: tuple[str, ...]  # as they came
+    input_shapes: tuple[Shape, ...]  # of one sample, likewise
+    output_shapes: tuple[Shape | None, ...]  # as the model returns them; None: not known
+    columns: tuple[Form, ...]  # what is wanted of them by any of the rows
     rows: tuple[Rows, ...]
 
 
@@ -130,26 +137,30 @@ class Channel:
 
 def encode_run(run: Run) -> list[int]:
     """Return the numbers of a RUN message."""
-    numbers = [run.batch, run.model, len(run.input_shapes), len(run.output_shapes), len(run.rows)]
+    numbers = [run.batch, run.model, len(run.input_shapes), len(run.output_shapes)]
+    numbers += [len(run.columns), len(run.rows), *map(DTYPES.index, run.input_dtypes)]
     for shape in (*run.input_shapes, *run.output_shapes):
         if shape is None:
             numbers.append(-1)
         else:
             numbers.append(len(shape))
             numbers += shape
+    for form in run.columns:
+        numbers += (form.place, _PARTS.index(form.part), form.top_k, DTYPES.index(form.dtype))
     for rows in run.rows:
         numbers.append(rows.count)
         for place in rows.inputs:
             numbers += place
-        for place_or_none in rows.outputs:
+        for place_or_none in rows.columns:
             numbers += place_or_none or (0, 0)  # arenas count from 1
     return numbers
 
 
 def decode_run(numbers: Sequence[int]) -> Run:
     """Return what `encode_run` got."""
-    batch, model, inputs, outputs, count = numbers[:5]
-    at = 5
+    batch, model, inputs, outputs, columns, count = numbers[:6]
+    at = 6 + inputs
+    dtypes = tuple(DTYPES[code] for code in numbers[6:at])
     shapes: list[Shape | None] = []
     for _ in range(inputs + outputs):
         rank = numbers[at]
@@ -159,10 +170,15 @@ def decode_run(numbers: Sequence[int]) -> Run:
             continue
         shapes.append(tuple(numbers[at : at + rank]))
         at += rank
+    forms = []
+    for _ in range(columns):
+        place, part, top_k, dtype = numbers[at : at + 4]
+        forms.append(Form(place, _PARTS[part], top_k, DTYPES[dtype]))
+        at += 4
     all_rows: list[Rows] = []
     for _ in range(count):
         samples = numbers[at]
-        flat = numbers[at + 1 : at + 1 + 2 * (inputs + outputs)]
+        flat = numbers[at + 1 : at + 1 + 2 * (inputs + columns)]
         at += 1 + len(flat)
         places = list(zip(flat[::2], flat[1::2], strict=True))
         all_rows.append(
@@ -175,14 +191,16 @@ def decode_run(numbers: Sequence[int]) -> Run:
     return Run(
         batch,
         model,
+        dtypes,
         tuple(shape for shape in shapes[:inputs] if shape is not None),
         tuple(shapes[inputs:]),
+        tuple(forms),
         tuple(all_rows),
     )
 
 
 def encode_places(batch: int, rows: Sequence[tuple[Place | None, ...]]) -> list[int]:
-    """Return the numbers of a WRITE message: for each piece where each output goes to."""
+    """Return the numbers of a WRITE message: for each piece where each column goes to."""
     numbers = [batch]
     for places in rows:
         for place in places:
@@ -190,11 +208,11 @@ def encode_places(batch: int, rows: Sequence[tuple[Place | None, ...]]) -> list[
     return numbers
 
 
-def decode_places(numbers: Sequence[int], outputs: int) -> list[tuple[Place | None, ...]]:
-    """Return the places of a WRITE message, for a model of so many outputs."""
+def decode_places(numbers: Sequence[int], columns: int) -> list[tuple[Place | None, ...]]:
+    """Return the places of a WRITE message, for a batch of so many columns."""
     flat = numbers[1:]
     places = [place if place[0] else None for place in zip(flat[::2], flat[1::2], strict=True)]
-    return [tuple(places[at : at + outputs]) for at in range(0, len(places), outputs)]
+    return [tuple(places[at : at + columns]) for at in range(0, len(places), columns)]
 
 
 def encode_shapes(batch: int, computed_us: int, shapes: Sequence[Shape]) -> list[int]:
@@ -230,6 +248,9 @@ def parse_start(text: bytes) -> Start:
         models=tuple((name, folder) for name, folder in document["models"]),
         device=Device(**document["device"]),
         paths=tuple(document["paths"]),
+        normalizations=tuple(
+            (model, name, from_json(fields)) for model, name, fields in document["normalizations"]
+        ),
     )
 
 
@@ -246,13 +267,18 @@ def parse_specs(text: bytes) -> tuple[ModelSpec, ...]:
             version=document["version"],
             inputs=tuple(map(_parse_tensor, document["inputs"])),
             outputs=tuple(map(_parse_tensor, document["outputs"])),
+            takes_forms=document["takes_forms"],
+            digest=document["digest"],
         )
         for document in json.loads(text)
     )
 
 
 def _parse_tensor(document: dict[str, Any]) -> TensorSpec:
-    return TensorSpec(**{**document, "shape": tuple(document["shape"])})
+    accepts = tuple(
+        Accepted(dtype=form["dtype"], shape=tuple(form["shape"])) for form in document["accepts"]
+    )
+    return TensorSpec(**{**document, "shape": tuple(document["shape"]), "accepts": accepts})
 
 
 def _parse(packet: bytearray, size: int) -> tuple[Kind, tuple[int, ...], bytes]:

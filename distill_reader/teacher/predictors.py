@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from distill_reader.errors import DistillError, ModelError, UsageError
+from distill_reader.normalization import Normalization
 from distill_reader.specs import ModelSpec
 from distill_reader.teacher.backend import Device
 from distill_reader.teacher.predictor_wire import (
@@ -74,6 +75,7 @@ class PredictorPool:
         backend: str,
         models: Sequence[tuple[str, str]],
         devices: Sequence[Device],
+        normalizations: Sequence[tuple[str, str, Normalization]] = (),
     ) -> None:
         self._listener = listener
         self._starts = [
@@ -82,6 +84,7 @@ class PredictorPool:
                 models=tuple(models),
                 device=device,
                 paths=tuple(map(os.path.abspath, sys.path)),
+                normalizations=tuple(normalizations),
             )
             for device in devices
         ]

@@ -23,6 +23,8 @@ from distill_reader.errors import (
     TeacherBusy,
     UsageError,
 )
+from distill_reader.forms import Form
+from distill_reader.normalization import Normalization
 from distill_reader.specs import ModelSpec
 from distill_reader.teacher.backend import Device
 from distill_reader.teacher.batching import BatchQueue, Piece
@@ -57,6 +59,7 @@ class ServiceConfig:
     models: tuple[tuple[str, str], ...]  # name, folder
     devices: tuple[Device, ...]  # a predictor process each
     backend: str = PADDLE_BACKEND  # module:function
+    normalizations: tuple[tuple[str, str, Normalization], ...] = ()  # model, input, how
     max_batch: int = 64  # samples
     batch_timeout_s: float = 0.002  # how long a batch waits to become full
     max_queue: int = 256  # requests that wait
@@ -95,6 +98,7 @@ class _Batch:
     model: Model
     pieces: list[Piece[Waiting]]
     samples: int
+    columns: tuple[Form, ...]  # what any of the pieces wants
 
 
 _Ended = list[tuple[Waiting, DistillError | None]]  # None: answered, or not wanted any more
@@ -143,7 +147,11 @@ class PredictorService:
         self._is_draining = False
         self._is_closed = False
         self._pool = PredictorPool(
-            self, backend=config.backend, models=config.models, devices=config.devices
+            self,
+            backend=config.backend,
+            models=config.models,
+            devices=config.devices,
+            normalizations=config.normalizations,
         )
         self._timer = threading.Thread(target=self._keep_time, name="batch-timer", daemon=True)
         self.metrics.watch(
@@ -360,16 +368,16 @@ class PredictorService:
             lane.silent_since = time.monotonic()
             if lane.silent_since + self._config.predict_timeout_s < self._wakes_at:
                 self._due.notify()
-        lane.batches[self._batches] = _Batch(
-            key, model, pieces, sum(piece.count for piece in pieces)
-        )
+        columns = tuple(dict.fromkeys(form for p in pieces for _, form in p.item.wanted))
+        samples = sum(piece.count for piece in pieces)
+        batch = lane.batches[self._batches] = _Batch(key, model, pieces, samples, columns)
         for piece in pieces:
             piece.item.in_flight += 1
         if not lane.may_send_ahead or len(lane.batches) > 1:
             self._free.remove(lane)
         with contextlib.suppress(OSError):  # gone: the thread that receives from it will find out
             self._share_arenas(lane, pieces)
-            lane.predictor.channel.send(Kind.RUN, encode_run(_run(self._batches, model, pieces)))
+            lane.predictor.channel.send(Kind.RUN, encode_run(_run(self._batches, batch)))
 
     def _share_arenas(self, lane: _Lane, pieces: Sequence[Piece[Waiting]]) -> None:
         for piece in pieces:
@@ -420,19 +428,19 @@ class PredictorService:
     def _place_outputs(self, lane: _Lane, batch: _Batch, numbers: Sequence[int]) -> _Ended:
         """Tell a predictor where outputs go whose shapes nobody knew before."""
         shapes = decode_shapes(numbers)
-        batch.model.learn(batch.pieces[0].item.input_shapes, shapes)
+        batch.model.learn(batch.pieces[0].item.key, shapes)
         failed: dict[int, tuple[Waiting, DistillError]] = {}
         rows: list[tuple[Place | None, ...]] = []
         for piece in batch.pieces:
             waiting = piece.item
             try:
                 waiting.place_outputs(shapes, self._allocate)
-                rows.append(waiting.output_places(piece.start))
+                rows.append(waiting.output_places(piece.start, batch.columns))
             except (BadRequest, TeacherBusy) as error:
                 waiting.is_over = True
                 self._queue.remove(waiting)
                 failed[id(waiting)] = (waiting, error)
-                rows.append((None,) * len(shapes))
+                rows.append((None,) * len(batch.columns))
         with contextlib.suppress(OSError):  # as in _send
             self._share_arenas(lane, batch.pieces)
             lane.predictor.channel.send(Kind.WRITE, encode_places(numbers[0], rows))
@@ -528,8 +536,9 @@ def _load(lane: _Lane) -> int:
     return len(lane.batches)
 
 
-def _run(number: int, model: Model, pieces: Sequence[Piece[Waiting]]) -> Run:
-    """Return the message that has a predictor compute the pieces."""
+def _run(number: int, batch: _Batch) -> Run:
+    """Return the message that has a predictor compute a batch."""
+    model, pieces, columns = batch.model, batch.pieces, batch.columns
     first = pieces[0].item
     shapes: tuple[Shape | None, ...] = (None,) * len(model.spec.outputs)
     expected = first.output_shapes
@@ -542,13 +551,17 @@ def _run(number: int, model: Model, pieces: Sequence[Piece[Waiting]]) -> Run:
     return Run(
         number,
         model.place,
+        first.input_dtypes,
         first.input_shapes,
         shapes,
+        columns,
         tuple(
             Rows(
                 piece.count,
                 piece.item.input_places(piece.start),
-                piece.item.output_places(piece.start) if is_placed else (None,) * len(shapes),
+                piece.item.output_places(piece.start, columns)
+                if is_placed
+                else (None,) * len(columns),
             )
             for piece in pieces
         ),

@@ -8,6 +8,7 @@ HTTP, in the metadata of gRPC), which clients of the original cannot and need no
 import time
 
 from distill_reader.errors import BadRequest, DistillError, ModelNotFound, TeacherBusy
+from distill_reader.forms import split_name
 from distill_reader.serving_messages import ServingRequest, ServingResponse, ServingTensor
 from distill_reader.specs import ModelSpec
 from distill_reader.teacher.requests import Array, InferAnswer, InferRequest, Service
@@ -71,8 +72,9 @@ def response(
     """
     outputs = []
     for name, array in answer.outputs.items():
-        tensor = spec.output(name)
-        outputs.append(ServingTensor(name=tensor.variable, alias_name=tensor.name, array=array))
+        tensor, form = split_name(spec, name)
+        labels = (name, name) if form else (tensor.variable, tensor.name)
+        outputs.append(ServingTensor(name=labels[0], alias_name=labels[1], array=array))
     profile_time: tuple[int, ...] = ()
     if request.profile_server:  # of the operations reader, infer and response
         infer_us = began_us + answer.queued_us

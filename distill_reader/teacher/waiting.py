@@ -8,6 +8,7 @@ import numpy as np
 
 from distill_reader.arena import ALIGNMENT, Arena, ArenaError, Slice
 from distill_reader.errors import BadRequest
+from distill_reader.forms import Form, form_shape, parse_form
 from distill_reader.specs import ModelSpec
 from distill_reader.teacher.predictor_wire import Place, Shape
 from distill_reader.teacher.requests import Array, Buffer, InferAnswer, InferRequest, SharedTensor
@@ -27,18 +28,22 @@ class Model:
         self.name = spec.name
         self._is_open = any(length < 0 for output in spec.outputs for length in output.shape)
         self._fixed = tuple(output.shape for output in spec.outputs)
-        self._learned: dict[tuple[Shape, ...], tuple[Shape, ...]] = {}
+        self._learned: dict[Hashable, tuple[Shape, ...]] = {}
         self.plans: dict[Hashable, _Plan] = {}  # of the requests that were checked
 
-    def output_shapes(self, input_shapes: tuple[Shape, ...]) -> tuple[Shape, ...] | None:
-        """Return the shapes of one sample's outputs; None: only computing it will tell."""
-        return self._learned.get(input_shapes) if self._is_open else self._fixed
+    def output_shapes(self, key: Hashable) -> tuple[Shape, ...] | None:
+        """Return the shapes of one sample's outputs; None: only computing it will tell.
 
-    def learn(self, input_shapes: tuple[Shape, ...], output_shapes: tuple[Shape, ...]) -> None:
-        """Expect these outputs for the next inputs of these shapes."""
+        Args:
+            key: of inputs that have the same types and shapes.
+        """
+        return self._learned.get(key) if self._is_open else self._fixed
+
+    def learn(self, key: Hashable, output_shapes: tuple[Shape, ...]) -> None:
+        """Expect these outputs for the next inputs of this key."""
         if len(self._learned) >= _LEARNED_SHAPES:
             self._learned.clear()
-        self._learned[input_shapes] = output_shapes
+        self._learned[key] = output_shapes
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -48,14 +53,15 @@ class Waiting:
     model: Model
     protocol: str
     samples: int
-    input_shapes: tuple[Shape, ...]  # of one sample, in the spec's order
+    input_dtypes: tuple[str, ...]  # in the spec's order, as they came
+    input_shapes: tuple[Shape, ...]  # of one sample, likewise
     inputs: tuple["_Placed", ...]
-    wanted: tuple[tuple[str, int], ...]  # outputs: name in the request, place in the spec
+    wanted: tuple[tuple[str, Form], ...]  # outputs: name in the request, what it means
     held: tuple[Buffer, ...]  # memory of the inputs
     future: Future[InferAnswer] = field(default_factory=Future)
     output: Slice | None = None  # memory of the outputs; None: their sizes are not known yet
-    outputs: tuple["_Placed | None", ...] = ()  # in the spec's order; None: not wanted
-    output_shapes: tuple[Shape, ...] | None = None
+    columns: dict[Form, "_Placed"] = field(default_factory=dict)  # within `output`
+    output_shapes: tuple[Shape, ...] | None = None  # as the model returns them, in its order
     left: int = 0  # samples that are not computed yet
     in_flight: int = 0  # pieces that predictors work on
     deaths: int = 0  # predictors that ended under it
@@ -69,7 +75,7 @@ class Waiting:
     @property
     def key(self) -> Hashable:
         """What requests that can be computed together have in common."""
-        return self.model.place, self.input_shapes
+        return self.model.place, self.input_dtypes, self.input_shapes
 
     @property
     def arenas(self) -> list[Arena]:
@@ -93,9 +99,10 @@ class Waiting:
         """Return where the samples from `start` on lie."""
         return tuple(placed.at(start) for placed in self.inputs)
 
-    def output_places(self, start: int) -> tuple[Place | None, ...]:
-        """Return where the outputs of the samples from `start` on go to."""
-        return tuple(placed.at(start) if placed is not None else None for placed in self.outputs)
+    def output_places(self, start: int, columns: Sequence[Form]) -> tuple[Place | None, ...]:
+        """Return where the samples from `start` on go to in each column; None: not wanted."""
+        found = map(self.columns.get, columns)
+        return tuple(placed.at(start) if placed is not None else None for placed in found)
 
     def place_outputs(self, shapes: tuple[Shape, ...], allocate: Allocate) -> None:
         """Take memory for outputs whose samples have these shapes.
@@ -105,7 +112,8 @@ class Waiting:
             TeacherBusy: there is no room.
         """
         known = self.output_shapes
-        if known is not None and all(known[place] == shapes[place] for _, place in self.wanted):
+        forms = dict.fromkeys(form for _, form in self.wanted)
+        if known is not None and all(known[form.place] == shapes[form.place] for form in forms):
             return
         if self.output is not None:
             if self.left < self.samples or self.in_flight > 1:
@@ -115,32 +123,31 @@ class Waiting:
                 )
             self.output.release()
             self.output = None
-        offsets: list[tuple[int, int, int]] = []  # output, offset, bytes of one sample
+        offsets: list[tuple[Form, int, int]] = []  # column, offset, bytes of one sample
         total = 0
-        for place in sorted({place for _, place in self.wanted}):
-            dtype = np.dtype(self.model.spec.outputs[place].dtype)
-            sample_bytes = _elements(shapes[place]) * dtype.itemsize
-            offsets.append((place, total, sample_bytes))
+        for form in forms:
+            shape = form_shape(form, shapes[form.place])
+            sample_bytes = _elements(shape) * np.dtype(form.dtype).itemsize
+            offsets.append((form, total, sample_bytes))
             total += _aligned(sample_bytes * self.samples)
-        piece = allocate(total)
-        outputs: list[_Placed | None] = [None] * len(shapes)
-        for place, offset, sample_bytes in offsets:
-            outputs[place] = _Placed(piece.arena, piece.offset + offset, sample_bytes)
-        self.output, self.outputs, self.output_shapes = piece, tuple(outputs), shapes
+        self.output = piece = allocate(total)
+        self.columns = {
+            form: _Placed(piece.arena, piece.offset + offset, sample_bytes)
+            for form, offset, sample_bytes in offsets
+        }
+        self.output_shapes = shapes
 
     def answer(self, queued_us: int) -> InferAnswer:
         """Return the answer, once everything is computed."""
         assert self.output is not None
         assert self.output_shapes is not None
         arrays: dict[str, Array] = {}
-        for name, place in self.wanted:
-            placed = self.outputs[place]
-            assert placed is not None
+        for name, form in self.wanted:
             arrays[name] = np.ndarray(
-                (self.samples, *self.output_shapes[place]),
-                self.model.spec.outputs[place].dtype,
+                (self.samples, *form_shape(form, self.output_shapes[form.place])),
+                form.dtype,
                 self.output.view,
-                placed.offset - self.output.offset,
+                self.columns[form].offset - self.output.offset,
             )
         return InferAnswer(
             outputs=arrays,
@@ -175,9 +182,10 @@ class _Plan:
     """What the checks of a request found out, but for the number of its samples."""
 
     names: tuple[str, ...]  # of the inputs in the request, in the spec's order
+    input_dtypes: tuple[str, ...]
     input_shapes: tuple[Shape, ...]
     sample_bytes: tuple[int, ...]
-    wanted: tuple[tuple[str, int], ...]
+    wanted: tuple[tuple[str, Form], ...]
 
 
 def prepare(request: InferRequest, model: Model, allocate: Allocate) -> Waiting:
@@ -203,12 +211,13 @@ def prepare(request: InferRequest, model: Model, allocate: Allocate) -> Waiting:
             protocol=request.protocol,
             samples=samples,
             left=samples,
+            input_dtypes=plan.input_dtypes,
             input_shapes=plan.input_shapes,
             inputs=_place_inputs(tensors, plan, samples, piece),
             wanted=plan.wanted,
             held=(*buffers_of(request), *([piece] if piece is not None else [])),
         )
-        expected = model.output_shapes(plan.input_shapes)
+        expected = model.output_shapes(waiting.key)
         if expected is not None:
             waiting.place_outputs(expected, allocate)
     except BaseException:
@@ -258,15 +267,19 @@ def _make_plan(request: InferRequest, spec: ModelSpec) -> "_Plan":
             raise BadRequest(f"tensor {wanted.name}: is missing; model {spec.name} needs it")
     names, tensors = zip(*(found[wanted.name] for wanted in spec.inputs), strict=True)
     shapes = tuple(tuple(tensor.shape[1:]) for tensor in tensors)
+    dtypes = tuple(np.dtype(tensor.dtype).name for tensor in tensors)
     return _Plan(
         names=names,
+        input_dtypes=dtypes,
         input_shapes=shapes,
         sample_bytes=tuple(
-            _elements(shape) * np.dtype(wanted.dtype).itemsize
-            for shape, wanted in zip(shapes, spec.inputs, strict=True)
+            _elements(shape) * np.dtype(dtype).itemsize
+            for shape, dtype in zip(shapes, dtypes, strict=True)
         ),
-        wanted=tuple((name, _place(spec, name)) for name in request.fetch)
-        or tuple((output.name, place) for place, output in enumerate(spec.outputs)),
+        wanted=tuple(
+            (name, parse_form(spec, name))
+            for name in request.fetch or [output.name for output in spec.outputs]
+        ),
     )
 
 
@@ -289,10 +302,6 @@ def _samples(tensors: Sequence[Array | SharedTensor], plan: "_Plan", spec: Model
                     f"on do not lie within the {room} bytes that came"
                 )
     return int(first)
-
-
-def _place(spec: ModelSpec, name: str) -> int:
-    return spec.outputs.index(spec.output(name))
 
 
 def _place_inputs(

@@ -1,3 +1,5 @@
+import shutil
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -5,9 +7,12 @@ import pytest
 
 from distill_reader.convert import convert, main, save_servable
 from distill_reader.errors import UsageError
+from distill_reader.normalization import Normalization
 from distill_reader.prototxt import CLIENT_FILES, SERVER_FILES, read_config
 from distill_reader.teacher.backend import Device
 from distill_reader.teacher.paddle_backend import load
+from distill_reader.teacher.predictor_process import load_models
+from distill_reader.teacher.predictor_wire import Start
 
 INPUTS = {
     "paddle3": "image",
@@ -87,3 +92,57 @@ def test_a_layer_becomes_servable(tmp_path):
     rows = np.random.default_rng(0).normal(size=(9, 6)).astype(np.float32)
     got: Any = backend.run({"rows": rows})["soft_labels"]
     np.testing.assert_allclose(got, layer(paddle.to_tensor(rows)).numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_how_pixels_are_normalized_stays_with_the_model_and_is_part_of_its_version(
+    paddle_folder, tmp_path
+):
+    folder = tmp_path / "server"
+    arguments = [
+        "--dirname",
+        str(paddle_folder / "paddle3"),
+        "--serving_client",
+        str(tmp_path / "c"),
+    ]
+    plain = ["--serving_server", str(folder)]
+    assert main([*arguments, *plain, "--normalize", "image:mean=0.5:std=0.25"]) == 0
+    start = Start(
+        backend="distill_reader.teacher.paddle_backend:load",
+        models=(("m", str(folder)),),
+        device=Device(),
+        paths=(),
+    )
+    (model,) = load_models(start)
+    tensor = model.spec.inputs[0]
+    assert {form.dtype: form.shape for form in tensor.accepts} == {
+        "float16": tensor.shape,
+        "uint8": tensor.shape,
+    }
+    assert model.normalizations["image"] == Normalization(mean=(0.5,), std=(0.25,))
+
+    (other,) = load_models(replace(start, normalizations=(("m", "image", Normalization()),)))
+    assert main([*arguments, *plain]) == 0  # the model's folder says nothing of it
+    (without,) = load_models(start)
+    assert without.spec.inputs[0].accepted("uint8") is None
+    digests = {one.spec.digest for one in (model, other, without)}
+    assert len(digests) == 3
+    assert all(len(digest) == 32 for digest in digests)
+
+
+def test_a_normalization_of_no_input_ends_the_command_with_2(paddle_folder, tmp_path, capsys):
+    folders = ["--serving_server", str(tmp_path / "s"), "--serving_client", str(tmp_path / "c")]
+    folders += ["--dirname", str(paddle_folder / "paddle3")]
+    assert main([*folders, "--normalize", "picture:mean=0.5"]) == 2
+    assert "'picture' is no input of the model; it takes image" in capsys.readouterr().err
+
+
+def test_another_weight_is_another_version(paddle_folder, tmp_path):
+    folder = tmp_path / "m"
+    shutil.copytree(paddle_folder / "paddle3", folder)
+    before = load(str(folder), "m", Device()).spec.digest
+    assert load(str(folder), "other", Device()).spec.digest == before
+    (params,) = folder.glob("*.pdiparams")
+    data = bytearray(params.read_bytes())
+    data[-1] ^= 1
+    params.write_bytes(data)
+    assert load(str(folder), "m", Device()).spec.digest != before

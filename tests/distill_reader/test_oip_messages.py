@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from distill_reader import oip_json, oip_messages
 from distill_reader.errors import BadRequest
 from distill_reader.oip_messages import MESSAGES
-from distill_reader.specs import ModelSpec, TensorSpec
+from distill_reader.specs import Accepted, ModelSpec, TensorSpec
 from distill_reader.tensors import OIP_TO_NUMPY
 
 SPEC = ModelSpec(
@@ -294,3 +295,30 @@ def test_metadata_over_http_say_the_same():
     document = oip_json.encode_metadata(SPEC, "paddle")
     assert document["inputs"][0] == {"name": "image", "datatype": "FP32", "shape": [-1, 1, -1, 28]}
     assert oip_json.decode_metadata(json.dumps(document).encode()) == SPEC
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_metadata_of_ours_say_what_else_is_taken_and_those_of_others_do_not(protocol: str):
+    def passed_on(spec: ModelSpec) -> ModelSpec:
+        if protocol == "grpc":
+            return oip_messages.decode_metadata(oip_messages.encode_metadata(spec, "p"))
+        document = oip_json.encode_metadata(spec, "p")
+        return oip_json.decode_metadata(json.dumps(document).encode())
+
+    pixels = Accepted(dtype="uint8", shape=(3, 4, 1))
+    inputs = (replace(SPEC.inputs[0], accepts=(pixels,)), *SPEC.inputs[1:])
+    found = passed_on(replace(SPEC, inputs=inputs, takes_forms=True, digest="5eed"))
+    assert (found.inputs[0].accepts, found.takes_forms, found.digest) == ((pixels,), True, "5eed")
+    plain = passed_on(SPEC)
+    assert (plain.inputs[0].accepts, plain.takes_forms, plain.digest) == ((), False, "")
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["edl_accepts", "edl_takes_forms", "edl_digest", "x"]),
+        st.text(max_size=20) | st.sampled_from(['{"image": 3}', "[]", '{"image": [["uint8"]]}']),
+    )
+)
+def test_any_properties_say_something_or_are_refused(properties):
+    with contextlib.suppress(BadRequest):
+        assert oip_messages.with_properties(SPEC, properties).outputs == SPEC.outputs

@@ -1,6 +1,7 @@
 import contextlib
 import json
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,9 +16,10 @@ from distill_reader.errors import (
     TeacherBusy,
     TeacherGone,
     UsageError,
+    WireError,
 )
-from distill_reader.specs import ModelSpec, TensorSpec
-from distill_reader.wire import Hello, Welcome, WireError, WireTensor
+from distill_reader.specs import Accepted, ModelSpec, TensorSpec
+from distill_reader.wire import Hello, Welcome, WireTensor
 
 SPEC = ModelSpec(
     name="m",
@@ -62,6 +64,24 @@ def test_a_request_is_read_as_it_was_written(tensors, outputs, request_id):
     assert wire.parse_predict(head, meta) == (tensors, outputs)
 
 
+@given(tensors, st.lists(st.text(max_size=30), min_size=1, max_size=5), st.booleans())
+def test_outputs_in_forms_are_wanted_by_name(tensors, names, in_shared_memory):
+    head, meta = split(wire.pack_predict(1, tensors, names, in_shared_memory=in_shared_memory))
+    assert head.flags & wire.NAMED_OUTPUTS
+    assert wire.parse_predict(head, meta) == (tensors, names)
+
+
+def test_a_name_that_is_too_long_or_cut_is_refused():
+    with pytest.raises(BadRequest, match="its name has 5000 bytes"):
+        wire.pack_predict(1, [], ["x" * 5000], in_shared_memory=False)
+    head, meta = split(wire.pack_predict(1, [], ["score@float16"], in_shared_memory=False))
+    for end in range(len(meta)):
+        with pytest.raises(WireError):
+            wire.parse_predict(head, meta[:end])
+    with pytest.raises(WireError, match="no UTF-8"):
+        wire.parse_predict(head, meta.replace(b"score", b"sc\xffre"))
+
+
 @given(tensors)
 def test_a_request_in_shared_memory_has_no_payload(tensors):
     head, meta = split(wire.pack_predict(1, tensors, [], in_shared_memory=True))
@@ -87,7 +107,8 @@ def test_any_bytes_are_a_frame_or_a_wire_error(data):
 @given(st.data())
 def test_a_damaged_request_is_another_request_or_a_wire_error(data):
     tensors = [WireTensor(0, "float32", (2, 3)), WireTensor(1, "int64", (2, 9))]
-    frame = bytearray(wire.pack_predict(1, tensors, [0], in_shared_memory=False))
+    wanted = data.draw(st.sampled_from([[0], ["score@top3:values", "score@float16"]]))
+    frame = bytearray(wire.pack_predict(1, tensors, wanted, in_shared_memory=False))
     frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
     try:
         head = wire.parse_head(frame[: wire.HEAD.size])
@@ -186,6 +207,16 @@ def test_a_greeting_that_is_none_is_refused(greeting, text):
         {"model": {}, "limits": {"max_request_bytes": "1"}},
         {"model": 1, "limits": {"max_request_bytes": 1}},
         {"model": {"inputs": [{"shape": ["a"]}]}, "limits": {"max_request_bytes": 1}},
+        *(
+            {
+                "model": {
+                    "inputs": [{"name": "x", "dtype": "uint8", "shape": [], "accepts": accepts}],
+                    "outputs": [],
+                },
+                "limits": {"max_request_bytes": 1},
+            }
+            for accepts in (3, [3], [{"dtype": 3}], [{"dtype": "uint8", "shape": "x"}])
+        ),
         {
             "model": {"inputs": [{"name": "x", "dtype": "nope", "shape": []}], "outputs": []},
             "limits": {"max_request_bytes": 1},
@@ -202,3 +233,19 @@ def test_dtypes_that_do_not_travel_are_named():
     for dtype in ("S3", "datetime64[s]", ">f4", "O"):
         with pytest.raises(BadRequest, match="cannot be sent"):
             wire.dtype_name(np.dtype(dtype))
+
+
+def test_a_teacher_says_what_else_it_takes_and_an_older_one_says_nothing():
+    pixels = Accepted(dtype="uint8", shape=(28, 28, 1))
+    tensor = replace(SPEC.inputs[0], accepts=(pixels,))
+    spec = replace(SPEC, inputs=(tensor,), takes_forms=True, digest="5eed")
+    body = body_of(wire.pack_welcome(Welcome(spec=spec, max_request_bytes=1)))
+    assert wire.parse_welcome(body).spec == spec
+
+    document = json.loads(body)
+    document["model"]["inputs"][0]["accepts"].append({"dtype": "int4", "shape": [9]})  # a newer one
+    assert wire.parse_welcome(json.dumps(document).encode()).spec == spec
+    for newer in ("takes_forms", "digest"):
+        del document["model"][newer]
+    del document["model"]["inputs"][0]["accepts"]
+    assert wire.parse_welcome(json.dumps(document).encode()).spec == SPEC

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from distill_reader.errors import DistillError
@@ -21,10 +22,16 @@ class TeacherProcess:
     Args:
         folder: of the model; is made.
         backend: of toy_backends, for samples of `shape`.
+        options: further ones of the command line.
     """
 
     def __init__(
-        self, folder: Path, *, backend: str = "sums", shape: tuple[int, ...] = (1, 28, 28)
+        self,
+        folder: Path,
+        *,
+        backend: str = "sums",
+        shape: tuple[int, ...] = (1, 28, 28),
+        options: Sequence[str] = (),
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "shape").write_text(" ".join(map(str, shape)))
@@ -33,7 +40,7 @@ class TeacherProcess:
         self._folder = folder
         self._command = [sys.executable, "-m", "distill_reader.serve", "--model", str(folder)]
         self._command += ["--port", str(self.port), "--thread", "1"]
-        self._command += ["--backend", f"{_BACKENDS}:{backend}"]
+        self._command += ["--backend", f"{_BACKENDS}:{backend}", *options]
         self._process: subprocess.Popen[bytes] | None = None  # None: not running
 
     @property

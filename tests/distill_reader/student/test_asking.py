@@ -7,6 +7,7 @@ from distill_reader.student.asking import Asking
 from distill_reader.student.client import Array
 from distill_reader.student.feed import Feed, Limits
 from distill_reader.student.items import BatchKind
+from distill_reader.student.labels import Labels
 
 SPEC = ModelSpec(
     name="net",
@@ -24,7 +25,7 @@ OPEN = ModelSpec(
 
 
 def asking(spec: ModelSpec = SPEC, sent: tuple[str, ...] = ("image",)) -> Asking:
-    return Asking("t:1", spec, sent, ("score",))
+    return Asking("t:1", spec, sent, Labels(("score",), "", None))
 
 
 def fed(asking: Asking, *arrays: Array) -> dict[str, list[Array]]:
@@ -89,11 +90,11 @@ def test_an_input_without_a_field_is_refused_by_name(
 
 def test_an_output_that_the_model_lacks_is_refused_by_name():
     with pytest.raises(BadRequest, match=r"t:1: predicts: .*'logits'; it has score, feature"):
-        Asking("t:1", SPEC, ("image",), ("logits",))
+        Asking("t:1", SPEC, ("image",), Labels(("logits",), "", None))
 
 
 def test_predictions_come_in_the_order_of_predicts_and_one_per_sample():
-    both = Asking("t:1", SPEC, ("image",), ("feature", "score"))
+    both = Asking("t:1", SPEC, ("image",), Labels(("feature", "score"), "", None))
     score, feature = np.zeros((2, 3)), np.zeros((2, 5))
     found = both.outputs({"score": score, "feature": feature}, 2)
     assert found[0] is feature

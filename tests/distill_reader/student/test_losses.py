@@ -139,3 +139,50 @@ def test_nothing_flows_back_to_the_teacher():
 def test_what_does_not_fit_is_refused_by_name(call: Callable[[Any, Any], Any], words: str):
     with pytest.raises(ValueError, match=words):
         call(tensor(LOGITS), tensor(TEACHER_LOGITS))
+
+
+# --- the largest values alone
+
+
+def top(values: np.ndarray, k: int) -> tuple[Any, Any]:
+    indices = np.argsort(-values, axis=-1, kind="stable")[..., :k]
+    return tensor(np.take_along_axis(values, indices, -1)), tensor(indices)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_the_top_of_soft_labels_counts_as_rows_with_the_rest_spread_evenly(k: int):
+    soft = softmax(TEACHER_LOGITS)
+    values, indices = top(soft, k)
+    dense = np.repeat((1 - values.numpy().sum(1, keepdims=True)) / max(4 - k, 1), 4, axis=1)
+    np.put_along_axis(dense, indices.numpy(), values.numpy(), -1)
+    losses: tuple[Callable[[Any, Any], Any], ...] = (
+        soft_cross_entropy,
+        lambda logits, given: distillation_loss(logits, given, tensor(LABELS), temperature=2.0),
+    )
+    for loss in losses:
+        sparse_logits, dense_logits = tensor(LOGITS, learns=True), tensor(LOGITS, learns=True)
+        sparse, whole = loss(sparse_logits, (values, indices)), loss(dense_logits, tensor(dense))
+        assert sparse.item() == pytest.approx(whole.item())
+        sparse.backward()
+        whole.backward()
+        np.testing.assert_allclose(sparse_logits.grad.numpy(), dense_logits.grad.numpy(), atol=1e-9)
+
+
+def test_the_top_of_logits_counts_as_if_the_others_had_no_share():
+    values, indices = top(TEACHER_LOGITS, 2)
+    dense = np.full_like(TEACHER_LOGITS, -1e4)
+    np.put_along_axis(dense, indices.numpy(), values.numpy(), -1)
+    for temperature in (1.0, 3.0):
+        found = kl_divergence(tensor(LOGITS), (values, indices), temperature=temperature)
+        wanted = kl_divergence(tensor(LOGITS), tensor(dense), temperature=temperature)
+        assert found.item() == pytest.approx(wanted.item())
+
+
+@pytest.mark.parametrize("loss", [soft_cross_entropy, kl_divergence])
+@pytest.mark.parametrize(
+    ("values", "indices"), [((5, 2), (5, 3)), ((4, 2), (4, 2)), ((5, 9), (5, 9)), ((5, 0), (5, 0))]
+)
+def test_a_top_of_another_shape_is_refused(loss, values, indices):
+    pair = tensor(np.zeros(values)), tensor(np.zeros(indices, np.int64))
+    with pytest.raises(ValueError, match="soft labels: expected values and indices"):
+        loss(tensor(LOGITS), pair)

@@ -20,6 +20,7 @@ from distill_reader.errors import (
 )
 from distill_reader.student.feed import Limits
 from distill_reader.student.items import BatchKind
+from distill_reader.student.labels import Labels
 from distill_reader.student.pool import PoolSettings
 from distill_reader.student.session import Session
 from distill_reader.student.source import FixedTeachers
@@ -66,7 +67,7 @@ class Reading:
             source or FixedTeachers(list(self.teachers.by_endpoint)),
             PoolSettings(
                 sent=("image",),
-                predicts=("total",),
+                labels=Labels(("total",), "", None),
                 limits=limits,
                 no_teacher_timeout_s=timeout_s,
                 skips=skips,

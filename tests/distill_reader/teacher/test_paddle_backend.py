@@ -10,6 +10,7 @@ from distill_reader.errors import ModelError, UsageError
 from distill_reader.teacher import predictor_process
 from distill_reader.teacher.backend import Device
 from distill_reader.teacher.paddle_backend import load
+from distill_reader.teacher.predictor_wire import Start
 from distill_reader.teacher.requests import InferRequest
 from distill_reader.teacher.service import PredictorService, ServiceConfig
 
@@ -104,7 +105,9 @@ def test_a_model_computes_on_a_gpu(paddle_folder):
 @pytest.mark.parametrize("name", ["nowhere:load", "json:nothing", "json", ""])
 def test_a_backend_that_cannot_be_imported_is_refused(name):
     with pytest.raises(UsageError, match="expected module:function, importable from here"):
-        predictor_process.load_backends(name, [("m", ".")], CPU)
+        predictor_process.load_models(
+            Start(backend=name, models=(("m", "."),), device=CPU, paths=())
+        )
 
 
 def test_several_kinds_of_models_are_served_by_one_predictor(paddle_folder):

@@ -5,7 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill_reader.specs import ModelSpec, TensorSpec
+from distill_reader.forms import INDICES, LOG_REST, VALUES, WHOLE, Form
+from distill_reader.normalization import Normalization
+from distill_reader.specs import Accepted, ModelSpec, TensorSpec
 from distill_reader.teacher.backend import Device
 from distill_reader.teacher.predictor_wire import (
     Channel,
@@ -24,8 +26,16 @@ from distill_reader.teacher.predictor_wire import (
     specs_document,
     start_document,
 )
+from distill_reader.wire import DTYPES
 
 places = st.tuples(st.integers(1, 2**31), st.integers(0, 2**40))
+forms = st.builds(
+    Form,
+    place=st.integers(0, 9),
+    part=st.sampled_from([WHOLE, VALUES, INDICES, LOG_REST]),
+    top_k=st.integers(0, 65_535),
+    dtype=st.sampled_from(DTYPES),
+)
 shapes = st.lists(st.integers(0, 2**31), max_size=4).map(tuple)
 
 
@@ -41,16 +51,19 @@ def channels():
 @st.composite
 def runs(draw: st.DrawFn) -> Run:
     inputs, outputs = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    columns = draw(st.lists(forms, max_size=4))
     return Run(
         draw(st.integers(0, 2**40)),
         draw(st.integers(0, 9)),
+        tuple(draw(st.sampled_from(DTYPES)) for _ in range(inputs)),
         tuple(draw(shapes) for _ in range(inputs)),
         tuple(draw(st.none() | shapes) for _ in range(outputs)),
+        tuple(columns),
         tuple(
             Rows(
                 draw(st.integers(1, 999)),
                 tuple(draw(places) for _ in range(inputs)),
-                tuple(draw(st.none() | places) for _ in range(outputs)),
+                tuple(draw(st.none() | places) for _ in columns),
             )
             for _ in range(draw(st.integers(1, 4)))
         ),
@@ -81,12 +94,24 @@ def test_what_to_load_and_what_was_loaded_come_as_they_were_sent(channels):
         models=(("m", "/folder"), ("n", "/other")),
         device=Device(gpu=1, memory_optim=True),
         paths=("/x",),
+        normalizations=(("m", "x", Normalization(mean=(1.0, 2.0, 3.0), layout="HWC-CHW")),),
     )
     front.send_json(Kind.START, start_document(start))
     kind, numbers, text = predictor.receive()
     assert (kind, numbers, parse_start(text)) == (Kind.START, (), start)
     tensor = TensorSpec(name="image", dtype="uint8", shape=(-1, 3), variable="x")
-    specs = (ModelSpec(name="m", inputs=(tensor,), outputs=(tensor, tensor)),)
+    pixels = TensorSpec(
+        name="y", dtype="float32", shape=(2,), accepts=(Accepted(dtype="uint8", shape=(2,)),)
+    )
+    specs = (
+        ModelSpec(
+            name="m",
+            inputs=(tensor, pixels),
+            outputs=(tensor, tensor),
+            takes_forms=True,
+            digest="5eed",
+        ),
+    )
     predictor.send_json(Kind.READY, specs_document(specs))
     assert parse_specs(front.receive()[2]) == specs
 

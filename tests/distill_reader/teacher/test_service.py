@@ -248,7 +248,7 @@ def shared(buffer: Buffer, offset: int, *shape: int) -> SharedTensor:
     ("make", "text"),
     [
         (lambda b: {"image": np.zeros((2, 5), np.float32)}, r"image: expected shape \[N, 4\], got"),
-        (lambda b: {"image": np.zeros((2, 4))}, "image: expected float32, got float64"),
+        (lambda b: {"image": np.zeros((2, 4))}, "image: expected float32 or float16, got float64"),
         (lambda b: {"image": np.zeros((0, 4), np.float32)}, r"image: has 0 samples"),
         (lambda b: {"image": np.float32(3)}, "image: expected shape"),
         (lambda b: {}, "image: is missing; model toy needs it"),

@@ -14,6 +14,7 @@ import numpy as np
 from distill_reader.errors import ModelError
 from distill_reader.specs import ModelSpec, TensorSpec
 from distill_reader.teacher.backend import Array, Backend, Device
+from distill_reader.teacher.digest import digest_of
 
 
 def _tensor(name: str, *shape: int, dtype: str = "float32", variable: str = "") -> TensorSpec:
@@ -87,6 +88,38 @@ def zeros(folder: str, name: str, device: Device) -> Backend:
     """Costs nothing: what is left is the cost of serving."""
     spec = ModelSpec(name=name, inputs=(_image(folder),), outputs=(_tensor("logits", 10),))
     return _Zeros(spec, folder)
+
+
+class _Classify(Toy):
+    """Logits that depend on the pixels, and their softmax; `classes` in the folder: how many."""
+
+    def run(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        rows = inputs["image"].reshape(len(inputs["image"]), -1).astype(np.float32)
+        weights = np.random.default_rng(7).normal(size=(rows.shape[1], self._classes))
+        logits = (rows @ weights).astype(np.float32)
+        shares = np.exp(logits - logits.max(1, keepdims=True))
+        shares /= shares.sum(1, keepdims=True)
+        batch = np.full((len(rows), 1), len(rows), np.int64)
+        return {"logits": logits, "probs": shares, "batch": batch}
+
+    @property
+    def _classes(self) -> int:
+        return self.spec.outputs[0].shape[0]
+
+
+def classify(folder: str, name: str, device: Device) -> Backend:
+    """A classifier, whose version is that of the files `classes` and `version`."""
+    files = [path for path in map(Path(folder).joinpath, ("classes", "version")) if path.exists()]
+    classes = int((Path(folder) / "classes").read_text()) if files else 20
+    outputs = (
+        _tensor("logits", classes),
+        _tensor("probs", classes),
+        _tensor("batch", 1, dtype="int64"),
+    )
+    spec = ModelSpec(
+        name=name, inputs=(_image(folder),), outputs=outputs, digest=digest_of(folder, files)
+    )
+    return _Classify(spec, folder)
 
 
 class _Doubled(Toy):

@@ -70,6 +70,7 @@ class Agent:
         self._host = Host(
             config=config,
             node_id=self._node_id,
+            addr=self._addr,
             marker=home.marker,
             inventory=inventory,
             token_file=token_file,

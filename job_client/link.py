@@ -15,7 +15,7 @@ from typing import Protocol
 from job_client import ports
 from job_client.errors import FatalError, JobClientError, UsageError
 from job_server.errors import Conflict, JobServerError, NotFound, Rejected, Retryable
-from job_server.wire import JobStatus, Node, NodePlan, NodeReport
+from job_server.wire import JobKind, JobStatus, Node, NodePlan, NodeReport
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,8 @@ class Backoff:
 def find_job(api: Api, wait: Callable[[float], bool]) -> str | None:
     """Return the only job of the server that has not ended; wait for one where there is none.
 
+    Beside a training, jobs of teachers do not count.
+
     Args:
         wait: sleeps so many seconds; true: give up.
 
@@ -65,7 +67,9 @@ def find_job(api: Api, wait: Callable[[float], bool]) -> str | None:
     delay_s = 0.0
     while True:
         try:
-            names = [job.spec.job_id for job in api.jobs() if not job.state.ended]
+            jobs = [job.spec for job in api.jobs() if not job.state.ended]
+            trainings = [spec for spec in jobs if spec.kind is JobKind.TRAINING]
+            names = [spec.job_id for spec in trainings or jobs]
         except Retryable as error:
             names, text = [], f"the job server does not answer, trying again: {error}"
             delay_s = backoff.next_s()

@@ -35,6 +35,7 @@ class Host:
 
     config: Config
     node_id: str
+    addr: str
     marker: str
     inventory: Inventory
     token_file: Path | None  # None: the server wants no token
@@ -243,6 +244,9 @@ class Pod:
             max_trainers=spec.max_trainers,
             grace_s=self._grace(spec.grace_s),
             token_file=host.token_file,
+            service=spec.service,
+            addr=host.addr,
+            ports=spec.ports,
         )
         return env.pod_environment(host.config.environ, pod)
 

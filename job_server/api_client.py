@@ -141,7 +141,8 @@ class ApiClient:
         data = self._get(f"/jobs/{_part(job_id)}/events", query, wait_s=timeout_s)
         return _items(data, "events", wire.JobEvent)
 
-    def resize(self, job_id: str, pods: int, *, assume_dead: bool = False) -> wire.JobStatus:
+    def resize(self, job_id: str, pods: int | None, *, assume_dead: bool = False) -> wire.JobStatus:
+        """Change the number of pods; None: that of teachers follows the demand again."""
         return self._ask(job_id, "resize", wire.Resize(pods=pods, assume_dead=assume_dead))
 
     def pause(self, job_id: str) -> wire.JobStatus:
@@ -165,6 +166,13 @@ class ApiClient:
 
     def _ask(self, job_id: str, verb: str, body: object = None) -> wire.JobStatus:
         return _decode(wire.JobStatus, self._post(f"/jobs/{_part(job_id)}/{verb}", body))
+
+    # --- services, for discovery ----------------------------------------------------------------
+
+    def demand(self, demand: wire.Demand) -> wire.DemandAnswer:
+        """Tell what the students of a service report; NotFound: no job has its teachers."""
+        path = f"/services/{_part(demand.service)}/demand"
+        return _decode(wire.DemandAnswer, self._post(path, demand))
 
     # --- nodes, for job clients -----------------------------------------------------------------
 

@@ -36,6 +36,7 @@ def create_app(service: Service, guard: Guard) -> Flask:
     app.before_request(lambda: guard.check(request))
     _add_server_routes(app, service)
     _add_job_routes(app, service)
+    _add_service_routes(app, service)
     _add_pod_routes(app, service)
     _add_node_routes(app, service)
     _add_legacy_routes(app, service)
@@ -110,6 +111,12 @@ def _add_job_routes(app: Flask, service: Service) -> None:
         limit = _int_arg("limit", 100, 1, MAX_EVENTS)
         answer = service.events(job_id, after=after, limit=limit, timeout_s=_timeout_arg())
         return _send(answer)
+
+
+def _add_service_routes(app: Flask, service: Service) -> None:
+    @_route(app, "POST", "/api/v1/services/<name>/demand")
+    def demand(name: str) -> Response:
+        return _send(service.demand(name, _body(wire.Demand)))
 
 
 def _add_pod_routes(app: Flask, service: Service) -> None:

@@ -15,7 +15,14 @@ from job_server.config import read_token
 from job_server.errors import ConfigError, JobServerError, Retryable
 from job_server.job_flags import add_job_flags, read_job
 from job_server.logs import log_lines
-from job_server.text import duration, steps_of_stage, steps_of_total, table
+from job_server.text import (
+    account_parts,
+    duration,
+    steps_of_stage,
+    steps_of_total,
+    table,
+    teacher_facts,
+)
 
 DEFAULT_SERVER = "http://127.0.0.1:8180"
 POLL_S = 30.0
@@ -102,7 +109,9 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     pods.add_argument("job", nargs="?", metavar="JOB", help=_ONLY)
     resize = verb("resize", _resize, "Change the number of a job's pods.")
     resize.add_argument("job", metavar="JOB")
-    resize.add_argument("pods", type=int, metavar="PODS")
+    resize.add_argument(
+        "pods", type=_pods_or_auto, metavar="PODS|auto", help="auto: of teachers, by demand again"
+    )
     resize.add_argument(
         "--assume_dead", action="store_true", help="treat pods that cannot be reached as stopped"
     )
@@ -138,6 +147,10 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     simulate.add_argument("--until_s", type=float, metavar="S", help="of the script's clock")
     simulate.add_argument("--count", type=int, default=50, metavar="N", help="changes to show")
     return parser
+
+
+def _pods_or_auto(text: str) -> int | None:
+    return None if text == "auto" else int(text)
 
 
 # --- one function per verb ----------------------------------------------------------------------
@@ -273,11 +286,9 @@ def _show(status: wire.JobStatus, args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(wire.encode(status)), flush=True)
         return
-    print(
-        f"{status.job_id}: {status.state.value}, stage {status.stage}, {len(status.pods)} pods, "
-        f"step {steps_of_total(status)}: {status.reason}",
-        flush=True,
-    )
+    training = f", stage {status.stage}, {len(status.pods)} pods, step {steps_of_total(status)}"
+    said = "" if status.teachers is not None else training
+    print(f"{status.job_id}: {status.state.value}{said}: {status.reason}", flush=True)
 
 
 def _jobs_table(jobs: tuple[wire.JobStatus, ...]) -> str:
@@ -286,8 +297,8 @@ def _jobs_table(jobs: tuple[wire.JobStatus, ...]) -> str:
             job.job_id,
             job.state.value,
             f"{len(job.pods)} of {job.target_pods}",
-            job.stage,
-            steps_of_total(job),
+            "-" if job.teachers is not None else job.stage,
+            "-" if job.teachers is not None else steps_of_total(job),
             job.reason,
         )
         for job in jobs
@@ -296,6 +307,8 @@ def _jobs_table(jobs: tuple[wire.JobStatus, ...]) -> str:
 
 
 def _pods_table(status: wire.JobStatus) -> str:
+    if status.teachers is not None:
+        return _teachers_table(status)
     rows = [
         (
             pod.pod_rank,
@@ -311,28 +324,35 @@ def _pods_table(status: wire.JobStatus) -> str:
     return table(("RANK", "POD", "NODE", "SLOTS", "TRAINERS", "PHASE", "LOG"), rows)
 
 
+def _teachers_table(status: wire.JobStatus) -> str:
+    rows = [
+        (
+            pod.pod_id,
+            pod.node_id,
+            " ".join(map(str, pod.slots)),
+            " ".join(f"{pod.addr}:{port}" for port in pod.ports),
+            pod.phase,
+            pod.log_path or "-",
+        )
+        for pod in status.pods
+    ]
+    return table(("POD", "NODE", "SLOTS", "LISTENS ON", "PHASE", "LOG"), rows)
+
+
 def _job_text(status: wire.JobStatus) -> str:
-    account = status.account
-    parts = {
-        "training": account.training_s,
-        "preparing": account.preparing_s,
-        "cutting over": account.cutting_over_s,
-        "recovering": account.recovering_s,
-        "waiting": account.waiting_s,
-        "paused": account.paused_s,
-    }
     facts = [
         ("job", status.job_id),
         ("state", f"{status.state.value}: {status.reason}"),
         ("pods", f"{len(status.pods)} of {status.target_pods} wanted "
                  f"({status.spec.min_pods} to {status.spec.max_pods})"),
-        ("step", f"{steps_of_total(status)}, epoch {status.epoch}"),
-        ("metrics", ", ".join(f"{k} {v:.4g}" for k, v in status.metrics.items()) or "-"),
-        ("counted", f"{status.failures} failures, {status.preemptions} preemptions, "
-                    f"{status.resizes} resizes, {status.redone_steps} steps redone"),
-        ("time", ", ".join(f"{k} {duration(v)}" for k, v in parts.items() if v >= 0.05) or "-"),
-        ("queued", ", ".join(status.queued_changes) or "-"),
+        *(_training_facts(status) if status.teachers is None else teacher_facts(status.teachers)),
+        ("time", ", ".join(f"{k} {duration(v)}" for k, v in account_parts(status).items()
+                           if v >= 0.05) or "-"),
     ]  # fmt: skip
+    if status.teachers is None:
+        facts.append(("queued", ", ".join(status.queued_changes) or "-"))
+    else:
+        facts.append(("counted", f"{status.failures} failures, {status.preemptions} preemptions"))
     stages = [
         (
             record.stage,
@@ -353,3 +373,12 @@ def _job_text(status: wire.JobStatus) -> str:
     if stages:
         blocks.append(table(header, stages))
     return "\n\n".join(blocks)
+
+
+def _training_facts(status: wire.JobStatus) -> list[tuple[str, str]]:
+    return [
+        ("step", f"{steps_of_total(status)}, epoch {status.epoch}"),
+        ("metrics", ", ".join(f"{k} {v:.4g}" for k, v in status.metrics.items()) or "-"),
+        ("counted", f"{status.failures} failures, {status.preemptions} preemptions, "
+                    f"{status.resizes} resizes, {status.redone_steps} steps redone"),
+    ]  # fmt: skip

@@ -13,13 +13,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from job_server import stages, wire
+from job_server import kinds, stages, wire
 from job_server.bodies import to_body
+from job_server.claims import NO_CLAIMS, Claims, claim
 from job_server.errors import ConfigError, Conflict, Gone, NotFound, StoreTrouble
 from job_server.fleet import Fleet, Held, KnownNode, Plan
+from job_server.job import Job
+from job_server.kinds import AnyJob
 from job_server.placement import Cluster
 from job_server.polls import Topic, Watchers
 from job_server.store import Store
+from job_server.teacher_job import TeacherJob
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +37,11 @@ MAX_ROUNDS = 10  # of one job giving slots to another; the timer goes on with th
 class Entry:
     """A job, what is derived from it, and who waits for that."""
 
-    job: stages.Job
+    job: AnyJob
     spec: wire.JobSpec
     state: wire.JobState
     forget: bool  # delete it when it has ended
-    status: Topic[stages.Job]
+    status: Topic[AnyJob]
     events: Topic[int]  # the number of the newest, which is also the revision
     due_at: float  # when the timer steps it next
     written_at: float
@@ -46,6 +50,7 @@ class Entry:
     node_pods: dict[str, Plan] = field(default_factory=dict)  # by node id; registered nodes only
     slots: Held = field(default_factory=dict)
     ports: Held = field(default_factory=dict)
+    short_of: int = 0  # pods of a training for which there was no place
     page: tuple[tuple[int, int, int], bytes] = ((0, 0, 0), b"")  # newest, after, limit: its events
 
     def topics(self) -> list[Topic[Any]]:
@@ -95,7 +100,7 @@ class Engine:
                 node = wire.decode(wire.Node, data)
                 self.fleet.nodes[node.node_id] = self.known(node)
             for stored in self.store.jobs():
-                job = wire.decode(stages.Job, stored.data)
+                job = kinds.decode_job(stored.data)
                 self.add(job, forget=stored.forget, last_event=stored.last_event)
         except wire.WireError as error:
             raise ConfigError(
@@ -161,7 +166,7 @@ class Engine:
 
     def _set_due(self, entry: Entry) -> None:
         now = self.now()
-        deadline = stages.next_deadline(entry.job, now, self.cluster(entry))
+        deadline = kinds.next_deadline(entry.job, now, self.cluster(entry))
         due_at = math.inf if entry.state.ended else now + TICK_S
         entry.due_at = due_at if deadline is None else min(due_at, deadline)
 
@@ -186,18 +191,18 @@ class Engine:
         """
         now = self.now()
         try:
-            job, reason = stages.step(entry.job, event, now, self.cluster(entry))
+            job, reason = kinds.step(entry.job, event, now, self.cluster(entry), self.claims(entry))
         except stages.Refused as error:
             raise Conflict(str(error)) from None
         if job == entry.job:
             return
-        if stages.same_but_progress(entry.job, job):
+        if kinds.same_but_progress(entry.job, job):
             entry.job = job
             self._note_progress(entry, now)
             self._reset_timer(entry)
             return
         job_id = entry.spec.job_id
-        status = stages.job_status(job, now, entry.status.revision + 1)
+        status = kinds.job_status(job, now, entry.status.revision + 1)
         said: tuple[wire.JobEvent, ...] = ()
         if reason:
             number = entry.events.value + 1
@@ -244,20 +249,21 @@ class Engine:
     def derive(self, entry: Entry) -> None:
         """Bring up to date, and tell, all that follows from a job."""
         for pod_id, topic in list(entry.orders.items()):
-            orders = stages.pod_orders(entry.job, pod_id)
+            orders = kinds.pod_orders(entry.job, pod_id)
             if orders is None:
                 topic.end(not_wanted(pod_id))
                 del entry.orders[pod_id]
             elif orders != topic.value:
                 topic.publish(orders)
         for node_id, known in self.fleet.nodes.items():
-            pods = stages.node_pods(entry.job, node_id)
+            pods = kinds.node_pods(entry.job, node_id)
             if entry.node_pods.get(node_id, ()) != pods:
                 entry.node_pods[node_id] = pods
                 known.plan.publish(self._plan(node_id))
-        slots, ports = stages.slots_held(entry.job), stages.ports_held(entry.job)
-        if slots != entry.slots or ports != entry.ports:
-            entry.slots, entry.ports = slots, ports
+        slots, ports = kinds.slots_held(entry.job), kinds.ports_held(entry.job)
+        short_of = kinds.short_of(entry.job, self.now(), self.cluster(entry))
+        if (slots, ports, short_of) != (entry.slots, entry.ports, entry.short_of):
+            entry.slots, entry.ports, entry.short_of = slots, ports, short_of
             self.slots_moved = True
 
     def settle(self) -> None:
@@ -277,12 +283,24 @@ class Engine:
             [other.slots for other in others], [other.ports for other in others]
         )
 
+    def claims(self, entry: Entry) -> Claims:
+        """Return what training jobs are to have before these teachers; nothing for a training."""
+        if not isinstance(entry.job, TeacherJob):
+            return NO_CLAIMS
+        jobs = [(other, other.job) for other in self.jobs.values()]
+        trainings = [
+            (job, self.cluster(other))
+            for other, job in jobs
+            if isinstance(job, Job) and not job.state.ended
+        ]
+        return claim(trainings, [job for _, job in jobs if isinstance(job, TeacherJob)], self.now())
+
     # --- jobs and nodes -------------------------------------------------------------------------
 
-    def add(self, job: stages.Job, *, forget: bool = False, last_event: int = 0) -> Entry:
+    def add(self, job: AnyJob, *, forget: bool = False, last_event: int = 0) -> Entry:
         """Take up a job that is written already."""
         now = self.now()
-        status = stages.job_status(job, now, 0)
+        status = kinds.job_status(job, now, 0)
         entry = Entry(
             job=job,
             spec=status.spec,
@@ -355,8 +373,8 @@ class Engine:
 
     # --- bodies; called by topics, without the lock ----------------------------------------------
 
-    def status_body(self, job: stages.Job, revision: int) -> bytes:
-        return to_body(wire.encode(stages.job_status(job, self.now(), revision)))
+    def status_body(self, job: AnyJob, revision: int) -> bytes:
+        return to_body(wire.encode(kinds.job_status(job, self.now(), revision)))
 
     def orders_body(self, orders: stages.PodView, revision: int) -> bytes:
         message = wire.PodOrders(

@@ -1,8 +1,8 @@
-"""What can happen to a job: the events that `stages.step` takes."""
+"""What can happen to a job: the events that `stages.step` and `teachers.step` take."""
 
 from dataclasses import dataclass
 
-from job_server.wire import Attach, Kill, PodReport, PodState, Resize
+from job_server.wire import Attach, Demand, Kill, PodReport, PodState, Resize
 
 
 class Refused(ValueError):  # noqa: N818 - the interface's word
@@ -75,6 +75,13 @@ class RunTimeStatic:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Demanded:
+    """The students of the service that a job's teachers serve; no event of a training."""
+
+    demand: Demand
+
+
 Event = (
     Tick
     | NodesChanged
@@ -88,4 +95,5 @@ Event = (
     | KillAsked
     | ServerRestarted
     | RunTimeStatic
+    | Demanded
 )

@@ -9,7 +9,7 @@ import yaml
 
 from job_server.config import read_script_file
 from job_server.errors import ConfigError
-from job_server.wire import JobSpec, ScriptKind, ScriptSpec, WireError, decode, encode
+from job_server.wire import JobKind, JobSpec, ScriptKind, ScriptSpec, WireError, decode, encode
 
 _BUDGETS = ("max_failures", "max_preemptions", "max_resizes")
 _SCRIPT_FLAGS = {
@@ -25,9 +25,16 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--job_id", help="name of the job; letters, digits, '.', '_', '-'")
     add("--file", metavar="JOB.yaml", help="fields of the job; flags stand above it")
+    add("--kind", choices=[kind.value for kind in JobKind], help="training, if not given")
+    add("--service", metavar="NAME", help="of teachers: the name that students ask for")
     add("--min", "--min_pods", dest="min_pods", type=int, metavar="N", help="fewest pods")
     add("--max", "--max_pods", dest="max_pods", type=int, metavar="N", help="most pods")
-    add("--pods", type=int, metavar="N", help="at the first start; else the most")
+    add(
+        "--pods",
+        type=int,
+        metavar="N",
+        help="at the first start; else the most, of teachers the fewest",
+    )
     add("--slots_per_pod", type=int, metavar="N", help="trainers per pod")
     add("--folder", help="subfolder of the clients' --jobs_dir; else their own script")
     add("--policy", choices=("fixed_global", "linear"), help="what a change does to the batch")
@@ -46,6 +53,12 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
     for name in _BUDGETS:
         add(f"--{name}", type=_budget, metavar="N|none", help="then the job has failed")
     add("--max_restarts_without_progress", type=int, metavar="N", help="then the job has failed")
+    add(
+        "--demand_timeout_s",
+        type=float,
+        metavar="S",
+        help="of teachers: without students for so long, the fewest are enough",
+    )
     add(
         "--change_script",
         "--timeline",

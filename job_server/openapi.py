@@ -99,6 +99,7 @@ class Operation:
 _JOB = f"{wire.API}/jobs/{{job_id}}"
 _POD = f"{_JOB}/pods/{{pod_id}}"
 _NODE = f"{wire.API}/nodes/{{node_id}}"
+_SERVICE = f"{wire.API}/services/{{name}}"
 _STATUS = _ref(wire.JobStatus)
 
 
@@ -172,7 +173,7 @@ OPERATIONS: tuple[Operation, ...] = (
         answer=_STATUS,
         errors=(404,),
     ),
-    _on_job("resize", "Change the number of pods.", wire.Resize),
+    _on_job("resize", "Change the number of pods; null: of teachers, by demand.", wire.Resize),
     _on_job("pause", "Write a checkpoint, end the pods, free the slots."),
     _on_job("resume", "Go on after a pause."),
     _on_job("stop", "Write a checkpoint and end the job."),
@@ -185,6 +186,15 @@ OPERATIONS: tuple[Operation, ...] = (
         query=(_AFTER, _LIMIT, _TIMEOUT),
         answer=_object(events=_list(_ref(wire.JobEvent))),
         errors=(404,),
+    ),
+    Operation(
+        name="demand",
+        method="post",
+        path=f"{_SERVICE}/demand",
+        summary="What the students of a service report; the number of its teachers follows it.",
+        body=_ref(wire.Demand),
+        answer=_ref(wire.DemandAnswer),
+        errors=(404, 413),
     ),
     Operation(
         name="attach",

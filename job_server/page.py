@@ -4,7 +4,13 @@ from typing import Any
 
 from job_server import wire
 from job_server.service import Service
-from job_server.text import duration, steps_of_stage, steps_of_total
+from job_server.text import (
+    account_parts,
+    duration,
+    steps_of_stage,
+    steps_of_total,
+    teacher_facts,
+)
 
 SHOWN_EVENTS = 12
 SHOWN_STAGES = 12
@@ -29,22 +35,19 @@ def page_context(service: Service, version: str) -> dict[str, Any]:
 
 def _job_context(status: wire.JobStatus, events: list[wire.JobEvent], now: float) -> dict[str, Any]:
     account = status.account
-    parts = {
-        "training": account.training_s,
-        "preparing": account.preparing_s,
-        "cutting over": account.cutting_over_s,
-        "recovering": account.recovering_s,
-        "waiting": account.waiting_s,
-        "paused": account.paused_s,
-    }
     total = account.total_s
     good = account.training_s + account.preparing_s
     return {
         "status": status,
         "steps": steps_of_total(status),
         "metrics": {name: f"{value:.4g}" for name, value in status.metrics.items()},
-        "account": {name: duration(seconds) for name, seconds in parts.items() if seconds >= 0.05},
+        "account": {
+            name: duration(seconds)
+            for name, seconds in account_parts(status).items()
+            if seconds >= 0.05
+        },
         "goodput": f"{100 * good / total:.0f} %" if total > 0 else "-",
+        "teachers": [] if status.teachers is None else teacher_facts(status.teachers),
         "stages": [_stage_context(record) for record in status.stages[-SHOWN_STAGES:][::-1]],
         "more_stages": max(len(status.stages) - SHOWN_STAGES, 0),
         "events": [

@@ -6,13 +6,15 @@ Answers come as bodies that are ready to send, so that many who watch cost one s
 import logging
 from collections.abc import Callable
 
-from job_server import stages, wire
+from job_server import kinds, stages, wire
 from job_server.bodies import to_body
 from job_server.change_script import parse_script
 from job_server.engine import Engine, Entry, not_wanted, steady_clock
 from job_server.errors import BadRequest, Conflict, NotFound
+from job_server.events import Demanded
 from job_server.polls import Answer, Topic
 from job_server.store import Store
+from job_server.teacher_job import TeacherJob
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ class Service:
 
         Raises:
             WireError: its change script is wrong.
-            Conflict: the id is taken by another spec.
+            Conflict: the id is taken by another spec, or the service by another job of teachers.
         """
         parse_script(spec.script, spec)
         engine = self._engine
@@ -70,8 +72,14 @@ class Service:
                         "delete that one or choose another id"
                     )
                 return taken.status.poll(-1, 0), False
+            serving = None if spec.service is None else self._serving(spec.service)
+            if serving is not None:
+                raise Conflict(
+                    f"service: {spec.service!r} is served by job {serving.spec.job_id!r}; "
+                    "stop that one, or name another service"
+                )
             now = self.now()
-            job = stages.new_job(spec, now, legacy_nodes=legacy_nodes)
+            job = kinds.new_job(spec, now, legacy_nodes=legacy_nodes)
             event = wire.JobEvent(number=1, at=now, job_id=spec.job_id, stage=0, text="submitted")
             engine.store.save_job(spec.job_id, wire.encode(job), events=(event,))
             entry = engine.add(job, last_event=event.number)
@@ -101,7 +109,7 @@ class Service:
         """Return all jobs' statuses, for the page."""
         with self._engine.lock:
             jobs = [(entry.job, entry.status.revision) for entry in self._engine.jobs.values()]
-        return [stages.job_status(job, self.now(), revision) for job, revision in jobs]
+        return [kinds.job_status(job, self.now(), revision) for job, revision in jobs]
 
     def ask(self, job_id: str, event: stages.Event) -> Answer:
         """Pass on what a user asks of a job; return its JobStatus then.
@@ -174,7 +182,7 @@ class Service:
             BadRequest: no id was given and there are several jobs.
         """
         if job_id is None:
-            ids = self.job_ids()
+            ids = self._trainings() or self.job_ids()
             if not ids:
                 raise NotFound("job_id: missing, and there is no job")
             if len(ids) > 1:
@@ -185,8 +193,17 @@ class Service:
         with self._engine.lock:
             entry = self._entry(job_id)
             job, revision = entry.job, entry.status.revision
-        pods = sorted(stages.running_pods(job), key=lambda pod: pod.pod_rank)
-        return job_id, stages.job_status(job, self.now(), revision).flag, tuple(pods)
+        pods = sorted(kinds.running_pods(job), key=lambda pod: pod.pod_rank)
+        return job_id, kinds.job_status(job, self.now(), revision).flag, tuple(pods)
+
+    def _trainings(self) -> list[str]:
+        # Clients of the original know no jobs of teachers.
+        with self._engine.lock:
+            return [
+                job_id
+                for job_id, entry in self._engine.jobs.items()
+                if entry.spec.kind is wire.JobKind.TRAINING
+            ]
 
     def _entry(self, job_id: str) -> Entry:
         entry = self._engine.jobs.get(job_id)
@@ -197,6 +214,45 @@ class Service:
     def _now(self, entry: Entry) -> Answer:
         # The topic has ended where the job was forgotten by what was asked.
         return Answer(body=self._engine.status_body(entry.job, entry.status.revision))
+
+    # --- services, for discovery ----------------------------------------------------------------
+
+    def demand(self, service: str, demand: wire.Demand) -> Answer:
+        """Take in what the students of a service report; return a DemandAnswer.
+
+        Raises:
+            NotFound: no job of teachers serves it.
+        """
+        if demand.service != service:
+            raise BadRequest(
+                f"service: {demand.service!r} is posted at the route of {service[:100]!r}"
+            )
+        engine = self._engine
+        with engine.lock:
+            entry = self._serving(service)
+            if entry is None:
+                raise NotFound(
+                    f"service: no job serves {service[:100]!r}; "
+                    f"`edl submit --kind teacher --service {service[:100]}` adds one"
+                )
+            engine.apply(entry, Demanded(demand))
+            engine.settle()
+            job = entry.job
+            assert isinstance(job, TeacherJob)
+            answer = wire.DemandAnswer(
+                server_id=self.server_id,
+                job_id=job.spec.job_id,
+                running=job.running,
+                wanted=job.wanted,
+            )
+        return Answer(body=to_body(wire.encode(answer)))
+
+    def _serving(self, service: str) -> Entry | None:
+        """Return the job of teachers that serves it; None: there is none that has not ended."""
+        for entry in self._engine.jobs.values():
+            if entry.spec.service == service and not entry.state.ended:
+                return entry
+        return None
 
     # --- pods, for launchers --------------------------------------------------------------------
 
@@ -245,7 +301,7 @@ class Service:
         engine = self._engine
         topic = entry.orders.get(pod_id)
         if topic is None:
-            orders = stages.pod_orders(entry.job, pod_id)
+            orders = kinds.pod_orders(entry.job, pod_id)
             if orders is None:
                 raise not_wanted(pod_id)
             topic = Topic(orders, engine.orders_body, engine.watchers, engine.first_revision())

@@ -203,14 +203,16 @@ def _stop(work: Work) -> None:
 
 
 def _resize(work: Work, asked: Resize) -> None:
-    job = work.job
+    job, pods = work.job, asked.pods
+    if pods is None:
+        raise Refused("pods: only the number of teachers follows a demand; give a number")
     if job.legacy:
-        legacy.resize_legacy(work, asked.pods, f"resize to {asked.pods}")
+        legacy.resize_legacy(work, pods, f"resize to {pods}")
         return
     dead = _assume_dead(work) if asked.assume_dead else False
-    if dead and asked.pods == job.target:
+    if dead and pods == job.target:
         return
-    resize(work, asked.pods)
+    resize(work, pods)
 
 
 def _assume_dead(work: Work) -> bool:

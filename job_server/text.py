@@ -3,7 +3,7 @@
 import signal
 from collections.abc import Sequence
 
-from job_server.wire import JobStatus, StageRecord
+from job_server.wire import JobStatus, StageRecord, TeacherStatus
 
 _ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # somebody wanted it to end
 
@@ -33,6 +33,38 @@ def steps_of_stage(record: StageRecord) -> str:
     if record.first_step is None:
         return "-"
     return f"{record.first_step} to {'...' if record.last_step is None else record.last_step}"
+
+
+def account_parts(status: JobStatus) -> dict[str, float]:
+    """Return where the job's time went, in seconds by what people call it."""
+    account = status.account
+    return {
+        "training" if status.teachers is None else "serving": account.training_s,
+        "preparing": account.preparing_s,
+        "cutting over": account.cutting_over_s,
+        "recovering": account.recovering_s,
+        "waiting": account.waiting_s,
+        "paused": account.paused_s,
+    }
+
+
+def teacher_facts(teachers: TeacherStatus) -> list[tuple[str, str]]:
+    """Return what is to be said of a job of teachers, as names and values."""
+    demand, age_s = teachers.demand, teachers.demand_age_s
+    said = "never reported"
+    if demand is not None and age_s is not None:
+        said = (
+            f"{demand.students} students, waiting {100 * demand.wait_share:.0f} % of their time, "
+            f"{demand.samples_per_s:,.0f} samples/s; {duration(age_s)} ago"
+        )
+        if demand.teachers is not None:
+            said += f"; {demand.teachers} registered"
+    return [
+        ("service", teachers.service),
+        ("running", f"{teachers.running} of {teachers.wanted}, chosen by {teachers.chosen_by}: "
+                    f"{teachers.why}"),
+        ("demand", said),
+    ]  # fmt: skip
 
 
 def ending(code: int) -> str:

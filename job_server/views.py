@@ -160,6 +160,7 @@ def job_status(job: Job, now: float, revision: int) -> JobStatus:
         submitted_at=job.submitted_at,
         account=account_at(job, now),
         stages=tuple(_live(job, record) for record in job.records),
+        teachers=None,
     )
 
 

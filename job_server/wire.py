@@ -120,10 +120,14 @@ class NodePod:
     folder: str | None = None  # subfolder of --jobs_dir; None: the client's own script
     max_trainers: int = 1
     grace_s: float = 15.0
+    service: str | None = None  # None: not a teacher
+    ports: tuple[int, ...] = ()  # of a teacher, on its node's address; trainers' are in the stage
 
     def __post_init__(self) -> None:
         check_id("pod_id", self.pod_id)
         check_id("job_id", self.job_id)
+        if self.service is not None:
+            check_id("service", self.service)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,6 +362,11 @@ class JobState(Enum):
         return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.STOPPED)
 
 
+class JobKind(Enum):
+    TRAINING = "training"
+    TEACHER = "teacher"  # its pods are teacher servers: no stages, no ranks, added one by one
+
+
 class ScriptKind(Enum):
     NONE = "none"
     ALTERNATE = "alternate"  # the original's
@@ -395,9 +404,11 @@ class JobSpec:
     """What a user submits. Pods count, not slots; a pod has `slots_per_pod` trainers."""
 
     job_id: str
-    min_pods: int = 1
+    kind: JobKind = JobKind.TRAINING
+    service: str | None = None  # of teachers: the name that students ask for; None: a training
+    min_pods: int = 1  # teachers: 0 means none while there are no students
     max_pods: int = 1
-    pods: int | None = None  # at the first start; None: max_pods
+    pods: int | None = None  # at the first start; None: max_pods, of teachers min_pods
     slots_per_pod: int = 1
     folder: str | None = None  # subfolder of the clients' --jobs_dir; None: their own script
     script: ScriptSpec = ScriptSpec()
@@ -413,12 +424,14 @@ class JobSpec:
     max_preemptions: int | None = None
     max_resizes: int | None = None
     max_restarts_without_progress: int = 3
+    demand_timeout_s: float = 300.0  # teachers: without demand for so long, min_pods are enough
 
     def __post_init__(self) -> None:
         check_id("job_id", self.job_id)
         if self.folder is not None:
             check_id("folder", self.folder)
-        check_range("min_pods", self.min_pods, 1, 4096)
+        _check_kind(self)
+        check_range("min_pods", self.min_pods, 0 if self.kind is JobKind.TEACHER else 1, 4096)
         check_range("max_pods", self.max_pods, 1, 4096)
         if self.max_pods < self.min_pods:
             raise WireError(
@@ -434,6 +447,7 @@ class JobSpec:
         check_range("expected_nodes", self.expected_nodes, 1, 4096)
         check_range("grace_s", self.grace_s, 0, 3600)
         check_range("max_restarts_without_progress", self.max_restarts_without_progress, 1, 10000)
+        check_range("demand_timeout_s", self.demand_timeout_s, 1, 366 * 86400)
         for field in ("max_failures", "max_preemptions", "max_resizes"):
             value = getattr(self, field)
             if value is not None:
@@ -454,11 +468,50 @@ class JobSpec:
 
     @property
     def first_pods(self) -> int:
-        return self.max_pods if self.pods is None else self.pods
+        if self.pods is not None:
+            return self.pods
+        return self.min_pods if self.kind is JobKind.TEACHER else self.max_pods
 
     @property
     def max_trainers(self) -> int:
         return self.max_pods * self.slots_per_pod
+
+
+_TRAINING_ONLY = {  # field -> its default
+    "script": ScriptSpec(),
+    "policy": "fixed_global",
+    "overlap": "auto",
+    "spares": 0,
+    "standby": 0,
+    "prepare_timeout_s": 120.0,
+    "start_timeout_s": 60.0,
+    "expected_nodes": 1,
+    "max_resizes": None,
+}
+
+
+def _check_kind(spec: JobSpec) -> None:
+    """Refuse what means nothing for a job of this kind.
+
+    Raises:
+        WireError: a field that only the other kind has is set, or one is missing.
+    """
+    if spec.kind is JobKind.TRAINING:
+        if spec.service is not None:
+            raise WireError(
+                f"service: only jobs of kind teacher serve one, got {spec.service[:60]!r}; "
+                "leave it out, or give the kind"
+            )
+        return
+    if spec.service is None:
+        raise WireError("service: missing; a job of kind teacher names the service of its teachers")
+    check_id("service", spec.service)
+    for field, default in _TRAINING_ONLY.items():
+        if getattr(spec, field) != default:
+            raise WireError(
+                f"{field}: means nothing for a job of kind teacher, whose pods have no stages; "
+                "leave it out"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -469,8 +522,9 @@ class JobPod:
     addr: str
     slots: tuple[int, ...]
     ranks: tuple[int, ...]
-    phase: str  # "running", "preparing", "leaving" or "holding"
+    phase: str  # "running", "preparing", "leaving" or "holding"; of teachers also "starting"
     log_path: str = ""
+    ports: tuple[int, ...] = ()  # teachers: where to listen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -498,7 +552,7 @@ class StageRecord:
 class Account:
     """Where a job's wall clock went; the parts add up to it."""
 
-    training_s: float = 0.0
+    training_s: float = 0.0  # of teachers: with one at least that runs
     preparing_s: float = 0.0  # training beside a preparation, so slower
     cutting_over_s: float = 0.0
     recovering_s: float = 0.0
@@ -515,6 +569,48 @@ class Account:
             + self.waiting_s
             + self.paused_s
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What the students of a service report together; posted every 2 s, by a discovery service."""
+
+    service: str
+    students: int
+    wait_share: float  # mean share of their time, 0 to 1, in which they wait for predictions
+    samples_per_s: float  # of all of them
+    teachers: int | None = None  # registered under the service; None: not known
+
+    def __post_init__(self) -> None:
+        check_id("service", self.service)
+        check_range("students", self.students, 0, 1_000_000)
+        check_range("wait_share", self.wait_share, 0, 1)
+        check_range("samples_per_s", self.samples_per_s, 0, 1e15)
+        if self.teachers is not None:
+            check_range("teachers", self.teachers, 0, 1_000_000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemandAnswer:
+    """What becomes of a demand."""
+
+    server_id: str
+    job_id: str
+    running: int  # pods
+    wanted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherStatus:
+    """What only a job of kind teacher has."""
+
+    service: str
+    running: int  # pods that run; others may be starting or leaving
+    wanted: int
+    chosen_by: str  # "demand", or "resize": a user has fixed the number
+    why: str  # the number is what it is
+    demand: Demand | None  # None: none was ever posted
+    demand_age_s: float | None  # None: as above
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -544,6 +640,7 @@ class JobStatus:
     submitted_at: float  # seconds since 1970
     account: Account
     stages: tuple[StageRecord, ...]
+    teachers: TeacherStatus | None  # None: a training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -559,11 +656,12 @@ class JobEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resize:
-    pods: int
+    pods: int | None  # None: of teachers only, whose number follows the demand again
     assume_dead: bool = False  # treat the pods that cannot be reached as stopped
 
     def __post_init__(self) -> None:
-        check_range("pods", self.pods, 1, 4096)
+        if self.pods is not None:
+            check_range("pods", self.pods, 1, 4096)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,8 @@ _OF_A_POD = frozenset(
     {
         "PADDLE_JOBSERVER", "PADDLE_JOB_ID", "PADDLE_POD_ID", POD_ID, RUN_MARKER,
         "EDL_POD_DIR", "EDL_NODE_ID", "EDL_SLOTS", "EDL_SLOT_KIND",
-        "EDL_MAX_TRAINERS", "EDL_GRACE_S", *_SECRETS,
+        "EDL_MAX_TRAINERS", "EDL_GRACE_S", "EDL_SERVICE", "EDL_ADDR", "EDL_PORT", "EDL_PORTS",
+        *_SECRETS,
     }
 )  # fmt: skip
 _OF_A_TRAINER = frozenset(
@@ -60,10 +61,13 @@ class PodEnv:
     max_trainers: int
     grace_s: float
     token_file: Path | None = None  # None: the server wants no token
+    service: str | None = None  # what its teacher serves; None: a pod of trainers
+    addr: str = ""  # of the node, as others reach it; only a teacher's pod is told
+    ports: tuple[int, ...] = ()  # on `addr`, of a teacher
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Self:
-        """Read what `pod_environment` made.
+        """Read what `pod_environment` made for a pod of trainers.
 
         Raises:
             EnvError: this is no pod's environment.
@@ -156,7 +160,12 @@ def pod_environment(base: Mapping[str, str], pod: PodEnv) -> dict[str, str]:
         "EDL_GRACE_S": f"{pod.grace_s:g}",
         "PADDLE_RUNING_ENV": RUNNING_ENV,
     }
-    if pod.token_file is not None:
+    if pod.service is not None:
+        env |= {"EDL_SERVICE": pod.service, "EDL_ADDR": pod.addr}
+        if pod.ports:
+            env |= {"EDL_PORT": str(pod.ports[0]), "EDL_PORTS": ",".join(map(str, pod.ports))}
+    elif pod.token_file is not None:
+        # Not for a teacher: it has no launcher, and would take the server's token for its own.
         env["EDL_TOKEN_FILE"] = str(pod.token_file)
     return env | _devices(pod)
 

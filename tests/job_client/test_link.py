@@ -5,14 +5,17 @@ import pytest
 from job_client.errors import FatalError, UsageError
 from job_client.link import MAX_BACKOFF_S, Backoff, find_job
 from job_server.errors import ServerAway, Unauthorized
+from job_server.wire import JobKind
 from tests.job_client.conftest import FakeServer
 
 
 class Job:
     """As much of a JobStatus as matters here."""
 
-    def __init__(self, job_id: str, *, ended: bool = False) -> None:
-        self.spec = type("Spec", (), {"job_id": job_id})
+    def __init__(
+        self, job_id: str, *, ended: bool = False, kind: JobKind = JobKind.TRAINING
+    ) -> None:
+        self.spec = type("Spec", (), {"job_id": job_id, "kind": kind})
         self.state = type("State", (), {"ended": ended})
 
 
@@ -45,6 +48,12 @@ def test_jobs_that_have_ended_do_not_count():
 def test_with_several_jobs_one_must_be_named():
     with pytest.raises(UsageError, match=r"PADDLE_JOB_ID: .* name one of: a, b"):
         find_job(Script((Job("b"), Job("a"))), never)
+
+
+def test_jobs_of_teachers_do_not_count_beside_a_training():
+    teachers = Job("teachers", kind=JobKind.TEACHER)
+    assert find_job(Script((teachers, Job("a"))), never) == "a"
+    assert find_job(Script((teachers,)), never) == "teachers"
 
 
 def test_it_waits_for_the_server_and_then_for_a_job():

@@ -13,8 +13,9 @@ from flask.testing import FlaskClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from job_server import stages, wire
+from job_server import wire
 from job_server.guard import Guard
+from job_server.kinds import AnyJob
 from job_server.openapi import OPERATIONS
 from job_server.service import Service
 from job_server.store import Store
@@ -37,11 +38,30 @@ GOOD: dict[str, Any] = {
         )
     ),
     "job_runtime_static": {"job_id": "digits", "estimated_run_time": 5},
+    "demand": {
+        "service": "soft",
+        "students": 2,
+        "wait_share": 0.5,
+        "samples_per_s": 9.5,
+        "teachers": 1,
+    },
 }
 
 ids = st.one_of(
     st.sampled_from(
-        ["digits", "pod_0_0", "pod_1_0", "node-a", "nobody", "..", "../x", "%2e%2e%2f"]
+        [
+            "digits",
+            "teachers",
+            "soft",
+            "teacher_1",
+            "pod_0_0",
+            "pod_1_0",
+            "node-a",
+            "nobody",
+            "..",
+            "../x",
+            "%2e%2e%2f",
+        ]
     ),
     st.text(min_size=1, max_size=20),
     st.just("x" * 5000),
@@ -107,7 +127,7 @@ def bodies(draw: st.DrawFn, name: str) -> bytes:
 def requests(draw: st.DrawFn) -> dict[str, Any]:
     operation = draw(st.sampled_from(OPERATIONS))
     path = operation.path
-    good = {"{job_id}": "digits", "{pod_id}": "pod_0_0", "{node_id}": "node-a"}
+    good = {"{job_id}": "digits", "{pod_id}": "pod_0_0", "{node_id}": "node-a", "{name}": "soft"}
     for place, value in good.items():
         path = path.replace(place, value if draw(st.integers(0, 2)) else draw(ids))
     if draw(st.integers(0, 9)) == 0:
@@ -156,7 +176,7 @@ def state_of(service: Service) -> Any:
     return jobs, nodes, stored, engine.store.nodes()
 
 
-def without_progress(job: stages.Job) -> Any:
+def without_progress(job: AnyJob) -> Any:
     data = wire.encode(job)
     return {name: value for name, value in data.items() if name != "progress"}
 
@@ -172,11 +192,15 @@ def prepare(service: Service) -> None:
     """Have a job that is starting on a node, whatever the requests before have made of it."""
     engine = service._engine
     for entry in list(engine.jobs.values()):
-        if entry.state is not wire.JobState.STARTING:
+        good = (wire.JobState.STARTING, wire.JobState.WAITING)
+        if entry.state not in good or entry.spec.job_id == "new":
             engine.drop(entry)
     if "digits" not in engine.jobs:
         service.submit(wire.JobSpec(job_id="digits", max_pods=2))
         service.register(cpu_node())
+    if "teachers" not in engine.jobs:
+        kind = wire.JobKind.TEACHER
+        service.submit(wire.JobSpec(job_id="teachers", kind=kind, service="soft", max_pods=2))
 
 
 @settings(
@@ -219,5 +243,6 @@ def test_a_good_request_of_every_kind_is_not_refused_by_accident(service):
     for name, body in GOOD.items():
         operation = next(op for op in OPERATIONS if op.name == name)
         path = operation.path.replace("{job_id}", "digits").replace("{pod_id}", "pod_0_0")
+        path = path.replace("{name}", "soft")
         answer = client.post(path.replace("{node_id}", "node-a"), json=body)
         assert answer.status_code in (200, 201, 409, 410), (name, answer.text)

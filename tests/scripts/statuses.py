@@ -50,5 +50,6 @@ def status(*stages: StageRecord, **fields: object) -> JobStatus:
         submitted_at=100.0,
         account=Account(training_s=40.0, cutting_over_s=9.0, waiting_s=1.0),
         stages=stages,
+        teachers=None,
     )
     return replace(base, **fields)  # type: ignore[arg-type]

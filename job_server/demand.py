@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 
 from job_server.wire import Demand
 
-SETTLE = 3  # reports that count for nothing, after the number of teachers or students has changed
+# Reports that count for nothing after the number of teachers or students has changed: a reader
+# measures over 8 s, so that this many reports later a sixth of what it says is of before.
+SETTLE = 8
 WINDOW = 5  # reports that are averaged, at least
 LONG_WINDOW = 20  # ... and at most, where they differ much
 NOISE = 0.015  # standard error of the mean, as a share of it, at which a window is long enough
@@ -23,7 +25,8 @@ WAITING = 0.05  # share of the time that students wait, above which another teac
 IDLE = 0.03  # ... and below which one less may do
 IDLE_WINDOWS = 2
 LOSS = 0.03  # of throughput that a smaller number may cost
-CRASH = 0.15  # of throughput, at which a smaller number is taken back at once
+CRASH = 0.15  # of throughput, at which what is tried is taken back at once
+CRASH_AFTER = 4  # reports, of which the last three agree
 DRIFT = 0.15  # of throughput by which the same number differs when the students have changed
 STUDENTS_CHANGE = 0.2  # share by which the number of students makes another case of them
 HEADROOM = 1.05
@@ -44,10 +47,14 @@ class Window:
     sum_rate: float = 0.0
     sum_rate_squared: float = 0.0
     sum_wait: float = 0.0
+    last: tuple[float, ...] = ()  # three rates
 
     @property
     def rate_per_s(self) -> float:
-        return self.sum_rate / self.count if self.count else 0.0
+        """The mean of what counts; where nothing does yet, of the last reports."""
+        if self.count:
+            return self.sum_rate / self.count
+        return sum(self.last) / len(self.last) if self.last else 0.0
 
     @property
     def wait_share(self) -> float:
@@ -64,11 +71,13 @@ class Window:
 
     def with_report(self, demand: Demand, settle: int) -> "Window":
         rate = demand.samples_per_s
+        last = (*self.last[-2:], rate)
         if self.seen < settle:
-            return replace(self, seen=self.seen + 1)
+            return replace(self, seen=self.seen + 1, last=last)
         return replace(
             self,
             seen=self.seen + 1,
+            last=last,
             count=self.count + 1,
             sum_rate=self.sum_rate + rate,
             sum_rate_squared=self.sum_rate_squared + rate * rate,
@@ -177,9 +186,9 @@ def _untold_settle(governor: Governor) -> int:
 
 def _is_complete(governor: Governor) -> bool:
     window, probe = governor.window, governor.probe
-    if probe is not None and window.count >= 2:
+    if probe is not None and window.pods != probe.before and window.seen >= CRASH_AFTER:
         reference = governor.peak_per_s if probe.pods < probe.before else probe.before_per_s
-        if window.rate_per_s < reference * (1 - CRASH):
+        if max(window.last) < reference * (1 - CRASH):
             return True  # to wait for more would cost the students their time
     return window.count >= WINDOW and (window.error <= NOISE or window.count >= LONG_WINDOW)
 

@@ -60,6 +60,9 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
         help="of teachers: without students for so long, the fewest are enough",
     )
     add(
+        "--demand_interval_s", type=float, metavar="S", help="of teachers: a report counts so often"
+    )
+    add(
         "--change_script",
         "--timeline",
         metavar="alternate|none|walk|FILE.yaml|FILE.csv",

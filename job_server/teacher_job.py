@@ -12,6 +12,7 @@ from job_server.job import Goal, Keep
 from job_server.placement import Cluster, Site, find_node
 from job_server.wire import Account, Demand, JobSpec, JobState, PodPhase
 
+EARLY = 0.75  # share of the interval after which the next demand counts: posts are not punctual
 REGISTER_S = 120.0  # how long a pod that runs may take to be in service
 SUSPECT_S = 600.0  # how long slots on which teachers died early are used only where no others are
 
@@ -50,6 +51,7 @@ class TeacherProgress:
     governor: Governor
     demand: Demand | None = None  # None: none was ever posted
     demand_at: float = 0.0
+    counted_at: float = 0.0  # when a demand last counted
     asked_at: float = 0.0  # when students were last said to ask
     missing: Mapping[str, float] = field(default_factory=dict)  # pod -> its client omits it since
     account: Account = field(default_factory=Account)

@@ -25,6 +25,7 @@ from job_server.job import Goal
 from job_server.placement import Cluster, deal_ports, explain_shortage, find_node, place
 from job_server.teacher_exits import node_reported
 from job_server.teacher_job import (
+    EARLY,
     REGISTER_S,
     SUSPECT_S,
     TeacherJob,
@@ -245,8 +246,9 @@ def _demanded(work: TeacherWork, demand: Demand) -> None:
         return
     work.progress(asked_at=work.now)
     job = work.job
-    if job.goal is not Goal.RUN or job.fixed is not None:
-        return
+    counts = work.now >= job.progress.counted_at + EARLY * job.spec.demand_interval_s
+    if job.goal is not Goal.RUN or job.fixed is not None or not counts:
+        return  # several discovery servers may post, the same each
     governor = observe(
         job.progress.governor,
         demand,
@@ -255,7 +257,7 @@ def _demanded(work: TeacherWork, demand: Demand) -> None:
         low=job.spec.min_pods,
         high=job.spec.max_pods,
     )
-    work.progress(governor=governor)
+    work.progress(governor=governor, counted_at=work.now)
 
 
 def _drop_unreachable(work: TeacherWork) -> None:

@@ -425,6 +425,7 @@ class JobSpec:
     max_resizes: int | None = None
     max_restarts_without_progress: int = 3
     demand_timeout_s: float = 300.0  # teachers: without demand for so long, min_pods are enough
+    demand_interval_s: float = 2.0  # teachers: of several posts in that time, one counts
 
     def __post_init__(self) -> None:
         check_id("job_id", self.job_id)
@@ -448,6 +449,7 @@ class JobSpec:
         check_range("grace_s", self.grace_s, 0, 3600)
         check_range("max_restarts_without_progress", self.max_restarts_without_progress, 1, 10000)
         check_range("demand_timeout_s", self.demand_timeout_s, 1, 366 * 86400)
+        check_range("demand_interval_s", self.demand_interval_s, 0.05, 3600)
         for field in ("max_failures", "max_preemptions", "max_resizes"):
             value = getattr(self, field)
             if value is not None:

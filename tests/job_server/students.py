@@ -26,8 +26,12 @@ class School:
     floor: float = 0.0  # share of their time that students wait whatever happens
     starts_in: int = 3  # reports until a new teacher serves
     tells_teachers: bool = True
+    memory: float = (
+        0.8  # share of a report that is what the last one said: readers measure over 8 s
+    )
     seed: int = 0
     serving: int = 1
+    _smooth: tuple[float, float] | None = None  # rate, wait; None: no report yet
     _random: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -46,6 +50,10 @@ class School:
     def report(self) -> Demand:
         rate = self.throughput(self.serving)
         wait = 1 - rate / (self.students * self.student_per_s)
+        if self._smooth is not None:
+            rate = self.memory * self._smooth[0] + (1 - self.memory) * rate
+            wait = self.memory * self._smooth[1] + (1 - self.memory) * wait
+        self._smooth = rate, wait
         shaken = rate * (1 + self._random.gauss(0, self.noise))
         shaken_wait = wait + self._random.gauss(0, self.noise / 5)
         return Demand(

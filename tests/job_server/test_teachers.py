@@ -22,6 +22,7 @@ from job_server.events import (
     Tick,
 )
 from job_server.placement import Cluster, NodeView
+from job_server.teacher_job import TeacherJob
 from job_server.wire import JobKind, JobSpec, JobState, PodPhase, PodState
 from tests.job_server.serving import cpu_node
 
@@ -40,7 +41,7 @@ def spec(**changes: object) -> JobSpec:
 class Nodes:
     """Nodes of two slots whose clients start, stop and kill pods, and tell of it."""
 
-    job: kinds.TeacherJob
+    job: TeacherJob
     names: tuple[str, ...] = ("a", "b")
     now: float = NOW
     silent: set[str] = field(default_factory=set)

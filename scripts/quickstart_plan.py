@@ -188,7 +188,9 @@ def checks(
             + (f": {status.reason}" if status.state is not JobState.SUCCEEDED else ""),
         ),
         Check(
-            holds=len(stages) >= 6 and grown > 0 and shrunk > 0,
+            # Of seven: on a machine that is busy with other things the kill may fall into the
+            # preparation of a change, which is then given up, and the one after it needless.
+            holds=len(stages) >= 5 and grown > 0 and shrunk > 0,
             text=f"{len(stages)} stages: grown {_times(grown)}, shrunk {_times(shrunk)}",
         ),
         Check(

@@ -39,6 +39,7 @@ class FakeServer:
         self.nodes: list[Node] = []  # every registration, the newest last
         self.reports: list[NodeReport] = []
         self.refuse: Exception | None = None  # raised to whoever registers
+        self.refusals_left: int | None = None  # None: for ever
         self.statuses: tuple[JobStatus, ...] = ()
 
     # what a client calls
@@ -46,7 +47,9 @@ class FakeServer:
     def register_node(self, node: Node) -> NodePlan:
         with self._changed:
             self._check()
-            if self.refuse is not None:
+            if self.refuse is not None and self.refusals_left != 0:
+                if self.refusals_left is not None:
+                    self.refusals_left -= 1
                 raise self.refuse
             self.nodes.append(node)
             return self._plan()

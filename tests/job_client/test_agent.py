@@ -335,11 +335,10 @@ def test_taken_ports_end_the_client_with_the_remedy(start_client, server):
 
 
 def test_with_automatic_ports_a_taken_block_makes_it_try_the_next(start_client, server):
-    server.refuse = Conflict("port_low: taken")
+    server.refuse, server.refusals_left = Conflict("port_low: taken"), 3
     start_client(port_range=None)
-    wait_until(lambda: server.refuse is not None)
-    server.refuse = None
     wait_until(lambda: server.nodes)
+    assert server.refusals_left == 0
     assert server.nodes[0].port_high - server.nodes[0].port_low == 1999
 
 

@@ -102,17 +102,20 @@ class Crew:
             trainer.note_children()
 
     def reap(self, trainer: TrainerProcess) -> int:
-        """Take a dead trainer out, kill and remove what it left; return its exit code."""
+        """Take a dead trainer out; return its exit code. What it left is for `clean_up_after`."""
         code = trainer.reap()
         del self._trainers[trainer.key, trainer.rank]
         if self._console is not None:
             self._console.ended(trainer.log_path)
+        return code
+
+    def clean_up_after(self, trainer: TrainerProcess) -> None:
+        """Kill and remove what a trainer left that was reaped."""
         living = {each.pid for each in self} | {each.process.pid for each in self.spares}
         killed = kill_orphans({POD_ID: self._env.pod_id, **trainer.marks}, living)
         noted = noted_forks(self._env.pod_dir)
         self._dead_pids |= killed | noted | trainer.children | {trainer.pid}
         self.sweep()
-        return code
 
     def sweep(self) -> None:
         """Reap children that became ours when their parent died; remove what the dead left."""
@@ -129,6 +132,7 @@ class Crew:
             trainer.send_signal(signal.SIGKILL)
         for trainer in self:
             self.reap(trainer)
+            self.clean_up_after(trainer)
 
     def finish_console(self, timeout_s: float) -> None:
         """Show the last lines; waits no longer than `timeout_s` for who reads them."""

@@ -56,7 +56,7 @@ class Launcher:
         )
         self._connections: dict[Name, Connection] = {}
         self._exit: decisions.Exit | None = None
-        self._spawn_order = 0
+        self._reaped: list[TrainerProcess] = []  # what they left is still to be cleaned up
         self._inbox: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
         self._channel = Channel(pod_env.pod_id)
@@ -219,6 +219,7 @@ class Launcher:
             trainer.stage, trainer.rank, trainer.pid, state.describe_exit(code),
         )  # fmt: skip
         self._pod = state.died(self._pod, trainer.key, trainer.rank, code, reason)
+        self._reaped.append(trainer)  # its death is reported first: others wait for that
 
     def _deliver(self, event: LinkEvent) -> None:
         """Called by the link's threads."""
@@ -236,7 +237,9 @@ class Launcher:
                 self._act(action)
             self._truth = self._attach_now()
             if not any(isinstance(action, decisions.Spawn) for action in actions):
-                return
+                break
+        while self._reaped:
+            self._crew.clean_up_after(self._reaped.pop())
 
     def _act(self, action: decisions.Action) -> None:
         match action:

@@ -61,13 +61,14 @@ def may_raise_priority() -> bool:
     return bool(int(capabilities.split()[1], 16) >> _CAP_SYS_NICE & 1)
 
 
-def set_priority(nice: int) -> None:
-    """Set the nice value of all threads of this process; new ones inherit it.
+def set_priority(nice: int, pid: int | None = None) -> None:
+    """Set the nice value of all threads of a process (None: this one); new ones inherit it.
 
     Raises:
         PermissionError: see `may_raise_priority`.
+        OSError: there is no such process.
     """
-    for thread in os.listdir("/proc/self/task"):
+    for thread in os.listdir(f"/proc/{os.getpid() if pid is None else pid}/task"):
         with contextlib.suppress(ProcessLookupError):  # it has just ended
             os.setpriority(os.PRIO_PROCESS, int(thread), nice)
 

@@ -7,6 +7,7 @@ Started by the launcher, which sends one JSON line over the socket FD when it ne
 interpreter itself would have. Standard library only, but for what it is told to import.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -25,13 +26,15 @@ _GENTLE = 19  # nice: an import beside a training of small steps doubles them
 
 def main(argv: Sequence[str]) -> None:
     launcher = socket.socket(fileno=int(argv[0]))
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
     gentle = may_raise_priority()  # else this process could never be as quick as the others again
     if gentle:
         set_priority(_GENTLE)
     preload(argv[1:])
     if gentle:
-        set_priority(0)
-    launcher.sendall(b"ready\n")
+        set_priority(usual)
+    with contextlib.suppress(OSError):  # it could not wait, and has sent its order already
+        launcher.sendall(b"ready\n")
     with launcher.makefile("r", encoding="utf-8") as lines:
         line = lines.readline()
     launcher.close()

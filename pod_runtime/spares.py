@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pod_runtime.errors import SpawnError
-from pod_runtime.processes import die_with_parent
+from pod_runtime.processes import die_with_parent, set_priority
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +88,10 @@ class Spare:
         except OSError:
             return None
         self._socket.close()
+        if not self.ready:
+            with contextlib.suppress(OSError):  # it has died, or is of another user
+                # From now on somebody waits for its imports.
+                set_priority(os.getpriority(os.PRIO_PROCESS, 0), self.process.pid)
         return Taken(process=self.process, mark=self.mark)
 
     def end(self) -> None:
@@ -119,8 +123,8 @@ class Spares:
         return spare
 
     def take(self, argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> Taken | None:
-        """Make a ready spare a trainer; None: there is none."""
-        for spare in [spare for spare in self._spares if spare.ready]:
+        """Make a spare a trainer, a ready one if there is; None: there is none at all."""
+        for spare in sorted(self._spares, key=lambda spare: not spare.ready):
             self._spares.remove(spare)
             taken = spare.take(argv, env, log_path)
             if taken is not None:

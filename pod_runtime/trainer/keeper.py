@@ -119,6 +119,12 @@ class Keeper:
         self._progress.flush_ledger()
         self._snapshots.rescue()
 
+    @property
+    def is_kept(self) -> bool:
+        """The committed state is in memory already, or cannot be put there."""
+        snapshots = self._snapshots
+        return not snapshots.can_take or snapshots.complete == snapshots.now
+
     # --- at the end of a stage
 
     def start_final(self) -> None:

@@ -32,6 +32,7 @@ from pod_runtime.trainer.source import make_source
 from pod_runtime.trainer.stage import Entrance, Stage
 from pod_runtime.trainer.step import Epoch, EpochPlace, Step
 from pod_runtime.trainer.streams import seed_shard
+from pod_runtime.trainer.termination import on_sigterm
 
 logger = logging.getLogger(__name__)
 
@@ -155,6 +156,8 @@ class Loop:
                 rank_shards(self.rank, self.world_size, batches.shards),
             )
             self._committed_at = time.monotonic()
+            if stage.link is not None:
+                on_sigterm(stage.member.end_soon)
             if not self._rehearses:
                 self._entrance.settled()
             if self._epoch is not None:

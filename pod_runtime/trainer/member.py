@@ -44,6 +44,7 @@ class Member:
         self._keeper = keeper
         self._link = link  # None: outside EDL, where nobody cuts
         self._waiting_since: float | None = None  # None: not waiting for data
+        self._is_to_end = False
 
     def exchange(self, samples: int) -> Verdict:
         """Sum gradients with all ranks; returns when all of them had theirs.
@@ -76,6 +77,7 @@ class Member:
 
     def meet(self) -> None:
         """Let all ranks notice a cut at a point that all of them pass, between steps."""
+        self._end_if_told()
         if self.any_of_us(self.is_cut):
             self.park()
 
@@ -138,6 +140,20 @@ class Member:
             raise LinkError("a peer was told to drain, and this trainer has no launcher")
         self._keeper.park(*agreed, renew > 0)
 
+    def end_soon(self) -> None:
+        """End this trainer as a victim: now, or where its state is next known to be whole.
+
+        For a signal handler: between any two lines of the script its model may be in the making,
+        and only in an exchange it is certain to be the committed one.
+        """
+        if self._keeper.is_kept:
+            os._exit(PEER_LOST_EXIT_CODE)
+        self._is_to_end = True
+
+    def _end_if_told(self) -> None:
+        if self._is_to_end:
+            raise PeerLost("told to end, as another trainer of the stage has")
+
     def end_after_peer_lost(self, error: PeerLost, *, state_is_committed: bool) -> NoReturn:
         """Put the last committed state away, and exit as a victim.
 
@@ -159,6 +175,7 @@ class Member:
         exit_as_victim()
 
     def _exchange(self, samples: int, *, void: bool) -> Verdict:
+        self._end_if_told()
         wish = Wish() if void else self._keeper.wish()
         header = make_header(cut=self.is_cut, void=void, samples=samples, wish=wish)
         return read_header(self._adapter.exchange(header, contribute=not void))

@@ -20,6 +20,7 @@ from pod_runtime.trainer.errors import PeerLost, UsageError
 from pod_runtime.trainer.layout import Layout
 from pod_runtime.trainer.paddle_gradients import GradientExchange, ShardBuffers, trained_parameters
 from pod_runtime.trainer.paddle_state import PaddleState
+from pod_runtime.trainer.paddle_store import prompt_store
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +80,12 @@ class PaddleAdapter:
         if not core.is_compiled_with_cuda() or paddle.device.get_device() == "cpu":
             # Paddle reads it when it makes the group; without it, collectives fail on the CPU.
             os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")
+        master = spec.master or _own_master()
         if spec.rank:
-            _wait_for(spec.master or _own_master())
+            _wait_for(master)
         try:
-            dist.init_parallel_env()
+            with prompt_store(master):
+                dist.init_parallel_env()
         except RuntimeError as error:
             raise PeerLost(f"the group of {spec.world_size} was not formed: {error}") from error
 

@@ -137,6 +137,15 @@ def test_a_script_that_fails_leaves_its_error_as_its_last_words(spares, script):
     assert trainer.last_words() == "ValueError: as it was asked to"
 
 
+def test_a_spare_that_still_imports_is_taken_and_hurries(spares, script):
+    spare = spares.start({"PATH": os.environ["PATH"]})
+    assert not spare.ready
+    trainer = start(spares, script)
+    assert trainer.pid == spare.process.pid
+    assert end(trainer) == 0, trainer.last_words()
+    assert told(script)["nice"] == os.getpriority(os.PRIO_PROCESS, 0)
+
+
 def test_a_spare_that_died_unnoticed_is_no_loss(spares, script):
     ready(spares)
     spare = next(iter(spares))

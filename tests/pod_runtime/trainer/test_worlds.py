@@ -65,6 +65,21 @@ def test_a_rank_that_dies_before_the_all_reduce_costs_the_step_in_flight_only(la
     finish(stage)
 
 
+def test_a_trainer_that_is_told_to_end_puts_its_last_step_away_first(launch):
+    job = launch("counting.py", 2)
+    flags = out(job, "--snapshot_steps", "100", "--workers", "1", step_s=0.1)
+    stage = job.start(2, *flags)
+    stage.go()
+    stage.wait_step(3)
+    stage.trainers[0].process.send_signal(signal.SIGTERM)
+    assert stage.codes() == [75, 75], stage.logs()
+    left = job.newest()
+    assert left[1] >= stage.trainers[0].words("step")[-1]["step"]
+    stage = job.start(1, *out(job), restore_from=left)
+    stage.go()
+    finish(stage)
+
+
 def test_parked_trainers_go_on_when_the_cut_is_off(launch):
     job = launch("counting.py", 3)
     stage = job.start(2, *out(job, step_s=0.1))

@@ -1,0 +1,80 @@
+"""What the commands resize.py and recovery.py have in common: options, order, and the end."""
+
+import argparse
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.elastic_jobs import OURS_PYTHON, warm_page_cache
+from benchmarks.elastic_peer_setup import TUNED, add_arguments
+from benchmarks.elastic_report import Aim, Record, aims_table, choose, duration, load_now
+
+Measure = Callable[[str, int], None]
+
+
+def make_parser(doc: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--only", metavar="ROW[,ROW]", help="a word that is no row stands for all that begin so")
+    add("--rounds", type=int, default=5, help="of each row (5)")
+    add("--out", type=Path, help="folder for logs (a temporary one, removed at the end)")
+    add("--json", type=Path, help="write the figures there, after each measurement")
+    add("--resume", action="store_true", help="go on from what --json holds")
+    add_arguments(parser)
+    return parser
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace, rows: Sequence[str]) -> None:
+    """Refuse what cannot be, and set `args.rows`."""
+    if args.rounds < 1:
+        parser.error(f"--rounds: must be at least 1, got {args.rounds}")
+    if args.resume and args.json is None:
+        parser.error("--resume: needs --json FILE, from which to go on")
+    try:
+        args.rows = choose(rows, args.only)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def runnable(rows: Sequence[str], why_not: Callable[[str], str]) -> list[str]:
+    """Return the rows that can be measured here; say why not of the others."""
+    found = []
+    for row in rows:
+        if why := why_not(row):
+            print(f"  {row}: left out: {why}")
+        else:
+            found.append(row)
+    return found
+
+
+def measure_all(
+    args: argparse.Namespace,
+    todo: Sequence[tuple[str, int]],
+    about_s: Callable[[str], float],
+    make: Callable[[Path], Measure],
+) -> None:
+    """Measure one after the other; SIGTERM and Ctrl-C leave no process behind."""
+    signal.signal(signal.SIGTERM, _end)
+    total = duration(sum(about_s(row) for row, _ in todo))
+    print(f"  {len(todo)} measurements, about {total} on two quiet cores", flush=True)
+    warm_page_cache(OURS_PYTHON, "paddle, pod_runtime.trainer.elastic")
+    with tempfile.TemporaryDirectory(prefix="edl-benchmark-") as temporary:
+        measure = make((args.out or Path(temporary)) / time.strftime("%Y%m%d-%H%M%S"))
+        for row, turn in todo:
+            print(f"  {row}, round {turn + 1}, load {load_now():.1f}", file=sys.stderr, flush=True)
+            measure(row, turn)
+
+
+def finish(record: Record, aims: Sequence[Aim], *, with_peers: bool) -> None:
+    """Print the aims, and under which circumstances all this was measured."""
+    print(f"\n{aims_table(aims)}\n\nload average: {record.load()}")
+    if with_peers:
+        print(TUNED)
+    record.save(aims)
+
+
+def _end(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)  # through all `with` blocks, which end what they started

@@ -1,0 +1,91 @@
+"""The trainer of resize.py and recovery.py under EDL: an ordinary script with the elastic loop."""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no package
+
+import paddle
+import paddle.nn.functional as F  # noqa: N812
+
+from benchmarks.elastic_networks import make_network
+from benchmarks.elastic_task import EPOCH_STEPS, PARAMETERS, TASKS, Task, make_data, parser
+from benchmarks.stamp_files import Stamper
+from pod_runtime import elastic
+from pod_runtime.trainer.keeper import Keeper
+
+
+class Images(paddle.io.Dataset):  # type: ignore[misc]  # Paddle has no types
+    def __init__(self, task: Task) -> None:
+        self.images, self.labels = make_data(task)
+        self.length = task.batch * EPOCH_STEPS
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        index %= len(self.images)
+        return self.images[index], self.labels[index]
+
+
+class StopWatch:
+    """How long the training has stood still for snapshots and the beginning of checkpoints."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+
+    def timed(self, call: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any, **kwargs: Any) -> None:
+            begun = time.monotonic()
+            try:
+                call(*args, **kwargs)
+            finally:
+                self.total_s += time.monotonic() - begun
+
+        return run
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--snapshot_steps", default="auto")
+    args = options.parse_args()
+    task = TASKS[args.task]
+    stood = StopWatch()
+    Keeper.after_step = stood.timed(Keeper.after_step)  # type: ignore[method-assign]
+    stamper = Stamper(args.stamps)
+    model = make_network(args.task)
+    optimizer = paddle.optimizer.Momentum(
+        PARAMETERS["lr"], momentum=PARAMETERS["momentum"], parameters=model.parameters()
+    )
+    every = args.snapshot_steps
+    loop = elastic.Loop(
+        model,
+        optimizer,
+        Images(task),
+        batch_size=task.batch,
+        shards=task.shards,
+        epochs=-(-args.steps // EPOCH_STEPS),
+        checkpoint=args.checkpoint,
+        save_steps=args.save_steps,
+        snapshot_steps=every if every == "auto" else int(every),
+    )
+    for epoch in loop.epochs():
+        for step in epoch:
+            for images, labels in step:
+                step.backward(F.cross_entropy(model(images), labels))
+            step.update()
+            if not step.is_rehearsal:
+                stamper.note(
+                    step.number + 1,
+                    rank=loop.rank,
+                    world=loop.world_size,
+                    stage=loop._progress.stage,  # it may change within one process
+                    stood_s=stood.total_s,
+                )
+
+
+if __name__ == "__main__":
+    main()

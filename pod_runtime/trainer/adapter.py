@@ -109,8 +109,13 @@ class Adapter(Protocol):
         *,
         collate: Callable[[list[Any]], Any] | None,
         options: Mapping[str, Any],
+        on_host: bool = False,
     ) -> Iterator[Any]:
-        """Return the framework's loader with worker processes over these lists of indices."""
+        """Return the framework's loader with worker processes over these lists of indices.
+
+        Args:
+            on_host: leave batches in the host's memory, for a reader that sends them elsewhere.
+        """
 
     def evaluation(self) -> AbstractContextManager[None]:
         """Within it the model evaluates: no gradients, evaluation mode."""

@@ -277,7 +277,9 @@ class Loop:
     def shards(self, dataset: Any) -> ShardSource:
         """Return this rank's shards of `dataset` from the cursor on, for a reader of one's own.
 
-        Samples are cut as those of the training set: `dataset` has as many.
+        Samples are cut as those of the training set: `dataset` has as many. Of a
+        `paddle.io.DataLoader`, dataset and workers are taken over, and batches stay in the host's
+        memory.
         """
         source = make_source(
             dataset,
@@ -285,7 +287,7 @@ class Loop:
             shuffle=self._source.shuffle,
             drop_last=self._source.drop_last,
             collate_fn=self._source.collate,
-            num_workers=0,
+            num_workers=None,  # a loader's; else none
             has_reader=False,
         )
         if source.length != self._source.length:
@@ -433,7 +435,8 @@ class Loop:
                 stop_shard=order.shards.stop,
                 micro_batch=order.batches.micro_batch,
             )
-            return FedReader(lambda: factory_items(factory, where))
+            made = factory(where)  # here, not in the thread: it may start worker processes
+            return FedReader(lambda: factory_items(made))
         if source.num_workers > 0:
             items = loader_items(source, order, cursor, self._adapter)
             return FedReader(lambda: items)

@@ -235,9 +235,11 @@ class PaddleAdapter:
         *,
         collate: Callable[[list[Any]], Any] | None,
         options: Mapping[str, Any],
+        on_host: bool = False,
     ) -> Iterator[Any]:
         loader = paddle.io.DataLoader(
             dataset,
+            places=paddle.CPUPlace() if on_host else None,
             batch_sampler=_IndexBatches(index_batches),
             collate_fn=collate,
             return_list=True,

@@ -205,11 +205,19 @@ class FedReader:
 
 
 def loader_items(
-    source: DataSource, order: ShardOrder, cursor: Cursor, adapter: Adapter
+    source: DataSource,
+    order: ShardOrder,
+    cursor: Cursor,
+    adapter: Adapter,
+    *,
+    on_host: bool = False,
 ) -> Iterator[Item]:
     """Return this rank's shards, read by the framework's loader and its worker processes.
 
     The workers are started here: the main thread's business, as it installs signal handlers.
+
+    Args:
+        on_host: leave batches in the host's memory, whatever device trains.
     """
     places: queue.SimpleQueue[ShardPlace] = queue.SimpleQueue()
 
@@ -223,6 +231,7 @@ def loader_items(
         batches(),
         collate=CarryingCollate(source.collate or adapter.collate),
         options={"num_workers": source.num_workers, **source.worker_options},
+        on_host=on_host,
     )
     return (
         (place.epoch, place.step, place.shard, raise_if_failed(batch))
@@ -230,9 +239,8 @@ def loader_items(
     )
 
 
-def factory_items(start: Callable[[ReadFrom], Any], where: ReadFrom) -> Iterator[Item]:
+def factory_items(items: Any) -> Iterator[Item]:
     """Yield what the script's own reader does, with its fields as one batch."""
-    items = start(where)
     try:
         for item in items:
             if not isinstance(item, tuple | list) or len(item) < 4:
@@ -260,7 +268,8 @@ class ShardSource:
     """This rank's shards of a dataset as a generator: call it, or iterate over it.
 
     For readers that transform batches on their way, as `DistillReader.set_batch_generator` does.
-    Each item: epoch, step, shard, then the collated fields.
+    Each item: epoch, step, shard, then the collated fields. Made in the main thread, which starts
+    the worker processes where the source has some; iterated over in any.
     """
 
     def __init__(
@@ -270,15 +279,35 @@ class ShardSource:
         self._order = order
         self._cursor = cursor
         self._adapter = adapter
+        self._by_workers: Iterator[Item] | None = None  # None: no workers, or iterated over
+        if source.num_workers > 0:
+            self._by_workers = self._start_workers()
 
     def __call__(self) -> Iterator[tuple[Any, ...]]:
+        for epoch, step, shard, batch in self._items():
+            fields = batch if isinstance(batch, list | tuple) else [batch]
+            yield epoch, step, shard, *fields
+
+    def _items(self) -> Iterator[Item]:
+        if self._source.num_workers > 0:
+            items, self._by_workers = self._by_workers, None
+            yield from self._start_workers() if items is None else items
+            return
         # Whoever transforms batches on their way reads ahead of the training, in a thread.
         inline = InlineReader(self._source, self._order, self._adapter, is_ahead=True)
         for place in self._order.from_cursor(self._cursor):
             taken = inline.take(place, 0.0)
             assert taken is not None
-            fields = taken[0] if isinstance(taken[0], list | tuple) else [taken[0]]
-            yield place.epoch, place.step, place.shard, *fields
+            yield place.epoch, place.step, place.shard, taken[0]
+
+    def _start_workers(self) -> Iterator[Item]:
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError(
+                "shards: a DataLoader with workers is started by the main thread, once: call "
+                "loop.shards in the function that is Loop's reader=, which returns an iterator and "
+                "is no generator itself"
+            )
+        return loader_items(self._source, self._order, self._cursor, self._adapter, on_host=True)
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         return self()

@@ -329,6 +329,52 @@ def test_a_reader_may_carry_the_loops_own_shards_elsewhere_and_back():
         loop.shards(DATA[:3])
 
 
+class Noisy(paddle.io.Dataset):
+    """Each sample is its number and a random one, as with augmentation."""
+
+    def __len__(self) -> int:
+        return len(DATA)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.array([DATA[index][0], np.random.random(), os.getpid()], "float64")
+
+
+def read_all(loop: elastic.Loop, model: Any) -> np.ndarray:
+    """Train to the end; return what was read, sorted by sample."""
+    found: list[Any] = []
+    for epoch in loop.epochs():
+        for step in epoch:
+            for batch in step:
+                (batch,) = batch if isinstance(batch, list) else [batch]  # a reader's fields
+                found += batch.numpy().tolist()
+                step.backward(model(batch.astype("float32")).mean())
+            step.update()
+    return np.array(sorted(found))
+
+
+def test_a_reader_gets_its_shards_from_worker_processes_and_the_same_ones():
+    def reader(where: elastic.ReadFrom) -> Iterator[Any]:
+        loader = paddle.io.DataLoader(Noisy(), batch_size=6, shuffle=True, num_workers=2)
+        return iter(loop.shards(loader))
+
+    plain = read_all(*make(train_set=Noisy(), epochs=1))
+    loop, model = make(train_set=Noisy(), epochs=1, reader=reader)
+    by_workers = read_all(loop, model)
+    assert (by_workers[:, :2] == plain[:, :2]).all(), "same samples, same random numbers"
+    assert set(plain[:, 2]) == {os.getpid()}
+    assert len(set(by_workers[:, 2])) == 2
+    assert os.getpid() not in by_workers[:, 2]
+
+
+def test_workers_that_a_thread_would_have_to_start_are_refused_with_the_remedy():
+    def reader(where: elastic.ReadFrom) -> Iterator[Any]:
+        yield from loop.shards(paddle.io.DataLoader(Noisy(), batch_size=6, num_workers=1))
+
+    loop, model = make(reader=reader)
+    with pytest.raises(elastic.UsageError, match=r"call loop\.shards in the function that"):
+        train(loop, model)
+
+
 def test_a_policy_decides_batch_and_learning_rate_from_the_first_world_on(tmp_path):
     # One trainer now, as one trainer then: the policy is not asked.
     loop, model = make(policy=lambda old, new: pytest.fail("asked"), checkpoint=str(tmp_path))

@@ -11,7 +11,7 @@ import pytest
 from pod_runtime.trainer.batches import BatchPlan, Cursor, rank_shards
 from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.ledger import RunInfo
-from pod_runtime.trainer.readers import FedReader, ReadFrom, ShardOrder, ShardPlace, factory_items
+from pod_runtime.trainer.readers import FedReader, ShardOrder, ShardPlace, factory_items
 from pod_runtime.trainer.source import make_source
 from pod_runtime.trainer.streams import KeyedDataset, SampleFetcher, seed_shard
 from tests.support import wait_until
@@ -175,11 +175,7 @@ def test_a_reader_is_closed_in_its_own_thread():
     ],
 )
 def test_a_reader_out_of_step_is_refused(items, text):
-    where = ReadFrom(
-        epoch=0, step=0, offset=0, global_step=0, rank=0, world_size=1,
-        first_shard=0, stop_shard=4, micro_batch=2,
-    )  # fmt: skip
-    reader = FedReader(lambda: factory_items(lambda _where: iter(items), where))
+    reader = FedReader(lambda: factory_items(iter(items)))
     with pytest.raises(UsageError, match=text):
         reader.take(next(order().from_cursor(Cursor())), 5.0)
     reader.close()

@@ -38,91 +38,35 @@ done
 [ -z "$use_gpu" ] || shared+=("--use_gpu=$use_gpu")
 
 ensure_python
-"$python" -c 'import aiohttp, google.protobuf, grpc, prometheus_client' 2>/dev/null || die \
-    "$python lacks what a teacher needs; in $root: $python -m pip install -e '.[distill,examples]'"
 make_state
 out="$state/mnist_distill"
 mkdir -p "$out"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # networks as small as these gain nothing by more
 
-# --- processes: all of them end with this script, however it ends
-running=()
-grace_s=20 # from SIGTERM to SIGKILL; teachers answer first what they were asked
-
-is_alive() { kill -0 "$1" 2>/dev/null; }
-
-end_all() {
-    local pid deadline
-    trap '' INT TERM HUP # a second Ctrl-C must not leave a teacher behind
-    for pid in ${running[@]+"${running[@]}"}; do
-        kill -TERM "$pid" 2>/dev/null || true
-    done
-    deadline=$((SECONDS + grace_s))
-    for pid in ${running[@]+"${running[@]}"}; do
-        while is_alive "$pid" && [ "$SECONDS" -lt "$deadline" ]; do
-            sleep 0.1
-        done
-        kill -KILL "$pid" 2>/dev/null || true
-    done
-    running=()
-}
-trap end_all EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
-trap 'exit 129' HUP
-
-# train OPTIONS...: one training to its end. In the background, as a trap waits for what is in front.
-train() {
-    local status=0
-    "$python" "$here/train_with_fleet.py" "$@" &
-    running+=("$!")
-    wait "$!" || status=$?
-    unset 'running[-1]'
-    [ "$status" -eq 0 ] || exit "$status"
-}
-
-# serve NUMBER: starts a teacher and waits until it is ready. Leaves its address in $address.
-serve() {
-    local said="$out/teacher$1.out" log="$out/teacher$1.log" pid device=(--thread 1)
-    [ "$gpus" -eq 0 ] || device=(--gpu_ids "$((($1 - 1) % gpus))")
-    "$python" -m distill_reader.serve --model "$out/mnist_cnn_model" --port 0 "${device[@]}" \
-        >"$said" 2>"$log" &
-    pid=$!
-    running+=("$pid")
-    address=""
-    while [ -z "$address" ]; do
-        is_alive "$pid" || { tail -n 15 "$log" >&2; die "the teacher has ended; its log is $log"; }
-        sleep 0.1
-        address="$(sed -n 's/^teacher ready on \([^ ]*\):.*/\1/p' "$said")"
-    done
-}
-
-gpus="$(gpu_count)"
-case "${use_gpu,,}" in
-    n | no | f | false | off | 0) gpus=0 ;;
-    *) [ "$gpus" -eq 0 ] || gpus="$("$python" -c \
-        'import paddle; print(paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count() or 0)')" ;;
-esac
+# shellcheck source-path=SCRIPTDIR source=../scripts/with_teachers.sh
+source "$here/../scripts/with_teachers.sh"
+need_teacher_packages distill,examples
+gpus="$(usable_gpus "$use_gpu")"
 
 say "--- 1. the teacher, with all labels"
-train ${shared[@]+"${shared[@]}"} --save_serving_model True --serving_model_dir "$out/mnist_cnn_model" \
+train "$here/train_with_fleet.py" ${shared[@]+"${shared[@]}"} --save_serving_model True --serving_model_dir "$out/mnist_cnn_model" \
     --json "$out/teacher.json" ${teacher[@]+"${teacher[@]}"}
 
 say "--- 2. it is served"
 addresses=""
 for number in $(seq "$teachers"); do
-    serve "$number"
+    serve "$out/mnist_cnn_model" "$number" "$out"
     say "teacher $number: $address, log: $out/teacher$number.log"
     addresses="$addresses${addresses:+,}$address"
 done
 
 say "--- 3. a student, with what the teacher says of each image"
 task=(--labelled 500 --batch_size 50 --num_epochs 60 --test_epochs 10 ${students[@]+"${students[@]}"})
-train "${task[@]}" --use_distill_service True --distill_teachers "$addresses" \
+train "$here/train_with_fleet.py" "${task[@]}" --use_distill_service True --distill_teachers "$addresses" \
     --no_teacher_timeout_s 60 --json "$out/distilled.json"
 
 say "--- 4. the same student, without a teacher"
-train "${task[@]}" --json "$out/alone.json"
+train "$here/train_with_fleet.py" "${task[@]}" --json "$out/alone.json"
 
 end_all
 "$python" - "$out" <<'PYTHON'

@@ -6,7 +6,7 @@ import paddle
 from options import OptionError
 from paddle import nn
 from paddle.vision import models
-from paddle.vision.models.resnet import BottleneckBlock, ResNet
+from paddle.vision.models.resnet import BasicBlock, BottleneckBlock, ResNet
 
 # All of them halve an image five times before they pool. That is meant for 224 pixels: 32 pixels
 # come out as one. They are left as they are, so that weights fit.
@@ -21,7 +21,8 @@ class ResNetVd(ResNet):
     """
 
     def __init__(self, depth: int, num_classes: int) -> None:
-        super().__init__(BottleneckBlock, depth, num_classes=num_classes)
+        block = BottleneckBlock if depth >= 50 else BasicBlock
+        super().__init__(block, depth, num_classes=num_classes)
         self.conv1 = nn.Sequential(
             nn.Conv2D(3, 32, 3, stride=2, padding=1, bias_attr=False),
             nn.BatchNorm2D(32),
@@ -52,10 +53,8 @@ class ToChannelsFirst(nn.Layer):
 def make_network(options: argparse.Namespace) -> nn.Layer:
     """Return the network of `options.model`; it makes (N, class_dim) logits of images."""
     classes = options.class_dim
-    if options.model == "ResNet50":
-        network = models.resnet50(num_classes=classes)
-    elif options.model == "ResNet50_vd":
-        network = ResNetVd(50, classes)
+    if options.model.endswith("_vd"):
+        network = ResNetVd(int(options.model.removeprefix("ResNet").removesuffix("_vd")), classes)
     elif options.model == "ResNeXt101_32x16d":  # Mahajan et al. 2018, arXiv 1805.00932
         network = ResNet(BottleneckBlock, 101, width=16, groups=32, num_classes=classes)
     else:

@@ -3,9 +3,12 @@
 import argparse
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-MODELS = ("ResNet50", "ResNet50_vd", "ResNeXt101_32x16d", "VGG11", "VGG13", "VGG16", "VGG19")
+MODELS = (
+    "ResNet18", "ResNet18_vd", "ResNet50", "ResNet50_vd", "ResNeXt101_32x16d",
+    "VGG11", "VGG13", "VGG16", "VGG19",
+)  # fmt: skip
 
 # What other spellings of a strategy are called here. The first of each pair is of the original's
 # message boards and configuration files, where both kinds occur.
@@ -51,7 +54,7 @@ WITHOUT_MEANING: dict[str, tuple[str, str]] = {
     "reader_buf_size": ("value", "images are decoded by --num_threads worker processes"),
     "profile": ("flag", "profile a run with paddle.profiler or nsys instead"),
     "benchmark_test": ("flag", "speed is on every line that is printed"),
-    "is_distill": ("flag", "distillation is an example of its own: mnist_distill"),
+    "is_distill": ("flag", "it named a network with a teacher inside; see --use_distill_service"),
     "enable_ce": ("flag", "it was for the original's own continuous evaluation"),
     "max_iter": ("value", "a training ends by --num_epochs"),
 }
@@ -217,6 +220,19 @@ def build_parser() -> argparse.ArgumentParser:
         "given: as many as the node has cores for")  # fmt: skip
     add("reader_thread", whole(0), None, "another name of --num_threads")
 
+    # Teachers, from both sides.
+    add("use_distill_service", flag, False, "learn from teachers")
+    add("distill_teachers", str, None, "their endpoints: HOST:PORT,HOST:PORT")
+    add("distill_discovery", str, None, "or the discovery servers that know them: HOST:PORT,...")
+    add("distill_service_name", str, None, "what the teachers are called there")
+    add("distill_max_teacher", whole(1), 8, "how many a trainer asks for there")
+    add("no_teacher_timeout_s", number(0, above=True), None, "give up when there has been none for "
+        "so long; not given: wait")  # fmt: skip
+    add("distill_alpha", number(0, 1), 1.0, "weight of the loss against the teachers; the one "
+        "against the labels has the rest")  # fmt: skip
+    add("save_serving_model", flag, False, "at the end, save the network to be served")
+    add("serving_model_dir", str, None, "where; not given: MODEL_model")
+
     # Where it runs, what it writes.
     add("use_gpu", flag, None, "not given: a GPU where there is one")
     add("do_test", flag, None, "test after every epoch, not after the last alone")
@@ -264,7 +280,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         options.crop_size = options.image_shape[1]
     if options.resize_short_size is None:
         options.resize_short_size = options.crop_size * 8 // 7  # 256 for 224
+    if options.serving_model_dir is None:
+        options.serving_model_dir = f"{options.model}_model"
     _check(parser, options)
+    _check_teachers(parser, options, os.environ)
     options.lr_strategy = STRATEGIES[options.lr_strategy]
     options.checkpoint = checkpoint_url(options.checkpoint, options.hdfs_name, options.hdfs_ugi)
     return options
@@ -323,6 +342,32 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         )
     if options.hdfs_name is not None and options.checkpoint is None:
         parser.error("argument --hdfs_name: needs --checkpoint, the path on it")
+
+
+def _check_teachers(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, environ: Mapping[str, str]
+) -> None:
+    if not options.use_distill_service:
+        return
+    if options.use_mixup:
+        parser.error(
+            "argument --use_mixup: not with --use_distill_service: teachers see images as they "
+            "are, not the mixed ones; leave one of the two out"
+        )
+    discovery = options.distill_discovery or environ.get("PADDLE_DISTILL_BALANCE_SERVER")
+    if options.distill_teachers and options.distill_discovery:
+        parser.error(
+            "argument --distill_discovery: not with --distill_teachers, which are used whole; "
+            "give one"
+        )
+    if not discovery and not (options.distill_teachers or "").strip(", "):
+        parser.error(
+            "argument --use_distill_service: needs --distill_teachers HOST:PORT,..., or "
+            "--distill_discovery HOST:PORT with --distill_service_name"
+        )
+    name = options.distill_service_name or environ.get("PADDLE_DISTILL_SERVICE_NAME")
+    if discovery and not name:
+        parser.error("argument --distill_discovery: needs --distill_service_name")
 
 
 def checkpoint_url(

@@ -29,4 +29,4 @@ esac
 folder="${EDL_POD_FOLDER:-${pod_path:-resnet50_pod}/$pod_id}"
 mkdir -p "$folder"
 # By name: what a training has left here (logs, checkpoints, pods) stays where it is.
-cp -r "$here"/*.py "$here"/*.sh "$here/recipes" "$folder/"
+cp -r "$here"/*.py "$here"/*.sh "$here/recipes" "$here/scripts" "$folder/"

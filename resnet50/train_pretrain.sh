@@ -3,6 +3,7 @@
 # handwritten digits where there is no ImageNet. Arguments go to train_with_fleet.py, after ours.
 #   PADDLE_EDL_IMAGENET_PATH            the folder with train.txt and val.txt, or train/ and val/
 #   PADDLE_EDL_FLEET_CHECKPOINT_PATH    folder or URL of the checkpoints
+#   EDL_RECIPE                          another recipe than these two (scripts/train_student.sh)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -18,10 +19,10 @@ checkpoint="${PADDLE_EDL_FLEET_CHECKPOINT_PATH:-${EDL_CHECKPOINT:-$keep/fleet_ch
 export EDL_CHECKPOINT="$checkpoint" # the launcher looks there for the highest stage
 
 if [ -n "${PADDLE_EDL_IMAGENET_PATH:-}" ]; then
-    recipe=recipes/resnet50_batch1024.sh
+    recipe="${EDL_RECIPE:-recipes/resnet50_batch1024.sh}"
     echo "train_pretrain.sh: ImageNet in $PADDLE_EDL_IMAGENET_PATH, checkpoints in $checkpoint"
 else
-    recipe=recipes/digits.sh
+    recipe="${EDL_RECIPE:-recipes/digits.sh}"
     echo "train_pretrain.sh: PADDLE_EDL_IMAGENET_PATH is not set, so this trains handwritten digits" \
         "at 32 pixels; checkpoints in $checkpoint"
 fi

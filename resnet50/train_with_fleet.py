@@ -3,6 +3,7 @@
 python train_with_fleet.py                                      alone, handwritten digits
 python -m paddle.distributed.launch --nproc_per_node 2 train_with_fleet.py    a fixed number
 edl run --min 1 --max 4 train_with_fleet.py --checkpoint ckpt   elastic, on this machine
+python train_with_fleet.py --use_distill_service True --distill_teachers HOST:PORT    distilled
 """
 
 import argparse
@@ -14,6 +15,7 @@ import time
 import numpy as np
 import paddle
 import paddle.nn.functional as F
+from distillation import DistillError, Teachers, in_layout, save_teacher, taught_loss
 from images import DataError, make_sets, train_loader_args
 from networks import load_pretrained, make_network
 from options import OptionError, parse
@@ -114,6 +116,7 @@ class Trainer:
         loader = paddle.io.DataLoader(
             train_set, batch_size=total_batch, shuffle=True, **train_loader_args(options)
         )
+        teachers = Teachers(options, loader) if options.use_distill_service else None
         self.loop = elastic.Loop(
             self.network,
             optimizer,
@@ -123,6 +126,7 @@ class Trainer:
             checkpoint=options.checkpoint,
             save_steps=options.save_steps,
             scaler=scaler,
+            reader=None if teachers is None else lambda where: teachers.read(self.loop),
         )
         self.shard = -(-total_batch // self.loop.shards_per_batch)
         self.log = None
@@ -133,6 +137,7 @@ class Trainer:
             f"{'' if options.data_dir else ' of handwritten digits (no --data_dir)'}: "
             f"batches of {total_batch} in {self.loop.shards_per_batch} shards, "
             f"{self.loop.world_size} trainers, {paddle.device.get_device()}"
+            f"{'' if teachers is None else f'; taught by {teachers}'}"
         )
         if self.shard < LEAST_SHARD:
             say(
@@ -187,12 +192,24 @@ class Trainer:
         speed = images / (time.monotonic() - began)
         return [f"train_loss {np.mean(losses):.5f}", f"speed {speed:.2f} images/s"]
 
-    def train_shard(self, step: elastic.Step, images, labels):
-        """Add one shard's gradient; return its loss."""
+    def train_shard(self, step: elastic.Step, images, labels, soft_labels=None):
+        """Add one shard's gradient; return its loss.
+
+        Args:
+            soft_labels: (N, class_dim) probabilities of teachers; None: there are no teachers.
+        """
         options = self.options
         smoothing = options.label_smoothing_epsilon if options.use_label_smoothing else 0.0
         with paddle.amp.auto_cast(enable=options.fp16, level="O1"):
-            if options.use_mixup:
+            if soft_labels is not None:
+                loss = taught_loss(
+                    self.network(in_layout(images, options)),
+                    labels,
+                    soft_labels,
+                    alpha=options.distill_alpha,
+                    smoothing=smoothing,
+                )
+            elif options.use_mixup:
                 # numpy's stream belongs to this shard: the loop has seeded it.
                 images, labels, others, share = mixup(
                     images, labels, options.mixup_alpha, np.random
@@ -217,7 +234,7 @@ class Trainer:
     def judge(self, images, labels) -> dict[str, paddle.Tensor]:
         """Return sums over a batch of test images."""
         with paddle.amp.auto_cast(enable=self.options.fp16, level="O1"):
-            scores = self.network(images).astype("float32")
+            scores = self.network(in_layout(images, self.options)).astype("float32")
         best = scores.topk(min(5, scores.shape[1]), axis=1)[1]  # (N, 5) classes
         hits = best == labels.reshape([-1, 1])
         return {
@@ -237,6 +254,8 @@ class Trainer:
         folder = os.path.join(options.model_save_dir, options.model, str(options.num_epochs - 1))
         paddle.save(self.network.state_dict(), os.path.join(folder, "model.pdparams"))
         say(f"weights: {folder}/model.pdparams")
+        if options.save_serving_model:
+            say(save_teacher(self.network, options))
 
 
 def main() -> int:
@@ -246,7 +265,12 @@ def main() -> int:
     try:
         choose_device(options)
         Trainer(options).run()
-    except (OptionError, DataError, elastic.ElasticError) as error:  # they say what to change
+    except (
+        OptionError,
+        DataError,
+        DistillError,
+        elastic.ElasticError,
+    ) as error:  # they say what to change
         print(f"train_with_fleet.py: {error}", file=sys.stderr)
         return 2 if isinstance(error, OptionError) else 1
     return 0

@@ -100,7 +100,8 @@ class Recipe:
             resample=INTERPOLATIONS[number],
             mean=tuple(options.image_mean),
             std=tuple(options.image_std),
-            channels_last=options.data_format == "NHWC",
+            # Teachers take CHW: what is read for them is turned behind them.
+            channels_last=options.data_format == "NHWC" and not options.use_distill_service,
         )
 
     def augment(self, encoded: bytes, rng: Any = random) -> np.ndarray:

@@ -113,7 +113,7 @@ def test_visualdl_is_another_kind_of_log():
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--model=ResNet51"], "--model: got 'ResNet51'; choose one of ResNet50, ResNet50_vd"),
+        (["--model=ResNet51"], "--model: got 'ResNet51'; choose one of ResNet18, ResNet18_vd"),
         (["--lr_strategy=exp"], "--lr_strategy: got 'exp'; choose one of piecewise_decay"),
         (["--data_format=HWC"], "--data_format: got 'HWC'; choose one of NCHW, NHWC"),
         (["--batch_size=0"], "--batch_size: expected a whole number of at least 1, got '0'"),

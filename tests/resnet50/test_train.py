@@ -146,7 +146,7 @@ def test_paddle_launcher_trains_on_two_trainers_what_one_would(alone, tmp_path):
         (["--fp16=True"], "--fp16=True: half precision needs a GPU, this training is on the CPU"),
         (["--use_gpu=True"], "--use_gpu=True: Paddle finds no GPU here; leave it out"),
         (["--class_dim=9"], "class_dim: 9 is too small for 10 digits"),
-        (["--model=AlexNet"], "--model: got 'AlexNet'; choose one of ResNet50"),
+        (["--model=AlexNet"], "--model: got 'AlexNet'; choose one of ResNet18"),
         (["--model_save_dir=/dev/null/x"], "--model_save_dir: /dev/null/x: Not a directory"),
     ],
 )
@@ -165,7 +165,7 @@ def test_the_package_script_makes_a_folder_that_trains_by_itself(tmp_path):
     assert made.returncode == 0, made.stderr
     pod = pods / "pod_0_0"
     sources = {path.name for path in FOLDER.glob("*.py")} | {"package.sh", "train_pretrain.sh"}
-    assert sources | {"recipes"} == {path.name for path in pod.iterdir()}
+    assert sources | {"recipes", "scripts"} == {path.name for path in pod.iterdir()}
 
     done = start(
         "bash", pod / "train_pretrain.sh", *SMALL, "--num_epochs=1", "--total_images=20",

@@ -16,18 +16,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
+from distill_reader.balance.registrar import RegistrarThread
 from distill_reader.errors import DistillError, UsageError
+from distill_reader.listening import bracketed, is_loopback
 from distill_reader.normalization import Normalization, parse_option
+from distill_reader.registering import RegisterConfig, add_register_arguments, parse_register
 from distill_reader.specs import ModelSpec, TensorSpec
 from distill_reader.teacher.backend import Device
 from distill_reader.teacher.front import Front, FrontConfig
 from distill_reader.teacher.limits import FrontLimits
 from distill_reader.teacher.service import PADDLE_BACKEND, PredictorService, ServiceConfig
+from distill_reader.tokens import read_token
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # what stands in URLs as it is
-_LOOPBACK = re.compile(r"127\.\d+\.\d+\.\d+|::1|localhost")
 _PROTOCOLS = "fast, Open Inference (gRPC, HTTP), Paddle Serving (HTTP, gRPC)"
 _ANSWER_GRACE_S = 5.0  # for answers that are computed to be sent
 
@@ -50,7 +53,8 @@ On the port
 A predictor is a process of its own: one per GPU of --gpu_ids (--thread N: N per GPU), or N on the
 CPU. One that dies or hangs is started again, and what it computed is computed again.
 
-SIGTERM: takes no more requests, answers those it has, ends with 0. A second one ends it at once.
+SIGTERM: withdraws from discovery, takes no more requests, answers those it has, ends with 0. A
+second one ends it at once.
 Exit codes: 0 ended by a signal, 1 failed, 2 wrong arguments or a model that cannot be served.
 """
 
@@ -66,8 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("grpc").setLevel(logging.WARNING)
     try:
         service_config, front_config = parse_config(args)
+        register = parse_register(args)
         with _signals() as stopping:
-            return _serve(service_config, front_config, args.drain_timeout_s, stopping)
+            return _serve(service_config, front_config, register, args.drain_timeout_s, stopping)
     except DistillError as error:
         sys.stderr.write(f"edl serve: error: {error}\n")
         return 2
@@ -100,8 +105,8 @@ def parse_config(args: argparse.Namespace) -> tuple[ServiceConfig, FrontConfig]:
         max_request_bytes=max_request_bytes,
         predict_timeout_s=args.predict_timeout_s,
     )
-    token = _token(args.token_file)
-    if not token and not args.insecure and not _LOOPBACK.fullmatch(args.bind):
+    token = read_token(args.token_file, os.environ)
+    if not token and not args.insecure and not is_loopback(args.bind):
         raise UsageError(
             f"--bind {args.bind}: others than this machine can reach it, so it wants a token "
             "(--token_file or EDL_TEACHER_TOKEN), or --insecure: "
@@ -130,26 +135,36 @@ def describe(spec: ModelSpec) -> str:
 def _serve(
     service_config: ServiceConfig,
     front_config: FrontConfig,
+    register: RegisterConfig | None,
     drain_timeout_s: float,
     stopping: threading.Event,
 ) -> int:
     service = PredictorService(service_config)
     front = Front(service, front_config, service.metrics.text)
+    registrar: RegistrarThread | None = None
     try:
         front.bind()  # a port in use is known before the models are loaded
+        if register is not None:
+            registrar = register.registrar(*front.address)
         service.start()
         front.start()
         host, port = front.address
         models = "; ".join(describe(spec) for spec in service.models().values())
-        shown = f"[{host}]" if ":" in host else host
+        shown = bracketed(host)
         sys.stdout.write(f"teacher ready on {shown}:{port}: {models}; protocols: {_PROTOCOLS}\n")
         sys.stdout.flush()
+        if registrar is not None:
+            registrar.start()
         stopping.wait()
+        if registrar is not None:
+            registrar.stop()  # students shall go before they are refused
         logger.info("ending: no more requests are taken")
         if not service.drain(drain_timeout_s):
             logger.warning("some requests were not answered within %g s", drain_timeout_s)
         front.close(_ANSWER_GRACE_S)
     finally:
+        if registrar is not None:
+            registrar.stop()
         front.close(0.0)
         service.close()
     logger.info("ended")
@@ -230,24 +245,6 @@ def _devices(gpu_ids: str, thread: int | None, *, memory_optim: bool) -> tuple[D
         for gpu in gpus or [None]
         for _ in range(per_device)
     )
-
-
-def _token(token_file: str | None) -> str:
-    # Students are given the teachers' token and never the job server's, which EDL_TOKEN may be.
-    for name in ("EDL_TEACHER_TOKEN", "EDL_TOKEN"):
-        if token_file is None:
-            token_file = os.environ.get(f"{name}_FILE") or None
-            if token_file is None and os.environ.get(name, "").strip():
-                return os.environ[name].strip()
-    if token_file is None:
-        return ""
-    try:
-        token = Path(token_file).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--token_file {token_file}: {error}") from error
-    if not token:
-        raise UsageError(f"--token_file {token_file}: is empty")
-    return token
 
 
 def _describe_tensor(spec: TensorSpec) -> str:
@@ -342,6 +339,7 @@ def _parser() -> argparse.ArgumentParser:
         help="file with the token that clients must show; default: EDL_TEACHER_TOKEN",
     )
     add("--insecure", action="store_true", help="serve whoever can connect, without a token")
+    add_register_arguments(parser)
     add(
         "--drain_timeout_s",
         type=_seconds,

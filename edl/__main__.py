@@ -28,6 +28,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "simulate": (_COMMANDS, "print what a change script would do"),
     "verify": ("pod_runtime.verify", "prove from a run's ledger what was trained"),
     "serve": ("distill_reader.serve", "serve models to students, and to clients of Triton"),
+    "discovery": ("distill_reader.discovery", "tell students which teachers to use"),
+    "register": ("distill_reader.register", "keep a teacher registered with discovery"),
     "convert": ("distill_reader.convert", "make a servable folder from an inference model"),
     "doctor": ("job_client.doctor", "say what of this machine is fit"),
 }

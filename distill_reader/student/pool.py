@@ -23,6 +23,7 @@ from distill_reader.student.asking import Asking
 from distill_reader.student.client import TeacherClient
 from distill_reader.student.feed import Feed, Limits, Request
 from distill_reader.student.labels import Labels
+from distill_reader.student.meter import Meter
 from distill_reader.student.pace import Pace
 from distill_reader.student.roster import Flight, Roster, Teacher
 from distill_reader.student.supervisor import Supervisor
@@ -58,12 +59,15 @@ class TeacherPool:
         *,
         connect: Callable[[str], TeacherClient],
         paces: dict[str, Pace],
+        meter: Meter | None = None,
     ) -> None:
         """
         Args:
             ready: on `lock`; notified when the consumer may find something.
             paces: by endpoint what earlier iterations learned; is kept up.
+            meter: counts what teachers do; None: nobody wants to know.
         """
+        self._meter = meter or Meter()
         self._settings = settings
         self._feed = feed
         self._lock = lock
@@ -257,6 +261,7 @@ class TeacherPool:
                 teacher.pace.answered(request.samples, now - flight.since_s, now)
                 teacher.failures = 0
                 teacher.rest_s = 0.0
+                flight.answered += request.samples
                 flight.settled([], now)
                 self._feed.answered(request, outputs, teacher.endpoint)
                 if self._feed.is_ready:
@@ -266,6 +271,7 @@ class TeacherPool:
     def _land(self, teacher: Teacher, flight: Flight) -> None:
         with self._lock:
             teacher.flights.remove(flight)
+            self._meter.answered(teacher.endpoint, flight.answered)
             for request in reversed(flight.left):
                 self._feed.give_back(request, teacher.endpoint)
             if flight.left:
@@ -286,6 +292,7 @@ class TeacherPool:
                 if request is not None:
                     flight = Flight(request, now)
                     teacher.flights.append(flight)
+                    self._meter.asked(teacher.endpoint)
                     self._supervisor.look_soon()
                     return flight
                 if not self._feed.has_waiting:

@@ -7,13 +7,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from distill_reader.balance.places import places_of
 from distill_reader.errors import UsageError
 from distill_reader.prototxt import read_config
 from distill_reader.student.client import TeacherClient
 from distill_reader.student.connect import connect
+from distill_reader.student.dynamic import DynamicTeachers
 from distill_reader.student.feed import Limits
 from distill_reader.student.items import KINDS, Kind
 from distill_reader.student.labels import Labels
+from distill_reader.student.meter import Meter
 from distill_reader.student.options import (
     Kind as LabelKind,
 )
@@ -30,12 +33,14 @@ from distill_reader.student.settings import (
     Policy,
     ReaderSettings,
     endpoints_of,
+    servers_of,
     with_environment,
 )
 from distill_reader.student.source import FixedTeachers, TeacherSource
 
 _JOIN_BYTES = 4 << 20
 _MOST_BYTES = 12 << 20  # 16 images of 3x224x224 go whole; far beyond, gRPC becomes slow
+_MOST_TEACHERS = 64  # that the memory is shared between
 _MOST_BYTES_OF_CHOICE = 64 << 20  # where the user says how many samples a request has
 
 
@@ -74,6 +79,8 @@ class DistillReader:
         self._generator: Any = None  # None: not set yet
         self._kind = ""  # "": not set yet
         self._paces: dict[str, Pace] = {}  # by endpoint, from earlier iterations
+        self._meter = Meter()
+        self._dynamic = DynamicTeachers(self._meter)
 
     # --- teachers
 
@@ -84,7 +91,30 @@ class DistillReader:
         `grpc://`, `http://` (Open Inference Protocol), `serving://`, `serving+grpc://` (Paddle
         Serving); `/MODEL` at its end says which model, where a teacher serves several.
         """
-        return self._set(teachers=endpoints_of(teachers))
+        return self._set(teachers=endpoints_of(teachers), discovery_servers=(), service_name=None)
+
+    def set_dynamic_teacher(
+        self,
+        discovery_servers: Sequence[str] | str,
+        teacher_service_name: str,
+        require_max_teacher: int = 1,
+    ) -> Self:
+        """Use the teachers of a service that a discovery service gives to this student.
+
+        They change as teachers and students come and go. What discovery cannot say, while nobody
+        of it is there, stays as it was; nothing is raised for that.
+
+        Args:
+            discovery_servers: `host:port` of one or several, or `redis://host:port` to do without:
+                a list, or a text with commas. They serve one and the same registry.
+            require_max_teacher: how many teachers there may be at once, 1 or more.
+        """
+        return self._set(
+            discovery_servers=servers_of(discovery_servers),
+            service_name=teacher_service_name,
+            require_max_teacher=require_max_teacher,
+            teachers=(),
+        )
 
     def set_require_max_teacher(self, require_max_teacher: int) -> Self:
         """Say how many teachers to ask a discovery service for; a fixed list is used whole."""
@@ -205,7 +235,10 @@ class DistillReader:
         settings = with_environment(self._settings, os.environ)
         print("------ DistillReader ------")  # noqa: T201  the method's purpose
         for field in fields(settings):
-            print(f"{field.name}: {getattr(settings, field.name)}")  # noqa: T201
+            value = getattr(settings, field.name)
+            if field.name == "discovery_servers":  # without the password of a Redis
+                value = tuple(map(str, places_of(value, field.name))) if value else value
+            print(f"{field.name}: {value}")  # noqa: T201
         print(f"generator: {self._kind or 'not set'}")  # noqa: T201
         print("---------------------------")  # noqa: T201
 
@@ -225,12 +258,14 @@ class DistillReader:
 
     def _source(self, settings: ReaderSettings) -> TeacherSource:
         if settings.discovery_servers:
-            raise UsageError(
-                f"PADDLE_DISTILL_BALANCE_SERVER is set to {','.join(settings.discovery_servers)}: "
-                f"this version cannot look up teachers; unset it and call set_fixed_teacher"
+            assert settings.service_name is not None
+            return self._dynamic.source(
+                settings.discovery_servers, settings.service_name, settings.require_max_teacher
             )
         if not settings.teachers:
-            raise UsageError("teachers: none are given; call set_fixed_teacher")
+            raise UsageError(
+                "teachers: none are given; call set_fixed_teacher or set_dynamic_teacher"
+            )
         return FixedTeachers(settings.teachers)
 
     def _connector(self, settings: ReaderSettings) -> Callable[[str], TeacherClient]:
@@ -238,7 +273,8 @@ class DistillReader:
         return partial(connect, config=config)
 
     def _iterate(self, settings: ReaderSettings, source: TeacherSource) -> Iterator[Any]:
-        in_flight = 2 * max(2, len(settings.teachers))
+        teachers = len(settings.teachers) or settings.require_max_teacher
+        in_flight = 2 * max(2, min(teachers, _MOST_TEACHERS))
         share_bytes = max(1 << 16, settings.max_memory_bytes // in_flight)
         bound = _MOST_BYTES if settings.teacher_batch_size is None else _MOST_BYTES_OF_CHOICE
         labels = Labels(settings.predicts, settings.wire_predicts, settings.top_k)
@@ -264,6 +300,7 @@ class DistillReader:
             max_bytes=settings.max_memory_bytes,
             connect=self._connector(settings),
             paces=self._paces,
+            meter=self._meter,
         )
         try:
             yield from session.results()

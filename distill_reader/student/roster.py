@@ -12,9 +12,10 @@ from distill_reader.student.pace import Pace
 class Flight:
     """A request that a teacher has; if it was refused, what it was taken apart into."""
 
-    __slots__ = ("left", "since_s")
+    __slots__ = ("answered", "left", "since_s")
 
     def __init__(self, request: Request, since_s: float) -> None:
+        self.answered = 0  # samples of it, so far
         self.left = [request]  # without an answer; the first one is asked now
         self.since_s = since_s
 

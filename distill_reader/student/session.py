@@ -18,6 +18,7 @@ from distill_reader.errors import ReaderError, UsageError
 from distill_reader.student.client import TeacherClient
 from distill_reader.student.feed import Feed
 from distill_reader.student.items import Item, Kind
+from distill_reader.student.meter import Meter
 from distill_reader.student.pace import Pace
 from distill_reader.student.pool import PoolSettings, TeacherPool
 from distill_reader.student.source import TeacherSource
@@ -42,12 +43,16 @@ class Session:
         max_bytes: int,
         connect: Callable[[str], TeacherClient],
         paces: dict[str, Pace],
+        meter: Meter | None = None,
     ) -> None:
         """Start reading ahead.
 
         Args:
             generator: the user's: called for an iterator, or iterated over.
+            meter: counts how the consumer is fed; None: nobody wants to know.
         """
+        self._meter = meter or Meter()
+        self._is_waiting = False  # the consumer
         self._generator = generator
         self._kind = kind
         self._source = source
@@ -61,7 +66,7 @@ class Session:
         self._is_closing = False
         self._feed = Feed(max_bytes)
         self._pool = TeacherPool(
-            settings, self._feed, lock, self._ready, connect=connect, paces=paces
+            settings, self._feed, lock, self._ready, connect=connect, paces=paces, meter=self._meter
         )
         self._thread = threading.Thread(target=self._read, name="edl-reader", daemon=True)
         # A thread amid the generator's code (the framework's, perhaps) spoils a process's end.
@@ -139,8 +144,14 @@ class Session:
             while not items:
                 if feed.is_done or self._is_closing:
                     return None
+                if feed.is_incomplete:  # else the generator is what is waited for
+                    self._meter.waits()
+                self._is_waiting = True
                 self._ready.wait()
+                self._is_waiting = False
+                self._meter.waits_no_more()
                 items = feed.pop(self._pop_bytes)
+            self._meter.consumed(sum([item.samples for item in items]))
         return items
 
     # --- the generator's thread
@@ -182,6 +193,8 @@ class Session:
             if self._is_closing:
                 return False
             feed.add(item)
+            if self._is_waiting and item.missing:
+                self._meter.waits()
             self._pool.call()
             if not item.missing and feed.is_ready:  # skipped, or without samples
                 self._ready.notify()

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from distill_reader.balance.names import check_name
+from distill_reader.balance.places import places_of
 from distill_reader.errors import UsageError
 from distill_reader.student.options import TopK, check_wire_ins
 
@@ -29,7 +31,7 @@ class ReaderSettings:
     no_teacher_policy: Policy = "raise"
     max_memory_bytes: int = 256 << 20  # of samples and predictions between generator and consumer
     discovery_servers: tuple[str, ...] = ()  # (): no discovery service
-    service_name: str | None = None  # None: no discovery service
+    service_name: str | None = None  # of its teachers; None: no discovery service
     wire_ins: tuple[tuple[str, str], ...] = ()  # field ("": all it suits), dtype it is sent in
     wire_predicts: str = ""  # dtype in which floats come back; "": as they are served
     top_k: TopK | None = None  # None: predictions come whole
@@ -50,6 +52,9 @@ class ReaderSettings:
             )
         if self.no_teacher_policy not in ("raise", "skip"):
             raise UsageError(f"policy: expected 'raise' or 'skip', got {self.no_teacher_policy!r}")
+        if self.discovery_servers:
+            places_of(self.discovery_servers, "discovery_servers")
+            check_name(self.service_name, "teacher_service_name")
         if self.max_memory_bytes < _MIN_MEMORY_BYTES:
             raise UsageError(f"max_memory: expected 1 MiB or more, got {self.max_memory_bytes} B")
         check_wire_ins(dict(self.wire_ins), [name for _, name in self.sent])
@@ -84,6 +89,14 @@ def endpoints_of(teachers: Sequence[str] | str) -> tuple[str, ...]:
     return endpoints
 
 
+def servers_of(discovery_servers: Sequence[str] | str) -> tuple[str, ...]:
+    """Return the servers of a list, or of a text with commas. Raises: UsageError."""
+    given = discovery_servers
+    servers = tuple(given.split(",") if isinstance(given, str) else given)
+    places_of(servers, "discovery_servers")
+    return tuple(server.strip() for server in servers)
+
+
 def with_environment(settings: ReaderSettings, environ: Mapping[str, str]) -> ReaderSettings:
     """Return the settings as the variables PADDLE_DISTILL_* override them.
 
@@ -115,7 +128,7 @@ def with_environment(settings: ReaderSettings, environ: Mapping[str, str]) -> Re
         )
     return replace(
         settings,
-        discovery_servers=endpoints_of(servers),
+        discovery_servers=servers_of(servers),
         service_name=service_name,
         require_max_teacher=int(max_teacher) if max_teacher else settings.require_max_teacher,
     )

@@ -12,7 +12,6 @@ import contextlib
 import errno
 import logging
 import os
-import resource
 import secrets
 import socket
 import threading
@@ -21,7 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from distill_reader import oip_messages, serving_messages, wire
-from distill_reader.errors import DistillError, UsageError
+from distill_reader.errors import DistillError
+from distill_reader.listening import bind, raise_file_limit
 from distill_reader.teacher.calls import Calls
 from distill_reader.teacher.fast import FastServer, Limits
 from distill_reader.teacher.grpc_oip import OipGrpc
@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 _LOOK_BYTES = 4  # tell all protocols apart; the shortest HTTP request is longer
 _BRPC_MAGIC = b"PRPC"  # Paddle Serving's C++ client
 _BACKLOG = 512
-_WANTED_FILES = 65536
 _LOG_EVERY_S = 10.0  # a line about connections that are refused
 _OUT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
@@ -81,8 +80,8 @@ class Front:
         """
         config = self._config
         if config.grpc_port is not None:  # gRPC would say less about what is wrong
-            _bind(config.bind, config.grpc_port, "--grpc_port").close()
-        self._listener = _bind(config.bind, config.port, "--port")
+            bind(config.bind, config.grpc_port, "--grpc_port").close()
+        self._listener = bind(config.bind, config.port, "--port")
 
     def start(self) -> None:
         """Listen; return when connections are served.
@@ -90,7 +89,7 @@ class Front:
         Raises:
             UsageError: an address cannot be listened on.
         """
-        _raise_file_limit()
+        raise_file_limit()
         if self._listener is None:
             self.bind()
         config, limits = self._config, self._config.limits
@@ -277,29 +276,3 @@ class Front:
         if now - self._refused_at > _LOG_EVERY_S or not self._refused_at:
             self._refused_at = now
             logger.warning("%s", text)
-
-
-def _bind(host: str, port: int, flag: str) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    try:
-        listener.setblocking(False)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if host == "::" and socket.has_dualstack_ipv6():
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        listener.bind((host, port))
-    except (OSError, OverflowError) as error:
-        listener.close()
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise UsageError(
-            f"{flag} {port}: cannot listen on {host}: {reason}; choose another port or --bind"
-        ) from error
-    return listener
-
-
-def _raise_file_limit() -> None:
-    """Let as many connections be open as the system allows us without asking anybody."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # as it was, then
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

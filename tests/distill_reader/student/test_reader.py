@@ -321,17 +321,6 @@ def test_what_is_not_right_is_said_before_anything_starts(call: Callable[[], Any
         call()
 
 
-def test_a_balance_server_in_the_environment_is_not_ignored(make, monkeypatch):
-    monkeypatch.setenv("PADDLE_DISTILL_BALANCE_SERVER", "10.0.0.1:7001")
-    monkeypatch.setenv("PADDLE_DISTILL_SERVICE_NAME", "mnist")
-    reader = make(*two()).set_batch_generator(list)
-    with pytest.raises(UsageError, match=r"PADDLE_DISTILL_BALANCE_SERVER is set to 10\.0\.0\.1"):
-        reader()
-
-
-# --- with real teachers
-
-
 @pytest.fixture(scope="module")
 def teachers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[TeacherProcess]]:
     """Two that run when a test begins; it may end them."""

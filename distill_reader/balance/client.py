@@ -1,0 +1,299 @@
+"""A student's view of discovery: a thread that keeps the list of its teachers, come what may.
+
+It tries all places it was given, keeps the last list while none of them answers, and never raises
+nor ends what it runs in.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from distill_reader.balance.balancer import Balancer
+from distill_reader.balance.line import ANSWER_S, Line, ServerAway
+from distill_reader.balance.messages import (
+    REPORT_S,
+    Hello,
+    Report,
+    hello_body,
+    report_body,
+)
+from distill_reader.balance.names import is_endpoint
+from distill_reader.balance.places import DiscoveryAddress, Place
+from distill_reader.balance.redis_registry import RedisAddress, RedisRegistry
+from distill_reader.balance.speeds import Measured
+from distill_reader.balance.table import Student
+from distill_reader.errors import BadRequest, DistillError, Retryable
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = (0.1, 1.0)  # from the first failure to the tenth
+_REFUSED_RETRY_S = 5.0
+_DEFECT_RETRY_S = 5.0
+_LOG_EVERY_S = 10.0
+_GIVE_UP_S = 3.0  # on a Redis, if there are other places
+_LEAVE_S = 1.0
+_STOP_S = 2.0
+
+Tell = Callable[[Sequence[str]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feeding:
+    """How a student is fed, lately."""
+
+    wait_share: float | None = None  # None: it reads nothing
+    samples_per_s: float | None = None
+    measured: Mapping[str, Measured] = field(default_factory=dict)
+
+
+class StudentClient:
+    """One student of one service. Used by any thread; started once, stopped once."""
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        service: str,
+        *,
+        require: int,
+        token: str,
+        tell: Tell,
+        feeding: Callable[[], Feeding],
+        held: Sequence[str] = (),
+    ) -> None:
+        """
+        Args:
+            places: where to ask, all equally good.
+            require: the most teachers wanted.
+            tell: called by the client's thread with all teachers, whenever they change.
+            feeding: called every 2 s.
+            held: teachers it had, before it was a student for a while.
+        """
+        self._places = list(places)
+        random.shuffle(self._places)  # students spread over the servers
+        self._service = service
+        self._require = require
+        self._token = token
+        self._tell = tell
+        self._feeding = feeding
+        self._name = student_name()
+        self._session = 0
+        self._held = tuple(held)
+        self._has_heard = bool(held)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = asyncio.Event()
+        self._report_now = asyncio.Event()
+        self._is_stopped = False
+        self._lock = threading.Lock()
+        self._logged_s = -_LOG_EVERY_S
+        self._thread = threading.Thread(target=self._run, name="edl-discovery", daemon=True)
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """The last list."""
+        return self._held
+
+    def set_require(self, require: int) -> None:
+        """Want so many teachers from now on."""
+        if require != self._require:
+            self._require = require
+            self._call(self._report_now.set)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def tell_again(self) -> None:
+        """Have the last list told again, by the client's thread, if there has been one."""
+        if self._has_heard:
+            self._call(lambda: self._tell(self._held))
+
+    def stop(self, *, wait: bool = True) -> None:
+        """Leave, which takes a moment.
+
+        Args:
+            wait: for that, but not for long.
+        """
+        self._is_stopped = True
+        self._call(self._stopping.set)
+        if wait and self._thread.ident is not None:
+            self._thread.join(_STOP_S)
+
+    def _call(self, function: Callable[[], object]) -> None:
+        """Have the thread's loop call it, if that runs."""
+        with self._lock:
+            if self._loop is not None:
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    self._loop.call_soon_threadsafe(function)
+
+    # --- the thread
+
+    def _run(self) -> None:
+        asyncio.run(self._work())
+
+    async def _work(self) -> None:
+        with self._lock:
+            if self._is_stopped:
+                return
+            self._loop = asyncio.get_running_loop()
+        if self._has_heard:
+            self._tell(self._held)
+        visiting = asyncio.create_task(self._visit_all())
+        await self._stopping.wait()
+        visiting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await visiting
+
+    async def _visit_all(self) -> None:
+        failures = 0
+        while True:
+            for place in self._places:
+                began_s = time.monotonic()
+                try:
+                    await self._visit(place)
+                except DistillError as error:
+                    self._note(error)
+                    delay_s = 0.0 if isinstance(error, Retryable) else _REFUSED_RETRY_S
+                except Exception:
+                    # The outermost loop: a defect here must end neither training nor discovery.
+                    logger.exception("looking for teachers failed; trying again")
+                    delay_s = _DEFECT_RETRY_S
+                failures = 0 if time.monotonic() - began_s > _GIVE_UP_S else failures + 1
+                if failures >= len(self._places) or delay_s:
+                    first_s, most_s = _RETRY_S
+                    delay_s = max(delay_s, min(most_s, first_s * 2 ** min(failures, 8)))
+                await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
+
+    async def _visit(self, place: Place) -> None:
+        """Be a student there until it fails. Raises: DistillError."""
+        self._session += 1
+        if isinstance(place, DiscoveryAddress):
+            await self._visit_server(place)
+        else:
+            await self._visit_redis(place)
+
+    def _take(self, teachers: Sequence[str]) -> None:
+        listed = tuple(teachers)
+        if listed != self._held:
+            logger.info("service %s: teachers are now %s", self._service, ", ".join(listed) or "-")
+        self._held, self._has_heard = listed, True
+        self._tell(listed)
+
+    def _note(self, error: DistillError) -> None:
+        now = time.monotonic()
+        if now - self._logged_s >= _LOG_EVERY_S:
+            self._logged_s = now
+            have = f"; going on with {', '.join(self._held)}" if self._held else ""
+            logger.warning("service %s: %s%s", self._service, error, have)
+
+    # --- by a discovery server
+
+    async def _visit_server(self, place: DiscoveryAddress) -> None:
+        line = await Line.connect(place.endpoint)
+        try:
+            hello = Hello(
+                service=self._service,
+                student=self._name,
+                session=self._session,
+                require=self._require,
+                held=self._held,
+            )
+            await line.send(hello_body(hello, self._token))
+            reporting = asyncio.create_task(self._report(line))
+            try:
+                await self._listen(line)
+            finally:
+                reporting.cancel()
+                with contextlib.suppress(asyncio.CancelledError, DistillError):
+                    await reporting
+        except asyncio.CancelledError:
+            with contextlib.suppress(DistillError, TimeoutError):
+                async with asyncio.timeout(_LEAVE_S):
+                    await line.send({"type": "leave"})
+                    while (await line.receive()).get("type") == "teachers":
+                        pass
+            raise
+        finally:
+            await line.close()
+
+    async def _listen(self, line: Line) -> None:
+        while True:
+            answer = await line.receive(REPORT_S + ANSWER_S)  # it answers every report
+            line.check(answer)
+            if answer.get("type") == "teachers":
+                teachers = answer.get("teachers")
+                if not isinstance(teachers, list) or not all(map(is_endpoint, teachers)):
+                    raise BadRequest(f"discovery server {line.endpoint}: sent no list of teachers")
+                self._take(teachers)
+
+    async def _report(self, line: Line) -> None:
+        while True:
+            await self._pause()
+            feeding = self._feeding()
+            report = Report(
+                require=self._require,
+                wait_share=feeding.wait_share,
+                samples_per_s=feeding.samples_per_s,
+                measured=feeding.measured,
+            )
+            await line.send(report_body(report))
+
+    async def _pause(self) -> None:
+        """Wait until it is time for a report."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REPORT_S):
+                await self._report_now.wait()
+        self._report_now.clear()
+
+    # --- by Redis itself: this student does what a server does, for itself alone
+
+    async def _visit_redis(self, place: RedisAddress) -> None:
+        registry = RedisRegistry([place])
+        balancer = Balancer(registry)
+        student = self._student()
+        balancer.join(self._service, student, self._take, lambda: None)
+        working = asyncio.create_task(
+            balancer.run(_GIVE_UP_S if len(self._places) > 1 else None), name="balancer"
+        )
+        try:
+            while not working.done():
+                pausing = asyncio.create_task(self._pause())
+                await asyncio.wait((working, pausing), return_when=asyncio.FIRST_COMPLETED)
+                pausing.cancel()
+                balancer.update(self._service, self._student())
+            await working
+        except asyncio.CancelledError:
+            with contextlib.suppress(DistillError, TimeoutError):
+                async with asyncio.timeout(_LEAVE_S):
+                    await registry.drop_student(self._service, student)
+            raise
+        finally:
+            working.cancel()
+            with contextlib.suppress(asyncio.CancelledError, DistillError):
+                await working
+            await registry.close()
+        raise ServerAway(f"{place}: gone")
+
+    def _student(self) -> Student:
+        feeding = self._feeding()
+        return Student(
+            student=self._name,
+            session=self._session,
+            require=self._require,
+            held=self._held,
+            wait_share=feeding.wait_share,
+            samples_per_s=feeding.samples_per_s,
+            measured=feeding.measured,
+        )
+
+
+def student_name() -> str:
+    """Return a name that no other student has, and that tells people who it is."""
+    host = "".join(each if each.isalnum() or each in "-." else "-" for each in socket.gethostname())
+    return f"s-{host[:60]}-{os.getpid()}-{secrets.token_hex(4)}"

@@ -1,0 +1,85 @@
+"""What students and teachers have of a connection to a discovery server."""
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from distill_reader.balance.messages import (
+    HEAD,
+    MAX_ANSWER_BYTES,
+    body_bytes,
+    decode,
+    encode,
+)
+from distill_reader.balance.names import address_of
+from distill_reader.errors import BadRequest, Retryable
+
+CONNECT_S = 2.0
+ANSWER_S = 3.0  # a server that is alive says something within it
+
+
+class ServerAway(Retryable):
+    """Nobody answers there."""
+
+
+class Line:
+    """One connection. Methods raise ServerAway when it has failed, BadRequest for nonsense."""
+
+    def __init__(
+        self, endpoint: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.endpoint = endpoint
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def connect(cls, endpoint: str) -> "Line":
+        """Raises: ServerAway."""
+        host, port = address_of(endpoint)
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                return cls(endpoint, *await asyncio.open_connection(host, port))
+        except (OSError, TimeoutError) as error:
+            reason = str(error) or f"no connection within {CONNECT_S:g} s"
+            raise ServerAway(f"discovery server {endpoint}: {reason}") from error
+
+    async def send(self, body: Mapping[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                self._writer.write(encode(body))
+                await self._writer.drain()
+        except (OSError, TimeoutError) as error:
+            raise self._away(error) from error
+
+    async def receive(self, within_s: float = ANSWER_S) -> dict[str, Any]:
+        """Return the next message."""
+        try:
+            async with asyncio.timeout(within_s):
+                head = await self._reader.readexactly(HEAD.size)
+                data = await self._reader.readexactly(body_bytes(head, MAX_ANSWER_BYTES))
+        except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+            raise self._away(error) from error
+        return decode(data)
+
+    async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer. Raises: BadRequest: the server refuses."""
+        await self.send(body)
+        answer = await self.receive()
+        self.check(answer)
+        return answer
+
+    def check(self, answer: Mapping[str, Any]) -> None:
+        """Raises: BadRequest: it is an error."""
+        if answer.get("type") == "error":
+            raise BadRequest(f"discovery server {self.endpoint}: {answer.get('error')}")
+
+    async def close(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(1.0):
+                await self._writer.wait_closed()
+
+    def _away(self, error: Exception) -> ServerAway:
+        reason = "it is silent" if isinstance(error, TimeoutError) else "the connection ended"
+        return ServerAway(f"discovery server {self.endpoint}: {reason}")

@@ -1,0 +1,295 @@
+"""What discovery servers, students and teachers say to each other. Pure.
+
+A message is a head, 4 bytes `CB EF 00 00` and the length of all of it as an int32 (big endian), and
+a JSON object with a `type`. The original's, answered one by one:
+
+    student -> {"type": "register", "service_name", "seq", "num"}
+    server  -> {"type": "register", "seq", "servers", "num"}
+    student -> {"type": "heartbeat", "version"}        every 2 s
+    server  -> {"type": "heartbeat"} or {"type": "servers_change", "servers", "version"}
+
+Ours. `token` is in the first message of a connection, where the server wants one:
+
+    student -> {"type": "student", "service", "student", "session", "require", "held", "token"}
+               {"type": "report", "require", "wait_share", "samples_per_s", "measured"}  every 2 s
+               {"type": "leave"}
+    teacher -> {"type": "teacher", "service", "server", "lease_s", "info", "token"}   every 0.5 s
+               {"type": "withdraw", "service", "server", "token"}
+    server  -> {"type": "ok"}                  to each of these
+               {"type": "teachers", "teachers", "version"}   to a student, whenever they change
+               {"type": "error", "error": text}              to what cannot be answered
+"""
+
+import json
+import math
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from distill_reader.balance.names import check_endpoint, check_name, shown
+from distill_reader.balance.speeds import Measured
+from distill_reader.balance.table import MAX_HELD, MAX_REQUIRE
+from distill_reader.errors import BadRequest, UsageError
+
+HEAD = struct.Struct("!4si")
+MAGIC = b"\xcb\xef\x00\x00"
+MAX_REQUEST_BYTES = 256 << 10  # to a server: a student's report on MAX_HELD teachers
+MAX_ANSWER_BYTES = 4 << 20  # from a server: a list of MAX_REQUIRE teachers
+MAX_INFO = 512
+REPORT_S = 2.0  # between a student's reports
+LEASE_S = (0.5, 600.0)  # what a teacher may ask for
+
+
+class BadFrame(BadRequest):
+    """What came is no message: where the next one begins cannot be known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Register:
+    """The original's student comes."""
+
+    service: str
+    seq: int
+    num: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """The original's student asks for news since a version."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """A student comes."""
+
+    service: str
+    student: str
+    session: int
+    require: int
+    held: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A student is there, and says how it is fed."""
+
+    require: int
+    wait_share: float | None  # None: it has read nothing since it came
+    samples_per_s: float | None  # likewise
+    measured: Mapping[str, Measured]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """A student goes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """A teacher is there."""
+
+    service: str
+    server: str
+    lease_s: float
+    info: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Withdraw:
+    """A teacher goes."""
+
+    service: str
+    server: str
+
+
+Request = Register | Heartbeat | Hello | Report | Leave | Beat | Withdraw
+
+
+def encode(body: Mapping[str, Any]) -> bytes:
+    """Return a message."""
+    data = json.dumps(body, separators=(",", ":")).encode()
+    return HEAD.pack(MAGIC, HEAD.size + len(data)) + data
+
+
+def body_bytes(head: bytes, most: int) -> int:
+    """Return how many bytes follow a head. Raises: BadFrame."""
+    magic, length = HEAD.unpack(head)
+    if magic != MAGIC:
+        raise BadFrame(f"a message begins with CB EF 00 00, got {magic.hex(' ')}")
+    if not HEAD.size <= length <= most:
+        raise BadFrame(f"length: expected {HEAD.size} to {most} bytes, got {length}")
+    return int(length) - HEAD.size
+
+
+def decode(data: bytes) -> dict[str, Any]:
+    """Return the object of a message's bytes. Raises: BadRequest."""
+    try:
+        body = json.loads(data, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"a message is a JSON object: {shown(str(error))}") from error
+    if not isinstance(body, dict):
+        raise BadRequest(f"a message is a JSON object, got {shown(body)}")
+    return body
+
+
+def parse(body: Mapping[str, Any]) -> Request:
+    """Return what a message says. Raises: BadRequest, which names the field."""
+    kind = body.get("type")
+    read = _READERS.get(kind) if isinstance(kind, str) else None
+    if read is None:
+        raise BadRequest(f"type: expected one of {', '.join(_READERS)}, got {shown(kind)}")
+    try:
+        return read(body)
+    except UsageError as error:
+        raise BadRequest(str(error)) from error
+
+
+def hello_body(student: Hello, token: str) -> dict[str, Any]:
+    """Return what a student says first."""
+    return {
+        "type": "student",
+        "service": student.service,
+        "student": student.student,
+        "session": student.session,
+        "require": student.require,
+        "held": student.held[:MAX_HELD],
+        "token": token,
+    }
+
+
+def report_body(report: Report) -> dict[str, Any]:
+    return {
+        "type": "report",
+        "require": report.require,
+        "wait_share": report.wait_share,
+        "samples_per_s": report.samples_per_s,
+        "measured": {
+            teacher: [each.samples_per_s, each.busy_share]
+            for teacher, each in list(report.measured.items())[:MAX_HELD]
+        },
+    }
+
+
+def beat_body(beat: Beat, token: str) -> dict[str, Any]:
+    return {
+        "type": "teacher",
+        "service": beat.service,
+        "server": beat.server,
+        "lease_s": beat.lease_s,
+        "info": beat.info,
+        "token": token,
+    }
+
+
+def withdraw_body(service: str, server: str, token: str) -> dict[str, Any]:
+    return {"type": "withdraw", "service": service, "server": server, "token": token}
+
+
+# --- readers of each kind
+
+
+def _register(body: Mapping[str, Any]) -> Register:
+    return Register(
+        service=check_name(body.get("service_name"), "service_name"),
+        seq=_integer(body, "seq", 0, 1 << 62),
+        num=min(_integer(body, "num", 1, 1 << 62), MAX_REQUIRE),
+    )
+
+
+def _heartbeat(body: Mapping[str, Any]) -> Heartbeat:
+    # The original takes heartbeats of older clients, which know no versions.
+    return Heartbeat(version=_integer(body, "version", 0, 1 << 62) if "version" in body else 0)
+
+
+def _hello(body: Mapping[str, Any]) -> Hello:
+    held = body.get("held")
+    if not isinstance(held, list) or len(held) > MAX_HELD:
+        raise BadRequest(f"held: expected up to {MAX_HELD} endpoints, got {shown(held)}")
+    return Hello(
+        service=check_name(body.get("service"), "service"),
+        student=check_name(body.get("student"), "student"),
+        session=_integer(body, "session", 1, 1 << 52),
+        require=_integer(body, "require", 1, MAX_REQUIRE),
+        held=tuple(check_endpoint(each, "held") for each in held),
+    )
+
+
+def _report(body: Mapping[str, Any]) -> Report:
+    measured = body.get("measured")
+    if not isinstance(measured, dict) or len(measured) > MAX_HELD:
+        raise BadRequest(f"measured: expected up to {MAX_HELD} teachers, got {shown(measured)}")
+    rates = {}
+    for teacher, values in measured.items():
+        if not isinstance(values, list) or len(values) != 2:
+            raise BadRequest(f"measured: expected [samples_per_s, busy_share], got {shown(values)}")
+        rates[check_endpoint(teacher, "measured")] = Measured(
+            samples_per_s=_measure(values[0], "measured"),
+            busy_share=min(1.0, _measure(values[1], "measured")),
+        )
+    wait_share, samples_per_s = body.get("wait_share"), body.get("samples_per_s")
+    return Report(
+        require=_integer(body, "require", 1, MAX_REQUIRE),
+        wait_share=None if wait_share is None else min(1.0, _measure(wait_share, "wait_share")),
+        samples_per_s=None if samples_per_s is None else _measure(samples_per_s, "samples_per_s"),
+        measured=rates,
+    )
+
+
+def _leave(_: Mapping[str, Any]) -> Leave:
+    return Leave()
+
+
+def _beat(body: Mapping[str, Any]) -> Beat:
+    info = body.get("info", "")
+    if not isinstance(info, str) or len(info) > MAX_INFO:
+        raise BadRequest(f"info: expected a text of up to {MAX_INFO} characters, got {shown(info)}")
+    lease_s = _measure(body.get("lease_s"), "lease_s")
+    least, most = LEASE_S
+    if not least <= lease_s <= most:
+        raise BadRequest(f"lease_s: expected {least:g} to {most:g} seconds, got {lease_s:g}")
+    return Beat(
+        service=check_name(body.get("service"), "service"),
+        server=check_endpoint(body.get("server"), "server"),
+        lease_s=lease_s,
+        info=info,
+    )
+
+
+def _withdraw(body: Mapping[str, Any]) -> Withdraw:
+    return Withdraw(
+        service=check_name(body.get("service"), "service"),
+        server=check_endpoint(body.get("server"), "server"),
+    )
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any]], Request]] = {
+    "register": _register,
+    "heartbeat": _heartbeat,
+    "student": _hello,
+    "report": _report,
+    "leave": _leave,
+    "teacher": _beat,
+    "withdraw": _withdraw,
+}
+
+
+def _integer(body: Mapping[str, Any], name: str, least: int, most: int) -> int:
+    value = body.get(name)
+    if type(value) is not int or not least <= value <= most:
+        raise BadRequest(f"{name}: expected an integer of {least} to {most}, got {shown(value)}")
+    return value
+
+
+def _measure(value: Any, name: str) -> float:
+    if type(value) not in (int, float) or not 0 <= value < 1e300:
+        raise BadRequest(f"{name}: expected a number of 0 or more, got {shown(value)}")
+    number = float(value)
+    assert math.isfinite(number)
+    return number
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")

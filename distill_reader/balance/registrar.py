@@ -1,0 +1,266 @@
+"""Keeps a teacher registered for as long as it is there, whatever becomes of the registry."""
+
+import asyncio
+import contextlib
+import logging
+import random
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from distill_reader.balance.line import Line
+from distill_reader.balance.messages import Beat, beat_body, withdraw_body
+from distill_reader.balance.names import address_of
+from distill_reader.balance.places import DiscoveryAddress, Place
+from distill_reader.balance.redis_registry import RedisRegistry
+from distill_reader.errors import BadRequest, DistillError, UsageError
+
+logger = logging.getLogger(__name__)
+
+LEASE_S = 2.5  # of a teacher: what dies with its registrar is off the lists then
+_BEATS = 5  # within a lease
+_RETRY_S = 0.5
+_REFUSED_RETRY_S = 5.0
+_LOG_EVERY_S = 10.0
+_PROBE_S = 1.0
+_WITHDRAW_S = 1.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegistrarConfig:
+    places: tuple[Place, ...]  # ways to one registry: the first that answers is used
+    service: str
+    server: str  # the teacher's endpoint
+    token: str = ""  # for discovery servers
+    lease_s: float = LEASE_S
+    info: str = ""
+
+
+class _Link(Protocol):
+    """A connection to a registry. Raises: DistillError."""
+
+    async def beat(self) -> None: ...
+    async def withdraw(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+class Registrar:
+    """Belongs to one event loop."""
+
+    def __init__(
+        self, config: RegistrarConfig, is_alive: Callable[[], Awaitable[bool]] | None = None
+    ) -> None:
+        """
+        Args:
+            is_alive: whether the teacher is there; None: it is, while we are.
+        """
+        self._config = config
+        self._is_alive = is_alive
+        self._links: dict[Place, _Link] = {}
+        self._at = 0
+        self._is_registered = False
+        self._trouble_logged_s = -_LOG_EVERY_S
+
+    async def run(self) -> None:
+        """Work until cancelled; then withdraw."""
+        try:
+            while True:
+                await asyncio.sleep(await self._step())
+        finally:
+            # The task is being cancelled, which a second one must be to wait for anything.
+            await asyncio.shield(asyncio.create_task(self._end()))
+
+    async def _step(self) -> float:
+        """Do what is due; return when to come again."""
+        period_s = self._config.lease_s / _BEATS
+        is_alive = self._is_alive is None or await self._is_alive()
+        place = self._config.places[self._at]
+        try:
+            if is_alive:
+                await self._link(place).beat()
+            elif self._is_registered:
+                await self._link(place).withdraw()
+        except Exception as error:  # noqa: BLE001
+            # The outermost loop, which nothing may end: the teacher would never come back.
+            await self._note(error, place)
+            self._at = (self._at + 1) % len(self._config.places)
+            retry_s = _REFUSED_RETRY_S if isinstance(error, BadRequest) else _RETRY_S
+            return retry_s * random.uniform(0.5, 1.5)
+        if is_alive != self._is_registered:
+            logger.log(
+                logging.INFO if is_alive else logging.WARNING,
+                "teacher %s %s service %s at %s",
+                self._config.server,
+                "is registered with" if is_alive else "does not answer: withdrawn from",
+                self._config.service,
+                place,
+            )
+            self._is_registered = is_alive
+        return period_s
+
+    async def _note(self, error: Exception, place: Place) -> None:
+        if not isinstance(error, DistillError):
+            logger.error("registering failed", exc_info=error)
+        elif self._is_registered or time.monotonic() - self._trouble_logged_s >= _LOG_EVERY_S:
+            self._trouble_logged_s = time.monotonic()
+            logger.warning("teacher %s cannot be registered now: %s", self._config.server, error)
+        self._is_registered = False
+        link = self._links.pop(place, None)
+        if link is not None:
+            await link.close()
+
+    def _link(self, place: Place) -> _Link:
+        link = self._links.get(place)
+        if link is None:
+            kind = _DiscoveryLink if isinstance(place, DiscoveryAddress) else _RedisLink
+            link = self._links[place] = kind(place, self._config)  # type: ignore[arg-type]
+        return link
+
+    async def _end(self) -> None:
+        place = self._config.places[self._at]
+        with contextlib.suppress(DistillError, TimeoutError):  # its lease ends by itself
+            async with asyncio.timeout(_WITHDRAW_S):
+                if self._is_registered:
+                    await self._link(place).withdraw()
+                    logger.info("teacher %s is withdrawn", self._config.server)
+        for link in self._links.values():
+            await link.close()
+
+
+class PortProbe:
+    """Whether somebody listens on a teacher's port."""
+
+    def __init__(self, server: str) -> None:
+        self._address = address_of(server)
+        self._silent = 0  # probes in a row without any answer
+
+    async def __call__(self) -> bool:
+        try:
+            async with asyncio.timeout(_PROBE_S):
+                _, writer = await asyncio.open_connection(*self._address)
+        except TimeoutError:
+            self._silent += 1
+            return self._silent < 2  # a host that is busy may be slow once
+        except OSError:
+            return False
+        self._silent = 0
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+        return True
+
+
+class _DiscoveryLink:
+    def __init__(self, place: DiscoveryAddress, config: RegistrarConfig) -> None:
+        self._place = place
+        self._config = config
+        self._line: Line | None = None  # None: not connected
+
+    async def beat(self) -> None:
+        config = self._config
+        beat = Beat(
+            service=config.service, server=config.server, lease_s=config.lease_s, info=config.info
+        )
+        await (await self._connected()).ask(beat_body(beat, config.token))
+
+    async def withdraw(self) -> None:
+        config = self._config
+        line = await self._connected()
+        await line.ask(withdraw_body(config.service, config.server, config.token))
+
+    async def close(self) -> None:
+        if self._line is not None:
+            await self._line.close()
+
+    async def _connected(self) -> Line:
+        if self._line is None:
+            self._line = await Line.connect(self._place.endpoint)
+        return self._line
+
+
+class _RedisLink:
+    def __init__(self, place: Place, config: RegistrarConfig) -> None:
+        assert not isinstance(place, DiscoveryAddress)
+        self._config = config
+        self._registry = RedisRegistry([place])
+
+    async def beat(self) -> None:
+        config = self._config
+        await self._registry.put_teacher(config.service, config.server, config.info, config.lease_s)
+
+    async def withdraw(self) -> None:
+        await self._registry.drop_teacher(self._config.service, self._config.server)
+
+    async def close(self) -> None:
+        await self._registry.close()
+
+
+async def register_until(config: RegistrarConfig, stopping: asyncio.Event, *, probes: bool) -> None:
+    """Keep a teacher registered until `stopping` is set, then withdraw it.
+
+    Args:
+        probes: whether to look if its port answers; else it is there, while we are.
+    """
+    registrar = Registrar(config, PortProbe(config.server) if probes else None)
+    task = asyncio.create_task(registrar.run())
+    await stopping.wait()
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+class RegistrarThread:
+    """Registers a teacher from within its own process, for as long as that lives."""
+
+    def __init__(self, config: RegistrarConfig) -> None:
+        self._config = config
+        self._lock = threading.Lock()
+        self._is_stopped = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._thread = threading.Thread(target=self._run, name="registrar", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Withdraw; wait for that, but not for long. Again, or before `start`: nothing."""
+        with self._lock:
+            self._is_stopped = True
+            if self._loop is not None and self._stopping is not None:
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    self._loop.call_soon_threadsafe(self._stopping.set)
+        if self._thread.ident is not None:
+            self._thread.join(2 * _WITHDRAW_S)
+
+    def _run(self) -> None:
+        asyncio.run(self._work())
+
+    async def _work(self) -> None:
+        with self._lock:
+            if self._is_stopped:
+                return
+            self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        await register_until(self._config, self._stopping, probes=False)
+
+
+def own_address(place: Place) -> str:
+    """Return the address of this host that `place` would see. Sends nothing.
+
+    Raises:
+        UsageError: there is none.
+    """
+    host, port = place.address
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))
+            found = str(probe.getsockname()[0])
+    except OSError as error:
+        raise UsageError(
+            f"{place}: no address of this host is known there ({error}); name one by --advertise"
+        ) from error
+    return f"[{found}]" if ":" in found else found

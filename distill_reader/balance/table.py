@@ -1,0 +1,178 @@
+"""What a registry knows of a service, and what follows for its students' teachers. Pure.
+
+The table of a service says which teachers each student has. It lies in the registry: a server that
+finds that another table should be in force writes it if nobody was faster, so that all servers,
+whichever come and go, tell students the same.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from distill_reader.balance.assign import assign_teachers
+from distill_reader.balance.names import is_endpoint, is_name
+from distill_reader.balance.speeds import (
+    MOST_CLASS,
+    Measured,
+    measured_speeds,
+    speed_classes,
+    speed_of,
+)
+
+MAX_REQUIRE = 10_000  # teachers of one student
+MAX_HELD = 1024  # teachers that a student's message may name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Student:
+    """What a student last said of itself."""
+
+    student: str
+    session: int  # grows with each of its connections: the highest is the one that counts
+    require: int  # the most teachers it wants
+    held: tuple[str, ...] = ()  # teachers it has, as it says
+    wait_share: float | None = None  # of its time, waiting for teachers; None: not known yet
+    samples_per_s: float | None = None  # None: not known yet
+    measured: Mapping[str, Measured] = field(default_factory=dict)  # by teacher
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Which teachers each student of a service has."""
+
+    version: int = 0  # +1 per change; 0: there has been none
+    links: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    classes: Mapping[str, int] = field(default_factory=dict)  # of teachers' speeds; absent: 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """What a registry has of one service."""
+
+    teachers: frozenset[str] = frozenset()  # endpoints
+    students: Mapping[str, Student] = field(default_factory=dict)  # by id
+    table: Table | None = None  # None: none was written, or it was lost
+
+
+def next_table(service: Service) -> Table:
+    """Return the table that should be in force: the same object, if it is."""
+    table = service.table or Table()
+    teachers = service.teachers
+    measured = measured_speeds(student.measured for student in service.students.values())
+    classes = speed_classes(
+        {teacher: each for teacher, each in table.classes.items() if teacher in teachers},
+        {teacher: rate for teacher, rate in measured.items() if teacher in teachers},
+    )
+    links = assign_teachers(
+        {name: student.require for name, student in service.students.items()},
+        {teacher: speed_of(classes.get(teacher, 0)) for teacher in teachers},
+        _links_before(service, table),
+    )
+    if service.table is not None and links == table.links and classes == table.classes:
+        return table
+    return Table(version=table.version + 1, links=links, classes=classes)
+
+
+def _links_before(service: Service, table: Table) -> dict[str, tuple[str, ...]]:
+    """Return what the table has; of students that it does not know, what they say they have.
+
+    They do where the table was lost, or was made before they were back. Of what has gone to
+    others they get nothing, as long as there is a teacher for each.
+    """
+    links = {name: table.links[name] for name in service.students if name in table.links}
+    taken: set[str] = set()
+    if len(service.teachers) >= len(service.students):
+        taken.update(teacher for teachers in links.values() for teacher in teachers)
+    for name, student in service.students.items():
+        if name not in links:
+            links[name] = tuple(teacher for teacher in student.held if teacher not in taken)
+    return links
+
+
+# --- as texts: what lies in Redis may have been written by anybody
+
+
+def table_text(table: Table) -> str:
+    """Return a table for the registry."""
+    return json.dumps(
+        {"version": table.version, "links": dict(table.links), "classes": dict(table.classes)},
+        separators=(",", ":"),
+    )
+
+
+def table_of(text: str) -> Table | None:
+    """Return the table of such a text; None: it is none."""
+    try:
+        body = json.loads(text)
+        version, links, classes = body["version"], body["links"], body["classes"]
+        if type(version) is not int or version < 1:
+            return None
+        return Table(
+            version=version,
+            links={name: _endpoints(each) for name, each in links.items() if is_name(name)},
+            classes={
+                teacher: max(-MOST_CLASS, min(MOST_CLASS, int(each)))
+                for teacher, each in classes.items()
+                if is_endpoint(teacher)
+            },
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def student_text(student: Student) -> str:
+    """Return a student for the registry, without its session."""
+    return json.dumps(
+        {
+            "require": student.require,
+            "held": student.held,
+            "wait_share": student.wait_share,
+            "samples_per_s": student.samples_per_s,
+            "measured": {
+                teacher: [each.samples_per_s, each.busy_share]
+                for teacher, each in student.measured.items()
+            },
+        },
+        separators=(",", ":"),
+    )
+
+
+def student_of(name: str, session: int, text: str) -> Student | None:
+    """Return the student of such a text; None: it is none."""
+    try:
+        body = json.loads(text)
+        require = body["require"]
+        if type(require) is not int or not 1 <= require <= MAX_REQUIRE:
+            return None
+        return Student(
+            student=name,
+            session=session,
+            require=require,
+            held=_endpoints(body["held"]),
+            wait_share=_number(body["wait_share"]),
+            samples_per_s=_number(body["samples_per_s"]),
+            measured={
+                teacher: Measured(samples_per_s=_positive(rate), busy_share=_positive(busy))
+                for teacher, (rate, busy) in body["measured"].items()
+                if is_endpoint(teacher)
+            },
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def _endpoints(values: Any) -> tuple[str, ...]:
+    return tuple(each for each in values if is_endpoint(each))
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else _positive(value)
+
+
+def _positive(value: Any) -> float:
+    number = float(value)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{number} is no measure")
+    return number

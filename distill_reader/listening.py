@@ -1,0 +1,56 @@
+"""What all listeners of this package do alike."""
+
+import contextlib
+import re
+import resource
+import socket
+
+from distill_reader.errors import UsageError
+
+_LOOPBACK = re.compile(r"127\.\d+\.\d+\.\d+|::1|localhost")
+_WANTED_FILES = 65536
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach `host`."""
+    return bool(_LOOPBACK.fullmatch(host))
+
+
+def bracketed(host: str) -> str:
+    """Return `host` as it stands before a colon and a port."""
+    return f"[{host}]" if ":" in host else host
+
+
+def bind(host: str, port: int, flag: str) -> socket.socket:
+    """Return a socket that is bound, and does not listen yet.
+
+    Args:
+        port: 0: any that is free.
+        flag: names it in errors.
+
+    Raises:
+        UsageError: it cannot be had.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setblocking(False)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if host == "::" and socket.has_dualstack_ipv6():
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UsageError(
+            f"{flag} {port}: cannot listen on {host}: {reason}; choose another port or address"
+        ) from error
+    return listener
+
+
+def raise_file_limit() -> None:
+    """Let as many connections be open as the system allows us without asking anybody."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # as it was, then
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,75 @@
+"""How `edl serve` registers itself as a teacher: its options, and what they mean."""
+
+import argparse
+import os
+from dataclasses import dataclass
+
+from distill_reader.balance.names import check_endpoint, check_name
+from distill_reader.balance.places import Place, check_places, places_of
+from distill_reader.balance.registrar import RegistrarConfig, RegistrarThread, own_address
+from distill_reader.errors import UsageError
+from distill_reader.listening import bracketed
+from distill_reader.tokens import read_token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisterConfig:
+    """Where a teacher registers, and as what."""
+
+    places: tuple[Place, ...]
+    service: str
+    host: str | None  # where students find it; None: at the address that it listens on
+    token: str
+
+    def registrar(self, bound: str, port: int) -> RegistrarThread:
+        """Return what does it, for a server that listens there. Raises: UsageError."""
+        host = self.host
+        if host is None:
+            everywhere = bound in ("0.0.0.0", "::")
+            host = own_address(self.places[0]) if everywhere else bracketed(bound)
+        config = RegistrarConfig(
+            places=self.places,
+            service=self.service,
+            server=check_endpoint(f"{host}:{port}", "--advertise"),
+            token=self.token,
+        )
+        return RegistrarThread(config)
+
+
+def parse_register(args: argparse.Namespace) -> RegisterConfig | None:
+    """Return what the arguments say of discovery; None: nothing.
+
+    Raises:
+        UsageError: an argument is wrong; names it and the remedy.
+    """
+    if args.register is None:
+        for flag, value in (("--service_name", args.service_name), ("--advertise", args.advertise)):
+            if value is not None:
+                raise UsageError(f"{flag}: is for --register HOST:PORT, which is not given")
+        return None
+    if args.service_name is None:
+        raise UsageError("--register: give --service_name NAME, which students ask for")
+    places = places_of(args.register, "--register")
+    check_places(places)
+    return RegisterConfig(
+        places=places,
+        service=check_name(args.service_name, "--service_name"),
+        host=args.advertise,
+        token=read_token(args.token_file, os.environ),
+    )
+
+
+def add_register_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `parse_register` reads."""
+    add = parser.add_argument
+    add(
+        "--register",
+        metavar="HOST:PORT",
+        help="a discovery server (several with commas), or redis://HOST:PORT, that tells students",
+    )
+    add("--service_name", metavar="NAME", help="of which service it is a teacher there")
+    add(
+        "--advertise",
+        metavar="HOST",
+        help="where students find it; default: --bind, or this host as discovery sees it",
+    )

@@ -1,0 +1,158 @@
+"""How a reader is fed: what it waits for, what it gets, how fast each teacher is."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+_WINDOW_S = 8.0  # of what is told
+_FRESH_S = 30.0  # behind the last sample it is not known how the reader is fed
+
+
+@dataclass(slots=True)
+class _Teacher:
+    samples: float = 0.0
+    busy_s: float = 0.0
+    flights: int = 0  # requests it has
+    since_s: float = 0.0  # it has some
+
+
+@dataclass(slots=True)
+class _Sums:
+    elapsed_s: float = 0.0
+    waited_s: float = 0.0
+    samples: float = 0.0
+    teachers: dict[str, _Teacher] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """Of the last seconds."""
+
+    wait_share: float  # of the consumer's time, for predictions
+    samples_per_s: float
+    teachers: dict[str, tuple[float, float]]  # endpoint -> samples per second, share of time busy
+
+
+class Meter:
+    """Of one reader, over all its iterations. Any thread may call."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._sums = _Sums()
+        self._read_s: float | None = None  # when the sums were last brought up; None: never
+        self._fed_s: float | None = None  # when samples came; None: never
+        self._began_wait_s: float | None = None  # None: the consumer does not wait
+
+    def waits(self) -> None:
+        """The consumer waits for a prediction; again: it still does."""
+        with self._lock:
+            self._start()
+            if self._began_wait_s is None:
+                self._began_wait_s = self._clock()
+
+    def waits_no_more(self) -> None:
+        with self._lock:
+            self._count_wait(self._clock())
+            self._began_wait_s = None
+
+    def consumed(self, samples: int) -> None:
+        """The consumer takes samples."""
+        with self._lock:
+            self._start()
+            self._fed_s = self._clock()
+            self._sums.samples += samples
+
+    def asked(self, teacher: str) -> None:
+        """A teacher gets a request."""
+        with self._lock:
+            self._start()
+            known = self._sums.teachers.setdefault(teacher, _Teacher())
+            if not known.flights:
+                known.since_s = self._clock()
+            known.flights += 1
+
+    def answered(self, teacher: str, samples: int) -> None:
+        """It is done with one: has answered so many samples of it."""
+        with self._lock:
+            known = self._sums.teachers.setdefault(teacher, _Teacher())
+            known.samples += samples
+            self._count_busy(known, self._clock())
+            known.flights = max(0, known.flights - 1)
+
+    def read(self) -> Reading | None:
+        """Return how it goes; None: nothing has been read lately."""
+        with self._lock:
+            now = self._clock()
+            if self._read_s is None or not self._is_fresh(now):
+                self._forget()
+                return None
+            sums = self._sums
+            sums.elapsed_s += now - self._read_s
+            self._read_s = now
+            self._count_wait(now)
+            for teacher in sums.teachers.values():
+                self._count_busy(teacher, now)
+            if sums.elapsed_s <= 0:
+                return None
+            elapsed_s = sums.elapsed_s
+            reading = Reading(
+                wait_share=min(1.0, sums.waited_s / elapsed_s),
+                samples_per_s=sums.samples / elapsed_s,
+                teachers={
+                    name: (each.samples / elapsed_s, min(1.0, each.busy_s / elapsed_s))
+                    for name, each in sums.teachers.items()
+                    if each.samples
+                },
+            )
+            self._fade()
+            return reading
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Meter, ()  # another process's reader is fed by itself
+
+    # --- with the lock
+
+    def _start(self) -> None:
+        if self._read_s is None:
+            self._read_s = self._clock()
+
+    def _is_fresh(self, now: float) -> bool:
+        if self._began_wait_s is not None:
+            return True  # for how long it may be
+        return self._fed_s is not None and now - self._fed_s <= _FRESH_S
+
+    def _count_wait(self, now: float) -> None:
+        if self._began_wait_s is not None:
+            self._sums.waited_s += now - self._began_wait_s
+            self._began_wait_s = now
+
+    def _count_busy(self, teacher: _Teacher, now: float) -> None:
+        if teacher.flights:
+            teacher.busy_s += now - teacher.since_s
+            teacher.since_s = now
+
+    def _fade(self) -> None:
+        """Let old times count less, so that the sums are of a window."""
+        sums = self._sums
+        if sums.elapsed_s <= _WINDOW_S:
+            return
+        part = _WINDOW_S / sums.elapsed_s
+        sums.elapsed_s *= part
+        sums.waited_s *= part
+        sums.samples *= part
+        for name, teacher in list(sums.teachers.items()):
+            teacher.samples *= part
+            teacher.busy_s *= part
+            if not teacher.flights and teacher.busy_s < 1e-3:
+                del sums.teachers[name]
+
+    def _forget(self) -> None:
+        flights = {name: each for name, each in self._sums.teachers.items() if each.flights}
+        now = self._clock()
+        for teacher in flights.values():
+            teacher.samples = teacher.busy_s = 0.0
+            teacher.since_s = now
+        self._sums = _Sums(teachers=flights)
+        self._read_s = now if flights else None

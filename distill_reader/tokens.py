@@ -1,0 +1,60 @@
+"""The secret that teachers and discovery servers want to see, as these programs are given it."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from distill_reader.errors import UsageError
+
+
+def read_token(token_file: str | None, environ: Mapping[str, str]) -> str:
+    """Return the token of the file, else of the environment; "": there is none.
+
+    That is EDL_TEACHER_TOKEN_FILE, EDL_TEACHER_TOKEN, EDL_TOKEN_FILE or EDL_TOKEN. Students are
+    given the teachers' token and never the job server's, which EDL_TOKEN may be.
+
+    Raises:
+        UsageError: the file cannot be read, or is empty.
+    """
+    return _read(token_file, "--token_file", ("EDL_TEACHER_TOKEN", "EDL_TOKEN"), environ)
+
+
+def read_job_token(token_file: str | None, environ: Mapping[str, str]) -> str:
+    """Return the job server's token of the file, else of EDL_TOKEN_FILE, EDL_TOKEN; "": none.
+
+    Raises:
+        UsageError: the file cannot be read, or is empty.
+    """
+    return _read(token_file, "--job_server_token_file", ("EDL_TOKEN",), environ)
+
+
+def read_password(password: str | None, password_file: str | None) -> str | None:
+    """Return Redis's password, as --db_passwd or --db_passwd_file gives it; None: neither does.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    if password_file is None:
+        return password or None
+    try:
+        return Path(password_file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--db_passwd_file: {password_file}: {error}") from error
+
+
+def _read(
+    token_file: str | None, flag: str, names: Sequence[str], environ: Mapping[str, str]
+) -> str:
+    for name in names:
+        if token_file is None and environ.get(f"{name}_FILE"):
+            token_file, flag = environ[f"{name}_FILE"], f"{name}_FILE"
+        elif token_file is None and environ.get(name, "").strip():
+            return environ[name].strip()
+    if token_file is None:
+        return ""
+    try:
+        token = Path(token_file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{flag} {token_file}: {error}") from error
+    if not token:
+        raise UsageError(f"{flag} {token_file}: is empty")
+    return token

@@ -1,0 +1,8 @@
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _no_token(monkeypatch):
+    for name in ("EDL_TOKEN", "EDL_TEACHER_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(f"{name}_FILE", raising=False)

@@ -1,0 +1,202 @@
+"""Discovery servers, teachers and students in threads of this process, with real sockets."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from distill_reader.balance.client import Feeding, StudentClient
+from distill_reader.balance.memory import MemoryRegistry
+from distill_reader.balance.messages import HEAD, MAGIC, decode, encode
+from distill_reader.balance.places import places_of
+from distill_reader.balance.redis_registry import RedisRegistry, redis_address
+from distill_reader.balance.registrar import PortProbe, Registrar, RegistrarConfig
+from distill_reader.balance.server import DiscoveryServer, ServerConfig
+
+
+class LoopThread:
+    """An event loop that runs one coroutine until it is closed."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._task: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    async def work(self) -> None:
+        raise NotImplementedError
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(lambda: self._task and self._task.cancel())
+            self._thread.join(20)
+            assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            self._task = self._loop.create_task(self.work())
+            self._loop.run_until_complete(self._task)
+        self._loop.close()
+
+
+class LocalDiscovery(LoopThread):
+    """A discovery server: with a registry in memory, or with Redis."""
+
+    def __init__(
+        self, redis_url: str | None = None, *, port: int = 0, config: ServerConfig | None = None
+    ) -> None:
+        super().__init__()
+        self._redis_url = redis_url
+        self._config = config or ServerConfig()
+        self._listener = socket.create_server(("127.0.0.1", port))
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self.endpoint = f"127.0.0.1:{self.port}"
+        self.server: DiscoveryServer | None = None  # None: not yet
+        self.start()
+
+    async def work(self) -> None:
+        url = self._redis_url
+        registry = MemoryRegistry() if url is None else RedisRegistry([redis_address(url)])
+        self.server = DiscoveryServer(registry, self._config)
+        try:
+            await self.server.run(self._listener)
+        finally:
+            await registry.close()
+            self._listener.close()
+
+    def links(self, service: str = "svc") -> dict[str, tuple[str, ...]]:
+        """What is in force, as this server knows it."""
+        assert self.server is not None
+        known = self.server.balancer.look.services.get(service)
+        return {} if known is None or known.table is None else dict(known.table.links)
+
+    def teachers(self, service: str = "svc") -> set[str]:
+        assert self.server is not None
+        known = self.server.balancer.look.services.get(service)
+        return set() if known is None else set(known.teachers)
+
+
+class _Registrar(Registrar):
+    is_dead = False
+
+    async def _step(self) -> float:
+        return 0.05 if self.is_dead else await super()._step()
+
+    async def _end(self) -> None:
+        self._is_registered = self._is_registered and not self.is_dead
+        await super()._end()
+
+
+class LocalTeacher(LoopThread):
+    """A port that is open, and a registrar that looks after it."""
+
+    def __init__(self, where: str, service: str = "svc", *, token: str = "") -> None:
+        super().__init__()
+        self._listener: socket.socket | None = socket.create_server(("127.0.0.1", 0))
+        self._port = self._listener.getsockname()[1]
+        self.endpoint = f"127.0.0.1:{self._port}"
+        self._config = RegistrarConfig(
+            places=places_of(where, "where"), service=service, server=self.endpoint, token=token
+        )
+        self.start()
+
+    async def work(self) -> None:
+        self.registrar = _Registrar(self._config, PortProbe(self.endpoint))
+        await self.registrar.run()
+
+    def kill(self) -> None:
+        """The teacher dies, the registrar does not."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def stop_beating(self) -> None:
+        """The registrar dies as well, and says nothing."""
+        self.registrar.is_dead = True
+
+    def come_back(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", self._port))
+
+    def close(self) -> None:
+        super().close()
+        self.kill()
+
+
+class LocalStudent:
+    """A StudentClient that remembers what it is told."""
+
+    def __init__(
+        self,
+        where: Sequence[str] | str,
+        service: str = "svc",
+        *,
+        require: int = 100,
+        token: str = "",
+    ) -> None:
+        self.told: list[tuple[str, ...]] = []
+        self.told_s: list[float] = []
+        self.feeding = Feeding()
+        self.client = StudentClient(
+            places_of(where, "where"),
+            service,
+            require=require,
+            token=token,
+            tell=self._tell,
+            feeding=lambda: self.feeding,
+        )
+        self.client.start()
+
+    @property
+    def teachers(self) -> set[str]:
+        return set(self.told[-1]) if self.told else set()
+
+    def close(self) -> None:
+        self.client.stop()
+
+    def _tell(self, teachers: Sequence[str]) -> None:
+        self.told_s.append(time.monotonic())
+        self.told.append(tuple(teachers))
+
+
+class RawClient:
+    """Somebody who writes bytes to a discovery server."""
+
+    def __init__(self, endpoint: str) -> None:
+        host, _, port = endpoint.rpartition(":")
+        self.sock = socket.create_connection((host, int(port)), timeout=20)
+
+    def send(self, data: bytes) -> None:
+        self.sock.sendall(data)
+
+    def ask(self, body) -> dict[str, Any]:
+        self.send(encode(body))
+        return self.receive()
+
+    def receive(self) -> dict[str, Any]:
+        magic, length = HEAD.unpack(self._exactly(HEAD.size))
+        assert magic == MAGIC
+        return decode(self._exactly(length - HEAD.size))
+
+    def is_ended(self) -> bool:
+        """Wait for the end; whether nothing came before it."""
+        try:
+            return self.sock.recv(1) == b""
+        except ConnectionResetError:
+            return True
+
+    def close(self) -> None:
+        self.sock.close()
+
+    def _exactly(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            more = self.sock.recv(size - len(data))
+            assert more, f"the server closed the connection after {data!r}"
+            data += more
+        return data

@@ -1,0 +1,106 @@
+"""Teachers and students come and go: with a registry in memory, and with several servers on one
+Redis."""
+
+import pytest
+
+from distill_reader.balance.client import Feeding
+from distill_reader.balance.speeds import Measured
+from tests.distill_reader.balance.local_discovery import (
+    LocalDiscovery,
+    LocalStudent,
+    LocalTeacher,
+)
+from tests.support import wait_until
+
+
+@pytest.fixture(params=["memory", "redis"])
+def servers(request, run) -> list[LocalDiscovery]:
+    """One server with its own registry, or two on one Redis."""
+    if request.param == "memory":
+        return [run(LocalDiscovery)]
+    url = request.getfixturevalue("redis_server").url
+    return [run(LocalDiscovery, url), run(LocalDiscovery, url)]
+
+
+def test_a_teacher_that_joins_is_told_and_one_that_dies_is_taken_off(servers, run):
+    student = run(LocalStudent, servers[0].endpoint)
+    wait_until(lambda: student.told == [()])
+    teacher = run(LocalTeacher, servers[-1].endpoint)
+    wait_until(lambda: student.teachers == {teacher.endpoint})
+    teacher.kill()
+    wait_until(lambda: student.teachers == set())
+    teacher.come_back()
+    wait_until(lambda: student.teachers == {teacher.endpoint})
+
+
+def test_of_a_registrar_that_is_killed_too_the_lease_ends(servers, run):
+    """Withdrawn by nobody: only its lease says that it is gone."""
+    student = run(LocalStudent, servers[0].endpoint)
+    teacher = run(LocalTeacher, servers[-1].endpoint)
+    wait_until(lambda: student.teachers == {teacher.endpoint})
+    teacher.stop_beating()
+    wait_until(lambda: student.teachers == set())
+
+
+def test_each_teacher_has_one_student_and_one_that_leaves_moves_nothing(servers, run):
+    teachers = [run(LocalTeacher, servers[0].endpoint) for _ in range(8)]
+    everybody = {teacher.endpoint for teacher in teachers}
+    wait_until(lambda: servers[0].teachers() == everybody)
+    students = [run(LocalStudent, servers[number % len(servers)].endpoint) for number in range(4)]
+    wait_until(lambda: all(len(student.teachers) == 2 for student in students))
+    assert set.union(*(student.teachers for student in students)) == everybody
+    before = [student.teachers for student in students]
+    gone = teachers[3].endpoint
+    teachers[3].close()
+    wait_until(lambda: sum(len(student.teachers) for student in students) == 7)
+    assert [student.teachers for student in students] == [each - {gone} for each in before]
+
+
+def test_the_teachers_of_a_student_that_leaves_are_given_to_others_at_once(servers, run):
+    for _ in range(4):
+        run(LocalTeacher, servers[0].endpoint)
+    one = run(LocalStudent, servers[0].endpoint)
+    other = run(LocalStudent, servers[-1].endpoint)
+    wait_until(lambda: len(one.teachers) == 2 == len(other.teachers))
+    other.close()
+    wait_until(lambda: len(one.teachers) == 4)
+
+
+def test_more_students_than_teachers_share_them(servers, run):
+    teachers = [run(LocalTeacher, servers[-1].endpoint) for _ in range(2)]
+    students = [run(LocalStudent, servers[number % len(servers)].endpoint) for number in range(6)]
+    even = sorted((each.endpoint,) for each in teachers for _ in range(3))
+    wait_until(lambda: all(sorted(each.links().values()) == even for each in servers))
+    wait_until(lambda: all(len(student.teachers) == 1 for student in students))
+
+
+def test_a_student_may_want_more_or_fewer_while_it_reads(servers, run):
+    for _ in range(3):
+        run(LocalTeacher, servers[0].endpoint)
+    student = run(LocalStudent, servers[0].endpoint, require=1)
+    wait_until(lambda: len(student.teachers) == 1)
+    student.client.set_require(3)
+    wait_until(lambda: len(student.teachers) == 3)
+
+
+def test_services_do_not_know_of_each_other(servers, run):
+    one = run(LocalTeacher, servers[0].endpoint, "one")
+    run(LocalTeacher, servers[0].endpoint, "one.two")
+    student = run(LocalStudent, servers[0].endpoint, "one")
+    wait_until(lambda: student.teachers == {one.endpoint})
+
+
+def test_fast_teachers_are_given_more_students(servers, run):
+    fast, slow = (run(LocalTeacher, servers[0].endpoint).endpoint for _ in range(2))
+    students = [run(LocalStudent, servers[0].endpoint) for _ in range(5)]
+    wait_until(lambda: all(len(student.teachers) == 1 for student in students))
+    for student in students:
+        student.feeding = Feeding(
+            wait_share=0.5,
+            samples_per_s=100.0,
+            measured={
+                fast: Measured(samples_per_s=400.0, busy_share=1.0),
+                slow: Measured(samples_per_s=100.0, busy_share=1.0),
+            },
+        )
+    wait_until(lambda: sum(student.teachers == {fast} for student in students) == 4)

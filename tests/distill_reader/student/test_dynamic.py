@@ -1,0 +1,253 @@
+"""A reader whose teachers a discovery service names: real servers, teachers that come and go."""
+
+import gc
+import os
+import pickle
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from distill_reader import DistillReader
+from distill_reader.balance.places import places_of
+from distill_reader.balance.registrar import RegistrarConfig, RegistrarThread
+from distill_reader.balance.table import Student
+from distill_reader.errors import NoTeacher, UsageError
+from distill_reader.specs import ModelSpec, TensorSpec
+from distill_reader.student import dynamic
+from distill_reader.student.meter import Meter
+from tests.distill_reader.balance.local_discovery import LocalDiscovery
+from tests.distill_reader.student.local_teacher import LocalService, LocalTeacher
+from tests.support import wait_until
+
+SPEC = ModelSpec(
+    name="double",
+    inputs=(TensorSpec(name="image", dtype="float32", shape=(2, 3)),),
+    outputs=(TensorSpec(name="double", dtype="float32", shape=(2, 3)),),
+)
+
+
+class Registered:
+    """A teacher that is registered for as long as it runs."""
+
+    def __init__(self, where: str) -> None:
+        self.is_closed = False
+        self.service = LocalService(SPEC, lambda inputs: {"double": inputs["image"] * 2})
+        self._teacher = LocalTeacher(self.service)
+        self.endpoint = self._teacher.endpoint
+        self._registrar = RegistrarThread(
+            RegistrarConfig(places=places_of(where, "where"), service="svc", server=self.endpoint)
+        )
+        self._registrar.start()
+
+    @property
+    def answers(self) -> int:
+        return len(self.service.protocols)
+
+    def close(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            self._registrar.stop()
+            self._teacher.close()
+            self.service.close()
+
+
+class Batches:
+    """A generator of numbered batches, until it is told to end."""
+
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+
+    def __call__(self) -> Iterator[tuple[np.ndarray, int]]:
+        number = 0
+        while not self.is_over.wait(0.002):
+            yield np.full((4, 2, 3), number, np.float32), number
+            number += 1
+
+
+@pytest.fixture
+def discovery(run):
+    return run(LocalDiscovery)
+
+
+@pytest.fixture
+def reader(monkeypatch) -> Iterator[DistillReader]:
+    for name in [name for name in os.environ if name.startswith("PADDLE_DISTILL")]:
+        monkeypatch.delenv(name)
+    made = DistillReader(["image", None], ["double"])
+    yield made
+    if made._dynamic._student is not None:
+        made._dynamic._student.stop()
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("edl-")])
+
+
+def take(results, batches: int, first: int = 0) -> int:
+    """Read so many batches, in order and each with its own prediction; return the next one."""
+    for expected in range(first, first + batches):
+        image, number, double = next(results)
+        assert number == expected
+        np.testing.assert_array_equal(double, 2 * image)
+    return first + batches
+
+
+def test_teachers_that_join_are_used_and_those_that_leave_are_not(discovery, reader, run):
+    reader.set_dynamic_teacher([discovery.endpoint], "svc", require_max_teacher=4)
+    batches = Batches()
+    results = reader.set_batch_generator(batches)()
+    one = run(Registered, discovery.endpoint)
+    at = take(results, 20)
+    two = run(Registered, discovery.endpoint)
+    wait_until(lambda: len(discovery.teachers()) == 2)
+    while not two.answers:
+        at = take(results, 1, at)
+    one.close()
+    before = two.answers
+    while two.answers < before + 20:
+        at = take(results, 1, at)
+    batches.is_over.set()
+    for image, _, double in results:
+        np.testing.assert_array_equal(double, 2 * image)
+
+
+def test_between_two_epochs_it_stays_a_student_and_keeps_its_teachers(discovery, reader, run):
+    for _ in range(2):
+        run(Registered, discovery.endpoint)
+    reader.set_dynamic_teacher(discovery.endpoint, "svc", 2)
+    reader.set_batch_generator([(np.ones((4, 2, 3), np.float32), 0)] * 3)
+    for _ in range(3):
+        assert len(list(reader())) == 3
+    (links,) = discovery.links().values()
+    assert len(links) == 2
+    assert discovery.server is not None
+    assert discovery.server.balancer.students == 1
+
+
+def test_behind_the_last_epoch_it_leaves_after_a_while(discovery, reader, run, monkeypatch):
+    monkeypatch.setattr(reader._dynamic, "_linger_s", 0.05)
+    run(Registered, discovery.endpoint)
+    reader.set_dynamic_teacher(discovery.endpoint, "svc")
+    reader.set_batch_generator([(np.ones((4, 2, 3), np.float32), 0)])
+    assert discovery.server is not None
+    for _ in range(2):  # and comes back
+        assert len(list(reader())) == 1
+        wait_until(lambda: not discovery.server.balancer.students)
+
+
+def test_a_reader_that_is_forgotten_leaves(discovery, run):
+    run(Registered, discovery.endpoint)
+    reader = DistillReader(["image", None], ["double"]).set_dynamic_teacher(
+        discovery.endpoint, "svc"
+    )
+    reader.set_batch_generator([(np.ones((4, 2, 3), np.float32), 0)])
+    assert len(list(reader())) == 1
+    assert discovery.server is not None
+    assert discovery.server.balancer.students == 1
+    del reader
+    gc.collect()
+    wait_until(lambda: not discovery.server.balancer.students)
+
+
+def test_discovery_that_is_away_is_not_noticed(discovery, reader, run):
+    run(Registered, discovery.endpoint)
+    reader.set_dynamic_teacher(discovery.endpoint, "svc")
+    batches = Batches()
+    results = reader.set_batch_generator(batches)()
+    at = take(results, 10)
+    discovery.close()
+    at = take(results, 50, at)
+    again = run(LocalDiscovery, port=discovery.port)
+    wait_until(lambda: len(again.links()) == 1 and all(again.links().values()))
+    take(results, 50, at)
+
+
+def test_it_may_ask_redis_itself(redis_server, reader, run):
+    teacher = run(Registered, redis_server.url)
+    reader.set_dynamic_teacher([redis_server.url], "svc")
+    batches = Batches()
+    results = reader.set_batch_generator(batches)()
+    at = take(results, 10)
+    redis_server.kill()
+    at = take(results, 20, at)
+    redis_server.start()
+    take(results, 20, at)
+    assert teacher.answers
+    results.close()
+
+
+def test_no_server_and_no_teacher_end_nothing_but_what_was_asked_for(reader, free_endpoint):
+    reader.set_dynamic_teacher(free_endpoint, "svc").set_no_teacher_timeout(0.3)
+    results = reader.set_batch_generator([(np.ones((4, 2, 3), np.float32), 0)])()
+    with pytest.raises(NoTeacher, match="the list of teachers is empty"):
+        next(results)
+
+
+def test_the_environment_has_the_last_word(discovery, reader, run, monkeypatch):
+    run(Registered, discovery.endpoint)
+    monkeypatch.setenv("PADDLE_DISTILL_BALANCE_SERVER", discovery.endpoint)
+    monkeypatch.setenv("PADDLE_DISTILL_SERVICE_NAME", "svc")
+    monkeypatch.setenv("PADDLE_DISTILL_MAX_TEACHER", "3")
+    reader.set_fixed_teacher("10.255.255.1:1")
+    reader.set_batch_generator([(np.ones((4, 2, 3), np.float32), 0)])
+    assert len(list(reader())) == 1
+    assert discovery.server is not None
+    (student,) = discovery.server.balancer.look.services["svc"].students.values()
+    assert student.require == 3
+
+
+def test_the_servers_hear_how_it_is_fed(discovery, reader, run, monkeypatch):
+    monkeypatch.setattr("distill_reader.balance.client.REPORT_S", 0.05)
+    run(Registered, discovery.endpoint)
+    reader.set_dynamic_teacher(discovery.endpoint, "svc")
+    batches = Batches()
+    results = reader.set_batch_generator(batches)()
+    at = 0
+
+    def reported() -> list[Student]:
+        nonlocal at
+        at = take(results, 1, at)
+        assert discovery.server is not None
+        own = discovery.server.balancer._own.values()
+        return [each.student for each in own if each.student.measured]
+
+    wait_until(reported)
+    (student,) = reported()
+    assert student.samples_per_s is not None
+    assert student.samples_per_s > 0
+    assert student.wait_share is not None
+    assert 0 <= student.wait_share <= 1
+    (measured,) = student.measured.values()
+    assert measured.samples_per_s > 0
+    assert 0 < measured.busy_share <= 1
+
+
+def test_a_copy_for_another_process_is_a_student_of_its_own():
+    teachers = dynamic.DynamicTeachers(Meter())
+    teachers.source(("127.0.0.1:1",), "svc", 1)
+    copy = pickle.loads(pickle.dumps(teachers))
+    assert copy._student is None
+
+
+def test_the_password_of_a_redis_is_not_printed(reader, capsys):
+    reader.set_dynamic_teacher(["redis://:s3cret@10.0.0.1:6379/2"], "svc").print_config()
+    printed = capsys.readouterr().out
+    assert "discovery_servers: ('redis at 10.0.0.1:6379',)" in printed
+    assert "s3cret" not in printed
+
+
+@pytest.mark.parametrize(
+    ("servers", "service", "require", "words"),
+    [
+        ("", "svc", 1, "discovery_servers: expected HOST:PORT"),
+        ([], "svc", 1, "discovery_servers: none is given"),
+        ("10.0.0.1", "svc", 1, "discovery_servers: expected HOST:PORT"),
+        ("10.0.0.1:7001,10.0.0.1:7001", "svc", 1, "each may be there once"),
+        ("redis://10.0.0.1:0", "svc", 1, "expected HOST:PORT or redis://"),
+        ("10.0.0.1:7001", "a*", 1, r"teacher_service_name: expected .* got 'a\*'"),
+        ("10.0.0.1:7001", "", 1, "teacher_service_name: expected"),
+        ("10.0.0.1:7001", "svc", 0, "require_max_teacher: expected an integer of 1 or more"),
+    ],
+)
+def test_what_is_wrong_is_refused_where_it_is_said(reader, servers, service, require, words):
+    with pytest.raises(UsageError, match=words):
+        reader.set_dynamic_teacher(servers, service, require)

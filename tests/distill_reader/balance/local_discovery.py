@@ -57,13 +57,16 @@ class LocalDiscovery(LoopThread):
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self.endpoint = f"127.0.0.1:{self.port}"
-        self.server: DiscoveryServer | None = None  # None: not yet
+        self._made = threading.Event()
+        self.server: DiscoveryServer
         self.start()
+        self._made.wait()
 
     async def work(self) -> None:
         url = self._redis_url
         registry = MemoryRegistry() if url is None else RedisRegistry([redis_address(url)])
         self.server = DiscoveryServer(registry, self._config)
+        self._made.set()
         try:
             await self.server.run(self._listener)
         finally:
@@ -72,12 +75,10 @@ class LocalDiscovery(LoopThread):
 
     def links(self, service: str = "svc") -> dict[str, tuple[str, ...]]:
         """What is in force, as this server knows it."""
-        assert self.server is not None
         known = self.server.balancer.look.services.get(service)
         return {} if known is None or known.table is None else dict(known.table.links)
 
     def teachers(self, service: str = "svc") -> set[str]:
-        assert self.server is not None
         known = self.server.balancer.look.services.get(service)
         return set() if known is None else set(known.teachers)
 

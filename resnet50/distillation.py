@@ -20,6 +20,7 @@ from paddle import nn
 
 from distill_reader.convert import save_servable
 from distill_reader.errors import DistillError
+from distill_reader.normalization import Normalization
 from distill_reader.student.losses import soft_cross_entropy
 from distill_reader.student.reader import DistillReader
 from pod_runtime import elastic
@@ -58,6 +59,9 @@ class Teachers:
                 options.distill_service_name,
                 options.distill_max_teacher,
             )
+        if options.distill_wire_dtype != "float32":
+            reader.set_wire_dtype(ins=options.distill_wire_dtype)
+        reader.set_top_k(options.distill_top_k)
         reader.set_no_teacher_timeout(options.no_teacher_timeout_s)
         reader.set_batch_generator(loop.shards(self._loader))
         return reader()
@@ -79,8 +83,14 @@ def taught_loss(scores, labels, soft_labels, *, alpha: float, smoothing: float):
     return alpha * soft + (1 - alpha) * F.cross_entropy(scores, labels, label_smoothing=smoothing)
 
 
-def in_layout(images, options: argparse.Namespace):
-    """Return images as the network wants them: those of a student are read for its teachers."""
+def as_input(images, options: argparse.Namespace):
+    """Return images as the network wants them: a student's are read as its teachers take them."""
+    if images.dtype == paddle.uint8:
+        mean, std = (
+            paddle.to_tensor(values, "float32").reshape([3, 1, 1])
+            for values in (options.image_mean, options.image_std)
+        )
+        images = (images.astype("float32") / 255 - mean) / std
     if options.use_distill_service and options.data_format == "NHWC":
         return images.transpose([0, 2, 3, 1])
     return images
@@ -106,7 +116,18 @@ def save_teacher(network: nn.Layer, options: argparse.Namespace) -> str:
     served = Served(network, channels_last=options.data_format == "NHWC")
     served.eval()
     spec = paddle.static.InputSpec([None, *options.image_shape], "float32", IMAGE)
-    save_servable(served, [spec], folder, feed_alias=[IMAGE], fetch_alias=[SCORE])
+    # For students that send pixels as they are (--distill_wire_dtype uint8).
+    pixels = Normalization(
+        mean=tuple(options.image_mean), std=tuple(options.image_std), layout="CHW"
+    )
+    save_servable(
+        served,
+        [spec],
+        folder,
+        feed_alias=[IMAGE],
+        fetch_alias=[SCORE],
+        normalizations={IMAGE: pixels},
+    )
     return f"servable: {folder}, takes {IMAGE}, returns {SCORE}"
 
 

@@ -15,7 +15,7 @@ import time
 import numpy as np
 import paddle
 import paddle.nn.functional as F
-from distillation import DistillError, Teachers, in_layout, save_teacher, taught_loss
+from distillation import DistillError, Teachers, as_input, save_teacher, taught_loss
 from images import DataError, make_sets, train_loader_args
 from networks import load_pretrained, make_network
 from options import OptionError, parse
@@ -203,7 +203,7 @@ class Trainer:
         with paddle.amp.auto_cast(enable=options.fp16, level="O1"):
             if soft_labels is not None:
                 loss = taught_loss(
-                    self.network(in_layout(images, options)),
+                    self.network(as_input(images, options)),
                     labels,
                     soft_labels,
                     alpha=options.distill_alpha,
@@ -234,7 +234,7 @@ class Trainer:
     def judge(self, images, labels) -> dict[str, paddle.Tensor]:
         """Return sums over a batch of test images."""
         with paddle.amp.auto_cast(enable=self.options.fp16, level="O1"):
-            scores = self.network(in_layout(images, self.options)).astype("float32")
+            scores = self.network(as_input(images, self.options)).astype("float32")
         best = scores.topk(min(5, scores.shape[1]), axis=1)[1]  # (N, 5) classes
         hits = best == labels.reshape([-1, 1])
         return {

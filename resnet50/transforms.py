@@ -55,6 +55,7 @@ class Recipe:
     mean: tuple[float, ...]  # by channel, of values in [0, 1]
     std: tuple[float, ...]
     channels_last: bool  # HWC instead of CHW
+    raw: bool = False  # pixels as they are, uint8, instead of normalized floats
 
     def __post_init__(self) -> None:
         if min(self.size) < 1:
@@ -102,10 +103,11 @@ class Recipe:
             std=tuple(options.image_std),
             # Teachers take CHW: what is read for them is turned behind them.
             channels_last=options.data_format == "NHWC" and not options.use_distill_service,
+            raw=options.use_distill_service and options.distill_wire_dtype == "uint8",
         )
 
     def augment(self, encoded: bytes, rng: Any = random) -> np.ndarray:
-        """Return a random crop, perhaps mirrored: float32, CHW or HWC.
+        """Return a random crop, perhaps mirrored: float32 (uint8 if `raw`), CHW or HWC.
 
         Args:
             rng: draws; the elastic loop seeds Python's own generator for each sample of each epoch.
@@ -132,10 +134,15 @@ class Recipe:
         return self.to_array(image)
 
     def to_array(self, image: Image.Image, *, mirrored: bool = False) -> np.ndarray:
-        """Return (value / 255 - mean) / std of an RGB image of (W, H): (3, H, W) or (H, W, 3)."""
+        """Return (value / 255 - mean) / std of an RGB image of (W, H): (3, H, W) or (H, W, 3).
+
+        Where the recipe is `raw`: the values themselves, as uint8.
+        """
         pixels = np.asarray(image)
         if mirrored:
             pixels = pixels[:, ::-1]  # read backwards below; nothing is copied
+        if self.raw:
+            return np.ascontiguousarray(pixels if self.channels_last else pixels.transpose(2, 0, 1))
         mean, std = (np.array(each, np.float32)[:, None, None] for each in (self.mean, self.std))
         # Plane by plane, in place: several times as fast as (H, W, 3) with its short last axis.
         planes = pixels.transpose(2, 0, 1).astype(np.float32, order="C")

@@ -39,7 +39,7 @@ def make_options() -> Callable[..., argparse.Namespace]:
             "upper_ratio": 4 / 3, "interpolation": None, "data_format": "NCHW",
             "total_images": None, "num_threads": 0, "batch_size": 16, "total_batch_size": None,
             "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225], "seed": 0,
-            "use_distill_service": False,
+            "use_distill_service": False, "distill_wire_dtype": "float32",
         }  # fmt: skip
         assert options.keys() >= changes.keys()
         return argparse.Namespace(**(options | changes))

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import paddle
 import pytest
-from distillation import Served, in_layout, save_teacher, taught_loss
+from distillation import Served, as_input, save_teacher, taught_loss
 from images import make_sets
 from networks import make_network
 from options import parse
@@ -81,14 +81,14 @@ def test_a_student_learns_from_a_teacher_of_the_scripts(taught, teacher):
     assert scores_in(said)[0] > 0
 
 
-def test_decoding_workers_bring_a_student_alone_what_the_pods_trainers_read(
-    taught, teacher, tmp_path
-):
+def test_workers_raw_pixels_and_most_of_the_labels_make_the_same_student(taught, teacher, tmp_path):
+    """Nine of ten classes: what is left is what the tenth has."""
     shards = re.search(r"batches of 20 in (\d+) shards", taught[1])
     assert shards
     done = train(
         "--model=ResNet18_vd", "--lr=0.01", TEACH, f"--distill_teachers={teacher}",
         "--num_epochs=1", "--total_images=40", "--total_batch_size=20", "--num_threads=2",
+        "--distill_wire_dtype=uint8", "--distill_top_k=9",
         cwd=tmp_path, EDL_MAX_TRAINERS=shards[1],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -119,11 +119,23 @@ def test_images_for_teachers_lie_as_teachers_take_them_whatever_the_network_want
     image, _label = make_sets(options)[0][0]
     assert image.shape == (3, 32, 32)
     batch = paddle.to_tensor(image[np.newaxis])
-    assert in_layout(batch, options).shape == [1, 32, 32, 3]
+    assert as_input(batch, options).shape == [1, 32, 32, 3]
     alone = parse(["--data_format=NHWC", "--total_images=10"])
     image, _label = make_sets(alone)[0][0]
     assert image.shape == (32, 32, 3)
-    assert in_layout(paddle.to_tensor(image), alone).shape == [32, 32, 3]
+    assert as_input(paddle.to_tensor(image), alone).shape == [32, 32, 3]
+
+
+def test_raw_pixels_are_normalized_as_floats_are():
+    found = []
+    for dtype in ("uint8", "float32"):
+        options = parse(
+            [TEACH, "--distill_teachers=h:1", f"--distill_wire_dtype={dtype}", "--total_images=10"]
+        )
+        image, _label = make_sets(options)[0][0]
+        assert (image.dtype, image.shape) == (dtype, (3, 32, 32))
+        found.append(as_input(paddle.to_tensor(image[np.newaxis]), options).numpy())
+    assert found[0] == pytest.approx(found[1], abs=1e-5)
 
 
 def test_a_teacher_serves_the_same_whichever_way_its_network_was_trained():

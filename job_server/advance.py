@@ -324,6 +324,9 @@ def _begin_start(work: Work) -> None:
     if size < job.target and work.now < heed_deadline(job, work.cluster) and not job.fresh:
         work.set(waiting="")  # nodes may not have registered again since the server came back
         return
+    if job.fresh and size < job.target and work.cluster.promised:
+        work.set(waiting="teachers are leaving slots for it")  # to grow later would be a change
+        return
     if size < job.spec.min_pods or size < 1:
         work.set(
             waiting=explain_shortage(

@@ -23,6 +23,7 @@ class Claims:
 
     reserved: Mapping[str, frozenset[int]] = field(default_factory=dict)  # node -> slots
     give_back: Mapping[str, frozenset[str]] = field(default_factory=dict)  # job -> pods that leave
+    promised: Mapping[str, int] = field(default_factory=dict)  # job -> pods, on slots not yet free
 
 
 NO_CLAIMS = Claims()
@@ -56,6 +57,7 @@ def claim(
     leaving = slots_of(tuple(p for job in teachers for p in job.pods if p.leaving))
     spare = _Spare(teachers)
     reserved: Slots = {}
+    promised: dict[str, int] = {}
     for job, cluster in trainings:
         count = shortage(job, now, cluster)
         if not count:
@@ -63,15 +65,28 @@ def claim(
         freed = _as_if(cluster, free=leaving, taken=reserved)
         held, own_leaving = slots_of_stayers(job), slots_of_leavers(job)
         sites = place(job.spec, freed, now, count=count, held=held, leaving=own_leaving)
+        at_once = place(
+            job.spec,
+            _as_if(cluster, free={}, taken=reserved),
+            now,
+            count=count,
+            held=held,
+            leaving=own_leaving,
+        )
         for site in sites:
             _add(reserved, site.node_id, site.slots)
-        for _ in range(count - len(sites)):
+        found = len(sites)
+        while found < count:
             view = _as_if(freed, free={}, taken=reserved)
             if not _take_one(job, view, spare, reserved, now):
                 break
+            found += 1
+        if found > len(at_once):
+            promised[job.spec.job_id] = found - len(at_once)
     return Claims(
         reserved=reserved,
         give_back={job_id: frozenset(pods) for job_id, pods in spare.given.items() if pods},
+        promised=promised,
     )
 
 

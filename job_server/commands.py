@@ -150,7 +150,12 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
 
 
 def _pods_or_auto(text: str) -> int | None:
-    return None if text == "auto" else int(text)
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number or auto, got {text!r}") from None
 
 
 # --- one function per verb ----------------------------------------------------------------------
@@ -265,7 +270,8 @@ def _print_events(api: ApiClient, job_id: str, after: int, args: argparse.Namesp
                 print(json.dumps(wire.encode(event)), flush=True)
                 continue
             at = datetime.fromtimestamp(event.at, UTC).astimezone()
-            print(f"{at:%Y-%m-%d %H:%M:%S}  stage {event.stage:<4} {event.text}", flush=True)
+            stage = f"stage {event.stage}" if event.stage else ""  # 0: before the first
+            print(f"{at:%Y-%m-%d %H:%M:%S}  {stage:<10} {event.text}", flush=True)
     return after
 
 

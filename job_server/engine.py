@@ -191,7 +191,7 @@ class Engine:
         """
         now = self.now()
         try:
-            job, reason = kinds.step(entry.job, event, now, self.cluster(entry), self.claims(entry))
+            job, reason = kinds.step(entry.job, event, now, self.cluster(entry), self.claims())
         except stages.Refused as error:
             raise Conflict(str(error)) from None
         if job == entry.job:
@@ -283,17 +283,18 @@ class Engine:
             [other.slots for other in others], [other.ports for other in others]
         )
 
-    def claims(self, entry: Entry) -> Claims:
-        """Return what training jobs are to have before these teachers; nothing for a training."""
-        if not isinstance(entry.job, TeacherJob):
+    def claims(self) -> Claims:
+        """Return what training jobs are to have before teachers."""
+        jobs = [(entry, entry.job) for entry in self.jobs.values()]
+        teachers = [job for _, job in jobs if isinstance(job, TeacherJob)]
+        if not teachers:
             return NO_CLAIMS
-        jobs = [(other, other.job) for other in self.jobs.values()]
         trainings = [
-            (job, self.cluster(other))
-            for other, job in jobs
+            (job, self.cluster(entry))
+            for entry, job in jobs
             if isinstance(job, Job) and not job.state.ended
         ]
-        return claim(trainings, [job for _, job in jobs if isinstance(job, TeacherJob)], self.now())
+        return claim(trainings, teachers, self.now())
 
     # --- jobs and nodes -------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ shown alike.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from job_server import stages, teacher_job, teacher_views, teachers
@@ -47,12 +48,13 @@ def step(
     """Return the job after `event`, and why it has changed; as `stages.step`.
 
     Args:
-        claims: what training jobs are to have; of no meaning for one of them.
+        claims: what training jobs are to have before teachers.
     """
     if isinstance(job, TeacherJob):
         give_back = claims.give_back.get(job.spec.job_id, frozenset())
         return teachers.step(job, event, now, bar(cluster, claims.reserved), give_back)
-    return stages.step(job, event, now, cluster)
+    promised = claims.promised.get(job.spec.job_id, 0)
+    return stages.step(job, event, now, replace(cluster, promised=promised))
 
 
 def next_deadline(job: AnyJob, now: float, cluster: Cluster) -> float | None:

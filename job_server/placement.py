@@ -26,6 +26,7 @@ class Cluster:
 
     nodes: tuple[NodeView, ...] = ()
     heartbeat_s: float = 1.0
+    promised: int = 0  # pods for which teachers are about to leave slots; see `claims`
 
     @property
     def silence_s(self) -> float:

@@ -61,10 +61,9 @@ def teacher_facts(teachers: TeacherStatus) -> list[tuple[str, str]]:
             said += f"; {demand.teachers} registered"
     return [
         ("service", teachers.service),
-        ("running", f"{teachers.running} of {teachers.wanted}, chosen by {teachers.chosen_by}: "
-                    f"{teachers.why}"),
+        ("chosen", f"by {teachers.chosen_by}"),
         ("demand", said),
-    ]  # fmt: skip
+    ]
 
 
 def ending(code: int) -> str:

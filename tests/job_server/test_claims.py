@@ -1,6 +1,8 @@
 """Slots go to trainings before teachers above the minimum; a real service, simulated clients."""
 
+import random
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -115,6 +117,25 @@ def test_a_slot_is_given_only_when_its_teacher_has_ended_and_no_second_one_leave
     site.act(3)
     assert site.count("training") == 1
     assert site.count("teachers") == 3
+
+
+def test_a_training_waits_for_all_that_leave_for_it_and_does_not_begin_with_fewer():
+    site = Site(slots=5)
+    site.submit("teachers", pods=4, folder="teach")
+    site.act(2)
+    site.slow_to_end = True
+    site.submit("training", pods=3)  # one slot is free
+    site.act(3)
+    assert site.status("training").reason == "teachers are leaving slots for it"
+    site.pods["teachers/teacher_4"] = replace(
+        site.pods["teachers/teacher_4"], phase=PodPhase.EXITED, exit_code=0
+    )
+    site.act(3)
+    assert site.count("training") == 0
+    site.slow_to_end = False
+    site.act(3)
+    assert site.count("training") == 3
+    site.service.close()
 
 
 def test_teachers_take_the_slots_again_when_the_training_has_left_them(site):
@@ -257,3 +278,75 @@ def test_nothing_is_claimed_where_nothing_is_short(site):
     cluster = site.engine.cluster(entry)
     assert shortage(entry.job, site.now, cluster) == 0
     assert claim([(entry.job, cluster)], [], site.now).reserved == {}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_happens_no_two_pods_share_a_slot_and_all_calms_down(seed):
+    rng = random.Random(seed)
+    site = Site(slots=6)
+    site.submit(
+        "teachers",
+        pods=2,
+        folder="teach",
+        max_pods=6,
+        max_failures=None,
+        max_restarts_without_progress=1000,
+    )
+    for _ in range(60):
+        _something_happens(site, rng)
+        site.act(rng.randint(1, 3))
+        plan = site.engine._plan("node-a")
+        slots = [slot for pod in plan if pod.job_id != "teachers" for slot in pod.slots]
+        # Teachers that leave hold theirs until their client says that they have ended.
+        slots += [slot for pod in site.status("teachers").pods for slot in pod.slots]
+        assert len(slots) == len(set(slots)), site.events("teachers")
+    site.slow_to_end = False
+    site.act(3)
+    with suppress(Conflict):
+        site.service.ask("teachers", stages.ResumeAsked())
+    site.service.ask("teachers", stages.ResizeAsked(Resize(pods=3)))
+    for status in site.service.statuses():
+        if status.job_id != "teachers":
+            site.service.delete(status.job_id)
+    site.act(300)
+    assert site.status("teachers").state is JobState.RUNNING
+    assert site.count("teachers") == 3
+    site.service.close()
+
+
+def _something_happens(site: Site, rng: random.Random) -> None:
+    match rng.randrange(8):
+        case 0:
+            name = f"training-{rng.randrange(3)}"
+            with suppress(Conflict):
+                pods = rng.randint(1, 4)
+                site.submit(name, pods=pods, slots_per_pod=rng.randint(1, 2), max_preemptions=None)
+        case 1:
+            with suppress(NotFound):
+                site.service.delete(f"training-{rng.randrange(3)}")
+        case 2:
+            with suppress(Conflict):
+                resize = Resize(pods=rng.choice([None, 1, 3, 6]))
+                site.service.ask("teachers", stages.ResizeAsked(resize))
+        case 3:
+            for key, pod in site.pods.items():
+                if rng.random() < 0.3:
+                    site.pods[key] = replace(pod, phase=PodPhase.EXITED, exit_code=1)
+        case 4:
+            site.now += rng.choice([3.0, 10.0, 100.0])  # the node is silent
+        case 5:
+            site.slow_to_end = not site.slow_to_end
+        case 6:
+            paused = site.status("teachers").state is JobState.PAUSED
+            with suppress(Conflict):
+                event = stages.ResumeAsked() if paused else stages.PauseAsked()
+                site.service.ask("teachers", event)
+        case _:
+            demand = wire.Demand(
+                service="soft",
+                students=rng.randint(0, 9),
+                wait_share=rng.random(),
+                samples_per_s=rng.uniform(0, 500),
+            )
+            with suppress(NotFound):
+                site.service.demand("soft", demand)

@@ -67,8 +67,12 @@ class Adapter(Protocol):
     def end_shard(self) -> None:
         """Note how this shard changed the buffers, and put them back."""
 
-    def backward(self, loss: Any, weight: float) -> None:
-        """Accumulate the gradient of `loss` times `weight`."""
+    def backward(self, loss: Any, weight: float, is_last: bool = False) -> None:
+        """Accumulate the gradient of `loss` times `weight`.
+
+        Args:
+            is_last: of the step's last shard, so that gradients may be sent from now on.
+        """
 
     def exchange(self, header: Sequence[float], contribute: bool) -> list[float]:
         """Sum gradients, buffer changes and `header` over all ranks; return the header's sums.

@@ -67,6 +67,7 @@ class Loop:
         reader: Callable[[ReadFrom], Any] | None = None,
         steps_per_epoch: int | None = None,
         snapshot_steps: int | str = "auto",
+        all_reduce: str = "flat",
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         """Join the stage, take over its state, and return when training may begin.
@@ -88,6 +89,8 @@ class Loop:
             steps_per_epoch: for a reader without a dataset.
             snapshot_steps: steps between snapshots in memory; "auto": as many as keep the stall
                 below 1 % of the time.
+            all_reduce: "flat" sums all gradients at once after the last shard; "overlapped" sums
+                them bucket by bucket while the last shard's backward pass still runs.
             extra: objects with state_dict and set_state_dict that belong to the state.
 
         Raises:
@@ -106,6 +109,7 @@ class Loop:
             lr_warmup_steps=lr_warmup_steps,
             steps_per_epoch=steps_per_epoch,
             snapshot_steps=snapshot_steps,
+            all_reduce=all_reduce,
         )
         self._settings = settings
         self._source = make_source(
@@ -136,7 +140,12 @@ class Loop:
             self._source,
             TrainerEnv.read(os.environ),
             make_adapter=lambda header_size: _paddle_adapter(
-                model, optimizer, header_size=header_size, scaler=scaler, extra=extra
+                model,
+                optimizer,
+                header_size=header_size,
+                scaler=scaler,
+                extra=extra,
+                all_reduce=all_reduce,
             ),
         )
         self._adapter: Adapter = self._entrance.adapter

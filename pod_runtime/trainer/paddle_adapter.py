@@ -19,6 +19,13 @@ from pod_runtime.trainer.adapter import GroupSpec
 from pod_runtime.trainer.errors import PeerLost, UsageError
 from pod_runtime.trainer.layout import Layout
 from pod_runtime.trainer.paddle_gradients import GradientExchange, ShardBuffers, trained_parameters
+from pod_runtime.trainer.paddle_overlap import (
+    Hooks,
+    Lane,
+    OverlappedExchange,
+    TaskLane,
+    ThreadLane,
+)
 from pod_runtime.trainer.paddle_state import PaddleState
 from pod_runtime.trainer.paddle_store import prompt_store
 
@@ -44,11 +51,13 @@ class PaddleAdapter:
         header_size: int,
         scaler: Any | None = None,
         extra: Mapping[str, Any] | None = None,
+        all_reduce: str = "flat",
         on_host: bool | None = None,
     ) -> None:
         """Look at the model; nothing is changed yet.
 
         Args:
+            all_reduce: one of settings.ALL_REDUCE.
             on_host: how gradients are made flat; None: by where the model lives.
 
         Raises:
@@ -65,7 +74,9 @@ class PaddleAdapter:
         self._state = PaddleState(model, optimizer, self._scaler, extra or {})
         self._buffers = ShardBuffers(model, on_host)
         self._header_size, self._on_host = header_size, on_host
-        self._exchange = GradientExchange(parameters, self._buffers, header_size, on_host)
+        self._hooks = Hooks() if all_reduce == "overlapped" else None
+        self._lane = self._make_lane()
+        self._exchange = self._make_exchange(parameters)
         self._parameters = model.parameters()  # frozen ones, too
         self._frozen = [each.stop_gradient for each in self._parameters]
         self._world_size = 1
@@ -75,6 +86,8 @@ class PaddleAdapter:
 
     def form_group(self, spec: GroupSpec) -> None:
         self._world_size = spec.world_size
+        if isinstance(self._exchange, OverlappedExchange):
+            self._exchange.start_over()
         if spec.world_size == 1:
             return
         if not core.is_compiled_with_cuda() or paddle.device.get_device() == "cpu":
@@ -91,12 +104,14 @@ class PaddleAdapter:
 
     def all_reduce(self, values: npt.NDArray[np.float64]) -> None:
         if self._world_size > 1:
+            self._check_closed()
             tensor = paddle.to_tensor(values)
             self._reduce(tensor)
             values[:] = tensor.numpy()
 
     def broadcast(self, data: npt.NDArray[np.uint8], source: int) -> None:
         if self._world_size > 1 and data.size:
+            self._check_closed()
             tensor = paddle.to_tensor(data)
             try:
                 dist.broadcast(tensor, source)
@@ -138,7 +153,10 @@ class PaddleAdapter:
     def end_shard(self) -> None:
         self._buffers.end_shard()
 
-    def backward(self, loss: Any, weight: float) -> None:
+    def backward(self, loss: Any, weight: float, is_last: bool = False) -> None:
+        if is_last and self._world_size > 1 and isinstance(self._exchange, OverlappedExchange):
+            self._follow_frozen()
+            self._exchange.arm()
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
         key = (weight, loss.dtype, tuple(loss.shape))
@@ -157,12 +175,36 @@ class PaddleAdapter:
         """Exchange what is trained now: a script may unfreeze layers as the training goes on."""
         frozen = [each.stop_gradient for each in self._parameters]
         if frozen != self._frozen:
+            self._check_closed()
             self._frozen = frozen
-            self._exchange = GradientExchange(
-                trained_parameters(self._model, self._optimizer),
-                self._buffers,
-                self._header_size,
-                self._on_host,
+            self._exchange = self._make_exchange(trained_parameters(self._model, self._optimizer))
+
+    def _make_exchange(self, parameters: list[Any]) -> GradientExchange | OverlappedExchange:
+        if self._hooks is None:
+            return GradientExchange(parameters, self._buffers, self._header_size, self._on_host)
+        made = OverlappedExchange(
+            parameters, self._buffers, self._header_size, self._on_host, self._lane
+        )
+        self._hooks.lead_to(made)
+        return made
+
+    def _make_lane(self) -> Lane:
+        if self._on_host:
+            return ThreadLane(self._reduce)
+        return TaskLane(
+            lambda tensor: dist.all_reduce(tensor, sync_op=False), lambda task: task.wait()
+        )
+
+    def _check_closed(self) -> None:
+        """Nothing else may be sent while buckets are on their way: other ranks would mix them up.
+
+        Raises:
+            UsageError: they are.
+        """
+        if isinstance(self._exchange, OverlappedExchange) and self._exchange.is_open:
+            raise UsageError(
+                "between step.backward and step.update the gradients are on their way "
+                '(all_reduce="overlapped"): evaluate, freeze and unfreeze before or after that'
             )
 
     def apply(self, *, filled_shards: int, lr_factor: float) -> None:
@@ -180,6 +222,8 @@ class PaddleAdapter:
         self.drop_step()
 
     def drop_step(self) -> None:
+        if isinstance(self._exchange, OverlappedExchange):
+            self._exchange.reset()
         # Not zeroed but gone: a parameter that no shard of the next step uses must look the same
         # to a trainer that has just been restored and to one that has run for hours.
         self._optimizer.clear_grad(set_to_zero=False)

@@ -100,11 +100,11 @@ class GradientExchange:
         self, header: Sequence[float], contribute: bool, reduce: Callable[[Any], None]
     ) -> list[float]:
         """Sum over all ranks; return the header's sums. The local gradients stay as they are."""
-        grads = [each.grad if contribute else None for each in self.parameters]
         with paddle.no_grad():
             for position, (mine, places, flat, front) in enumerate(self._groups):
-                flat.gather([grads[index] for index in mine], places)
+                gather_gradients(self.parameters, mine, places, flat, contribute)
                 if position == 0:
+                    grads = [each.grad if contribute else None for each in self.parameters]
                     present = [0.0 if grad is None else 1.0 for grad in grads]
                     flat.write(0, [*header, *present])
                 changes = self._buffers.sizes().get(flat.dtype, 0)
@@ -122,20 +122,44 @@ class GradientExchange:
         changes = {}
         with paddle.no_grad():
             for mine, places, flat, front in self._groups:
-                targets: list[Any | None] = []
-                for index in mine:
-                    parameter = self.parameters[index]
-                    if self._presence[index] == 0:
-                        targets.append(None)  # no shard used it: the optimizer leaves it alone
-                        continue
-                    if parameter.grad is None:
-                        parameter.grad = paddle.zeros(parameter.shape, parameter.dtype)
-                    targets.append(parameter.grad)
-                flat.scatter(targets, places)
+                scatter_gradients(self.parameters, mine, places, flat, self._presence)
                 size = self._buffers.sizes().get(flat.dtype, 0)
                 if size:
                     changes[flat.dtype] = flat.values(front, size)
         self._buffers.apply(changes, filled_shards)
+
+
+def gather_gradients(
+    parameters: Sequence[Any],
+    indices: Sequence[int],
+    places: Sequence[Place],
+    flat: Flat,
+    contribute: bool,
+) -> None:
+    """Copy these parameters' gradients to their places; zeros where there is none."""
+    with paddle.no_grad():
+        flat.gather([parameters[index].grad if contribute else None for index in indices], places)
+
+
+def scatter_gradients(
+    parameters: Sequence[Any],
+    indices: Sequence[int],
+    places: Sequence[Place],
+    flat: Flat,
+    presence: Sequence[float],
+) -> None:
+    """Make what was summed these parameters' gradients; `presence` counts ranks that had one."""
+    targets: list[Any | None] = []
+    with paddle.no_grad():
+        for index in indices:
+            parameter = parameters[index]
+            if presence[index] == 0:
+                targets.append(None)  # no shard used it: the optimizer leaves it alone
+                continue
+            if parameter.grad is None:
+                parameter.grad = paddle.zeros(parameter.shape, parameter.dtype)
+            targets.append(parameter.grad)
+        flat.scatter(targets, places)
 
 
 def trained_parameters(model: Any, optimizer: Any) -> list[Any]:

@@ -7,6 +7,8 @@ from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.scaling import check_policy
 from pod_runtime.trainer.step import WEIGHTS
 
+ALL_REDUCE = ("flat", "overlapped")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
@@ -23,6 +25,7 @@ class LoopSettings:
     lr_warmup_steps: int
     steps_per_epoch: int | None  # None: by the dataset's length
     snapshot_steps: int | str
+    all_reduce: str
 
     def __post_init__(self) -> None:
         for name, low in (
@@ -42,6 +45,10 @@ class LoopSettings:
             raise UsageError("checkpoint: is empty; give a folder or a URL, or None for none")
         if self.loss not in WEIGHTS:
             raise UsageError(f"loss: expected one of {', '.join(WEIGHTS)}, got {self.loss!r}")
+        if self.all_reduce not in ALL_REDUCE:
+            raise UsageError(
+                f"all_reduce: expected one of {', '.join(ALL_REDUCE)}, got {self.all_reduce!r}"
+            )
         try:
             if self.policy is not None:
                 check_policy(self.policy)

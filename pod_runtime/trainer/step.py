@@ -123,7 +123,8 @@ class Step:
                 "step.backward(loss): call it inside `for batch in step:`, once per shard or more"
             )
         samples = self._shard_samples if self._loss == "mean" else 1
-        self._adapter.backward(loss, samples / self.samples)
+        is_last = self._at == len(self._places) and not self.is_rehearsal
+        self._adapter.backward(loss, samples / self.samples, is_last)
         self._weighed = self._at
 
     def update(self) -> None:

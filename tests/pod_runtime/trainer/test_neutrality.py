@@ -87,3 +87,22 @@ def test_six_changes_do_not_change_what_is_trained(launch, tmp_path: Path, besid
     wrong = train_alone(launch("towers.py", 4, "wrong"), "--wrong_sample", "17")
     assert distance(expected, wrong, "plain") > TOLERANCE
     assert distance(expected, wrong, "noisy") > TOLERANCE
+
+
+@pytest.mark.timeout(600)
+def test_gradients_that_are_sent_during_the_backward_pass_train_the_same(launch):
+    """With ranks that have no shard of a short batch, and with gradients that change once sent."""
+    expected = train_alone(launch("towers.py", 4, "alone"))
+    for number, twice in enumerate(((), ("--twice",))):
+        job = launch("towers.py", 4, f"overlapped{number}")
+        out = ("--out", str(job.folder), "--all_reduce", "overlapped", *twice)
+        stage = job.start(3, *out)
+        stage.go()
+        assert stage.codes() == [0] * 3, stage.logs()
+        found = dict(np.load(job.folder / "final.npz"))
+        for tower in ("plain", "noisy"):
+            assert distance(expected, found, tower) <= TOLERANCE
+        assert distance(expected, found, "unused") == 0
+        for trainer in stage.trainers:
+            said = trainer.log.read_text().count("gradients changed after they were sent")
+            assert said == len(twice), "a rank says it once"

@@ -54,9 +54,11 @@ def test_kills_lose_no_sample_and_count_none_twice(launch):
     finish(stage)
 
 
-def test_a_rank_that_dies_before_the_all_reduce_costs_the_step_in_flight_only(launch):
+@pytest.mark.parametrize("all_reduce", ["flat", "overlapped"])
+def test_a_rank_that_dies_before_its_update_costs_the_step_in_flight_only(launch, all_reduce):
     job = launch("counting.py", 2)
-    stage = job.start(2, *out(job, "--fail_at", "5", "--snapshot_steps", "100"))
+    flags = ("--fail_at", "5", "--snapshot_steps", "100", "--all_reduce", all_reduce)
+    stage = job.start(2, *out(job, *flags))
     stage.go()
     assert stage.codes() == [75, -signal.SIGKILL], stage.logs()
     assert job.newest() == (1, 5)

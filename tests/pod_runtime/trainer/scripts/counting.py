@@ -24,6 +24,7 @@ parser.add_argument("--save_steps", type=int, default=1000)
 parser.add_argument("--keep", type=int, default=3)
 parser.add_argument("--snapshot_steps", type=int)
 parser.add_argument("--workers", type=int, default=0)
+parser.add_argument("--all_reduce", default="flat")
 parser.add_argument("--padding", type=int, default=0, help="parameters besides, to have a size")
 parser.add_argument("--evaluate_while", type=Path, help="evaluate as long as this file exists")
 parser.add_argument("--starve", type=Path, help="rank 1 gets no data while this file exists")
@@ -70,6 +71,7 @@ loop = elastic.Loop(
     model, optimizer, data, batch_size=32, epochs=args.epochs, checkpoint=args.checkpoint,
     save_steps=args.save_steps, keep_checkpoints=args.keep,
     snapshot_steps=args.snapshot_steps or "auto", reader=starving if args.starve else None,
+    all_reduce=args.all_reduce,
 )  # fmt: skip
 for epoch in loop.epochs():
     for step in epoch:

@@ -16,6 +16,7 @@ import paddle
 from paddle import nn
 
 from pod_runtime import elastic
+from pod_runtime.trainer import paddle_overlap
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", type=Path, required=True)
@@ -24,8 +25,11 @@ parser.add_argument("--step_s", type=float, default=0.0)
 parser.add_argument("--shards", type=int)
 parser.add_argument("--wrong_sample", type=int, default=-1)
 parser.add_argument("--checkpoint")
+parser.add_argument("--all_reduce", default="flat")
+parser.add_argument("--twice", action="store_true", help="backward twice per shard")
 args = parser.parse_args()
 SAMPLES = 203  # batches of 32: the last one has 11, so that shards of it are empty
+paddle_overlap.BUCKET_BYTES = 600  # several buckets, although there is little to send
 STAGE = os.environ.get("EDL_STAGE", "0")
 
 paddle.set_default_dtype("float64")
@@ -70,7 +74,7 @@ optimizer = paddle.optimizer.Momentum(
 )  # fmt: skip
 loop = elastic.Loop(
     model, optimizer, Noisy(), batch_size=32, epochs=args.epochs, seed=3, shards=args.shards,
-    checkpoint=args.checkpoint,
+    checkpoint=args.checkpoint, all_reduce=args.all_reduce,
 )  # fmt: skip
 ids = (args.out / f"ids.{STAGE}.{loop.rank}.jsonl").open("a")
 for epoch in loop.epochs():
@@ -80,6 +84,8 @@ for epoch in loop.epochs():
             plain, noisy = model(inputs)
             weight = 1 + 1e-4 * (index == args.wrong_sample).astype("float64").unsqueeze(1)
             step.backward((weight * ((plain - targets) ** 2 + (noisy - targets) ** 2)).mean())
+            if args.twice:  # the same gradients change once more, by nothing
+                step.backward((model.plain(inputs) * 0).mean())
         print(json.dumps([step.number, step.sample_ids]), file=ids, flush=True)
         step.update()
         scheduler.step()

@@ -1,6 +1,7 @@
 """The adapter for Paddle, in this process: states, gradients, buffers, precision, refusals."""
 
 import json
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -293,16 +294,24 @@ def test_a_world_of_one_needs_no_group():
     assert model.training
 
 
+def form_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test plays the other ranks."""
+    monkeypatch.setattr(dist, "init_parallel_env", lambda: None)
+    monkeypatch.setattr(
+        "pod_runtime.trainer.paddle_adapter.prompt_store", lambda _master: nullcontext()
+    )
+
+
 def test_layers_that_the_script_unfreezes_are_exchanged_from_then_on(monkeypatch):
     """Doubling stands for the all-reduce of two equal ranks."""
-    monkeypatch.setattr(dist, "init_parallel_env", lambda: None)
+    form_no_group(monkeypatch)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: paddle.assign(tensor * 2, tensor))
     model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1))
     backbone = model[0].weight
     backbone.stop_gradient = True
     optimizer = paddle.optimizer.SGD(1.0, parameters=model.parameters())
     adapter = PaddleAdapter(model, optimizer, header_size=HEADER)
-    adapter.form_group(GroupSpec(rank=0, world_size=2, master="", generation=1))
+    adapter.form_group(GroupSpec(rank=0, world_size=2, master="127.0.0.1:1", generation=1))
     for frozen_now in (True, False):
         backbone.stop_gradient = frozen_now
         before = backbone.numpy().copy()
@@ -316,9 +325,9 @@ def test_layers_that_the_script_unfreezes_are_exchanged_from_then_on(monkeypatch
 
 
 def test_a_rank_that_does_not_come_in_time_is_told_from_one_that_is_gone(monkeypatch):
-    monkeypatch.setattr(dist, "init_parallel_env", lambda: None)
+    form_no_group(monkeypatch)
     adapter, _model, _optimizer, _scheduler = make("momentum")
-    adapter.form_group(GroupSpec(rank=0, world_size=2, master="", generation=1))
+    adapter.form_group(GroupSpec(rank=0, world_size=2, master="127.0.0.1:1", generation=1))
     clock = [0.0]
     monkeypatch.setattr("pod_runtime.trainer.paddle_adapter.time.monotonic", lambda: clock[0])
     for said, after_s, expected in (

@@ -12,6 +12,7 @@ from pod_runtime.trainer.errors import PeerLost, UsageError
 from pod_runtime.trainer.paddle_adapter import PaddleAdapter
 from pod_runtime.trainer.paddle_gradients import ShardBuffers
 from pod_runtime.trainer.paddle_overlap import Hooks, OverlappedExchange, ThreadLane, deal
+from tests.pod_runtime.trainer.test_paddle_adapter import form_no_group
 
 HEADER = 3
 pytestmark = pytest.mark.filterwarnings("ignore:When training, we now always track")
@@ -154,13 +155,13 @@ def test_a_lost_peer_is_noticed_in_the_thread_and_raised_by_who_waits():
 
 
 def test_nothing_else_is_sent_while_gradients_are_on_their_way(monkeypatch):
-    monkeypatch.setattr("paddle.distributed.init_parallel_env", lambda: None)
+    form_no_group(monkeypatch)
     monkeypatch.setattr("paddle.distributed.all_reduce", double)
     monkeypatch.setattr("pod_runtime.trainer.paddle_overlap.BUCKET_BYTES", 1)
     net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     optimizer = paddle.optimizer.SGD(0.1, parameters=net.parameters())
     adapter = PaddleAdapter(net, optimizer, header_size=HEADER, all_reduce="overlapped")
-    adapter.form_group(GroupSpec(rank=0, world_size=2, master="", generation=1))
+    adapter.form_group(GroupSpec(rank=0, world_size=2, master="127.0.0.1:1", generation=1))
     votes = paddle.zeros([1]).numpy().astype("float64")
 
     def backward() -> None:

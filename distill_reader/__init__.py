@@ -8,6 +8,7 @@ import importlib
 from typing import Any
 
 _LAZY = {  # name -> module
+    "Discovered": "distill_reader.student.options",
     "DistillReader": "distill_reader.student.reader",
     "distillation_loss": "distill_reader.student.losses",
     "kl_divergence": "distill_reader.student.losses",

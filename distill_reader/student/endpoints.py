@@ -1,8 +1,10 @@
 """What users call a teacher: endpoints, and the protocols behind them. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
+from distill_reader.balance.places import places_of
 from distill_reader.errors import DistillError, TeacherGone, UsageError
 
 _SCHEMES = {  # of an endpoint -> protocol
@@ -74,3 +76,28 @@ def parse_endpoint(
         model=name or model or "",
         protocol=protocol or (_SCHEMES[scheme] if mark else None),
     )
+
+
+def endpoints_of(teachers: Sequence[str] | str) -> tuple[str, ...]:
+    """Return the endpoints of a list, or of a text with commas.
+
+    Raises:
+        UsageError: none is given, one is empty or there twice.
+    """
+    given = teachers.split(",") if isinstance(teachers, str) else list(teachers)
+    if not all(isinstance(endpoint, str) for endpoint in given):
+        raise UsageError(f"teachers: expected texts such as 'host:9292', got {teachers!r}")
+    endpoints = tuple(endpoint.strip() for endpoint in given)
+    if not endpoints or not all(endpoints):
+        raise UsageError(f"teachers: expected endpoints such as 'host:9292', got {teachers!r}")
+    if len(set(endpoints)) < len(endpoints):
+        raise UsageError(f"teachers: each may be there once, got {', '.join(endpoints)}")
+    return endpoints
+
+
+def servers_of(discovery_servers: Sequence[str] | str) -> tuple[str, ...]:
+    """Return the servers of a list, or of a text with commas. Raises: UsageError."""
+    given = discovery_servers
+    servers = tuple(given.split(",") if isinstance(given, str) else given)
+    places_of(servers, "discovery_servers")
+    return tuple(server.strip() for server in servers)

@@ -63,6 +63,7 @@ class Feed:
         self._popped_bytes = 0  # of the items that the consumer works on
         self._output_bytes: int | None = None  # of one sample's predictions; None: not known yet
         self._skips = False
+        self.may_be_alone = False  # items may need no teacher: their absence is no matter itself
         self.waiting_bytes = 0
         self.waiting_samples = 0
         self.is_blocked = False  # the generator waits for room
@@ -98,6 +99,11 @@ class Feed:
         if self._skips:
             self._let_go(item)
 
+    def expect(self, output_bytes: int) -> None:
+        """Note how large one sample's predictions are, where no teacher has told yet."""
+        if self._output_bytes is None:
+            self._output_bytes = output_bytes
+
     def end(self, error: Exception | None = None) -> None:
         """Nothing more comes. `error` is raised behind the last item."""
         self.is_ended = True
@@ -112,6 +118,11 @@ class Feed:
     @property
     def held_bytes(self) -> int:
         return self._held_bytes
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether what has no answer is let go, or raised."""
+        return self._skips or self._trouble() is not None
 
     @property
     def is_incomplete(self) -> bool:
@@ -249,7 +260,7 @@ class Feed:
     def is_ready(self) -> bool:
         """Whether `pop` has something to return or raise, or all is done."""
         if not self._order:
-            return self.is_ended or self._trouble() is not None
+            return self.is_ended or self._trouble_alone() is not None
         item = self._order[0]
         return not item.missing or item.error is not None or self._trouble() is not None
 
@@ -278,8 +289,10 @@ class Feed:
             return ready
         if self.is_done:
             error = self._end_error
+        elif order:
+            error = order[0].error or self._trouble()
         else:
-            error = order[0].error if order and order[0].error is not None else self._trouble()
+            error = self._trouble_alone()
         if error is not None:
             raise error
         return ready
@@ -295,6 +308,10 @@ class Feed:
 
     def _trouble(self) -> Exception | None:
         return self._error or self._absence
+
+    def _trouble_alone(self) -> Exception | None:
+        """Return what is to be raised though no item lacks an answer."""
+        return self._error if self.may_be_alone else self._trouble()
 
     def _let_go(self, item: Item) -> None:
         """Have an item without answer go without; all pieces that wait are of such items."""

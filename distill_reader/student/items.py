@@ -10,6 +10,7 @@ import numpy as np
 
 from distill_reader.errors import UsageError
 from distill_reader.student.client import Array
+from distill_reader.student.label_index import Keys
 
 # Type and shape of one sample of each sent field: only samples that agree share a request.
 Signature = tuple[tuple[Any, tuple[int, ...]], ...]
@@ -72,6 +73,7 @@ class Item:
         "charge_bytes",
         "error",
         "fields",
+        "keys",
         "missing",
         "number",
         "output_bytes",
@@ -85,6 +87,7 @@ class Item:
         self.number = 0  # its place in the generator's order, once it is added
         self.missing = samples  # samples without an answer; 0: may be yielded
         self.pieces: list[Piece] = []  # until they are sent
+        self.keys: Keys | None = None  # of its samples in a cache; None: there is none
         # (first sample of the item, how many, the request's outputs, where they begin there)
         self.answers: list[tuple[int, int, tuple[Array, ...], int]] = []
         self.error: Exception | None = None  # why it has no answer; not None: raise it instead
@@ -95,6 +98,34 @@ class Item:
     def size_bytes(self) -> int:
         """Bytes of what is sent, and of the item itself."""
         return sum(piece.size_bytes for piece in self.pieces) + _ITEM_BYTES
+
+    def twin(self) -> "Item":
+        """Return another item of the same fields and rows, to be answered by others."""
+        twin = Item(self.fields, self.samples)
+        twin.keys, twin.charge_bytes = self.keys, self.charge_bytes
+        twin.pieces = [
+            Piece(twin, each.first, each.samples, each.rows, each.signature, each.size_bytes)
+            for each in self.pieces
+        ]
+        return twin
+
+    def columns(self) -> tuple[Array, ...]:
+        """Return the predictions of all samples, once they are answered."""
+        answers = self.answers
+        if len(answers) == 1:
+            _, samples, outputs, begin = answers[0]
+            if begin == 0 and len(outputs[0]) == samples:
+                return outputs
+            return tuple([output[begin : begin + samples] for output in outputs])
+        answers.sort(key=_first)
+        columns = zip(*[outputs for _, _, outputs, _ in answers], strict=True)
+        spans = [(begin, begin + samples) for _, samples, _, begin in answers]
+        return tuple(
+            [
+                np.concatenate([part[a:b] for part, (a, b) in zip(column, spans, strict=True)])
+                for column in columns
+            ]
+        )
 
 
 class Kind(Protocol):
@@ -108,6 +139,10 @@ class Kind(Protocol):
         Raises:
             UsageError: `given` is not of this form; says what is.
         """
+        ...
+
+    def column(self, item: Item, place: int) -> Any:
+        """Return the samples' values of a field that is not sent."""
         ...
 
     def result(self, item: Item) -> Any:
@@ -213,22 +248,11 @@ class BatchKind(_Fields):
 
     def result(self, item: Item) -> Any:
         """See Kind."""
-        answers = item.answers
-        if len(answers) == 1:
-            _, samples, outputs, begin = answers[0]
-            if begin == 0 and len(outputs[0]) == samples:
-                return item.fields + outputs
-            return (*item.fields, *[output[begin : begin + samples] for output in outputs])
-        answers.sort(key=_first)
-        columns = zip(*[outputs for _, _, outputs, _ in answers], strict=True)
-        spans = [(begin, begin + samples) for _, samples, _, begin in answers]
-        return (
-            *item.fields,
-            *[
-                np.concatenate([part[a:b] for part, (a, b) in zip(column, spans, strict=True)])
-                for column in columns
-            ],
-        )
+        return item.fields + item.columns()
+
+    def column(self, item: Item, place: int) -> Any:
+        """See Kind."""
+        return item.fields[place]
 
     def without_predictions(self, item: Item) -> Any:
         """See Kind."""
@@ -248,6 +272,10 @@ class SampleKind(_Fields):
     """One tuple per sample; the predictions are the sample's rows."""
 
     name = "sample"
+
+    def column(self, item: Item, place: int) -> Any:
+        """See Kind."""
+        return [item.fields[place]]
 
     def item(self, given: Any) -> Item:
         """See Kind."""
@@ -272,6 +300,10 @@ class SampleListKind(_Fields):
     """A list of such tuples per batch."""
 
     name = "sample list"
+
+    def column(self, item: Item, place: int) -> Any:
+        """See Kind."""
+        return [fields[place] for fields in item.fields]
 
     def item(self, given: Any) -> Item:
         """See Kind. Samples that differ in shape or type go in requests of their own."""

@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from distill_reader.balance.names import check_name
 from distill_reader.errors import UsageError
 from distill_reader.forms import MAX_TOP_K
+from distill_reader.student.endpoints import endpoints_of, servers_of
 
 IN_DTYPES = ("float16", "uint8")
 PREDICT_DTYPES = ("float16",)
@@ -68,21 +70,76 @@ class CacheOptions:
             raise UsageError("cache: teacher_version: expected a text or None, got an empty one")
 
 
+@dataclass(frozen=True, slots=True)
+class Discovered:
+    """The teachers that a discovery service gives, as `set_dynamic_teacher` takes them."""
+
+    discovery_servers: Sequence[str] | str
+    service_name: str
+    require_max_teacher: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "discovery_servers", servers_of(self.discovery_servers))
+        check_name(self.service_name, "teacher_service_name")
+        if type(self.require_max_teacher) is not int or self.require_max_teacher < 1:
+            raise UsageError(
+                "require_max_teacher: expected an integer of 1 or more, got "
+                f"{self.require_max_teacher!r}"
+            )
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        return tuple(self.discovery_servers)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One of several teachers that are combined: a service of its own."""
+    """One of several services whose predictions are combined."""
 
     name: str
-    endpoints: tuple[str, ...]
+    endpoints: tuple[str, ...] = ()  # (): they are discovered
+    discovered: Discovered | None = None  # None: the endpoints are fixed
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.name or not self.endpoints:
-            raise UsageError(f"teachers combined: {self.name!r}: names no endpoint")
+        if not self.name:
+            raise UsageError(f"teachers combined: expected a name, got {self.name!r}")
         if not 0 < self.weight < float("inf"):
             raise UsageError(
-                f"teachers combined: {self.name}: weight: expected > 0, got {self.weight}"
+                f"teachers combined: {self.name}: weight: expected > 0, got {self.weight!r}"
             )
+
+    @property
+    def most_teachers(self) -> int:
+        found = self.discovered
+        return len(self.endpoints) if found is None else found.require_max_teacher
+
+
+def members_of(
+    teachers: Mapping[str, Sequence[str] | str | Discovered], weights: Mapping[str, float]
+) -> tuple[Member, ...]:
+    """Return the services by name, two or more.
+
+    Raises:
+        UsageError: one is wrong; names it.
+    """
+    unknown = sorted(set(weights) - set(teachers))
+    if unknown:
+        raise UsageError(f"weights: {unknown[0]!r} is none of the services: {', '.join(teachers)}")
+    if len(teachers) < 2:
+        raise UsageError(
+            f"teachers combined: expected two services or more, got {', '.join(teachers) or 'none'}"
+            ": for one there is set_fixed_teacher and set_dynamic_teacher"
+        )
+    return tuple(
+        Member(
+            name=name,
+            endpoints=() if isinstance(each, Discovered) else endpoints_of(each),
+            discovered=each if isinstance(each, Discovered) else None,
+            weight=weights.get(name, 1.0),
+        )
+        for name, each in teachers.items()
+    )
 
 
 def check_wire_ins(

@@ -22,6 +22,7 @@ from distill_reader.errors import (
 from distill_reader.student.asking import Asking
 from distill_reader.student.client import TeacherClient
 from distill_reader.student.feed import Feed, Limits, Request
+from distill_reader.student.label_cache import LabelCache
 from distill_reader.student.labels import Labels
 from distill_reader.student.meter import Meter
 from distill_reader.student.pace import Pace
@@ -45,6 +46,8 @@ class PoolSettings:
     no_teacher_timeout_s: float | None  # None: for ever
     skips: bool  # behind that time, instead of raising
     wire_ins: tuple[tuple[str, str], ...] = ()  # field and dtype of what is sent in another type
+    cache: LabelCache | None = None  # None: labels are not kept
+    name: str = ""  # of the service, where there are several
 
 
 class TeacherPool:
@@ -86,6 +89,7 @@ class TeacherPool:
             call=self.call,
             timeout_s=settings.no_teacher_timeout_s,
             skips=settings.skips,
+            name=settings.name,
         )
         self._threads: set[threading.Thread] = set()
         self._numbers = itertools.count()
@@ -184,6 +188,8 @@ class TeacherPool:
                     settings.labels,
                     settings.wire_ins,
                 )
+                if settings.cache is not None:
+                    settings.cache.meet(teacher.endpoint, client.spec)
             except DistillError as error:
                 if client is not None:
                     client.close()
@@ -267,6 +273,8 @@ class TeacherPool:
                 if self._feed.is_ready:
                     self._ready.notify()
                 self._grow(teacher)
+            if self._settings.cache is not None:
+                self._settings.cache.keep(request, columns, asking.served)
 
     def _land(self, teacher: Teacher, flight: Flight) -> None:
         with self._lock:

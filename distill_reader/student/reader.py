@@ -10,38 +10,20 @@ from typing import Any, Self
 from distill_reader.balance.places import places_of
 from distill_reader.errors import UsageError
 from distill_reader.prototxt import read_config
+from distill_reader.student import options
 from distill_reader.student.client import TeacherClient
 from distill_reader.student.connect import connect
-from distill_reader.student.dynamic import DynamicTeachers
-from distill_reader.student.feed import Limits
+from distill_reader.student.endpoints import endpoints_of, servers_of
 from distill_reader.student.items import KINDS, Kind
 from distill_reader.student.labels import Labels
-from distill_reader.student.meter import Meter
-from distill_reader.student.options import (
-    Kind as LabelKind,
-)
-from distill_reader.student.options import (
-    Rest,
-    TopK,
-    check_wire_ins,
-    check_wire_predicts,
-)
-from distill_reader.student.pace import Pace
-from distill_reader.student.pool import PoolSettings
+from distill_reader.student.services import Services, combination_of
 from distill_reader.student.session import Session
 from distill_reader.student.settings import (
     Policy,
     ReaderSettings,
-    endpoints_of,
-    servers_of,
     with_environment,
 )
-from distill_reader.student.source import FixedTeachers, TeacherSource
-
-_JOIN_BYTES = 4 << 20
-_MOST_BYTES = 12 << 20  # 16 images of 3x224x224 go whole; far beyond, gRPC becomes slow
-_MOST_TEACHERS = 64  # that the memory is shared between
-_MOST_BYTES_OF_CHOICE = 64 << 20  # where the user says how many samples a request has
+from distill_reader.student.source import TeacherSource
 
 
 class DistillReader:
@@ -78,9 +60,7 @@ class DistillReader:
         self._settings = ReaderSettings(ins=tuple(ins), predicts=tuple(predicts))
         self._generator: Any = None  # None: not set yet
         self._kind = ""  # "": not set yet
-        self._paces: dict[str, Pace] = {}  # by endpoint, from earlier iterations
-        self._meter = Meter()
-        self._dynamic = DynamicTeachers(self._meter)
+        self._services = Services()
 
     # --- teachers
 
@@ -91,7 +71,9 @@ class DistillReader:
         `grpc://`, `http://` (Open Inference Protocol), `serving://`, `serving+grpc://` (Paddle
         Serving); `/MODEL` at its end says which model, where a teacher serves several.
         """
-        return self._set(teachers=endpoints_of(teachers), discovery_servers=(), service_name=None)
+        return self._set(
+            teachers=endpoints_of(teachers), discovery_servers=(), service_name=None, members=()
+        )
 
     def set_dynamic_teacher(
         self,
@@ -114,6 +96,7 @@ class DistillReader:
             service_name=teacher_service_name,
             require_max_teacher=require_max_teacher,
             teachers=(),
+            members=(),
         )
 
     def set_require_max_teacher(self, require_max_teacher: int) -> Self:
@@ -151,6 +134,29 @@ class DistillReader:
         """Bound what is held between generator and consumer: 256 MiB by default."""
         return self._set(max_memory_bytes=mebibytes << 20)
 
+    def set_teachers_combined(
+        self,
+        teachers: Mapping[str, Sequence[str] | str | options.Discovered],
+        *,
+        weights: Mapping[str, float] | None = None,
+        of: options.Kind = "probabilities",
+    ) -> Self:
+        """Ask several services, and yield the weighted mean of what they predict.
+
+        Args:
+            teachers: by a name of your choice the endpoints of a service, as `set_fixed_teacher`
+                takes them, or `Discovered(...)`; each has the inputs and outputs of this reader.
+            weights: by the same names; 1 where there is none.
+            of: what the outputs are, and so what is averaged: "probabilities" or "logits".
+        """
+        return self._set(
+            members=options.members_of(teachers, weights or {}),
+            combined=of,
+            teachers=(),
+            discovery_servers=(),
+            service_name=None,
+        )
+
     # --- what travels
 
     def set_wire_dtype(
@@ -167,15 +173,16 @@ class DistillReader:
         """
         names = [name for _, name in self._settings.sent]
         return self._set(
-            wire_ins=check_wire_ins(ins, names), wire_predicts=check_wire_predicts(predicts)
+            wire_ins=options.check_wire_ins(ins, names),
+            wire_predicts=options.check_wire_predicts(predicts),
         )
 
     def set_top_k(
         self,
         k: int | None,
         *,
-        of: LabelKind = "probabilities",
-        rest: Rest = "uniform",
+        of: options.Kind = "probabilities",
+        rest: options.Rest = "uniform",
         dense: bool = True,
         predicts: Sequence[str] | None = None,
         classes: int | None = None,
@@ -194,8 +201,47 @@ class DistillReader:
         if k is None:
             return self._set(top_k=None)
         names = None if predicts is None else tuple(predicts)
+        top_k = options.TopK(k=k, of=of, rest=rest, dense=dense, predicts=names, classes=classes)
+        return self._set(top_k=top_k)
+
+    # --- what is not asked again
+
+    def set_cache(
+        self,
+        folder: str | os.PathLike[str] | None,
+        *,
+        id: str = "id",
+        variant: str | None = None,
+        max_mebibytes: int = 10 << 10,
+        teacher_version: str | None = None,
+    ) -> Self:
+        """Keep the predictions on disk, and ask teachers only for samples that it has not.
+
+        For samples that are the same whenever they come. Where they are augmented at random, keep
+        nothing, or name what the randomness follows from as `variant`.
+
+        Args:
+            folder: on a local disk; readers and trainers of one machine may share it. None: keep
+                nothing, as by default.
+            id: the name in `ins` of the field with the samples' ids: integers or texts, each the
+                id of one sample for ever. It is not sent.
+            variant: the name in `ins` of the field with the seed (or epoch) of the augmentation:
+                one per sample, or one for the batch. It is not sent. None: nothing is random.
+            max_mebibytes: of the folder. When it is full, versions that nobody uses go; then it
+                keeps what it has.
+            teacher_version: a text that names model and version, for teachers that do not tell
+                theirs, or to read what is kept where there is no teacher. None: they tell.
+        """
+        if folder is None:
+            return self._set(cache=None)
         return self._set(
-            top_k=TopK(k=k, of=of, rest=rest, dense=dense, predicts=names, classes=classes)
+            cache=options.CacheOptions(
+                folder=options.cache_folder(folder),
+                id=id,
+                variant=variant,
+                max_bytes=max_mebibytes << 20,
+                teacher_version=teacher_version,
+            )
         )
 
     # --- data
@@ -228,7 +274,7 @@ class DistillReader:
                 "set_batch_generator first"
             )
         settings = with_environment(self._settings, os.environ)
-        return self._iterate(settings, self._source(settings))
+        return self._iterate(settings, self._services.sources(settings))
 
     def print_config(self) -> None:
         """Print how the reader is set, the environment included."""
@@ -256,51 +302,23 @@ class DistillReader:
         self._generator, self._kind = reader, kind
         return self
 
-    def _source(self, settings: ReaderSettings) -> TeacherSource:
-        if settings.discovery_servers:
-            assert settings.service_name is not None
-            return self._dynamic.source(
-                settings.discovery_servers, settings.service_name, settings.require_max_teacher
-            )
-        if not settings.teachers:
-            raise UsageError(
-                "teachers: none are given; call set_fixed_teacher or set_dynamic_teacher"
-            )
-        return FixedTeachers(settings.teachers)
-
     def _connector(self, settings: ReaderSettings) -> Callable[[str], TeacherClient]:
         config = None if settings.conf_file is None else read_config(settings.conf_file).spec("")
         return partial(connect, config=config)
 
-    def _iterate(self, settings: ReaderSettings, source: TeacherSource) -> Iterator[Any]:
-        teachers = len(settings.teachers) or settings.require_max_teacher
-        in_flight = 2 * max(2, min(teachers, _MOST_TEACHERS))
-        share_bytes = max(1 << 16, settings.max_memory_bytes // in_flight)
-        bound = _MOST_BYTES if settings.teacher_batch_size is None else _MOST_BYTES_OF_CHOICE
+    def _iterate(
+        self, settings: ReaderSettings, sources: Mapping[str, TeacherSource]
+    ) -> Iterator[Any]:
         labels = Labels(settings.predicts, settings.wire_predicts, settings.top_k)
         kind: Kind = KINDS[self._kind](settings.sent, len(settings.ins), labels.count)
         session = Session(
             self._generator,
             kind,
-            source,
-            PoolSettings(
-                sent=tuple(name for _, name in settings.sent),
-                labels=labels,
-                wire_ins=settings.wire_ins,
-                limits=Limits(
-                    join_bytes=min(
-                        _JOIN_BYTES if settings.teacher_batch_size is None else bound, share_bytes
-                    ),
-                    most_bytes=min(bound, max(share_bytes, _JOIN_BYTES)),
-                    samples=settings.teacher_batch_size,
-                ),
-                no_teacher_timeout_s=settings.no_teacher_timeout_s,
-                skips=settings.no_teacher_policy == "skip",
-            ),
+            self._services.make(settings, labels, sources),
             max_bytes=settings.max_memory_bytes,
             connect=self._connector(settings),
-            paces=self._paces,
-            meter=self._meter,
+            combine=combination_of(settings),
+            key_places=settings.key_places,
         )
         try:
             yield from session.results()

@@ -11,13 +11,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from distill_reader.errors import ReaderError, UsageError
-from distill_reader.student.client import TeacherClient
+from distill_reader.student.client import Array, TeacherClient
 from distill_reader.student.feed import Feed
 from distill_reader.student.items import Item, Kind
+from distill_reader.student.label_index import make_keys
 from distill_reader.student.meter import Meter
 from distill_reader.student.pace import Pace
 from distill_reader.student.pool import PoolSettings, TeacherPool
@@ -28,6 +31,37 @@ logger = logging.getLogger(__name__)
 _GENERATOR_CLOSE_S = 5.0
 _TEACHERS_CLOSE_S = 1.0  # only one that connects to a host that is silent takes longer
 _POP_PART = 16  # the consumer takes up to this part of the bound on memory at once
+_VERSION_LOOK_S = 0.05  # while no teacher has said whose labels are to be looked for
+
+Combine = Callable[[Sequence[Sequence[Array]]], tuple[Array, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """Teachers of one model: any of them answers for the others."""
+
+    source: TeacherSource
+    settings: PoolSettings
+    paces: dict[str, Pace]  # by endpoint what earlier iterations learned; is kept up
+    meter: Meter | None = None  # counts how the consumer is fed; None: nobody wants to know
+
+
+class _Lane:
+    """One service's: every item goes through every lane, in the same order."""
+
+    def __init__(
+        self,
+        service: Service,
+        feed: Feed,
+        pool: TeacherPool,
+        meter: Meter,
+    ) -> None:
+        self.meter = meter
+        self.source = service.source
+        self.cache = service.settings.cache
+        self.feed = feed
+        self.pool = pool
+        self.popped: deque[Item] = deque()  # answered, and waiting for the other lanes
 
 
 class Session:
@@ -37,25 +71,28 @@ class Session:
         self,
         generator: Any,
         kind: Kind,
-        source: TeacherSource,
-        settings: PoolSettings,
+        services: Sequence[Service],
         *,
         max_bytes: int,
         connect: Callable[[str], TeacherClient],
-        paces: dict[str, Pace],
-        meter: Meter | None = None,
+        combine: Combine | None = None,
+        key_places: tuple[int, int | None] | None = None,
     ) -> None:
         """Start reading ahead.
 
         Args:
             generator: the user's: called for an iterator, or iterated over.
-            meter: counts how the consumer is fed; None: nobody wants to know.
+            services: whose predictions are combined, where there are several.
+            max_bytes: of what is held for each service; the fields are the same ones.
+            combine: makes one prediction of those of all services; None: there is one service.
+            key_places: of the fields that have the samples' ids, and their variants (None: there
+                are none); None: nothing is looked for in a cache.
         """
-        self._meter = meter or Meter()
         self._is_waiting = False  # the consumer
         self._generator = generator
         self._kind = kind
-        self._source = source
+        self._combine = combine
+        self._key_places = key_places
         self._pop_bytes = max(1, max_bytes // _POP_PART)
         self._pid = os.getpid()
         # Reentrant: the garbage collector may call `close` in a thread that holds it.
@@ -64,20 +101,36 @@ class Session:
         self._ready = threading.Condition(lock)  # for the consumer
         self._room = threading.Condition(lock)  # for the generator
         self._is_closing = False
-        self._feed = Feed(max_bytes)
-        self._pool = TeacherPool(
-            settings, self._feed, lock, self._ready, connect=connect, paces=paces, meter=self._meter
-        )
+        self._lanes = [self._make_lane(service, max_bytes, connect) for service in services]
         self._thread = threading.Thread(target=self._read, name="edl-reader", daemon=True)
         # A thread amid the generator's code (the framework's, perhaps) spoils a process's end.
         atexit.register(self.close)
         try:
-            self._pool.start()
-            source.start(self._pool.set_endpoints)
+            for lane in self._lanes:
+                lane.pool.start()
+                lane.source.start(lane.pool.set_endpoints)
             self._thread.start()
         except BaseException:
             self.close()
             raise
+
+    def _make_lane(
+        self, service: Service, max_bytes: int, connect: Callable[[str], TeacherClient]
+    ) -> _Lane:
+        feed = Feed(max_bytes)
+        cache = service.settings.cache
+        feed.may_be_alone = cache is not None and cache.is_open
+        meter = service.meter or Meter()
+        pool = TeacherPool(
+            service.settings,
+            feed,
+            self._lock,
+            self._ready,
+            connect=connect,
+            paces=service.paces,
+            meter=meter,
+        )
+        return _Lane(service, feed, pool, meter)
 
     def results(self) -> Iterator[Any]:
         """Yield what the user gets, in order; once.
@@ -88,16 +141,21 @@ class Session:
         """
         kind = self._kind
         while True:
-            items = self._take()
-            if items is None:
+            taken = self._take()
+            if taken is None:
                 return
-            items.reverse()
-            while items:
-                item = items.pop()
-                if item.answers or not item.samples:
-                    yield kind.result(item)
-                else:
+            taken.reverse()
+            while taken:
+                items = taken.pop()
+                item = items[0]
+                if not all(each.answers or not each.samples for each in items):
                     yield kind.without_predictions(item)
+                    continue
+                if self._combine is not None and item.samples:
+                    outputs = self._combine([each.columns() for each in items])
+                    item.answers = [(0, item.samples, outputs, 0)]
+                yield kind.result(item)
+                del items, item  # nor their arrays, while the consumer's next ones are made
 
     def close(self) -> None:
         """End threads and connections, whatever they do; again: nothing."""
@@ -110,12 +168,14 @@ class Session:
             self._is_closing = True
             self._room.notify_all()
             self._ready.notify_all()
-        self._source.stop()
-        self._pool.close()
-        if threading.current_thread() in (self._thread, *self._pool.threads):
+        for lane in self._lanes:
+            lane.source.stop()
+            lane.pool.close()
+        threads = [thread for lane in self._lanes for thread in lane.pool.threads]
+        if threading.current_thread() in (self._thread, *threads):
             return  # by the garbage collector
         deadline_s = time.monotonic() + _TEACHERS_CLOSE_S
-        for thread in self._pool.threads:
+        for thread in threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._thread.ident is not None:
             self._thread.join(_GENERATOR_CLOSE_S)
@@ -126,33 +186,55 @@ class Session:
                     _GENERATOR_CLOSE_S,
                 )
         with self._lock:
-            self._feed.clear()  # up to all the memory allowed, and the collector may come late
+            for lane in self._lanes:
+                lane.feed.clear()  # up to all the memory allowed, and the collector may come late
+                lane.popped.clear()
 
     # --- the consumer
 
-    def _take(self) -> list[Item] | None:
-        """Return the next items, for which it waits; None: all were taken."""
+    def _take(self) -> list[tuple[Item, ...]] | None:
+        """Return the next items, each as every lane has it, for which it waits; None: all were
+        taken."""
         if os.getpid() != self._pid:
             raise UsageError(
                 "reader: iterated over in a fork of the process that began to; call the reader in "
                 "the process that consumes it"
             )
-        feed = self._feed
         with self._lock:
-            items = feed.pop(self._pop_bytes)
-            self._room.notify()
-            while not items:
-                if feed.is_done or self._is_closing:
+            while True:
+                taken = self._pop()
+                if taken:
+                    return taken
+                if self._is_closing or all(
+                    lane.feed.is_done and not lane.popped for lane in self._lanes
+                ):
                     return None
-                if feed.is_incomplete:  # else the generator is what is waited for
-                    self._meter.waits()
+                for lane in self._lanes:
+                    if lane.feed.is_incomplete:  # else the generator is what is waited for
+                        lane.meter.waits()
                 self._is_waiting = True
                 self._ready.wait()
                 self._is_waiting = False
-                self._meter.waits_no_more()
-                items = feed.pop(self._pop_bytes)
-            self._meter.consumed(sum([item.samples for item in items]))
-        return items
+                for lane in self._lanes:
+                    lane.meter.waits_no_more()
+
+    def _pop(self) -> list[tuple[Item, ...]]:
+        """Return the items that all lanes have answered. The caller has the lock.
+
+        Raises:
+            Exception: a lane's, once what all have answered before it was returned.
+        """
+        lanes = self._lanes
+        for lane in lanes:
+            if not lane.popped:
+                lane.popped.extend(lane.feed.pop(self._pop_bytes))
+        self._room.notify()
+        count = min([len(lane.popped) for lane in lanes])
+        taken = [tuple([lane.popped.popleft() for lane in lanes]) for _ in range(count)]
+        samples = sum([items[0].samples for items in taken])
+        for lane in lanes:
+            lane.meter.consumed(samples)
+        return taken
 
     # --- the generator's thread
 
@@ -177,25 +259,59 @@ class Session:
                 with contextlib.suppress(Exception):  # it is over; what it says now is of no use
                     close()
             with self._lock:
-                self._feed.end(error)
-                self._pool.call()
+                for lane in self._lanes:
+                    lane.feed.end(error)
+                    lane.pool.call()
                 self._ready.notify_all()
 
     def _add(self, item: Item) -> bool:
         """Hand an item on when there is room for it; False: the session ends."""
-        feed = self._feed
+        if self._key_places is not None:
+            self._look_up_by(item, *self._key_places)
+        items = [item, *(item.twin() for _ in self._lanes[1:])]
+        for lane, each in zip(self._lanes, items, strict=True):
+            if lane.cache is not None and self._knows_version(lane):
+                output_bytes = lane.cache.find(each)
+                if output_bytes:
+                    lane.feed.expect(output_bytes)
         with self._lock:
-            while not feed.has_room(item) and not self._is_closing:
-                feed.is_blocked = True
-                self._pool.call()
+            while not self._is_closing:
+                blocked = [
+                    lane
+                    for lane, each in zip(self._lanes, items, strict=True)
+                    if not lane.feed.has_room(each)
+                ]
+                if not blocked:
+                    break
+                for lane in blocked:
+                    lane.feed.is_blocked = True
+                    lane.pool.call()
                 self._room.wait()
-            feed.is_blocked = False
+            for lane in self._lanes:
+                lane.feed.is_blocked = False
             if self._is_closing:
                 return False
-            feed.add(item)
-            if self._is_waiting and item.missing:
-                self._meter.waits()
-            self._pool.call()
-            if not item.missing and feed.is_ready:  # skipped, or without samples
-                self._ready.notify()
+            for lane, each in zip(self._lanes, items, strict=True):
+                lane.feed.add(each)
+                if self._is_waiting and each.missing:
+                    lane.meter.waits()
+                lane.pool.call()
+                if not each.missing and lane.feed.is_ready:  # skipped, known, or without samples
+                    self._ready.notify()
             return True
+
+    def _look_up_by(self, item: Item, id_place: int, variant_place: int | None) -> None:
+        """Give an item its keys. Raises: UsageError."""
+        column = self._kind.column
+        variants = None if variant_place is None else column(item, variant_place)
+        item.keys = make_keys(column(item, id_place), variants, item.samples)
+
+    def _knows_version(self, lane: _Lane) -> bool:
+        """Wait until it is known whose labels to look for; False: nobody will say."""
+        cache = lane.cache
+        assert cache is not None
+        with self._lock:
+            while not cache.is_open and not self._is_closing and not lane.feed.gives_up:
+                self._room.wait(_VERSION_LOOK_S)
+            lane.feed.may_be_alone = cache.is_open
+            return cache.is_open

@@ -1,6 +1,6 @@
 """What a DistillReader is told: by its setters, and by the environment, which has the last word."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -8,7 +8,8 @@ from typing import Literal
 from distill_reader.balance.names import check_name
 from distill_reader.balance.places import places_of
 from distill_reader.errors import UsageError
-from distill_reader.student.options import TopK, check_wire_ins
+from distill_reader.student.endpoints import servers_of
+from distill_reader.student.options import CacheOptions, Kind, Member, TopK, check_wire_ins
 
 # Where the original looks for a client prototxt that nobody named.
 DEFAULT_CONF_FILE = Path("serving_conf", "serving_client_conf.prototxt")
@@ -35,6 +36,9 @@ class ReaderSettings:
     wire_ins: tuple[tuple[str, str], ...] = ()  # field ("": all it suits), dtype it is sent in
     wire_predicts: str = ""  # dtype in which floats come back; "": as they are served
     top_k: TopK | None = None  # None: predictions come whole
+    cache: CacheOptions | None = None  # None: labels are not kept
+    members: tuple[Member, ...] = ()  # services whose predictions are combined; (): one service
+    combined: Kind = "probabilities"  # what those are
 
     def __post_init__(self) -> None:
         _check_names(self.ins, self.predicts)
@@ -57,7 +61,9 @@ class ReaderSettings:
             check_name(self.service_name, "teacher_service_name")
         if self.max_memory_bytes < _MIN_MEMORY_BYTES:
             raise UsageError(f"max_memory: expected 1 MiB or more, got {self.max_memory_bytes} B")
+        self._check_cache()
         check_wire_ins(dict(self.wire_ins), [name for _, name in self.sent])
+        self._check_members()
         if self.top_k is not None:
             unknown = set(self.top_k.predicts or ()) - set(self.predicts)
             if unknown:
@@ -66,35 +72,52 @@ class ReaderSettings:
                     f"{', '.join(self.predicts)}"
                 )
 
+    def _check_cache(self) -> None:
+        cache = self.cache
+        if cache is None:
+            return
+        names = [name for name in self.ins if name is not None]
+        for what, name in (("id", cache.id), ("variant", cache.variant)):
+            if name is not None and name not in names:
+                raise UsageError(
+                    f"cache: {what}: {name!r} is none of the names in `ins` ({', '.join(names)}): "
+                    "name the field that has it so"
+                )
+        if not self.sent:
+            raise UsageError("ins: besides the cache's id and variant a field must be named")
+
+    def _check_members(self) -> None:
+        if not self.members:
+            return
+        if self.combined not in ("probabilities", "logits"):
+            raise UsageError(
+                f"teachers combined: of: expected probabilities or logits, got {self.combined!r}"
+            )
+        top = self.top_k
+        if top is not None and (not top.dense or top.of != self.combined):
+            raise UsageError(
+                f"teachers combined: the mean is of whole rows of {self.combined}: say "
+                f"set_top_k(k, of={self.combined!r}, dense=True)"
+            )
+
     @property
     def sent(self) -> tuple[tuple[int, str], ...]:
-        """The fields that have a name: their places and names."""
-        return tuple((place, name) for place, name in enumerate(self.ins) if name is not None)
+        """The fields that may be sent: their places and names."""
+        cache = self.cache
+        kept = () if cache is None else (cache.id, cache.variant)
+        return tuple(
+            (place, name)
+            for place, name in enumerate(self.ins)
+            if name is not None and name not in kept
+        )
 
-
-def endpoints_of(teachers: Sequence[str] | str) -> tuple[str, ...]:
-    """Return the endpoints of a list, or of a text with commas.
-
-    Raises:
-        UsageError: none is given, one is empty or there twice.
-    """
-    given = teachers.split(",") if isinstance(teachers, str) else list(teachers)
-    if not all(isinstance(endpoint, str) for endpoint in given):
-        raise UsageError(f"teachers: expected texts such as 'host:9292', got {teachers!r}")
-    endpoints = tuple(endpoint.strip() for endpoint in given)
-    if not endpoints or not all(endpoints):
-        raise UsageError(f"teachers: expected endpoints such as 'host:9292', got {teachers!r}")
-    if len(set(endpoints)) < len(endpoints):
-        raise UsageError(f"teachers: each may be there once, got {', '.join(endpoints)}")
-    return endpoints
-
-
-def servers_of(discovery_servers: Sequence[str] | str) -> tuple[str, ...]:
-    """Return the servers of a list, or of a text with commas. Raises: UsageError."""
-    given = discovery_servers
-    servers = tuple(given.split(",") if isinstance(given, str) else given)
-    places_of(servers, "discovery_servers")
-    return tuple(server.strip() for server in servers)
+    @property
+    def key_places(self) -> tuple[int, int | None] | None:
+        """The fields that tell samples apart: ids, and variants (None: none); None: no cache."""
+        if self.cache is None:
+            return None
+        variant = self.cache.variant
+        return self.ins.index(self.cache.id), None if variant is None else self.ins.index(variant)
 
 
 def with_environment(settings: ReaderSettings, environ: Mapping[str, str]) -> ReaderSettings:
@@ -115,6 +138,11 @@ def with_environment(settings: ReaderSettings, environ: Mapping[str, str]) -> Re
     servers = environ.get("PADDLE_DISTILL_BALANCE_SERVER")
     if not servers:
         return settings
+    if settings.members:
+        raise UsageError(
+            "PADDLE_DISTILL_BALANCE_SERVER is set, and names one service, where "
+            "set_teachers_combined names several: unset it"
+        )
     service_name = environ.get("PADDLE_DISTILL_SERVICE_NAME") or settings.service_name
     if not service_name:
         raise UsageError(

@@ -29,6 +29,7 @@ class Supervisor:
         call: Callable[[], None],
         timeout_s: float | None,
         skips: bool,
+        name: str = "",
     ) -> None:
         """
         Args:
@@ -36,6 +37,7 @@ class Supervisor:
             call: wakes a teacher that may take what is hedged.
             timeout_s: how long to be without a teacher; None: for ever.
             skips: behind that time, instead of raising.
+            name: of the service, where there are several.
         """
         self._roster = roster
         self._feed = feed
@@ -44,6 +46,7 @@ class Supervisor:
         self._call = call
         self._timeout_s = timeout_s
         self._skips = skips
+        self._of = f" of {name}" if name else ""
         self._again = threading.Condition(lock)
         self._sleeps_long = False  # past the next tick
         self._is_closing = False
@@ -76,7 +79,8 @@ class Supervisor:
                 elif now - logged_s >= _LOG_PERIOD_S:
                     logged_s = now
                     logger.warning(
-                        "no teacher for %.0f s, still looking (%s)",
+                        "no teacher%s for %.0f s, still looking (%s)",
+                        self._of,
                         now - self._roster.alone_since_s,
                         self._roster.troubles(),
                     )
@@ -148,7 +152,7 @@ class Supervisor:
         else:
             self._feed.suspend(
                 NoTeacher(
-                    f"no teacher for {self._timeout_s:g} s ({roster.troubles()}); "
+                    f"no teacher{self._of} for {self._timeout_s:g} s ({roster.troubles()}); "
                     f"set_no_teacher_timeout says how long to wait and what to do then"
                 )
             )

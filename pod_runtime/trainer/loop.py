@@ -283,12 +283,12 @@ class Loop:
             link.set_metrics(values)
             self._tell_step(at_once=True)
 
-    def shards(self, dataset: Any) -> ShardSource:
+    def shards(self, dataset: Any, *, with_ids: bool = False) -> ShardSource:
         """Return this rank's shards of `dataset` from the cursor on, for a reader of one's own.
 
         Samples are cut as those of the training set: `dataset` has as many. Of a
         `paddle.io.DataLoader`, dataset and workers are taken over, and batches stay in the host's
-        memory.
+        memory. `with_ids`: the samples' ids, (N,) int64, come before the fields.
         """
         source = make_source(
             dataset,
@@ -305,7 +305,7 @@ class Loop:
                 f"{self._source.length}; pass the same to Loop as train_set"
             )
         cursor = self._enter().progress.cursor
-        return ShardSource(source, self._order, cursor, self._adapter)
+        return ShardSource(source, self._order, cursor, self._adapter, with_ids=with_ids)
 
     # --- steps
 

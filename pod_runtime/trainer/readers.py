@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from pod_runtime.trainer.adapter import Adapter
 from pod_runtime.trainer.batches import BatchPlan, Cursor, Ids, permutation
 from pod_runtime.trainer.errors import UsageError
@@ -268,25 +270,38 @@ class ShardSource:
     """This rank's shards of a dataset as a generator: call it, or iterate over it.
 
     For readers that transform batches on their way, as `DistillReader.set_batch_generator` does.
-    Each item: epoch, step, shard, then the collated fields. Made in the main thread, which starts
-    the worker processes where the source has some; iterated over in any.
+    Each item: epoch, step, shard, with `with_ids` the samples' ids, then the collated fields. Made
+    in the main thread, which starts the worker processes where the source has some; iterated over
+    in any.
     """
 
     def __init__(
-        self, source: DataSource, order: ShardOrder, cursor: Cursor, adapter: Adapter
+        self,
+        source: DataSource,
+        order: ShardOrder,
+        cursor: Cursor,
+        adapter: Adapter,
+        *,
+        with_ids: bool = False,
     ) -> None:
         self._source = source
         self._order = order
         self._cursor = cursor
         self._adapter = adapter
+        self._with_ids = with_ids
         self._by_workers: Iterator[Item] | None = None  # None: no workers, or iterated over
         if source.num_workers > 0:
             self._by_workers = self._start_workers()
 
     def __call__(self) -> Iterator[tuple[Any, ...]]:
-        for epoch, step, shard, batch in self._items():
+        places = self._order.from_cursor(self._cursor)
+        for (epoch, step, shard, batch), place in zip(self._items(), places, strict=False):
             fields = batch if isinstance(batch, list | tuple) else [batch]
-            yield epoch, step, shard, *fields
+            if self._with_ids:
+                assert (place.epoch, place.step, place.shard) == (epoch, step, shard)
+                yield epoch, step, shard, np.array(self._order.ids(place), np.int64), *fields
+            else:
+                yield epoch, step, shard, *fields
 
     def _items(self) -> Iterator[Item]:
         if self._source.num_workers > 0:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from distill_reader import DistillReader
+from distill_reader import Discovered, DistillReader
 from distill_reader.balance.places import places_of
 from distill_reader.balance.registrar import RegistrarConfig, RegistrarThread
 from distill_reader.balance.table import Student
@@ -77,8 +77,8 @@ def reader(monkeypatch) -> Iterator[DistillReader]:
         monkeypatch.delenv(name)
     made = DistillReader(["image", None], ["double"])
     yield made
-    if made._dynamic._student is not None:
-        made._dynamic._student.stop()
+    if made._services[""].dynamic._student is not None:
+        made._services[""].dynamic._student.stop()
     wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("edl-")])
 
 
@@ -123,8 +123,23 @@ def test_between_two_epochs_it_stays_a_student_and_keeps_its_teachers(discovery,
     assert discovery.server.balancer.students == 1
 
 
+def test_services_that_are_combined_can_be_discovered(discovery, reader, run):
+    run(Registered, discovery.endpoint)
+    fixed = run(Registered, discovery.endpoint)
+    services = {
+        "found": Discovered(discovery.endpoint, "svc", 2),
+        "fixed": fixed.endpoint,
+    }
+    reader.set_teachers_combined(services, weights={"found": 3}, of="logits")
+    reader.set_batch_generator((np.full((4, 2, 3), i, np.float32), i) for i in range(50))
+    try:
+        take(reader(), 50)
+    finally:
+        reader._services["found"].dynamic._student.stop()
+
+
 def test_behind_the_last_epoch_it_leaves_after_a_while(discovery, reader, run, monkeypatch):
-    monkeypatch.setattr(reader._dynamic, "_linger_s", 0.05)
+    monkeypatch.setattr(reader._services[""].dynamic, "_linger_s", 0.05)
     run(Registered, discovery.endpoint)
     reader.set_dynamic_teacher(discovery.endpoint, "svc")
     reader.set_batch_generator([(np.ones((4, 2, 3), np.float32), 0)])

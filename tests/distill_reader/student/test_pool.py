@@ -22,7 +22,7 @@ from distill_reader.student.feed import Limits
 from distill_reader.student.items import BatchKind
 from distill_reader.student.labels import Labels
 from distill_reader.student.pool import PoolSettings
-from distill_reader.student.session import Session
+from distill_reader.student.session import Service, Session
 from distill_reader.student.source import FixedTeachers
 from tests.distill_reader.student.fake_teachers import FakeTeacher, Teachers
 from tests.support import wait_until
@@ -64,17 +64,21 @@ class Reading:
         self.session = Session(
             self.generate,
             KIND,
-            source or FixedTeachers(list(self.teachers.by_endpoint)),
-            PoolSettings(
-                sent=("image",),
-                labels=Labels(("total",), "", None),
-                limits=limits,
-                no_teacher_timeout_s=timeout_s,
-                skips=skips,
-            ),
+            [
+                Service(
+                    source=source or FixedTeachers(list(self.teachers.by_endpoint)),
+                    settings=PoolSettings(
+                        sent=("image",),
+                        labels=Labels(("total",), "", None),
+                        limits=limits,
+                        no_teacher_timeout_s=timeout_s,
+                        skips=skips,
+                    ),
+                    paces={},
+                )
+            ],
             max_bytes=1 << 20,
             connect=self.teachers.connect,
-            paces={},
         )
         self.found: list[tuple[int, Any]] = []
         self.error: Exception | None = None
@@ -123,7 +127,7 @@ def read() -> Iterator[Callable[..., Reading]]:
     for reading in begun:
         reading.session.close()
         reading.thread.join(20)
-        assert reading.session._pool.threads == []
+        assert reading.session._lanes[0].pool.threads == []
         assert reading.teachers.open_connections == 0
 
 
@@ -322,7 +326,7 @@ def test_a_teacher_that_was_away_for_hours_is_still_looked_for(read):
     teacher = FakeTeacher("a:1")
     teacher.kill()
     reading = read(teacher, batches=5)
-    (known,) = reading.session._pool._roster.wanted
+    (known,) = reading.session._lanes[0].pool._roster.wanted
     known.failures = 100_000
     wait_until(lambda: known.failures > 100_000)
     teacher.come_back()

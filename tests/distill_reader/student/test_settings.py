@@ -4,7 +4,8 @@ from typing import Any
 import pytest
 
 from distill_reader.errors import UsageError
-from distill_reader.student.settings import ReaderSettings, endpoints_of, with_environment
+from distill_reader.student.endpoints import endpoints_of
+from distill_reader.student.settings import ReaderSettings, with_environment
 
 SETTINGS = ReaderSettings(ins=("image", None), predicts=("score",))
 BALANCE = {"PADDLE_DISTILL_BALANCE_SERVER": "10.0.0.1:7001, 10.0.0.2:7001"}

@@ -375,6 +375,15 @@ def test_workers_that_a_thread_would_have_to_start_are_refused_with_the_remedy()
         train(loop, model)
 
 
+def test_shards_come_with_the_ids_of_their_samples_if_they_are_wanted():
+    loop, _ = make(shards=2)
+    items = list(loop.shards(DATA, with_ids=True))
+    assert [item[:3] for item in items] == [item[:3] for item in loop.shards(DATA)]
+    for _epoch, _step, _shard, ids, batch in items:
+        np.testing.assert_allclose(np.asarray(batch)[:, 0] * 10, ids, rtol=1e-6)
+    assert sorted(np.concatenate([item[3] for item in items])) == sorted([*range(20)] * 2)
+
+
 def test_a_policy_decides_batch_and_learning_rate_from_the_first_world_on(tmp_path):
     # One trainer now, as one trainer then: the policy is not asked.
     loop, model = make(policy=lambda old, new: pytest.fail("asked"), checkpoint=str(tmp_path))

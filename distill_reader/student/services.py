@@ -1,0 +1,140 @@
+"""The services that a reader asks, and what it knows of them from one iteration to the next."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from distill_reader.errors import UsageError
+from distill_reader.student.combine import Combination
+from distill_reader.student.dynamic import DynamicTeachers
+from distill_reader.student.feed import Limits
+from distill_reader.student.label_cache import LabelCache
+from distill_reader.student.labels import Labels
+from distill_reader.student.meter import Meter
+from distill_reader.student.options import Member
+from distill_reader.student.pace import Pace
+from distill_reader.student.pool import PoolSettings
+from distill_reader.student.session import Service
+from distill_reader.student.settings import ReaderSettings
+from distill_reader.student.source import FixedTeachers, TeacherSource
+
+_JOIN_BYTES = 4 << 20
+_MOST_BYTES = 12 << 20  # 16 images of 3x224x224 go whole; far beyond, gRPC becomes slow
+_MOST_BYTES_OF_CHOICE = 64 << 20  # where the user says how many samples a request has
+_MOST_TEACHERS = 64  # that the memory is shared between
+
+
+class Known:
+    """What is known of one service from earlier iterations."""
+
+    def __init__(self) -> None:
+        self.paces: dict[str, Pace] = {}  # by endpoint
+        self.meter = Meter()
+        self.dynamic = DynamicTeachers(self.meter)
+        self.cache: LabelCache | None = None  # None: there is none, or not yet
+        self.cache_key: Any = None  # what it depends on
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A worker process opens the cache itself."""
+        return {**self.__dict__, "cache": None, "cache_key": None}
+
+
+class Services:
+    """Those of a reader, by name; "" where there is one alone."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Known] = {}
+
+    def __getitem__(self, name: str) -> Known:
+        return self._known.setdefault(name, Known())
+
+    def sources(self, settings: ReaderSettings) -> dict[str, TeacherSource]:
+        """Return where the teachers of each service are.
+
+        Raises:
+            UsageError: none are given.
+        """
+        if settings.discovery_servers:
+            assert settings.service_name is not None
+            source = self[""].dynamic.source(
+                settings.discovery_servers, settings.service_name, settings.require_max_teacher
+            )
+            return {"": source}
+        if settings.members:
+            return {member.name: self._source_of(member) for member in settings.members}
+        if not settings.teachers:
+            raise UsageError(
+                "teachers: none are given; call set_fixed_teacher or set_dynamic_teacher"
+            )
+        return {"": FixedTeachers(settings.teachers)}
+
+    def make(
+        self, settings: ReaderSettings, labels: Labels, sources: Mapping[str, TeacherSource]
+    ) -> list[Service]:
+        """Return the services of one iteration. Raises: UsageError: the cache cannot be used."""
+        return [
+            Service(
+                source=source,
+                settings=PoolSettings(
+                    sent=tuple(field for _, field in settings.sent),
+                    labels=labels,
+                    wire_ins=settings.wire_ins,
+                    limits=_limits(settings),
+                    no_teacher_timeout_s=settings.no_teacher_timeout_s,
+                    skips=settings.no_teacher_policy == "skip",
+                    cache=self._cache(settings, labels, name),
+                    name=name,
+                ),
+                paces=self[name].paces,
+                meter=self[name].meter,
+            )
+            for name, source in sources.items()
+        ]
+
+    def _source_of(self, member: Member) -> TeacherSource:
+        found = member.discovered
+        if found is None:
+            return FixedTeachers(member.endpoints)
+        dynamic = self[member.name].dynamic
+        return dynamic.source(found.servers, found.service_name, found.require_max_teacher)
+
+    def _cache(self, settings: ReaderSettings, labels: Labels, name: str) -> LabelCache | None:
+        """Return what is kept of a service, from earlier iterations in this process too."""
+        if settings.cache is None:
+            return None
+        known = self[name]
+        key = (os.getpid(), settings.cache, settings.wire_ins, str(labels.identity()))
+        if known.cache is None or known.cache_key != key:
+            known.cache = LabelCache(settings.cache, labels, settings.wire_ins, scope=name)
+            known.cache_key = key
+        return known.cache
+
+
+def _limits(settings: ReaderSettings) -> Limits:
+    """Return the bounds of a request."""
+    teachers = max(
+        [
+            len(settings.teachers) or settings.require_max_teacher,
+            *(member.most_teachers for member in settings.members),
+        ]
+    )
+    share_bytes = max(
+        1 << 16, settings.max_memory_bytes // (2 * max(2, min(teachers, _MOST_TEACHERS)))
+    )
+    bound = _MOST_BYTES if settings.teacher_batch_size is None else _MOST_BYTES_OF_CHOICE
+    return Limits(
+        join_bytes=min(_JOIN_BYTES if settings.teacher_batch_size is None else bound, share_bytes),
+        most_bytes=min(bound, max(share_bytes, _JOIN_BYTES)),
+        samples=settings.teacher_batch_size,
+    )
+
+
+def combination_of(settings: ReaderSettings) -> Combination | None:
+    if not settings.members:
+        return None
+    return Combination(
+        names=tuple(member.name for member in settings.members),
+        weights=tuple(member.weight for member in settings.members),
+        predicts=settings.predicts,
+        of=settings.combined,
+    )

@@ -1,0 +1,322 @@
+"""A reader with a cache: who is asked, what comes, and from where."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distill_reader import DistillReader
+from distill_reader.errors import BadRequest, NoTeacher, UsageError
+from tests.distill_reader.student.fake_teachers import SPEC, FakeTeacher, Teachers
+from tests.distill_reader.student.teacher_process import ROOT, TeacherProcess
+
+V1, V2 = replace(SPEC, digest="one"), replace(SPEC, digest="two")
+Make = Callable[..., DistillReader]
+
+
+def images(ids: Any) -> np.ndarray:
+    return np.repeat(np.asarray(ids, np.float32), 6).reshape(-1, 2, 3)
+
+
+def batches(*ids: list[int]) -> Iterator[Any]:
+    for each in ids:
+        yield images(each), np.array(each), "label"
+
+
+def totals(reader: DistillReader) -> list[list[float]]:
+    return [total[:, 0].tolist() for *_, total in reader()]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Make:
+    for name in list(os.environ):
+        if name.startswith("PADDLE_DISTILL"):
+            monkeypatch.delenv(name)
+
+    def make_reader(
+        *teachers: FakeTeacher, predicts: tuple[str, ...] = ("total",)
+    ) -> DistillReader:
+        group = Teachers(*teachers)
+        monkeypatch.setattr(
+            "distill_reader.student.reader.connect",
+            lambda endpoint, config=None: group.connect(endpoint),
+        )
+        reader = DistillReader(["image", "id", None], predicts)
+        return reader.set_fixed_teacher([teacher.endpoint for teacher in teachers])
+
+    return make_reader
+
+
+def test_a_second_epoch_asks_no_teacher(make: Make, tmp_path: Path):
+    teacher = FakeTeacher("a:1", V1)
+    reader = make(teacher).set_cache(tmp_path)
+    reader.set_batch_generator(lambda: batches([1, 2, 3], [4, 5]))
+    first = list(reader())
+    assert teacher.samples == 5
+    second = list(reader())
+    assert teacher.samples == 5
+    for before, after in zip(first, second, strict=True):
+        for one, other in zip(before, after, strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert totals(make(teacher).set_cache(tmp_path).set_batch_generator(batches([5, 1]))) == [
+        [30.0, 6.0]
+    ]  # another reader, in another order
+    assert teacher.samples == 5
+
+
+def test_only_what_is_not_known_is_asked_and_everything_stays_in_its_place(make, tmp_path):
+    teacher = FakeTeacher("a:1", V1)
+    reader = make(teacher, predicts=("total", "double")).set_cache(tmp_path)
+    list(reader.set_batch_generator(batches([0, 3, 4, 7, 9]))())
+    teacher.requests.clear()
+    ids = list(range(12))
+    ((given, _, _, total, double),) = reader.set_batch_generator(batches(ids))()
+    assert total[:, 0].tolist() == [6 * each for each in ids]
+    np.testing.assert_array_equal(double, 2 * given)
+    assert teacher.samples == 7
+
+
+def test_all_kinds_of_generators_have_it(make: Make, tmp_path: Path):
+    teacher = FakeTeacher("a:1", V1)
+    reader = make(teacher).set_cache(tmp_path)
+    for ids in ([2, 4], [1, 2, 3, 4, 5]):
+        samples = [(images([each])[0], each, "label") for each in ids]
+        found = list(reader.set_sample_generator(samples)())
+        assert [(each, total[0]) for _, each, _, total in found] == [(i, 6 * i) for i in ids]
+    assert teacher.samples == 5
+    lists = [[(images([each])[0], each, "x") for each in [*ids, 8]] for ids in ([5, 7], [], [1])]
+    found = list(reader.set_sample_list_generator(lists)())
+    assert [[total[0] for *_, total in each] for each in found] == [[30, 42, 48], [48], [6, 48]]
+    # 7 once; 8 up to three times: it was asked before it was known
+    assert 5 + 2 <= teacher.samples <= 5 + 4
+
+
+def test_texts_are_ids_as_well(make: Make, tmp_path: Path):
+    teacher = FakeTeacher("a:1", V1)
+    names = ["n01440764/1.jpg", "n01440764/2.jpg"]
+    reader = make(teacher).set_cache(tmp_path)
+    reader.set_batch_generator([(images([1, 2]), names, 0)])
+    assert totals(reader) == totals(reader) == [[6.0, 12.0]]
+    assert teacher.samples == 2
+
+
+def test_with_everything_known_no_teacher_need_be_there(make: Make, tmp_path: Path):
+    teacher = FakeTeacher("a:1", V1)
+    reader = make(teacher).set_cache(tmp_path).set_no_teacher_timeout(0.2)
+    reader.set_batch_generator(lambda: batches([1, 2], [3]))
+    expected = totals(reader)
+    teacher.kill()
+
+    def slowly() -> Iterator[Any]:
+        for batch in batches([1, 2], [3]):
+            threading.Event().wait(0.5)  # longer than the reader waits for a teacher
+            yield batch
+
+    assert totals(reader.set_batch_generator(slowly)) == expected
+    with pytest.raises(NoTeacher):
+        totals(reader.set_batch_generator(batches([1, 2], [4])))
+    reader.set_no_teacher_timeout(0.2, "skip")
+    found = [total for *_, total in reader.set_batch_generator(batches([1, 2], [4], [3]))()]
+    assert found[0][:, 0].tolist() == [6.0, 12.0]
+    assert found[1] is None
+    assert found[2][:, 0].tolist() == [18.0]
+
+
+def test_a_new_process_needs_no_teacher_where_the_version_is_given(make: Make, tmp_path: Path):
+    teacher = FakeTeacher("a:1", SPEC)  # which does not tell its own
+    reader = make(teacher).set_cache(tmp_path, teacher_version="resnet v1")
+    expected = totals(reader.set_batch_generator(batches([1, 2])))
+    teacher.kill()
+    again = make(teacher).set_cache(tmp_path, teacher_version="resnet v1")
+    assert totals(again.set_batch_generator(batches([2, 1]))) == [expected[0][::-1]]
+    other = make(teacher).set_cache(tmp_path, teacher_version="resnet v2")
+    with pytest.raises(NoTeacher):
+        totals(other.set_no_teacher_timeout(0.2).set_batch_generator(batches([2])))
+
+
+def test_where_nobody_tells_the_version_skip_goes_on_and_raise_raises(make: Make, tmp_path: Path):
+    teacher = FakeTeacher("a:1", V1)
+    teacher.kill()
+    reader = make(teacher).set_cache(tmp_path).set_batch_generator(lambda: batches([1], [2]))
+    with pytest.raises(NoTeacher):
+        totals(reader.set_no_teacher_timeout(0.2))
+    reader.set_no_teacher_timeout(0.2, "skip")
+    assert [total for *_, total in reader()] == [None, None]
+
+
+def test_labels_of_two_versions_are_not_mixed(make: Make, tmp_path: Path):
+    old, new = FakeTeacher("a:1", V1), FakeTeacher("b:1", V2)
+    reader = make(old, new).set_cache(tmp_path)
+    old.delay_s = 0.01
+    reader.set_batch_generator(lambda: batches(*([i] for i in range(200))))
+    assert totals(reader) == [[6.0 * i] for i in range(200)]
+    assert (old.samples > 0) + (new.samples > 0) == 1  # whoever was first
+    old.kill()
+    only_old = make(old).set_cache(tmp_path).set_batch_generator(batches([1]))
+    old.come_back()
+    assert totals(only_old) == [[6.0]]
+    alone = make(FakeTeacher("a:1", V2))  # the same reader meets the new version at a later epoch
+    only_old.set_batch_generator(batches([1000]))
+    with pytest.raises(BadRequest, match=r"serves version two .* labels of one.* set_cache again"):
+        totals(only_old)
+    only_old.set_cache(None).set_cache(tmp_path / "other")
+    assert totals(only_old.set_batch_generator(batches([1000]))) == [[6000.0]]
+    del alone
+
+
+def test_a_teacher_without_a_version_is_refused_with_the_remedy(make: Make, tmp_path: Path):
+    reader = make(FakeTeacher("a:1", SPEC)).set_cache(tmp_path).set_batch_generator(batches([1]))
+    with pytest.raises(BadRequest, match=r"set_cache\(teacher_version=\.\.\.\)"):
+        totals(reader)
+
+
+def test_what_is_augmented_is_kept_by_its_variant(make: Make, tmp_path: Path):
+    teacher = FakeTeacher("a:1", V1)
+    make(teacher)
+    reader = DistillReader(["image", "id", "seed"], ["total"]).set_fixed_teacher("a:1")
+    reader.set_cache(tmp_path, variant="seed")
+    for seed, asked in ((0, 2), (1, 4), (0, 4), (1, 4)):
+        reader.set_batch_generator([(images([1, 2]) + seed, np.array([1, 2]), seed)])
+        assert totals(reader) == [[6.0 + 6 * seed, 12.0 + 6 * seed]]
+        assert teacher.samples == asked
+
+
+def test_other_options_have_labels_of_their_own(make: Make, tmp_path: Path):
+    teacher = FakeTeacher("a:1", replace(V1, takes_forms=True))
+    for predicts in (("total",), ("double",), ("double", "total")):
+        reader = make(teacher, predicts=predicts).set_cache(tmp_path)
+        list(reader.set_batch_generator(batches([1]))())
+    assert teacher.samples == 3
+    assert len(list(tmp_path.glob("labels-*"))) == 3
+
+
+def test_a_full_cache_goes_on_by_asking(make: Make, tmp_path: Path):
+    teacher = FakeTeacher("a:1", V1)
+    reader = make(teacher).set_cache(tmp_path, max_mebibytes=1)
+    ids = list(range(60_000))  # 28 bytes each
+    reader.set_batch_generator(lambda: batches(ids))
+    assert totals(reader) == totals(reader) == [[6.0 * each for each in ids]]
+    kept = (1 << 20) // 28
+    assert teacher.samples == 60_000 + 60_000 - kept
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*")) < (1 << 20) + (16 << 10)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda r: r.set_cache("x", id="number"), "id: 'number' is none of the names in `ins`"),
+        (lambda r: r.set_cache("x", variant="seed"), "variant: 'seed' is none of the names"),
+        (lambda r: r.set_cache("x", variant="id"), "two names, got 'id' twice"),
+        (lambda r: r.set_cache("x", max_mebibytes=0), "expected 1 MiB or more, got 0 bytes"),
+        (lambda r: r.set_cache("x", teacher_version=""), "expected a text or None, got an empty"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(make: Make, call: Any, words: str):
+    with pytest.raises(UsageError, match=words):
+        call(make(FakeTeacher("a:1", V1)))
+
+
+def test_ids_that_are_none_and_folders_that_cannot_be_are_refused(make: Make, tmp_path: Path):
+    reader = make(FakeTeacher("a:1", V1)).set_cache(tmp_path)
+    reader.set_batch_generator([(images([1, 2]), np.arange(3), 0)])
+    with pytest.raises(UsageError, match="cache: id: expected one per sample, 2"):
+        totals(reader)
+    (tmp_path / "file").write_text("")
+    reader = make(FakeTeacher("a:1", V1)).set_cache(tmp_path / "file")
+    with pytest.raises(UsageError, match=r"cache: .*local disk"):
+        totals(reader.set_batch_generator(batches([1])))
+
+
+TRAINER = """
+import sys
+import numpy as np
+from distill_reader import DistillReader
+endpoint, cache, first, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+def batches():
+    for start in range(first, first + count, 16):
+        ids = np.arange(start, start + 16)
+        yield np.repeat(ids, 4).reshape(16, 4).astype(np.float32), ids
+reader = DistillReader(["image", "id"], ["sum"]).set_fixed_teacher(endpoint)
+reader.set_cache(cache, teacher_version="sums").set_batch_generator(batches)
+for number, (image, ids, total) in enumerate(reader()):
+    assert (total[:, 0] == 4 * ids).all(), "another sample's label"
+    print(number, flush=True)
+"""
+
+
+@pytest.fixture
+def sums(tmp_path: Path) -> Iterator[TeacherProcess]:
+    teacher = TeacherProcess(tmp_path / "teacher", shape=(4,))
+    teacher.start()
+    teacher.wait()
+    yield teacher
+    teacher.kill()
+
+
+def test_trainers_share_a_cache_and_one_that_is_killed_spoils_nothing(
+    sums: TeacherProcess, tmp_path: Path
+):
+    def start(first: int, count: int) -> subprocess.Popen[str]:
+        numbers = [str(first), str(count)]
+        return subprocess.Popen(
+            [sys.executable, "-c", TRAINER, sums.endpoint, str(tmp_path / "cache"), *numbers],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    killed, other = start(0, 1 << 20), start(0, 8000)
+    assert killed.stdout is not None
+    for line in killed.stdout:
+        if line.startswith("300"):
+            break
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    out, _ = other.communicate(timeout=120)
+    assert (other.returncode, out.splitlines()[-1]) == (0, "499")
+    sums.kill()
+    alone = start(0, 8000)  # without a teacher: all of it is there, and right
+    out, _ = alone.communicate(timeout=120)
+    assert (alone.returncode, out.splitlines()[-1]) == (0, "499")
+
+
+def test_an_elastic_loop_has_each_sample_asked_once_for_all_its_epochs(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    paddle = pytest.importorskip("paddle")
+    from pod_runtime import elastic
+
+    for name in ("EDL_CHANNEL", "EDL_STAGE", "EDL_RUN_DIR", "EDL_MAX_TRAINERS"):
+        monkeypatch.delenv(name, raising=False)
+    teacher = FakeTeacher("a:1", V1)
+    make(teacher)
+    distill = DistillReader([None, None, None, "id", "image"], ["total"])
+    distill.set_fixed_teacher("a:1").set_cache(tmp_path)
+    data = [np.full((2, 3), sample, "float32") for sample in range(20)]
+
+    def read(where: elastic.ReadFrom) -> Iterator[Any]:
+        items: Iterator[Any] = distill.set_batch_generator(loop.shards(data, with_ids=True))()
+        return items
+
+    model = paddle.nn.Linear(1, 1)
+    optimizer = paddle.optimizer.SGD(1e-6, parameters=model.parameters())
+    loop = elastic.Loop(model, optimizer, data, batch_size=6, epochs=3, shards=2, reader=read)
+    seen: list[int] = []
+    for epoch in loop.epochs():
+        for step in epoch:
+            for ids, _, total in step:
+                assert total.numpy()[:, 0].tolist() == [6.0 * one for one in ids.numpy().tolist()]
+                step.backward(model(total).mean())
+                seen += ids.numpy().tolist()
+            step.update()
+    assert sorted(seen) == sorted([*range(20)] * 3)
+    assert teacher.samples == 20

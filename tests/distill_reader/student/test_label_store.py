@@ -1,0 +1,270 @@
+"""Labels on disk: killed writers, damaged files, several processes, bounds."""
+
+import fcntl
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import zlib
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distill_reader.errors import UsageError
+from distill_reader.student import label_space
+from distill_reader.student.label_index import make_keys
+from distill_reader.student.label_store import LabelStore
+from distill_reader.student.labels import Served
+from tests.distill_reader.student.cache_writer import CLASSES, IDENTITY, add, check
+from tests.distill_reader.student.teacher_process import ROOT
+from tests.support import wait_until
+
+ROW_BYTES = 4 * CLASSES + 8 + 24
+
+
+def open_store(root: Path, max_bytes: int = 1 << 30, **identity: str) -> LabelStore:
+    return LabelStore(root, {**IDENTITY, **identity}, max_bytes=max_bytes)
+
+
+def start_writer(root: Path, *numbers: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.distill_reader.student.cache_writer", str(root)]
+    process = subprocess.Popen(
+        [*command, *map(str, numbers)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def holds(keys: Path, count: int) -> bool:
+    return keys.stat().st_size > 24 * count
+
+
+def test_what_is_kept_is_found_by_this_store_and_the_next(tmp_path: Path):
+    store = open_store(tmp_path)
+    assert check(store, [1, 2, 3]) == 0
+    assert add(store, [1, 2, 3]) == 3
+    assert add(store, [3, 3, 4, 4]) == 1
+    assert check(store, [0, 4, 2, 9, 1, 3, 4]) == 5
+    store.close()
+    store.close()
+    again = open_store(tmp_path)
+    assert len(again) == 4
+    assert check(again, [4, 3, 2, 1]) == 4
+    assert check(open_store(tmp_path, version="2"), [1]) == 0
+
+
+def test_a_store_sees_what_another_one_keeps(tmp_path: Path):
+    one, other = open_store(tmp_path), open_store(tmp_path)
+    for start in range(0, 1000, 50):
+        add(one, np.arange(start, start + 30))
+        assert check(other, np.arange(start, start + 50)) == 30
+        add(other, np.arange(start + 20, start + 50))
+        assert check(one, np.arange(start, start + 50)) == 50
+    assert len(one) == len(other) == 1000
+
+
+def test_a_closed_store_neither_finds_nor_keeps(tmp_path: Path):
+    store = open_store(tmp_path)
+    add(store, [1])
+    store.close()
+    assert check(store, [1]) == 0
+    assert add(store, [2]) == 0
+
+
+def test_a_writer_that_is_killed_at_any_moment_leaves_a_cache_that_can_be_read(tmp_path: Path):
+    count = 200_000
+    chance = random.Random(1)
+    for _ in range(4):
+        before = len(open_store(tmp_path))
+        process = start_writer(tmp_path, 0, count)
+        enough = before + chance.randint(1, 5000)
+        (folder,) = tmp_path.glob("labels-*")
+        wait_until(partial(holds, folder / "keys", enough), 60)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        store = open_store(tmp_path)
+        known = len(store)
+        assert known > before
+        assert check(store, np.arange(known + 100)) == known  # each right, and none twice
+        store.close()
+
+
+def test_several_processes_fill_one_cache_together(tmp_path: Path):
+    processes = [start_writer(tmp_path, first, 6000) for first in (0, 3000)]
+    for process in processes:
+        out, _ = process.communicate(timeout=120)
+        assert (process.returncode, out) == (0, "done\n")
+    store = open_store(tmp_path)
+    assert check(store, np.arange(9100)) == 9000
+    assert len(store) == 9000  # the middle was kept once
+
+
+@pytest.mark.parametrize("rest", [1, 24 - 1, 24 + 5])
+def test_the_rest_of_a_write_is_written_over(tmp_path: Path, rest: int):
+    store = open_store(tmp_path)
+    add(store, np.arange(10))
+    with (store.folder / "rows").open("ab") as file:
+        file.write(b"\xff" * 1000)
+    with (store.folder / "keys").open("ab") as file:
+        file.write(b"\xff" * rest)
+    store.close()
+    store = open_store(tmp_path)
+    assert check(store, np.arange(30)) == 10
+    add(store, np.arange(10, 20))
+    store.close()
+    assert check(open_store(tmp_path), np.arange(30)) == 20
+
+
+@pytest.mark.parametrize("name", ["keys", "rows"])
+@pytest.mark.parametrize("damage", ["zeros", "noise", "shorter"])
+def test_what_a_machine_without_power_leaves_is_not_believed(
+    tmp_path: Path, name: str, damage: str
+):
+    store = open_store(tmp_path)
+    add(store, np.arange(100))
+    path = store.folder / name
+    store.close()
+    data = path.read_bytes()
+    third = len(data) // 3
+    bad = {
+        "zeros": data[:third] + bytes(third) + data[2 * third :],
+        "noise": data[:third] + random.Random(0).randbytes(third) + data[2 * third :],
+        "shorter": data[:third],
+    }[damage]
+    path.write_bytes(bad)
+    store = open_store(tmp_path)
+    found = check(store, np.arange(100))
+    assert 25 <= found < 100
+    add(store, np.arange(100))  # asked again, and kept
+    assert check(store, np.arange(100)) == 100
+    store.close()
+    assert check(open_store(tmp_path), np.arange(100)) == 100
+
+
+def test_bytes_at_random_in_any_file_are_refused_by_name_or_not_believed(tmp_path: Path):
+    chance = random.Random(2)
+    store = open_store(tmp_path)
+    add(store, np.arange(40))
+    store.close()
+    whole = {name: (store.folder / name).read_bytes() for name in ("keys", "rows", "header.json")}
+    for _ in range(60):
+        for name, data in whole.items():
+            changed = bytearray(data)
+            for _ in range(chance.randint(0, 3)):
+                changed[chance.randrange(len(changed))] = chance.randrange(256)
+            (store.folder / name).write_bytes(changed)
+        try:
+            damaged = open_store(tmp_path)
+        except UsageError as error:
+            assert "header.json" in str(error)  # noqa: PT017  either will do
+            continue
+        is_there, _ = damaged.find(make_keys(np.arange(40), None, 40))
+        assert is_there.sum() <= 40
+        damaged.close()
+
+
+def test_a_header_of_another_release_is_refused_with_the_remedy(tmp_path: Path):
+    store = open_store(tmp_path)
+    add(store, [1])
+    header = store.folder / "header.json"
+    document = {**json.loads(header.read_text())[0], "format": 99}
+    header.write_text(
+        json.dumps([document, zlib.crc32(json.dumps(document, sort_keys=True).encode())])
+    )
+    with pytest.raises(UsageError, match=r"header\.json: .*another release.*remove that folder"):
+        open_store(tmp_path)
+
+
+def test_labels_of_varying_shape_are_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    store = open_store(tmp_path)
+    served = (Served(dtype="float32"),)
+    for length in (3, 4):
+        columns = [np.zeros((2, length), np.float32)]
+        store.add(make_keys([length, length + 10], None, 2), columns, served)
+    assert len(store) == 2
+    assert "labels of varying shape are not kept" in caplog.text
+
+
+def test_a_full_cache_keeps_what_it_has(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    max_bytes = 100 * ROW_BYTES
+    store = open_store(tmp_path, max_bytes)
+    for start in range(0, 200, 10):
+        add(store, np.arange(start, start + 10))
+    assert check(store, np.arange(200)) == 100
+    assert sum(path.stat().st_size for path in store.folder.iterdir()) < max_bytes + 2000
+    assert caplog.text.count("no more labels are kept") == 1
+
+
+def test_versions_that_nobody_uses_make_room_longest_unused_first(tmp_path: Path):
+    max_bytes = 100 * ROW_BYTES
+    folders = {}
+    for age, version in enumerate(("old", "in use", "young")):
+        store = open_store(tmp_path, max_bytes, version=version)
+        add(store, np.arange(25))
+        os.utime(store.folder / "users", (age, age))
+        folders[version] = store.folder
+        if version == "in use":
+            in_use = store
+        else:
+            store.close()
+    new = open_store(tmp_path, max_bytes, version="new")
+    add(new, np.arange(50))
+    assert check(new, np.arange(50)) == 50
+    assert [folders[name].exists() for name in ("old", "in use", "young")] == [False, True, True]
+    add(new, np.arange(50, 75))
+    assert check(new, np.arange(100)) == 75
+    assert not folders["young"].exists()
+    assert check(in_use, np.arange(25)) == 25
+    add(new, np.arange(75, 100))  # in use is in use
+    assert check(new, np.arange(100)) == 75
+
+
+def test_what_a_remover_left_that_was_killed_is_removed(tmp_path: Path):
+    gone = tmp_path / "gone-labels-x"
+    gone.mkdir()
+    (gone / "rows").write_bytes(b"x" * 100)
+    label_space.evict(tmp_path, 0, besides=tmp_path / "none")
+    assert not gone.exists()
+
+
+def test_a_process_that_holds_the_lock_and_stands_still_stops_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("distill_reader.student.label_store._LOCK_WAIT_S", 0.05)
+    store = open_store(tmp_path)
+    add(store, [1])
+    with (store.folder / "lock").open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert add(store, [2]) == 0
+        assert check(store, [1, 2]) == 1
+    assert add(store, [2]) == 1
+
+
+def test_a_folder_that_cannot_be_used_is_refused_by_name(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"cache: .*name a folder on a local disk"):
+        open_store(tmp_path / "file")
+
+
+def test_a_full_disk_stops_the_keeping_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    store = open_store(tmp_path)
+    add(store, [1])
+
+    def full(fd: int, data: object, offset: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.pwrite", full)
+    assert add(store, [2]) == add(store, [3]) == 0
+    assert check(store, [1, 2, 3]) == 1
+    assert caplog.text.count("no more is kept: [Errno 28] No space left") == 1

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from distill_reader.balance.assign import count_moves
 from distill_reader.balance.registry import Registry, RegistryAway
-from distill_reader.balance.table import Service, Student, Table, next_table
+from distill_reader.balance.table import Service, Student, Table, guest_table, next_table
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +105,11 @@ class Balancer:
         if own is not None and own.student.session == student.session:
             del self._own[key]
             self._left[key] = own.student
+            for known in (self._known, self._held):  # nobody waits for it to come back
+                if service in known:
+                    students = dict(known[service].students)
+                    students.pop(student.student, None)
+                    known[service] = replace(known[service], students=students)
             self.poke()
 
     @property
@@ -167,7 +172,8 @@ class Balancer:
 
     async def _work(self) -> None:
         await self._put()
-        services = dict(await self._registry.services())
+        own_names = {service for service, _ in self._own}
+        services = dict(await self._registry.services(own_names))
         now = self._clock()
         stored = {name: service.table for name, service in services.items()}
         if self._away is not None or self._has_forgotten(stored):
@@ -278,18 +284,18 @@ class Balancer:
         self._away = str(error)
 
     def _decide_alone(self) -> None:
-        """Let students that come meanwhile have teachers: by what was known, written nowhere."""
+        """Let students that come meanwhile have a teacher, by what was known."""
         for name in {service for service, _ in self._own}:
             known = self._known.get(name)
-            if known is None or not known.teachers or known.table is None:
+            if known is None or not known.teachers:
                 continue
             students = dict(known.students)
             for (of_service, student), own in self._own.items():
                 if of_service == name:
                     students[student] = own.student
-            if students.keys() - known.table.links.keys():
+            if known.table is None or students.keys() - known.table.links.keys():
                 service = replace(known, students=students)
-                self._known[name] = replace(service, table=next_table(service))
+                self._known[name] = replace(service, table=guest_table(service))
         self._tell()
 
 

@@ -4,6 +4,8 @@ fewer."""
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Any
 
 import requests
@@ -19,11 +21,15 @@ _TIMEOUT_S = 5.0
 _LOG_EVERY_S = 30.0
 
 
-def demand_of(name: str, service: Service) -> dict[str, Any]:
-    """Return what the job server is told of a service. Pure."""
+def demand_of(name: str, service: Service) -> dict[str, Any] | None:
+    """Return what the job server is told of a service; None: nothing, for nobody reads. Pure."""
+    students = service.students.values()
+    if all(student.wait_share is None for student in students):
+        return None  # 0 would be that they need no teachers
     return {
         "service": name,
-        "students": len(service.students),
+        "students": len(students),
+        "teachers": len(service.teachers),
         "wait_share": wait_share(service),
         "samples_per_s": samples_per_s(service),
     }
@@ -49,23 +55,27 @@ class DemandPoster:
     async def run(self) -> None:
         """Work until cancelled. A job server that is away is told again when it is back."""
         while True:
-            demands = [
-                demand_of(name, service) for name, service in self._balancer.look.services.items()
-            ]
+            services = self._balancer.look.services.items()
+            demands = [demand_of(name, service) for name, service in services]
             trouble = await asyncio.get_running_loop().run_in_executor(None, self._post, demands)
             if trouble and time.monotonic() - self._logged_s >= _LOG_EVERY_S:
                 self._logged_s = time.monotonic()
                 logger.warning("the demand cannot be told to the job server: %s", trouble)
             await asyncio.sleep(_PERIOD_S)
 
-    def _post(self, demands: list[dict[str, Any]]) -> str:
+    def _post(self, demands: Sequence[dict[str, Any] | None]) -> str:
         """Return what went wrong; "": nothing. Runs in a thread."""
+        trouble = ""
         for demand in demands:
+            if demand is None:
+                continue
             url = f"{self._url}/api/v1/services/{demand['service']}/demand"
             try:
                 answer = self._session.post(url, json=demand, timeout=_TIMEOUT_S)
             except requests.RequestException as error:
                 return str(error)
-            if not answer.ok:
-                return f"{url}: {answer.status_code} {answer.text[:200]}"
-        return ""
+            if answer.status_code == HTTPStatus.NOT_FOUND:
+                logger.debug("%s: %s", url, answer.text[:200])  # not all services are on demand
+            elif not answer.ok:
+                trouble = f"{url}: {answer.status_code} {answer.text[:200]}"
+        return trouble

@@ -63,16 +63,17 @@ class Line:
         return decode(data)
 
     async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer. Raises: BadRequest: the server refuses."""
+        """Return the answer. Raises: BadRequest: the server refuses; ServerAway: for now."""
         await self.send(body)
         answer = await self.receive()
         self.check(answer)
         return answer
 
     def check(self, answer: Mapping[str, Any]) -> None:
-        """Raises: BadRequest: it is an error."""
+        """Raises: BadRequest, ServerAway: it is an error."""
         if answer.get("type") == "error":
-            raise BadRequest(f"discovery server {self.endpoint}: {answer.get('error')}")
+            text = f"discovery server {self.endpoint}: {answer.get('error')}"
+            raise ServerAway(text) if answer.get("retry") is True else BadRequest(text)
 
     async def close(self) -> None:
         self._writer.close()

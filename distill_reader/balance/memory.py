@@ -5,7 +5,7 @@ Nothing is lost by that: teachers and students come back within a second, and sa
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from distill_reader.balance.registry import STUDENT_LEASE_S, RegistryAway
 from distill_reader.balance.table import Service, Student, Table
@@ -23,7 +23,7 @@ class MemoryRegistry:
         self._tables: dict[str, Table] = {}
         self._changed: list[Callable[[], None]] = []
 
-    async def services(self) -> Mapping[str, Service]:
+    async def services(self, own: Collection[str]) -> Mapping[str, Service]:
         """See Registry."""
         now = self._clock()
         self._teachers = {key: ends for key, ends in self._teachers.items() if ends > now}

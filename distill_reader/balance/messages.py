@@ -17,7 +17,8 @@ Ours. `token` is in the first message of a connection, where the server wants on
                {"type": "withdraw", "service", "server", "token"}
     server  -> {"type": "ok"}                  to each of these
                {"type": "teachers", "teachers", "version"}   to a student, whenever they change
-               {"type": "error", "error": text}              to what cannot be answered
+               {"type": "error", "error": text}              to what cannot be answered; with
+                   "retry": true, if it may be later: the registry is away
 """
 
 import json

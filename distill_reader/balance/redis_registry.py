@@ -12,7 +12,7 @@ original's registrar left behind when it died between the two, and does not coun
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
@@ -123,9 +123,15 @@ class RedisRegistry:
         self._at = 0
         self._raw_tables: dict[str, str] = {}  # as they were read; "" or absent: there was none
 
-    async def services(self) -> Mapping[str, Service]:
-        """See Registry."""
+    async def services(self, own: Collection[str]) -> Mapping[str, Service]:
+        """See Registry.
+
+        The tables are read before the keys are looked for: who comes and is put into a table
+        between the two is not found missing from it, for that table is then not the one here.
+        """
+        names = sorted(own)
         async with self._redis() as client:
+            texts = await client.mget([_key(name, "table") for name in names]) if names else []
             keys: set[str] = set()  # a scan may return a key twice
             async for key in client.scan_iter(match=f"{_PREFIX}*", count=_SCAN):
                 keys.add(key)
@@ -134,7 +140,11 @@ class RedisRegistry:
                     break
             found = [parsed for key in sorted(keys) if (parsed := _parse_key(key)) is not None]
             nodes = [each for each in found if each[1] == "nodes"]
-            others = [each for each in found if each[1] != "nodes"]
+            others = [
+                each
+                for each in found
+                if each[1] == "students" or (each[1] == "table" and each[0] not in own)
+            ]
             pipe = client.pipeline(transaction=False)
             for service, _, name in nodes:
                 pipe.pttl(_key(service, "nodes", name))
@@ -148,7 +158,14 @@ class RedisRegistry:
                 for (service, _, endpoint), left_ms in zip(nodes, answers, strict=False)
                 if left_ms > 0  # else it has no lease, or has gone
             ],
-            [(*each, value) for each, value in zip(others, values, strict=True) if value],
+            [
+                (*each, value)
+                for each, value in [
+                    *(((name, "table", ""), text) for name, text in zip(names, texts, strict=True)),
+                    *zip(others, values, strict=True),
+                ]
+                if value
+            ],
         )
 
     async def put_teacher(self, service: str, endpoint: str, info: str, lease_s: float) -> None:

@@ -1,6 +1,6 @@
 """Where services, their teachers and students are known: in the server itself, or in Redis."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from distill_reader.balance.table import Service, Student, Table
@@ -16,8 +16,12 @@ class RegistryAway(Retryable):
 class Registry(Protocol):
     """All methods but `close` raise RegistryAway, after seconds at most."""
 
-    async def services(self) -> Mapping[str, Service]:
-        """Return all that is known now, by service."""
+    async def services(self, own: Collection[str]) -> Mapping[str, Service]:
+        """Return all that is known now, by service.
+
+        Args:
+            own: those whose table may be put next.
+        """
         ...
 
     async def put_teacher(self, service: str, endpoint: str, info: str, lease_s: float) -> None:

@@ -221,6 +221,8 @@ class _Session:
             except (BadRequest, Refused, RegistryAway) as error:
                 logger.info("%s: refused: %s", self._connection.peer, error)
                 answer = {"type": "error", "error": str(error)}
+                if isinstance(error, RegistryAway):
+                    answer = {**answer, "retry": True}
                 self._is_over |= isinstance(error, Refused)
             self._server.metrics.answered(kind, outcome)
             self._connection.send(answer)

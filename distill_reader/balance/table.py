@@ -75,6 +75,26 @@ def next_table(service: Service) -> Table:
     return Table(version=table.version + 1, links=links, classes=classes)
 
 
+def guest_table(service: Service) -> Table:
+    """Return the table with a teacher for each student that has none, and all others as they are.
+
+    For while the registry is away, and what is decided can be written nowhere.
+    """
+    table = service.table or Table()
+    links = dict(table.links)
+    students = dict.fromkeys(sorted(service.teachers), 0)
+    for teachers in links.values():
+        for teacher in teachers:
+            if teacher in students:
+                students[teacher] += 1
+    for name in sorted(service.students):
+        if students and not links.get(name):
+            teacher = min(students, key=lambda each: (students[each], each))
+            links[name] = (teacher,)
+            students[teacher] += 1
+    return Table(version=table.version, links=links, classes=table.classes)
+
+
 def _links_before(service: Service, table: Table) -> dict[str, tuple[str, ...]]:
     """Return what the table has; of students that it does not know, what they say they have.
 

@@ -2,6 +2,12 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
+def _soon(monkeypatch):
+    """Students report often, so that tests are short."""
+    monkeypatch.setattr("distill_reader.balance.client.REPORT_S", 0.2)
+
+
+@pytest.fixture(autouse=True)
 def _no_token(monkeypatch):
     for name in ("EDL_TOKEN", "EDL_TEACHER_TOKEN"):
         monkeypatch.delenv(name, raising=False)

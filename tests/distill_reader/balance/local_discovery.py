@@ -103,7 +103,11 @@ class LocalTeacher(LoopThread):
         self._port = self._listener.getsockname()[1]
         self.endpoint = f"127.0.0.1:{self._port}"
         self._config = RegistrarConfig(
-            places=places_of(where, "where"), service=service, server=self.endpoint, token=token
+            places=places_of(where, "where"),
+            service=service,
+            server=self.endpoint,
+            token=token,
+            lease_s=1.0,
         )
         self.start()
 

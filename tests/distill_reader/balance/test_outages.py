@@ -1,0 +1,221 @@
+"""What students notice of servers and Redis that die, hang and come back: nothing."""
+
+import signal
+import time
+
+import pytest
+import redis
+
+from distill_reader.balance import balancer
+from distill_reader.balance.places import places_of
+from tests.distill_reader.balance.discovery_process import DiscoveryProcess
+from tests.distill_reader.balance.local_discovery import (
+    LocalDiscovery,
+    LocalStudent,
+    LocalTeacher,
+    RawClient,
+)
+from tests.distill_reader.balance.redis_process import RedisProcess
+from tests.support import wait_until
+
+
+def group(run, where_teachers, where_students, teachers: int, students: int):
+    """Teachers and students that have found each other."""
+    made = [run(LocalTeacher, where_teachers) for _ in range(teachers)]
+    learners = [run(LocalStudent, where_students) for _ in range(students)]
+    links = max(teachers, students)
+    wait_until(
+        lambda: (
+            all(each.teachers for each in learners)
+            and sum(len(each.teachers) for each in learners) == links
+        )
+    )
+    return made, learners
+
+
+def test_a_server_that_is_killed_takes_nothing_with_it(redis_server, run):
+    dying = run(DiscoveryProcess, "--db_endpoints", redis_server.endpoint)
+    staying = run(LocalDiscovery, redis_server.url)
+    _, students = group(run, redis_server.url, dying.endpoint, 4, 2)
+    for student in students:  # as if they had been given both
+        student.client._places.append(*places_of(staying.endpoint, "where"))
+    told = [list(student.told) for student in students]
+    dying.send(signal.SIGKILL)
+    wait_until(lambda: staying.server.balancer.students == 2)
+    newcomer = run(LocalTeacher, redis_server.url)
+    wait_until(lambda: any(newcomer.endpoint in student.teachers for student in students))
+    for before, student in zip(told, students, strict=True):
+        for teachers in student.told[len(before) :]:
+            assert set(before[-1]) <= set(teachers)
+
+
+def test_a_server_that_hangs_is_left(redis_server, run, monkeypatch):
+    monkeypatch.setattr("distill_reader.balance.client.REPORT_S", 0.1)
+    monkeypatch.setattr("distill_reader.balance.client.ANSWER_S", 0.5)
+    hanging = run(DiscoveryProcess, "--db_endpoints", redis_server.endpoint)
+    staying = run(LocalDiscovery, redis_server.url)
+    (teacher,), (student,) = group(run, redis_server.url, hanging.endpoint, 1, 1)
+    student.client._places.append(*places_of(staying.endpoint, "where"))
+    hanging.send(signal.SIGSTOP)
+    wait_until(lambda: staying.server.balancer.students == 1)
+    hanging.send(signal.SIGCONT)
+    assert set(student.told) == {(teacher.endpoint,)}
+
+
+def test_the_only_server_is_started_again_and_nothing_moves(run):
+    first = run(LocalDiscovery)
+    _, students = group(run, first.endpoint, first.endpoint, 6, 3)
+    before = [student.teachers for student in students]
+    first.close()
+    again = run(LocalDiscovery, port=first.port)
+    wait_until(lambda: len(again.links()) == 3 and again.server.balancer.students == 3)
+    wait_until(lambda: sum(map(len, again.links().values())) == 6)
+    newcomer = run(LocalTeacher, again.endpoint)
+    wait_until(lambda: any(newcomer.endpoint in student.teachers for student in students))
+    for teachers, student in zip(before, students, strict=True):
+        assert all(teachers <= set(told) for told in student.told[-2:])
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+def test_redis_away_for_longer_than_leases_last_moves_nothing(redis_server, run, how, monkeypatch):
+    monkeypatch.setattr("distill_reader.balance.redis_registry._TIMEOUT_S", 0.5)
+    servers = [run(LocalDiscovery, redis_server.url) for _ in range(2)]
+    both = ",".join(server.endpoint for server in servers)
+    teachers, students = group(run, redis_server.url, both, 4, 2)
+    wait_until(lambda: all(sum(map(len, each.links().values())) == 4 for each in servers))
+    before = [list(student.told) for student in students]
+    if how == "killed":
+        redis_server.kill()
+    else:
+        redis_server.freeze()
+    wait_until(lambda: all(server.server.balancer.look.away for server in servers))
+    late = run(LocalStudent, both)  # gets what there is, from what is known
+    wait_until(lambda: late.teachers)
+    late.close()
+    leases_end_s = time.monotonic() + 1.0
+    wait_until(lambda: time.monotonic() > leases_end_s)
+    if how == "killed":
+        redis_server.start()  # with nothing in it
+    else:
+        redis_server.thaw()
+    wait_until(lambda: not any(server.server.balancer.look.away for server in servers))
+    newcomer = run(LocalTeacher, redis_server.url)
+    wait_until(lambda: any(newcomer.endpoint in student.teachers for student in students))
+    everybody = {teacher.endpoint for teacher in teachers}
+    for told, student in zip(before, students, strict=True):
+        for later in student.told[len(told) :]:
+            assert set(told[-1]) <= set(later) | {newcomer.endpoint}
+            assert later, "a student was without teachers"
+    wait_until(lambda: sum(len(student.teachers) for student in students) == 5)
+    assert set.union(*(student.teachers for student in students)) > everybody
+
+
+def test_teachers_that_die_while_redis_is_away_are_taken_off_when_it_is_back(
+    redis_server, run, monkeypatch
+):
+    monkeypatch.setattr(balancer, "_HOLD_S", 1.0)
+    server = run(LocalDiscovery, redis_server.url)
+    teachers, (student,) = group(run, redis_server.url, server.endpoint, 2, 1)
+    redis_server.kill()
+    wait_until(lambda: server.server.balancer.look.away)
+    teachers[0].close()
+    redis_server.start()
+    wait_until(lambda: student.teachers == {teachers[1].endpoint})
+
+
+def test_whoever_is_there_first_waits_for_the_others(redis_server, run):
+    redis_server.kill()
+    student = run(LocalStudent, f"redis://{redis_server.endpoint}")
+    server = run(LocalDiscovery, redis_server.url)
+    other = run(LocalStudent, server.endpoint)
+    teachers = [run(LocalTeacher, redis_server.url), run(LocalTeacher, server.endpoint)]
+    redis_server.start()
+    everybody = {teacher.endpoint for teacher in teachers}
+    wait_until(lambda: student.teachers | other.teachers == everybody)
+    assert len(student.teachers) == 1 == len(other.teachers)
+
+
+def test_students_that_ask_redis_themselves_share_with_those_that_do_not(redis_server, run):
+    server = run(LocalDiscovery, redis_server.url)
+    direct = run(LocalStudent, redis_server.url)
+    served = run(LocalStudent, server.endpoint)
+    teachers = {run(LocalTeacher, redis_server.url).endpoint for _ in range(4)}
+    wait_until(lambda: len(direct.teachers) == 2 == len(served.teachers))
+    assert direct.teachers | served.teachers == teachers
+    direct.close()
+    wait_until(lambda: served.teachers == teachers)
+
+
+def test_a_password_is_wanted_and_given(tmp_path, run):
+    server = run(RedisProcess, tmp_path, password="p@ss/word")
+    url = f"redis://:p%40ss%2Fword@{server.endpoint}"
+    discovery = run(LocalDiscovery, url)
+    teacher = run(LocalTeacher, url)
+    student = run(LocalStudent, discovery.endpoint)
+    wait_until(lambda: student.teachers == {teacher.endpoint})
+
+
+class TestWhatOthersWrite:
+    @pytest.fixture
+    def database(self, redis_server):
+        with redis.Redis(port=redis_server.port, decode_responses=True) as client:
+            yield client
+
+    @pytest.fixture
+    def server(self, redis_server, run):
+        return run(LocalDiscovery, redis_server.url)
+
+    def test_teachers_of_the_originals_registrar_are_told(self, database, server, run):
+        student = run(LocalStudent, server.endpoint)
+        key = "/service/svc/nodes/10.1.2.3:9292"
+        database.hset(key, mapping={"server": "10.1.2.3:9292", "info": "{cpu:10%, gpu:20%, net:1}"})
+        database.expire(key, 6)
+        wait_until(lambda: student.teachers == {"10.1.2.3:9292"})
+        database.delete(key)
+        wait_until(lambda: not student.teachers)
+
+    def test_ours_are_as_the_originals_server_reads_them(self, database, redis_server, run):
+        teacher = run(LocalTeacher, redis_server.url)
+        key = f"/service/svc/nodes/{teacher.endpoint}"
+        wait_until(lambda: database.exists(key))
+        assert database.hgetall(key) == {"server": teacher.endpoint, "info": ""}
+        assert 0 < database.pttl(key) <= 2500
+        teacher.close()
+        assert not database.exists(key)
+
+    def test_a_teacher_without_a_lease_does_not_count(self, database, server, run):
+        database.hset("/service/svc/nodes/10.1.2.3:9292", "server", "10.1.2.3:9292")
+        student = run(LocalStudent, server.endpoint)
+        teacher = run(LocalTeacher, server.endpoint)
+        wait_until(lambda: student.teachers == {teacher.endpoint})
+
+    def test_rubbish_stops_nobody(self, database, server, run):
+        database.set("/service/svc/table", b"\xff\xfe 0000 not a table")
+        database.set("/service/svc/students/odd", "0000000000000001{}")
+        database.set("/service/svc/students/odder", b"\x00\xff")
+        database.set("/service/svc/students/oddest", '0000000000000001{"require": "many"}')
+        database.set("/service/svc/nodes/not an endpoint", "x", px=60_000)
+        database.set("/service/svc/unknown/x", "y")
+        database.set("/service/", "y")
+        database.lpush("/service/svc/students/list", "x")
+        student = run(LocalStudent, server.endpoint)
+        teacher = run(LocalTeacher, server.endpoint)
+        wait_until(lambda: student.teachers == {teacher.endpoint})
+        assert len(server.links()) == 1
+
+    def test_a_table_that_is_taken_away_is_written_again_as_it_was(self, database, server, run):
+        for _ in range(4):
+            run(LocalTeacher, server.endpoint)
+        students = [run(LocalStudent, server.endpoint) for _ in range(2)]
+        wait_until(lambda: all(len(student.teachers) == 2 for student in students))
+        before = [student.told[-1] for student in students]
+        database.delete("/service/svc/table")
+        wait_until(lambda: database.exists("/service/svc/table"))
+        assert [student.told[-1] for student in students] == before
+
+    def test_the_originals_student_finds_ours_through_it(self, server, run):
+        teacher = run(LocalTeacher, server.endpoint)
+        wait_until(server.teachers)
+        client = run(RawClient, server.endpoint)
+        register = {"type": "register", "service_name": "svc", "seq": 0, "num": 1}
+        assert client.ask(register)["servers"] == [teacher.endpoint]

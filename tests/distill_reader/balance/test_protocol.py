@@ -1,0 +1,300 @@
+"""What a discovery server says to the bytes that come: the original's, ours, and rubbish."""
+
+import re
+import struct
+
+import pytest
+import requests
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from distill_reader.balance.messages import HEAD, MAGIC, MAX_REQUEST_BYTES, encode
+from distill_reader.balance.server import ServerConfig
+from tests.distill_reader.balance.local_discovery import (
+    LocalDiscovery,
+    LocalStudent,
+    LocalTeacher,
+    RawClient,
+)
+from tests.support import wait_until
+
+REGISTER = {"type": "register", "service_name": "svc", "seq": 0, "num": 3}
+HELLO = {
+    "type": "student",
+    "service": "svc",
+    "student": "me",
+    "session": 1,
+    "require": 3,
+    "held": [],
+}
+REPORT = {"type": "report", "require": 3, "wait_share": 0.5, "samples_per_s": 9.5, "measured": {}}
+BEAT = {"type": "teacher", "service": "svc", "server": "127.0.0.1:9292", "lease_s": 60, "info": ""}
+
+
+@pytest.fixture
+def server(run):
+    return run(LocalDiscovery)
+
+
+@pytest.fixture
+def client(run, server):
+    return run(RawClient, server.endpoint)
+
+
+def without(body, *names: str):
+    return {name: value for name, value in body.items() if name not in names}
+
+
+# --- the original's
+
+
+def test_the_originals_student_gets_its_list_in_the_originals_bytes(server, client, run):
+    teacher = run(LocalTeacher, server.endpoint)
+    wait_until(server.teachers)
+    text = b'{"type": "register", "service_name": "svc", "seq": 0, "num": 4}'
+    client.send(b"\xcb\xef\x00\x00" + struct.pack("!i", 8 + len(text)) + text)
+    assert client.receive() == {
+        "type": "register",
+        "seq": 1,
+        "servers": [teacher.endpoint],
+        "num": 1,
+    }
+    assert client.ask({"type": "heartbeat", "version": 0}) == {"type": "heartbeat"}
+
+
+def test_it_hears_of_changes_when_it_asks_and_never_before(server, client, run):
+    assert client.ask(REGISTER) == {"type": "register", "seq": 1, "servers": [], "num": 0}
+    assert client.ask({"type": "heartbeat", "version": 0}) == {"type": "heartbeat"}
+    teacher = run(LocalTeacher, server.endpoint)
+    wait_until(lambda: any(server.links().values()))
+    change = client.ask({"type": "heartbeat", "version": 0})
+    assert change == {"type": "servers_change", "servers": [teacher.endpoint], "version": 1}
+    assert client.ask({"type": "heartbeat", "version": 1}) == {"type": "heartbeat"}
+    assert client.ask({"type": "heartbeat"})["type"] == "servers_change"  # older clients
+
+
+def test_its_end_frees_its_teachers_at_once(server, client, run):
+    run(LocalTeacher, server.endpoint)
+    run(LocalTeacher, server.endpoint)
+    student = run(LocalStudent, server.endpoint)
+    wait_until(lambda: len(student.teachers) == 2)
+    assert len(client.ask(REGISTER)["servers"]) == 1
+    wait_until(lambda: len(student.teachers) == 1)
+    client.close()
+    wait_until(lambda: len(student.teachers) == 2)
+
+
+# --- what is wrong
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({}, "type: expected one of register, heartbeat,"),
+        ({"type": None}, "type: expected one of"),
+        ({"type": ["register"]}, "type: expected one of"),
+        ({"type": "nonsense"}, "got 'nonsense'"),
+        ({"type": "heartbeat", "version": 0}, "has not said who it is"),
+        (REPORT, "has not said who it is"),
+        ({"type": "leave"}, "has not said who it is"),
+        ({"type": "heartbeat", "version": "1"}, "version: expected an integer"),
+        (without(REGISTER, "service_name"), "service_name: expected .* got None"),
+        ({**REGISTER, "service_name": "a*"}, "service_name: expected"),
+        ({**REGISTER, "service_name": "a/nodes/b"}, "service_name: expected"),
+        ({**REGISTER, "service_name": "x" * 200}, "service_name: expected"),
+        ({**REGISTER, "num": 0}, "num: expected an integer of 1"),
+        ({**REGISTER, "num": True}, "num: expected an integer"),
+        ({**REGISTER, "num": 1.5}, "num: expected an integer"),
+        ({**REGISTER, "seq": -1}, "seq: expected an integer"),
+        ({**HELLO, "held": "127.0.0.1:1"}, "held: expected up to"),
+        ({**HELLO, "held": ["nowhere"]}, "held: expected HOST:PORT"),
+        ({**HELLO, "held": ["h:1"] * 2000}, "held: expected up to"),
+        ({**HELLO, "session": 0}, "session: expected"),
+        ({**HELLO, "student": ""}, "student: expected"),
+        ({**HELLO, "require": 10**9}, "require: expected"),
+        (without(BEAT, "server"), "server: expected HOST:PORT"),
+        ({**BEAT, "server": "h:70000"}, "server: expected HOST:PORT"),
+        ({**BEAT, "server": "h:1\r\n"}, "server: expected HOST:PORT"),
+        ({**BEAT, "lease_s": 0}, "lease_s: expected 0.5 to 600"),
+        ({**BEAT, "lease_s": "x"}, "lease_s: expected a number"),
+        ({**BEAT, "info": "x" * 10_000}, "info: expected a text"),
+        ({"type": "withdraw", "service": "svc"}, "server: expected"),
+    ],
+)
+def test_what_is_wrong_is_said_by_field_and_the_connection_goes_on(client, body, words):
+    answer = client.ask(body)
+    assert answer["type"] == "error"
+    assert re.search(words, answer["error"]), answer["error"]
+    assert client.ask(REGISTER)["type"] == "register"
+
+
+@pytest.mark.parametrize(
+    ("report", "words"),
+    [
+        (without(REPORT, "require"), "require: expected"),
+        ({**REPORT, "wait_share": "much"}, "wait_share: expected a number"),
+        ({**REPORT, "samples_per_s": -1}, "samples_per_s: expected a number"),
+        ({**REPORT, "measured": []}, "measured: expected up to"),
+        ({**REPORT, "measured": {"h:1": 5}}, "measured: expected .samples_per_s"),
+        ({**REPORT, "measured": {"h": [1, 1]}}, "measured: expected HOST:PORT"),
+        ({**REPORT, "measured": {"h:1": [None, 1]}}, "measured: expected a number"),
+        (HELLO, "is already that of student me"),
+        (REGISTER, "is already that of student me"),
+    ],
+)
+def test_a_students_wrong_report_is_refused_and_it_stays_a_student(client, report, words):
+    client.send(encode(HELLO))
+    assert [client.receive()["type"] for _ in range(2)] in (["ok", "teachers"], ["teachers", "ok"])
+    answer = client.ask(report)
+    assert answer["type"] == "error"
+    assert re.search(words, answer["error"]), answer["error"]
+    assert client.ask(REPORT) == {"type": "ok"}
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[]", b'"text"', b"nan", b"\xff\xfe", b"[" * 50_000, b'{"a":NaN}']
+)
+def test_a_body_that_is_no_object_is_refused_and_the_connection_goes_on(client, data):
+    client.send(HEAD.pack(MAGIC, HEAD.size + len(data)) + data)
+    answer = client.receive()
+    assert answer["type"] == "error"
+    assert "a message is a JSON object" in answer["error"]
+    assert client.ask(REGISTER)["type"] == "register"
+
+
+@pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        (b"EDLT" + bytes(4), "begins with CB EF 00 00"),
+        (HEAD.pack(MAGIC, 0), "length: expected 8 to"),
+        (HEAD.pack(MAGIC, -1), "length: expected 8 to"),
+        (HEAD.pack(MAGIC, MAX_REQUEST_BYTES + 1), "length: expected 8 to"),
+        (HEAD.pack(MAGIC, 2**31 - 1), "length: expected 8 to"),
+    ],
+)
+def test_behind_a_wrong_head_nothing_can_be_read_so_the_connection_ends(
+    server, client, run, head, words
+):
+    client.send(head + b"x" * 5000)
+    answer = client.receive()
+    assert words in answer["error"]
+    assert client.is_ended()
+    assert run(RawClient, server.endpoint).ask(REGISTER)["type"] == "register"
+
+
+def test_a_message_may_come_byte_by_byte_and_two_at_once(client):
+    for byte in encode(REGISTER):
+        client.send(bytes([byte]))
+    assert client.receive()["type"] == "register"
+    client.send(encode({"type": "heartbeat", "version": 0}) * 2)
+    assert [client.receive()["type"] for _ in range(2)] == ["heartbeat", "heartbeat"]
+
+
+class TestPatience:
+    @pytest.fixture
+    def server(self, run):
+        return run(LocalDiscovery, config=ServerConfig(first_s=0.2, silent_s=0.3, return_s=0.05))
+
+    def test_who_says_nothing_is_dropped(self, client):
+        assert client.is_ended()
+
+    def test_who_stops_amid_a_message_is_dropped(self, client, monkeypatch):
+        monkeypatch.setattr("distill_reader.balance.connection._STALL_S", 0.1)
+        client.send(encode(REGISTER)[:20])
+        assert client.is_ended()
+
+    def test_a_student_that_falls_silent_is_dropped_and_its_teachers_are_free(self, server, client):
+        client.send(encode(HELLO))
+        wait_until(lambda: server.server.balancer.students == 1)
+        wait_until(lambda: server.server.balancer.students == 0)
+
+    def test_beyond_the_most_connections_new_ones_are_refused(self, run):
+        server = run(LocalDiscovery, config=ServerConfig(max_connections=1))
+        first = run(RawClient, server.endpoint)
+        assert first.ask(REGISTER)["type"] == "register"
+        assert run(RawClient, server.endpoint).is_ended()
+        assert first.ask({"type": "heartbeat"})["type"] == "heartbeat"
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=10,
+)
+FIELDS = sorted({*REGISTER, *HELLO, *REPORT, *BEAT, "version"})
+
+
+@given(
+    kind=st.sampled_from(["register", "heartbeat", "student", "report", "teacher", "withdraw"]),
+    body=st.dictionaries(st.sampled_from(FIELDS), json_values),
+)
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_any_fields_are_answered(server, kind, body):
+    client = RawClient(server.endpoint)
+    assert client.ask({**body, "type": kind})["type"] in ("register", "ok", "error", "teachers")
+    client.close()
+
+
+# --- who may
+
+
+class TestToken:
+    @pytest.fixture
+    def server(self, run):
+        return run(LocalDiscovery, config=ServerConfig(token="s3cret"))
+
+    @pytest.mark.parametrize("body", [REGISTER, HELLO, BEAT])
+    @pytest.mark.parametrize("token", [None, "wrong", 7, ["s3cret"]])
+    def test_who_does_not_know_it_is_refused(self, server, client, body, token):
+        answer = client.ask({**body, "token": token})
+        assert "token: this server wants one; set EDL_TEACHER_TOKEN" in answer["error"]
+        assert client.is_ended()
+        assert not server.teachers()
+
+    def test_who_knows_it_is_taken(self, server, run):
+        teacher = run(LocalTeacher, server.endpoint, token="s3cret")
+        student = run(LocalStudent, server.endpoint, token="s3cret")
+        wait_until(lambda: student.teachers == {teacher.endpoint})
+
+    def test_students_of_the_original_are_taken_if_so_told(self, run):
+        config = ServerConfig(token="s3cret", is_open_to_legacy=True)
+        server = run(LocalDiscovery, config=config)
+        client = run(RawClient, server.endpoint)
+        assert client.ask(REGISTER)["type"] == "register"
+        assert client.ask({"type": "heartbeat", "version": 0}) == {"type": "heartbeat"}
+        assert "token" in run(RawClient, server.endpoint).ask(HELLO)["error"]
+
+    def test_people_need_it_too(self, server):
+        def status(path: str, **headers: str) -> int:
+            with requests.Session() as session:
+                session.trust_env = False
+                url = f"http://{server.endpoint}{path}"
+                return session.get(url, headers=headers, timeout=20).status_code
+
+        assert status("/health") == 200
+        assert status("/services") == 401
+        assert status("/services", Authorization="Bearer wrong") == 401
+        assert status("/metrics", Authorization="Bearer s3cret") == 200
+
+
+def test_people_and_prometheus_see_who_is_there(server, client, run):
+    teacher = run(LocalTeacher, server.endpoint)
+    student = run(LocalStudent, server.endpoint)
+    wait_until(lambda: student.teachers == {teacher.endpoint})
+    client.ask({"type": "nonsense"})
+    with requests.Session() as session:
+        session.trust_env = False
+        seen = session.get(f"http://{server.endpoint}/services", timeout=20).json()
+        metrics = session.get(f"http://{server.endpoint}/metrics", timeout=20).text
+        assert session.get(f"http://{server.endpoint}/nowhere", timeout=20).status_code == 404
+    assert seen["registry"] == "ok"
+    service = seen["services"]["svc"]
+    assert service["teachers"] == [teacher.endpoint]
+    assert [each["teachers"] for each in service["students"].values()] == [[teacher.endpoint]]
+    assert 'edl_discovery_links{service="svc"} 1.0' in metrics
+    assert 'edl_discovery_messages_total{outcome="refused",type="?"} 1.0' in metrics
+    assert "nonsense" not in metrics

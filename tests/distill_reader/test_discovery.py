@@ -1,0 +1,263 @@
+"""`edl discovery`, `edl register` and `edl serve --register`: arguments, and the programs."""
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+
+from distill_reader import discovery, register, registering
+from distill_reader.balance.client import Feeding
+from distill_reader.balance.demand import demand_of
+from distill_reader.balance.table import Service, Student
+from distill_reader.errors import UsageError
+from tests.distill_reader.balance.discovery_process import DiscoveryProcess
+from tests.distill_reader.balance.local_discovery import LocalDiscovery, LocalStudent
+from tests.support import wait_until
+
+
+@pytest.fixture(autouse=True)
+def _no_token(monkeypatch):
+    for name in ("EDL_TOKEN", "EDL_TEACHER_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(f"{name}_FILE", raising=False)
+
+
+def parse(*arguments: str) -> discovery.Config:
+    return discovery.parse_config(discovery._parser().parse_args(arguments))
+
+
+def parse_register(*arguments: str):
+    return register.parse_config(register._parser().parse_args(arguments))
+
+
+def test_the_originals_arguments_are_taken():
+    config = parse(
+        *("--server", "127.0.0.1:7001", "--db_endpoints", "h:6379,g:1", "--db_passwd", "p"),
+        *("--db_type", "redis", "--worker_num", "4"),
+    )
+    assert (config.host, config.port) == ("127.0.0.1", 7001)
+    assert [each.url for each in config.redis] == ["redis://:p@h:6379", "redis://:p@g:1"]
+    registrar = parse_register(
+        *("--db_endpoints", "h:6379", "--service_name", "svc", "--server", "10.0.0.1:9292"),
+        *("--db_passwd", "p@", "--service_token", "t"),
+    )
+    assert [each.url for each in registrar.places] == ["redis://:p%40@h:6379"]
+    assert (registrar.service, registrar.server, registrar.token) == ("svc", "10.0.0.1:9292", "t")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--server", "7001"], "--server: expected HOST:PORT"),
+        (["--server", "h:99999"], "--server: expected HOST:PORT"),
+        (["--server", "0.0.0.0:7001"], "wants a token .--token_file or EDL_TEACHER_TOKEN., or"),
+        (["--db_type", "etcd"], "--db_type etcd: expected redis"),
+        (["--worker_num", "0"], "--worker_num: must be at least 1"),
+        (["--db_passwd", "p"], "--db_passwd: is for a Redis"),
+        (["--db_endpoints", "http://h:1"], "expected HOST:PORT or redis://"),
+        (["--db_endpoints", "redis://:secret@h:port"], "redis://...@h:port: "),
+        (["--db_endpoints", "h:1", "--db_passwd_file", "nowhere"], "--db_passwd_file: nowhere"),
+        (["--job_server", "h:8180"], "--job_server h:8180: expected a URL"),
+        (["--token_file", "nowhere"], "--token_file nowhere: "),
+    ],
+)
+def test_a_wrong_argument_of_the_server_is_named(arguments, words):
+    with pytest.raises(UsageError, match=words):
+        parse(*arguments)
+
+
+def test_others_than_this_machine_need_a_token_or_leave(tmp_path, monkeypatch):
+    file = tmp_path / "token"
+    file.write_text("secret\n")
+    everywhere = ("--server", "0.0.0.0:7001")
+    assert parse(*everywhere, "--token_file", str(file)).server.token == "secret"
+    assert parse(*everywhere, "--insecure").server.token == ""
+    monkeypatch.setenv("EDL_TOKEN_FILE", str(file))
+    config = parse(*everywhere, "--insecure_legacy", "--job_server", "http://h:1")
+    assert config.server.is_open_to_legacy
+    assert (config.server.token, config.job_token) == ("secret", "secret")
+    monkeypatch.setenv("EDL_TEACHER_TOKEN", "the teachers'")
+    config = parse(*everywhere, "--job_server", "http://h:1")
+    assert (config.server.token, config.job_token) == ("the teachers'", "secret")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--server", "h:1"], "give one of --discovery HOST:PORT and --db_endpoints"),
+        (
+            ["--server", "h:1", "--discovery", "h:1", "--db_endpoints", "h:1"],
+            "give one of --discovery HOST:PORT and --db_endpoints",
+        ),
+        (["--server", "h", "--discovery", "h:1"], "--server: expected HOST:PORT"),
+        (["--server", "h:1", "--discovery", "h:1/m"], "--discovery: expected HOST:PORT"),
+        (["--server", "h:1", "--discovery", "h:1", "--lease_s", "0.1"], "--lease_s: expected 0.5"),
+        (["--server", "h:1", "--discovery", "h:1", "--info", "x" * 600], "--info: expected up to"),
+    ],
+)
+def test_a_wrong_argument_of_the_registrar_is_named(arguments, words):
+    with pytest.raises(UsageError, match=words):
+        parse_register("--service_name", "svc", *arguments)
+
+
+def test_a_teacher_says_where_it_is_found(monkeypatch):
+    def endpoint(bound: str, *arguments: str) -> str:
+        parser = argparse.ArgumentParser()
+        registering.add_register_arguments(parser)
+        parser.add_argument("--token_file")
+        args = parser.parse_args(["--register", "127.0.0.1:7001", *arguments])
+        config = registering.parse_register(args)
+        assert config is not None
+        return config.registrar(bound, 9292)._config.server
+
+    name = ("--service_name", "svc")
+    assert endpoint("10.1.2.3", *name) == "10.1.2.3:9292"
+    assert endpoint("::1", *name) == "[::1]:9292"
+    assert endpoint("0.0.0.0", *name) == "127.0.0.1:9292"  # as the discovery server sees it
+    assert endpoint("0.0.0.0", *name, "--advertise", "teacher-1.lan") == "teacher-1.lan:9292"
+    with pytest.raises(UsageError, match="--register: give --service_name"):
+        endpoint("127.0.0.1")
+    with pytest.raises(UsageError, match="--advertise: expected HOST:PORT"):
+        endpoint("127.0.0.1", *name, "--advertise", "a b")
+
+
+def test_demand_is_what_students_say_together():
+    def student(name: str, wait_share: float | None, samples_per_s: float | None) -> Student:
+        return Student(
+            student=name,
+            session=1,
+            require=1,
+            wait_share=wait_share,
+            samples_per_s=samples_per_s,
+        )
+
+    students = {"a": student("a", 0.2, 30.0), "b": student("b", 0.6, 50.0)}
+    students["c"] = student("c", None, None)  # has read nothing yet
+    service = Service(students=students, teachers=frozenset({"h:1"}))
+    assert demand_of("svc", service) == {
+        "service": "svc",
+        "students": 3,
+        "teachers": 1,
+        "wait_share": pytest.approx(0.4),
+        "samples_per_s": 80.0,
+    }
+    assert demand_of("svc", Service(students={"c": students["c"]})) is None
+
+
+class JobServer:
+    """Takes demands; answers as one that runs no teachers for `other`."""
+
+    def __init__(self) -> None:
+        self.posts: list[tuple[str, str | None, Any]] = []
+        posts = self.posts
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                posts.append((self.path, self.headers["Authorization"], body))
+                self.send_response(404 if "other" in self.path else 200)
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def test_a_job_server_is_told_of_the_demand(run):
+    jobs = run(JobServer)
+    server = run(DiscoveryProcess, "--job_server", jobs.url, EDL_TOKEN="", EDL_TEACHER_TOKEN="")
+    for service in ("other", "svc"):
+        student = run(LocalStudent, server.endpoint, service)
+        student.feeding = Feeding(wait_share=0.25, samples_per_s=12.0)
+    wait_until(lambda: any("svc" in path for path, _, _ in jobs.posts))
+    path, _, body = next(each for each in jobs.posts if "svc" in each[0])
+    assert path == "/api/v1/services/svc/demand"
+    assert body == {
+        "service": "svc",
+        "students": 1,
+        "teachers": 0,
+        "wait_share": 0.25,
+        "samples_per_s": 12.0,
+    }
+
+
+class Program:
+    """A program of ours, until SIGTERM."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *arguments],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def end(self) -> tuple[int, str]:
+        self.process.send_signal(signal.SIGTERM)
+        _, log = self.process.communicate(timeout=60)
+        return self.process.returncode, log
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+
+def test_teachers_register_by_themselves_and_by_a_registrar_and_withdraw_at_sigterm(run, tmp_path):
+    (tmp_path / "toy").mkdir()
+    server = run(LocalDiscovery)
+    student = run(LocalStudent, server.endpoint)
+    teacher = run(
+        Program,
+        *("distill_reader.serve", "--model", str(tmp_path / "toy"), "--port", "0"),
+        *("--backend", "tests.distill_reader.teacher.toy_backends:sums"),
+        *("--register", server.endpoint, "--service_name", "svc"),
+    )
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        endpoint = f"grpc://127.0.0.1:{other.getsockname()[1]}/model"
+        registrar = run(
+            Program,
+            *("distill_reader.register", "--discovery", server.endpoint),
+            *("--service_name", "svc", "--server", endpoint),
+        )
+        wait_until(lambda: len(student.teachers) == 2, 60)
+        assert endpoint in student.teachers
+        code, log = registrar.end()
+        assert (code, "is withdrawn" in log) == (0, True), log
+        wait_until(lambda: len(student.teachers) == 1)
+    code, log = teacher.end()
+    assert code == 0
+    assert log.index("is withdrawn") < log.index("no more requests are taken")
+    wait_until(lambda: not student.teachers)
+
+
+def test_the_server_says_where_it_is_and_ends_with_0(run):
+    server = run(DiscoveryProcess)
+    assert server.ready == f"discovery ready on {server.endpoint}; registry: in memory\n"
+    server.send(signal.SIGTERM)
+    assert server.process.wait(60) == 0
+
+
+def test_a_port_in_use_ends_it_with_2(run, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert discovery.main(["--server", f"127.0.0.1:{port}"]) == 2
+    assert f"--server {port}: cannot listen on 127.0.0.1" in capsys.readouterr().err

@@ -180,8 +180,8 @@ def heard(pod: Pod, key: Key, rank: int, said: Said) -> Pod:
     match said:
         case Hello():
             # Afresh also when a script enters a second loop: it is to be welcomed again.
-            afresh = {"welcomed": False, "loaded": False, "told_go": False, "told_cut": 0}
-            run = _with_trainer(run, rank, elastic=True, parked_at=None, **afresh)
+            afresh = {"welcomed": False, "prepared": False, "loaded": False, "told_go": False}
+            run = _with_trainer(run, rank, elastic=True, parked_at=None, told_cut=0, **afresh)
         case Prepared():
             run = _with_trainer(run, rank, prepared=True)
         case StageTooLow(highest_stage=highest):

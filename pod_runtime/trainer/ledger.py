@@ -101,6 +101,13 @@ class Ledger:
                  "stall_s": round(stall_s, 6), "elapsed_s": round(elapsed_s, 3)}
             )  # fmt: skip
 
+    def close(self) -> None:
+        """Write nothing more to the file."""
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
     @property
     def stages(self) -> tuple[StageEntry, ...]:
         """The lineage up to the last committed step."""

@@ -104,6 +104,10 @@ class Link:
             plan = _plan(message, "welcome")
             return Welcome(plan=plan, fds=fds)
 
+    def close(self) -> None:
+        """Hang up: the script begins another conversation."""
+        self._lines.close()
+
     def poll(self) -> None:
         """Take in what has come, without waiting."""
         while True:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from pod_runtime.env import TrainerEnv
 from pod_runtime.trainer.adapter import Adapter
@@ -42,6 +42,9 @@ _SMOOTHING = 0.1  # weight of the newest step in the mean step time
 
 class Loop:
     """Runs in every trainer; see README for the ten lines that it takes."""
+
+    _newest: ClassVar["Loop | None"] = None  # None: this process has not made any
+    _finished = False  # also of one whose making failed
 
     def __init__(
         self,
@@ -111,6 +114,9 @@ class Loop:
             snapshot_steps=snapshot_steps,
             all_reduce=all_reduce,
         )
+        before, Loop._newest = Loop._newest, self
+        if before is not None and before._finished:
+            before._let_go()
         self._settings = settings
         self._source = make_source(
             train_set,
@@ -468,6 +474,16 @@ class Loop:
         self._progress.note_done()
         if stage.link is not None:
             stage.link.say("done", step=self.step_count)
+
+    def _let_go(self) -> None:
+        """Close what this loop has open, as the script begins another one."""
+        if self._reader is not None:
+            self._reader.close()
+        if self._stage is not None:
+            self._stage.keeper.close()
+            self._stage.progress.close()
+            if self._stage.link is not None:
+                self._stage.link.close()
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:

@@ -106,6 +106,10 @@ class Progress:
     def note_done(self) -> None:
         self._ledger.note_done(self.cursor.global_step)
 
+    def close(self) -> None:
+        """Write nothing more to the ledger's file."""
+        self._ledger.close()
+
     def status(self) -> LoopStatus:
         """Return what a state of now says."""
         return replace(self._bare(), ledger=self._ledger.stages)

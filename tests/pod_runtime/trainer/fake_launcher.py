@@ -265,7 +265,7 @@ class FakeLauncher:
         plan: StagePlan,
         give_to: list[int] | None,
     ) -> None:
-        for _ in stage.trainers:
+        while True:  # a script may begin more than one loop
             try:
                 connection, _addr = listener.accept()
             except OSError:

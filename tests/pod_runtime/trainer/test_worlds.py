@@ -1,5 +1,6 @@
 """What trainers do when they are cut, killed, starved or left alone. Real processes over gloo."""
 
+import json
 import signal
 from pathlib import Path
 
@@ -80,6 +81,20 @@ def test_a_trainer_that_is_told_to_end_puts_its_last_step_away_first(launch):
     stage = job.start(1, *out(job), restore_from=left)
     stage.go()
     finish(stage)
+
+
+def test_a_script_may_begin_one_training_after_the_other_and_keeps_nothing_of_it_open(launch):
+    job = launch("again.py", 2)
+    stage = job.start(2, "--out", str(job.folder))
+    for times in (1, 2, 3):
+        stage.go()
+        wait_until(lambda: all(len(t.words("done")) == times for t in stage.trainers), 90)  # noqa: B023
+        if times < 3:
+            wait_until(lambda: all(len(t.words("loaded")) > times for t in stage.trainers), 90)  # noqa: B023
+    assert stage.codes() == [0, 0], stage.logs()
+    for rank in (0, 1):
+        first, second, third = json.loads((job.folder / f"open.{rank}").read_text())
+        assert third <= second <= first + 1, (first, second, third)
 
 
 def test_parked_trainers_go_on_when_the_cut_is_off(launch):

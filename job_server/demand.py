@@ -169,7 +169,7 @@ def _forget(governor: Governor, students: int) -> Governor:
     """Drop what other students taught; what a teacher can do stays known."""
     return Governor(
         wanted=governor.wanted,
-        reason=governor.reason,
+        reason=f"the first reports of {_students(students)} are being gathered",
         students=students,
         per_teacher=governor.per_teacher,
         idle_windows=IDLE_WINDOWS - 1 if students < governor.students else 0,

@@ -119,10 +119,11 @@ class Job(ABC):
             raise NotInTime("no trainer has made a step")
         return newest
 
-    def wait_world(self, world: int, *, steps: int, after: float = 0.0) -> Generation:
+    def wait_world(self, world: int | None, *, steps: int, after: float = 0.0) -> Generation:
         """Return the newest generation once it has `world` trainers that made `steps` steps.
 
         Args:
+            world: None: any number.
             after: it made its first step after this time.
 
         Raises:
@@ -133,12 +134,12 @@ class Job(ABC):
             newest = self.stamps.newest()
             return (
                 newest is not None
-                and newest.world == world
+                and world in (None, newest.world)
                 and newest.members[0][0].at > after
                 and newest.done_step >= newest.first_step + steps - 1
             )
 
-        self._wait(is_there, self.limit_s, f"no {steps} steps by {world} trainers")
+        self._wait(is_there, self.limit_s, f"no {steps} steps by {world or 'any'} trainers")
         return self.stamps.generations()[-1]
 
     def wait_step(self, step: int, limit_s: float) -> None:
@@ -156,11 +157,14 @@ class Job(ABC):
 
     def _wait(self, condition: Callable[[], bool], limit_s: float, what: str) -> None:
         deadline = time.monotonic() + limit_s
-        while not condition():
+        while True:
+            lives = self.is_alive()  # asked first: the last step comes before the end
+            if condition():
+                return
+            if not lives:
+                raise NotInTime(f"{what}: all launchers have ended")
             if time.monotonic() > deadline:
                 raise NotInTime(f"{what} within {limit_s:g} s")
-            if not self.is_alive():
-                raise NotInTime(f"{what}: all launchers have ended")
             time.sleep(_LOOK_S)
 
     def is_alive(self) -> bool:

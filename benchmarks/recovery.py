@@ -115,7 +115,9 @@ class Bench:
                     job.wait_warm(2 if options is not None and options != Options() else 0)
                 job.wait_more(2 + 3 * turn)  # so that kills do not all come after a checkpoint
                 killed = job.kill_trainer(rank)
-                found.append(_recovered(job, 2, killed))
+                found.append(_recovered(job, 2 if options is not None else None, killed))
+                if found[-1]["trainers"] < 2:  # peers may lose a node by it
+                    break
         return found
 
     def kill_node(self, row: str, turn: int) -> list[dict[str, float]]:
@@ -212,8 +214,8 @@ def _without(generation: Generation, steps: int) -> Generation:
     return Generation(tuple(member[steps:] for member in generation.members))
 
 
-def _recovered(job: Job, world: int, killed: float) -> dict[str, float]:
-    """Return what a crash cost, once there are `world` trainers again."""
+def _recovered(job: Job, world: int | None, killed: float) -> dict[str, float]:
+    """Return what a crash cost, once there are `world` trainers again, or any at all."""
     old = job.newest()
     new = job.wait_world(world, steps=2, after=killed)
     lost = new.first_step - 1
@@ -221,7 +223,11 @@ def _recovered(job: Job, world: int, killed: float) -> dict[str, float]:
     latest = job.stamps.generations()[-1]
     regained = latest.reached(old.last_step + 1)
     redone = max(0, old.last_step - lost)
-    values = {"again_s": new.began_at - killed, "redone": float(redone)}
+    values = {
+        "again_s": new.began_at - killed,
+        "redone": float(redone),
+        "trainers": float(new.world),
+    }
     if regained is not None:
         values["regained_s"] = regained - killed
     if isinstance(job, EdlJob):
@@ -244,6 +250,7 @@ def show(record: Record, rows: Sequence[str]) -> None:
                     spread(values),
                     spread(record.values(row, "redone"), digits=1),
                     spread(record.values(row, "regained_s")),
+                    spread(record.values(row, "trainers"), digits=1),
                 )
             )
         took = [record.values(row, f"phase {phase}") for phase in _PHASES]
@@ -254,7 +261,9 @@ def show(record: Record, rows: Sequence[str]) -> None:
             "\nCrashes: seconds from the kill, median (range). First step: made by all ranks again;"
             "\nregained: training is where it was"
         )
-        print(table(("", "n", "failed", "first step", "steps redone", "regained"), lines))
+        print(
+            table(("", "n", "failed", "first step", "steps redone", "regained", "trainers"), lines)
+        )
     if phases:
         print("\nWhere EDL's time goes, ms")
         print(table(("", *_PHASES), phases))

@@ -109,7 +109,7 @@ class Bench:
         per_step = {world: self._unchanged(WALL[row], world, steps, limit_s) for world in (2, 3)}
         with self.job(WALL[row], steps) as job:
             job.start(2)
-            job.wait_world(2, steps=2)
+            first = job.wait_world(2, steps=2)
             for number in range(WALL_CHANGES):
                 job.wait_step(round(steps * (number + 1) / (WALL_CHANGES + 1)), limit_s)
                 world = 3 if number % 2 == 0 else 2
@@ -117,7 +117,9 @@ class Bench:
                 job.grow() if world == 3 else job.shrink()
                 job.wait_world(world, steps=1, after=asked)
             job.wait_step(steps, limit_s)
-            order = job.stamps.generations()
+            # A peer may have trained by one before all were there; that is its start.
+            begin = first.members[0][0].at
+            order = [g for g in job.stamps.generations() if g.members[0][0].at >= begin]
         took = order[-1].ended_at - order[0].began_at
         made = steps_by_world(order, steps)
         extra_s = took - sum(count * per_step[world] for world, count in made.items())
@@ -200,12 +202,12 @@ def _planned(job: Job, world: int, settle: int) -> dict[str, float]:
 def steps_by_world(order: Sequence[Generation], steps: int) -> dict[int, int]:
     """Return how many of the steps were made by how many trainers, each step counted once.
 
-    The first step is left out: the clock begins at its end.
+    The first step that there is is left out: the clock begins at its end.
     """
     made: dict[int, int] = {}
     ends = [generation.first_step for generation in order[1:]] + [steps + 1]
     for generation, end in zip(order, ends, strict=True):
-        begin = max(2, generation.first_step)
+        begin = max(order[0].first_step + 1, generation.first_step)
         made[generation.world] = made.get(generation.world, 0) + max(0, end - begin)
     return made
 

@@ -26,7 +26,7 @@ from benchmarks.elastic_jobs import (
 )
 from job_server.api_client import ApiClient
 from job_server.errors import JobServerError
-from job_server.wire import JobEvent, JobSpec, JobStatus
+from job_server.wire import JobEvent, JobSpec, JobStatus, WireError
 
 JOB_ID = "bench"
 _PORTS_PER_NODE = 200
@@ -52,6 +52,31 @@ class Options:
     save_steps: int = 20
     min_pods: int = 1
     nodes: tuple[NodeSpec, ...] = (NodeSpec(slots=3),)
+
+
+def make_spec(options: Options, *, pods: int, expected_nodes: int) -> JobSpec:
+    """Return the job as it is submitted. Raises WireError: this EDL cannot do that."""
+    return JobSpec(
+        job_id=JOB_ID,
+        min_pods=options.min_pods,
+        max_pods=sum(node.slots for node in options.nodes),
+        pods=pods,
+        overlap=options.overlap,
+        spares=options.spares,
+        standby=options.standby,
+        expected_nodes=expected_nodes,
+        grace_s=3.0,
+        max_failures=None,
+    )
+
+
+def why_not(options: Options) -> str:
+    """Return why this EDL cannot run a job that way, or ""."""
+    try:
+        make_spec(options, pods=1, expected_nodes=1)
+    except WireError as error:
+        return f"this EDL cannot: {error}"
+    return ""
 
 
 class EdlJob(Job):
@@ -86,7 +111,7 @@ class EdlJob(Job):
     def kill_node(self) -> None:
         """The last node: client, shims, launchers, trainers."""
         name = self.node_id(len(self.clients) - 1)
-        doomed = [p for p in self.processes() if p.environ().get("EDL_NODE_ID") == name]
+        doomed = [process for process in self.processes() if _node_of(process) == name]
         client = self.clients.pop()
         client.kill()
         for process in doomed:
@@ -146,22 +171,8 @@ class EdlJob(Job):
         return f"exec {shlex.join(command)}\n"
 
     def submit(self, pods: int) -> None:
-        options = self.options
         self._wanted = pods
-        self.api.submit(
-            JobSpec(
-                job_id=JOB_ID,
-                min_pods=options.min_pods,
-                max_pods=sum(node.slots for node in options.nodes),
-                pods=pods,
-                overlap=options.overlap,
-                spares=options.spares,
-                standby=options.standby,
-                expected_nodes=len(self.clients),
-                grace_s=3.0,
-                max_failures=None,
-            )
-        )
+        self.api.submit(make_spec(self.options, pods=pods, expected_nodes=len(self.clients)))
 
     def resize(self, pods: int) -> None:
         self._wanted = pods
@@ -238,6 +249,14 @@ class EdlJob(Job):
             cwd=ROOT,
         )
         return (done.stdout.strip() or done.stderr.strip()).splitlines()[-1]
+
+
+def _node_of(process: psutil.Process) -> str | None:
+    """Return the node that a pod's process belongs to; None: it is of no pod, or gone."""
+    try:
+        return process.environ().get("EDL_NODE_ID")
+    except psutil.Error:
+        return None
 
 
 def planned_phases(job: EdlJob, *, asked: float, ended: float, began: float) -> dict[str, float]:

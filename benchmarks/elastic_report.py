@@ -1,5 +1,6 @@
 """What resize.py and recovery.py keep of their measurements, and how they show it."""
 
+import importlib.metadata
 import json
 import os
 import platform
@@ -38,6 +39,13 @@ class Aim:
         return "reached" if self.is_met else "missed"
 
 
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "-"
+
+
 def at_most(what: str, values: Sequence[float], limit: float, unit: str = "ms") -> Aim:
     """Return the aim that the median of `values` is no more than `limit`, both in seconds."""
     value = statistics.median(values) if values else None
@@ -72,6 +80,7 @@ class Record:
         self._about = dict(about) | {
             "cores": os.cpu_count(),
             "machine": platform.machine(),
+            "versions": {"python": platform.python_version(), "paddle": _version("paddlepaddle")},
             "began": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
         self.samples: list[Sample] = []

@@ -9,8 +9,8 @@ Rows, all with a small CNN on 2 trainers unless they say otherwise:
                  kill-newest (hot standby, a snapshot after every step), kill-standby (hot standby,
                  the loop's own snapshots), kill-spares, kill-cold, the same -resnet50,
                  kill-torchrun-default, -tuned, -tuned-own-store, kill-paddle-default, -tuned
-    node-...     all processes of one of two nodes, killed at once: node-spares, node-cold,
-                 node-standby, and the peers
+    node-...     all processes of one of two nodes, killed at once: node-standby, -standby2,
+                 -spares, -cold, and the peers
     server       the job server is killed and comes back after --server_away_s 30
     bad-node     a third trainer is wanted, on a node whose script fails
     stall, stall-resnet50   the share of its time that a training stands still for snapshots
@@ -29,6 +29,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no package
 
+from benchmarks import elastic_ours
 from benchmarks.elastic_command import check, finish, make_parser, measure_all, runnable
 from benchmarks.elastic_jobs import Job, NotInTime
 from benchmarks.elastic_ours import EdlJob, NodeSpec, Options, crash_phases
@@ -58,6 +59,7 @@ KILLS = {
 }
 NODES = {
     "node-standby": Options(standby=1, nodes=TWO_NODES),
+    "node-standby2": Options(standby=2, nodes=TWO_NODES),
     "node-spares": Options(spares=1, nodes=TWO_NODES),
     "node-cold": Options(nodes=TWO_NODES),
 }
@@ -375,7 +377,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def why_not_row(row: str) -> str:
         peer = every.get(row.partition("-")[2])
-        return why_not(peer, known) if peer is not None else ""
+        if peer is not None:
+            return why_not(peer, known)
+        return elastic_ours.why_not(KILLS.get(row) or NODES.get(row) or Options())
 
     rows = runnable(args.rows, why_not_row)
     todo = [(row, turn) for turn in range(args.rounds) for row in rows if not record.has(row, turn)]

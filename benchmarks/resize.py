@@ -5,9 +5,9 @@
 
 Rows: replace, drain, join (EDL by its ways), torchrun-default, -tuned, -tuned-own-store,
 paddle-default, -tuned: a small CNN that goes from 2 trainers to 3 and back, everybody once in each
-round; replace-resnet50, drain-resnet50, join-resnet50 (at 32 pixels); wall-edl, wall-torchrun (the
-same 2,000 steps with and without six changes); random (--changes 200 random ones, one after the
-other). A word stands for all rows that begin so.
+round; replace-resnet50, drain-resnet50, join-resnet50 (at 32 pixels); wall-replace, -drain, -join,
+-torchrun (the same 2,000 steps with and without six changes); random (--changes 200 random ones,
+one after the other). A word stands for all rows that begin so.
 
 The pause is the time from the end of the last step before to the end of the first step after, each
 on the slowest rank: it holds one ordinary step. Every trainer writes down when its steps end; all
@@ -24,6 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no package
 
+from benchmarks import elastic_ours
 from benchmarks.elastic_command import check, finish, make_parser, measure_all, runnable
 from benchmarks.elastic_jobs import Job, NotInTime
 from benchmarks.elastic_ours import EdlJob, Options, planned_phases
@@ -39,17 +40,22 @@ from benchmarks.elastic_report import (
     table,
 )
 from benchmarks.stamps import Generation, change, steps_redone
-from job_server.wire import JobSpec, JobState, WireError
+from job_server.wire import JobState
 
 OVERLAPS = {"replace": "on", "drain": "off", "join": "join"}
 OURS = ("replace", "drain", "join", "replace-resnet50", "drain-resnet50", "join-resnet50")
-WALL = {"wall-edl": "replace", "wall-torchrun": "torchrun-tuned-own-store"}
+WALL = {
+    "wall-replace": "replace",
+    "wall-drain": "drain",
+    "wall-join": "join",
+    "wall-torchrun": "torchrun-tuned-own-store",
+}
 RANDOM = "random"
 ABOUT_S = {  # of one round on 2 cores
     "replace": 25, "drain": 20, "join": 25, "replace-resnet50": 100, "drain-resnet50": 80,
     "join-resnet50": 100, "torchrun-default": 110, "torchrun-tuned": 60,
     "torchrun-tuned-own-store": 40, "paddle-default": 100, "paddle-tuned": 40,
-    "wall-edl": 300, "wall-torchrun": 240,
+    "wall-replace": 300, "wall-drain": 300, "wall-join": 300, "wall-torchrun": 240,
 }  # fmt: skip
 ENDLESS = 100_000  # steps
 WALL_CHANGES = 6
@@ -318,7 +324,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("--settle", type=int, default=30, help="steps between two changes (30)")
-    add("--wall_rounds", type=int, default=3, help="of wall-edl and wall-torchrun (3)")
+    add("--wall_rounds", type=int, default=3, help="of the rows wall-... (3)")
     add("--wall_steps", type=int, default=2000, help="a multiple of 500 (2000)")
     add("--changes", type=int, default=200, help="of the row random (200)")
     add("--seed", type=int, default=1, help="of the row random (1)")
@@ -351,12 +357,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         needs = WALL.get(row, row)
         if needs in every:
             return why_not(every[needs], known)
-        if needs.startswith("join"):
-            try:
-                JobSpec(job_id="x", overlap="join")
-            except WireError as error:
-                return f"this EDL cannot: {error}"
-        return ""
+        way = "replace" if needs == RANDOM else needs.partition("-")[0]
+        return elastic_ours.why_not(Options(overlap=OVERLAPS[way], spares=args.spares))
 
     rows = runnable(args.rows, why_not_row)
     todo = [

@@ -82,15 +82,15 @@ def test_a_word_names_a_row_or_all_that_begin_so():
 
 
 def test_all_peers_of_a_round_come_before_the_next_round():
-    args = resize.parse(["--only", "replace,torchrun-default,wall-edl", "--rounds", "2"])
+    args = resize.parse(["--only", "replace,torchrun-default,wall-replace", "--rounds", "2"])
     assert resize.plan(args, args.rows) == [
         ("replace", 0),
         ("torchrun-default", 0),
-        ("wall-edl", 0),
+        ("wall-replace", 0),
         ("replace", 1),
         ("torchrun-default", 1),
-        ("wall-edl", 1),
-        ("wall-edl", 2),
+        ("wall-replace", 1),
+        ("wall-replace", 2),
     ]
 
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What a container runs, by its first argument; the others go to that program:
 #   server     the job server           client     this node's job client (ResNet50 without a script)
-#   teacher    a distillation teacher   anything else is run as it stands: bash, edl status, ...
+#   teacher    a distillation teacher   discovery  tells students which teachers to use
+# Anything else is run as it stands: bash, edl status, ...
 # Works outside containers just as well. The state lies in $EDL_STATE_DIR.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -24,7 +25,7 @@ private_token() {
     esac
 }
 
-[ $# -gt 0 ] || usage_error "entry.sh: expected server, client, teacher, or a command to run"
+[ $# -gt 0 ] || usage_error "entry.sh: expected server, client, teacher, discovery, or a command to run"
 role="$1"
 shift
 make_state
@@ -44,6 +45,12 @@ case "$role" in # health.py reads what is noted here
         echo "teacher $(option port 9292 "$@")" >"$state/.role"
         ensure_python
         exec "$python" -m distill_reader.serve "$@"
+        ;;
+    discovery)
+        address="$(option server 127.0.0.1:7001 "$@")"
+        echo "discovery ${address##*:}" >"$state/.role"
+        ensure_python
+        exec "$python" -m distill_reader.discovery "$@"
         ;;
     *) # notes nothing: it may be run beside the program of this container
         exec "$role" "$@"

@@ -25,6 +25,8 @@ def trouble(environ: Mapping[str, str]) -> str:
         return _does_not_answer(f"http://127.0.0.1:{port[0]}/api/v1/health", environ)
     if role == "teacher":
         return _does_not_answer(f"http://127.0.0.1:{port[0]}/v2/health/ready", environ)
+    if role == "discovery":
+        return _does_not_answer(f"http://127.0.0.1:{port[0]}/health", environ)
     if role == "client":
         return _has_no_client(state / "pod_log" / "lock")
     return ""

@@ -2,17 +2,16 @@
 
 import functools
 import importlib.resources
-import importlib.util
 import json
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from distill_reader import discovery, serve
 from job_client.__main__ import parse_args
 from job_server.config import read_config
 from tests.docker.compose import DOCKER, ROOT, Service, services, variables
@@ -51,7 +50,7 @@ def dockerfile() -> str:
 def test_every_variable_is_explained():
     known = (DOCKER / "README.md").read_text() + SCRIPT.read_text()
     explained = {name for name in all_variables() if name in known}
-    assert all_variables() - explained == {"EDL_TEACHER_PORT", "EDL_TEACHER_THREADS"}
+    assert all_variables() - explained == {"EDL_TEACHER_THREADS"}
 
 
 def all_variables() -> set[str]:
@@ -60,7 +59,7 @@ def all_variables() -> set[str]:
 
 def test_what_listens_beyond_the_host_has_the_token_and_every_port_is_the_hosts_own():
     for service in services({}).values():
-        if "--bind" in service.command:
+        if "--bind" in service.command or "--server" in service.command:
             assert service.environment["EDL_TOKEN_FILE"] in service.mounts
         for port in service.settings.get("ports", []):
             assert port.startswith("127.0.0.1:")
@@ -135,18 +134,28 @@ def test_a_node_gets_a_command_line_that_it_takes(tmp_path: Path, node: str, arg
     assert " ".join(config.script_args) == arguments
 
 
-def test_the_teacher_gets_flags_that_it_knows():
-    if importlib.util.find_spec("distill_reader.serve") is None:
-        pytest.skip("this version has no distill_reader.serve")
-    role, *words = services({})["teacher"].command
-    assert role == "teacher"
-    shown = subprocess.run(
-        [sys.executable, "-m", "distill_reader.serve", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert [word for word in words if word.startswith("--") and f"{word} " not in shown] == []
+def test_teacher_and_discovery_get_command_lines_that_lead_to_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    given = services({"EDL_TEACHER_SERVICE": "resnext"})
+    for name in ("teacher", "discovery"):
+        (tmp_path / name).mkdir()
+    _m, name, *args = command_line(given["teacher"], tmp_path / "teacher")
+    assert name == "distill_reader.serve"
+    teacher = serve._parser().parse_args(args)
+    assert teacher.service_name == "resnext"
+    assert "/model" in given["teacher"].mounts
+
+    _m, name, *args = command_line(given["discovery"], tmp_path / "discovery")
+    assert name == "distill_reader.discovery"
+    password = tmp_path / "password"
+    password.write_text("pw")
+    args = [arg.replace("/run/secrets/edl_token", str(password)) for arg in args]
+    monkeypatch.setenv("EDL_TOKEN", "correct-horse")
+    config = discovery.parse_config(discovery._parser().parse_args(args))
+    assert teacher.register == f"discovery:{config.port}"
+    assert given["discovery"].settings["ports"] == [f"127.0.0.1:7001:{config.port}"]
+    assert "redis:6379" in str(config.redis[0])
 
 
 def test_paths_of_the_image_in_commands_are_there():

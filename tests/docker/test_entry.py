@@ -119,10 +119,19 @@ def test_any_other_command_runs_as_it_stands_with_its_exit_code(environ):
     assert health(environ) == ""
 
 
+def test_discovery_is_healthy_while_it_runs_and_ends_on_a_sigterm(start, environ):
+    port = free_port()
+    discovery = start("discovery", "--server", f"0.0.0.0:{port}")
+    wait_until(lambda: health(environ) == "", 30, "discovery is healthy")
+    discovery.send_signal(signal.SIGTERM)
+    assert discovery.wait(20) == 0
+    assert f"127.0.0.1:{port}" in health(environ)
+
+
 @pytest.mark.parametrize(
     ("args", "change", "code", "text"),
     [
-        pytest.param([], {}, 2, "expected server, client, teacher", id="nothing said"),
+        pytest.param([], {}, 2, "expected server, client, teacher, disc", id="nothing said"),
         pytest.param(["server"], {"EDL_TOKEN_FILE": "/no/token"}, 1, "/no/token", id="no token"),
         pytest.param(["server"], {"EDL_STATE_DIR": "/proc/x"}, 1, "/proc/x", id="no state"),
     ],

@@ -1,0 +1,281 @@
+"""The manifests for Kubernetes: valid by its schemas, no rights too many, commands that run."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from distill_reader import discovery, serve
+from pod_runtime.run import read_config
+from tests.docker.compose import DOCKER, ROOT, Service
+from tests.docker.test_compose import command_line
+
+K8S = DOCKER / "k8s"
+OVERLAYS = ("digits", "imagenet-gpu")
+VERSIONS = ("1.29", "1.34")
+Manifest = dict[str, Any]
+
+
+def read_all(text: str) -> list[Manifest]:
+    return [each for each in yaml.safe_load_all(text) if each]
+
+
+def base() -> list[Manifest]:
+    listed = yaml.safe_load((K8S / "base" / "kustomization.yaml").read_text())["resources"]
+    return [each for name in listed for each in read_all((K8S / "base" / name).read_text())]
+
+
+@pytest.fixture(scope="session")
+def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Manifest]]:
+    """What kustomize makes of each overlay, with secrets as its user makes them."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not here: its kustomize puts the overlays together")
+    copy = tmp_path_factory.mktemp("k8s") / "k8s"
+    shutil.copytree(K8S, copy)
+    found = {}
+    for overlay in OVERLAYS:
+        secrets = copy / overlay / "secrets"
+        secrets.mkdir()
+        for name in ("token", "redis_password"):
+            (secrets / name).write_text("correct-horse\n")
+        done = subprocess.run(
+            ["kubectl", "kustomize", str(copy / overlay)], capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+        found[overlay] = read_all(done.stdout)
+    return found
+
+
+def workloads(manifests: list[Manifest]) -> dict[str, Manifest]:
+    """The pods' specs, by the names of what makes them."""
+    return {
+        each["metadata"]["name"]: each["spec"]["template"]["spec"]
+        for each in manifests
+        if each["kind"] in ("Deployment", "Job")
+    }
+
+
+def containers(pod: Manifest) -> Iterator[Manifest]:
+    yield from pod["containers"]
+    yield from pod.get("initContainers", [])
+
+
+def everything(rendered: dict[str, list[Manifest]]) -> Iterator[tuple[str, Manifest]]:
+    for manifests in rendered.values():
+        yield from workloads(manifests).items()
+
+
+# --- valid
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_base_is_valid_by_the_schemas_of_kubernetes(version: str):
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    for manifest in base():
+        if manifest["metadata"]["name"] != "edl-teacher":  # whose volume an overlay adds
+            kubernetes_validate.validate(manifest, version, strict=True)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_an_overlay_is_valid_by_the_schemas_of_kubernetes(rendered, overlay: str):
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    for manifest in rendered[overlay]:
+        for version in VERSIONS:
+            kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_every_volume_that_is_mounted_is_there_and_none_is_left_over(rendered):
+    for name, pod in everything(rendered):
+        mounted = {m["name"] for each in containers(pod) for m in each["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}, name
+
+
+def test_selectors_find_their_pods_and_probes_and_services_their_ports(rendered):
+    for manifests in rendered.values():
+        pods = [m["spec"]["template"] for m in manifests if m["kind"] in ("Deployment", "Job")]
+        for manifest in manifests:
+            spec = manifest.get("spec", {})
+            selector = spec.get("selector") or spec.get("podSelector")
+            if selector is None or manifest["kind"] == "Job":
+                continue
+            wanted = selector.get("matchLabels", selector).items()
+            found = [pod for pod in pods if wanted <= pod["metadata"]["labels"].items()]
+            assert len(found) == 1, manifest["metadata"]["name"]
+            names = {p["name"] for c in found[0]["spec"]["containers"] for p in c.get("ports", [])}
+            assert {port["targetPort"] for port in spec.get("ports", [])} <= names
+    for name, pod in everything(rendered):
+        for container in containers(pod):
+            names = {port["name"] for port in container.get("ports", [])}
+            for probe in ("readinessProbe", "livenessProbe", "startupProbe"):
+                http = container.get(probe, {}).get("httpGet")
+                assert http is None or http["port"] in names, name
+
+
+def test_claims_are_made_or_named_as_the_users_own(rendered):
+    for overlay, manifests in rendered.items():
+        made = {m["metadata"]["name"] for m in manifests if m["kind"] == "PersistentVolumeClaim"}
+        named = {
+            volume["persistentVolumeClaim"]["claimName"]
+            for pod in workloads(manifests).values()
+            for volume in pod["volumes"]
+            if "persistentVolumeClaim" in volume
+        }
+        told = (K8S / overlay / "kustomization.yaml").read_text()
+        assert all(f" {claim} " in told for claim in named - made)
+
+
+# --- rights
+
+
+def test_no_pod_has_more_rights_than_it_needs(rendered):
+    for name, pod in everything(rendered):
+        assert pod["automountServiceAccountToken"] is False, name
+        assert pod["enableServiceLinks"] is False, name
+        assert pod["securityContext"]["runAsNonRoot"] is True, name
+        assert pod["securityContext"]["runAsUser"] > 0, name
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        for container in containers(pod):
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }, name
+            assert container["resources"]["requests"], name
+            assert container["resources"]["limits"]["memory"], name
+
+
+def test_secrets_are_files_that_the_user_makes_and_stand_nowhere_else(rendered):
+    for manifests in rendered.values():
+        (secret,) = (m for m in manifests if m["kind"] == "Secret")
+        assert secret["metadata"]["name"].startswith("edl-distill-"), "a new one, new pods"
+        assert secret["data"].keys() == {"token", "redis_password"}
+        for pod in workloads(manifests).values():
+            used = [v["secret"]["secretName"] for v in pod["volumes"] if "secret" in v]
+            assert used == [secret["metadata"]["name"]]
+    for path in K8S.rglob("secrets"):
+        assert subprocess.run(["git", "check-ignore", "-q", path], check=False).returncode == 0
+
+
+def test_a_pod_that_ends_has_the_time_that_its_program_takes_for_it(rendered):
+    for manifests in rendered.values():
+        pods = workloads(manifests)
+        (teacher,) = pods["edl-teacher"]["containers"]
+        (drain,) = (a for a in teacher["args"] if a.startswith("--drain_timeout_s="))
+        grace_s = pods["edl-teacher"]["terminationGracePeriodSeconds"]
+        assert grace_s >= float(drain.partition("=")[2]) + 10
+        assert pods["edl-student"]["terminationGracePeriodSeconds"] >= 60
+
+
+# --- commands, by the real entry point and the real parsers
+
+
+def run_by(container: Manifest, folder: Path) -> list[str]:
+    """Return what the image's entry point runs for a container, without the Python before it."""
+    folder.mkdir()
+    arguments = [text.replace("/opt/edl", str(ROOT)) for text in container["args"]]
+    arguments = [text.replace("$(POD_IP)", "10.1.2.3") for text in arguments]
+    environment = {each["name"]: each.get("value", "10.1.2.3") for each in container["env"]}
+    service = Service(
+        name="k8s", profiles=(), command=tuple(arguments), environment=environment, mounts={},
+        settings={},
+    )  # fmt: skip
+    return command_line(service, folder)
+
+
+@pytest.mark.parametrize(("overlay", "gpus"), [("digits", []), ("imagenet-gpu", [0])])
+def test_a_teacher_gets_a_command_line_that_it_takes(rendered, tmp_path, overlay, gpus):
+    (container,) = workloads(rendered[overlay])["edl-teacher"]["containers"]
+    _m, name, *args = run_by(container, tmp_path / "run")
+    assert name == "distill_reader.serve"
+    model = tmp_path / "model"
+    model.mkdir()
+    read = serve._parser().parse_args([a.replace("/model", str(model)) for a in args])
+    (mount,) = (m for m in container["volumeMounts"] if m["name"] == "model")
+    assert f"--model=teacher={mount['mountPath']}" in container["args"]
+    assert read.port == container["ports"][0]["containerPort"]
+    assert (read.register, read.advertise) == ("edl-discovery:7001", "10.1.2.3")
+    assert [int(gpu) for gpu in read.gpu_ids.split(",") if gpu] == gpus
+    wanted = int(container["resources"]["limits"].get("nvidia.com/gpu", 0))
+    assert wanted == len(gpus)
+
+
+def test_discovery_gets_a_command_line_that_it_takes(rendered, tmp_path, monkeypatch):
+    manifests = rendered["digits"]
+    (container,) = workloads(manifests)["edl-discovery"]["containers"]
+    _m, name, *args = run_by(container, tmp_path / "run")
+    assert name == "distill_reader.discovery"
+    password = tmp_path / "password"
+    password.write_text("pw\n")
+    args = [a.replace("/run/secrets/edl/redis_password", str(password)) for a in args]
+    monkeypatch.setenv("EDL_TOKEN", "correct-horse")
+    config = discovery.parse_config(discovery._parser().parse_args(args))
+    services = {m["metadata"]["name"]: m for m in manifests if m["kind"] == "Service"}
+    assert services["edl-discovery"]["spec"]["ports"][0]["port"] == config.port
+    (redis,) = config.redis
+    assert f"edl-redis:{services['edl-redis']['spec']['ports'][0]['port']}" in str(redis)
+
+
+def test_the_student_of_digits_gets_a_command_line_that_it_takes(rendered, tmp_path):
+    (container,) = workloads(rendered["digits"])["edl-student"]["containers"]
+    assert container["args"][:2] == ["edl", "run"]
+    args = [a.replace("/opt/edl", str(ROOT)) for a in container["args"][2:]]
+    config = read_config(args, {})
+    assert config.cpu_slots == 2
+    options = student_options([str(each) for each in config.script_args])
+    assert options["distill_discovery"] == "edl-discovery:7001"
+    assert options["distill_service_name"] == "teacher"
+
+
+def test_the_student_of_imagenet_follows_the_recipe(rendered, tmp_path):
+    (container,) = workloads(rendered["imagenet-gpu"])["edl-student"]["containers"]
+    fake = tmp_path / "bin" / "python"
+    fake.parent.mkdir()
+    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    fake.chmod(0o755)
+    args = [a.replace("/opt/edl", str(ROOT)) for a in container["args"]]
+    given = {each["name"]: each.get("value", "") for each in container["env"]}
+    done = subprocess.run(
+        args, capture_output=True, text=True, check=False,
+        env=given | {"PATH": f"{fake.parent}:/usr/bin:/bin"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.splitlines()
+    mounts = {m["mountPath"] for m in container["volumeMounts"]}
+    assert f"--data_dir={given['PADDLE_EDL_IMAGENET_PATH']}" in told
+    assert given["PADDLE_EDL_IMAGENET_PATH"] in mounts
+    told = [a.replace(given["PADDLE_EDL_IMAGENET_PATH"], str(tmp_path)) for a in told]
+    options = student_options(told[told.index("train_with_fleet.py") + 1 :])
+    assert (options["model"], options["distill_wire_dtype"]) == ("ResNet50_vd", "uint8")
+    assert options["checkpoint"].startswith("/checkpoint/")
+
+
+def test_the_teacher_of_digits_is_trained_by_options_that_there_are(rendered):
+    pod = workloads(rendered["digits"])["edl-teacher"]
+    (trains,) = pod["initContainers"]
+    assert (ROOT / trains["args"][1].removeprefix("/opt/edl/")).is_file()
+    options = student_options(trains["args"][2:])
+    (serves,) = pod["containers"]
+    (mount,) = (m for m in serves["volumeMounts"] if m["name"] == "model")
+    assert options["serving_model_dir"] == f"{mount['mountPath']}/{mount['subPath']}"
+
+
+def student_options(argv: list[str]) -> dict[str, Any]:
+    """Return what resnet50/options.py reads, in a process of its own: it is no package."""
+    program = (
+        "import json, sys; from options import parse; print(json.dumps(vars(parse(sys.argv[1:]))))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *argv], cwd=ROOT / "resnet50", capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    read: dict[str, Any] = json.loads(done.stdout)
+    return read

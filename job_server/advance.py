@@ -7,7 +7,7 @@ late message needs no case of its own.
 from collections.abc import Callable
 from dataclasses import replace
 
-from job_server.changes import stand_by, store_script_clock, take_next
+from job_server.changes import may_change, store_script_clock, take_next
 from job_server.deadlines import (
     coming_deadline,
     crash_deadline,
@@ -35,11 +35,13 @@ from job_server.layout import make_pods, slots_of_leavers, slots_of_stayers
 from job_server.placement import explain_shortage, place, serving_nodes
 from job_server.pod_exits import finish_unsupervised
 from job_server.reports import previous_ended
+from job_server.standby import stand_by
 from job_server.transitions import (
     abandon,
     begin,
     commit,
     count_current,
+    dismiss_leavers,
     enter,
     enter_start,
     fail_coming,
@@ -194,6 +196,8 @@ def _advance_cut(work: Work, stage: Stage, current: Stage) -> None:
     steps = {member.step for member in current.members}
     if not current.all_at(At.PARKED) or len(steps) != 1:
         return
+    if stage.any_at(At.ABSENT):  # the server was away: are its trainers still there?
+        return
     if stage.way in (Way.REPLACE, Way.JOIN):
         commit(work)
     else:
@@ -260,6 +264,7 @@ def _recover(work: Work) -> None:
             return
     if work.job.previous is not None:
         work.set(previous=None)
+        dismiss_leavers(work)
     if work.now < work.job.retry_at:
         work.set(waiting="")
         return
@@ -355,6 +360,10 @@ def _change(work: Work) -> None:
         pass
 
 
+def _stand_by(work: Work) -> None:
+    stand_by(work, may_begin=may_change(work.job, work.now))
+
+
 RULES: tuple[Callable[[Work], None], ...] = (
     finish_unsupervised,
     lose_silent,
@@ -368,6 +377,6 @@ RULES: tuple[Callable[[Work], None], ...] = (
     previous_ended,
     _forget_released,
     _change,
-    stand_by,
+    _stand_by,
     store_script_clock,
 )

@@ -6,18 +6,17 @@ from job_server.change_script import ScriptedChange
 from job_server.deadlines import (
     DUE_SLACK_S,
     SCRIPT_STORE_S,
-    STANDBY_AFTER_S,
     is_due,
     scripted,
     settle_deadline,
-    standby_times,
+    spaced_at,
 )
 from job_server.events import Refused
 from job_server.job import At, Goal, Job, Keep, ManualChange, Pod, Stage
 from job_server.layout import make_pods, slots_of_leavers, slots_of_stayers
 from job_server.placement import explain_shortage, place
 from job_server.transitions import begin, choose_way, dismiss_standby
-from job_server.wire import Kill, Way, WireError
+from job_server.wire import Kill, WireError
 from job_server.work import Work
 
 SHOWN_CHANGES = 10
@@ -53,6 +52,8 @@ def take_next(work: Work) -> bool:
     change = scripted(job)
     manual = job.manual
     if change is not None and not is_due(job, change):
+        change = None
+    if change is not None and work.now < spaced_at(job, change, work.now):
         change = None
     if manual is not None and (change is None or change.at_s > manual.asked_at_s + DUE_SLACK_S):
         work.set(manual=None)
@@ -130,9 +131,10 @@ def _begin_change(work: Work, stage: Stage, pods: int, why: str, *, counts: bool
     )
     if pods > len(stay) and not sites:
         return False
+    stood_by = job.coming is not None and job.coming.standby
     dismiss_standby(work)
     new = make_pods(work, sites, len(stay))
-    way = choose_way(work.job, work.cluster)
+    way = choose_way(work.job, work.cluster, stood_by=stood_by)
     begin(work, (*stay, *new), way=way, reason=why, target=pods, counts=counts)
     return True
 
@@ -150,23 +152,6 @@ def _grow_back(work: Work) -> bool:
         return False
     why = f"growing back to {job.target}"
     return _begin_change(work, stage, job.target, why, counts=False)
-
-
-def stand_by(work: Work) -> None:
-    """Prepare the same pods once more, for the case that the stage in force crashes."""
-    job = work.job
-    stage = job.current
-    if not job.spec.standby or stage is None or job.coming is not None:
-        return
-    if not may_change(job, work.now) or any(work.now < at for at in standby_times(job)):
-        return
-    change = scripted(job)
-    if change is not None and change.at_s < job.progress.script_s + STANDBY_AFTER_S:
-        return
-    if choose_way(job, work.cluster) is not Way.REPLACE:
-        return
-    pods = _survivors(job, stage, len(stage.members))
-    begin(work, pods, way=Way.REPLACE, reason="standby", target=job.target, standby=True)
 
 
 def store_script_clock(work: Work) -> None:

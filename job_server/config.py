@@ -168,7 +168,12 @@ def build_parser() -> argparse.ArgumentParser:
         "auto: where a GPU has room for both",
     )
     add("--spares", type=int, default=0, help="warm trainer processes per pod (0); 280 MB each")
-    add("--standby", type=int, default=0, help="1: keep a second set of trainers ready for a crash")
+    add(
+        "--standby",
+        type=int,
+        default=0,
+        help="1: a second set of trainers for crashes; 2: and lost pods",
+    )
     add("--policy", choices=("fixed_global", "linear"), default="fixed_global", help="of the batch")
     add("--log_level", type=int, default=20, help="10 debug, 20 info, 30 warnings, 40 errors")
     add("--max_watchers", type=int, default=600, help="requests that may wait for news at once")

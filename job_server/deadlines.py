@@ -7,7 +7,7 @@ from job_server.bookkeeping import script_runs
 from job_server.change_script import ScriptedChange, parse_script
 from job_server.job import At, Halt, HaltPhase, Job, Keep, Phase, Stage
 from job_server.placement import Cluster
-from job_server.wire import Way
+from job_server.wire import ScriptKind, Way
 from job_server.work import (
     END_MARGIN_S,
     LOAD_PATIENCE,
@@ -85,6 +85,22 @@ def is_due(job: Job, change: ScriptedChange) -> bool:
     return job.progress.script_s >= change.at_s - DUE_SLACK_S
 
 
+def spaced_at(job: Job, change: ScriptedChange, now: float) -> float:
+    """Return from when on a change that is due may be made.
+
+    One of a regular script that fell due before the stage in force had begun to train waits for
+    the script's interval from there: or an interval shorter than the start of a trainer would
+    stop stage after stage before its first steps.
+    """
+    stage = job.current
+    if stage is None or job.spec.script.kind not in (ScriptKind.ALTERNATE, ScriptKind.WALK):
+        return now
+    began_at = stage.first_step_at if job.elastic else stage.committed_at
+    if began_at is None or now - began_at >= job.progress.script_s - change.at_s:
+        return now
+    return began_at + job.spec.script.interval_s
+
+
 def next_deadline(job: Job, now: float, cluster: Cluster) -> float | None:
     """Return when a Tick would change something; None: only a message can."""
     if job.state.ended:
@@ -133,6 +149,8 @@ def _script_deadlines(job: Job, now: float) -> Iterator[float]:
     if change is None:
         return
     started_at = now - job.progress.script_s - max(0.0, now - job.progress.accrued_at)
-    if not is_due(job, change):
+    if is_due(job, change):
+        yield spaced_at(job, change, now)
+    else:
         yield max(started_at + change.at_s, now + DUE_SLACK_S)
     yield max(started_at + job.script_stored_s + SCRIPT_STORE_S, now + DUE_SLACK_S)

@@ -121,6 +121,8 @@ class Stage:
     target: int  # pods that the job is to have once this is committed
     counts: bool = False  # a requested change: counts as a resize
     standby: bool = False  # nothing is cut for it: it waits for a crash of the stage in force
+    losses: tuple[tuple[str, ...], ...] = ()  # standby: sets of pods that it can do without
+    lost: tuple[str, ...] = ()  # standby: that of them which is gone
     attempt: int = 0
     restore_from: RestoreFrom | None = None  # None: not chosen yet, or the checkpoint
     base_step: int | None = None  # step that it began from; None: not known
@@ -245,6 +247,7 @@ class Job:
     grow_at: float = 0.0
     standby_at: float = 0.0  # no standby is prepared before: one failed
     standby_failures: int = 0  # in a row
+    standby_said: str = ""  # what was told last of where a standby cannot act
     grow_failures: int = 0
     failures: int = 0
     preemptions: int = 0

@@ -44,7 +44,7 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
         "--standby",
         type=int,
         metavar="N",
-        help="1: keep a second set of trainers ready for a crash",
+        help="1: a second set of trainers for crashes; 2: and lost pods",
     )
     add("--prepare_timeout_s", type=float, metavar="S", help="else a change is abandoned")
     add("--start_timeout_s", type=float, metavar="S", help="a first start waits so long for nodes")

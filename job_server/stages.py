@@ -29,7 +29,7 @@ from job_server.events import (
     Tick,
 )
 from job_server.halting import resume
-from job_server.job import At, Goal, HaltPhase, Job, Keep, Progress, same_but_progress
+from job_server.job import At, Goal, HaltPhase, Job, Keep, Progress, Stage, same_but_progress
 from job_server.placement import Cluster, NodeView
 from job_server.transitions import choose_way, lose
 from job_server.views import (
@@ -41,7 +41,7 @@ from job_server.views import (
     running_pods,
     slots_held,
 )
-from job_server.wire import JobSpec, JobState, Node, PodPhase, Resize
+from job_server.wire import JobSpec, JobState, Node, PodPhase, Resize, Way
 from job_server.work import Work
 
 __all__ = [
@@ -246,6 +246,11 @@ def _restarted(work: Work) -> None:
         for place in ("previous", "current", "coming")
         if (stage := getattr(job, place)) is not None
     }
+    coming = changes.get("coming")
+    if isinstance(coming, Stage) and coming.way in (Way.REPLACE, Way.JOIN):
+        # Its trainers may have died meanwhile; those that live are reported ready again.
+        members = tuple(replace(member, at=At.ABSENT) for member in coming.members)
+        changes["coming"] = replace(coming, members=members)
     if job.halt is not None:
         changes["halt"] = replace(job.halt, since=work.now)
     work.set(heed_from=work.now, **changes)

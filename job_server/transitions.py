@@ -29,6 +29,7 @@ from job_server.job import (
     Stage,
 )
 from job_server.layout import choose_restore, lay_out
+from job_server.losses import leave_out_lost
 from job_server.placement import Cluster, find_node
 from job_server.wire import JobState, SlotKind, Way
 from job_server.work import Work, stage_named
@@ -39,23 +40,29 @@ STANDBY_RETRY_S = 60.0
 ROOM_FACTOR = 1.1  # of what a trainer uses on a GPU has to be free for a second one
 
 
-def choose_way(job: Job, cluster: Cluster) -> Way:
+def choose_way(job: Job, cluster: Cluster, *, stood_by: bool = False) -> Way:
     """Return how a change of the stage in force happens.
 
     STOP where no trainer has called the elastic loop: only such trainers can agree on a step.
     REPLACE, where the next trainers may be made ready beside those that train; else DRAIN.
+
+    Args:
+        stood_by: a standby, which has just been dismissed, is part of what the nodes report.
     """
     if not job.elastic:
         return Way.STOP
     overlap = job.spec.overlap
-    beside = overlap == "on" or (overlap == "auto" and _both_fit(job, cluster))
+    beside = overlap == "on" or (overlap == "auto" and _both_fit(job, cluster, sets=1 + stood_by))
     return Way.REPLACE if beside else Way.DRAIN
 
 
-def _both_fit(job: Job, cluster: Cluster) -> bool:
+def _both_fit(job: Job, cluster: Cluster, *, sets: int) -> bool:
     """Whether every GPU of the stage in force has room for a second trainer like its first.
 
     Memory of the host is not looked at: what a trainer needs of it is mostly shared.
+
+    Args:
+        sets: how many trainers, all alike, use the memory that is in use.
     """
     for member in job.current.members if job.current is not None else ():
         view = find_node(cluster, member.pod.node_id)
@@ -64,6 +71,7 @@ def _both_fit(job: Job, cluster: Cluster) -> bool:
             if slot.kind is not SlotKind.GPU or slot.index not in member.pod.slots:
                 continue
             used = 0 if view is None else view.memory_used.get(slot.index, 0)
+            used = used // sets
             if not 0 < used * ROOM_FACTOR <= slot.memory_bytes - used:
                 return False
     return True
@@ -307,7 +315,8 @@ def fail_current(work: Work, cause: Cause) -> None:
     if stage.committed:
         close_stage(work, stage, "ended")
     work.note(f"stage {stage.stage} is over: {cause.text}")
-    coming = job.coming
+    leave_out_lost(work)
+    coming = work.job.coming
     if coming is None:
         return
     if not all(job.usable(pod_id) for pod_id in coming.pod_ids):
@@ -406,6 +415,8 @@ def lose(work: Work, pod_id: str, cause: Cause, *, confirmed: bool, holds: bool 
     job = work.job
     snapshot = holds and pod_id in job.progress.snapshots
     work.release(pod_id, Keep.HOLD if snapshot else Keep.RELEASED)
+    leave_out_lost(work)
+    job = work.job
     place = At.ENDED if confirmed else At.LOST
     concerned = []
     for stage in job.stages:

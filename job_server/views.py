@@ -87,6 +87,8 @@ def _plan(job: Job, stage: Stage) -> StagePlan:
         cut=stage.cut,
         kill_ranks=stage.kill_ranks,
         policy=job.spec.policy,
+        losses=stage.losses,
+        lost=stage.lost,
     )
 
 

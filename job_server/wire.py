@@ -251,6 +251,10 @@ class StagePlan:
     cut: int = 0  # CUT: its number in this stage, the lower ones are off; else: all up to it are
     kill_ranks: tuple[tuple[str, int], ...] = ()  # (kill id, rank): SIGKILL that trainer, once
     policy: str = "fixed_global"  # of the job, for a training script that names none
+    # Sets of pods without any of which the prepared trainers could take over as well: for each
+    # they form a group of all others, beside the one of all.
+    losses: tuple[tuple[str, ...], ...] = ()
+    lost: tuple[str, ...] = ()  # one of `losses`, whose pods are gone: `pods` are the others
 
     @property
     def world_size(self) -> int:
@@ -456,10 +460,6 @@ class JobSpec:
                 check_range(field, value, 0, 1_000_000)
         if self.overlap not in ("on", "off", "auto"):
             raise WireError(f"overlap: expected on, off or auto, got {self.overlap!r}")
-        if self.standby > 1:
-            raise WireError(
-                f"standby: a second prepared world is not built yet, use 1; got {self.standby}"
-            )
         if self.standby and self.overlap == "off":
             raise WireError(
                 f"standby: {self.standby} needs trainers beside those that train, which overlap "

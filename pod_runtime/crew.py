@@ -97,6 +97,13 @@ class Crew:
             pid = 0 if process is None else process.ppid
         return by_pid.get(pid)
 
+    def renumber(self, key: Key, ranks: Mapping[int, int]) -> None:
+        """Know the trainers of `key` by other ranks, old -> new. Their logs keep their names."""
+        for trainer in self:
+            if trainer.key == key:
+                trainer.rank = ranks.get(trainer.rank, trainer.rank)
+        self._trainers = {(each.key, each.rank): each for each in self}
+
     def note_children(self) -> None:
         for trainer in self:
             trainer.note_children()

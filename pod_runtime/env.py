@@ -234,6 +234,23 @@ def trainer_environment(
     return env | _of_the_cpu(env, pod)
 
 
+def rank_environment(plan: StagePlan, rank: int) -> dict[str, str]:
+    """Return what changes for a trainer that becomes `rank` of a plan which has lost pods."""
+    endpoints = [
+        f"{pod.addr}:{port}"
+        for pod in plan.pods
+        for _rank, port in sorted(zip(pod.ranks, pod.ports, strict=True))
+    ]
+    return {
+        "PADDLE_TRAINER_ID": str(rank),
+        "PADDLE_TRAINERS_NUM": str(plan.world_size),
+        "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+        "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
+        "RANK": str(rank),
+        "WORLD_SIZE": str(plan.world_size),
+    }
+
+
 def spare_environment(base: Mapping[str, str], pod: PodEnv) -> dict[str, str]:
     """Return what a trainer's environment is before its stage and rank are known.
 

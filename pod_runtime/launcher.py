@@ -245,6 +245,12 @@ class Launcher:
         match action:
             case decisions.Spawn(plan=plan):
                 self._spawn(plan)
+            case decisions.Renumber(key=key, ranks=ranks):
+                self._crew.renumber(key, ranks)
+                self._connections = {
+                    (k, ranks.get(r, r) if k == key else r): connection
+                    for (k, r), connection in self._connections.items()
+                }
             case decisions.WarmSpare():
                 self._warm_spare()
             case decisions.Welcome(key=key, rank=rank):

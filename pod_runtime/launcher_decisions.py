@@ -16,6 +16,7 @@ from pod_runtime.launcher_state import (
     Trainer,
     find_run,
     is_writer,
+    renumbered,
 )
 
 
@@ -51,6 +52,14 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Renumber:
+    """Trainers have other ranks from now on: their stage does without a pod that was lost."""
+
+    key: Key
+    ranks: dict[int, int]  # old -> new
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WarmSpare:
     """Start a spare; answered by `spare_started`, or `spares_counted` if it cannot be started."""
 
@@ -74,7 +83,7 @@ class Exit:
     stage: int
 
 
-Action = Spawn | WarmSpare | Welcome | Go | Tell | Signal | Report | Exit
+Action = Spawn | Renumber | WarmSpare | Welcome | Go | Tell | Signal | Report | Exit
 
 
 QUIET_S = 3.0  # so long has the training to be undisturbed before a spare is started
@@ -93,6 +102,9 @@ def decide(pod: Pod, now: float) -> tuple[Pod, tuple[Action, ...]]:
         plan = by_key.get(run.key)
         over = going is not None or plan is None or plan.order is Order.END
         run = replace(run, plan=plan or run.plan, ending=run.ending or over)
+        run, ranks = renumbered(run, pod.pod_id)
+        if ranks:
+            actions.append(Renumber(key=run.key, ranks=ranks))
         run, more = _end(run, now, pod.grace_s, going) if run.ending else _guide(run, pod)
         actions += more
         runs.append(run)

@@ -282,6 +282,20 @@ def is_writer(pod_id: str, plan: StagePlan, rank: int) -> bool:
     return lowest.pod_id == pod_id and rank == min(mine.ranks)
 
 
+def renumbered(run: Run, pod_id: str) -> tuple[Run, dict[int, int]]:
+    """Return the run with the ranks that its plan gives it now, and which became which."""
+    if not run.plan.lost:
+        return run, {}
+    ranks = own_pod(pod_id, run.plan).ranks
+    changed = {
+        trainer.rank: rank
+        for trainer, rank in zip(run.trainers, ranks, strict=False)
+        if trainer.rank != rank
+    }
+    trainers = tuple(replace(t, rank=changed.get(t.rank, t.rank)) for t in run.trainers)
+    return replace(run, trainers=trainers), changed
+
+
 def describe_exit(code: int) -> str:
     """Return an exit code in words."""
     if code >= 0:

@@ -50,7 +50,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--policy", choices=("fixed_global", "linear"), default="fixed_global")
     add("--overlap", choices=("auto", "on", "off"), default="auto")
     add("--spares", type=int, default=0, metavar="N", help="warm trainers per pod (0); 280 MB each")
-    add("--standby", type=int, default=0, metavar="N", help="1: trainers kept ready for a crash")
+    add(
+        "--standby",
+        type=int,
+        default=0,
+        metavar="N",
+        help="1: trainers ready for a crash; 2: or a lost pod",
+    )
     add("--preload", metavar="MODULE,...", help="what spares import besides Paddle")
     add("--prepare_timeout_s", type=float, default=120.0, help="else a change is given up (120)")
     add("--max_failures", type=int, default=20, help="then the job has failed (20)")

@@ -27,6 +27,14 @@ class GroupSpec:
     generation: int  # differs between groups that one process forms
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Some ranks of a group, which can go on without the others."""
+
+    ranks: tuple[int, ...]  # ascending; the first becomes rank 0
+    addr: str  # of the first
+
+
 class Adapter(Protocol):
     """One model, its optimizer and the device they live on. Used by one thread."""
 
@@ -34,6 +42,12 @@ class Adapter(Protocol):
 
     def form_group(self, spec: GroupSpec) -> None:
         """Join the group; returns when all have. A world of one forms none."""
+
+    def form_parts(self, parts: Sequence[Part]) -> None:
+        """Form, beside the group of all, one of each part. All ranks call it. Raises PeerLost."""
+
+    def use_part(self, index: int, spec: GroupSpec) -> None:
+        """Go on in one of the parts, which others may have left meanwhile, as `spec` says."""
 
     def all_reduce(self, values: npt.NDArray[np.float64]) -> None:
         """Sum `values` over all ranks, in place. Raises PeerLost."""

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ import paddle.distributed as dist
 from paddle.base import core
 from paddle.io.dataloader.collate import default_collate_fn
 
-from pod_runtime.trainer.adapter import GroupSpec
+from pod_runtime.trainer.adapter import GroupSpec, Part
 from pod_runtime.trainer.errors import PeerLost, UsageError
 from pod_runtime.trainer.layout import Layout
 from pod_runtime.trainer.paddle_gradients import GradientExchange, ShardBuffers, trained_parameters
@@ -26,8 +25,9 @@ from pod_runtime.trainer.paddle_overlap import (
     TaskLane,
     ThreadLane,
 )
+from pod_runtime.trainer.paddle_parts import form_part, free_port
 from pod_runtime.trainer.paddle_state import PaddleState
-from pod_runtime.trainer.paddle_store import prompt_store
+from pod_runtime.trainer.paddle_store import prompt_store, wait_for
 
 logger = logging.getLogger(__name__)
 
@@ -79,13 +79,15 @@ class PaddleAdapter:
         self._exchange = self._make_exchange(parameters)
         self._parameters = model.parameters()  # frozen ones, too
         self._frozen = [each.stop_gradient for each in self._parameters]
-        self._world_size = 1
+        self._rank, self._world_size = 0, 1
+        self._group: Any | None = None  # None: Paddle's default one
+        self._parts: list[Any | None] = []  # None: one that this rank is not in, or a world of one
         self._weights: dict[tuple[float, Any, tuple[int, ...]], Any] = {}
 
     # --- group
 
     def form_group(self, spec: GroupSpec) -> None:
-        self._world_size = spec.world_size
+        self._rank, self._world_size = spec.rank, spec.world_size
         if isinstance(self._exchange, OverlappedExchange):
             self._exchange.start_over()
         if spec.world_size == 1:
@@ -95,12 +97,31 @@ class PaddleAdapter:
             os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")
         master = spec.master or _own_master()
         if spec.rank:
-            _wait_for(master)
+            wait_for(master, _MASTER_TIMEOUT_S)
         try:
             with prompt_store(master):
                 dist.init_parallel_env()
         except RuntimeError as error:
             raise PeerLost(f"the group of {spec.world_size} was not formed: {error}") from error
+
+    def form_parts(self, parts: Sequence[Part]) -> None:
+        ports = np.zeros(len(parts))
+        for index, part in enumerate(parts):
+            if self._rank == part.ranks[0]:
+                ports[index] = free_port()
+        self.all_reduce(ports)
+        for index, part in enumerate(parts):
+            made = None
+            if self._rank in part.ranks and len(part.ranks) > 1:
+                master = f"{part.addr}:{int(ports[index])}"
+                made = form_part(index, part.ranks, self._rank, master)
+            self._parts.append(made)
+
+    def use_part(self, index: int, spec: GroupSpec) -> None:
+        self._group = self._parts[index]
+        self._rank, self._world_size = spec.rank, spec.world_size
+        if isinstance(self._exchange, OverlappedExchange):
+            self._exchange.start_over()
 
     def all_reduce(self, values: npt.NDArray[np.float64]) -> None:
         if self._world_size > 1:
@@ -114,7 +135,7 @@ class PaddleAdapter:
             self._check_closed()
             tensor = paddle.to_tensor(data)
             try:
-                dist.broadcast(tensor, source)
+                dist.broadcast(tensor, source, group=self._group)
             except RuntimeError as error:
                 raise PeerLost(f"broadcast from rank {source}: {error}") from error
             data[:] = tensor.numpy()
@@ -124,7 +145,7 @@ class PaddleAdapter:
             return
         began = time.monotonic()
         try:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self._group)
         except RuntimeError as error:  # gloo: a peer closed its end, or was silent for 30 s
             # Of another node's dead trainer gloo says TIMEOUT as well, but at once.
             is_late = "TIMEOUT" in str(error) and time.monotonic() - began > _GLOO_PATIENCE_S / 2
@@ -192,7 +213,8 @@ class PaddleAdapter:
         if self._on_host:
             return ThreadLane(self._reduce)
         return TaskLane(
-            lambda tensor: dist.all_reduce(tensor, sync_op=False), lambda task: task.wait()
+            lambda tensor: dist.all_reduce(tensor, group=self._group, sync_op=False),
+            lambda task: task.wait(),
         )
 
     def _check_closed(self) -> None:
@@ -327,21 +349,3 @@ def _own_master() -> str:
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
         return f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
     return environ.get("PADDLE_MASTER") or environ["PADDLE_TRAINER_ENDPOINTS"].split(",")[0]
-
-
-def _wait_for(master: str) -> None:
-    """Return when rank 0 listens at `master`.
-
-    Paddle's own client would try once and then sleep for three seconds.
-    """
-    addr, _, port = master.rpartition(":")
-    deadline = time.monotonic() + _MASTER_TIMEOUT_S
-    while True:
-        try:
-            socket.create_connection((addr, int(port)), 1.0).close()
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise PeerLost(f"rank 0 does not listen at {master}: {error}") from error
-            time.sleep(0.01)
-        else:
-            return

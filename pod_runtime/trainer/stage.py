@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from job_server.wire import Order, RestoreFrom, StagePlan
-from pod_runtime.env import TrainerEnv
+from pod_runtime.env import TrainerEnv, rank_environment
 from pod_runtime.orphans import note_forks
-from pod_runtime.trainer.adapter import Adapter, GroupSpec
+from pod_runtime.trainer.adapter import Adapter, GroupSpec, Part
 from pod_runtime.trainer.agreement import HEADER_SIZE
 from pod_runtime.trainer.checkpoint import CheckpointStore
-from pod_runtime.trainer.errors import PeerLost, SnapshotError, StateError, UsageError
+from pod_runtime.trainer.errors import LinkError, PeerLost, SnapshotError, StateError, UsageError
 from pod_runtime.trainer.keeper import Keeper
 from pod_runtime.trainer.ledger import LedgerFile, RunInfo
 from pod_runtime.trainer.link import Link, Welcome
@@ -56,6 +56,7 @@ class _Place:
     nodes: tuple[tuple[int, ...], ...]  # the ranks of each node
     fds: tuple[int, ...]
     beside: bool  # an older stage trains: this one is prepared, and told later what to start from
+    parts: tuple[tuple[tuple[str, ...], Part], ...]  # pods that may be lost; who is left then
 
 
 class Entrance:
@@ -102,6 +103,8 @@ class Entrance:
                 # What the first exchange sets up is set up now; nobody contributes anything.
                 self.adapter.begin_step()
                 self.adapter.exchange([0.0] * HEADER_SIZE, contribute=False)
+                if self._place.parts:
+                    self.adapter.form_parts([part for _, part in self._place.parts])
 
     @property
     def rank(self) -> int:
@@ -178,7 +181,28 @@ class Entrance:
                 logger.warning("%s", error)  # tried, and said, again at the first snapshot
         self._link.say("prepared")
         start = self._link.wait_start()
-        return replace(self._place, wanted=start.plan.restore_from, fds=start.fds)
+        self._place = replace(self._place, wanted=start.plan.restore_from, fds=start.fds)
+        if start.plan.lost:
+            self._do_without_lost(start.plan)
+        return self._place
+
+    def _do_without_lost(self, plan: StagePlan) -> None:
+        """Become a member of the stage that is left when some of its pods have been lost."""
+        place = self._place
+        losses = [loss for loss, _ in place.parts]
+        if plan.lost not in losses:
+            raise LinkError(f"go: no group was formed without {', '.join(plan.lost)}")
+        index = losses.index(plan.lost)
+        rank = place.parts[index][1].ranks.index(place.rank)
+        spec = GroupSpec(
+            rank=rank, world_size=plan.world_size, master=plan.master, generation=plan.stage
+        )
+        self.adapter.use_part(index, spec)
+        os.environ.update(rank_environment(plan, rank))
+        logger.info("goes on as rank %d of %d", rank, plan.world_size)
+        self._place = replace(place, rank=rank, world_size=plan.world_size, nodes=_nodes(plan))
+        if self._store is None:
+            self._store = _open_store(self._settings, rank)
 
     def _check_clean(self, restored: Restored) -> None:
         """Whatever a rehearsal left in the state must have been overwritten.
@@ -287,6 +311,7 @@ def _find_place(env: TrainerEnv, link: Link | None, store: CheckpointStore | Non
             nodes=tuple((rank,) for rank in range(env.world_size)),
             fds=(),
             beside=False,
+            parts=(),
         )
     welcome: Welcome = link.wait_welcome()
     plan = welcome.plan
@@ -312,7 +337,14 @@ def _find_place(env: TrainerEnv, link: Link | None, store: CheckpointStore | Non
         nodes=_nodes(plan),
         fds=welcome.fds,
         beside=plan.order is Order.PREPARE,
+        parts=tuple((loss, _part(plan, loss)) for loss in plan.losses),
     )
+
+
+def _part(plan: StagePlan, loss: tuple[str, ...]) -> Part:
+    """Return who is left of a stage without some of its pods."""
+    left = [pod for pod in plan.pods if pod.pod_id not in loss]
+    return Part(ranks=tuple(rank for pod in left for rank in pod.ranks), addr=left[0].addr)
 
 
 def _nodes(plan: StagePlan) -> tuple[tuple[int, ...], ...]:

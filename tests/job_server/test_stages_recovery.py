@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from job_server import budget, stages, wire
-from job_server.job import At, Cause, CauseKind, Stage
+from job_server.job import At, Cause, CauseKind
 from job_server.stages import KillAsked, Reported, ResizeAsked
 from job_server.wire import JobState, Kill, PodReport, ReportKind, Resize, Way
 from tests.job_server.test_stages_changes import RUNNING, ids, records, tell, trains, world
@@ -607,107 +607,3 @@ def test_a_job_whose_state_is_lost_says_that_it_begins_again_and_how_much_that_c
     made.rounds(4)
     assert made.job.redone_steps >= reached
     assert any(f"{made.job.redone_steps} steps are lost" in reason for reason in made.reasons)
-
-
-# --- hot standby ----------------------------------------------------------------------------------
-
-
-def coming(made: World) -> Stage:
-    assert made.job.coming is not None
-    return made.job.coming
-
-
-def current(made: World) -> Stage:
-    assert made.job.current is not None
-    return made.job.current
-
-
-def stands_by(**spec: Any) -> World:
-    """Return a world whose job trains and has a second set of trainers ready."""
-    made = trains(world(overlap="auto", standby=1, total_steps=4000, **spec))
-    return until_ready(made)
-
-
-def until_ready(made: World, rounds: int = 200) -> World:
-    for _ in range(rounds):
-        if made.job.coming is not None and made.job.coming.stands_by:
-            return made
-        made.round()
-    raise AssertionError(f"nobody stands by: {made.reasons[-30:]}")
-
-
-def test_a_standby_is_prepared_once_training_is_settled_and_the_job_is_called_running():
-    made = world(overlap="auto", standby=1)
-    made.run_until(RUNNING)
-    made.rounds(4)
-    assert made.job.coming is None
-    made = stands_by()
-    assert coming(made).pod_ids == current(made).pod_ids
-    assert made.job.state is RUNNING
-    made.rounds(400)  # it is never cut for, and never too late
-    assert coming(made).stands_by
-
-
-def test_a_crash_puts_the_standby_in_force_from_the_newest_snapshot():
-    made = stands_by()
-    standby = coming(made).stage
-    _, pod, who = made.launchers()[0]
-    made.kill_trainer(pod, who)
-    made.rounds(6)
-    assert current(made).stage == standby
-    assert current(made).restore_from is not None
-    assert current(made).way is wire.Way.REPLACE
-    assert made.job.redone_steps <= 3  # the world takes a snapshot every three steps
-    until_ready(made)
-
-
-def test_a_change_goes_before_the_standby_which_is_prepared_again_for_its_outcome():
-    made = stands_by(pods=2, max_pods=3)
-    first = coming(made).stage
-    made.send(stages.ResizeAsked(wire.Resize(pods=1)))
-    assert coming(made).stage > first
-    assert not coming(made).standby
-    until_ready(made)
-    assert len(coming(made).members) == 1
-
-
-def test_a_standby_that_fails_is_no_crash_and_is_tried_again_later():
-    made = stands_by()
-    standby = coming(made).stage
-    _, _, who = made.launchers()[0]
-    made.kill_prepared(who)
-    made.rounds(2)
-    assert made.job.coming is None
-    assert made.job.state is RUNNING
-    assert made.job.redone_steps == 0
-    until_ready(made, 400)
-    assert coming(made).stage > standby
-    waited = []
-    for _ in range(3):  # ever later, where it always fails
-        until_ready(made, 2000)
-        failed_at = made.now
-        made.kill_prepared(made.launchers()[0][2])
-        made.rounds(2)
-        waited.append(round((made.job.standby_at - failed_at) / 60))
-    assert waited == [2, 4, 8]
-
-
-def test_the_loss_of_a_pod_takes_its_standby_with_it():
-    made = stands_by()
-    _, pod, _ = made.launchers()[0]
-    pod.snapshot = None
-    pod.end()
-    made.rounds(40)
-    assert pod.pod_id not in current(made).pod_ids
-    assert made.job.state is RUNNING
-
-
-def test_a_standby_that_takes_over_leaves_alone_what_was_asked_for_since():
-    made = stands_by(pods=4, max_pods=6)  # there are four slots
-    made.send(stages.ResizeAsked(wire.Resize(pods=6)))
-    assert coming(made).stands_by
-    _, pod, who = made.launchers()[0]
-    made.kill_trainer(pod, who)
-    made.rounds(6)
-    assert len(current(made).members) == 4
-    assert made.job.target == 6

@@ -280,7 +280,7 @@ def play(world: World, actions: list[tuple[Callable[[World, int], None], int]]) 
 @given(
     elastic=st.booleans(),
     overlap=st.sampled_from(["auto", "off"]),
-    standby=st.sampled_from([0, 1]),
+    standby=st.sampled_from([0, 1, 2]),
     min_pods=st.sampled_from([1, 1, 2]),
     scripted=st.booleans(),
     failures=st.sampled_from([2, 50]),
@@ -332,7 +332,7 @@ def test_the_same_holds_where_clients_stop_pods_that_are_cut_off(elastic, stop_a
 @given(
     elastic=st.booleans(),
     overlap=st.sampled_from(["auto", "off"]),
-    standby=st.sampled_from([0, 1]),
+    standby=st.sampled_from([0, 1, 2]),
     min_pods=st.sampled_from([1, 2, 3]),
     scripted=st.booleans(),
     failures=st.sampled_from([2, 50]),

@@ -356,6 +356,10 @@ class World:
         if begins and prepared is not None and prepared.key == (plan.stage, plan.attempt):
             if prepared.phase is LocalStage.FAILED:
                 return  # it has said so
+            formed = prepared.plan
+            assert not plan.lost or plan.lost in formed.losses, "no group was formed without them"
+            left = [p.pod_id for p in formed.pods if p.pod_id not in plan.lost]
+            assert [p.pod_id for p in plan.pods] == left
             launcher.run = Run(plan, step=self.restored(plan))
             launcher.prepared = None
         run = launcher.run

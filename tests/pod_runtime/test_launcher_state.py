@@ -32,6 +32,7 @@ from pod_runtime.channel_wire import (
 from pod_runtime.launcher_decisions import (
     Exit,
     Go,
+    Renumber,
     Report,
     Signal,
     Spawn,
@@ -627,3 +628,19 @@ def test_a_launcher_without_progress_says_every_heartbeat_that_it_lives():
         pod.say(rank, Drained(step=9, id=1))
     pod.now += 1.0
     assert kinds(pod.settle()) == [ReportKind.ALIVE]
+
+
+def test_a_pod_knows_its_trainers_by_new_ranks_once_its_standby_has_lost_another_pod():
+    whole = replace(plan(2, Order.PREPARE, way=Way.REPLACE), losses=(("a",), ("b",)))
+    pod = Simulated(pod_id="b")
+    pod.told(whole)
+    for rank in (2, 3):
+        pod.say(rank, Hello(rank=rank, stage=2, pid=1), 2)
+        pod.say(rank, Prepared(), 2)
+    left = (part("b", 0, (0, 1)),)
+    actions = pod.told(replace(whole, order=Order.GO, pods=left, lost=("a",)))
+    assert [a.ranks for a in actions if isinstance(a, Renumber)] == [{2: 0, 3: 1}]
+    assert [a.rank for a in actions if isinstance(a, Go)] == [0, 1]
+    assert not [a for a in pod.settle() if isinstance(a, Renumber)], "once"
+    dead = reports(pod.die(1, -9, 2))
+    assert [(each.kind, each.rank) for each in dead] == [(ReportKind.FAILED, 1)]

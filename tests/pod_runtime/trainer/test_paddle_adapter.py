@@ -305,7 +305,7 @@ def form_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layers_that_the_script_unfreezes_are_exchanged_from_then_on(monkeypatch):
     """Doubling stands for the all-reduce of two equal ranks."""
     form_no_group(monkeypatch)
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor: paddle.assign(tensor * 2, tensor))
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: paddle.assign(tensor * 2, tensor))
     model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1))
     backbone = model[0].weight
     backbone.stop_gradient = True
@@ -336,7 +336,7 @@ def test_a_rank_that_does_not_come_in_time_is_told_from_one_that_is_gone(monkeyp
         ("Connection closed", 0.1, "^all-reduce"),
     ):
 
-        def fail(_tensor: Any, said: str = said, after_s: float = after_s) -> None:
+        def fail(_tensor: Any, group: Any, said: str = said, after_s: float = after_s) -> None:
             clock[0] += after_s
             raise RuntimeError(said)
 

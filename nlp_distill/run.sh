@@ -69,7 +69,7 @@ done
 say "--- 3. a student, with what the teacher says of its texts, and of those without a label"
 train "$here/train_student.py" --labelled 200 --unlabelled all ${students[@]+"${students[@]}"} \
     --use_distill_service True --distill_teachers "$addresses" --teacher_dir "$out/text_teacher_model" \
-    --no_teacher_timeout_s 60 --json "$out/distilled.json"
+    --distill_cache "$out/soft_labels" --no_teacher_timeout_s 60 --json "$out/distilled.json"
 
 say "--- 4. the same student, without a teacher"
 alone=() # without what is of no use to it

@@ -3,6 +3,7 @@
 A line without a tab is a text without a label: distillation can learn from those, too.
 """
 
+import hashlib
 import json
 import re
 import unicodedata
@@ -174,10 +175,16 @@ class Vocabulary:
 
 
 class TextSet(Dataset):
-    """What a loop reads. Each item: the ids of its text by each vocabulary, and the label."""
+    """What a loop reads. Each item: the ids of its text by each vocabulary, and the label.
 
-    def __init__(self, texts: Texts, vocabularies: Sequence[Vocabulary]) -> None:
+    With keys: before these, a number that stands for the text, the same in every training.
+    """
+
+    def __init__(
+        self, texts: Texts, vocabularies: Sequence[Vocabulary], *, with_keys: bool = False
+    ) -> None:
         self._labels = texts.labels
+        self._keys = [key_of(text) for text in texts.texts] if with_keys else None
         # Once, here: a text is split in every epoch otherwise.
         self._ids = [[words.ids(text) for text in texts.texts] for words in vocabularies]
 
@@ -185,13 +192,22 @@ class TextSet(Dataset):
         return len(self._labels)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, ...]:
-        return (*(ids[index] for ids in self._ids), self._labels[index])
+        key = () if self._keys is None else (self._keys[index],)
+        return (*key, *(ids[index] for ids in self._ids), self._labels[index])
+
+
+def key_of(text: str) -> np.int64:
+    """Return a number that two texts share by chance alone, once in some billions of billions."""
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return np.frombuffer(digest, np.int64)[0]
 
 
 def collate(samples: Sequence[tuple[np.ndarray, ...]]) -> list[np.ndarray]:
-    """Make a batch: ids (N, L) of each vocabulary, as long as its longest text, labels (N,)."""
-    *texts, labels = zip(*samples, strict=True)
-    return [*(pad(ids) for ids in texts), np.array(labels, np.int64)]
+    """Make a batch: ids (N, L) of each vocabulary, as long as its longest text; others (N,)."""
+    return [
+        pad(column) if np.ndim(column[0]) else np.array(column, np.int64)
+        for column in zip(*samples, strict=True)
+    ]
 
 
 def pad(ids: Sequence[np.ndarray]) -> np.ndarray:

@@ -56,7 +56,7 @@ class Student:
         vocabularies = [self.words]
         if taught:
             vocabularies.insert(0, Vocabulary.load(options.teacher_dir / "vocabulary.json"))
-        self.train_set = TextSet(self.texts, vocabularies)
+        self.train_set = TextSet(self.texts, vocabularies, with_keys=taught)
         self.test_set = TextSet(read_texts(test_file, self.classes), [self.words])
         paddle.seed(options.seed)
         self.network = STUDENTS[options.model](len(self.words), len(self.classes))
@@ -80,8 +80,9 @@ class Student:
     def ask_teachers(self, training: Training) -> Iterator[Any]:
         """Return this trainer's batches from the cursor on, each with the teachers' scores."""
         options = self.options
-        # What loop.shards yields: epoch, step, shard, both kinds of ids, labels.
-        reader = DistillReader(ins=[None, None, None, INPUT, None, None], predicts=[OUTPUT])
+        # What loop.shards yields: epoch, step, shard, keys of texts, both kinds of ids, labels.
+        reader = DistillReader(ins=[None, None, None, "key", INPUT, None, None], predicts=[OUTPUT])
+        reader.set_cache(options.distill_cache, id="key")
         if options.distill_teachers:
             reader.set_fixed_teacher(options.distill_teachers)
         elif options.distill_discovery:
@@ -98,7 +99,7 @@ class Student:
         """Return the mean loss against the labels."""
         return F.cross_entropy(self.network(ids), labels)
 
-    def taught_loss(self, _teachers_ids, ids, labels, logits):
+    def taught_loss(self, _keys, _teachers_ids, ids, labels, logits):
         """Return the mean of the losses against labels and teachers; `logits`: (N, classes)."""
         options = self.options
         scores = self.network(ids)

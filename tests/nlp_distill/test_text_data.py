@@ -163,6 +163,17 @@ def test_each_vocabulary_has_its_own_ids_and_length_in_a_batch():
     assert first.dtype == second.dtype == labels.dtype == np.int64
 
 
+def test_a_text_has_one_key_wherever_it_stands_and_others_have_others():
+    texts = [Texts.without_label(["a b", "c é"]), Texts.without_label(["c é", "a  b"])]
+    words = Vocabulary.build(["a b c"], unit="words", size=9, max_tokens=4)
+    keys = [
+        collate([each[0], each[1]])[0].tolist()
+        for each in (TextSet(part, [words], with_keys=True) for part in texts)
+    ]
+    assert keys[0][1] == keys[1][0]
+    assert len({*keys[0], *keys[1]}) == 3
+
+
 # --- labels
 
 

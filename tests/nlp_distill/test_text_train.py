@@ -93,8 +93,9 @@ def test_two_trainers_of_paddles_launcher_distil_what_one_would(
         STUDENT, f"--data_dir={texts}", "--labelled=15", "--unlabelled=all", "--num_epochs=2",
         "--use_distill_service=True", f"--distill_teachers={teacher}",
         f"--teacher_dir={whole_run[0] / 'text_teacher_model'}", "--no_teacher_timeout_s=100",
+        f"--distill_cache={tmp_path / 'soft_labels'}",
     )  # fmt: skip
-    alone = start(
+    alone = start(  # fills the cache, of which the two trainers then read all
         sys.executable, *command, "--model_save_dir=out", cwd=tmp_path, EDL_MAX_TRAINERS="2"
     )
     assert alone.returncode == 0, alone.stderr
@@ -112,6 +113,7 @@ def test_two_trainers_of_paddles_launcher_distil_what_one_would(
     # Dropout is keyed by shard: the same numbers, but for the order of sums.
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     assert tested.findall(logs["workerlog.1"]) == []
+    assert any((tmp_path / "soft_labels").rglob("*"))
 
 
 @pytest.mark.slow

@@ -292,7 +292,8 @@ class Engine:
         trainings = [
             (job, self.cluster(entry))
             for entry, job in jobs
-            if isinstance(job, Job) and not job.state.ended
+            # Whether one that has not begun is short of pods may depend on the time as well.
+            if isinstance(job, Job) and (entry.short_of or job.fresh)
         ]
         return claim(trainings, teachers, self.now())
 

@@ -10,7 +10,7 @@ from job_server import kinds, stages, wire
 from job_server.bodies import to_body
 from job_server.change_script import parse_script
 from job_server.engine import Engine, Entry, not_wanted, steady_clock
-from job_server.errors import BadRequest, Conflict, NotFound
+from job_server.errors import BadRequest, Conflict, Gone, NotFound
 from job_server.events import Demanded
 from job_server.polls import Answer, Topic
 from job_server.store import Store
@@ -302,6 +302,11 @@ class Service:
         topic = entry.orders.get(pod_id)
         if topic is None:
             orders = kinds.pod_orders(entry.job, pod_id)
+            if orders is None and entry.spec.kind is wire.JobKind.TEACHER:
+                raise Gone(
+                    f"pod_id: {pod_id[:100]!r} is a teacher's: its script runs a teacher server "
+                    "(`edl serve`), not a launcher"
+                )
             if orders is None:
                 raise not_wanted(pod_id)
             topic = Topic(orders, engine.orders_body, engine.watchers, engine.first_revision())

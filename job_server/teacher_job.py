@@ -4,7 +4,7 @@ Pure, and without decisions: `teachers.step` makes the next job from an event, `
 derives what clients and users are told. The counterpart of `job`, without stages and ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from job_server.demand import Governor
@@ -122,16 +122,19 @@ def silent_at(job: TeacherJob, pod: TeacherPod, cluster: Cluster) -> float:
     return max(seen_at, job.heed_from, pod.given_at) + cluster.silence_s
 
 
-def is_steady(job: TeacherJob, now: float) -> bool:
+def is_steady(job: TeacherJob, reachable: Sequence[TeacherPod], now: float) -> bool:
     """Whether what students report now tells of the number of teachers that run.
 
     A teacher that runs is in service once it has loaded its model and registered. One that never
     does must not stop the decisions.
+
+    Args:
+        reachable: the pods whose clients are heard; nobody waits for the others.
     """
-    if any(not pod.runs for pod in job.pods):
+    if any(not pod.runs for pod in reachable):
         return False
     demand = job.progress.demand
-    if demand is None or demand.teachers is None or demand.teachers >= job.running:
+    if demand is None or demand.teachers is None or demand.teachers >= len(reachable):
         return True
-    newest = max((pod.running_since or 0.0 for pod in job.pods), default=0.0)
+    newest = max((pod.running_since or 0.0 for pod in reachable), default=0.0)
     return now >= newest + REGISTER_S

@@ -249,11 +249,12 @@ def _demanded(work: TeacherWork, demand: Demand) -> None:
     counts = work.now >= job.progress.counted_at + EARLY * job.spec.demand_interval_s
     if job.goal is not Goal.RUN or job.fixed is not None or not counts:
         return  # several discovery servers may post, the same each
+    reachable = [pod for pod in job.pods if not work.is_silent(pod)]
     governor = observe(
         job.progress.governor,
         demand,
-        pods=job.running,
-        steady=is_steady(job, work.now),
+        pods=sum(pod.runs for pod in reachable),
+        steady=is_steady(job, reachable, work.now),
         low=job.spec.min_pods,
         high=job.spec.max_pods,
     )

@@ -10,7 +10,7 @@ import pytest
 from job_server import stages, wire
 from job_server.claims import claim, shortage
 from job_server.engine import Engine
-from job_server.errors import BadRequest, Conflict, NotFound
+from job_server.errors import BadRequest, Conflict, Gone, NotFound
 from job_server.job import Job
 from job_server.service import Service
 from job_server.store import Store
@@ -226,6 +226,14 @@ def test_a_demand_finds_the_job_of_its_service(site):
         site.service.demand("hard", demand)
     with pytest.raises(Conflict, match="'soft' is served by job 'teachers'"):
         site.submit("more", pods=1, folder="teach")
+
+
+def test_a_launcher_in_a_teachers_pod_is_told_what_to_run_instead(site):
+    site.submit("teachers", pods=1, folder="teach")
+    site.act(2)
+    attach = wire.Attach(pod_id="teacher_1", node_id="node-a", pid=1)
+    with pytest.raises(Gone, match="`edl serve`"):
+        site.service.attach("teachers", "teacher_1", attach)
 
 
 def test_clients_of_the_original_see_the_training_beside_teachers(site):

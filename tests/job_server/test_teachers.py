@@ -335,6 +335,21 @@ def test_a_silent_node_is_replaced_by_another_and_stopped_when_it_is_back():
     assert nodes.pods["a"] == {}
 
 
+def test_a_teacher_that_was_to_leave_a_dead_node_stops_no_decision():
+    nodes = running(2)
+    nodes.slow_to_end = True
+    nodes.send(ResizeAsked(wire.Resize(pods=3)))
+    nodes.acts(3)
+    nodes.send(ResizeAsked(wire.Resize(pods=2)))  # teacher_3 leaves b, which falls silent
+    nodes.silent.add("b")
+    nodes.acts(6)
+    nodes.send(ResizeAsked(wire.Resize(pods=None)))
+    for _ in range(40):
+        nodes.act()
+        nodes.send(demand(teachers=2))
+    assert nodes.job.wanted == 4
+
+
 def test_where_no_other_node_has_a_place_a_silent_teacher_is_kept():
     nodes = running(3)
     nodes.names = ("a", "b")

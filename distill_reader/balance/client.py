@@ -135,22 +135,23 @@ class StudentClient:
     # --- the thread
 
     def _run(self) -> None:
-        asyncio.run(self._work())
+        asyncio.run(self._work_until_stopped())
 
-    async def _work(self) -> None:
+    async def _work_until_stopped(self) -> None:
         with self._lock:
             if self._is_stopped:
                 return
             self._loop = asyncio.get_running_loop()
         if self._has_heard:
             self._tell(self._held)
-        visiting = asyncio.create_task(self._visit_all())
+        visiting = asyncio.create_task(self.work())
         await self._stopping.wait()
         visiting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await visiting
 
-    async def _visit_all(self) -> None:
+    async def work(self) -> None:
+        """Be a student until cancelled: what the thread does, for who has a loop of its own."""
         failures = 0
         while True:
             for place in self._places:

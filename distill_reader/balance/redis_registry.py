@@ -39,6 +39,7 @@ _TABLE_LEASE_S = 3600.0  # behind its service's last student
 _MAX_KEYS = 100_000  # that are looked at
 _SCAN = 1000  # keys per call
 _DIGITS = 16
+_TURNS = 32  # teachers that are registered at once
 _WATCH_PAUSE_S = 0.5
 _NEEDED = "Redis needs the package redis: pip install 'edl[redis]'"
 
@@ -121,6 +122,7 @@ class RedisRegistry:
         self._addresses = tuple(addresses)
         self._clients = [_client(address) for address in addresses]
         self._at = 0
+        self._turns = asyncio.Semaphore(_TURNS)
         self._raw_tables: dict[str, str] = {}  # as they were read; "" or absent: there was none
 
     async def services(self, own: Collection[str]) -> Mapping[str, Service]:
@@ -171,7 +173,7 @@ class RedisRegistry:
     async def put_teacher(self, service: str, endpoint: str, info: str, lease_s: float) -> None:
         """See Registry."""
         key = _key(service, "nodes", endpoint)
-        async with self._redis() as client:
+        async with self._turn(), self._redis() as client:
             pipe = client.pipeline(transaction=True)
             pipe.hset(key, mapping={"server": endpoint, "info": info})
             pipe.pexpire(key, round(lease_s * 1000))
@@ -181,7 +183,7 @@ class RedisRegistry:
 
     async def drop_teacher(self, service: str, endpoint: str) -> None:
         """See Registry."""
-        async with self._redis() as client:
+        async with self._turn(), self._redis() as client:
             if await client.delete(_key(service, "nodes", endpoint)):
                 await client.publish(_CHANNEL, service)
 
@@ -249,6 +251,19 @@ class RedisRegistry:
     @property
     def _name(self) -> str:
         return str(self._addresses[self._at])
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Let not all teachers, who may be many, ask at once. Raises: RegistryAway."""
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                await self._turns.acquire()
+        except TimeoutError as error:
+            raise RegistryAway(f"{self._name}: too many teachers at once") from error
+        try:
+            yield
+        finally:
+            self._turns.release()
 
     @contextlib.asynccontextmanager
     async def _redis(self) -> AsyncIterator[Any]:

@@ -172,8 +172,17 @@ class Job(ABC):
         return any(program.poll() is None for program in self.programs)
 
     def kill_trainer(self, rank: int) -> float:
-        """SIGKILL to that rank of the newest generation; return when."""
-        pid = self.newest().members[rank][-1].pid
+        """SIGKILL to that rank of the newest generation; return when.
+
+        Raises:
+            NotInTime: it is gone already.
+        """
+        members = self.newest().members
+        if rank >= len(members):
+            raise NotInTime(f"rank {rank} does not train any more")
+        pid = members[rank][-1].pid
+        if pid not in [process.pid for process in self.processes()]:  # nor another that has its id
+            raise NotInTime(f"rank {rank} was gone before it was killed")
         at = time.monotonic()
         os.kill(pid, signal.SIGKILL)
         return at
@@ -213,10 +222,11 @@ def end(program: subprocess.Popen[bytes], how: signal.Signals = signal.SIGTERM) 
 
 def kill_tree(program: subprocess.Popen[bytes]) -> None:
     """SIGKILL to a program and all that it started, as nearly at once as can be."""
-    root = psutil.Process(program.pid)
-    for process in [root, *root.children(recursive=True)]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(program.pid)
+        for process in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
     program.wait()
 
 

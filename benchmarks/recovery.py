@@ -44,7 +44,8 @@ from benchmarks.elastic_report import (
     spread,
     table,
 )
-from benchmarks.stamps import Generation, longest_gap, stall_share, steps_redone
+from benchmarks.stamps import Generation, change, longest_gap, stall_share, steps_redone
+from job_server.errors import JobServerError
 
 TWO_NODES = (NodeSpec(slots=1), NodeSpec(slots=1))
 KILLS = {
@@ -89,7 +90,7 @@ class Bench:
         }.get(row, self.kill_node if row.startswith("node-") else self.kill_trainers)  # fmt: skip
         try:
             found = task(row, turn)
-        except NotInTime as error:
+        except (NotInTime, JobServerError) as error:
             self._record.add(Sample(row=row, turn=turn, failed=str(error), load=load_now()))
         else:
             for values in found:
@@ -192,13 +193,14 @@ class Bench:
     # --- snapshots
 
     def stall(self, row: str, _turn: int) -> list[dict[str, float]]:
-        options = Options(save_steps=200)
-        steps = self._args.stall_steps // (10 if task_of(row) == "resnet50" else 1)
+        slower = 10 if task_of(row) == "resnet50" else 1
+        options = Options(save_steps=200 // slower)
+        steps = self._args.stall_steps // slower
         with EdlJob(self._next(row), task=task_of(row), steps=ENDLESS, options=options) as job:
             job.start(2)
             job.wait_world(2, steps=WARM_STEPS)
             job.wait_step(WARM_STEPS + steps, 60 + 3.0 * steps)
-            (generation,) = job.stamps.generations()
+            generation = job.stamps.generations()[-1]
             share = stall_share(_without(generation, WARM_STEPS // 2))
             return [{"share": share or 0.0, "step_s": generation.step_s or 0.0}]
 
@@ -218,16 +220,14 @@ def _without(generation: Generation, steps: int) -> Generation:
 
 def _recovered(job: Job, world: int | None, killed: float) -> dict[str, float]:
     """Return what a crash cost, once there are `world` trainers again, or any at all."""
-    old = job.newest()
     new = job.wait_world(world, steps=2, after=killed)
-    lost = new.first_step - 1
+    # Not those of the moment of the kill: the others may have ended the step that was under way.
+    old = [g for g in job.stamps.generations() if g.members[0][0].at < killed][-1]
     job.wait_step(old.last_step + 1, job.limit_s)
-    latest = job.stamps.generations()[-1]
-    regained = latest.reached(old.last_step + 1)
-    redone = max(0, old.last_step - lost)
+    regained = job.stamps.generations()[-1].reached(old.last_step + 1)
     values = {
         "again_s": new.began_at - killed,
-        "redone": float(redone),
+        "redone": float(change(old, new).redone),
         "trainers": float(new.world),
     }
     if regained is not None:

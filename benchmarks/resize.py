@@ -40,6 +40,7 @@ from benchmarks.elastic_report import (
     table,
 )
 from benchmarks.stamps import Generation, change, steps_redone
+from job_server.errors import JobServerError
 from job_server.wire import JobState
 
 OVERLAPS = {"replace": "on", "drain": "off", "join": "join"}
@@ -90,7 +91,7 @@ class Bench:
             else:
                 for kind, values in self.changes(row):
                     self._add(f"{row} {kind}", turn, values)
-        except NotInTime as error:
+        except (NotInTime, JobServerError) as error:
             self._record.add(Sample(row=row, turn=turn, failed=str(error), load=load_now()))
 
     def _add(self, row: str, turn: int, values: dict[str, float]) -> None:

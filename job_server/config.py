@@ -162,10 +162,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prepare_timeout_s", type=float, default=120, help="else a change is abandoned")
     add(
         "--overlap",
-        choices=("on", "off", "auto"),
+        choices=("on", "off", "join", "auto"),
         default="auto",
-        help="whether the next trainers are made ready beside those that train; "
-        "auto: where a GPU has room for both",
+        help="whether the next trainers are made ready beside those that train; join: only new "
+        "ones, the others stay; auto: on where a GPU has room for both, else join",
     )
     add("--spares", type=int, default=0, help="warm trainer processes per pod (0); 280 MB each")
     add(

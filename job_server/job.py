@@ -209,6 +209,7 @@ class Progress:
     steps: Mapping[str, int] = field(default_factory=dict)  # pod -> step, of the stage in force
     snapshots: Mapping[str, SnapshotRef] = field(default_factory=dict)  # pod -> newest
     heard: Mapping[str, float] = field(default_factory=dict)  # pod -> its launcher was heard
+    joins: Mapping[str, bool] = field(default_factory=dict)  # pod -> its trainers can join
     missing: Mapping[str, float] = field(default_factory=dict)  # pod -> its client omits it since
     account: Account = field(default_factory=Account)
     accrued_at: float = 0.0

@@ -38,7 +38,11 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
     add("--slots_per_pod", type=int, metavar="N", help="trainers per pod")
     add("--folder", help="subfolder of the clients' --jobs_dir; else their own script")
     add("--policy", choices=("fixed_global", "linear"), help="what a change does to the batch")
-    add("--overlap", choices=("on", "off", "auto"), help="make new trainers ready beside the old")
+    add(
+        "--overlap",
+        choices=("on", "off", "join", "auto"),
+        help="make new trainers ready beside the old; join: keep the old, add only new ones",
+    )
     add("--spares", type=int, metavar="N", help="warm trainer processes per pod, 280 MB each")
     add(
         "--standby",

@@ -23,10 +23,12 @@ from job_server.job import (
 from job_server.pod_exits import SHOWN_CHARS, launcher_exited
 from job_server.text import ending
 from job_server.transitions import (
+    choose_way,
     deal_again,
     dismiss_leavers,
     fail_coming,
     fail_current,
+    join_otherwise,
     renumber,
 )
 from job_server.wire import (
@@ -137,6 +139,7 @@ def reported(work: Work, pod_id: str, report: PodReport) -> None:
     member = stage.member(pod_id) if stage is not None else None
     if stage is None or member is None or member.at in OVER:
         return
+    _hear_joins(work, stage, pod_id, report)
     _dispatch(work, stage, member, report)
 
 
@@ -168,6 +171,8 @@ def _dispatch(work: Work, stage: Stage, member: Member, report: PodReport) -> No
             _failed(work, stage, member, report)
         case ReportKind.PORT_TAKEN:
             _port_taken(work, stage, pod_id, report)
+        case ReportKind.CANNOT_JOIN:
+            _cannot_join(work, stage, pod_id, report)
         case ReportKind.STAGE_TOO_LOW:
             _stage_too_low(work, stage, pod_id, report)
         case ReportKind.DONE:
@@ -191,6 +196,15 @@ def _hear(work: Work, pod_id: str, snapshot: SnapshotRef | None) -> None:
         for pod in work.job.pods:
             if pod.keep is Keep.HOLD and current.member(pod.pod_id) is None:
                 work.release(pod.pod_id)
+
+
+def _hear_joins(work: Work, stage: Stage, pod_id: str, report: PodReport) -> None:
+    """Remember whether the pod's trainers could join a next stage in place."""
+    joins = work.job.progress.joins
+    tells = report.kind in (ReportKind.LOADED, ReportKind.FIRST_STEP, ReportKind.PROGRESS)
+    tells |= report.kind is ReportKind.READY and stage.way in (Way.REPLACE, Way.JOIN)
+    if tells and report.attempt >= stage.attempt and joins.get(pod_id) is not report.joins:
+        work.progress(joins={**joins, pod_id: report.joins})
 
 
 def _raise(work: Work, stage: Stage, pod_id: str, at: At) -> None:
@@ -303,7 +317,11 @@ def _failed(work: Work, stage: Stage, member: Member, report: PodReport) -> None
         peer_lost=report.peer_lost,
     )
     if stage is job.coming:
-        fail_coming(work, cause)
+        if stage.way is Way.JOIN and report.peer_lost:
+            # A new trainer could not meet those that stay; what is wrong there they say themselves.
+            _join_otherwise(work, stage, text)
+        else:
+            fail_coming(work, cause)
         return
     work.move(stage, pod_id, At.FAILED)
     if stage is not job.current:
@@ -344,6 +362,25 @@ def _port_taken(work: Work, stage: Stage, pod_id: str, report: PodReport) -> Non
         fail_coming(work, Cause(kind=CauseKind.FAILURE, text=text, at=work.now))
     else:
         deal_again(work, why)
+
+
+def _cannot_join(work: Work, stage: Stage, pod_id: str, report: PodReport) -> None:
+    """A pod that was to stay cannot form a second group, or could not this time."""
+    work.progress(joins={**work.job.progress.joins, pod_id: False})
+    joins = stage is work.job.coming and stage.way is Way.JOIN
+    if joins and report.attempt == stage.attempt:
+        _join_otherwise(work, stage, f"pod {pod_id} cannot join: {report.reason}"[:SHOWN_CHARS])
+
+
+def _join_otherwise(work: Work, stage: Stage, why: str) -> None:
+    """Take another way; once the stage in force is told to cut, only one without preparation."""
+    current = work.job.current
+    joins = dict(work.job.progress.joins)
+    work.progress(joins={})
+    way = choose_way(work.job, work.cluster)
+    work.progress(joins=joins)
+    parks = stage.phase is Phase.CUT or (current is not None and current.over is not None)
+    join_otherwise(work, Way.DRAIN if parks else way, why)
 
 
 def _stage_too_low(work: Work, stage: Stage, pod_id: str, report: PodReport) -> None:

@@ -41,6 +41,7 @@ def _why_none(work: Work, way: Way) -> str:
     """Return, and say once, why no standby can be prepared; "": one can."""
     why = {
         Way.DRAIN: "a GPU of this job has no room for a second trainer beside the first",
+        Way.JOIN: "a GPU of this job has no room for a second trainer beside the first",
         Way.STOP: "no trainer has called the elastic loop",
     }.get(way, "")
     if why:

@@ -44,7 +44,8 @@ def choose_way(job: Job, cluster: Cluster, *, stood_by: bool = False) -> Way:
     """Return how a change of the stage in force happens.
 
     STOP where no trainer has called the elastic loop: only such trainers can agree on a step.
-    REPLACE, where the next trainers may be made ready beside those that train; else DRAIN.
+    REPLACE, where the next trainers may be made ready beside those that train. JOIN, where they do
+    not fit beside each other, or the user wants it, and all trainers offer it. Else DRAIN.
 
     Args:
         stood_by: a standby, which has just been dismissed, is part of what the nodes report.
@@ -52,8 +53,20 @@ def choose_way(job: Job, cluster: Cluster, *, stood_by: bool = False) -> Way:
     if not job.elastic:
         return Way.STOP
     overlap = job.spec.overlap
-    beside = overlap == "on" or (overlap == "auto" and _both_fit(job, cluster, sets=1 + stood_by))
-    return Way.REPLACE if beside else Way.DRAIN
+    if overlap == "off":
+        return Way.DRAIN
+    joins = _all_join(job)
+    if overlap == "join" and joins:
+        return Way.JOIN
+    if overlap == "on" or _both_fit(job, cluster, sets=1 + stood_by):
+        return Way.REPLACE
+    return Way.JOIN if joins else Way.DRAIN
+
+
+def _all_join(job: Job) -> bool:
+    """Whether every trainer of the stage in force can form a second group beside its own."""
+    pod_ids = job.current.pod_ids if job.current is not None else ()
+    return bool(pod_ids) and all(job.progress.joins.get(pod_id, False) for pod_id in pod_ids)
 
 
 def _both_fit(job: Job, cluster: Cluster, *, sets: int) -> bool:
@@ -202,6 +215,15 @@ def deal_again(work: Work, why: str) -> None:
     work.note(f"stage {stage.stage} gets new ports: {why}")
 
 
+def join_otherwise(work: Work, way: Way, why: str) -> None:
+    """Let a change that cannot go by JOIN go by `way`: what was made for it is made anew."""
+    stage = work.job.coming
+    assert stage is not None
+    work.set(coming=replace(stage, way=way, since=work.now))
+    update_record(work, stage.stage, way=way)
+    deal_again(work, f"{why}; not by join but by {way.value}")
+
+
 def commit(work: Work) -> None:
     """Put the coming stage in force. The caller writes before anybody is told."""
     job = work.job
@@ -321,7 +343,11 @@ def fail_current(work: Work, cause: Cause) -> None:
         return
     if not all(job.usable(pod_id) for pod_id in coming.pod_ids):
         abandon(work, cause.text)
-    elif coming.phase is Phase.CUT:
+        return
+    if coming.way is Way.JOIN and coming.phase in (Phase.PREPARE, Phase.CUT):
+        # Those who were to stay go down with their stage: all trainers start anew.
+        join_otherwise(work, Way.DRAIN, "the trainers that were to stay are gone")
+    if coming.phase is Phase.CUT:
         enter(work, Phase.END)
 
 

@@ -18,6 +18,7 @@ from job_server.wire import (
     StagePlan,
     StageRecord,
     Want,
+    Way,
 )
 
 
@@ -84,6 +85,7 @@ def _plan(job: Job, stage: Stage) -> StagePlan:
         restore_from=stage.restore_from,
         max_trainers=job.spec.max_trainers,
         durable=_cutting_for_halt(job),
+        patient=_cutting_for_join(job),
         cut=stage.cut,
         kill_ranks=stage.kill_ranks,
         policy=job.spec.policy,
@@ -95,6 +97,11 @@ def _plan(job: Job, stage: Stage) -> StagePlan:
 def _cutting_for_halt(job: Job) -> bool:
     cuts = job.halt is not None and job.halt.phase is HaltPhase.CUT
     return cuts and job.goal is not Goal.RUN
+
+
+def _cutting_for_join(job: Job) -> bool:
+    coming = job.coming
+    return coming is not None and coming.way is Way.JOIN and coming.phase is Phase.CUT
 
 
 def _order(job: Job, stage: Stage) -> Order:

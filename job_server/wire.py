@@ -248,6 +248,7 @@ class StagePlan:
     restore_from: RestoreFrom | None = None  # None: checkpoint or afresh
     max_trainers: int
     durable: bool = False  # with CUT: also write a checkpoint before `drained` (pause, stop)
+    patient: bool = False  # with CUT: trainers stay, so none parks amid a step
     cut: int = 0  # CUT: its number in this stage, the lower ones are off; else: all up to it are
     kill_ranks: tuple[tuple[str, int], ...] = ()  # (kill id, rank): SIGKILL that trainer, once
     policy: str = "fixed_global"  # of the job, for a training script that names none
@@ -283,6 +284,7 @@ class ReportKind(Enum):
     ENDED = "ended"  # END done: no trainer of that stage is left in this pod
     FAILED = "failed"  # a trainer died; the launcher has not touched the others
     PORT_TAKEN = "port_taken"  # START refused: deal new ports
+    CANNOT_JOIN = "cannot_join"  # PREPARE of join refused: change in another way
     STAGE_TOO_LOW = "stage_too_low"  # the checkpoint path holds stages up to `highest_stage`
     DONE = "done"  # training is complete and its final checkpoint has its manifest
     EXITED = "exited"  # the launcher is about to exit with `code`; its script may go on
@@ -304,6 +306,7 @@ class PodReport:
     reason: str = ""
     peer_lost: bool = False  # FAILED: a victim of another trainer's death, not the cause
     elastic: bool = False  # a trainer of this stage has called the elastic loop
+    joins: bool = False  # all its trainers can form a next group beside the one they train in
     highest_stage: int = 0  # STAGE_TOO_LOW
     total_steps: int | None = None  # None: not known
     step_s: float | None = None  # mean duration of recent steps; None: no step yet
@@ -417,7 +420,7 @@ class JobSpec:
     folder: str | None = None  # subfolder of the clients' --jobs_dir; None: their own script
     script: ScriptSpec = ScriptSpec()
     policy: str = "fixed_global"
-    overlap: str = "auto"  # of old and new trainers: on, off; auto: where both fit
+    overlap: str = "auto"  # on, off, join, auto; `transitions.choose_way` says what they mean
     spares: int = 0
     standby: int = 0
     prepare_timeout_s: float = 120.0
@@ -458,12 +461,12 @@ class JobSpec:
             value = getattr(self, field)
             if value is not None:
                 check_range(field, value, 0, 1_000_000)
-        if self.overlap not in ("on", "off", "auto"):
-            raise WireError(f"overlap: expected on, off or auto, got {self.overlap!r}")
-        if self.standby and self.overlap == "off":
+        if self.overlap not in ("on", "off", "join", "auto"):
+            raise WireError(f"overlap: expected on, off, join or auto, got {self.overlap!r}")
+        if self.standby and self.overlap in ("off", "join"):
             raise WireError(
                 f"standby: {self.standby} needs trainers beside those that train, which overlap "
-                f"'off' forbids; use overlap auto or on, or standby 0"
+                f"{self.overlap!r} forbids; use overlap auto or on, or standby 0"
             )
         if self.policy not in ("fixed_global", "linear"):
             raise WireError(f"policy: expected fixed_global or linear, got {self.policy!r}")

@@ -52,6 +52,7 @@ class Work:
             snapshots=without(progress.snapshots, pod_id),
             heard=without(progress.heard, pod_id),
             missing=without(progress.missing, pod_id),
+            joins=without(progress.joins, pod_id),
             steps=without(progress.steps, pod_id),
         )
 

@@ -20,6 +20,7 @@ class Hello:
     rank: int
     stage: int
     pid: int
+    joins: bool = False  # it can form the group of a next stage beside that of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,23 @@ class StageTooLow:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """Ready beside the stage that trains: what is left is to take over the state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formed:
+    """It was asked to join: it has formed the group of the next stage, beside its own."""
+
+    stage: int
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CannotJoin:
+    """It was asked to join and will not; nor will it later, until it says hello again."""
+
+    stage: int = 0  # 0: nobody has asked
+    attempt: int = 0
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +93,16 @@ class Done:
 
 
 Said = (
-    Hello | StageTooLow | Prepared | Loaded | Stepped | SegmentMade | SnapshotMade | Drained | Done
-)
+    Hello | StageTooLow | Prepared | Formed | CannotJoin | Loaded | Stepped
+    | SegmentMade | SnapshotMade | Drained | Done
+)  # fmt: skip
 
 _KINDS: dict[str, type[Said]] = {
     "hello": Hello,
     "stage_too_low": StageTooLow,
     "prepared": Prepared,
+    "formed": Formed,
+    "cannot_join": CannotJoin,
     "loaded": Loaded,
     "step": Stepped,
     "segment": SegmentMade,

@@ -89,6 +89,11 @@ class Crew:
     def signal(self, name: Name, signum: signal.Signals) -> None:
         self._trainers[name].send_signal(signum)
 
+    def move(self, old: Name, new: Name) -> None:
+        """A trainer goes on as one of another stage; its log and its marks stay what they are."""
+        trainer = self._trainers[new] = self._trainers.pop(old)
+        (trainer.stage, trainer.attempt), trainer.rank = new
+
     def find(self, pid: int) -> Name | None:
         """Return which trainer `pid`, or an ancestor of it, is; None: no trainer of ours."""
         by_pid = {trainer.pid: name for name, trainer in self._trainers.items()}

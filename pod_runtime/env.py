@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from job_server.wire import SlotKind, StagePlan
+from job_server.wire import PlanPod, SlotKind, StagePlan
 
 POD_ID = "EDL_POD_ID"
 RUN_MARKER = "EDL_RUN_MARKER"
@@ -106,6 +106,7 @@ class TrainerEnv:
     stage: int | None  # None: outside EDL
     max_trainers: int | None  # None: nobody said
     run_dir: Path | None  # None: nobody said
+    join_on_gpu: bool = False  # somebody wants to try what is not tested
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Self:
@@ -140,6 +141,7 @@ class TrainerEnv:
                 else None
             ),
             run_dir=Path(run_dir) if run_dir else None,
+            join_on_gpu=environ.get("EDL_JOIN_ON_GPU") == "1",
         )
 
 
@@ -195,59 +197,59 @@ def trainer_environment(
     mine = next((each for each in plan.pods if each.pod_id == pod.pod_id), None)
     if mine is None or rank not in mine.ranks:
         raise ValueError(f"rank: {rank} is not one of pod {pod.pod_id} in stage {plan.stage}")
-    endpoints = {
-        each_rank: f"{each.addr}:{port}"
-        for each in plan.pods
-        for each_rank, port in zip(each.ranks, each.ports, strict=True)
-    }
-    local_rank = mine.ranks.index(rank)
-    master_addr, _, master_port = plan.master.rpartition(":")
     env = _without(base, _OF_A_TRAINER | _SECRETS)
+    env |= _of_the_stage(plan, mine, rank)
     env |= {
-        "PADDLE_TRAINER_ID": str(rank),
-        "PADDLE_TRAINERS_NUM": str(plan.world_size),
-        "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints[each] for each in sorted(endpoints)),
-        "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
         "PADDLE_JOB_ID": pod.job_id,
         "PADDLE_POD_ID": pod.pod_id,
         "PADDLE_JOBSERVER": pod.job_server,
         "PADDLE_RUNING_ENV": RUNNING_ENV,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(plan.world_size),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(len(mine.ranks)),
-        "MASTER_ADDR": master_addr,
-        "MASTER_PORT": master_port,
         POD_ID: pod.pod_id,
         RUN_MARKER: pod.run_marker,
         "EDL_POD_DIR": str(pod.pod_dir),
-        "EDL_STAGE": str(plan.stage),
-        "EDL_MAX_TRAINERS": str(plan.max_trainers),
         "EDL_RUN_DIR": str(run_dir),
         CHANNEL: channel,
     }
     env |= _devices(pod)
     if pod.slot_kind is SlotKind.GPU:
-        env["FLAGS_selected_gpus"] = str(local_rank)
+        env["FLAGS_selected_gpus"] = env["LOCAL_RANK"]
     if interface is not None:
         env.setdefault("GLOO_SOCKET_IFNAME", interface)
     return env | _of_the_cpu(env, pod)
 
 
-def rank_environment(plan: StagePlan, rank: int) -> dict[str, str]:
-    """Return what changes for a trainer that becomes `rank` of a plan which has lost pods."""
-    endpoints = [
-        f"{pod.addr}:{port}"
-        for pod in plan.pods
-        for _rank, port in sorted(zip(pod.ranks, pod.ports, strict=True))
-    ]
+def stage_environment(plan: StagePlan, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what changes in the environment of a trainer that goes on as `rank` of `plan`.
+
+    Raises:
+        EnvError: it is not of a pod of the plan.
+    """
+    mine = next((pod for pod in plan.pods if pod.pod_id == environ.get(POD_ID)), None)
+    if mine is None or rank not in mine.ranks:
+        raise EnvError(f"{POD_ID}: rank {rank} of stage {plan.stage} is not of this trainer's pod")
+    return _of_the_stage(plan, mine, rank)
+
+
+def _of_the_stage(plan: StagePlan, mine: PlanPod, rank: int) -> dict[str, str]:
+    endpoints = {
+        each_rank: f"{each.addr}:{port}"
+        for each in plan.pods
+        for each_rank, port in zip(each.ranks, each.ports, strict=True)
+    }
+    master_addr, _, master_port = plan.master.rpartition(":")
     return {
         "PADDLE_TRAINER_ID": str(rank),
         "PADDLE_TRAINERS_NUM": str(plan.world_size),
-        "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+        "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints[each] for each in sorted(endpoints)),
         "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
         "RANK": str(rank),
         "WORLD_SIZE": str(plan.world_size),
+        "LOCAL_RANK": str(mine.ranks.index(rank)),
+        "LOCAL_WORLD_SIZE": str(len(mine.ranks)),
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": master_port,
+        "EDL_STAGE": str(plan.stage),
+        "EDL_MAX_TRAINERS": str(plan.max_trainers),
     }
 
 

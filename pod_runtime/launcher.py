@@ -236,7 +236,8 @@ class Launcher:
             for action in actions:
                 self._act(action)
             self._truth = self._attach_now()
-            if not any(isinstance(action, decisions.Spawn) for action in actions):
+            again = decisions.Spawn | decisions.Invite
+            if not any(isinstance(action, again) for action in actions):
                 break
         while self._reaped:
             self._crew.clean_up_after(self._reaped.pop())
@@ -253,6 +254,10 @@ class Launcher:
                 }
             case decisions.WarmSpare():
                 self._warm_spare()
+            case decisions.Invite(key=key, plan=plan):
+                self._invite(key, plan)
+            case decisions.Move(key=key, rank=rank):
+                self._move((key, rank), (action.new_key, action.new_rank), action.message)
             case decisions.Welcome(key=key, rank=rank):
                 word = {"do": "welcome", "writer": action.writer}
                 self._tell_with_state(key, rank, action.plan, word)
@@ -293,6 +298,22 @@ class Launcher:
             self._selector.register(trainer, selectors.EVENT_READ, trainer)
             started.append(rank)
         self._pod = state.spawned(self._pod, plan)
+
+    def _invite(self, key: state.Key, plan: StagePlan) -> None:
+        taken = find_taken_port(state.own_pod(self._env.pod_id, plan))
+        if taken:
+            logger.warning("stage %d: %s", plan.stage, taken)
+            self._pod = state.refused_ports(self._pod, plan, taken)
+        else:
+            self._pod = state.invited(self._pod, key, plan)
+
+    def _move(self, old: Name, new: Name, message: dict[str, object]) -> None:
+        logger.info("stage %d: rank %d goes on as rank %d of stage %d", old[0][0], old[1], new[1],
+                    new[0][0])  # fmt: skip
+        self._crew.move(old, new)
+        if old in self._connections:
+            self._connections[new] = self._connections.pop(old)
+        self._tell(*new, message)
 
     def _warm_spare(self) -> None:
         try:

@@ -4,7 +4,7 @@ import signal
 from dataclasses import dataclass, replace
 from typing import Any
 
-from job_server.wire import Order, PodReport, StagePlan, Way
+from job_server.wire import Order, PodReport, StagePlan, Way, encode
 from pod_runtime.launcher_reports import due_reports, makes_progress
 from pod_runtime.launcher_state import (
     ELASTIC_GRACE_S,
@@ -16,6 +16,7 @@ from pod_runtime.launcher_state import (
     Trainer,
     find_run,
     is_writer,
+    new_ranks,
     renumbered,
 )
 
@@ -25,6 +26,25 @@ class Spawn:
     """Start trainers; answered by `spawned`, `refused_ports` or `not_spawned`."""
 
     plan: StagePlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invite:
+    """Have the trainers of the run `key` join `plan`; answered by `invited`, `refused_ports`."""
+
+    key: Key
+    plan: StagePlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """A trainer goes on as one of another stage, which is told `message`."""
+
+    key: Key
+    rank: int
+    new_key: Key
+    new_rank: int
+    message: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +103,7 @@ class Exit:
     stage: int
 
 
-Action = Spawn | Renumber | WarmSpare | Welcome | Go | Tell | Signal | Report | Exit
+Action = Spawn | Renumber | WarmSpare | Invite | Move | Welcome | Go | Tell | Signal | Report | Exit
 
 
 QUIET_S = 3.0  # so long has the training to be undisturbed before a spare is started
@@ -92,7 +112,7 @@ QUIET_S = 3.0  # so long has the training to be undisturbed before a spare is st
 def decide(pod: Pod, now: float) -> tuple[Pod, tuple[Action, ...]]:
     """Return what should be done at `now` (monotonic seconds), and the pod as it then is.
 
-    Call it after every event, and again after having carried out a `Spawn`.
+    Call it after every event, and again after having carried out a `Spawn` or an `Invite`.
     """
     actions: list[Action] = []
     by_key = {(plan.stage, plan.attempt): plan for plan in pod.plans}
@@ -107,7 +127,9 @@ def decide(pod: Pod, now: float) -> tuple[Pod, tuple[Action, ...]]:
             actions.append(Renumber(key=run.key, ranks=ranks))
         run, more = _end(run, now, pod.grace_s, going) if run.ending else _guide(run, pod)
         actions += more
-        runs.append(run)
+        run, more, moved = _join(run, pod)
+        actions += more
+        runs += [run, *moved]
     pod = _keep(replace(pod, runs=tuple(runs)), by_key)
     pod, kills = _kill_on_demand(pod)
     actions += kills
@@ -199,10 +221,78 @@ def _guide_trainer(run: Run, trainer: Trainer, pod_id: str) -> tuple[Trainer, li
             actions.append(Tell(key=key, rank=rank, message={"do": "go"}))
         trainer = replace(trainer, told_go=True)
     if order is Order.CUT and trainer.told_cut < run.cut_id:
-        message = {"do": "cut", "id": run.cut_id, "durable": run.plan.durable}
+        message = {
+            "do": "cut",
+            "id": run.cut_id,
+            "durable": run.plan.durable,
+            "patient": run.plan.patient,
+        }
         actions.append(Tell(key=key, rank=rank, message=message))
         trainer = replace(trainer, told_cut=run.cut_id)
     return trainer, actions
+
+
+def _join(run: Run, pod: Pod) -> tuple[Run, list[Action], list[Run]]:
+    """Have trainers join a next stage in place, go on as its trainers, or forget about it.
+
+    Returns the run, what is to be done, and the run of the next stage where they go on now.
+    """
+    joining = run.joining
+    plan = next((p for p in pod.plans if p.way is Way.JOIN and p.stage > run.plan.stage), None)
+    key = (plan.stage, plan.attempt) if plan is not None else None
+    stays = run.alive and run.elastic and not run.ending and run.trouble is None
+    actions: list[Action] = []
+    if joining is not None and (joining.key != key or not stays):
+        told = [t.rank for t in run.trainers if t.alive and t.rank in joining.told]
+        actions += [Tell(key=run.key, rank=rank, message={"do": "drop"}) for rank in told]
+        run, joining = replace(run, joining=None), None
+    if plan is None or key is None or not stays or run.plan.order not in TRAINS:
+        return run, actions, []
+    if joining is None:
+        if plan.order is Order.PREPARE and find_run(pod, key) is None:
+            actions.append(Invite(key=run.key, plan=plan))
+        return run, actions, []
+    run = replace(run, joining=replace(joining, plan=plan))
+    if plan.order is Order.PREPARE:
+        run, more = _ask_to_join(run, plan, pod.pod_id)
+        return run, [*actions, *more], []
+    if plan.order in TRAINS and run.formed:
+        run, new, more = _go_on(run, plan, pod)
+        return run, [*actions, *more], [new]
+    return run, actions, []
+
+
+def _ask_to_join(run: Run, plan: StagePlan, pod_id: str) -> tuple[Run, list[Action]]:
+    joining = run.joining
+    assert joining is not None
+    ranks = new_ranks(pod_id, run.plan, plan)
+    actions: list[Action] = []
+    for old in sorted(ranks.keys() - joining.told):
+        message = {"do": "join", "plan": encode(plan), "rank": ranks[old]}
+        actions.append(Tell(key=run.key, rank=old, message=message))
+    return replace(run, joining=replace(joining, told=frozenset(ranks))), actions
+
+
+def _go_on(run: Run, plan: StagePlan, pod: Pod) -> tuple[Run, Run, list[Action]]:
+    """Make the trainers of `run` those of `plan`, which is committed."""
+    ranks = new_ranks(pod.pod_id, run.plan, plan)
+    new = Run(
+        plan=plan,
+        trainers=tuple(
+            Trainer(rank=ranks[t.rank], elastic=True, joins=t.joins, welcomed=True, told_go=True)
+            for t in run.trainers
+        ),
+        step=run.step,
+        epoch=run.epoch,
+        total_steps=run.total_steps,
+    )
+    message = {"do": "go", "plan": encode(plan)}
+    actions: list[Action] = [
+        Move(key=run.key, rank=old, new_key=new.key, new_rank=rank, message=message)
+        for old, rank in ranks.items()
+    ]
+    new, more = _guide(new, pod)
+    return replace(run, trainers=(), joining=None), new, [*actions, *more]
 
 
 def _end(run: Run, now: float, grace_s: float, going: Leaving | None) -> tuple[Run, list[Action]]:
@@ -254,7 +344,10 @@ def _spawn(pod: Pod) -> list[Action]:
     for plan in pod.plans:
         if find_run(pod, (plan.stage, plan.attempt)) is not None:
             continue
-        if plan.order is Order.PREPARE and plan.way is Way.REPLACE:
+        stays = plan.way is Way.JOIN and any(other.stage < plan.stage for other in pod.plans)
+        if plan.order is Order.PREPARE and plan.way in (Way.REPLACE, Way.JOIN):
+            if stays:  # its trainers are there already
+                continue
             # An earlier attempt at this very stage gives way first: it holds what this one needs.
             if not any(run.alive and run.plan.stage == plan.stage for run in pod.runs):
                 return [Spawn(plan=plan)]

@@ -7,7 +7,7 @@ has not been told since the last attach is told. So a server that comes back mis
 from dataclasses import replace
 
 from job_server.wire import Attach, LocalStage, Order, PodReport, ReportKind, StagePlan, Way
-from pod_runtime.launcher_state import TRAINS, Pod, Run, find_run, report_on
+from pod_runtime.launcher_state import TRAINS, Pod, Run, find_joining, find_run, report_on
 
 
 def due_reports(pod: Pod, now: float) -> tuple[Pod, list[PodReport]]:
@@ -15,8 +15,10 @@ def due_reports(pod: Pod, now: float) -> tuple[Pod, list[PodReport]]:
     reports: list[PodReport] = []
     told = set(pod.told)
     for plan in pod.plans:
-        run = find_run(pod, (plan.stage, plan.attempt))
-        for report in _truths(plan, run):
+        key = (plan.stage, plan.attempt)
+        run = find_run(pod, key)
+        joining = find_joining(pod, key) if run is None else None
+        for report in _truths(plan, run) if joining is None else _truths_of_join(plan, joining):
             name = _name(report, run)
             if name not in told:
                 told.add(name)
@@ -74,16 +76,32 @@ def _truths(plan: StagePlan, run: Run | None) -> list[PodReport]:
 def _truths_without_trainers(plan: StagePlan) -> list[PodReport]:
     blank = PodReport(kind=ReportKind.READY, stage=plan.stage, attempt=plan.attempt)
     if plan.order is Order.PREPARE:
-        if plan.way is Way.JOIN:
-            reason = f"way: this launcher cannot prepare by {plan.way.value}; use drain"
-            return [replace(blank, kind=ReportKind.FAILED, reason=reason)]
-        return [] if plan.way is Way.REPLACE else [blank]
+        return [] if plan.way in (Way.REPLACE, Way.JOIN) else [blank]
     if plan.order is Order.END:
         return [replace(blank, kind=ReportKind.ENDED)]
     if plan.order in TRAINS:
         reason = f"this launcher has no trainers of stage {plan.stage}: it was started anew"
         return [replace(blank, kind=ReportKind.FAILED, reason=reason)]
     return []
+
+
+def _truths_of_join(plan: StagePlan, run: Run) -> list[PodReport]:
+    """What is true of a plan that the trainers of `run` are to join."""
+    joining = run.joining
+    if plan.order is not Order.PREPARE:  # they could not go on, or it is over
+        return _truths_without_trainers(plan)
+    if joining is None or run.trouble is not None:
+        return []
+    report = PodReport(
+        kind=ReportKind.READY,
+        stage=plan.stage,
+        attempt=plan.attempt,
+        elastic=True,
+        joins=run.joins,
+    )
+    if joining.refusal is not None:
+        return [replace(report, kind=ReportKind.CANNOT_JOIN, reason=joining.refusal)]
+    return [report] if run.formed else []
 
 
 def _drained(run: Run) -> PodReport:

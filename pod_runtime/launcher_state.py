@@ -12,8 +12,10 @@ from typing import Any
 
 from job_server.wire import Order, PlanPod, PodOrders, PodReport, ReportKind, StagePlan, Way
 from pod_runtime.channel_wire import (
+    CannotJoin,
     Done,
     Drained,
+    Formed,
     Hello,
     Loaded,
     Prepared,
@@ -38,6 +40,7 @@ class Trainer:
     rank: int
     code: int | None = None  # None: alive; negative: the signal that ended it
     elastic: bool = False  # it has said hello
+    joins: bool = False  # it offers to form the next stage's group beside its own
     welcomed: bool = False
     prepared: bool = False  # beside an older stage; waits for the state
     loaded: bool = False
@@ -50,6 +53,20 @@ class Trainer:
     @property
     def alive(self) -> bool:
         return self.code is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joining:
+    """The attempt at a next stage that the trainers of a run are to join in place."""
+
+    plan: StagePlan
+    told: frozenset[int] = frozenset()  # ranks, of the run, that were asked to
+    formed: frozenset[int] = frozenset()  # ... that have formed its group
+    refusal: str | None = None  # why one of them does not; None: none has refused
+
+    @property
+    def key(self) -> Key:
+        return self.plan.stage, self.plan.attempt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +86,7 @@ class Run:
     step_s: float | None = None  # None: too early to say
     metrics: dict[str, float] | None = None  # None: nobody has sent any
     done_step: int | None = None  # None: training is not complete
+    joining: Joining | None = None  # None: they were not asked to go on as another stage
 
     @property
     def key(self) -> Key:
@@ -83,13 +101,25 @@ class Run:
         return any(trainer.elastic for trainer in self.trainers)
 
     @property
+    def joins(self) -> bool:
+        """Every trainer offers to go on as one of a next stage."""
+        return bool(self.trainers) and all(trainer.joins for trainer in self.trainers)
+
+    @property
+    def formed(self) -> bool:
+        """Every trainer can go on as one of the stage that it was asked to join."""
+        return self.joining is not None and all(
+            trainer.alive and trainer.rank in self.joining.formed for trainer in self.trainers
+        )
+
+    @property
     def loaded(self) -> bool:
         return bool(self.trainers) and all(trainer.loaded for trainer in self.trainers)
 
     @property
     def waits(self) -> bool:
         """Its trainers were started beside an older stage, and none was told to train yet."""
-        beside = self.plan.way is Way.REPLACE
+        beside = self.plan.way in (Way.REPLACE, Way.JOIN)
         return beside and not any(trainer.told_go for trainer in self.trainers)
 
     @property
@@ -161,6 +191,12 @@ def spawned(pod: Pod, plan: StagePlan) -> Pod:
     return replace(pod, runs=(*pod.runs, run))
 
 
+def invited(pod: Pod, key: Key, plan: StagePlan) -> Pod:
+    """The trainers of the run `key` are to join `plan`, whose ports are free."""
+    run = find_run(pod, key)
+    return pod if run is None else _put(pod, replace(run, joining=Joining(plan=plan)))
+
+
 def refused_ports(pod: Pod, plan: StagePlan, reason: str) -> Pod:
     """A port of `plan` is taken: nothing was started."""
     return _with_trouble(pod, plan, (), kind=ReportKind.PORT_TAKEN, reason=reason)
@@ -181,9 +217,20 @@ def heard(pod: Pod, key: Key, rank: int, said: Said) -> Pod:
         case Hello():
             # Afresh also when a script enters a second loop: it is to be welcomed again.
             afresh = {"welcomed": False, "prepared": False, "loaded": False, "told_go": False}
-            run = _with_trainer(run, rank, elastic=True, parked_at=None, told_cut=0, **afresh)
+            run = _with_trainer(
+                run, rank, elastic=True, joins=said.joins, parked_at=None, told_cut=0, **afresh
+            )
         case Prepared():
             run = _with_trainer(run, rank, prepared=True)
+        case Formed(stage=stage, attempt=attempt):
+            if run.joining is not None and run.joining.key == (stage, attempt):
+                formed = run.joining.formed | {rank}
+                run = replace(run, joining=replace(run.joining, formed=formed))
+        case CannotJoin(stage=stage, attempt=attempt, reason=why):
+            run = _with_trainer(run, rank, joins=False)
+            if run.joining is not None and run.joining.key == (stage, attempt):
+                refusal = run.joining.refusal or f"rank {rank}: {why}"
+                run = replace(run, joining=replace(run.joining, refusal=refusal))
         case StageTooLow(highest_stage=highest):
             if run.trouble is None:
                 kind = ReportKind.STAGE_TOO_LOW
@@ -275,6 +322,11 @@ def own_pod(pod_id: str, plan: StagePlan) -> PlanPod:
     raise ValueError(f"pods: stage {plan.stage} does not name pod {pod_id}")
 
 
+def new_ranks(pod_id: str, old: StagePlan, new: StagePlan) -> dict[int, int]:
+    """Return old rank -> new rank of the trainers that a pod of both stages has."""
+    return dict(zip(own_pod(pod_id, old).ranks, own_pod(pod_id, new).ranks, strict=True))
+
+
 def is_writer(pod_id: str, plan: StagePlan, rank: int) -> bool:
     """Whether `rank` makes its node's snapshots: first rank of the node's lowest-ranked pod."""
     mine = own_pod(pod_id, plan)
@@ -306,6 +358,11 @@ def describe_exit(code: int) -> str:
         return f"was ended by signal {-code}"
 
 
+def find_joining(pod: Pod, key: Key) -> Run | None:
+    """Return the run whose trainers are to join the attempt `key`; None: there is none."""
+    return next((r for r in pod.runs if r.joining is not None and r.joining.key == key), None)
+
+
 def find_run(pod: Pod, key: Key) -> Run | None:
     return next((run for run in pod.runs if run.key == key), None)
 
@@ -335,6 +392,7 @@ def report_on(run: Run, kind: ReportKind, **fields: Any) -> PodReport:
         step=run.step,
         epoch=run.epoch,
         elastic=run.elastic,
+        joins=run.joins,
         total_steps=run.total_steps,
         step_s=run.step_s,
         metrics=run.metrics,

@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--log_dir", type=Path, default=Path("edl_run"), help="each run has a folder in it")
     add("--job_id", default="run", help="name of the job (run)")
     add("--policy", choices=("fixed_global", "linear"), default="fixed_global")
-    add("--overlap", choices=("auto", "on", "off"), default="auto")
+    add("--overlap", choices=("auto", "on", "off", "join"), default="auto")
     add("--spares", type=int, default=0, metavar="N", help="warm trainers per pod (0); 280 MB each")
     add(
         "--standby",

@@ -36,7 +36,10 @@ class Part:
 
 
 class Adapter(Protocol):
-    """One model, its optimizer and the device they live on. Used by one thread."""
+    """One model, its optimizer and the device they live on.
+
+    Used by one thread, but where it says otherwise.
+    """
 
     # --- group
 
@@ -48,6 +51,20 @@ class Adapter(Protocol):
 
     def use_part(self, index: int, spec: GroupSpec) -> None:
         """Go on in one of the parts, which others may have left meanwhile, as `spec` says."""
+
+    def why_no_second_group(self) -> str:
+        """Return why no group can be formed beside the one in use; "": one can."""
+
+    def form_next(self, spec: GroupSpec, is_off: Callable[[], bool]) -> Any:
+        """Form another group beside the one in use, which goes on working. Any thread.
+
+        Raises:
+            CalledOffError: `is_off()` has become true before all its ranks were there.
+            PeerLost: it could not be formed.
+        """
+
+    def adopt(self, group: Any) -> None:
+        """Use the group that `form_next` returned from now on, and let go of the one before."""
 
     def all_reduce(self, values: npt.NDArray[np.float64]) -> None:
         """Sum `values` over all ranks, in place. Raises PeerLost."""

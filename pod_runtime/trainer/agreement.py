@@ -5,7 +5,8 @@ this step all park. `void`: a rank had no data for the step, so nobody commits i
 park at the step before; without, all exchange again (a rank that waits long for data says so from
 time to time, so that those who wait for it in the all-reduce do not run into its time-out).
 `snapshot`: after this step all ranks put its state into memory, each its part; `renew`: into
-segments that they make together before.
+segments that they make together before. A cut that is `patient` parks nobody at a void step:
+trainers that stay cannot take a step back which their script has begun.
 
 Only that *some* rank was told is known then; before they park, ranks agree on which cut it is: the
 launchers' messages may have overtaken each other.
@@ -14,7 +15,7 @@ launchers' messages may have overtaken each other.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-HEADER_SIZE = 5
+HEADER_SIZE = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,16 +36,25 @@ class Verdict:
     wish: Wish = Wish()  # what anybody wished
 
 
-def make_header(*, cut: bool, void: bool, samples: int, wish: Wish) -> list[float]:
-    """Return what one rank contributes; `samples` are those it computed in this step."""
-    return [float(cut), float(void), float(samples), float(wish.snapshot), float(wish.renew)]
+def make_header(
+    *, cut: bool, void: bool, samples: int, wish: Wish, patient: bool = False
+) -> list[float]:
+    """Return what one rank contributes.
+
+    Args:
+        samples: that it computed in this step.
+        patient: its cut, where it knows of one, waits until a step is made.
+    """
+    cuts = (cut and not patient, cut and patient)
+    return [*map(float, (cuts[0], void, samples, wish.snapshot, wish.renew, cuts[1]))]
 
 
 def read_header(sums: Sequence[float]) -> Verdict:
     """Return what follows from the sums over all ranks."""
-    cut, void, samples, snapshot, renew = sums
+    cut, void, samples, snapshot, renew, patient = sums
     wish = Wish(snapshot=snapshot > 0, renew=renew > 0)
-    return Verdict(cut=cut > 0, void=void > 0, samples=round(samples), wish=wish)
+    parks = cut > 0 or (patient > 0 and not void > 0)
+    return Verdict(cut=parks, void=void > 0, samples=round(samples), wish=wish)
 
 
 def make_ballot(rank: int, world_size: int, cut_id: int | None, durable: bool) -> list[float]:

@@ -9,6 +9,8 @@ ElasticError
 └── PeerLost           another trainer of the stage is gone; not this one's fault
 """
 
+from typing import Any
+
 from pod_runtime.errors import PodRuntimeError
 
 PEER_LOST_EXIT_CODE = 75  # EX_TEMPFAIL: what the launcher reads as "a victim, not the cause"
@@ -36,6 +38,15 @@ class SnapshotError(ElasticError):
 
 class LinkError(ElasticError):
     """The channel to the launcher cannot be used."""
+
+
+class StageChanged(Exception):  # noqa: N818  it goes on, as another stage
+    """This trainer has parked, and goes on as one of the next stage. Not an error of anybody."""
+
+    def __init__(self, start: Any) -> None:
+        """`start`: the link's `Start`."""
+        super().__init__("this trainer goes on in another stage")
+        self.start = start
 
 
 class PeerLost(ElasticError):  # noqa: N818  the word of the protocol

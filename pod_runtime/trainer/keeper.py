@@ -12,9 +12,10 @@ from pod_runtime.trainer.checkpoint import CheckpointStore
 from pod_runtime.trainer.checkpoint_writer import CheckpointWriter
 from pod_runtime.trainer.errors import CheckpointError
 from pod_runtime.trainer.image import StateImage
-from pod_runtime.trainer.link import Link
+from pod_runtime.trainer.link import Link, Start
 from pod_runtime.trainer.node_snapshots import NodeSnapshots
 from pod_runtime.trainer.progress import Progress
+from pod_runtime.trainer.restore import Kept
 from pod_runtime.trainer.snapshot import copy_newest
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Keeper:
         link: Link | None,
         snapshots: NodeSnapshots,
         store: CheckpointStore | None,
+        writer: CheckpointWriter | None = None,
         save_steps: int,
         snapshot_steps: int | None,
     ) -> None:
@@ -48,13 +50,14 @@ class Keeper:
         Args:
             link: None outside EDL, where nobody parks.
             store: None: no checkpoints, or not this rank's task.
+            writer: of `store`, of the keeper before; it may still be at work.
             snapshot_steps: None: as often as keeps the stall below 1 % of the time.
         """
         self._adapter = adapter
         self._progress = progress
         self._link = link
         self._snapshots = snapshots
-        self._writer = CheckpointWriter(store) if store else None
+        self._writer = (writer or CheckpointWriter(store)) if store else None
         self._save_steps = save_steps
         self._snapshot_steps = snapshot_steps
         self._step_s = 0.0  # how long steps take; 0: not known
@@ -168,8 +171,11 @@ class Keeper:
         """The segment is missing or too small: `park` must be told on all ranks if any says so."""
         return self._snapshots.wants_renewal
 
-    def park(self, cut_id: int, durable: bool, renew: bool) -> None:
-        """Put the committed state away, say so, and wait until the cut is off (or for the end)."""
+    def park(self, cut_id: int, durable: bool, renew: bool) -> Start | None:
+        """Put the committed state away, say so, and wait until the cut is off (or for the end).
+
+        Returns what a trainer that joins goes on as; None: the cut is off.
+        """
         assert self._link is not None
         step = self._progress.cursor.global_step
         self._take(Wish(snapshot=True, renew=renew))
@@ -180,8 +186,24 @@ class Keeper:
         self.note_account()
         self._link.say("drained", step=step, id=cut_id)
         logger.info("parked after step %d for cut %d", step, cut_id)
-        self._link.wait_resume(cut_id)
-        logger.info("cut %d is off, training goes on after step %d", cut_id, step)
+        start = self._link.wait_resume(cut_id)
+        if start is None:
+            logger.info("cut %d is off, training goes on after step %d", cut_id, step)
+        return start
+
+    @property
+    def writer(self) -> CheckpointWriter | None:
+        """Writes checkpoints; None: not this rank's task."""
+        return self._writer
+
+    def kept(self) -> Kept:
+        """Return the committed state for a rank that stays to go on with."""
+        return Kept(
+            status=self._progress.status(),
+            stamp=self._snapshots.now,
+            is_in_snapshot=self._snapshots.complete == self._snapshots.now,
+            image=self._snapshots.image,
+        )
 
     def note_account(self) -> None:
         """Write down what snapshots have cost this stage so far."""

@@ -41,13 +41,22 @@ class Cut:
 
     id: int  # grows from cut to cut
     durable: bool = False  # a checkpoint is written before `drained`
+    patient: bool = False  # not amid a step, even while that waits for data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invitation:
+    """The next stage, which this trainer is to join in place."""
+
+    plan: StagePlan
+    rank: int  # its own in that stage
 
 
 class Link:
     """The conversation of one trainer in one stage."""
 
-    def __init__(self, name: str, *, rank: int, stage: int, pid: int) -> None:
-        """Connect and say hello.
+    def __init__(self, name: str, *, rank: int, stage: int, pid: int, joins: bool = False) -> None:
+        """Connect and say hello; `joins`: it can form a next group beside its own.
 
         Raises:
             LinkError: nobody listens at the abstract socket `name`.
@@ -70,11 +79,12 @@ class Link:
         self._writable.register(connection, select.POLLOUT)
         self.going = False  # `go` has come
         self._start: Start | None = None  # what came with it; None: nothing, or not yet
+        self.invitation: Invitation | None = None  # None: there is none, or it is off
         self.cut: Cut | None = None  # the newest one that is not off; None: there is none
         self.resumed_id = -1  # highest id of a cut that is off
         self._last_step_at = 0.0
         self._metrics: dict[str, float] | None = None  # not yet told
-        self.say("hello", rank=rank, stage=stage, pid=pid)
+        self.say("hello", rank=rank, stage=stage, pid=pid, joins=joins)
 
     def say(self, word: str, fds: tuple[int, ...] = (), **fields: Any) -> None:
         """Send a message.
@@ -135,7 +145,8 @@ class Link:
         """
         while self._start is None:
             self.wait()
-        return self._start
+        start, self._start = self._start, None
+        return start
 
     def wait_go(self) -> None:
         """Wait until the stage is committed. A cut before that means that it was, too."""
@@ -151,10 +162,15 @@ class Link:
         while True:
             self._receive()
 
-    def wait_resume(self, cut_id: int) -> None:
-        """Stay parked until the cut is off; most trainers are ended while they wait here."""
-        while self.resumed_id < cut_id:
+    def wait_resume(self, cut_id: int) -> Start | None:
+        """Stay parked until the cut is off; most trainers are ended while they wait here.
+
+        Returns what a trainer that joins goes on as; None: as what it is.
+        """
+        while self.resumed_id < cut_id and self._start is None:
             self.wait()
+        start, self._start = self._start, None
+        return start
 
     def tell_step(
         self, *, step: int, epoch: int, total_steps: int | None, step_s: float, at_once: bool
@@ -192,15 +208,31 @@ class Link:
             self.going = True
             if "plan" in message:
                 self._start = Start(plan=_plan(message, "go"), fds=fds)
+                self.cut, self.resumed_id = None, -1  # the stage numbers its own cuts
+        elif word == "join":
+            self.invitation = _invitation(message)
+        elif word == "drop":
+            self.invitation = None
         elif word == "cut" and isinstance(cut_id, int):
             if cut_id > self.resumed_id:
-                self.cut = Cut(id=cut_id, durable=message.get("durable") is True)
+                self.cut = Cut(
+                    id=cut_id,
+                    durable=message.get("durable") is True,
+                    patient=message.get("patient") is True,
+                )
         elif word == "resume" and isinstance(cut_id, int):
             self.resumed_id = max(self.resumed_id, cut_id)
             if self.cut is not None and self.cut.id <= cut_id:
                 self.cut = None
         else:
-            raise LinkError(f"do: expected go, cut or resume, got {message!r:.100}")
+            raise LinkError(f"do: expected go, cut, resume, join or drop, got {message!r:.100}")
+
+
+def _invitation(message: Mapping[str, Any]) -> Invitation:
+    plan, rank = _plan(message, "join"), message.get("rank")
+    if type(rank) is not int or not 0 <= rank < plan.world_size:
+        raise LinkError(f"join: rank: expected one of {plan.world_size}, got {rank!r:.40}")
+    return Invitation(plan=plan, rank=rank)
 
 
 def _plan(message: Mapping[str, Any], word: str) -> StagePlan:

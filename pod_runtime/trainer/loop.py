@@ -12,8 +12,9 @@ from pod_runtime.env import TrainerEnv
 from pod_runtime.trainer.adapter import Adapter
 from pod_runtime.trainer.agreement import Verdict
 from pod_runtime.trainer.batches import rank_shards
-from pod_runtime.trainer.errors import PeerLost, UsageError
+from pod_runtime.trainer.errors import PeerLost, StageChanged, UsageError
 from pod_runtime.trainer.evaluation import Fn, evaluate
+from pod_runtime.trainer.link import Start
 from pod_runtime.trainer.readers import (
     FedReader,
     InlineReader,
@@ -136,15 +137,17 @@ class Loop:
         self._open_step: Step | None = None  # None: between two steps
         self._step_s = 0.0  # smoothed; 0: no step yet
         self._verdict: Verdict | None = None  # of the newest exchange; None: there was none
+        self._evaluated_at = -1  # version of the progress at the last evaluation
         self._finished = False
         self._stop_asked = False
         self._rehearses = False
         self._epoch: Epoch | None = None  # None: none was asked for
         self._stage: Stage | None = None  # None: prepared beside an older stage, which trains on
+        env = TrainerEnv.read(os.environ)
         self._entrance = Entrance(
             settings,
             self._source,
-            TrainerEnv.read(os.environ),
+            env,
             make_adapter=lambda header_size: _paddle_adapter(
                 model,
                 optimizer,
@@ -152,6 +155,7 @@ class Loop:
                 scaler=scaler,
                 extra=extra,
                 all_reduce=all_reduce,
+                join_on_gpu=env.join_on_gpu,
             ),
         )
         self._adapter: Adapter = self._entrance.adapter
@@ -161,23 +165,36 @@ class Loop:
     def _enter(self) -> Stage:
         """Become a member of the stage, if that has not happened yet; may wait for its commit."""
         if self._stage is None:
-            stage = self._stage = self._entrance.enter()
-            self._progress = stage.progress
-            self._member = stage.member
-            batches = stage.progress.batches
-            self._order = ShardOrder(
-                stage.progress.run,
-                batches,
-                rank_shards(self.rank, self.world_size, batches.shards),
-            )
-            self._committed_at = time.monotonic()
-            if stage.link is not None:
-                on_sigterm(stage.member.end_soon)
+            self._adopt(self._entrance.enter())
             if not self._rehearses:
                 self._entrance.settled()
             if self._epoch is not None:
                 self._epoch.find()  # before any of its steps is made
+        assert self._stage is not None
         return self._stage
+
+    def _adopt(self, stage: Stage) -> None:
+        self._stage, self._progress, self._member = stage, stage.progress, stage.member
+        batches = stage.progress.batches
+        self._order = ShardOrder(
+            stage.progress.run,
+            batches,
+            rank_shards(self.rank, self.world_size, batches.shards),
+        )
+        self._committed_at = time.monotonic()
+        self._evaluated_at = -1
+        if stage.link is not None:
+            on_sigterm(stage.member.end_soon)
+
+    def _move(self, start: Start) -> None:
+        """Go on in the next stage, amid this script: the launcher has committed it."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+        self._adopt(self._entrance.move(self._enter(), start))
+        self._step_s = 0.0
+        if self._epoch is not None:
+            self._epoch.moved(self._find_epoch())
 
     # --- what a script asks
 
@@ -263,14 +280,21 @@ class Loop:
         )
         self._enter()
         with self._surviving():
-            return evaluate(
-                self._adapter,
-                source,
-                fn,
-                rank=self.rank,
-                world_size=self.world_size,
-                meet=self._meet_between_steps,
-            )
+            while True:
+                try:
+                    found = evaluate(
+                        self._adapter,
+                        source,
+                        fn,
+                        rank=self.rank,
+                        world_size=self.world_size,
+                        meet=self._meet_between_steps,
+                    )
+                except StageChanged as change:
+                    self._move(change.start)
+                else:
+                    self._evaluated_at = self._progress.version
+                    return found
 
     def log(self, **metrics: float) -> None:
         """Show these numbers with the job's progress; those of rank 0 count."""
@@ -353,8 +377,9 @@ class Loop:
             raise UsageError("epoch: iterated over twice; use one `for step in epoch:`")
         if self._stage is None:
             yield from self._rehearse()
-        progress, adapter = self._progress, self._adapter
-        while not progress.is_finished and not progress.epoch_is_over:
+        adapter = self._adapter
+        while not self._progress.is_finished and not self._progress.epoch_is_over:
+            progress = self._progress  # another one where the trainer has moved
             cursor = progress.cursor
             start, stop = progress.batches.batch(cursor.offset)
             step = self._open_step = Step(
@@ -416,13 +441,18 @@ class Loop:
         assert self._verdict is not None
         self._enter().keeper.after_step(self._step_s, self._verdict.wish)
         if self._verdict.cut:
-            self._member.park()
+            try:
+                self._member.park()
+            except StageChanged as change:
+                self._move(change.start)
             self._committed_at = time.monotonic()
 
     def _meet_between_steps(self) -> None:
         # Within a step the update is made and not committed: no state to put away. The cut waits.
         if self._open_step is None:
-            self._member.meet()
+            # A trainer that comes new into the stage begins with the first evaluation after the
+            # last committed step; so must those who move.
+            self._member.meet(may_move=self._evaluated_at != self._progress.version)
 
     def _tell_step(self, *, at_once: bool) -> None:
         link = self._enter().link
@@ -469,6 +499,7 @@ class Loop:
         if not stage.is_saved:
             stage.keeper.start_final()
             self._member.wait_for_writer()
+        self._entrance.close()
         self._finished = True
         stage.keeper.note_account()
         self._progress.note_done()

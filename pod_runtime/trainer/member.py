@@ -22,7 +22,9 @@ from pod_runtime.trainer.errors import (
     CheckpointError,
     LinkError,
     PeerLost,
+    StageChanged,
 )
+from pod_runtime.trainer.joining import Joining
 from pod_runtime.trainer.keeper import Keeper
 from pod_runtime.trainer.link import Link
 from pod_runtime.trainer.together import wait_together
@@ -36,13 +38,20 @@ class Member:
     """Agreement with the peers, over whatever the adapter's group is."""
 
     def __init__(
-        self, adapter: Adapter, keeper: Keeper, link: Link | None, rank: int, world_size: int
+        self,
+        adapter: Adapter,
+        keeper: Keeper,
+        link: Link | None,
+        rank: int,
+        world_size: int,
+        joining: Joining | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self._adapter = adapter
         self._keeper = keeper
         self._link = link  # None: outside EDL, where nobody cuts
+        self._joining = joining  # None: as above
         self._waiting_since: float | None = None  # None: not waiting for data
         self._is_to_end = False
 
@@ -57,7 +66,7 @@ class Member:
             if not verdict.void:
                 return verdict
             if verdict.cut:
-                self.park()
+                self._park_amid_step()
 
     def wait_for_data(self) -> None:
         """Call while data do not come: parks with the others when a cut is due."""
@@ -65,20 +74,29 @@ class Member:
         if self._waiting_since is None:
             self._waiting_since = now
         long = self.world_size > 1 and now - self._waiting_since > _PEERS_WAIT_S
-        if not (self.is_cut or long):
+        interrupts = self.is_cut and not self._is_patient
+        if not (interrupts or long):
             return
         self._waiting_since = now
         if self._exchange(0, void=True).cut:
-            self.park()
+            self._park_amid_step()
 
     def have_data(self) -> None:
         """The wait is over."""
         self._waiting_since = None
 
-    def meet(self) -> None:
-        """Let all ranks notice a cut at a point that all of them pass, between steps."""
+    def meet(self, *, may_move: bool) -> None:
+        """Let all ranks notice a cut at a point that all of them pass, between steps.
+
+        Args:
+            may_move: trainers of the next stage would come by here as well; else a cut for which
+                this trainer would go on in the next stage waits.
+
+        Raises:
+            StageChanged: it goes on in the next stage.
+        """
         self._end_if_told()
-        if self.any_of_us(self.is_cut):
+        if self.any_of_us(self.is_cut and (may_move or not self._is_patient)):
             self.park()
 
     def any_of_us(self, mine: bool) -> bool:
@@ -112,12 +130,22 @@ class Member:
         if self._link is None:
             return False
         self._link.poll()
+        if self._joining is not None:
+            self._joining.poll()
         return self._link.cut is not None
+
+    @property
+    def _is_patient(self) -> bool:
+        cut = None if self._link is None else self._link.cut
+        return cut is not None and cut.patient
 
     def park(self) -> None:
         """Agree with all ranks on the cut, and stay parked until it is off. All ranks call it.
 
         Returns at once when every rank has heard by now that the cut is off.
+
+        Raises:
+            StageChanged: this trainer goes on in the next stage.
         """
         cut = None
         if self._link is not None:
@@ -138,7 +166,16 @@ class Member:
             return
         if self._link is None:
             raise LinkError("a peer was told to drain, and this trainer has no launcher")
-        self._keeper.park(*agreed, renew > 0)
+        start = self._keeper.park(*agreed, renew > 0)
+        if start is not None:
+            raise StageChanged(start)
+
+    def _park_amid_step(self) -> None:
+        try:
+            self.park()
+        except StageChanged as change:
+            text = "go: this trainer was parked amid a step, which it cannot leave"
+            raise LinkError(text) from change
 
     def end_soon(self) -> None:
         """End this trainer as a victim: now, or where its state is next known to be whole.
@@ -177,7 +214,10 @@ class Member:
     def _exchange(self, samples: int, *, void: bool) -> Verdict:
         self._end_if_told()
         wish = Wish() if void else self._keeper.wish()
-        header = make_header(cut=self.is_cut, void=void, samples=samples, wish=wish)
+        cut = self.is_cut
+        header = make_header(
+            cut=cut, void=void, samples=samples, wish=wish, patient=self._is_patient
+        )
         return read_header(self._adapter.exchange(header, contribute=not void))
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from job_server.wire import StagePlan
 from pod_runtime.segment_header import Stamp, read_newest
 from pod_runtime.trainer.adapter import Adapter
 from pod_runtime.trainer.errors import SnapshotError
@@ -254,6 +255,14 @@ class NodeSnapshots:
     def _meta(self, layout: Layout) -> bytes:
         scalars = json.dumps(self._adapter.scalars())
         return meta_bytes(self._progress.status_json(), scalars, layout)
+
+
+def nodes_of(plan: StagePlan) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each node, in ascending order."""
+    found: dict[str, list[int]] = {}
+    for pod in plan.pods:
+        found.setdefault(pod.node_id, []).extend(pod.ranks)
+    return tuple(tuple(sorted(ranks)) for ranks in found.values())
 
 
 def make_segment(stage: int, writers: int, layout: Layout, meta_size: int = 0) -> Segment:

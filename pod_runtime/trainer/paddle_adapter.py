@@ -14,6 +14,7 @@ import paddle.distributed as dist
 from paddle.base import core
 from paddle.io.dataloader.collate import default_collate_fn
 
+from pod_runtime.trainer import paddle_group
 from pod_runtime.trainer.adapter import GroupSpec, Part
 from pod_runtime.trainer.errors import PeerLost, UsageError
 from pod_runtime.trainer.layout import Layout
@@ -53,12 +54,14 @@ class PaddleAdapter:
         extra: Mapping[str, Any] | None = None,
         all_reduce: str = "flat",
         on_host: bool | None = None,
+        join_on_gpu: bool = False,
     ) -> None:
         """Look at the model; nothing is changed yet.
 
         Args:
             all_reduce: one of settings.ALL_REDUCE.
             on_host: how gradients are made flat; None: by where the model lives.
+            join_on_gpu: form second groups on GPUs too, which nobody has tried.
 
         Raises:
             UsageError: the model cannot be trained elastically; the text says what to change.
@@ -82,6 +85,7 @@ class PaddleAdapter:
         self._rank, self._world_size = 0, 1
         self._group: Any | None = None  # None: Paddle's default one
         self._parts: list[Any | None] = []  # None: one that this rank is not in, or a world of one
+        self._join_on_gpu = join_on_gpu
         self._weights: dict[tuple[float, Any, tuple[int, ...]], Any] = {}
 
     # --- group
@@ -92,7 +96,7 @@ class PaddleAdapter:
             self._exchange.start_over()
         if spec.world_size == 1:
             return
-        if not core.is_compiled_with_cuda() or paddle.device.get_device() == "cpu":
+        if not paddle_group.on_gpu():
             # Paddle reads it when it makes the group; without it, collectives fail on the CPU.
             os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")
         master = spec.master or _own_master()
@@ -118,7 +122,20 @@ class PaddleAdapter:
             self._parts.append(made)
 
     def use_part(self, index: int, spec: GroupSpec) -> None:
-        self._group = self._parts[index]
+        self._go_on_in(self._parts[index], spec)
+
+    def why_no_second_group(self) -> str:
+        return paddle_group.why_no_second_group(gpu_allowed=self._join_on_gpu)
+
+    def form_next(self, spec: GroupSpec, is_off: Callable[[], bool]) -> paddle_group.NextGroup:
+        return paddle_group.form_next(spec, is_off)
+
+    def adopt(self, group: paddle_group.NextGroup) -> None:
+        paddle_group.adopt(group)
+        self._go_on_in(group.handle, group.spec)
+
+    def _go_on_in(self, group: Any | None, spec: GroupSpec) -> None:
+        self._group = group
         self._rank, self._world_size = spec.rank, spec.world_size
         if isinstance(self._exchange, OverlappedExchange):
             self._exchange.start_over()

@@ -8,12 +8,11 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-import paddle
-import paddle.distributed as dist
 from paddle.base import core
 from paddle.distributed.communication.group import Group
 
 from pod_runtime.trainer.errors import PeerLost
+from pod_runtime.trainer.paddle_group import try_out
 from pod_runtime.trainer.paddle_store import prompt, wait_for
 
 _FIRST_ID = 1_000_000  # far above the numbers that Paddle and scripts give to groups
@@ -43,16 +42,7 @@ def form_part(index: int, ranks: Sequence[int], mine: int, master: str) -> Any:
             made = core.ProcessGroupGloo.create(store, rank, size, _FIRST_ID + index)
         # Numbered from 0 on, as it will be the group of all.
         group = Group(rank, _FIRST_ID + index, list(range(size)), pg=made, name=f"part_{index}")
-        _try(group, size)
+        try_out(group, size)
     except RuntimeError as error:
         raise PeerLost(f"the group without a part of the ranks was not formed: {error}") from error
     return group
-
-
-def _try(group: Any, size: int) -> None:
-    """What the first exchange sets up is set up now, and everybody is heard."""
-    with paddle.no_grad():
-        ones = paddle.ones([1])
-        dist.all_reduce(ones, group=group)
-        if ones.item() != size:
-            raise RuntimeError(f"{ones.item():g} of {size} ranks answered")

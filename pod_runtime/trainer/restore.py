@@ -2,12 +2,14 @@
 
 import json
 import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
 from job_server.wire import RestoreFrom
+from pod_runtime.segment_header import Stamp
 from pod_runtime.trainer.adapter import Adapter
 from pod_runtime.trainer.checkpoint import CheckpointId, CheckpointStore
 from pod_runtime.trainer.errors import StateError
@@ -28,6 +30,16 @@ class Restored:
     image: StateImage | None = None  # what was loaded; None: nothing, or no longer kept
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """The state of a rank that stays from one stage to the next: what its model holds."""
+
+    status: LoopStatus
+    stamp: Stamp
+    is_in_snapshot: bool  # of this rank's node
+    image: Callable[[], StateImage | None]  # reads it there
+
+
 def restore(
     adapter: Adapter,
     *,
@@ -38,6 +50,7 @@ def restore(
     fds: tuple[int, ...],
     store: CheckpointStore | None,
     fresh: LoopStatus,
+    kept: Kept | None = None,
 ) -> Restored:
     """Load the state of `wanted`, else the newest intact checkpoint, else rank 0's fresh model.
 
@@ -46,24 +59,34 @@ def restore(
         wanted: a later step of its stage is as good. None: a checkpoint, or afresh.
         fds: segments that this rank was given.
         store: where checkpoints are; only rank 0 looks.
+        kept: this rank goes on with the state that it has; None: it has none.
 
     Raises:
         StateError, CheckpointError: a state is there and does not fit, or is damaged.
         PeerLost: another rank is gone.
     """
     newest = newest_stamp(fds, wanted.stage) if wanted else None
-    have = np.zeros((world_size, 2))
-    have[rank] = (-1, -1) if newest is None else (newest.step, newest.serial)
+    have = np.zeros((world_size, 3))
+    have[rank] = (-1, -1, 0) if newest is None else (newest.step, newest.serial, 1)
+    if kept is not None:
+        have[rank] = (kept.stamp.step, kept.stamp.serial, kept.is_in_snapshot)
     adapter.all_reduce(have.reshape(-1))
     # The stage may have come further than the server had heard when all of its launchers died.
-    step, serial = (int(value) for value in max(have.tolist()))
-    holders = (have == (step, serial)).all(axis=1) & (wanted is not None and step >= wanted.step)
+    best = max(have.tolist())
+    step = int(best[0])
+    holders = (have[:, :2] == best[:2]).all(axis=1) & (step >= (wanted.step if wanted else 0))
     image = read_snapshot(fds, newest) if newest is not None and holders[rank] else None
-    if image is not None and holders.all():
+    if holders.all() and kept is not None:
+        return _kept(kept, stage)
+    if holders.all() and image is not None:
         adapter.load(image.layout, image.data, image.scalars)
         return _restored(image, stage, from_checkpoint=False)
     if holders.any():
-        source, from_checkpoint = int(holders.argmax()), False
+        # A snapshot rather than a model that trains: its script may have touched that since, as a
+        # scheduler does at the end of an epoch.
+        source, from_checkpoint = have.tolist().index(best), False
+        if kept is not None and source == rank:
+            image = kept.image() or _own_state(adapter, kept.status)
     else:
         if wanted is not None:
             logger.error(
@@ -84,7 +107,7 @@ def restore(
         return _restored(image, stage, from_checkpoint=from_checkpoint)
     return _broadcast(
         adapter, image, rank=rank, source=source, stage=stage, fresh=fresh,
-        from_checkpoint=from_checkpoint,
+        from_checkpoint=from_checkpoint, kept=kept,
     )  # fmt: skip
 
 
@@ -107,6 +130,7 @@ def _broadcast(
     stage: int,
     fresh: LoopStatus,
     from_checkpoint: bool,
+    kept: Kept | None,
 ) -> Restored:
     """Send the state of `source` to all: its sizes, its description, and one flat run of bytes."""
     head = np.zeros(4, np.int64)
@@ -124,6 +148,8 @@ def _broadcast(
         meta, data = np.zeros(meta_size, np.uint8), np.zeros(data_size, np.uint8)
     adapter.broadcast(meta, source)
     adapter.broadcast(data, source)
+    if kept is not None:
+        return _kept(kept, stage)
     received = image_from(meta.tobytes(), data.data)
     if rank != source or not fresh_flag:
         adapter.load(received.layout, received.data, received.scalars)
@@ -138,6 +164,13 @@ def _own_state(adapter: Adapter, status: LoopStatus) -> StateImage:
     adapter.copy_out(memoryview(data))
     scalars = json.loads(json.dumps(adapter.scalars()))
     return StateImage(status=status, scalars=scalars, layout=layout, data=memoryview(data))
+
+
+def _kept(kept: Kept, stage: int) -> Restored:
+    status = kept.status
+    return Restored(
+        status=status, stage=stage, came_from=(status.stage, status.step), from_checkpoint=False
+    )
 
 
 def _fresh(status: LoopStatus, stage: int) -> Restored:

@@ -5,22 +5,25 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
-from job_server.wire import Order, RestoreFrom, StagePlan
-from pod_runtime.env import TrainerEnv, rank_environment
+from job_server.wire import Order, RestoreFrom, StagePlan, Way
+from pod_runtime.env import TrainerEnv, stage_environment
 from pod_runtime.orphans import note_forks
 from pod_runtime.trainer.adapter import Adapter, GroupSpec, Part
 from pod_runtime.trainer.agreement import HEADER_SIZE
 from pod_runtime.trainer.checkpoint import CheckpointStore
+from pod_runtime.trainer.checkpoint_writer import CheckpointWriter
 from pod_runtime.trainer.errors import LinkError, PeerLost, SnapshotError, StateError, UsageError
+from pod_runtime.trainer.joining import Joining, group_spec
 from pod_runtime.trainer.keeper import Keeper
 from pod_runtime.trainer.ledger import LedgerFile, RunInfo
-from pod_runtime.trainer.link import Link, Welcome
+from pod_runtime.trainer.link import Link, Start, Welcome
 from pod_runtime.trainer.loop_status import LoopStatus, check_same_run
 from pod_runtime.trainer.member import Member, exit_as_victim
-from pod_runtime.trainer.node_snapshots import NodeSnapshots, make_segment
+from pod_runtime.trainer.node_snapshots import NodeSnapshots, make_segment, nodes_of
 from pod_runtime.trainer.progress import Progress, fresh_status, scaling_for
-from pod_runtime.trainer.restore import Restored, restore
+from pod_runtime.trainer.restore import Kept, Restored, restore
 from pod_runtime.trainer.settings import LoopSettings
 from pod_runtime.trainer.snapshot import Segment
 from pod_runtime.trainer.source import DataSource
@@ -55,6 +58,7 @@ class _Place:
     link: Link | None
     nodes: tuple[tuple[int, ...], ...]  # the ranks of each node
     fds: tuple[int, ...]
+    joined: StagePlan | None = None  # this trainer is new, others stay; None: all are new
     beside: bool  # an older stage trains: this one is prepared, and told later what to start from
     parts: tuple[tuple[tuple[str, ...], Part], ...]  # pods that may be lost; who is left then
 
@@ -82,8 +86,17 @@ class Entrance:
         self._settings, self._source, self._env = settings, source, env
         self.adapter = make_adapter(HEADER_SIZE)
         self._link = None
+        self._joining: Joining | None = None  # None: outside EDL
+        self._joined_group: Any | None = None  # None: it was formed by all together
         if env.channel is not None:
-            self._link = Link(env.channel, rank=env.rank, stage=env.stage or 0, pid=os.getpid())
+            self._link = Link(
+                env.channel,
+                rank=env.rank,
+                stage=env.stage or 0,
+                pid=os.getpid(),
+                joins=not self.adapter.why_no_second_group(),
+            )
+            self._joining = Joining(self.adapter, self._link, os.environ)
             if env.pod_dir is not None:
                 note_forks(env.pod_dir)
         self._store = _open_store(settings, env.rank)
@@ -91,20 +104,29 @@ class Entrance:
         self._segment: Segment | None = None  # None: not made ahead of the first snapshot
         self._restored: Restored | None = None  # None: not yet
         with self._as_victim():
-            self.adapter.form_group(
-                GroupSpec(
-                    rank=self._place.rank,
-                    world_size=self._place.world_size,
-                    master=self._place.master,
-                    generation=self._place.stage,
-                )
+            self._form_group()
+
+    def _form_group(self) -> None:
+        place = self._place
+        if place.joined is not None:
+            # As those do that stay: they are amid their steps. Until `go` this is a world of one.
+            spec = group_spec(place.joined, place.rank)
+            self._joined_group = self.adapter.form_next(spec, lambda: False)
+            return
+        self.adapter.form_group(
+            GroupSpec(
+                rank=place.rank,
+                world_size=place.world_size,
+                master=place.master,
+                generation=place.stage,
             )
-            if self.is_beside:
-                # What the first exchange sets up is set up now; nobody contributes anything.
-                self.adapter.begin_step()
-                self.adapter.exchange([0.0] * HEADER_SIZE, contribute=False)
-                if self._place.parts:
-                    self.adapter.form_parts([part for _, part in self._place.parts])
+        )
+        if self.is_beside:
+            # What the first exchange sets up is set up now; nobody contributes anything.
+            self.adapter.begin_step()
+            self.adapter.exchange([0.0] * HEADER_SIZE, contribute=False)
+            if place.parts:
+                self.adapter.form_parts([part for _, part in place.parts])
 
     @property
     def rank(self) -> int:
@@ -135,27 +157,56 @@ class Entrance:
             place = self._place
             if self.is_beside:
                 place = self._wait_for_start()
-            restored = self._restored = restore(
-                self.adapter,
-                rank=place.rank,
-                world_size=place.world_size,
-                stage=place.stage,
-                wanted=place.wanted,
-                fds=place.fds,
-                store=self._store,
-                fresh=fresh_status(
-                    run=self._run(),
-                    batch_size=self._source.batch_size,
-                    shards=self.shards,
-                    reference_world=place.world_size,
-                ),
-            )
+            restored = self._restored = self._restore(place, None)
             for fd in place.fds:
                 os.close(fd)
             if self.is_beside:
                 self._check_clean(restored)
             status = _continued(restored.status, self._settings, self._source, self._run())
             return self._begin(place, restored, status)
+
+    def move(self, old: Stage, start: Start) -> Stage:
+        """Go on as a trainer of the next stage, with the state that is there.
+
+        Raises:
+            UsageError: an argument does not fit the new stage.
+            LinkError: this trainer was not told to join that stage, or the launcher is gone.
+        """
+        assert self._joining is not None
+        plan = start.plan
+        for fd in start.fds:
+            os.close(fd)
+        rank, group, self._segment = self._joining.take(plan)
+        self.adapter.adopt(group)
+        place = self._place = replace(
+            self._place,
+            rank=rank,
+            world_size=plan.world_size,
+            stage=plan.stage,
+            max_trainers=plan.max_trainers,
+            master=plan.master,
+            wanted=plan.restore_from,
+            policy=plan.policy,
+            nodes=nodes_of(plan),
+            fds=(),
+            joined=None,
+            beside=False,
+            parts=(),
+        )
+        if self._store is None or rank != 0:
+            self._store = _open_store(self._settings, rank)
+        kept = old.keeper.kept()
+        with self._as_victim():
+            restored = self._restore(place, kept)
+        old.progress.close()
+        old.keeper.close()
+        logger.info("goes on as rank %d of %d in stage %d", rank, plan.world_size, plan.stage)
+        return self._begin(place, restored, kept.status, writer=old.keeper.writer)
+
+    def close(self) -> None:
+        """Nothing is to follow."""
+        if self._joining is not None:
+            self._joining.close()
 
     def load_again(self) -> None:
         """Take over the state once more: what was done to it since does not count."""
@@ -168,6 +219,24 @@ class Entrance:
         """Let go of the state that was loaded."""
         if self._restored is not None:
             self._restored = replace(self._restored, image=None)
+
+    def _restore(self, place: _Place, kept: Kept | None) -> Restored:
+        return restore(
+            self.adapter,
+            rank=place.rank,
+            world_size=place.world_size,
+            stage=place.stage,
+            wanted=place.wanted,
+            fds=place.fds,
+            store=self._store,
+            fresh=fresh_status(
+                run=self._run(),
+                batch_size=self._source.batch_size,
+                shards=self.shards,
+                reference_world=place.world_size,
+            ),
+            kept=kept,
+        )
 
     def _wait_for_start(self) -> _Place:
         assert self._link is not None
@@ -182,6 +251,8 @@ class Entrance:
         self._link.say("prepared")
         start = self._link.wait_start()
         self._place = replace(self._place, wanted=start.plan.restore_from, fds=start.fds)
+        if self._joined_group is not None:
+            self.adapter.adopt(self._joined_group)
         if start.plan.lost:
             self._do_without_lost(start.plan)
         return self._place
@@ -198,9 +269,9 @@ class Entrance:
             rank=rank, world_size=plan.world_size, master=plan.master, generation=plan.stage
         )
         self.adapter.use_part(index, spec)
-        os.environ.update(rank_environment(plan, rank))
+        os.environ.update(stage_environment(plan, rank, os.environ))
         logger.info("goes on as rank %d of %d", rank, plan.world_size)
-        self._place = replace(place, rank=rank, world_size=plan.world_size, nodes=_nodes(plan))
+        self._place = replace(place, rank=rank, world_size=plan.world_size, nodes=nodes_of(plan))
         if self._store is None:
             self._store = _open_store(self._settings, rank)
 
@@ -240,7 +311,14 @@ class Entrance:
             logger.error("peer lost while the stage was formed: %s", error)
             exit_as_victim()
 
-    def _begin(self, place: _Place, restored: Restored, status: LoopStatus) -> Stage:
+    def _begin(
+        self,
+        place: _Place,
+        restored: Restored,
+        status: LoopStatus,
+        *,
+        writer: CheckpointWriter | None = None,
+    ) -> Stage:
         settings = self._settings
         policy = place.policy if settings.policy is None else settings.policy
         if policy == "fixed_global" and place.max_trainers > status.shards:
@@ -275,10 +353,13 @@ class Entrance:
             link=place.link,
             snapshots=snapshots,
             store=self._store,
+            writer=writer,
             save_steps=settings.save_steps,
             snapshot_steps=None if auto else int(settings.snapshot_steps),
         )
-        member = Member(self.adapter, keeper, place.link, place.rank, place.world_size)
+        member = Member(
+            self.adapter, keeper, place.link, place.rank, place.world_size, self._joining
+        )
         run_dir = self._env.run_dir
         file = LedgerFile(run_dir) if place.rank == 0 and run_dir is not None else None
         if place.link is not None:
@@ -334,8 +415,9 @@ def _find_place(env: TrainerEnv, link: Link | None, store: CheckpointStore | Non
         wanted=plan.restore_from,
         policy=plan.policy,
         link=link,
-        nodes=_nodes(plan),
+        nodes=nodes_of(plan),
         fds=welcome.fds,
+        joined=plan if plan.way is Way.JOIN and plan.order is Order.PREPARE else None,
         beside=plan.order is Order.PREPARE,
         parts=tuple((loss, _part(plan, loss)) for loss in plan.losses),
     )
@@ -345,14 +427,6 @@ def _part(plan: StagePlan, loss: tuple[str, ...]) -> Part:
     """Return who is left of a stage without some of its pods."""
     left = [pod for pod in plan.pods if pod.pod_id not in loss]
     return Part(ranks=tuple(rank for pod in left for rank in pod.ranks), addr=left[0].addr)
-
-
-def _nodes(plan: StagePlan) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each node, in ascending order."""
-    found: dict[str, list[int]] = {}
-    for pod in plan.pods:
-        found.setdefault(pod.node_id, []).extend(pod.ranks)
-    return tuple(tuple(sorted(ranks)) for ranks in found.values())
 
 
 def _continued(

@@ -1,7 +1,7 @@
 """Epoch and step, as a training script sees them."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pod_runtime.trainer.adapter import Adapter
@@ -32,6 +32,11 @@ class Epoch:
         if self._place is None:
             self._place = self._find()
         return self._place
+
+    def moved(self, place: EpochPlace) -> None:
+        """The trainer has gone on in another stage, which may cut batches of another size."""
+        if self._place is not None:
+            self._place = replace(self._place, steps=place.steps)
 
     @property
     def number(self) -> int:

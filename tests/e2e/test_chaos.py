@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from job_server.wire import JobSpec, JobState
+from job_server.wire import JobSpec, JobState, Way
 from tests.e2e.cluster import Cluster
 from tests.support import wait_until
 
@@ -101,18 +101,32 @@ def test_killing_each_kind_of_process_loses_no_sample(
 
 
 @pytest.mark.timeout(300)
-def test_six_planned_changes_redo_no_step_and_count_every_sample_once(
-    counting_cluster: Callable[..., Cluster], memory_before: set[str]
+@pytest.mark.parametrize(
+    ("overlap", "way", "sizes"),
+    [
+        pytest.param("auto", Way.REPLACE, (2, 3, 1, 3, 2, 1), id="replace"),
+        pytest.param("join", Way.JOIN, (3, 1, 2), id="join"),
+    ],
+)
+def test_planned_changes_redo_no_step_and_count_every_sample_once(
+    counting_cluster: Callable[..., Cluster],
+    memory_before: set[str],
+    overlap: str,
+    way: Way,
+    sizes: tuple[int, ...],
 ) -> None:
     cluster = counting_cluster(slots=3, samples=SAMPLES, epochs=10_000)
-    cluster.submit(JobSpec(job_id="resizes", pods=1, max_pods=3))
+    cluster.submit(JobSpec(job_id="resizes", pods=1, max_pods=3, overlap=overlap))
     cluster.wait_steps(3)
-    for pods in (2, 3, 1, 3, 2, 1):
+    first = cluster.trainers()[0].pid
+    for pods in sizes:
         cluster.api().resize("resizes", pods)
         cluster.wait_running(pods)
         cluster.wait_steps(3)
     status = cluster.status()
-    assert [record.pods for record in status.stages] == [1, 2, 3, 1, 3, 2, 1]
+    assert [record.pods for record in status.stages] == [1, *sizes]
+    assert {record.way for record in status.stages[1:]} == {way}
+    assert (first in {process.pid for process in cluster.trainers()}) is (way is Way.JOIN)
     assert status.redone_steps == 0
     finish_and_check(cluster)
     check_nothing_is_left(cluster, memory_before)

@@ -188,17 +188,26 @@ def test_a_change_stops_all_only_where_trainers_cannot_agree_on_a_step():
 
 
 @pytest.mark.parametrize(
-    ("overlap", "used", "way"),
+    ("overlap", "used", "joins", "way"),
     [
-        ("auto", 30, wire.Way.REPLACE),
-        ("auto", 48, wire.Way.DRAIN),  # 48 and 1.1 times as much do not fit into 100
-        ("auto", 0, wire.Way.DRAIN),  # nobody knows what a trainer needs
-        ("on", 90, wire.Way.REPLACE),
-        ("off", 10, wire.Way.DRAIN),
+        ("auto", 30, True, wire.Way.REPLACE),
+        ("auto", 48, True, wire.Way.JOIN),  # 48 and 1.1 times as much do not fit into 100
+        ("auto", 48, False, wire.Way.DRAIN),
+        ("auto", 0, False, wire.Way.DRAIN),  # nobody knows what a trainer needs
+        ("on", 90, True, wire.Way.REPLACE),
+        ("off", 10, True, wire.Way.DRAIN),
+        ("join", 10, True, wire.Way.JOIN),
+        ("join", 30, False, wire.Way.REPLACE),
+        ("join", 90, False, wire.Way.DRAIN),
     ],
 )
-def test_two_trainers_share_a_gpu_only_where_both_fit_unless_the_user_says_so(overlap, used, way):
+def test_two_trainers_share_a_gpu_only_where_both_fit_unless_the_user_says_so(
+    overlap, used, joins, way
+):
     made = trains(world(overlap=overlap))
+    for _, _, launcher in made.launchers()[:1]:  # one that does not is enough
+        launcher.joins = joins
+    made.rounds(4)
     gpu = wire.Slot(index=0, kind=wire.SlotKind.GPU, memory_bytes=100)
     views = tuple(
         replace(

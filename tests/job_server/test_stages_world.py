@@ -89,6 +89,16 @@ def kill_prepared(world: World, n: int) -> None:
         world.kill_prepared(found[2])
 
 
+def refuse_join(world: World, n: int) -> None:
+    if (found := launcher_of(world, n)) is not None:
+        found[2].refuses = True
+
+
+def no_longer_joins(world: World, n: int) -> None:
+    if (found := launcher_of(world, n)) is not None:
+        found[2].joins = False
+
+
 def kill_launcher(world: World, n: int) -> None:
     if (found := launcher_of(world, n)) is not None:
         found[1].end(code=137)
@@ -190,6 +200,8 @@ USUAL = (
 TROUBLE = (
     kill_trainer,
     kill_prepared,
+    refuse_join,
+    no_longer_joins,
     kill_launcher,
     terminate_pod,
     kill_shim,
@@ -229,7 +241,7 @@ def make_world(
         min_pods=min_pods,
         max_pods=4,
         overlap=overlap,
-        standby=0 if overlap == "off" else standby,
+        standby=0 if overlap in ("off", "join") else standby,
         pods=3,
         expected_nodes=2,
         script=script,
@@ -279,7 +291,7 @@ def play(world: World, actions: list[tuple[Callable[[World, int], None], int]]) 
 )
 @given(
     elastic=st.booleans(),
-    overlap=st.sampled_from(["auto", "off"]),
+    overlap=st.sampled_from(["auto", "off", "join", "join"]),
     standby=st.sampled_from([0, 1, 2]),
     min_pods=st.sampled_from([1, 1, 2]),
     scripted=st.booleans(),
@@ -331,7 +343,7 @@ def test_the_same_holds_where_clients_stop_pods_that_are_cut_off(elastic, stop_a
 @settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     elastic=st.booleans(),
-    overlap=st.sampled_from(["auto", "off"]),
+    overlap=st.sampled_from(["auto", "off", "join", "join"]),
     standby=st.sampled_from([0, 1, 2]),
     min_pods=st.sampled_from([1, 2, 3]),
     scripted=st.booleans(),

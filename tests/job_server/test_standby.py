@@ -252,11 +252,11 @@ def gpus(used_bytes: int, seen_at: float = 0.0) -> Cluster:
     )
 
 
-def test_the_memory_of_a_standby_that_is_dismissed_does_not_make_a_change_drain():
+def test_the_memory_of_a_standby_that_is_dismissed_lets_a_change_go_by_replace_all_the_same():
     made = stands_by(nodes=1, pods=2)
-    assert stages.choose_way(made.job, gpus(80)) is wire.Way.DRAIN
+    assert stages.choose_way(made.job, gpus(80)) is wire.Way.JOIN
     assert stages.choose_way(made.job, gpus(80), stood_by=True) is wire.Way.REPLACE
-    assert stages.choose_way(made.job, gpus(98), stood_by=True) is wire.Way.DRAIN
+    assert stages.choose_way(made.job, gpus(98), stood_by=True) is wire.Way.JOIN
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ class Run:
     step: int = 0
     first_step: bool = False
     peer_lost: bool = False
+    blank: bool = False  # it has joined, and gets its state from those that stayed
 
     @property
     def key(self) -> tuple[int, int]:
@@ -63,6 +64,10 @@ class Launcher:
     pod_id: str
     run: Run | None = None
     prepared: Run | None = None  # beside `run`: trainers that wait for a state
+    joining: Run | None = None  # the trainers of `run` have formed the group of this one, too
+    joins: bool = True  # its trainers say that they can
+    refuses: bool = False  # ... but do not, the next time
+    left: set[tuple[int, int]] = field(default_factory=set)  # runs that went on as another
     attached_to: int = -1  # which life of the server
     told: set[object] = field(default_factory=set)
     outbox: list[Event] = field(default_factory=list)  # in order; a lost message is sent again
@@ -314,6 +319,8 @@ class World:
         keys = {(plan.stage, plan.attempt) for plan in orders.plans}
         if launcher.prepared is not None and launcher.prepared.key not in keys:
             launcher.prepared = None
+        if launcher.joining is not None and launcher.joining.key not in keys:
+            launcher.joining = None
         if run is not None and run.key not in keys and not launcher.done:
             run.phase = LocalStage.ENDED
         for plan in orders.plans:
@@ -360,12 +367,25 @@ class World:
             assert not plan.lost or plan.lost in formed.losses, "no group was formed without them"
             left = [p.pod_id for p in formed.pods if p.pod_id not in plan.lost]
             assert [p.pod_id for p in plan.pods] == left
-            launcher.run = Run(plan, step=self.restored(plan))
+            launcher.run = Run(plan, step=self.restored(plan), blank=plan.way is Way.JOIN)
             launcher.prepared = None
+        joining = launcher.joining
+        if begins and joining is not None and joining.key == (plan.stage, plan.attempt):
+            stays = launcher.run
+            assert stays is not None
+            assert stays.phase in (LocalStage.PARKED, LocalStage.FAILED), "joined amid a step"
+            launcher.left.add(stays.key)
+            launcher.run = replace(joining, phase=stays.phase, step=stays.step)
+            if stays.phase is LocalStage.PARKED:
+                launcher.run.phase = LocalStage.LOADED
+            launcher.joining = None
         run = launcher.run
         mine = run is not None and run.key == (plan.stage, plan.attempt)
         match plan.order:
-            case Order.PREPARE if plan.way is Way.REPLACE:
+            case Order.PREPARE if plan.way is Way.JOIN and self.stays(run):
+                assert run is not None
+                self.follow_join(pod, launcher, plan, run)
+            case Order.PREPARE if plan.way in (Way.REPLACE, Way.JOIN):
                 self.follow_prepare(pod, launcher, plan)
             case Order.PREPARE:
                 self.tell(pod, plan, ReportKind.READY)
@@ -375,6 +395,8 @@ class World:
                 self.tell(pod, plan, ReportKind.ENDED)
             case Order.START:
                 self.follow_start(pod, launcher, plan)
+            case _ if (plan.stage, plan.attempt) in launcher.left:
+                pass
             case _ if run is None or not mine:
                 self.tell(pod, plan, ReportKind.FAILED, reason="no trainers of this stage")
             case Order.CUT:
@@ -418,6 +440,25 @@ class World:
             self.tell(pod, plan, ReportKind.FAILED)
         else:
             self.tell(pod, plan, ReportKind.READY)
+
+    def stays(self, run: Run | None) -> bool:
+        return run is not None and run.phase is not LocalStage.ENDED
+
+    def follow_join(self, pod: SimPod, launcher: Launcher, plan: StagePlan, run: Run) -> None:
+        """The trainers of `run` stay: they form the next group beside their own."""
+        if run.phase is LocalStage.FAILED:
+            return  # its stage is over, as it has said
+        joining = launcher.joining
+        if joining is not None and joining.key == (plan.stage, plan.attempt):
+            self.tell(pod, plan, ReportKind.READY)
+        elif launcher.ports_fail:
+            launcher.ports_fail = False
+            self.tell(pod, plan, ReportKind.PORT_TAKEN)
+        elif launcher.refuses or not launcher.joins:
+            launcher.refuses = False
+            self.tell(pod, plan, ReportKind.CANNOT_JOIN, reason="it does not want to")
+        else:
+            launcher.joining = Run(plan)
 
     def follow_start(self, pod: SimPod, launcher: Launcher, plan: StagePlan) -> None:
         run = launcher.run
@@ -470,6 +511,7 @@ class World:
             step=step,
             snapshot=pod.snapshot,
             elastic=self.elastic and loaded,
+            joins=self.elastic and launcher.joins,
             reason=reason,
             code=-9 if kind is ReportKind.FAILED else None,
             rank=None,
@@ -502,6 +544,11 @@ class World:
                 self.step(stage, members)
 
     def step(self, stage: int, members: list[tuple[SimPod, Launcher, Run]]) -> None:
+        for _, _, run in members:
+            if run.blank:
+                run.step = next(each.step for _, _, each in members if not each.blank)
+        for _, _, run in members:
+            run.blank = False
         steps = {run.step for _, _, run in members}
         assert len(steps) == 1, f"ranks of stage {stage} are at different steps {steps}"
         assert stage >= self.stepped, f"stage {stage} trains beside stage {self.stepped}"
@@ -556,6 +603,7 @@ class World:
         report = replace(self.failed(run), rank=run.plan.pods[0].ranks[0] if rank is None else rank)
         launcher.told.add((ReportKind.FAILED, run.plan.stage, run.plan.attempt, None))
         launcher.outbox.append(stages.Reported(pod.pod_id, report))
+        launcher.joining = None
         for _, peer_pod, peer in self.launchers():
             other = peer.run
             training = (LocalStage.TRAINING, LocalStage.LOADED)

@@ -20,8 +20,10 @@ from job_server.wire import (
 )
 from pod_runtime import launcher_state as state
 from pod_runtime.channel_wire import (
+    CannotJoin,
     Done,
     Drained,
+    Formed,
     Hello,
     Loaded,
     Prepared,
@@ -32,6 +34,8 @@ from pod_runtime.channel_wire import (
 from pod_runtime.launcher_decisions import (
     Exit,
     Go,
+    Invite,
+    Move,
     Renumber,
     Report,
     Signal,
@@ -70,6 +74,7 @@ class Simulated:
         self.pod = state.Pod(pod_id=pod_id, node_id="node", grace_s=grace_s)
         self.now = NOW
         self.revision = 0
+        self.port_taken = False  # of stages that trainers are to join
 
     def settle(self) -> list[Any]:
         """Decide; carry out spawns as if each succeeded; return all actions."""
@@ -77,10 +82,15 @@ class Simulated:
         while True:
             self.pod, actions = decide(self.pod, self.now)
             done += actions
-            spawns = [action for action in actions if isinstance(action, Spawn)]
-            for spawn in spawns:
-                self.pod = state.spawned(self.pod, spawn.plan)
-            if not spawns:
+            asked = [action for action in actions if isinstance(action, Spawn | Invite)]
+            for action in asked:
+                if isinstance(action, Spawn):
+                    self.pod = state.spawned(self.pod, action.plan)
+                elif self.port_taken:
+                    self.pod = state.refused_ports(self.pod, action.plan, "port 1 is taken")
+                else:
+                    self.pod = state.invited(self.pod, action.key, action.plan)
+            if not asked:
                 return done
 
     def told(self, *plans: StagePlan, leave: bool = False, attach: bool = False) -> list[Any]:
@@ -132,12 +142,6 @@ def test_prepare_is_answered_once_and_starts_nothing():
     pod = Simulated()
     assert kinds(pod.told(plan(1, Order.PREPARE))) == [ReportKind.READY]
     assert pod.told(plan(1, Order.PREPARE)) == []
-
-
-def test_a_way_that_is_not_built_is_refused_and_not_claimed_ready():
-    (report,) = reports(Simulated().told(plan(1, Order.PREPARE, way=Way.JOIN)))
-    assert report.kind is ReportKind.FAILED
-    assert "join" in report.reason
 
 
 # --- replace: the next trainers are prepared beside those that train ------------------------------
@@ -219,6 +223,143 @@ def test_a_second_attempt_at_a_preparation_waits_until_the_first_is_gone():
     assert [action.plan.attempt for action in actions if isinstance(action, Spawn)] == [1]
 
 
+# --- join: trainers that stay go on as those of the next stage ------------------------------------
+
+
+def joins(order: Order = Order.PREPARE, **fields: Any) -> StagePlan:
+    """Stage 2, in which pod a has moved to ranks 2 and 3."""
+    pods = (part("b", 0, (0, 1)), part("a", 1, (2, 3)))
+    return make_plan(2, order, pods, way=Way.JOIN, **fields)
+
+
+def ready_to_join() -> Simulated:
+    pod = Simulated()
+    pod.train()
+    pod.told(plan(1, Order.GO), joins())
+    pod.say(0, Formed(stage=2))
+    pod.say(1, Formed(stage=2))
+    return pod
+
+
+def test_trainers_that_stay_are_asked_to_join_and_the_pod_is_ready_when_all_have_formed_the_group():
+    pod = Simulated()
+    pod.train()
+    actions = pod.told(plan(1, Order.GO), joins())
+    assert not [action for action in actions if isinstance(action, Spawn)]
+    asked = [(a.key, a.rank, a.message) for a in actions if isinstance(a, Tell)]
+    assert [(key, rank, m["do"], m["rank"]) for key, rank, m in asked] == [
+        ((1, 0), 0, "join", 2),
+        ((1, 0), 1, "join", 3),
+    ]
+    assert kinds(pod.say(1, Formed(stage=2))) == []
+    assert kinds(pod.say(0, Formed(stage=3))) == []  # of another attempt that is off by now
+    (report,) = reports(pod.say(0, Formed(stage=2)))
+    assert (report.kind, report.stage) == (ReportKind.READY, 2)
+    assert pod.settle() == []
+
+
+def test_with_go_they_are_those_of_the_next_stage_and_the_one_before_has_none_left():
+    pod = ready_to_join()
+    assert messages(pod.told(plan(1, Order.CUT), joins())) == [(0, "cut"), (1, "cut")]
+    for rank in (0, 1):
+        pod.say(rank, Drained(step=9, id=1))
+    actions = pod.told(plan(1, Order.CUT), joins(Order.GO))
+    moved = [a for a in actions if isinstance(a, Move)]
+    assert [(a.key, a.rank, a.new_key, a.new_rank) for a in moved] == [
+        ((1, 0), 0, (2, 0), 2),
+        ((1, 0), 1, (2, 0), 3),
+    ]
+    assert {a.message["do"] for a in moved} == {"go"}
+    assert signals(actions) == []
+    assert kinds(pod.say(3, Stepped(step=9), 2)) == []  # said before it heard of the commit
+    assert kinds(pod.say(3, Stepped(step=10), 2)) == [ReportKind.FIRST_STEP]
+    actions = pod.told(plan(1, Order.END), joins(Order.GO))
+    assert (kinds(actions), signals(actions)) == ([ReportKind.ENDED], [])
+    assert pod.told(joins(Order.GO)) == []
+    (report,) = reports(pod.die(2, -9, 2))
+    assert (report.kind, report.stage, report.rank) == (ReportKind.FAILED, 2, 2)
+
+
+def test_a_cut_of_the_stage_that_they_have_joined_is_told_with_its_own_number():
+    pod = ready_to_join()
+    pod.told(plan(1, Order.CUT, cut=4), joins())
+    for rank in (0, 1):
+        pod.say(rank, Drained(step=9, id=4))
+    actions = pod.told(plan(1, Order.CUT, cut=4), joins(Order.CUT, cut=1))
+    cuts = [a for a in actions if isinstance(a, Tell)]
+    assert [(a.key, a.rank, a.message["id"]) for a in cuts] == [((2, 0), 2, 1), ((2, 0), 3, 1)]
+
+
+def test_when_the_change_is_off_they_are_told_and_train_on():
+    pod = ready_to_join()
+    actions = pod.told(plan(1, Order.GO))
+    assert (messages(actions), signals(actions)) == ([(0, "drop"), (1, "drop")], [])
+    assert kinds(pod.say(0, Stepped(step=5))) == []
+    assert pod.told(plan(1, Order.GO)) == []
+
+
+def test_another_attempt_at_the_same_stage_is_joined_anew():
+    pod = ready_to_join()
+    actions = pod.told(plan(1, Order.GO), joins(attempt=1))
+    assert messages(actions) == [(0, "drop"), (1, "drop"), (0, "join"), (1, "join")]
+    assert kinds(pod.say(0, Formed(stage=2))) == []
+    pod.say(0, Formed(stage=2, attempt=1))
+    (report,) = reports(pod.say(1, Formed(stage=2, attempt=1)))
+    assert (report.kind, report.attempt) == (ReportKind.READY, 1)
+
+
+def test_a_trainer_that_cannot_join_is_told_of_and_its_pod_no_longer_offers_to():
+    pod = Simulated()
+    pod.told(plan(1, Order.START))
+    for rank in (0, 1):
+        pod.say(rank, Hello(rank=rank, stage=1, pid=1, joins=True), 1)
+        actions = pod.say(rank, Loaded(step=0), 1)
+    assert [(r.kind, r.joins) for r in reports(actions)] == [(ReportKind.LOADED, True)]
+    pod.told(plan(1, Order.GO))
+    pod.say(0, Stepped(step=1))
+    pod.told(plan(1, Order.GO), joins())
+    pod.say(0, Formed(stage=2))
+    (report,) = reports(pod.say(1, CannotJoin(stage=2, reason="no names")))
+    assert (report.kind, report.stage) == (ReportKind.CANNOT_JOIN, 2)
+    assert report.reason == "rank 1: no names"
+    pod.now += 1.0
+    assert [(r.kind, r.joins) for r in reports(pod.settle())] == [(ReportKind.PROGRESS, False)]
+
+
+def test_a_taken_port_of_a_stage_to_join_is_told_before_anybody_is_asked():
+    pod = Simulated()
+    pod.train()
+    pod.port_taken = True
+    actions = pod.told(plan(1, Order.GO), joins())
+    assert (kinds(actions), messages(actions)) == ([ReportKind.PORT_TAKEN], [])
+    pod.port_taken = False
+    assert messages(pod.told(plan(1, Order.GO), joins(attempt=1))) == [(0, "join"), (1, "join")]
+
+
+def test_the_death_of_a_trainer_that_was_to_stay_fails_its_own_stage():
+    pod = ready_to_join()
+    actions = pod.die(0, -9)
+    assert [(r.kind, r.stage) for r in reports(actions)] == [(ReportKind.FAILED, 1)]
+    assert messages(actions) == [(1, "drop")]
+    (report,) = reports(pod.told(plan(1, Order.END), joins(Order.GO)))  # committed all the same
+    assert (report.kind, report.stage) == (ReportKind.FAILED, 2)
+
+
+def test_a_pod_that_comes_new_prepares_trainers_for_a_stage_that_others_join():
+    pod = Simulated()
+    actions = pod.told(joins())
+    assert [type(action) for action in actions] == [Spawn]
+    for rank in (2, 3):
+        pod.say(rank, Hello(rank=rank, stage=2, pid=1, joins=True), 2)
+        actions = pod.say(rank, Prepared(), 2)
+    (report,) = reports(actions)
+    assert (report.kind, report.joins) == (ReportKind.READY, True)
+    actions = pod.told(joins(Order.GO))
+    assert [a.rank for a in actions if isinstance(a, Go)] == [2, 3]
+    actions = pod.told()
+    assert signals(actions) == [(2, signal.SIGTERM), (3, signal.SIGTERM)]
+
+
 def test_loaded_is_told_when_the_last_trainer_has_loaded():
     pod = Simulated()
     started = pod.told(plan(1, Order.START))
@@ -282,7 +423,7 @@ def test_a_cut_is_told_to_all_and_drained_when_the_last_has_parked():
     coming = plan(2, Order.PREPARE)
     actions = pod.told(plan(1, Order.CUT, durable=True), coming)
     assert [a.message for a in actions if isinstance(a, Tell)] == [
-        {"do": "cut", "id": 1, "durable": True}
+        {"do": "cut", "id": 1, "durable": True, "patient": False}
     ] * 2
     assert kinds(actions) == [ReportKind.READY]
     assert kinds(pod.say(0, Drained(step=9, id=1))) == []
@@ -364,7 +505,7 @@ def test_the_next_cut_frees_those_who_parked_for_the_one_before():
     actions = pod.told(plan(1, Order.CUT, cut=2, durable=True))  # its RESUME was never heard
     assert [a.message for a in actions if isinstance(a, Tell) and a.rank == 0] == [
         {"do": "resume", "id": 1},
-        {"do": "cut", "id": 2, "durable": True},
+        {"do": "cut", "id": 2, "durable": True, "patient": False},
     ]
     for rank in (0, 1):
         actions = pod.say(rank, Drained(step=10, id=2))

@@ -28,12 +28,20 @@ TIMEOUT_S = 90.0  # the machine that runs these tests may be busy
 class Trainer:
     """One trainer process and what it has said."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], log: Path, pod_id: str) -> None:
         self.rank = rank
         self.process = process
         self.log = log
+        self.pod_id = pod_id
         self.said: list[dict[str, Any]] = []
         self.lines: LineSocket | None = None
+        self.later: Trainer | None = None  # the same process, as one of a later stage
+
+    def goes_on(self, rank: int) -> "Trainer":
+        """Return the same process as trainer `rank` of another stage, of which nobody has heard."""
+        trainer = Trainer(rank, self.process, self.log, self.pod_id)
+        trainer.lines = self.lines
+        return trainer
 
     def words(self, word: str) -> list[dict[str, Any]]:
         return [each for each in list(self.said) if each["say"] == word]
@@ -52,6 +60,7 @@ class Stage:
         self.trainers = trainers
         self.plan: StagePlan | None = None  # None: not started
         self.restored_from = (0, 0)  # (stage, step)
+        self.stayed: dict[int, Trainer] = {}  # rank -> the same process in the stage before
 
     def wait_all(self, word: str) -> list[dict[str, Any]]:
         """Wait until every trainer has said `word`; return each one's newest."""
@@ -83,22 +92,59 @@ class Stage:
         for trainer in self.trainers:
             trainer.tell(do="go")
 
-    def commit(self, restore_from: tuple[int, int]) -> None:
-        """Have trainers that were prepared beside an older stage begin from that state."""
-        self.wait_all("prepared")
+    def wait_prepared(self) -> None:
+        """Wait until the new trainers are prepared, and the others have formed the group."""
+        new = [each for each in self.trainers if each.rank not in self.stayed]
+        old = list(self.stayed.values())
+        self._wait(
+            lambda: (
+                all(each.words("prepared") for each in new)
+                and all({"say": "formed", **self.key} in each.words("formed") for each in old)
+            ),
+            "prepared, or formed",
+        )
+
+    @property
+    def key(self) -> dict[str, int]:
+        assert self.plan is not None
+        return {"stage": self.plan.stage, "attempt": self.plan.attempt}
+
+    def commit(self, restore_from: tuple[int, int], give_to: list[int] | None = None) -> None:
+        """Have trainers that were prepared beside an older stage begin from that state.
+
+        Args:
+            give_to: new ranks that get the segments; None: all.
+        """
+        self.wait_prepared()
         assert self.plan is not None
         self.restored_from = restore_from
         restore = RestoreFrom(stage=restore_from[0], step=restore_from[1], pods=("pod_0_0",))
         plan = encode(replace(self.plan, order=Order.GO, restore_from=restore))
-        fds = tuple(self.launcher.segments[restore.stage])
         for trainer in self.trainers:
             assert trainer.lines is not None
+            if trainer.rank in self.stayed:
+                self.stayed[trainer.rank].later = trainer
+                trainer.tell(do="go", plan=plan)
+                continue
+            given = give_to is None or trainer.rank in give_to
+            fds = tuple(self.launcher.segments[restore.stage]) if given else ()
             trainer.lines.send({"do": "go", "plan": plan, "segments": [], "fds": len(fds)}, fds)
 
-    def cut(self, cut_id: int = 1, durable: bool = False, ranks: list[int] | None = None) -> None:
+    def drop(self) -> None:
+        """The change that others were prepared for is off."""
+        for trainer in self.stayed.values():
+            trainer.tell(do="drop")
+
+    def cut(
+        self,
+        cut_id: int = 1,
+        durable: bool = False,
+        ranks: list[int] | None = None,
+        patient: bool = False,
+    ) -> None:
         for trainer in self.trainers:
             if ranks is None or trainer.rank in ranks:
-                trainer.tell(do="cut", id=cut_id, durable=durable)
+                trainer.tell(do="cut", id=cut_id, durable=durable, patient=patient)
 
     def resume(self, cut_id: int = 1) -> None:
         for trainer in self.trainers:
@@ -170,36 +216,58 @@ class FakeLauncher:
         pod_env, plan = self._plan(nodes or "a" * world_size, number, restore_from)
         if beside:
             plan = replace(plan, way=Way.REPLACE, order=Order.PREPARE)
-        name = f"edl-test-{os.getpid()}-{id(self)}-{number}"
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        listener.bind("\0" + name)
-        listener.listen(world_size)
-        self._listeners.append(listener)
-        trainers = []
-        for rank in range(world_size):
-            mine = next(pod.pod_id for pod in plan.pods if rank in pod.ranks)
-            env = trainer_environment(
-                dict(os.environ),
-                replace(pod_env, pod_id=mine),
-                plan,
-                rank,
-                channel=name,
-                run_dir=self.run_dir,
-            )
-            env |= {"PYTHONWARNINGS": "ignore", "GLOG_minloglevel": "2", "OMP_NUM_THREADS": "1"}
-            log = self.folder / f"stage{number}.rank{rank}.log"
-            with log.open("wb") as out:
-                process = subprocess.Popen(
-                    [*prefix, sys.executable, str(self.script), *args],
-                    env=env, stdout=out, stderr=out, stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                )  # fmt: skip
-            trainers.append(Trainer(rank, process, log))
+        name, listener = self._listen(number, world_size)
+        trainers = [
+            self._spawn(rank, pod_env, plan, name, (*prefix, sys.executable), args)
+            for rank in range(world_size)
+        ]
         stage = Stage(self, number, trainers)
         stage.plan, stage.restored_from = plan, restore_from or (0, 0)
         self.stages.append(stage)
         serve = threading.Thread(
             target=self._serve, args=(listener, stage, plan, give_to), daemon=True
+        )
+        serve.start()
+        self._threads.append(serve)
+        return stage
+
+    def join(
+        self,
+        old: Stage,
+        ranks: list[int | None],
+        *args: str,
+        nodes: str = "",
+        env: dict[str, str] | None = None,
+    ) -> Stage:
+        """Ask trainers of `old` to join the next stage, and start those that come new.
+
+        Args:
+            ranks: by new rank, the old one of who stays; None: a new process.
+            nodes: as of `start`; who stays, stays on its node.
+            env: of new processes, besides.
+        """
+        number = self.stages[-1].number + 1
+        nodes = nodes or "a" * len(ranks)
+        pod_env, plan = self._plan(nodes, number, None)
+        stayed = {new: old.trainers[rank] for new, rank in enumerate(ranks) if rank is not None}
+        pods = _pods_of(plan, stayed)
+        plan = replace(plan, way=Way.JOIN, order=Order.PREPARE, pods=pods)
+        name, listener = self._listen(number, len(ranks))
+        trainers = []
+        for rank in range(len(ranks)):
+            if rank in stayed:
+                stayed[rank].tell(do="join", plan=encode(plan), rank=rank)
+                trainers.append(stayed[rank].goes_on(rank))
+            else:
+                new = self._spawn(rank, pod_env, plan, name, (sys.executable,), args, env or {})
+                trainers.append(new)
+        stage = Stage(self, number, trainers)
+        stage.plan, stage.stayed = plan, stayed
+        self.stages.append(stage)
+        serve = threading.Thread(
+            target=self._serve,
+            args=(listener, stage, plan, []),
+            daemon=True,
         )
         serve.start()
         self._threads.append(serve)
@@ -226,6 +294,43 @@ class FakeLauncher:
         for fds in self.segments.values():
             for fd in fds:
                 os.close(fd)
+
+    def _listen(self, number: int, backlog: int) -> tuple[str, socket.socket]:
+        name = f"edl-test-{os.getpid()}-{id(self)}-{number}"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        listener.bind("\0" + name)
+        listener.listen(backlog)
+        self._listeners.append(listener)
+        return name, listener
+
+    def _spawn(
+        self,
+        rank: int,
+        pod_env: PodEnv,
+        plan: StagePlan,
+        channel: str,
+        interpreter: tuple[str, ...],
+        args: tuple[str, ...],
+        more: dict[str, str] | None = None,
+    ) -> Trainer:
+        mine = next(pod.pod_id for pod in plan.pods if rank in pod.ranks)
+        env = trainer_environment(
+            dict(os.environ),
+            replace(pod_env, pod_id=mine),
+            plan,
+            rank,
+            channel=channel,
+            run_dir=self.run_dir,
+        )
+        env |= {"PYTHONWARNINGS": "ignore", "GLOG_minloglevel": "2", "OMP_NUM_THREADS": "1"}
+        log = self.folder / f"stage{plan.stage}.rank{rank}.log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [*interpreter, str(self.script), *args],
+                env=env | (more or {}), stdout=out, stderr=out, stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )  # fmt: skip
+        return Trainer(rank, process, log, mine)
 
     def _plan(
         self, nodes: str, number: int, restore_from: tuple[int, int] | None
@@ -307,8 +412,28 @@ class FakeLauncher:
                 )  # fmt: skip
             assert trainer is not None
             if message["say"] == "segment":
-                self.segments.setdefault(stage.number, []).extend(fds)
+                self.segments.setdefault(message["stage"], []).extend(fds)
+            while trainer.later is not None:
+                trainer = trainer.later
             trainer.said.append(message)
+
+
+def _pods_of(plan: StagePlan, stayed: dict[int, Trainer]) -> tuple[PlanPod, ...]:
+    """Return the pods of a stage that some join: each process is of the pod it began in."""
+    by_rank = {rank: pod for pod in plan.pods for rank in pod.ranks}
+    owners = {
+        rank: stayed[rank].pod_id if rank in stayed else by_rank[rank].pod_id
+        for rank in sorted(by_rank)
+    }
+    pods = []
+    for number, pod_id in enumerate(dict.fromkeys(owners.values())):
+        ranks = tuple(rank for rank in owners if owners[rank] == pod_id)
+        ports = tuple(by_rank[r].ports[by_rank[r].ranks.index(r)] for r in ranks)
+        like = by_rank[ranks[0]]
+        pods.append(
+            replace(like, pod_id=pod_id, pod_rank=number, ranks=ranks, slots=ranks, ports=ports)
+        )
+    return tuple(pods)
 
 
 def slots_of(launcher: FakeLauncher, stage: int) -> list[tuple[int, int]]:

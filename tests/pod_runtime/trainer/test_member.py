@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pod_runtime.trainer.agreement import Wish
-from pod_runtime.trainer.errors import CheckpointError, LinkError, PeerLost
+from pod_runtime.trainer.errors import CheckpointError, LinkError, PeerLost, StageChanged
 from pod_runtime.trainer.link import Cut
 from pod_runtime.trainer.member import Member
 
@@ -32,14 +32,16 @@ class Keeper:
         self.wants_renewal = False
         self.writing = iter([True, True, False])
         self.has_failed = False
+        self.start: Any = None  # what a trainer that joins goes on as
 
     def wish(self) -> Wish:
         return Wish()
 
     wish_after_epoch = wish
 
-    def park(self, cut_id: int, durable: bool, renew: bool) -> None:
+    def park(self, cut_id: int, durable: bool, renew: bool) -> Any:
         self.parked.append((cut_id, durable, renew))
+        return self.start
 
     @property
     def is_writing(self) -> bool:
@@ -63,16 +65,16 @@ def make(group: Group, link: Channel | None = None) -> tuple[Member, Keeper]:
     return made, keeper
 
 
-COMMITS = [0.0, 0.0, 3.0, 0.0, 0.0]
-VOID = [0.0, 1.0, 0.0, 0.0, 0.0]
-CUT_AND_VOID = [1.0, 1.0, 0.0, 0.0, 0.0]
+COMMITS = [0.0, 0.0, 3.0, 0.0, 0.0, 0.0]
+VOID = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+CUT_AND_VOID = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_a_peer_that_waits_for_data_is_waited_for_with_the_same_gradients():
     group = Group(VOID, VOID, COMMITS)
     member, keeper = make(group)
     assert member.exchange(5).samples == 8
-    assert group.exchanged == [([0.0, 0.0, 5.0, 0.0, 0.0], True)] * 3
+    assert group.exchanged == [([0.0, 0.0, 5.0, 0.0, 0.0, 0.0], True)] * 3
     assert keeper.parked == []
 
 
@@ -97,7 +99,7 @@ def test_a_rank_without_data_shows_itself_before_its_peers_run_into_the_time_out
     for seconds in (0, 4, 4.5, 5):  # silent, silent, shows itself, silent again
         now[0] += seconds
         member.wait_for_data()
-    assert group.exchanged == [([0.0, 1.0, 0.0, 0.0, 0.0], False)]
+    assert group.exchanged == [([0.0, 1.0, 0.0, 0.0, 0.0, 0.0], False)]
     member.have_data()
     now[0] += 100
     member.wait_for_data()
@@ -110,11 +112,47 @@ def test_a_cut_while_data_do_not_come_is_acted_on_at_once():
     assert keeper.parked == [(4, False, False)]
 
 
+def test_a_cut_for_those_who_stay_waits_for_data_and_for_the_step():
+    group = Group(VOID, [*VOID[:5], 1.0], [*COMMITS[:5], 1.0])
+    member, keeper = make(group, Channel(Cut(id=4, patient=True)))
+    member.wait_for_data()
+    assert (group.exchanged, keeper.parked) == ([], [])
+    verdict = member.exchange(5)
+    assert group.exchanged == [([0.0, 0.0, 5.0, 0.0, 0.0, 1.0], True)] * 3
+    assert keeper.parked == [], "it parks once the step is committed"
+    assert (verdict.cut, verdict.void) == (True, False)
+
+
+def test_another_cut_does_not_wait_because_a_peer_stays():
+    patient = Channel(Cut(id=4, patient=True))
+    member, keeper = make(Group(CUT_AND_VOID, [0, 0, 8, 1, 0], COMMITS), patient)
+    member.exchange(5)
+    assert keeper.parked == [(7, True, False)]
+
+
+def test_who_stays_goes_on_in_the_next_stage_from_where_it_has_parked():
+    member, keeper = make(Group([1.0], [0, 0, 3, 0, 0]), Channel(Cut(id=4, patient=True)))
+    keeper.start = object()
+    with pytest.raises(StageChanged) as caught:
+        member.meet(may_move=True)
+    assert caught.value.start is keeper.start
+
+
+def test_an_evaluation_that_new_trainers_would_not_come_by_is_not_left_for_the_next_stage():
+    channel = Channel(Cut(id=4, patient=True))
+    member, keeper = make(Group([0.0], [0.0], [0, 0, 0, 0, 0]), channel)
+    member.meet(may_move=False)
+    assert keeper.parked == []
+    channel.cut = Cut(id=5)
+    member.meet(may_move=False)
+    assert keeper.parked == [(5, False, False)]
+
+
 def test_ranks_meet_between_steps():
     member, keeper = make(Group([0.0], [1.0], [0, 0, 3, 0, 0]), Channel())
-    member.meet()
+    member.meet(may_move=True)
     assert keeper.parked == []
-    member.meet()
+    member.meet(may_move=True)
     assert keeper.parked == [(2, False, False)]
 
 

@@ -27,9 +27,13 @@ parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--all_reduce", default="flat")
 parser.add_argument("--padding", type=int, default=0, help="parameters besides, to have a size")
 parser.add_argument("--evaluate_while", type=Path, help="evaluate as long as this file exists")
+parser.add_argument("--slow", type=Path, help="evaluate once, slowly while this file exists")
 parser.add_argument("--starve", type=Path, help="rank 1 gets no data while this file exists")
 parser.add_argument("--fail_at", type=int, default=-1, help="rank 1 dies in this step, unreduced")
+parser.add_argument("--until", type=Path, help="once this file exists, no epoch follows")
 args = parser.parse_args()
+if "COUNTING_FAILS" in os.environ:
+    raise SystemExit(1)
 STAGE = os.environ.get("EDL_STAGE", "0")
 paddle.set_default_dtype("float64")
 
@@ -52,6 +56,20 @@ class Counter(paddle.nn.Layer):
 
     def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
         return paddle.gather(self.seen, ids)
+
+
+class Many(paddle.io.Dataset):
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> np.int64:
+        return np.int64(index)
+
+
+def slowly(ids):
+    if args.slow.exists():
+        time.sleep(0.1)
+    return {"ids": ids.sum()}
 
 
 def starving(where: elastic.ReadFrom):
@@ -82,6 +100,11 @@ for epoch in loop.epochs():
             os.kill(os.getpid(), 9)
         step.update()
         time.sleep(args.step_s)
+    if args.slow and epoch.number == 0:
+        (args.out / f"evaluating.{STAGE}.{loop.rank}").touch()
+        assert loop.evaluate(Many(), slowly, batch_size=1)["ids"] == 1000 * 999 / 2
+    if args.until and args.until.exists():
+        loop.stop()
     loop.log(epoch=epoch.number)
     while args.evaluate_while and args.evaluate_while.exists():
         (args.out / f"evaluating.{STAGE}.{loop.rank}").touch()

@@ -1,0 +1,191 @@
+"""Changes by join: trainers that stay go on in the next stage, others come new."""
+
+from typing import Any
+
+import pytest
+
+from job_server import stages
+from job_server.job import Phase, Stage
+from job_server.stages import ResizeAsked
+from job_server.wire import JobSpec, JobState, Resize, StageRecord, Way
+from tests.job_server.world import Launcher, SimPod, World, node
+
+RUNNING = JobState.RUNNING
+
+
+def world(pods: int = 2, **spec: Any) -> World:
+    """Return a job that trains, and whose changes go by join."""
+    job = JobSpec(**{"job_id": "job", "max_pods": 4, "pods": pods, "overlap": "join", **spec})
+    made = World(job, (node("a"), node("b")), total_steps=4000)
+    made.run_until(RUNNING)
+    made.rounds(6)
+    return made
+
+
+def resize(made: World, pods: int) -> None:
+    made.send(ResizeAsked(Resize(pods=pods)))
+
+
+def coming(made: World) -> Stage:
+    assert made.job.coming is not None
+    return made.job.coming
+
+
+def last(made: World) -> StageRecord:
+    return stages.job_status(made.job, made.now, 0).stages[-1]
+
+
+def launcher(made: World, pod_id: str) -> tuple[SimPod, Launcher]:
+    return next((pod, who) for _, pod, who in made.launchers() if pod.pod_id == pod_id)
+
+
+def to_phase(made: World, phase: Phase) -> None:
+    """Let messages pass one by one until the change is in `phase`."""
+    for _ in range(200):
+        if coming(made).phase is phase and made.job.coming is not None:
+            return
+        for sim in made.nodes.values():
+            made.client_acts(sim)
+        for each in made.launchers():
+            made.launcher_acts(*each)
+        for _, _, who in made.launchers():
+            if who.outbox and coming(made).phase is not phase:
+                made.deliver(who)
+        made.now += 0.01
+    raise AssertionError(f"{coming(made).phase} instead of {phase}")
+
+
+def settled(made: World, pods: int) -> StageRecord:
+    made.rounds(30)
+    assert made.job.state is RUNNING, made.reasons[-10:]
+    assert len(stages.running_pods(made.job)) == pods
+    return last(made)
+
+
+@pytest.mark.parametrize("pods", [1, 3, 4])
+def test_a_change_by_join_costs_no_step_and_no_pod_that_stays(pods):
+    made = world()
+    resize(made, pods)
+    record = settled(made, pods)
+    assert (record.way, record.redone_steps, record.stage) == (Way.JOIN, 0, 2)
+    stay = {"pod_0_0", "pod_1_0"} if pods > 1 else {"pod_0_0"}
+    assert stay <= {pod.pod_id for pod in stages.running_pods(made.job)}
+    assert made.job.previous is None
+    assert len([sim for node in made.nodes.values() for sim in node.pods.values()]) == pods
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_trainer_that_cannot_join_lets_the_change_go_another_way(fits, monkeypatch):
+    monkeypatch.setattr("job_server.transitions._both_fit", lambda _job, _cluster, sets: fits)
+    made = world()
+    _, who = launcher(made, "pod_1_0")
+    who.refuses = True
+    resize(made, 3)
+    assert coming(made).way is Way.JOIN
+    record = settled(made, 3)
+    assert (record.stage, record.redone_steps) == (2, 0)
+    assert record.way is (Way.REPLACE if fits else Way.DRAIN)
+    assert any("pod_1_0 cannot join: it does not want to; not by join" in r for r in made.reasons)
+
+
+def test_a_pod_that_no_longer_offers_to_join_is_not_asked():
+    made = world()
+    launcher(made, "pod_0_0")[1].joins = False
+    made.rounds(4)
+    resize(made, 3)
+    assert coming(made).way is Way.REPLACE
+    settled(made, 3)
+
+
+@pytest.mark.parametrize("phase", [Phase.PREPARE, Phase.CUT])
+def test_a_crash_of_the_stage_in_force_takes_the_change_with_it_by_drain(phase):
+    made = world()
+    resize(made, 3)
+    to_phase(made, phase)
+    made.kill_trainer(*launcher(made, "pod_0_0"))
+    record = settled(made, 3)
+    assert (record.way, record.stage) == (Way.DRAIN, 2)
+    assert made.job.redone_steps <= 3  # the world takes a snapshot every three steps
+
+
+@pytest.mark.parametrize("phase", [Phase.PREPARE, Phase.CUT])
+def test_a_new_trainer_that_dies_before_the_commit_leaves_the_others_as_they_are(phase):
+    made = world()
+    resize(made, 3)
+    to_phase(made, phase)
+    before = made.job.progress.step
+    for _ in range(20):
+        made.client_acts(made.nodes["a"])
+        made.client_acts(made.nodes["b"])
+        new = [who for _, pod, who in made.launchers() if who.prepared is not None]
+        if new:
+            break
+        for each in made.launchers():
+            made.launcher_acts(*each)
+    made.kill_prepared(new[0])
+    made.rounds(30)
+    assert len(stages.running_pods(made.job)) == 2
+    assert last(made).outcome.startswith("abandoned: ")
+    assert made.job.redone_steps == 0
+    assert made.job.progress.step > before
+
+
+@pytest.mark.parametrize("killed", ["pod_0_0", "pod_2_0"])
+def test_a_crash_after_the_commit_starts_all_anew_from_where_the_old_stage_has_parked(killed):
+    made = world()
+    resize(made, 3)
+    to_phase(made, Phase.CUT)
+    for _ in range(400):
+        if made.job.coming is None:
+            break
+        made.train()
+        for each in made.launchers():
+            made.launcher_acts(*each)
+        for _, _, who in made.launchers():
+            made.deliver(who)
+        made.now += 0.01
+    assert made.job.current is not None
+    assert made.job.current.stage == 2
+    for each in made.launchers():
+        made.launcher_acts(*each)
+    parked = made.job.progress.step
+    made.kill_trainer(*launcher(made, killed))
+    record = settled(made, 3)
+    assert (record.way, record.stage) == (Way.START, 3)
+    assert made.job.redone_steps <= made.job.progress.best_step - parked
+    assert record.first_step == parked + 1
+
+
+@pytest.mark.parametrize("phase", [Phase.PREPARE, Phase.CUT])
+def test_a_server_that_was_away_amid_the_change_goes_on_with_it(phase):
+    made = world()
+    resize(made, 3)
+    to_phase(made, phase)
+    made.stop_server()
+    made.rounds(3)
+    made.start_server()
+    record = settled(made, 3)
+    assert (record.way, record.stage, record.redone_steps) == (Way.JOIN, 2, 0)
+
+
+def test_a_taken_port_deals_new_ones_and_the_trainers_that_stay_join_again():
+    made = world()
+    launcher(made, "pod_0_0")[1].ports_fail = True
+    resize(made, 3)
+    record = settled(made, 3)
+    assert (record.way, record.stage, record.redone_steps) == (Way.JOIN, 2, 0)
+
+
+def test_the_cut_for_those_who_stay_waits_for_a_step_and_others_do_not():
+    made = world()
+    resize(made, 1)
+    to_phase(made, Phase.CUT)
+    for pod_id in ("pod_0_0", "pod_1_0"):  # also who leaves: all ranks must agree
+        view = stages.pod_orders(made.job, pod_id)
+        assert view is not None
+        assert view.plans[0].patient
+    settled(made, 1)
+    made.send(stages.PauseAsked())
+    view = stages.pod_orders(made.job, "pod_0_0")
+    assert view is not None
+    assert [plan.patient for plan in view.plans] == [False]

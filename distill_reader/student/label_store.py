@@ -113,6 +113,7 @@ class LabelStore:
         self._keys: mmap.mmap | None = None
         self._is_full = False
         self._is_closed = True  # until it is open
+        self._pid = os.getpid()
         self._others_bytes: int | None = None  # of the other folders; None: look
         try:
             self.folder, self._users = space.enter(root, identity)
@@ -187,7 +188,8 @@ class LabelStore:
                 os.close(fd)
 
     def __del__(self) -> None:
-        if not getattr(self, "_is_closed", True):
+        # A fork's copy has another's lock, which a thread of that one may have held.
+        if not getattr(self, "_is_closed", True) and os.getpid() == self._pid:
             self.close()
 
     # --- with the lock of this object

@@ -428,7 +428,7 @@ class PredictorService:
     def _place_outputs(self, lane: _Lane, batch: _Batch, numbers: Sequence[int]) -> _Ended:
         """Tell a predictor where outputs go whose shapes nobody knew before."""
         shapes = decode_shapes(numbers)
-        batch.model.learn(batch.pieces[0].item.key, shapes)
+        batch.model.learn(batch.pieces[0].item.shapes_key, shapes)
         failed: dict[int, tuple[Waiting, DistillError]] = {}
         rows: list[tuple[Place | None, ...]] = []
         for piece in batch.pieces:

@@ -17,6 +17,7 @@ Allocate = Callable[[int], Slice]  # raises TeacherBusy, BadRequest
 
 _LEARNED_SHAPES = 1024  # per model; then it is learned anew
 _LONGEST_AXIS = 2**31 - 1
+_MOST_FORMS = 64  # of one request: each is a number of the message to the predictor, per piece
 
 
 class Model:
@@ -57,6 +58,7 @@ class Waiting:
     input_shapes: tuple[Shape, ...]  # of one sample, likewise
     inputs: tuple["_Placed", ...]
     wanted: tuple[tuple[str, Form], ...]  # outputs: name in the request, what it means
+    forms: tuple[Form, ...]  # those of `wanted` that are no whole outputs
     held: tuple[Buffer, ...]  # memory of the inputs
     future: Future[InferAnswer] = field(default_factory=Future)
     output: Slice | None = None  # memory of the outputs; None: their sizes are not known yet
@@ -75,7 +77,12 @@ class Waiting:
     @property
     def key(self) -> Hashable:
         """What requests that can be computed together have in common."""
-        return self.model.place, self.input_dtypes, self.input_shapes
+        return self.model.place, self.input_dtypes, self.input_shapes, self.forms
+
+    @property
+    def shapes_key(self) -> Hashable:
+        """What requests have in common whose outputs have the same shapes."""
+        return self.input_dtypes, self.input_shapes
 
     @property
     def arenas(self) -> list[Arena]:
@@ -186,6 +193,7 @@ class _Plan:
     input_shapes: tuple[Shape, ...]
     sample_bytes: tuple[int, ...]
     wanted: tuple[tuple[str, Form], ...]
+    forms: tuple[Form, ...]
 
 
 def prepare(request: InferRequest, model: Model, allocate: Allocate) -> Waiting:
@@ -215,9 +223,10 @@ def prepare(request: InferRequest, model: Model, allocate: Allocate) -> Waiting:
             input_shapes=plan.input_shapes,
             inputs=_place_inputs(tensors, plan, samples, piece),
             wanted=plan.wanted,
+            forms=plan.forms,
             held=(*buffers_of(request), *([piece] if piece is not None else [])),
         )
-        expected = model.output_shapes(waiting.key)
+        expected = model.output_shapes(waiting.shapes_key)
         if expected is not None:
             waiting.place_outputs(expected, allocate)
     except BaseException:
@@ -268,6 +277,14 @@ def _make_plan(request: InferRequest, spec: ModelSpec) -> "_Plan":
     names, tensors = zip(*(found[wanted.name] for wanted in spec.inputs), strict=True)
     shapes = tuple(tuple(tensor.shape[1:]) for tensor in tensors)
     dtypes = tuple(np.dtype(tensor.dtype).name for tensor in tensors)
+    fetch = request.fetch or [output.name for output in spec.outputs]
+    asked = tuple((name, parse_form(spec, name)) for name in fetch)
+    whole = {parse_form(spec, output.name) for output in spec.outputs}
+    forms = tuple(sorted({form for _, form in asked} - whole))
+    if len(forms) > _MOST_FORMS:
+        raise BadRequest(
+            f"{len(forms)} forms of outputs are wanted; at most {_MOST_FORMS} at a time"
+        )
     return _Plan(
         names=names,
         input_dtypes=dtypes,
@@ -276,10 +293,8 @@ def _make_plan(request: InferRequest, spec: ModelSpec) -> "_Plan":
             _elements(shape) * np.dtype(dtype).itemsize
             for shape, dtype in zip(shapes, dtypes, strict=True)
         ),
-        wanted=tuple(
-            (name, parse_form(spec, name))
-            for name in request.fetch or [output.name for output in spec.outputs]
-        ),
+        wanted=asked,
+        forms=forms,
     )
 
 

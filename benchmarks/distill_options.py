@@ -4,9 +4,10 @@
 
 Rows: wire (float32, float16, uint8 and the top 10 of 1000 classes; 3x224x224, 16 images per batch,
 by TCP and by shared memory, in turn in one run; two teachers that compute nothing, as processes),
-cache (the second epoch of 1x28x28 and of 3x224x224, and what a label takes on disk; beside it
-SQLite's look-ups alone), accuracy (students on handwritten digits). Shown are medians; answers are
-compared with what was asked. `--quick`: one short run of each.
+link (the same by TCP over 1 Gbit/s: in a network namespace, which takes root, `ip` and `tc`), cache
+(the second epoch of 1x28x28 and of 3x224x224, and what a label takes on disk; beside it SQLite's
+look-ups alone), accuracy (students on handwritten digits). Shown are medians; answers are compared
+with what was asked. `--quick`: one short run of each.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import os
 import platform
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -36,7 +38,9 @@ from benchmarks.distill_processes import (
 from benchmarks.options_backend import OPTION
 from benchmarks.options_child import OPTIONS
 
-ROWS = ("wire", "cache", "accuracy")
+ROWS = ("wire", "link", "cache", "accuracy")
+TRANSPORTS = ("tcp", "shared memory")
+_LINK_RATE = "1gbit"
 _CACHED = (("1x28x28", 64, 100_000), ("3x224x224", 16, 8_000))
 _CACHE_OPTIONS = {"1x28x28": ("float32", "top-10"), "3x224x224": ("uint8, top-10 float16",)}
 
@@ -67,15 +71,16 @@ def teachers(folder: Path, count: int) -> Iterator[list[Teacher]]:
 class Bench:
     """Measures row by row, and prints what it finds."""
 
-    def __init__(self, folder: Path, *, quick: bool) -> None:
+    def __init__(self, folder: Path, *, quick: bool, transports: Sequence[str]) -> None:
         self._folder = folder
         self._quick = quick
+        self._transports = transports
 
     def wire(self) -> list[dict[str, Any]]:
         runs: dict[tuple[str, str], list[dict[str, float]]] = {}
         with teachers(self._folder, 2) as running:
             for _ in range(1 if self._quick else 3):
-                for transport in ("tcp", "shared memory"):
+                for transport in self._transports:
                     for option in OPTIONS:
                         found = self._child("wire", running, SHAPES[1], 16, option, transport)
                         runs.setdefault((transport, option), []).append(found)
@@ -98,6 +103,27 @@ class Bench:
             )
             rows.append(row)
         return rows
+
+    def link(self) -> Any:
+        """Run the rows of `wire` where the loopback device is as slow as such a network."""
+        figures = self._folder / "link.json"
+        name = f"edl-options-{os.getpid()}"
+        command = [sys.executable, __file__, "--only", "wire", "--transports", "tcp"]
+        command += ["--json", str(figures), *(["--quick"] if self._quick else [])]
+        try:
+            _run("ip", "netns", "add", name)
+            try:
+                _run("ip", "-n", name, "link", "set", "lo", "up")
+                limit = ("tbf", "rate", _LINK_RATE, "burst", "256kb", "latency", "50ms")
+                _run("tc", "-n", name, "qdisc", "add", "dev", "lo", "root", *limit)
+                print(f"over a link of {_LINK_RATE}", flush=True)
+                _run("ip", "netns", "exec", name, *command)
+            finally:
+                _run("ip", "netns", "del", name)
+        except (OSError, subprocess.CalledProcessError) as error:
+            print(f"link: left out: {error}")
+            return None
+        return json.loads(figures.read_text())["wire"]
 
     def cache(self) -> list[dict[str, Any]]:
         rows = []
@@ -171,11 +197,18 @@ class Bench:
         return result
 
 
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     parser.add_argument("--quick", action="store_true", help="one short run of each")
     parser.add_argument("--only", metavar="ROW[,ROW...]", help=f"of {', '.join(ROWS)}")
+    parser.add_argument(
+        "--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS, help="of the row wire"
+    )
     args = parser.parse_args(argv)
     chosen = args.only.split(",") if args.only else list(ROWS)
     unknown = [row for row in chosen if row not in ROWS]
@@ -187,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{os.cpu_count()} cores, {used:.0%} used by others before; {platform.python_version()}")
     figures: dict[str, Any] = {"cores": os.cpu_count(), "used_before": used, "quick": args.quick}
     with tempfile.TemporaryDirectory(prefix="edl-options-") as name:
-        bench = Bench(Path(name), quick=args.quick)
+        bench = Bench(Path(name), quick=args.quick, transports=args.transports)
         for row in chosen:
             figures[row] = getattr(bench, row)()
     figures["load_average"] = os.getloadavg()

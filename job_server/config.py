@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from job_server.errors import ConfigError
 from job_server.wire import (
+    USUAL_SPARES,
     JobSpec,
     Node,
     ScriptKind,
@@ -167,7 +168,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="whether the next trainers are made ready beside those that train; join: only new "
         "ones, the others stay; auto: on where a GPU has room for both, else join",
     )
-    add("--spares", type=int, default=0, help="warm trainer processes per pod (0); 280 MB each")
+    add(
+        "--spares",
+        type=int,
+        default=USUAL_SPARES,
+        help="warm trainer processes per pod (1), for a quick recovery; 150 MB each",
+    )
     add(
         "--standby",
         type=int,

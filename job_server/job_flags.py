@@ -9,7 +9,16 @@ import yaml
 
 from job_server.config import read_script_file
 from job_server.errors import ConfigError
-from job_server.wire import JobKind, JobSpec, ScriptKind, ScriptSpec, WireError, decode, encode
+from job_server.wire import (
+    USUAL_SPARES,
+    JobKind,
+    JobSpec,
+    ScriptKind,
+    ScriptSpec,
+    WireError,
+    decode,
+    encode,
+)
 
 _BUDGETS = ("max_failures", "max_preemptions", "max_resizes")
 _SCRIPT_FLAGS = {
@@ -43,7 +52,7 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
         choices=("on", "off", "join", "auto"),
         help="make new trainers ready beside the old; join: keep the old, add only new ones",
     )
-    add("--spares", type=int, metavar="N", help="warm trainer processes per pod, 280 MB each")
+    add("--spares", type=int, metavar="N", help="warm trainers per pod (1), 150 MB each")
     add(
         "--standby",
         type=int,
@@ -98,6 +107,8 @@ def read_job(args: argparse.Namespace, default_id: str | None = None) -> JobSpec
         if given is not None:
             fields[field.name] = None if given == "none" and field.name in _BUDGETS else given
     fields["script"] = _script(args, fields.get("script", {}))
+    if fields.get("kind") != JobKind.TEACHER.value:
+        fields.setdefault("spares", USUAL_SPARES)
     if "job_id" not in fields:
         if default_id is None:
             raise ConfigError("--job_id: missing; name the job, or give a --file that does")

@@ -406,6 +406,10 @@ class ScriptSpec:
             raise WireError(f"text: at most 1000000 characters, got {len(self.text)}")
 
 
+# What our programs ask for where nobody says otherwise. A job of the bare API keeps none.
+USUAL_SPARES = 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
     """What a user submits. Pods count, not slots; a pod has `slots_per_pod` trainers."""

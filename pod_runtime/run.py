@@ -17,7 +17,14 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from job_server.wire import JobSpec, ScriptKind, ScriptSpec, WireError, check_range
+from job_server.wire import (
+    USUAL_SPARES,
+    JobSpec,
+    ScriptKind,
+    ScriptSpec,
+    WireError,
+    check_range,
+)
 from pod_runtime.errors import LaunchError
 from pod_runtime.run_session import RunConfig, Session
 
@@ -49,7 +56,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--job_id", default="run", help="name of the job (run)")
     add("--policy", choices=("fixed_global", "linear"), default="fixed_global")
     add("--overlap", choices=("auto", "on", "off", "join"), default="auto")
-    add("--spares", type=int, default=0, metavar="N", help="warm trainers per pod (0); 280 MB each")
+    add(
+        "--spares",
+        type=int,
+        default=USUAL_SPARES,
+        metavar="N",
+        help="warm trainers per pod (1), for a quick recovery; 150 MB each",
+    )
     add(
         "--standby",
         type=int,

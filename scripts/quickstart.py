@@ -22,7 +22,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # so that this file also runs by its path
 
 from job_server.api_client import ApiClient, ApiError  # noqa: E402 - after the path
-from job_server.wire import JobEvent, JobSpec, JobStatus, ScriptKind, ScriptSpec  # noqa: E402
+from job_server.wire import (  # noqa: E402
+    USUAL_SPARES,
+    JobEvent,
+    JobSpec,
+    JobStatus,
+    ScriptKind,
+    ScriptSpec,
+)
 from scripts import quickstart_view as view  # noqa: E402
 from scripts.quickstart_io import (  # noqa: E402
     JOB_ID,
@@ -154,6 +161,7 @@ def start_job(
             pods=config.pods - 1,
             script=ScriptSpec(kind=ScriptKind.TIMELINE, text=timeline_yaml(changes)),
             grace_s=5.0,
+            spares=USUAL_SPARES,
         )
     )
     slots = [] if config.gpus else ["--cpu_slots", str(config.pods)]

@@ -184,7 +184,7 @@ class Loop:
         self._committed_at = time.monotonic()
         self._evaluated_at = -1
         if stage.link is not None:
-            on_sigterm(stage.member.end_soon)
+            on_sigterm(stage.member.end_soon, stage.member.end_if_waiting)
 
     def _move(self, start: Start) -> None:
         """Go on in the next stage, amid this script: the launcher has committed it."""

@@ -1,9 +1,12 @@
 """This trainer as a member of its stage: what it agrees on with its peers, and when it parks."""
 
+import contextlib
 import logging
 import os
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from typing import NoReturn
 
 import numpy as np
@@ -54,6 +57,8 @@ class Member:
         self._joining = joining  # None: as above
         self._waiting_since: float | None = None  # None: not waiting for data
         self._is_to_end = False
+        self._gate = threading.Lock()  # around `_waits`; held for good by who ends the process
+        self._waits = False  # in an exchange: the state is the committed one
 
     def exchange(self, samples: int) -> Verdict:
         """Sum gradients with all ranks; returns when all of them had theirs.
@@ -187,6 +192,19 @@ class Member:
             os._exit(PEER_LOST_EXIT_CODE)
         self._is_to_end = True
 
+    def end_if_waiting(self) -> None:
+        """End this trainer as a victim if it waits in an exchange. For another thread."""
+        with self._gate:
+            if self._waits:
+                self._leave()
+
+    def _leave(self) -> NoReturn:
+        try:
+            self._keeper.rescue()
+        except LinkError as lost:
+            logger.error("%s", lost)
+        exit_as_victim()
+
     def _end_if_told(self) -> None:
         if self._is_to_end:
             raise PeerLost("told to end, as another trainer of the stage has")
@@ -218,7 +236,19 @@ class Member:
         header = make_header(
             cut=cut, void=void, samples=samples, wish=wish, patient=self._is_patient
         )
-        return read_header(self._adapter.exchange(header, contribute=not void))
+        with self._waiting():
+            sums = self._adapter.exchange(header, contribute=not void)
+        return read_header(sums)
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        with self._gate:
+            self._waits = True
+        try:
+            yield
+        finally:
+            with self._gate:
+                self._waits = False
 
 
 def exit_as_victim() -> NoReturn:

@@ -93,6 +93,22 @@ class Network:
 
         wait_until(kill_all, 10, f"node {node} is dead")
 
+    def suspend(self, node: int) -> list[psutil.Process]:
+        """SIGSTOP every process of a node, as when its machine is frozen; return them."""
+        stopped: dict[int, psutil.Process] = {}
+        while more := [p for p in self.processes(node) if p.pid not in stopped]:
+            for process in more:  # one may have been started by another just before that stopped
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.suspend()
+                stopped[process.pid] = process
+        return list(stopped.values())
+
+    def resume(self, stopped: Sequence[psutil.Process]) -> None:
+        """Have them go on."""
+        for process in stopped:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+
     def close(self) -> None:
         """Kill what is left in the namespaces, and remove them; to be called once or more."""
         there = _ip("netns", "list").split()

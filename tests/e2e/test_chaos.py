@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -130,3 +131,25 @@ def test_planned_changes_redo_no_step_and_count_every_sample_once(
     assert status.redone_steps == 0
     finish_and_check(cluster)
     check_nothing_is_left(cluster, memory_before)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("away_s", [3, pytest.param(30, marks=pytest.mark.slow)])
+def test_a_server_that_is_away_costs_no_step_and_is_found_when_it_is_back(
+    counting_cluster: Callable[..., Cluster], away_s: float
+) -> None:
+    cluster = counting_cluster(slots=2, samples=SAMPLES, epochs=10_000)
+    cluster.submit(JobSpec(job_id="away", max_pods=2))
+    before = cluster.wait_steps(5)
+    trainers = {p.pid for p in cluster.trainers()}
+    assert cluster.server is not None
+    cluster.kill(cluster.server)
+    time.sleep(away_s)  # how long it is away is the test's input
+    cluster.start_server()
+    # Steps above those that the killed one knew: launchers have attached to the new one.
+    status = cluster.wait_for(lambda now: now.step > before.step, "launchers attach", 20)
+    assert status.stage == before.stage
+    assert (status.redone_steps, status.failures) == (0, 0)
+    assert trainers == {p.pid for p in cluster.trainers()}
+    cluster.wait_steps(3)
+    finish_and_check(cluster)

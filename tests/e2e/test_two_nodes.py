@@ -146,6 +146,42 @@ def test_a_node_joins_dies_returns_and_is_cut_off_and_every_sample_counts_once(
     finish(two_nodes, rank0=1)
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "standby", [pytest.param(0, id="no_standby", marks=pytest.mark.slow), pytest.param(2)]
+)
+def test_a_node_that_is_frozen_and_thawed_makes_no_second_world(
+    two_nodes: Nodes, standby: int
+) -> None:
+    two_nodes.start_client_of(1)
+    two_nodes.submit(JobSpec(job_id="two", pods=1, max_pods=2, standby=standby))
+    two_nodes.wait_trained_by(1)
+    two_nodes.start_client_of(2)
+    two_nodes.api().resize("two", 2)
+    two_nodes.wait_trained_by(1, 2)
+    if standby:
+        two_nodes.wait_for(lambda now: _stands_by(now), "somebody stands by", 120)
+
+    began = time.time()
+    frozen = two_nodes.network.suspend(2)  # its sockets stay open: nobody is told anything
+    status = two_nodes.wait_trained_by(1)  # after four heartbeats at the earliest
+    ended = time.time()
+    two_nodes.network.resume(frozen)
+    progress = commits_between(two_nodes, began, ended)
+    assert progress[1]
+    assert not progress[2]
+    taken_over = [each.reason for each in status.stages if each.committed_at is not None][-1]
+    assert taken_over.startswith("standby, without" if standby else "recovery")
+    two_nodes.wait_trained_by(1, 2)
+    finish(two_nodes, rank0=1)
+
+
+def _stands_by(now: JobStatus) -> bool:
+    newest = now.stages[-1]
+    ready = (newest.reason, newest.outcome) == ("standby", "preparing")
+    return ready and now.state is JobState.RUNNING
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_node_of_rank_0_is_cut_off_and_the_other_goes_on_from_its_own_copy(

@@ -1,6 +1,7 @@
 """Planned changes: in time, one at a time, without losing a step."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -418,3 +419,17 @@ def test_each_cut_of_a_stage_has_a_number_that_stays_when_the_cut_is_off():
 def abandon(made: World) -> None:
     """Let the cut take too long."""
     made.pass_time(made.job.spec.prepare_timeout_s)
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_an_interval_shorter_than_the_start_of_trainers_counts_from_their_first_step(elastic):
+    script = ScriptSpec(kind=ScriptKind.ALTERNATE, interval_s=2.0)
+    made = world(elastic=elastic, script=script, total_steps=4000)
+    made.run_until(RUNNING)
+    made.rounds(80, 1.5)  # a round is a message to and fro: a start takes several
+    stages_made = [each for each in records(made) if each.committed_at is not None]
+    assert len(stages_made) > 4
+    for before, after in pairwise(stages_made[1:]):
+        began_at = before.first_step_at if elastic else before.committed_at
+        assert began_at is not None
+        assert after.wanted_at - began_at >= 2.0

@@ -469,6 +469,24 @@ def test_a_server_that_dies_in_a_change_finishes_it_when_it_is_back(rounds):
     assert made.job.redone_steps == 0
 
 
+def test_a_server_that_comes_back_in_a_cut_waits_for_the_next_trainers_to_show_that_they_live():
+    made = trains(world(overlap="on"))
+    made.send(ResizeAsked(Resize(pods=3)))
+    made.run_until(JobState.CUTTING_OVER)
+    old, new = made.job.current, made.job.coming
+    assert old is not None
+    assert new is not None
+    made.send(stages.ServerRestarted())
+    for pod_id in old.pod_ids:
+        tell(made, pod_id, ReportKind.DRAINED, old.stage, step=made.job.progress.step)
+    for pod_id in new.pod_ids:
+        assert made.job.current is not None
+        assert made.job.current.stage == old.stage, "they may have died meanwhile"
+        tell(made, pod_id, ReportKind.READY, new.stage)
+    assert made.job.current is not None
+    assert made.job.current.stage == new.stage
+
+
 def test_reports_of_stages_that_are_gone_change_nothing():
     made = trains(world())
     made.send(ResizeAsked(Resize(pods=3)))

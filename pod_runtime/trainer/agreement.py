@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 HEADER_SIZE = 6
+_WHOLE = 0.999  # thirds and the like do not add up to 1, least of all in float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What a rank would have all of them do after a step."""
+    """What a rank would have all of them do after a step; of all together: what they do."""
 
-    snapshot: bool = False
+    snapshot: float = 0.0  # from 1 on they do; less says that so many of the nodes would not mind
     renew: bool = False  # with it: its segment is missing or too small
 
 
@@ -52,7 +53,7 @@ def make_header(
 def read_header(sums: Sequence[float]) -> Verdict:
     """Return what follows from the sums over all ranks."""
     cut, void, samples, snapshot, renew, patient = sums
-    wish = Wish(snapshot=snapshot > 0, renew=renew > 0)
+    wish = Wish(snapshot=float(snapshot > _WHOLE), renew=renew > 0)
     parks = cut > 0 or (patient > 0 and not void > 0)
     return Verdict(cut=parks, void=void > 0, samples=round(samples), wish=wish)
 

@@ -71,24 +71,27 @@ class Keeper:
     def wish(self) -> Wish:
         """What all ranks should do after the step that they exchange now."""
         snapshots, progress = self._snapshots, self._progress
-        due = False
-        if snapshots.is_first and snapshots.can_take:
-            after = progress.batches.advance(progress.cursor)
-            taken = snapshots.taken
-            # At the end of an epoch always: what the script does between its last step and the
-            # next epoch (scheduler, evaluation with other weights) is done again after a restore.
-            due = (
-                taken is None
-                or after.global_step - taken.step >= self._interval()
-                or progress.batches.steps_left(after.offset) == 0
-                or self._save_wants(taken, after.global_step)
-            )
-        return Wish(snapshot=due, renew=snapshots.wants_renewal)
+        if not snapshots.is_first:
+            return Wish(renew=snapshots.wants_renewal)
+        if not snapshots.can_take:
+            return Wish(snapshot=snapshots.share)
+        after = progress.batches.advance(progress.cursor)
+        taken = snapshots.taken
+        # At the end of an epoch always: what the script does between its last step and the next
+        # epoch (scheduler, evaluation with other weights) is done again after a restore.
+        must = (
+            taken is None
+            or progress.batches.steps_left(after.offset) == 0
+            or self._save_wants(taken, after.global_step)
+        )
+        may = taken is not None and after.global_step - taken.step >= self._interval()
+        wanted = 1.0 if must else snapshots.share if may else 0.0
+        return Wish(snapshot=wanted, renew=snapshots.wants_renewal)
 
     def wish_after_epoch(self) -> Wish:
         """What all ranks should do when the epoch has been committed."""
         due = self._writer is not None and self._snapshots.can_take
-        return Wish(snapshot=due, renew=self._snapshots.wants_renewal)
+        return Wish(snapshot=float(due), renew=self._snapshots.wants_renewal)
 
     def after_step(self, step_s: float, wish: Wish) -> None:
         """Do what is due after a committed step; `step_s` is how long steps take."""
@@ -178,7 +181,7 @@ class Keeper:
         """
         assert self._link is not None
         step = self._progress.cursor.global_step
-        self._take(Wish(snapshot=True, renew=renew))
+        self._take(Wish(snapshot=1.0, renew=renew))
         self._snapshots.meet()
         kept = self._snapshots.complete == self._snapshots.now
         if self._writer is not None and (durable or not kept):

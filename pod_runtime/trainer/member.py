@@ -113,9 +113,9 @@ class Member:
     def end_epoch(self, stop: bool) -> tuple[bool, Wish]:
         """Agree on whether it was the last one, and on what is done then. All ranks call it."""
         wish = self._keeper.wish_after_epoch()
-        votes = np.array([float(stop), float(wish.snapshot), float(wish.renew)])
+        votes = np.array([float(stop), wish.snapshot, float(wish.renew)])
         self._adapter.all_reduce(votes)
-        return bool(votes[0]), Wish(snapshot=bool(votes[1]), renew=bool(votes[2]))
+        return bool(votes[0]), Wish(snapshot=float(votes[1] >= 1), renew=bool(votes[2]))
 
     def wait_for_writer(self) -> None:
         """Return when rank 0's checkpoint is written.

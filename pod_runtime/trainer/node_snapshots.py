@@ -51,6 +51,7 @@ class NodeSnapshots:
         self._rank = rank
         self._world_size = sum(len(ranks) for ranks in nodes)
         self._node = next(tuple(ranks) for ranks in nodes if rank in ranks)
+        self.share = 1 / len(nodes)  # this node's, of a decision that all nodes have to agree to
         self._are_alone = all(len(ranks) == 1 for ranks in nodes)
         self._prepared = segment  # None: nothing was made ahead, or it is in use
         self._segment: Segment | None = None  # None: there is none, or it is not ours to write

@@ -249,12 +249,15 @@ def read_snapshot(fds: Iterable[int], stamp: Stamp) -> StateImage | None:
             if header.stamp != stamp or geometry is None:
                 continue
             with contextlib.suppress(OSError, ValueError):
-                whole = mmap.mmap(
-                    fd, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ
+                mapped = mmap.mmap(
+                    fd,
+                    geometry.meta_room + header.data_bytes,
+                    flags=mmap.MAP_SHARED | mmap.MAP_POPULATE,
+                    prot=mmap.PROT_READ,
+                    offset=geometry.meta_offset(slot),
                 )
-                start, data = geometry.meta_offset(slot), geometry.data_offset(slot)
-                view = memoryview(whole)[data : data + header.data_bytes]
-                return image_from(whole[start : start + header.meta_bytes], view)
+                view = memoryview(mapped)[geometry.meta_room :]
+                return image_from(mapped[: header.meta_bytes], view)
     return None
 
 

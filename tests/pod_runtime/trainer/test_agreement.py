@@ -17,7 +17,7 @@ rank_states = st.lists(
         st.booleans(),
         st.booleans(),
         st.integers(0, 4096),
-        st.builds(Wish, snapshot=st.booleans(), renew=st.booleans()),
+        st.builds(Wish, snapshot=st.sampled_from([0.0, 1.0]), renew=st.booleans()),
     ),
     min_size=1,
     max_size=64,
@@ -35,7 +35,7 @@ def test_a_header_says_whether_any_rank_was_told_even_summed_in_float32(ranks):
         void=any(void for _, void, _, _ in ranks),
         samples=sum(samples for _, _, samples, _ in ranks),
         wish=Wish(
-            snapshot=any(wish.snapshot for *_, wish in ranks),
+            snapshot=float(any(wish.snapshot for *_, wish in ranks)),
             renew=any(wish.renew for *_, wish in ranks),
         ),
     )
@@ -56,3 +56,14 @@ def test_ranks_agree_on_the_newest_cut_that_any_of_them_knows(known):
     else:
         durable = any(durable for cut_id, durable in known if cut_id is not None)
         assert agreed == (max(ids), durable)
+
+
+@given(st.integers(1, 500))
+def test_a_snapshot_that_nobody_needs_is_made_when_no_node_minds(nodes):
+    header = np.array(make_header(cut=False, void=False, samples=1, wish=Wish(snapshot=1 / nodes)))
+    total = np.zeros(HEADER_SIZE, np.float32)
+    for _ in range(nodes - 1):
+        total += header.astype(np.float32)
+    assert read_header(total.tolist()).wish.snapshot == 0.0
+    total += header.astype(np.float32)
+    assert read_header(total.tolist()).wish.snapshot == 1.0

@@ -179,5 +179,5 @@ def test_a_lost_peer_outside_edl_is_an_exception():
 
 def test_ranks_agree_on_the_end_of_an_epoch_and_on_what_is_put_away_then():
     member, _keeper = make(Group([0.0, 1.0, 0.0], [1.0, 0.0, 1.0]))
-    assert member.end_epoch(stop=False) == (False, Wish(snapshot=True))
+    assert member.end_epoch(stop=False) == (False, Wish(snapshot=1.0))
     assert member.end_epoch(stop=False) == (True, Wish(renew=True))

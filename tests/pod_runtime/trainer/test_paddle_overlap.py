@@ -18,7 +18,7 @@ HEADER = 3
 pytestmark = pytest.mark.filterwarnings("ignore:When training, we now always track")
 
 
-def double(tensor: Any) -> None:
+def double(tensor: Any, group: Any = None) -> None:
     """Stands for the all-reduce of two equal ranks."""
     paddle.assign(tensor * 2, tensor)
 

@@ -184,12 +184,8 @@ class Balancer:
         if now < self._hold_until_s:
             for name, held in self._held.items():
                 services[name] = _with(services.get(name, Service()), held)
-        for (service, name), own in self._own.items():  # joined while we asked
-            known = services.get(service, Service())
-            if name not in known.students:
-                students = {**known.students, name: own.student}
-                services[service] = replace(known, students=students)
-        for name in {service for service, _ in self._own}:
+        # Who joined while we asked is not in the registry yet: others would take him out again.
+        for name in own_names & services.keys():
             if not self._is_young(name, services[name], now):
                 services[name] = await self._decide(name, services[name], stored.get(name))
         self._known = services

@@ -61,8 +61,6 @@ class Balancer:
         self._away: str | None = None
         self._away_logged_s = 0.0
         self._known: dict[str, Service] = {}  # as it was, and as decided, when last seen
-        self._held: dict[str, Service] = {}  # before an outage, until `_hold_until_s`
-        self._hold_until_s = 0.0
         self._young_until_s: dict[str, float] = {}
         self.moves = 0  # links that students got in addition to or in place of others
         self.tables = 0  # written
@@ -105,11 +103,10 @@ class Balancer:
         if own is not None and own.student.session == student.session:
             del self._own[key]
             self._left[key] = own.student
-            for known in (self._known, self._held):  # nobody waits for it to come back
-                if service in known:
-                    students = dict(known[service].students)
-                    students.pop(student.student, None)
-                    known[service] = replace(known[service], students=students)
+            known = self._known.get(service)
+            if known is not None:  # nobody waits for it to come back
+                students = {name: each for name, each in known.students.items() if name != key[1]}
+                self._known[service] = replace(known, students=students)
             self.poke()
 
     @property
@@ -177,13 +174,7 @@ class Balancer:
         now = self._clock()
         stored = {name: service.table for name, service in services.items()}
         if self._away is not None or self._has_forgotten(stored):
-            if self._away is not None:
-                logger.info("the registry is back")
-            self._away = None
-            self._held, self._hold_until_s = self._known, now + _HOLD_S
-        if now < self._hold_until_s:
-            for name, held in self._held.items():
-                services[name] = _with(services.get(name, Service()), held)
+            services, stored = await self._restore(own_names)
         # Who joined while we asked is not in the registry yet: others would take him out again.
         for name in own_names & services.keys():
             if not self._is_young(name, services[name], now):
@@ -268,8 +259,27 @@ class Balancer:
         for name in {service for service, _ in self._own}:
             known = self._known.get(name)
             if known is not None and known.table is not None and stored.get(name) is None:
-                return self._clock() >= self._hold_until_s  # else that is what we hold for
+                return True
         return False
+
+    async def _restore(
+        self, own_names: set[str]
+    ) -> tuple[dict[str, Service], dict[str, Table | None]]:
+        """Put back what was known before; return what there is now, and which tables.
+
+        In the registry itself, so that other servers, who may know less, do not take it off.
+        """
+        for name in own_names & self._known.keys():
+            await self._registry.restore(name, self._known[name], _HOLD_S)
+        if self._away is not None:
+            logger.info("the registry is back")
+        self._away = None
+        services = dict(await self._registry.services(own_names))
+        stored = {name: service.table for name, service in services.items()}
+        for name in own_names & services.keys() & self._known.keys():
+            if services[name].table is None:
+                services[name] = replace(services[name], table=self._known[name].table)
+        return services, stored
 
     # --- without the registry
 
@@ -293,12 +303,3 @@ class Balancer:
                 service = replace(known, students=students)
                 self._known[name] = replace(service, table=guest_table(service))
         self._tell()
-
-
-def _with(service: Service, held: Service) -> Service:
-    """Return a service as it is now, with whom it had before."""
-    return Service(
-        teachers=service.teachers | held.teachers,
-        students={**held.students, **service.students},
-        table=service.table or held.table,
-    )

@@ -11,6 +11,8 @@ from distill_reader.balance.registry import STUDENT_LEASE_S, RegistryAway
 from distill_reader.balance.table import Service, Student, Table
 
 _MAX_ENTRIES = 20_000  # teachers, and students
+_STALL_S = 1.5  # without a look, which there is twice a second
+_RETURN_S = 4.0  # behind that, for teachers and students to be heard again
 
 
 class MemoryRegistry:
@@ -18,6 +20,7 @@ class MemoryRegistry:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._looked_s = clock()
         self._teachers: dict[tuple[str, str], float] = {}  # (service, endpoint) -> end of its lease
         self._students: dict[tuple[str, str], tuple[Student, float]] = {}
         self._tables: dict[str, Table] = {}
@@ -26,6 +29,13 @@ class MemoryRegistry:
     async def services(self, own: Collection[str]) -> Mapping[str, Service]:
         """See Registry."""
         now = self._clock()
+        if now - self._looked_s > _STALL_S:  # this process was stopped: nobody could renew
+            least = now + _RETURN_S
+            self._teachers = {key: max(ends, least) for key, ends in self._teachers.items()}
+            self._students = {
+                key: (student, max(ends, least)) for key, (student, ends) in self._students.items()
+            }
+        self._looked_s = now
         self._teachers = {key: ends for key, ends in self._teachers.items() if ends > now}
         self._students = {key: each for key, each in self._students.items() if each[1] > now}
         teachers: dict[str, set[str]] = {}
@@ -83,6 +93,14 @@ class MemoryRegistry:
         if known is not None and known[0].session == student.session:
             del self._students[service, student.student]
             self._tell()
+
+    async def restore(self, name: str, service: Service, lease_s: float) -> None:
+        """See Registry."""
+        ends = self._clock() + lease_s
+        for endpoint in service.teachers:
+            self._teachers.setdefault((name, endpoint), ends)
+        for student in service.students.values():
+            self._students.setdefault((name, student.student), (student, ends))
 
     async def put_table(self, service: str, table: Table, before: Table | None) -> bool:
         """See Registry."""

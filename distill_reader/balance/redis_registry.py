@@ -34,7 +34,9 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = "/service/"
 _CHANNEL = "edl:discovery"
-_TIMEOUT_S = 2.0  # of a command, and of connecting
+# Of a command, and of connecting: a Redis that hangs must be known to, before its leases have ended
+# that nobody could renew.
+_TIMEOUT_S = 1.2
 _TABLE_LEASE_S = 3600.0  # behind its service's last student
 _MAX_KEYS = 100_000  # that are looked at
 _SCAN = 1000  # keys per call
@@ -53,6 +55,11 @@ _DROP_STUDENT = """
 local now = redis.call('GET', KEYS[1])
 if not now or string.sub(now, 1, 16) ~= ARGV[1] then return 0 end
 return redis.call('DEL', KEYS[1])
+"""
+_RESTORE_TEACHER = """
+if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
+redis.call('HSET', KEYS[1], 'server', ARGV[1], 'info', '')
+return redis.call('PEXPIRE', KEYS[1], ARGV[2])
 """
 _PUT_TABLE = """
 if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return 0 end
@@ -215,6 +222,21 @@ class RedisRegistry:
         async with self._redis() as client:
             if await client.eval(_DROP_STUDENT, 1, key, _digits(student.session)):
                 await client.publish(_CHANNEL, service)
+
+    async def restore(self, name: str, service: Service, lease_s: float) -> None:
+        """See Registry."""
+        lease_ms = round(lease_s * 1000)
+        async with self._redis() as client:
+            pipe = client.pipeline(transaction=False)
+            for endpoint in sorted(service.teachers):
+                key = _key(name, "nodes", endpoint)
+                pipe.eval(_RESTORE_TEACHER, 1, key, endpoint, lease_ms)
+            for student in service.students.values():
+                key = _key(name, "students", student.student)
+                text = _digits(student.session) + student_text(student)
+                pipe.set(key, text, px=lease_ms, nx=True)
+            pipe.publish(_CHANNEL, name)
+            await pipe.execute()
 
     async def put_table(self, service: str, table: Table, before: Table | None) -> bool:
         """See Registry. What was there is what `services` read last, be it a table or not."""

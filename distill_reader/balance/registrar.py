@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from distill_reader.balance.line import Line
+from distill_reader.balance.line import Line, ServerAway
 from distill_reader.balance.messages import Beat, beat_body, withdraw_body
 from distill_reader.balance.names import address_of
 from distill_reader.balance.places import DiscoveryAddress, Place
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 LEASE_S = 2.5  # of a teacher: what dies with its registrar is off the lists then
 _BEATS = 5  # within a lease
+_ANSWER_S = 1.0  # another place must have been asked before the lease ends
 _RETRY_S = 0.5
 _REFUSED_RETRY_S = 5.0
 _LOG_EVERY_S = 10.0
@@ -60,7 +61,8 @@ class Registrar:
         self._config = config
         self._is_alive = is_alive
         self._links: dict[Place, _Link] = {}
-        self._at = 0
+        self._at = random.randrange(len(config.places))  # teachers spread over the servers
+        self._failures = 0  # in a row
         self._is_registered = False
         self._trouble_logged_s = -_LOG_EVERY_S
 
@@ -79,16 +81,21 @@ class Registrar:
         is_alive = self._is_alive is None or await self._is_alive()
         place = self._config.places[self._at]
         try:
-            if is_alive:
-                await self._link(place).beat()
-            elif self._is_registered:
-                await self._link(place).withdraw()
+            async with asyncio.timeout(_ANSWER_S):
+                if is_alive:
+                    await self._link(place).beat()
+                elif self._is_registered:
+                    await self._link(place).withdraw()
         except Exception as error:  # noqa: BLE001
             # The outermost loop, which nothing may end: the teacher would never come back.
             await self._note(error, place)
             self._at = (self._at + 1) % len(self._config.places)
+            self._failures += 1
+            if self._failures < len(self._config.places):
+                return 0.0  # another one may do, before the lease ends
             retry_s = _REFUSED_RETRY_S if isinstance(error, BadRequest) else _RETRY_S
             return retry_s * random.uniform(0.5, 1.5)
+        self._failures = 0
         if is_alive != self._is_registered:
             logger.log(
                 logging.INFO if is_alive else logging.WARNING,
@@ -102,6 +109,8 @@ class Registrar:
         return period_s
 
     async def _note(self, error: Exception, place: Place) -> None:
+        if isinstance(error, TimeoutError):
+            error = ServerAway(f"{place}: it is silent")
         if not isinstance(error, DistillError):
             logger.error("registering failed", exc_info=error)
         elif self._is_registered or time.monotonic() - self._trouble_logged_s >= _LOG_EVERY_S:

@@ -49,6 +49,13 @@ class Registry(Protocol):
         """Forget it, if its session is still the one that counts."""
         ...
 
+    async def restore(self, name: str, service: Service, lease_s: float) -> None:
+        """Put back, for so long, the teachers and students of a service that are not there.
+
+        The registry was away, or has lost its memory: they have had no chance to stay.
+        """
+        ...
+
     async def put_table(self, service: str, table: Table, before: Table | None) -> bool:
         """Put `table` in place of `before`; return whether that was still there."""
         ...

@@ -62,6 +62,34 @@ def test_a_server_that_hangs_is_left(redis_server, run, monkeypatch):
     assert set(student.told) == {(teacher.endpoint,)}
 
 
+def test_teachers_that_registered_with_a_server_that_hangs_stay(redis_server, run, monkeypatch):
+    monkeypatch.setattr("distill_reader.balance.registrar._ANSWER_S", 0.3)
+    hanging = run(DiscoveryProcess, "--db_endpoints", redis_server.endpoint)
+    staying = run(LocalDiscovery, redis_server.url)
+    both = f"{hanging.endpoint},{staying.endpoint}"
+    _, (student,) = group(run, both, staying.endpoint, 4, 1)  # some at each, most likely
+    told = len(student.told)
+    hanging.send(signal.SIGSTOP)
+    leases_end_s = time.monotonic() + 2.0
+    wait_until(lambda: time.monotonic() > leases_end_s)
+    assert all(student.told[told - 1 :])
+    wait_until(lambda: len(student.teachers) == 4)
+    hanging.send(signal.SIGCONT)
+
+
+def test_the_only_server_that_hangs_forgets_nobody(run):
+    server = run(DiscoveryProcess)
+    _, (student,) = group(run, server.endpoint, server.endpoint, 2, 1)
+    server.send(signal.SIGSTOP)
+    leases_end_s = time.monotonic() + 2.5
+    wait_until(lambda: time.monotonic() > leases_end_s)
+    server.send(signal.SIGCONT)
+    newcomer = run(LocalTeacher, server.endpoint)
+    wait_until(lambda: newcomer.endpoint in student.teachers and len(student.teachers) == 3)
+    first = student.told.index(next(each for each in student.told if len(each) == 2))
+    assert all(len(teachers) >= 2 for teachers in student.told[first:])
+
+
 def test_the_only_server_is_started_again_and_nothing_moves(run):
     first = run(LocalDiscovery)
     _, students = group(run, first.endpoint, first.endpoint, 6, 3)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pod_runtime.trainer.joining import MOST_GROUPS
 from pod_runtime.verify import main as verify
 from tests.pod_runtime.trainer.fake_launcher import FakeLauncher, Stage
 from tests.support import wait_until
@@ -92,6 +93,22 @@ def test_a_change_that_is_off_costs_no_step_whatever_it_had_come_to(training):
     stage.resume(1)
     stage.wait_step(step + 1)
     stage = made.change(stage, [1, 0])
+    made.finish(stage)
+
+
+@pytest.mark.slow
+def test_a_process_stays_through_so_many_changes_and_then_says_that_it_will_not(training):
+    made = training(2)
+    stage = made.start(2)
+    stage.wait_step(1)
+    for _ in range(MOST_GROUPS):
+        stage = made.change(stage, [1, 0])
+    assert [said.get("stage") for said in stage.wait_all("cannot_join")] == [None, None]
+    made.join(stage, [0, 1])
+    number = stage.number + 1
+    wait_until(
+        lambda: all(t.words("cannot_join")[-1].get("stage") == number for t in stage.trainers), 60
+    )
     made.finish(stage)
 
 

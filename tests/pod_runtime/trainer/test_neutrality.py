@@ -90,6 +90,32 @@ def test_six_changes_do_not_change_what_is_trained(launch, tmp_path: Path, besid
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("all_reduce", ["flat", pytest.param("overlapped", marks=pytest.mark.slow)])
+def test_trainers_that_stay_and_trainers_that_join_train_the_same(launch, all_reduce: str):
+    """From one to three, and on with two of them, whose ranks change places."""
+    expected = train_alone(launch("towers.py", 4, "alone"))
+    job = launch("towers.py", 4, "joined")
+    hurry = job.folder / "hurry"
+    out = ("--out", str(job.folder), "--all_reduce", all_reduce, "--hurry", str(hurry))
+    stage = job.start(1, *out, "--step_s", "1")
+    stage.go()
+    stage.wait_step(1)
+    for ranks in ([0, None, None], [2, 0]):
+        old, stage = stage, job.join(stage, ranks, *out, "--step_s", "1")
+        stage.wait_prepared()
+        old.cut(patient=True)
+        stage.commit((old.number, old.drained()))
+        stage.wait_all("step")
+    hurry.touch()
+    assert stage.codes() == [0, 0], stage.logs()
+    found = dict(np.load(job.folder / "final.npz"))
+    assert distance(expected, found, "plain") <= TOLERANCE
+    assert distance(expected, found, "noisy") <= TOLERANCE
+    assert distance(expected, found, "unused") == 0
+    assert verify([str(job.run_dir)]) == 0
+
+
+@pytest.mark.timeout(600)
 def test_gradients_that_are_sent_during_the_backward_pass_train_the_same(launch):
     """With ranks that have no shard of a short batch, and with gradients that change once sent."""
     expected = train_alone(launch("towers.py", 4, "alone"))

@@ -16,6 +16,7 @@ import requests
 
 from distill_reader import oip_messages, serve
 from distill_reader.errors import UsageError
+from distill_reader.normalization import Normalization
 from distill_reader.serving_messages import MESSAGES
 from distill_reader.specs import ModelSpec, TensorSpec
 from distill_reader.teacher.backend import Device
@@ -284,11 +285,26 @@ def test_predictors_are_per_gpu_or_on_the_cpu(folder, arguments, devices):
         (["--name", "a", "--model", "."], "--name a: there are several models"),
         (["--bind", "0.0.0.0"], "--bind 0.0.0.0: .* wants a token"),
         (["--token_file", "nowhere"], "--token_file nowhere: "),
+        (["--normalize", "x/image"], "--normalize x/image: say of which model, as MODEL/image"),
+        (["--normalize", "image", "toy/image"], "--normalize toy/image: image of toy is there"),
+        (["--normalize", "image:std=0"], "scale and std must be > 0"),
     ],
 )
 def test_a_wrong_argument_is_named_with_its_remedy(folder, arguments, match):
     with pytest.raises(UsageError, match=match):
         parse("--model", str(folder), *arguments)
+
+
+def test_a_normalization_is_of_the_only_model_or_of_the_one_it_names(folder):
+    option = "image:mean=0.5:std=0.25"
+    expected = Normalization(mean=(0.5,), std=(0.25,))
+    service, _ = parse("--model", str(folder), "--normalize", option)
+    assert service.normalizations == (("toy", "image", expected),)
+    two = ("--model", f"a={folder}", f"b={folder}")
+    service, _ = parse(*two, "--normalize", f"b/{option}", "a/mask")
+    assert service.normalizations == (("b", "image", expected), ("a", "mask", Normalization()))
+    with pytest.raises(UsageError, match="say of which model, as MODEL/image; served are a, b"):
+        parse(*two, "--normalize", option)
 
 
 def test_models_of_one_name_are_refused(folder):

@@ -141,7 +141,7 @@ def undisturbed(folder: Path, teacher: str) -> dict[str, float]:
     return result
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_a_student_learns_the_same_while_its_pods_and_its_teachers_change(
     service: Service, cluster: Cluster, tmp_path: Path
 ) -> None:

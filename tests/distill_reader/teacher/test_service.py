@@ -482,7 +482,7 @@ def test_predictors_killed_under_load_leave_no_request_wrong_or_without_answer(f
 
 
 def test_a_predictor_that_hangs_is_replaced_and_its_request_answered_by_another(folder, children):
-    service = started(config(folder, "sums", predict_timeout_s=3.0))
+    service = started(config(folder, "sums", predict_timeout_s=8.0))
     hung = children()[0]
     hung.send_signal(signal.SIGSTOP)
     futures = [ask(service, images(first)) for first in range(8)]

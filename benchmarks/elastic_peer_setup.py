@@ -63,8 +63,9 @@ TUNED = """
 Peers: torchrun-tuned: monitor_interval 0.1, last_call_timeout 1, keep_alive_interval 1, 3 attempts
 (the least that it takes; fewer attempts gave two worlds at once); own-store: with
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 as well, without which it is dead now and then. paddle-tuned:
-elastic_timeout 3, and ranks wait for rank 0's port before they connect. All with a warm page cache
-and checkpoints every 20 steps; the node that holds torchrun's store never leaves."""
+elastic_timeout 6 (with less than its 5 s of heartbeat a crash ends the job), and ranks wait for
+rank 0's port before they connect. All with a warm page cache and checkpoints every 20 steps; the
+node that holds torchrun's store never leaves."""
 
 
 def why_not(peer: Peer, known: Mapping[str, str]) -> str:

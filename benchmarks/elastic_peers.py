@@ -117,7 +117,9 @@ class PaddleJob(PeerJob):
         command += ["--log_dir", str(self.folder / f"log{self._started}")]
         more = []
         if self.options.tuned:
-            command += ["--elastic_timeout", "3"]
+            # A launcher whose trainer failed takes up to 5 s to show itself again; with less than
+            # that the others find nobody, and end.
+            command += ["--elastic_timeout", "6"]
             more = ["--wait_for_master"]
         script = ROOT / "benchmarks" / "elastic_train_paddle.py"
         command += [str(script), *self.trainer(), *more]

@@ -222,7 +222,7 @@ def steps_by_world(order: Sequence[Generation], steps: int) -> dict[int, int]:
 def show(record: Record, rows: Sequence[str]) -> None:
     """Print what there is of these rows."""
     lines, phases = [], []
-    for row in rows:
+    for row in (row for row in rows if row not in (*WALL, RANDOM)):
         failures = len(record.failures(row))
         for kind in ("join", "leave"):
             name = f"{row} {kind}"
@@ -262,7 +262,7 @@ def show(record: Record, rows: Sequence[str]) -> None:
             f"{1e3 * got['pause_s']:.0f} ms, at most {1e3 * got['longest_pause_s']:.0f} ms; "
             f"excess {1e3 * got['excess_s']:.0f} ms; the ledger {proof} that each step counts once"
         )
-    for row in (*rows, RANDOM):
+    for row in rows:
         for why in record.failures(row):
             print(f"  {row} failed: {why}")
 

@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from distill_reader.balance.demand import DemandPoster
@@ -20,6 +19,7 @@ from distill_reader.balance.memory import MemoryRegistry
 from distill_reader.balance.names import address_of, check_endpoint
 from distill_reader.balance.redis_registry import RedisAddress, RedisRegistry, redis_address
 from distill_reader.balance.server import DiscoveryServer, ServerConfig
+from distill_reader.balance.tasks import end_tasks
 from distill_reader.errors import DistillError, UsageError
 from distill_reader.listening import bind, bracketed, is_loopback, raise_file_limit
 from distill_reader.tokens import read_job_token, read_password, read_token
@@ -133,10 +133,7 @@ async def _serve(config: Config, listener: socket.socket) -> int:
     sys.stdout.flush()
     ended = asyncio.create_task(stopping.wait())
     done, _ = await asyncio.wait([ended, *tasks], return_when=asyncio.FIRST_COMPLETED)
-    for task in (ended, *tasks):
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+    await end_tasks(ended, *tasks)
     await registry.close()
     logger.info("ended")
     return 0 if ended in done else 1

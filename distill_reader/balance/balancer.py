@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from distill_reader.balance.assign import count_moves
 from distill_reader.balance.registry import Registry, RegistryAway
 from distill_reader.balance.table import Service, Student, Table, guest_table, next_table
+from distill_reader.balance.tasks import end_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -156,9 +157,7 @@ class Balancer:
                 self._looked_in_s = self._clock() - began_s
                 await self._wait()
         finally:
-            watching.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watching
+            await end_tasks(watching)
 
     async def _wait(self) -> None:
         with contextlib.suppress(TimeoutError):

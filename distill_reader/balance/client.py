@@ -30,6 +30,7 @@ from distill_reader.balance.places import DiscoveryAddress, Place
 from distill_reader.balance.redis_registry import RedisAddress, RedisRegistry
 from distill_reader.balance.speeds import Measured
 from distill_reader.balance.table import Student
+from distill_reader.balance.tasks import end_tasks
 from distill_reader.errors import BadRequest, DistillError, Retryable
 
 logger = logging.getLogger(__name__)
@@ -146,9 +147,7 @@ class StudentClient:
             self._tell(self._held)
         visiting = asyncio.create_task(self.work())
         await self._stopping.wait()
-        visiting.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await visiting
+        await end_tasks(visiting)
 
     async def work(self) -> None:
         """Be a student until cancelled: what the thread does, for who has a loop of its own."""
@@ -210,9 +209,7 @@ class StudentClient:
             try:
                 await self._listen(line)
             finally:
-                reporting.cancel()
-                with contextlib.suppress(asyncio.CancelledError, DistillError):
-                    await reporting
+                await end_tasks(reporting)
         except asyncio.CancelledError:
             with contextlib.suppress(DistillError, TimeoutError):
                 async with asyncio.timeout(_LEAVE_S):
@@ -275,9 +272,7 @@ class StudentClient:
                     await registry.drop_student(self._service, student)
             raise
         finally:
-            working.cancel()
-            with contextlib.suppress(asyncio.CancelledError, DistillError):
-                await working
+            await end_tasks(working)
             await registry.close()
         raise ServerAway(f"{place}: gone")
 

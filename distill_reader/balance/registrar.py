@@ -16,6 +16,7 @@ from distill_reader.balance.messages import Beat, beat_body, withdraw_body
 from distill_reader.balance.names import address_of
 from distill_reader.balance.places import DiscoveryAddress, Place
 from distill_reader.balance.redis_registry import RedisRegistry
+from distill_reader.balance.tasks import end_tasks
 from distill_reader.errors import BadRequest, DistillError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -216,9 +217,7 @@ async def register_until(config: RegistrarConfig, stopping: asyncio.Event, *, pr
     registrar = Registrar(config, PortProbe(config.server) if probes else None)
     task = asyncio.create_task(registrar.run())
     await stopping.wait()
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
+    await end_tasks(task)
 
 
 class RegistrarThread:

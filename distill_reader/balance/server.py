@@ -28,6 +28,7 @@ from distill_reader.balance.messages import (
 from distill_reader.balance.metrics import Metrics, describe
 from distill_reader.balance.registry import Registry, RegistryAway
 from distill_reader.balance.table import Student
+from distill_reader.balance.tasks import end_tasks
 from distill_reader.errors import BadRequest
 
 logger = logging.getLogger(__name__)
@@ -71,9 +72,7 @@ class DiscoveryServer:
         finally:
             self._is_closing = True
             server.close()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await end_tasks(*self._tasks)
 
     # --- a connection
 

@@ -15,6 +15,7 @@ from distill_reader.balance.places import places_of
 from distill_reader.balance.redis_registry import RedisRegistry, redis_address
 from distill_reader.balance.registrar import PortProbe, Registrar, RegistrarConfig
 from distill_reader.balance.server import DiscoveryServer, ServerConfig
+from distill_reader.balance.tasks import end_tasks
 
 
 class LoopThread:
@@ -33,14 +34,22 @@ class LoopThread:
 
     def close(self) -> None:
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(lambda: self._task and self._task.cancel())
+            with contextlib.suppress(RuntimeError):  # it has just ended
+                asyncio.run_coroutine_threadsafe(self._end(), self._loop)
             self._thread.join(20)
             assert not self._thread.is_alive()
+
+    async def _end(self) -> None:
+        if self._task is not None:
+            await end_tasks(self._task)
 
     def _run(self) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             self._task = self._loop.create_task(self.work())
             self._loop.run_until_complete(self._task)
+        # As asyncio.run does: what was cancelled amid a scan, or just closed, is over only then.
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.run_until_complete(asyncio.sleep(0.01))
         self._loop.close()
 
 

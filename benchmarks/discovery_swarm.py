@@ -81,7 +81,7 @@ class Redis:
         self.port = free_port()
         self.endpoint = f"127.0.0.1:{self.port}"
         self._folder = folder
-        self._command = (program, "--port", str(self.port), "--save", "", "--dir", str(folder))
+        self._command = (program, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "")
         self.program = Program(*self._command, folder=folder)
 
     def restart(self) -> None:

@@ -1,7 +1,8 @@
 """A teacher that only takes time, for test_teachers_live: `live_teacher.py FOLDER`.
 
 Answers one byte for one byte, one after the other whoever asks, each after a while. SIGTERM: what
-it has taken it answers, then it notes in FOLDER that it has drained.
+it has taken it answers, then it notes in FOLDER that it has drained. There it also notes that it
+teaches, and would drain.
 """
 
 import os
@@ -34,6 +35,7 @@ def main() -> None:
     address = os.environ["EDL_ADDR"], int(os.environ["EDL_PORT"])
     with Server(address, Handler) as server:
         signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
+        (Path(sys.argv[1]) / f"{pod_id}.teaches").touch()
         print(f"{os.environ['EDL_SERVICE']} on {address}", flush=True)
         server.serve_forever(0.05)
         with computing:

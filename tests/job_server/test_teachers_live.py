@@ -100,6 +100,7 @@ def test_the_number_of_teachers_follows_the_students_up_and_down(server, tmp_pat
 def test_a_training_gets_the_slots_of_teachers_who_drain_first(server, tmp_path):
     submit_teachers(server, pods=4)
     until(server, "teachers", runs(4), "four teachers run")
+    wait_until(lambda: len(list(tmp_path.glob("*.teaches"))) == 4, 60, "their scripts have begun")
     with server.api() as api:
         api.submit(JobSpec(job_id="training", folder="train", min_pods=2, max_pods=3))
         status = until(

@@ -96,8 +96,8 @@ def epochs_for(
 ) -> int:
     """Return enough epochs that training outlasts the changes, with a tail of half a gap.
 
-    Each change pauses the training at least for the start of a trainer, most often for longer; that
-    time comes on top.
+    The kill pauses the training for the start of a trainer or so, and what the changes prepare takes
+    about as much from it; that time comes on top.
 
     Args:
         alone_per_s: images per second of one trainer.
@@ -108,7 +108,7 @@ def epochs_for(
     # Measured: three trainers on two cores, that take turns, are no faster than one alone.
     speed = alone_per_s * max(0.8, 0.6 * at_once - 0.3)
     last_s = changes[-1].at_s
-    seconds = max(last_s / 2, last_s + changes[0].at_s / 2 - len(changes) * startup_s)
+    seconds = max(last_s / 2, last_s + changes[0].at_s / 2 - 2 * startup_s)
     return max(2, round(seconds * speed / (TRAIN_IMAGES + TEST_IMAGES * EVALUATION_COST)))
 
 

@@ -2,7 +2,13 @@
 
 import signal
 
+from hypothesis import settings
+
 # Whoever runs the tests in the background (`&`, nohup, some CI) has these ignored, and all programs
 # that a test starts would inherit that: Ctrl-C could not be tested.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+
+# How long an example may take says nothing where other programs have the processor.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")

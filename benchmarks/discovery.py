@@ -23,6 +23,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no package
+
 from benchmarks.discovery_swarm import (
     OriginalStudent,
     Port,

@@ -96,8 +96,8 @@ def epochs_for(
 ) -> int:
     """Return enough epochs that training outlasts the changes, with a tail of half a gap.
 
-    The kill pauses the training for the start of a trainer or so, and what the changes prepare takes
-    about as much from it; that time comes on top.
+    The kill pauses the training for the start of a trainer or so, and what the changes prepare
+    takes about as much from it; that time comes on top.
 
     Args:
         alone_per_s: images per second of one trainer.

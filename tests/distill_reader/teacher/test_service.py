@@ -485,9 +485,10 @@ def test_a_predictor_that_hangs_is_replaced_and_its_request_answered_by_another(
     service = started(config(folder, "sums", predict_timeout_s=8.0))
     hung = children()[0]
     hung.send_signal(signal.SIGSTOP)
-    futures = [ask(service, images(first)) for first in range(8)]
-    for first, future in enumerate(futures):
-        assert_sums(outputs(future), images(first))
+    full = [images(*range(first, first + 8)) for first in range(6)]  # a batch each, for both
+    futures = [ask(service, batch) for batch in full]
+    for batch, future in zip(full, futures, strict=True):
+        assert_sums(outputs(future), batch)
     assert not hung.is_running()
     assert value(service, "edl_teacher_predictor_restarts_total") >= 1
     service.close()

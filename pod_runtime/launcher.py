@@ -259,8 +259,7 @@ class Launcher:
             case decisions.Move(key=key, rank=rank):
                 self._move((key, rank), (action.new_key, action.new_rank), action.message)
             case decisions.Welcome(key=key, rank=rank):
-                word = {"do": "welcome", "writer": action.writer}
-                self._tell_with_state(key, rank, action.plan, word)
+                self._tell_with_state(key, rank, action.plan, {"do": "welcome"})
             case decisions.Go(plan=plan):
                 logger.info("stage %d: rank %d: go", plan.stage, action.rank)
                 self._tell_with_state(action.key, action.rank, plan, {"do": "go"})

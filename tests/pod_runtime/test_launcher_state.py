@@ -367,7 +367,6 @@ def test_loaded_is_told_when_the_last_trainer_has_loaded():
     assert sum(isinstance(action, Spawn) for action in started) == 1
     (welcome,) = pod.say(0, Hello(rank=0, stage=1, pid=1))
     assert isinstance(welcome, Welcome)
-    assert welcome.writer
     pod.say(1, Hello(rank=1, stage=1, pid=2))
     assert kinds(pod.say(0, Loaded(step=7))) == []
     assert kinds(pod.say(1, Loaded(step=7))) == [ReportKind.LOADED]
@@ -671,18 +670,6 @@ def test_the_truth_names_the_phase():
     pod.told(plan(1, Order.END))
     assert phase() is LocalStage.ENDED
     assert attach_truth(pod.pod, 1, 0).failure is None
-
-
-@pytest.mark.parametrize(
-    ("pod_id", "rank", "writes"), [("a", 0, True), ("a", 1, False), ("b", 2, False)]
-)
-def test_the_first_rank_of_a_nodes_lowest_pod_writes(pod_id, rank, writes):
-    assert state.is_writer(pod_id, plan(1, Order.START), rank) is writes
-
-
-def test_a_pod_on_another_node_has_its_own_writer():
-    two_nodes = make_plan(1, Order.START, (part(), replace(part("b", 1, (2, 3)), node_id="other")))
-    assert state.is_writer("b", two_nodes, 2)
 
 
 EVENTS = st.one_of(

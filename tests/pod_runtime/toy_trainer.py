@@ -74,7 +74,7 @@ def hear_at_once() -> dict[str, Any]:
 
 say("hello", rank=rank, stage=stage, pid=os.getpid())
 welcome, segment_fds = hear()
-print("welcome", json.dumps({"writer": welcome["writer"], "segments": welcome["segments"]}))
+print("welcome", json.dumps({"segments": welcome["segments"]}))
 if args.say_too_low:
     say("stage_too_low", highest_stage=7)
     sys.exit(1)
@@ -87,7 +87,7 @@ while hear()[0]["do"] != "go":
     pass
 
 segment = -1
-if args.snapshot and welcome["writer"]:
+if args.snapshot and rank == 0:
     geometry = make_geometry(1, 0, 0)
     segment = os.memfd_create("toy")
     os.ftruncate(segment, geometry.total_bytes)

@@ -9,19 +9,23 @@ PATH/stage_%08d/step_%010d/model.safetensors       parameters and buffers, by st
 
 import logging
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pod_runtime.trainer.checkpoint_files import MANIFEST, read_files, write_files
 from pod_runtime.trainer.errors import CheckpointError, StateError
 from pod_runtime.trainer.image import StateImage
 from pod_runtime.trainer.loop_status import LoopStatus
+from pod_runtime.trainer.stage_folders import (
+    highest_stage,
+    remove_checkpoint,
+    remove_older,
+    stage_folders,
+)
 from pod_runtime.trainer.storage import Storage
 
 logger = logging.getLogger(__name__)
 
 _PROBE = "writable.probe"
-_STAGE = re.compile(r"stage_(\d{8,})\Z")
 _STEP = re.compile(r"step_(\d{10,})\Z")
 
 
@@ -48,12 +52,12 @@ class CheckpointStore:
 
     def highest_stage(self) -> int:
         """Return the highest stage that has a folder, torn ones included; 0 if none has."""
-        return max((stage for stage, _name in self._stages()), default=0)
+        return highest_stage(self.storage)
 
     def found(self) -> list[CheckpointId]:
         """Return all folders of checkpoints, whole or torn, oldest first."""
         ids = []
-        for stage, name in self._stages():
+        for stage, name in stage_folders(self.storage):
             for folder in self.storage.folders(name):
                 match = _STEP.match(folder)
                 if match:
@@ -82,7 +86,7 @@ class CheckpointStore:
                 head={"stage": made.stage, "step": made.step},
             )
         except OSError as error:
-            self._discard(made)
+            remove_checkpoint(self.storage, made)
             raise CheckpointError(
                 f"{self.storage.name}/{made.folder}: not written: {error.strerror or error}"
             ) from error
@@ -156,27 +160,6 @@ class CheckpointStore:
     def _clean(self, newest: CheckpointId) -> None:
         """Remove what is older than `newest`, which is intact, but for the last `keep` - 1."""
         try:
-            older = [each for each in self.found() if each < newest]
-            whole = [each for each in older if MANIFEST in self.storage.files(each.folder)]
-            stay = set(whole[-(self.keep - 1) :]) if self.keep > 1 else set()
-            for each in older:
-                if each not in stay:
-                    self._discard(each)
+            remove_older(self.storage, [each for each in self.found() if each < newest], self.keep)
         except OSError as error:
             logger.warning("old checkpoints in %s stay: %s", self.storage.name, error)
-
-    def _discard(self, each: CheckpointId) -> None:
-        try:
-            self.storage.remove(f"{each.folder}/{MANIFEST}")  # first: half a folder is torn
-            self.storage.remove(each.folder)
-            stage_folder = each.folder.partition("/")[0]
-            if not self.storage.folders(stage_folder) and each.stage < self.highest_stage():
-                self.storage.remove(stage_folder)
-        except OSError as error:
-            logger.warning("%s/%s stays: %s", self.storage.name, each.folder, error)
-
-    def _stages(self) -> Iterator[tuple[int, str]]:
-        for name in self.storage.folders(""):
-            match = _STAGE.match(name)
-            if match:
-                yield int(match[1]), name

@@ -11,18 +11,23 @@ writers of the same place apart. Retention removes only what lies below the newe
 import logging
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pod_runtime.trainer.checkpoint_files import MANIFEST, read_files, write_files
 from pod_runtime.trainer.errors import CheckpointError, StateError
 from pod_runtime.trainer.layout import Layout
+from pod_runtime.trainer.stage_folders import (
+    highest_stage,
+    remove_checkpoint,
+    remove_older,
+    stage_folders,
+)
 from pod_runtime.trainer.storage import Storage
 
 logger = logging.getLogger(__name__)
 
-_STAGE = re.compile(r"stage_(\d{8,})\Z")
 _PLACE = re.compile(r"epoch_(\d{8,})_step_(\d{10,})_([0-9a-f]{8})\Z")
 _LOOP_STEP = re.compile(r"step_\d{10,}\Z")
 
@@ -59,12 +64,12 @@ class EpochStore:
 
     def highest_stage(self) -> int:
         """Return the highest stage that has a folder; 0 if none has."""
-        return max((stage for stage, _name in self._stages()), default=0)
+        return highest_stage(self.storage)
 
     def found(self) -> list[EpochPlace]:
         """Return all folders of checkpoints, whole or torn, oldest first."""
         places = []
-        for stage, name in self._stages():
+        for stage, name in stage_folders(self.storage):
             for folder in self.storage.folders(name):
                 match = _PLACE.match(folder)
                 if match:
@@ -75,7 +80,7 @@ class EpochStore:
         """Whether the elastic loop, which has another format, has written here."""
         return any(
             _LOOP_STEP.match(folder)
-            for _stage, name in self._stages()
+            for _stage, name in stage_folders(self.storage)
             for folder in self.storage.folders(name)
         )
 
@@ -109,7 +114,7 @@ class EpochStore:
                 head={"stage": stage, "epoch": epoch, "step": step},
             )
         except OSError as error:
-            self._discard(made)
+            remove_checkpoint(self.storage, made)
             raise CheckpointError(
                 f"{self.storage.name}/{made.folder}: not written: {error.strerror or error}"
             ) from error
@@ -160,27 +165,6 @@ class EpochStore:
 
     def _clean(self, newest: EpochPlace, keep: int) -> None:
         try:
-            older = [each for each in self.found() if each < newest]
-            whole = [each for each in older if MANIFEST in self.storage.files(each.folder)]
-            stay = set(whole[-(keep - 1) :]) if keep > 1 else set()
-            for each in older:
-                if each not in stay:
-                    self._discard(each)
+            remove_older(self.storage, [each for each in self.found() if each < newest], keep)
         except OSError as error:
             logger.warning("old checkpoints in %s stay: %s", self.storage.name, error)
-
-    def _discard(self, each: EpochPlace) -> None:
-        try:
-            self.storage.remove(f"{each.folder}/{MANIFEST}")  # first: half a folder is torn
-            self.storage.remove(each.folder)
-            stage_folder = each.folder.partition("/")[0]
-            if not self.storage.folders(stage_folder) and each.stage < self.highest_stage():
-                self.storage.remove(stage_folder)
-        except OSError as error:
-            logger.warning("%s/%s stays: %s", self.storage.name, each.folder, error)
-
-    def _stages(self) -> Iterator[tuple[int, str]]:
-        for name in self.storage.folders(""):
-            match = _STAGE.match(name)
-            if match:
-                yield int(match[1]), name

@@ -153,7 +153,7 @@ def committed(stages: tuple[StageRecord, ...]) -> list[StageRecord]:
 def deaths(events: Iterable[JobEvent]) -> list[str]:
     """Return what the job's events say about trainers that were killed, one line each."""
     return [
-        event.text.partition(" is over: ")[2] or event.text
+        (event.text.partition(" is over: ")[2] or event.text).partition("; last lines: ")[0]
         for event in events
         if "was killed by SIGKILL" in event.text and "recovery: " not in event.text
     ]

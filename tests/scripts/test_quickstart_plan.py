@@ -154,6 +154,12 @@ def test_a_death_is_told_once_though_the_recovery_mentions_it_again():
     assert deaths(events) == ["rank 2 (pod_2_2) was killed by SIGKILL, as requested"]
 
 
+def test_what_a_killed_pod_said_last_is_for_the_log_and_not_for_the_line():
+    text = "stage 7 is over: pod pod_1_2 was killed by SIGKILL; last lines: [rank 1] a | b"
+    event = JobEvent(number=1, at=0.0, job_id="j", stage=7, text=text)
+    assert deaths([event]) == ["pod pod_1_2 was killed by SIGKILL"]
+
+
 @pytest.mark.parametrize(
     ("startup_s", "gap_s"),
     [

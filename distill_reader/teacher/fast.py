@@ -156,6 +156,7 @@ def serve_connection(
             data = wire.pack_error(0, error)
             stream.send(sock, [data], len(data), limits.stall_s)
     except Exception:
+        # The outermost place of one connection: a defect here must not end the others.
         logger.exception("fast path: a connection failed")
     finally:
         if connection is not None:

@@ -258,7 +258,6 @@ class Agent:
         if not self._stop_all():
             logger.error("ending, though some pods have not: see the log above")
         if self._link is not None:
-            self._link.close()
             self._link.say_goodbye(
                 NodeReport(
                     node_id=self._node_id,

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 25.0
 MAX_BACKOFF_S = 5.0
 NO_JOB_S = 0.5
+LAST_REPORT_S = 2.0  # how long a goodbye waits for the report under way
 
 
 class Api(Protocol):
@@ -120,17 +121,18 @@ class Link:
         self._blocks = ports.blocks(ports.ephemeral_range()) if choose_ports else []
         # None: those that the node comes with
         self._ports = self._blocks.pop(0) if choose_ports else None
-        self._threads = [
-            threading.Thread(target=self._guard, args=(work,), name=name, daemon=True)
-            for name, work in (("plan", self._follow_plan), ("report", self._keep_reporting))
-        ]
+        self._polls = self._thread("plan", self._follow_plan)
+        self._reports = self._thread("report", self._keep_reporting)
+
+    def _thread(self, name: str, work: Callable[[], None]) -> threading.Thread:
+        return threading.Thread(target=self._guard, args=(work,), name=name, daemon=True)
 
     def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
+        self._polls.start()
+        self._reports.start()
 
     def close(self) -> None:
-        """Send nothing more. A long poll under way is left to itself."""
+        """Send nothing more. A request under way is left to itself."""
         self._closing.set()
         self._report_now.set()
 
@@ -138,7 +140,13 @@ class Link:
         self._report_now.set()
 
     def say_goodbye(self, report: NodeReport) -> bool:
-        """Tell the server that this client ends; once, as nobody can wait for an answer."""
+        """Close, and tell the server that this client ends; once, as nobody can wait for an answer.
+
+        A report under way comes first: behind the goodbye it would bring the node back to life.
+        """
+        self.close()
+        if self._reports.ident is not None:
+            self._reports.join(LAST_REPORT_S)
         try:
             self._make_api().node_report(report)
         except JobServerError as error:
@@ -286,6 +294,8 @@ class Link:
             server_id = ""
         if server_id:
             self._do.contact(sent_at)
+        if self._closing.is_set():
+            return sent_at
         if server_id != plan.server_id:
             self._register_again("the server has restarted")
             self._register(api)

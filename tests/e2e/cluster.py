@@ -160,7 +160,8 @@ class Cluster:
     def kill_everything(self) -> None:
         """SIGKILL every process at once: server, client, shims, launchers, trainers."""
         for process in self.processes():
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # its parent's death ended it
+                process.kill()
         for program in (self.server, self.client):
             if program is not None:
                 program.wait(10)

@@ -1,11 +1,13 @@
 """Parts of the conversation with the server that need no client around them."""
 
+import threading
+
 import pytest
 
 from job_client.errors import FatalError, UsageError
-from job_client.link import MAX_BACKOFF_S, Backoff, find_job
+from job_client.link import MAX_BACKOFF_S, Backoff, Callbacks, Link, find_job
 from job_server.errors import ServerAway, Unauthorized
-from job_server.wire import JobKind
+from job_server.wire import JobKind, Node, NodeReport, Slot, SlotKind
 from tests.job_client.conftest import FakeServer
 
 
@@ -80,3 +82,43 @@ def test_waits_grow_to_a_limit_differ_between_clients_and_begin_anew():
         backoff.next_s()
     backoff.reset()
     assert backoff.next_s() <= 0.1
+
+
+class SlowReports(FakeServer):
+    """Takes its time over the first report, and then hears the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.go_on = threading.Event(), threading.Event()
+
+    def node_report(self, report):
+        if not self.asked.is_set():
+            self.asked.set()
+            assert self.go_on.wait(10)
+        return super().node_report(report)
+
+
+def test_a_goodbye_is_the_last_that_the_server_hears_and_nothing_registers_behind_it():
+    server = SlowReports()
+    node = Node(
+        node_id="a",
+        addr="127.0.0.1",
+        slots=(Slot(index=0, kind=SlotKind.CPU),),
+        port_low=9000,
+        port_high=9100,
+    )
+    callbacks = Callbacks(
+        node=lambda: node,
+        plan=lambda plan: None,
+        report=lambda fresh: NodeReport(node_id="a", pods=()),
+        contact=lambda sent_at: None,
+        fatal=lambda error: None,
+    )
+    link = Link(lambda: server, callbacks, choose_ports=False)
+    link.start()
+    assert server.asked.wait(10)
+    server.come_back(forgetful=False)  # another id: the answer would have the node register again
+    threading.Timer(0.2, server.go_on.set).start()
+    assert link.say_goodbye(NodeReport(node_id="a", pods=(), leaving=True))
+    assert [report.leaving for report in server.reports] == [False, True]
+    assert len(server.nodes) == 1

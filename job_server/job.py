@@ -297,8 +297,24 @@ class Job:
 
 
 def same_but_progress(old: Job, new: Job) -> bool:
-    """Say whether `new` need not be written: only what every heartbeat changes differs."""
-    return replace(old, progress=new.progress) == new
+    """Say whether `new` need not be written.
+
+    It need not where only what every heartbeat changes differs, or who of the stage in force has
+    parked: nothing follows from that before all have, and launchers that attach tell it again.
+    """
+    return _without_parking(replace(old, progress=new.progress)) == _without_parking(new)
+
+
+def _without_parking(job: Job) -> Job:
+    stage = job.current
+    if stage is None or not stage.any_at(At.CUTTING, At.PARKED):
+        return job
+    members = tuple(
+        replace(m, at=At.CUTTING, step=0) if m.at in (At.CUTTING, At.PARKED) else m
+        for m in stage.members
+    )
+    stopped_at = None if stage.any_at(At.PARKED) else job.stopped_at
+    return replace(job, current=replace(stage, members=members), stopped_at=stopped_at)
 
 
 def occupied(pods: Iterable[Pod]) -> dict[str, frozenset[int]]:

@@ -6,7 +6,7 @@ Pure.
 from collections.abc import Iterable
 from dataclasses import replace
 
-from job_server.job import Job, Keep, Pod, occupied
+from job_server.job import Job, Keep, Pod, Stage, occupied
 from job_server.placement import Site, deal_ports, find_node
 from job_server.wire import PlanPod, RestoreFrom
 from job_server.work import Work
@@ -81,17 +81,24 @@ def choose_restore(job: Job) -> RestoreFrom | None:
     checkpoints behind the newest one are newer than it.
     """
     within_reach = [
-        (ref.stage, ref.step, pod.pod_id)
+        ((ref.stage, ref.step, ref.serial), pod.pod_id)
         for pod in job.pods
         if pod.keep is not Keep.RELEASED and (ref := job.progress.snapshots.get(pod.pod_id))
     ]
     if not within_reach:
         return None
-    stage, step, _ = max(within_reach)
+    newest, _ = max(within_reach)
+    stage, step, serial = newest
     if stage < job.snapshot_stage:
         return None
-    pods = tuple(pod_id for s, t, pod_id in within_reach if (s, t) == (stage, step))
-    return RestoreFrom(stage=stage, step=step, pods=pods)
+    pods = tuple(pod_id for state, pod_id in within_reach if state == newest)
+    return RestoreFrom(stage=stage, step=step, serial=serial, pods=pods)
+
+
+def is_on_every_node(job: Job, stage: Stage, source: RestoreFrom) -> bool:
+    """Whether each node of a stage has a pod whose shim holds the state."""
+    holding = {pod.site.node_id for pod in job.pods if pod.pod_id in source.pods}
+    return all(member.pod.node_id in holding for member in stage.members)
 
 
 def slots_of_stayers(job: Job) -> dict[str, frozenset[int]]:

@@ -181,6 +181,10 @@ def _dispatch(work: Work, stage: Stage, member: Member, report: PodReport) -> No
             pass
 
 
+def _age(snapshot: SnapshotRef) -> tuple[int, int, int]:
+    return snapshot.stage, snapshot.step, snapshot.serial
+
+
 def _hear(work: Work, pod_id: str, snapshot: SnapshotRef | None) -> None:
     progress = work.job.progress
     work.progress(heard={**progress.heard, pod_id: work.now})
@@ -188,7 +192,7 @@ def _hear(work: Work, pod_id: str, snapshot: SnapshotRef | None) -> None:
     if snapshot is None or current is None or snapshot.stage > current.stage:
         return
     known = progress.snapshots.get(pod_id)
-    if known is None or (snapshot.stage, snapshot.step) > (known.stage, known.step):
+    if known is None or _age(snapshot) > _age(known):
         work.progress(snapshots={**progress.snapshots, pod_id: snapshot})
     if snapshot.stage > work.job.snapshot_stage:
         work.set(snapshot_stage=snapshot.stage)

@@ -28,7 +28,7 @@ from job_server.job import (
     Pod,
     Stage,
 )
-from job_server.layout import choose_restore, lay_out
+from job_server.layout import choose_restore, is_on_every_node, lay_out
 from job_server.losses import leave_out_lost
 from job_server.placement import Cluster, find_node
 from job_server.wire import JobState, SlotKind, Way
@@ -224,8 +224,13 @@ def join_otherwise(work: Work, way: Way, why: str) -> None:
     deal_again(work, f"{why}; not by join but by {way.value}")
 
 
-def commit(work: Work) -> None:
-    """Put the coming stage in force. The caller writes before anybody is told."""
+def commit(work: Work, parked_at: int | None = None) -> None:
+    """Put the coming stage in force. The caller writes before anybody is told.
+
+    Args:
+        parked_at: the step after which all pods of the stage before have parked; None: some have
+            not, so that their state may be newer than what was heard of it.
+    """
     job = work.job
     stage, old = job.coming, job.current
     assert stage is not None
@@ -234,6 +239,9 @@ def commit(work: Work) -> None:
     if beside:
         restore = choose_restore(job)
         base = None if restore is None else restore.step
+        if restore is not None and old is not None and restore.stage == old.stage:
+            exact = parked_at == restore.step and is_on_every_node(job, stage, restore)
+            restore = replace(restore, on_every_node=exact)
         stage = replace(stage, restore_from=restore, base_step=base)
     if old is not None:
         close_stage(work, old, "ended")

@@ -211,6 +211,7 @@ class SnapshotRef:
     stage: int
     step: int  # global steps committed since the job began
     digest: str = ""  # of the layout: names, shapes and types
+    serial: int = 0  # states of one stage in order; what follows an epoch shares its last step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +221,10 @@ class RestoreFrom:
     stage: int
     step: int
     pods: tuple[str, ...]  # whose shims hold it
+    serial: int = 0  # as of SnapshotRef
+    # Exactly this state, and every node of the stage has a pod that holds it: nobody needs to ask
+    # the others what they have.
+    on_every_node: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pod_runtime.channel_wire import Said, parse
@@ -107,6 +107,6 @@ class Channel:
         self._listener.close()
 
 
-def close_all(fds: tuple[int, ...]) -> None:
+def close_all(fds: Iterable[int]) -> None:
     for fd in fds:
         os.close(fd)

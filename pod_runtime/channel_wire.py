@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from job_server.codec import WireError, decode
+from job_server.wire import SnapshotRef, WireError, decode
 from pod_runtime.errors import ChannelError
 
 
@@ -79,12 +79,14 @@ class SnapshotMade:
     stage: int
     step: int
     digest: str = ""
+    serial: int = 0  # states of one stage in order; what follows an epoch shares its last step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drained:
     step: int
     id: int | None = None  # of the cut it answers; None: it followed its peers, or does not say
+    snapshot: SnapshotRef | None = None  # of this state, on its node; None: there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from job_server.wire import Order, PlanPod, PodOrders, PodReport, ReportKind, StagePlan, Way
+from job_server.wire import (
+    Order,
+    PlanPod,
+    PodOrders,
+    PodReport,
+    ReportKind,
+    SnapshotRef,
+    StagePlan,
+    Way,
+)
 from pod_runtime.channel_wire import (
     CannotJoin,
     Done,
@@ -85,6 +94,7 @@ class Run:
     total_steps: int | None = None  # None: not known
     step_s: float | None = None  # None: too early to say
     metrics: dict[str, float] | None = None  # None: nobody has sent any
+    parked_as: SnapshotRef | None = None  # what its trainers say they put away; None: nothing yet
     done_step: int | None = None  # None: training is not complete
     joining: Joining | None = None  # None: they were not asked to go on as another stage
 
@@ -240,11 +250,11 @@ def heard(pod: Pod, key: Key, rank: int, said: Said) -> Pod:
             run = _with_trainer(run, rank, loaded=True)
         case Stepped():
             run = _stepped(run, rank, said)
-        case Drained(step=step, id=cut_id):
+        case Drained(step=step, id=cut_id, snapshot=snapshot):
             if cut_id is None or cut_id > run.resumed_id:  # else: that cut is off, it goes on
                 # The ranks agree on the newest cut that any of them knows; ours may be behind.
                 newest = max(run.cut_id, cut_id or 0)
-                run = replace(run, step=max(run.step, step), cut_id=newest)
+                run = replace(run, step=max(run.step, step), cut_id=newest, parked_as=snapshot)
                 run = _with_trainer(run, rank, parked_at=step)
         case Done(step=step):
             run = replace(run, step=max(run.step, step), done_step=step)

@@ -9,11 +9,11 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from job_server.wire import SnapshotRef, StagePlan
+from job_server.wire import RestoreFrom, SnapshotRef, StagePlan
 from pod_runtime.channel import close_all
 from pod_runtime.channel_wire import SegmentMade, SnapshotMade
 from pod_runtime.launcher_state import own_pod
-from pod_runtime.segment_header import read_newest
+from pod_runtime.segment_header import SlotHeader, Stamp, read_newest
 from pod_runtime.shim_wire import Segment, ShimError, request, segment_json
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,8 @@ class Segments:
         self._pod_dir = pod_dir
         self._announced: SnapshotRef | None = None  # None: no trainer of ours has made one
         self._dropped_below = 0
+        self._at_hand: list[tuple[dict[str, object], int]] = []  # segments, and their descriptors
+        self._at_hand_from = ""  # the pod whose shim they are from
 
     def keep(self, plan: StagePlan, made: SegmentMade, fd: int) -> None:
         """Have the shims hold a trainer's segment; `fd` stays open here."""
@@ -44,7 +46,9 @@ class Segments:
 
     def complete(self, plan: StagePlan, made: SnapshotMade) -> None:
         """A slot is complete; with a stage's first, the states of earlier stages are let go."""
-        self._announced = SnapshotRef(stage=made.stage, step=made.step, digest=made.digest)
+        self._announced = SnapshotRef(
+            stage=made.stage, step=made.step, digest=made.digest, serial=made.serial
+        )
         if made.stage <= self._dropped_below:
             return
         self._dropped_below = made.stage
@@ -57,6 +61,29 @@ class Segments:
     def announced(self) -> SnapshotRef | None:
         """Return the newest snapshot that a trainer of this pod has announced."""
         return self._announced
+
+    def have_at_hand(self, plan: StagePlan) -> None:
+        """Fetch what this node holds of a stage that is being cut: then there is no time to ask."""
+        self.let_go()
+        for pod_id in (self._pod_id, *self._neighbours(plan)):
+            self._at_hand = self._fetch(pod_id, plan.stage)
+            if self._at_hand:
+                self._at_hand_from = pod_id
+                return
+
+    def let_go(self) -> None:
+        """Have nothing at hand: a segment's memory is free once nobody holds it any more."""
+        close_all(fd for _, fd in self._at_hand)
+        self._at_hand, self._at_hand_from = [], ""
+
+    def confirm(self, said: SnapshotRef) -> SnapshotRef | None:
+        """Return the newest snapshot that this pod's shim holds; `said`: as trainers say, that one.
+
+        The shim is asked only where what is at hand is another: the segment may be too new.
+        """
+        if any(_ref(header) == said for _, fd in self._at_hand if (header := read_newest(fd))):
+            return said if self._at_hand_from == self._pod_id else None
+        return self.newest()
 
     def newest(self) -> SnapshotRef | None:
         """Return the newest complete snapshot that this pod's shim holds; asks it. Any thread."""
@@ -71,8 +98,7 @@ class Segments:
             close_all(fds)
         if not found:
             return None
-        newest = max(found, key=lambda header: header.stamp)
-        return SnapshotRef(stage=newest.stamp.stage, step=newest.stamp.step, digest=newest.digest)
+        return _ref(max(found, key=lambda header: header.stamp))
 
     def for_restore(self, plan: StagePlan) -> tuple[list[dict[str, object]], tuple[int, ...]]:
         """Return the segments that hold the state to start from, and their descriptors.
@@ -84,19 +110,26 @@ class Segments:
         source = plan.restore_from
         if source is None:
             return [], ()
+        found = [(segment, os.dup(fd)) for segment, fd in self._at_hand if _has(fd, source)]
         others = [pod_id for pod_id in source.pods if pod_id != self._pod_id]
         for pod_id in (self._pod_id, *others):
-            folder = self._dir(pod_id)
-            if not (folder / "sock").exists():
-                continue  # on another node, or gone
-            try:
-                answer, fds = request(folder, {"op": "get", "stage": source.stage})
-            except ShimError as error:
-                logger.warning("stage %d: no state from %s: %s", plan.stage, pod_id, error)
-                continue
-            if fds:
-                return list(answer["segments"]), fds
-        return [], ()
+            if found:
+                break
+            if (self._dir(pod_id) / "sock").exists():  # else: on another node, or gone
+                found = self._fetch(pod_id, source.stage)
+            if source.on_every_node:
+                close_all(fd for _, fd in found if not _has(fd, source))
+                found = [(segment, fd) for segment, fd in found if _has(fd, source)]
+        return [segment for segment, _ in found], tuple(fd for _, fd in found)
+
+    def _fetch(self, pod_id: str, stage: int) -> list[tuple[dict[str, object], int]]:
+        """Return the segments of a stage that a shim holds, with descriptors for the caller."""
+        try:
+            answer, fds = request(self._dir(pod_id), {"op": "get", "stage": stage})
+        except ShimError as error:
+            logger.warning("stage %d: no state from %s: %s", stage, pod_id, error)
+            return []
+        return list(zip(answer["segments"], fds, strict=True))
 
     def _neighbours(self, plan: StagePlan) -> list[str]:
         """Return the other pods of `plan` on this node, lowest rank first."""
@@ -106,6 +139,20 @@ class Segments:
 
     def _dir(self, pod_id: str) -> Path:
         return self._pod_dir if pod_id == self._pod_id else self._pod_dir.parent / pod_id
+
+
+def _has(fd: int, source: RestoreFrom) -> bool:
+    """Whether a segment's newest state is exactly that one."""
+    header = read_newest(fd)
+    wanted = Stamp(stage=source.stage, step=source.step, serial=source.serial)
+    return header is not None and header.stamp == wanted
+
+
+def _ref(header: SlotHeader) -> SnapshotRef:
+    stamp = header.stamp
+    return SnapshotRef(
+        stage=stamp.stage, step=stamp.step, digest=header.digest, serial=stamp.serial
+    )
 
 
 def highest_stage(checkpoint: Path) -> int:

@@ -183,12 +183,13 @@ class Keeper:
         step = self._progress.cursor.global_step
         self._take(Wish(snapshot=1.0, renew=renew))
         self._snapshots.meet()
-        kept = self._snapshots.complete == self._snapshots.now
-        if self._writer is not None and (durable or not kept):
+        kept = self._snapshots.reference()
+        if self._writer is not None and (durable or kept is None):
             self._write_until_done(cut_id)
-        self.note_account()
-        self._link.say("drained", step=step, id=cut_id)
+        self._link.say("drained", step=step, id=cut_id, snapshot=kept)
+        # Only now: the next stage waits for these words.
         logger.info("parked after step %d for cut %d", step, cut_id)
+        self.note_account()
         start = self._link.wait_resume(cut_id)
         if start is None:
             logger.info("cut %d is off, training goes on after step %d", cut_id, step)

@@ -9,11 +9,12 @@ import json
 import logging
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from job_server.wire import StagePlan
-from pod_runtime.segment_header import Stamp, read_newest
+from pod_runtime.segment_header import SlotHeader, Stamp, read_newest
 from pod_runtime.trainer.adapter import Adapter
 from pod_runtime.trainer.errors import SnapshotError
 from pod_runtime.trainer.image import StateImage, meta_bytes
@@ -128,8 +129,7 @@ class NodeSnapshots:
         self._give(newest.digest)
         if first or at_once or now - self._said_at >= _ANNOUNCE_PERIOD_S:
             self._said_at, self._unsaid = now, None
-            stamp = newest.stamp
-            self._link.say("snapshot", stage=stamp.stage, step=stamp.step, digest=newest.digest)
+            self._link.say("snapshot", **_reference(newest))
 
     def meet(self) -> None:
         """Return when what all ranks have written is complete. All ranks call it."""
@@ -141,6 +141,13 @@ class NodeSnapshots:
     def complete(self) -> Stamp | None:
         """The newest complete snapshot of this node; None: there is none."""
         return None if self._segment is None else self._segment.newest()
+
+    def reference(self) -> dict[str, Any] | None:
+        """Return what the launcher is told of the committed state; None: it is not kept."""
+        newest = None if self._segment is None else read_newest(self._segment.fd)
+        if newest is None or newest.stamp != self.now:
+            return None
+        return _reference(newest)
 
     @property
     def fd(self) -> int:
@@ -256,6 +263,17 @@ class NodeSnapshots:
     def _meta(self, layout: Layout) -> bytes:
         scalars = json.dumps(self._adapter.scalars())
         return meta_bytes(self._progress.status_json(), scalars, layout)
+
+
+def _reference(header: SlotHeader) -> dict[str, Any]:
+    """Return a snapshot as the launcher and the server name it (`SnapshotRef`)."""
+    stamp = header.stamp
+    return {
+        "stage": stamp.stage,
+        "step": stamp.step,
+        "serial": stamp.serial,
+        "digest": header.digest,
+    }
 
 
 def nodes_of(plan: StagePlan) -> tuple[tuple[int, ...], ...]:

@@ -65,6 +65,8 @@ def restore(
         StateError, CheckpointError: a state is there and does not fit, or is damaged.
         PeerLost: another rank is gone.
     """
+    if wanted is not None and wanted.on_every_node:
+        return _restore_here(adapter, wanted, fds, stage=stage, kept=kept)
     newest = newest_stamp(fds, wanted.stage) if wanted else None
     have = np.zeros((world_size, 3))
     have[rank] = (-1, -1, 0) if newest is None else (newest.step, newest.serial, 1)
@@ -109,6 +111,32 @@ def restore(
         adapter, image, rank=rank, source=source, stage=stage, fresh=fresh,
         from_checkpoint=from_checkpoint, kept=kept,
     )  # fmt: skip
+
+
+def _restore_here(
+    adapter: Adapter,
+    wanted: RestoreFrom,
+    fds: tuple[int, ...],
+    *,
+    stage: int,
+    kept: Kept | None,
+) -> Restored:
+    """Load exactly what every node has: nobody has to be asked, or waited for.
+
+    Raises:
+        StateError: this node has it no longer.
+    """
+    stamp = Stamp(stage=wanted.stage, step=wanted.step, serial=wanted.serial)
+    if kept is not None and kept.stamp == stamp:
+        return _kept(kept, stage)
+    image = read_snapshot(fds, stamp)
+    if image is None:
+        raise StateError(
+            f"stage {stage} begins from step {stamp.step} of stage {stamp.stage}, whose snapshot "
+            f"this node has lost since it was told of; trainers start again from another node's"
+        )
+    adapter.load(image.layout, image.data, image.scalars)
+    return _restored(image, stage, from_checkpoint=False)
 
 
 def _load_newest(

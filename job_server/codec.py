@@ -1,6 +1,7 @@
 """Dataclasses to JSON and back, strictly: what does not fit is refused with the field's path.
 
-Standard library only. Unknown keys are ignored, so that old programs survive new ones.
+Standard library only. Unknown keys are ignored, so that old programs survive new ones. How a type
+is converted is worked out once and kept: messages are converted while a training waits for them.
 """
 
 import dataclasses
@@ -8,30 +9,55 @@ import enum
 import functools
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+Decoder = Callable[[Any], Any]  # of JSON data; raises _MisfitError
 
 MAX_INT = 2**63 - 1  # what SQLite and other languages hold; either sign
+_PLAIN = frozenset((str, int, float, bool, types.NoneType))
 
 
 class WireError(ValueError):
     """A message does not match the contract; the text names the field, the value and the remedy."""
 
 
-def encode(value: object) -> Any:
+class _MisfitError(Exception):
+    """A value does not fit; on its way out it gathers the path to it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+        self.path = ""  # within what is decoded
+
+    def under(self, step: str) -> "_MisfitError":
+        """Return itself as seen from one level above; `step` leads here from there."""
+        between = "." if self.path and not self.path.startswith("[") else ""
+        self.path = f"{step}{between}{self.path}"
+        return self
+
+
+def encode(value: Any) -> Any:
     """Return `value` (dataclass, enum, tuple, mapping, scalar) as plain JSON types."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, tuple | list | frozenset | set):
-        items = sorted(value) if isinstance(value, frozenset | set) else value
-        return [encode(item) for item in items]
-    if isinstance(value, Mapping):
-        return {str(key): encode(item) for key, item in value.items()}
-    return value
+    kind = type(value)
+    return value if kind in _PLAIN else _encoder(kind)(value)
+
+
+@functools.cache
+def _encoder(kind: type) -> Callable[[Any], Any]:
+    if dataclasses.is_dataclass(kind):
+        names = tuple(field.name for field in dataclasses.fields(kind))
+        return lambda value: {name: encode(getattr(value, name)) for name in names}
+    if issubclass(kind, enum.Enum):
+        return lambda value: value.value
+    if issubclass(kind, tuple | list):
+        return lambda value: [encode(item) for item in value]
+    if issubclass(kind, frozenset | set):
+        return lambda value: [encode(item) for item in sorted(value)]
+    if issubclass(kind, Mapping):
+        return lambda value: {str(key): encode(item) for key, item in value.items()}
+    return lambda value: value
 
 
 def decode(kind: type[T], data: object, path: str = "") -> T:
@@ -43,96 +69,147 @@ def decode(kind: type[T], data: object, path: str = "") -> T:
     Raises:
         WireError: a key is missing, or a value has another JSON type or is refused by the class.
     """
-    return cast(T, _decode(kind, data, path))
-
-
-def _decode(kind: Any, data: object, path: str) -> object:
-    origin, args = get_origin(kind), get_args(kind)
-    if kind is Any or kind is object:
-        return data
-    if origin in (Union, types.UnionType):
-        return _decode_union(args, data, path)
-    if origin is tuple:
-        return _decode_tuple(args, data, path)
-    if origin in (dict, Mapping) or kind is dict or origin is not None:
-        return _decode_mapping(args, data, path)
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return _decode_enum(kind, data, path)
-    if dataclasses.is_dataclass(kind):
-        return _decode_dataclass(cast(type, kind), data, path)
-    return _decode_scalar(kind, data, path)
-
-
-def _decode_union(args: tuple[Any, ...], data: object, path: str) -> object:
-    if data is None and type(None) in args:
-        return None
-    kinds = [arg for arg in args if arg is not type(None)]
-    for kind in kinds:
-        if isinstance(kind, type) and type(data) is kind:
-            return _decode(kind, data, path)
-    return _decode(kinds[0], data, path)
-
-
-def _decode_tuple(args: tuple[Any, ...], data: object, path: str) -> tuple[object, ...]:
-    if not isinstance(data, list | tuple):
-        raise WireError(f"{path or 'body'}: expected a list, got {_show(data)}")
-    if len(args) == 2 and args[1] is Ellipsis:
-        return tuple(_decode(args[0], item, f"{path}[{i}]") for i, item in enumerate(data))
-    if len(data) != len(args):
-        raise WireError(f"{path or 'body'}: expected {len(args)} items, got {len(data)}")
-    return tuple(
-        _decode(arg, item, f"{path}[{i}]")
-        for i, (arg, item) in enumerate(zip(args, data, strict=True))
-    )
-
-
-def _decode_mapping(args: tuple[Any, ...], data: object, path: str) -> dict[str, object]:
-    if not isinstance(data, Mapping):
-        raise WireError(f"{path or 'body'}: expected an object, got {_show(data)}")
-    item_kind = args[1] if len(args) == 2 else Any
-    return {str(key): _decode(item_kind, item, f"{path}.{key}") for key, item in data.items()}
-
-
-def _decode_enum(kind: type[enum.Enum], data: object, path: str) -> enum.Enum:
-    for member in kind:
-        if member.value == data and type(member.value) is type(data):
-            return member
-    allowed = ", ".join(str(member.value) for member in kind)
-    raise WireError(f"{path or 'body'}: expected one of {allowed}, got {_show(data)}")
-
-
-def _decode_dataclass(kind: type, data: object, path: str) -> object:
-    if not isinstance(data, Mapping):
-        raise WireError(f"{path or 'body'}: expected an object, got {_show(data)}")
-    hints = _type_hints(kind)
-    values: dict[str, object] = {}
-    for field in dataclasses.fields(kind):
-        where = f"{path}.{field.name}" if path else field.name
-        if field.name in data:
-            values[field.name] = _decode(hints[field.name], data[field.name], where)
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise WireError(f"{where}: missing")
     try:
-        return kind(**values)
-    except WireError as error:
-        raise WireError(f"{path}.{error}" if path else str(error)) from None
+        return cast(T, _decoder(cast(Any, kind))(data))
+    except _MisfitError as misfit:
+        where = (misfit.under(path) if path else misfit).path
+        raise WireError(f"{where or 'body'}: {misfit.text}") from None
 
 
 @functools.cache
-def _type_hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+def _decoder(kind: Any) -> Decoder:
+    origin, args = get_origin(kind), get_args(kind)
+    if kind is Any or kind is object:
+        return lambda data: data
+    if origin in (Union, types.UnionType):
+        return _union_decoder(args)
+    if origin is tuple:
+        return _tuple_decoder(args)
+    if origin is not None or kind is dict:
+        return _mapping_decoder(_decoder(args[1]) if len(args) == 2 else _decoder(Any))
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return _enum_decoder(kind)
+    if dataclasses.is_dataclass(kind):
+        return _dataclass_decoder(cast(type, kind))
+    return _scalar_decoder(kind)
 
 
-def _decode_scalar(kind: Any, data: object, path: str) -> object:
-    if type(data) is int and abs(data) > MAX_INT:
-        raise WireError(f"{path or 'body'}: expected at most {MAX_INT}, got a larger number")
-    if kind is float and type(data) is int:
-        data = float(data)
-    if type(data) is not kind:  # not isinstance: JSON true is not a rank
-        raise WireError(f"{path or 'body'}: expected {kind.__name__}, got {_show(data)}")
-    if isinstance(data, float) and not math.isfinite(data):
-        raise WireError(f"{path or 'body'}: expected a finite number, got {data}")
-    return data
+def _union_decoder(args: tuple[Any, ...]) -> Decoder:
+    kinds = [arg for arg in args if arg is not types.NoneType]
+    by_type = {kind: _decoder(kind) for kind in kinds if isinstance(kind, type)}
+    first = _decoder(kinds[0])
+
+    def decode_union(data: Any) -> Any:
+        if data is None and len(kinds) < len(args):
+            return None
+        return by_type.get(type(data), first)(data)
+
+    return decode_union
+
+
+def _tuple_decoder(args: tuple[Any, ...]) -> Decoder:
+    def check(data: Any) -> None:
+        if not isinstance(data, list | tuple):
+            raise _MisfitError(f"expected a list, got {_show(data)}")
+
+    if len(args) == 2 and args[1] is Ellipsis:
+        item_decoder = _decoder(args[0])
+
+        def decode_all(data: Any) -> tuple[Any, ...]:
+            check(data)
+            return tuple(_within(f"[{i}]", item_decoder, item) for i, item in enumerate(data))
+
+        return decode_all
+    decoders = [_decoder(arg) for arg in args]
+
+    def decode_each(data: Any) -> tuple[Any, ...]:
+        check(data)
+        if len(data) != len(decoders):
+            raise _MisfitError(f"expected {len(decoders)} items, got {len(data)}")
+        pairs = enumerate(zip(decoders, data, strict=True))
+        return tuple(_within(f"[{i}]", decoder, item) for i, (decoder, item) in pairs)
+
+    return decode_each
+
+
+def _mapping_decoder(item_decoder: Decoder) -> Decoder:
+    def decode_mapping(data: Any) -> dict[str, Any]:
+        _check_object(data)
+        return {str(key): _within(str(key), item_decoder, item) for key, item in data.items()}
+
+    return decode_mapping
+
+
+def _enum_decoder(kind: type[enum.Enum]) -> Decoder:
+    members = {(type(member.value), member.value): member for member in kind}
+    allowed = ", ".join(str(member.value) for member in kind)
+
+    def decode_enum(data: Any) -> enum.Enum:
+        member = members.get((type(data), data)) if type(data) in _PLAIN else None
+        if member is None:
+            raise _MisfitError(f"expected one of {allowed}, got {_show(data)}")
+        return member
+
+    return decode_enum
+
+
+def _dataclass_decoder(kind: type) -> Decoder:
+    hints = get_type_hints(kind)
+    fields = [
+        (
+            field.name,
+            _decoder(hints[field.name]),
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
+        )
+        for field in dataclasses.fields(kind)
+    ]
+
+    def decode_dataclass(data: Any) -> Any:
+        _check_object(data)
+        values: dict[str, Any] = {}
+        for name, decoder, is_needed in fields:
+            if name in data:
+                try:
+                    values[name] = decoder(data[name])
+                except _MisfitError as misfit:
+                    raise misfit.under(name) from None
+            elif is_needed:
+                raise _MisfitError("missing").under(name)
+        try:
+            return kind(**values)
+        except WireError as error:  # it names the field itself
+            field, colon, text = str(error).partition(": ")
+            raise (_MisfitError(text).under(field) if colon else _MisfitError(field)) from None
+
+    return decode_dataclass
+
+
+def _scalar_decoder(kind: Any) -> Decoder:
+    def decode_scalar(data: Any) -> Any:
+        if type(data) is int:
+            if abs(data) > MAX_INT:
+                raise _MisfitError(f"expected at most {MAX_INT}, got a larger number")
+            if kind is float:
+                data = float(data)
+        if type(data) is not kind:  # not isinstance: JSON true is not a rank
+            raise _MisfitError(f"expected {kind.__name__}, got {_show(data)}")
+        if kind is float and not math.isfinite(data):
+            raise _MisfitError(f"expected a finite number, got {data}")
+        return data
+
+    return decode_scalar
+
+
+def _within(step: str, decoder: Decoder, data: Any) -> Any:
+    try:
+        return decoder(data)
+    except _MisfitError as misfit:
+        raise misfit.under(step) from None
+
+
+def _check_object(data: Any) -> None:
+    if not isinstance(data, Mapping):
+        raise _MisfitError(f"expected an object, got {_show(data)}")
 
 
 def _show(data: object) -> str:

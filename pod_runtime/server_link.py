@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from job_server.errors import Gone, NotFound, Rejected, Retryable
-from job_server.wire import Attach, PodOrders, PodReport
+from job_server.wire import Attach, Order, PodOrders, PodReport
 
 logger = logging.getLogger(__name__)
 
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.05, 1.0
+_FIRST_STEP_S = 0.05  # after `go` the cores are the trainers': what comes next can wait so long
 
 
 class Api(Protocol):
@@ -166,6 +167,8 @@ class ServerLink:
                 return
             if answer.revision != orders.revision:
                 self._deliver(Ordered(answer))
+                if _newly_told_go(orders, answer):
+                    self._closed.wait(_FIRST_STEP_S)
             elif time.monotonic() - asked_at < orders.heartbeat_s / 2:
                 self._closed.wait(min(1.0, orders.heartbeat_s))  # the server holds no more polls
             orders = answer
@@ -208,3 +211,8 @@ class ServerLink:
             if self._outbox.get(name) is report:  # else: a newer one has taken its place
                 del self._outbox[name]
             self._changed.notify_all()
+
+
+def _newly_told_go(before: PodOrders, now: PodOrders) -> bool:
+    begun = {plan.stage for plan in before.plans if plan.order is Order.GO}
+    return any(plan.order is Order.GO and plan.stage not in begun for plan in now.plans)

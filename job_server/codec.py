@@ -40,7 +40,7 @@ class _MisfitError(Exception):
 
 def encode(value: Any) -> Any:
     """Return `value` (dataclass, enum, tuple, mapping, scalar) as plain JSON types."""
-    kind = type(value)
+    kind: Any = type(value)
     return value if kind in _PLAIN else _encoder(kind)(value)
 
 

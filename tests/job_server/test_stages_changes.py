@@ -340,6 +340,48 @@ def test_replace_and_join_commit_when_all_have_drained_and_end_the_old_after_the
     assert records(made)[-1].redone_steps == 0
 
 
+@pytest.mark.parametrize(
+    ("refs", "everywhere"),
+    [
+        pytest.param((3, None, 3), True, id="one of each node is enough"),
+        pytest.param((3, 3, None), False, id="a node has none"),
+        pytest.param((3, 3, 2), False, id="a node has an older state of the same step"),
+    ],
+)
+def test_trainers_ask_nobody_where_every_node_has_what_they_begin_from(refs, everywhere):
+    made = trains(world(pods=3))  # two on node a, one on b
+    resize(made, 4)
+    assert made.job.coming is not None
+    made.job = replace(made.job, coming=replace(made.job.coming, way=Way.REPLACE))
+    made.client_acts(made.nodes["b"])
+    for pod_id in ("pod_0_0", "pod_1_0", "pod_2_0", "pod_3_0"):
+        tell(made, pod_id, ReportKind.READY, 2)
+    step = made.job.progress.step
+    for pod_id, serial in zip(("pod_0_0", "pod_1_0", "pod_2_0"), refs, strict=True):
+        ref = None if serial is None else SnapshotRef(stage=1, step=step, serial=serial)
+        before = made.job
+        for sim in made.nodes.values():
+            if pod_id in sim.pods:
+                sim.pods[pod_id].snapshot = ref
+        tell(made, pod_id, ReportKind.DRAINED, 1, step=step, snapshot=ref)
+        unwritten = pod_id != "pod_2_0"
+        assert stages.same_but_progress(before, made.job) is unwritten, "only what is told of"
+    assert made.job.current is not None
+    source = made.job.current.restore_from
+    assert source is not None
+    assert (source.serial, source.on_every_node) == (3, everywhere)
+
+
+@pytest.mark.parametrize("overlap", ["on", "join"])
+def test_a_change_on_one_node_is_one_after_which_nobody_asks(overlap):
+    made = trains(world(nodes=1, slots=4, overlap=overlap))
+    resize(made, 3)
+    made.run_until(JobState.CUTTING_OVER)
+    trains(made)
+    assert made.committed_alone == 1
+    assert made.job.redone_steps == 0
+
+
 def test_replace_resumes_the_old_stage_when_a_new_trainer_dies_before_the_commit():
     made = beside(Way.REPLACE)
     for pod_id in ("pod_0_0", "pod_1_0", "pod_2_0"):

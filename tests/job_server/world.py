@@ -124,6 +124,7 @@ class World:
         self.old: list[Event] = []  # delivered once already
         self.pod_ids: set[str] = set()
         self.committed: dict[int, float] = {}
+        self.committed_alone = 0  # stages whose trainers ask nobody what they begin from
         self.max_stage = 0
         self.durable = 0  # newest checkpoint
         self.cuts: dict[int, int] = {}  # stage -> step after which its ranks park
@@ -198,6 +199,7 @@ class World:
                 assert self.committed.setdefault(record.stage, record.committed_at) == (
                     record.committed_at
                 ), "a stage was committed twice"
+        self.check_restore(job, before)
         if job.coming is not None and job.coming.stage not in (s.stage for s in before.stages):
             assert job.coming.stage > self.max_stage, "a stage number came again"
             self.max_stage = job.coming.stage
@@ -209,6 +211,21 @@ class World:
         self.check_slots(job)
         deadline = stages.next_deadline(job, self.now, self.cluster)
         assert deadline is None or deadline > self.now
+
+    def check_restore(self, job: Job, before: Job) -> None:
+        """What every node is said to have when a stage is committed, every node has."""
+        stage = job.current
+        if stage is None or not stage.committed or stage.restore_from is None:
+            return
+        source = stage.restore_from
+        is_new = before.current is None or before.current.stage != stage.stage
+        if not is_new or not source.on_every_node:
+            return
+        self.committed_alone += 1
+        for node_id in {member.pod.node_id for member in stage.members}:
+            held = [pod.snapshot for pod in self.nodes[node_id].pods.values()]
+            wanted = SnapshotRef(stage=source.stage, step=source.step, serial=source.serial)
+            assert wanted in held, f"{node_id} has {held}, not {wanted}"
 
     def end_or_now(self, job: Job) -> float:
         return self.now if job.ended_at is None else job.ended_at

@@ -109,16 +109,34 @@ class Stage:
         assert self.plan is not None
         return {"stage": self.plan.stage, "attempt": self.plan.attempt}
 
-    def commit(self, restore_from: tuple[int, int], give_to: list[int] | None = None) -> None:
+    def commit(
+        self,
+        restore_from: tuple[int, int],
+        give_to: list[int] | None = None,
+        on_every_node: bool = False,
+    ) -> None:
         """Have trainers that were prepared beside an older stage begin from that state.
 
         Args:
             give_to: new ranks that get the segments; None: all.
+            on_every_node: they are told that nobody has to be asked for it.
         """
         self.wait_prepared()
         assert self.plan is not None
         self.restored_from = restore_from
-        restore = RestoreFrom(stage=restore_from[0], step=restore_from[1], pods=("pod_0_0",))
+        stage, step = restore_from
+        serials = [
+            header.stamp.serial
+            for fd in self.launcher.segments[stage]
+            if (header := read_newest(fd)) is not None and header.stamp.step == step
+        ]
+        restore = RestoreFrom(
+            stage=stage,
+            step=step,
+            pods=("pod_0_0",),
+            serial=max(serials, default=0),
+            on_every_node=on_every_node,
+        )
         plan = encode(replace(self.plan, order=Order.GO, restore_from=restore))
         for trainer in self.trainers:
             assert trainer.lines is not None

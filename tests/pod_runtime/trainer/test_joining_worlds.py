@@ -41,7 +41,7 @@ class Training:
         new.wait_prepared()
         old.cut(patient=True)
         step = old.drained()
-        new.commit((old.number, step), give_to)
+        new.commit((old.number, step), give_to, on_every_node=give_to is None)
         new.wait_step(step + 2)
         stayed = {trainer.process.pid for trainer in new.stayed.values()}
         for trainer in old.trainers:

@@ -26,13 +26,19 @@ def prepare(job: FakeLauncher, world_size: int, out: tuple[str, ...]) -> Stage:
 
 
 def change(
-    job: FakeLauncher, old: Stage, world_size: int, out: tuple[str, ...], prepared: Stage | None
+    job: FakeLauncher,
+    old: Stage,
+    world_size: int,
+    out: tuple[str, ...],
+    prepared: Stage | None,
+    *,
+    alone: bool,
 ) -> Stage:
     """Go on with another number of trainers: those prepared before, or some started now."""
     old.cut()
     restore_from = (old.number, old.drained())
     if prepared is not None:
-        prepared.commit(restore_from)
+        prepared.commit(restore_from, on_every_node=alone)
         prepared.wait_all("loaded")
     old.end()
     if prepared is not None:
@@ -51,8 +57,17 @@ def distance(one: dict[str, np.ndarray], other: dict[str, np.ndarray], prefix: s
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("beside", [False, True], ids=["drain", "replace"])
-def test_six_changes_do_not_change_what_is_trained(launch, tmp_path: Path, beside: bool):
+@pytest.mark.parametrize(
+    ("beside", "asks"),
+    [
+        pytest.param(False, True, id="drain"),
+        pytest.param(True, True, id="replace"),
+        pytest.param(True, False, id="replace, state on every node"),
+    ],
+)
+def test_six_changes_do_not_change_what_is_trained(
+    launch, tmp_path: Path, beside: bool, asks: bool
+):
     alone = launch("towers.py", 4, "alone")
     expected = train_alone(alone)
 
@@ -66,7 +81,8 @@ def test_six_changes_do_not_change_what_is_trained(launch, tmp_path: Path, besid
     ids: dict[int, list[int]] = {}
     for world_size, prepared in zip(WORLDS[1:], coming, strict=True):
         stage.wait_all("step")
-        old, stage = stage, change(changed, stage, world_size, out, prepared)
+        old = stage
+        stage = change(changed, old, world_size, out, prepared, alone=not asks)
         _, last = stage.restored_from
         for step, samples in sample_ids(changed.folder, old.number, len(old.trainers)).items():
             if step < last and samples:  # a rehearsal has none
@@ -104,7 +120,7 @@ def test_trainers_that_stay_and_trainers_that_join_train_the_same(launch, all_re
         old, stage = stage, job.join(stage, ranks, *out, "--step_s", "1")
         stage.wait_prepared()
         old.cut(patient=True)
-        stage.commit((old.number, old.drained()))
+        stage.commit((old.number, old.drained()), on_every_node=len(ranks) == 2)
         stage.wait_all("step")
     hurry.touch()
     assert stage.codes() == [0, 0], stage.logs()

@@ -247,6 +247,22 @@ def test_prepared_trainers_take_over_with_workers_and_a_later_state_than_the_ser
     finish(new)
 
 
+def test_a_state_that_a_node_has_lost_since_it_was_told_of_is_not_trained_without(launch):
+    job = launch("counting.py", 2)
+    flags = out(job, step_s=0.2)
+    old = job.start(1, *flags)
+    new = job.start(2, *flags, beside=True)
+    new.wait_all("prepared")
+    old.go()
+    old.wait_step(3)
+    old.cut()
+    new.commit((1, old.drained()), give_to=[0], on_every_node=True)
+    wait_until(lambda: new.trainers[1].process.poll() is not None, 60)
+    assert new.trainers[1].process.returncode not in (0, None)
+    assert "this node has lost" in new.trainers[1].log.read_text()
+    assert not new.trainers[1].words("loaded")
+
+
 @pytest.mark.parametrize(
     ("flags", "rehearsals"), [((), 1), (("--reader",), 0)], ids=["samples", "reader"]
 )

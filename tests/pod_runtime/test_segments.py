@@ -1,0 +1,163 @@
+"""What a launcher finds with the shims of its node: real shims, real segments."""
+
+import contextlib
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from job_server.wire import Order, PlanPod, RestoreFrom, SnapshotRef, StagePlan, Way
+from pod_runtime import shim_wire
+from pod_runtime.channel import close_all
+from pod_runtime.channel_wire import SegmentMade
+from pod_runtime.segment_header import (
+    Geometry,
+    SlotHeader,
+    Stamp,
+    make_geometry,
+    pack_part,
+    read_newest,
+)
+from pod_runtime.segments import Segments
+from pod_runtime.shim_wire import ShimError
+from tests.support import wait_until
+
+DIGEST = "d" * 64
+PLAN = StagePlan(
+    job_id="job", stage=2, flag=0, way=Way.REPLACE, order=Order.GO, master="127.0.0.1:9000",
+    max_trainers=3,
+    pods=tuple(
+        PlanPod(
+            pod_id=f"pod_{rank}", pod_rank=rank, node_id="node", addr="127.0.0.1",
+            slots=(rank,), ranks=(rank,), ports=(9000 + rank,),
+        )
+        for rank in range(3)
+    ),
+)  # fmt: skip
+
+
+def ref(step: int, serial: int = 0) -> SnapshotRef:
+    return SnapshotRef(stage=2, step=step, digest=DIGEST, serial=serial)
+
+
+def source(step: int, serial: int = 0) -> RestoreFrom:
+    return RestoreFrom(
+        stage=2, step=step, serial=serial, pods=("pod_0", "pod_1"), on_every_node=True
+    )
+
+
+class Memory:
+    """A segment of one writer, as far as its headers go."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("test")
+        self._geometry: Geometry = make_geometry(1, 64, 64)
+        os.truncate(self.fd, self._geometry.total_bytes)
+        os.pwrite(self.fd, self._geometry.pack(), 0)
+
+    def put(self, step: int, serial: int = 0, slot: int = 0) -> None:
+        header = SlotHeader(
+            stamp=Stamp(stage=2, step=step, serial=serial),
+            meta_bytes=64,
+            data_bytes=64,
+            digest=DIGEST,
+        )
+        os.pwrite(self.fd, pack_part(header), self._geometry.header_offset(slot, 0))
+
+
+@pytest.fixture
+def pods(tmp_path: Path) -> Iterator[list[Segments]]:
+    """Three pods of one node, each with a shim."""
+    shims = []
+    for rank in range(3):
+        folder = tmp_path / f"pod_{rank}"
+        folder.mkdir()
+        command = [sys.executable, "-m", "pod_runtime.shim", "--pod_dir", str(folder), "--"]
+        shims.append(subprocess.Popen([*command, "sleep", "600"], cwd=tmp_path))
+    for rank in range(3):
+        wait_until(lambda rank=rank: answers(tmp_path / f"pod_{rank}"))  # type: ignore[misc]
+    yield [Segments(f"pod_{rank}", tmp_path / f"pod_{rank}") for rank in range(3)]
+    for rank, shim in enumerate(shims):
+        for request in ({"op": "release"}, {"op": "kill"}):
+            with contextlib.suppress(ShimError):  # it has gone: it held nothing
+                shim_wire.request(tmp_path / f"pod_{rank}", request)
+        shim.wait(20)
+
+
+@pytest.fixture
+def memory() -> Iterator[Callable[[], Memory]]:
+    made: list[Memory] = []
+
+    def make() -> Memory:
+        made.append(Memory())
+        return made[-1]
+
+    yield make
+    close_all(each.fd for each in made)
+
+
+def answers(folder: Path) -> bool:
+    try:
+        shim_wire.request(folder, {"op": "status"})
+    except ShimError:
+        return False
+    return True
+
+
+def restored(pod: Segments, wanted: RestoreFrom) -> list[Stamp]:
+    """Return what the descriptors hold that a trainer would be given."""
+    _, fds = pod.for_restore(dataclasses.replace(PLAN, stage=3, restore_from=wanted))
+    headers = [read_newest(fd) for fd in fds]
+    close_all(fds)
+    return [header.stamp for header in headers if header is not None]
+
+
+def made(memory: Memory) -> SegmentMade:
+    return SegmentMade(stage=2, size_bytes=os.fstat(memory.fd).st_size, digest=DIGEST)
+
+
+def test_what_a_cut_puts_away_is_at_hand_without_asking_again(pods, memory):
+    first = memory()
+    pods[0].keep(PLAN, made(first), first.fd)  # its own shim's, and the next pod's
+    for pod in pods:
+        pod.have_at_hand(PLAN)
+    first.put(7)  # parked
+    for folder in ("pod_0", "pod_1"):
+        shim_wire.request(pods[0]._dir(folder), {"op": "drop", "below_stage": 9})
+    assert [pod.confirm(ref(7)) for pod in pods] == [ref(7), ref(7), None]
+    assert [restored(pod, source(7)) for pod in pods] == [[Stamp(stage=2, step=7)]] * 3
+    for pod in pods:
+        pod.let_go()
+    assert [pod.confirm(ref(7)) for pod in pods] == [None] * 3
+    assert [restored(pod, source(7)) for pod in pods] == [[]] * 3
+
+
+def test_a_segment_that_was_made_since_is_found_by_asking(pods, memory):
+    first, second = memory(), memory()
+    first.put(7)
+    pods[0].keep(PLAN, made(first), first.fd)
+    for pod in pods:
+        pod.have_at_hand(PLAN)
+    second.put(7, serial=1)  # the state after an epoch, in a larger segment
+    pods[0].keep(PLAN, made(second), second.fd)
+    assert [pod.confirm(ref(7, 1)) for pod in pods] == [ref(7, 1), ref(7, 1), None]
+    exactly = [Stamp(stage=2, step=7, serial=1)]
+    assert [restored(pod, source(7, 1)) for pod in pods] == [exactly] * 3
+    for pod in pods:
+        pod.let_go()
+
+
+def test_an_older_state_of_the_own_shim_does_not_hide_the_one_that_is_wanted(pods, memory):
+    first, second = memory(), memory()
+    first.put(6)
+    second.put(7)
+    for folder, each in (("pod_1", first), ("pod_0", second)):
+        segment = {"pod_id": "pod_0", "stage": 2, "size_bytes": 1, "digest": DIGEST}
+        shim_wire.request(pods[0]._dir(folder), {"op": "put", "segment": segment}, (each.fd,))
+    assert restored(pods[1], source(7)) == [Stamp(stage=2, step=7)]
+    whatever = dataclasses.replace(source(7), on_every_node=False)
+    assert restored(pods[1], whatever) == [Stamp(stage=2, step=6)]

@@ -200,6 +200,8 @@ class Link:
         node = self._do.node()
         if self._ports is not None:
             node = replace(node, port_low=self._ports[0], port_high=self._ports[1])
+        if self._closing.is_set():  # asking the hardware may have taken its time
+            return
         sent_at = time.monotonic()
         try:
             plan = api.register_node(node)
@@ -282,7 +284,8 @@ class Link:
                 continue
             if beat:
                 next_beat = sent_at + plan.heartbeat_s
-            self._report_now.wait(max(0.0, next_beat - time.monotonic()))
+            if not self._closing.is_set():
+                self._report_now.wait(max(0.0, next_beat - time.monotonic()))
 
     def _report(self, api: Api, plan: NodePlan, *, fresh: bool) -> float:
         """Report once; return when it was sent. Registers where the server has forgotten us."""

@@ -199,7 +199,7 @@ def _advance_cut(work: Work, stage: Stage, current: Stage) -> None:
     if stage.any_at(At.ABSENT):  # the server was away: are its trainers still there?
         return
     if stage.way in (Way.REPLACE, Way.JOIN):
-        commit(work, parked_at=steps.pop())
+        commit(work, kept=all(member.kept for member in current.members))
     else:
         enter(work, Phase.END)
 

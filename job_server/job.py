@@ -90,6 +90,7 @@ class Member:
     pod: PlanPod
     at: At = At.ABSENT
     step: int = 0  # PARKED: after which step
+    kept: bool = False  # PARKED: a snapshot of just this state is on its node
 
 
 class CauseKind(Enum):
@@ -300,7 +301,8 @@ def same_but_progress(old: Job, new: Job) -> bool:
     """Say whether `new` need not be written.
 
     It need not where only what every heartbeat changes differs, or who of the stage in force has
-    parked: nothing follows from that before all have, and launchers that attach tell it again.
+    parked: nothing follows from that before all have, and launchers that attach tell it again. (The
+    pause of a change amid which the server is killed then counts from there.)
     """
     return _without_parking(replace(old, progress=new.progress)) == _without_parking(new)
 
@@ -310,7 +312,7 @@ def _without_parking(job: Job) -> Job:
     if stage is None or not stage.any_at(At.CUTTING, At.PARKED):
         return job
     members = tuple(
-        replace(m, at=At.CUTTING, step=0) if m.at in (At.CUTTING, At.PARKED) else m
+        replace(m, at=At.CUTTING, step=0, kept=False) if m.at in (At.CUTTING, At.PARKED) else m
         for m in stage.members
     )
     stopped_at = None if stage.any_at(At.PARKED) else job.stopped_at

@@ -292,7 +292,7 @@ def _drained(work: Work, stage: Stage, member: Member, report: PodReport) -> Non
     if report.step < job.progress.steps.get(pod_id, 0):
         return
     _advance_step(work, pod_id, report)
-    work.move(stage, pod_id, At.PARKED, report.step)
+    work.move(stage, pod_id, At.PARKED, report.step, kept=report.kept)
     if _cut_is_on(work):
         stand_still(work)
 

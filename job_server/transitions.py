@@ -224,12 +224,12 @@ def join_otherwise(work: Work, way: Way, why: str) -> None:
     deal_again(work, f"{why}; not by join but by {way.value}")
 
 
-def commit(work: Work, parked_at: int | None = None) -> None:
+def commit(work: Work, *, kept: bool = False) -> None:
     """Put the coming stage in force. The caller writes before anybody is told.
 
     Args:
-        parked_at: the step after which all pods of the stage before have parked; None: some have
-            not, so that their state may be newer than what was heard of it.
+        kept: all pods of the stage before have parked, and what they have parked with is in the
+            newest snapshot; else their state may be newer than what was heard of it.
     """
     job = work.job
     stage, old = job.coming, job.current
@@ -239,9 +239,8 @@ def commit(work: Work, parked_at: int | None = None) -> None:
     if beside:
         restore = choose_restore(job)
         base = None if restore is None else restore.step
-        if restore is not None and old is not None and restore.stage == old.stage:
-            exact = parked_at == restore.step and is_on_every_node(job, stage, restore)
-            restore = replace(restore, on_every_node=exact)
+        if restore is not None and kept:
+            restore = replace(restore, on_every_node=is_on_every_node(job, stage, restore))
         stage = replace(stage, restore_from=restore, base_step=base)
     if old is not None:
         close_stage(work, old, "ended")

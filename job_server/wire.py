@@ -306,6 +306,7 @@ class PodReport:
     step: int = 0  # global steps committed so far
     epoch: int = 0
     snapshot: SnapshotRef | None = None  # None: this pod's shim holds none
+    kept: bool = False  # DRAINED: a snapshot of just this state is on the pod's node
     rank: int | None = None  # FAILED: whose; None: the launcher's own trouble
     code: int | None = None  # FAILED, EXITED: exit code, negative for a signal
     reason: str = ""

@@ -63,13 +63,16 @@ class Work:
             if held is not None and held.stage == stage.stage:
                 self.set(**{place: stage})
 
-    def move(self, stage: Stage, pod_id: str, at: At, step: int | None = None) -> None:
+    def move(
+        self, stage: Stage, pod_id: str, at: At, step: int | None = None, *, kept: bool = False
+    ) -> None:
         """Record how far a pod is with a stage."""
         held = stage_named(self.job, stage.stage)
         member = held.member(pod_id) if held is not None else None
         if held is None or member is None:
             return
-        changed = replace(member, at=at, step=member.step if step is None else step)
+        step = member.step if step is None else step
+        changed = replace(member, at=at, step=step, kept=kept)
         self.set_stage(held.with_member(changed))
 
     def is_silent(self, pod: Pod) -> bool:

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _EXIT_FLUSH_S = 30.0  # training is over: the server may take so long to come back and hear it
 _STOP_FLUSH_S = 2.0  # somebody wants us gone
 _CONSOLE_S = 2.0
-_CUT_IS_OVER = (ReportKind.FIRST_STEP, ReportKind.ENDED, ReportKind.FAILED)
+_ENDS = (ReportKind.ENDED, ReportKind.FAILED)
 _FRESH_SNAPSHOT = (ReportKind.DRAINED, ReportKind.ENDED, ReportKind.FAILED)
 
 
@@ -257,9 +257,11 @@ class Launcher:
             case decisions.Tell(message={"do": "resume"}):
                 self._foreseen = None
                 self._segments.let_go()
-            case decisions.Report(report=report) if report.kind in _CUT_IS_OVER:
-                self._foreseen = None
-                self._segments.let_go()
+            case decisions.Report(report=report) if self._foreseen is not None:
+                later = report.kind is ReportKind.FIRST_STEP and report.stage > self._foreseen[0]
+                if later or (report.kind in _ENDS and report.stage == self._foreseen[0]):
+                    self._foreseen = None
+                    self._segments.let_go()
 
     def _act(self, action: decisions.Action) -> None:
         match action:

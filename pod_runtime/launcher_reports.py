@@ -109,7 +109,10 @@ def _drained(run: Run) -> PodReport:
     if len(steps) > 1:  # cannot be: they agreed. But then no state is whole, and it must be told
         reason = f"trainers of one pod parked after different steps: {sorted(steps)}"
         return report_on(run, ReportKind.FAILED, reason=reason)
-    return replace(report_on(run, ReportKind.DRAINED, snapshot=run.parked_as), step=steps.pop())
+    report = report_on(
+        run, ReportKind.DRAINED, snapshot=run.parked_as, kept=run.parked_as is not None
+    )
+    return replace(report, step=steps.pop())
 
 
 def makes_progress(run: Run) -> bool:

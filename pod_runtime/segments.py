@@ -118,8 +118,9 @@ class Segments:
             if (self._dir(pod_id) / "sock").exists():  # else: on another node, or gone
                 found = self._fetch(pod_id, source.stage)
             if source.on_every_node:
-                close_all(fd for _, fd in found if not _has(fd, source))
-                found = [(segment, fd) for segment, fd in found if _has(fd, source)]
+                unfit = [fd for _, fd in found if not _has(fd, source)]
+                found = [(segment, fd) for segment, fd in found if fd not in unfit]
+                close_all(unfit)
         return [segment for segment, _ in found], tuple(fd for _, fd in found)
 
     def _fetch(self, pod_id: str, stage: int) -> list[tuple[dict[str, object], int]]:

@@ -186,10 +186,9 @@ class Keeper:
         kept = self._snapshots.reference()
         if self._writer is not None and (durable or kept is None):
             self._write_until_done(cut_id)
-        self._link.say("drained", step=step, id=cut_id, snapshot=kept)
-        # Only now: the next stage waits for these words.
-        logger.info("parked after step %d for cut %d", step, cut_id)
         self.note_account()
+        self._link.say("drained", step=step, id=cut_id, snapshot=kept)
+        logger.info("parked after step %d for cut %d", step, cut_id)  # others wait for these words
         start = self._link.wait_resume(cut_id)
         if start is None:
             logger.info("cut %d is off, training goes on after step %d", cut_id, step)

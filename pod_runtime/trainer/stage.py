@@ -396,6 +396,10 @@ def _find_place(env: TrainerEnv, link: Link | None, store: CheckpointStore | Non
         )
     welcome: Welcome = link.wait_welcome()
     plan = welcome.plan
+    wanted = plan.restore_from
+    if wanted is not None:
+        # Who is welcomed to a stage that trains has a second loop: nobody has that state any more.
+        wanted = replace(wanted, on_every_node=False)
     if plan.world_size != env.world_size:
         raise UsageError(
             f"PADDLE_TRAINERS_NUM: {env.world_size}, the launcher's plan has {plan.world_size} "
@@ -412,7 +416,7 @@ def _find_place(env: TrainerEnv, link: Link | None, store: CheckpointStore | Non
         stage=plan.stage,
         max_trainers=plan.max_trainers,
         master=plan.master,
-        wanted=plan.restore_from,
+        wanted=wanted,
         policy=plan.policy,
         link=link,
         nodes=nodes_of(plan),

@@ -1,6 +1,7 @@
 """Kill every process of a training, one kind after the other: nothing is lost, nothing is left."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from job_server.wire import JobSpec, JobState, Way
@@ -47,13 +49,23 @@ def check_nothing_is_left(cluster: Cluster, memory_before: set[str]) -> None:
     wait_until(lambda: not cluster.find(".py") and not cluster.shims(), 30, "pods are gone")
     cluster.stop()
     assert cluster.processes() == []
-    assert set(os.listdir("/dev/shm")) - memory_before == set()
+    wait_until(lambda: leaked_memory(memory_before) == set(), 30, "shared memory is gone")
     for port in (cluster.port, *range(cluster.first_port, cluster.first_port + 200)):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
     left = [path for path in cluster.folder.rglob("*") if is_temporary(path)]
     assert left == []
+
+
+def leaked_memory(before: set[str]) -> set[str]:
+    """Return what has come since and is nobody's: other tests run beside this one."""
+    found = set()
+    for name in set(os.listdir("/dev/shm")) - before:
+        maker = re.match(r"paddle_(\d+)_", name)  # by a process of Paddle's loader
+        if maker is None or not psutil.pid_exists(int(maker[1])):
+            found.add(name)
+    return found
 
 
 def is_temporary(path: Path) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from job_server.wire import JobSpec, JobState, JobStatus
+from job_server.wire import JobSpec, JobState, JobStatus, Way
 from pod_runtime.verify import read_ledger
 from tests.e2e.cluster import ROOT
 from tests.e2e.netns import Network, require_network_namespaces
@@ -121,19 +121,25 @@ def cut_for(cluster: Nodes, seconds: float, meanwhile: Callable[[], object]) -> 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "cut_s", [pytest.param(12, id="short"), pytest.param(20, id="long", marks=pytest.mark.slow)]
+    ("cut_s", "overlap", "way"),
+    [
+        pytest.param(12, "auto", Way.REPLACE, id="short"),
+        pytest.param(12, "join", Way.JOIN, id="join", marks=pytest.mark.slow),
+        pytest.param(20, "auto", Way.REPLACE, id="long", marks=pytest.mark.slow),
+    ],
 )
 def test_a_node_joins_dies_returns_and_is_cut_off_and_every_sample_counts_once(
-    two_nodes: Nodes, cut_s: float
+    two_nodes: Nodes, cut_s: float, overlap: str, way: Way
 ) -> None:
     two_nodes.start_client_of(1)
-    two_nodes.submit(JobSpec(job_id="two", pods=1, max_pods=2))
+    two_nodes.submit(JobSpec(job_id="two", pods=1, max_pods=2, overlap=overlap))
     two_nodes.wait_trained_by(1)
 
     two_nodes.start_client_of(2)
     two_nodes.api().resize("two", 2)
     status = two_nodes.wait_trained_by(1, 2)
     assert status.redone_steps == 0, "the state came over the network"
+    assert status.stages[-1].way is way
     assert not (two_nodes.node_dir(2) / "checkpoint").exists()
 
     two_nodes.kill_node(2)

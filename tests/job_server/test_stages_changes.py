@@ -341,14 +341,15 @@ def test_replace_and_join_commit_when_all_have_drained_and_end_the_old_after_the
 
 
 @pytest.mark.parametrize(
-    ("refs", "everywhere"),
+    ("refs", "kept", "everywhere"),
     [
-        pytest.param((3, None, 3), True, id="one of each node is enough"),
-        pytest.param((3, 3, None), False, id="a node has none"),
-        pytest.param((3, 3, 2), False, id="a node has an older state of the same step"),
+        pytest.param((3, None, 3), True, True, id="one of each node is enough"),
+        pytest.param((3, 3, None), True, False, id="a node has none"),
+        pytest.param((3, 3, 2), True, False, id="a node has an older state of the same step"),
+        pytest.param((3, 3, 3), False, False, id="they have parked with a later state"),
     ],
 )
-def test_trainers_ask_nobody_where_every_node_has_what_they_begin_from(refs, everywhere):
+def test_trainers_ask_nobody_where_every_node_has_what_they_begin_from(refs, kept, everywhere):
     made = trains(world(pods=3))  # two on node a, one on b
     resize(made, 4)
     assert made.job.coming is not None
@@ -363,7 +364,7 @@ def test_trainers_ask_nobody_where_every_node_has_what_they_begin_from(refs, eve
         for sim in made.nodes.values():
             if pod_id in sim.pods:
                 sim.pods[pod_id].snapshot = ref
-        tell(made, pod_id, ReportKind.DRAINED, 1, step=step, snapshot=ref)
+        tell(made, pod_id, ReportKind.DRAINED, 1, step=step, snapshot=ref, kept=kept)
         unwritten = pod_id != "pod_2_0"
         assert stages.same_but_progress(before, made.job) is unwritten, "only what is told of"
     assert made.job.current is not None

@@ -527,6 +527,7 @@ class World:
             attempt=plan.attempt,
             step=step,
             snapshot=pod.snapshot,
+            kept=kind is ReportKind.DRAINED and self.elastic,
             elastic=self.elastic and loaded,
             joins=self.elastic and launcher.joins,
             reason=reason,

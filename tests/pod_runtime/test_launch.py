@@ -25,6 +25,7 @@ from job_server.wire import (
 )
 from pod_runtime import processes
 from pod_runtime.env import RUN_MARKER, PodEnv, pod_environment
+from pod_runtime.segment_header import SlotHeader, read_newest
 from pod_runtime.shim_wire import read_exit, request
 from tests.pod_runtime.fake_job_server import FakeJobServer, make_plan
 from tests.support import free_port, wait_until
@@ -223,7 +224,7 @@ def test_a_launcher_that_waits_says_that_it_lives(server, make_pod):
 
 def test_an_abandoned_change_lets_the_parked_trainer_go_on(server, make_pod):
     pod = make_pod()
-    pod.start()
+    pod.start("--snapshot")
     start_stage(server, lambda order: make_plan(1, order, (pod.part(),)))
     pids = pod.trainers()
 
@@ -234,11 +235,15 @@ def test_an_abandoned_change_lets_the_parked_trainer_go_on(server, make_pod):
         server.say(make_plan(1, Order.RESUME, (pod.part(),), cut=count))
         wait_until(lambda: len(server.told(ReportKind.PROGRESS, 1)) > before + 1)
 
+    open_fds = Path(f"/proc/{pod.launcher()}/fd")
+    before = len(list(open_fds.iterdir()))
     cut_and_resume(1)
     cut_and_resume(2)  # the second cut is another one than the first
+    cut_and_resume(3)
+    assert len(list(open_fds.iterdir())) == before, "what was at hand has been let go"
     assert pod.trainers() == pids
-    assert pod.log(0, 1).count("resumed") == 2
-    assert [report.step for report in server.told(ReportKind.DRAINED)] == [1001, 1002]
+    assert pod.log(0, 1).count("resumed") == 3
+    assert [report.step for report in server.told(ReportKind.DRAINED)] == [1001, 1002, 1003]
 
 
 def test_a_trainer_that_fails_is_reported_with_its_error_and_not_restarted(server, make_pod):
@@ -435,6 +440,15 @@ def test_no_trainer_survives_the_death_of(server, make_pod, victim):
     wait_until(lambda: not pod.living())
 
 
+def held_by(pod_dir: Path) -> list[SlotHeader | None]:
+    """Return the newest state of each segment that a shim holds."""
+    _, fds = request(pod_dir, {"op": "get", "stage": None})
+    headers = [read_newest(fd) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    return headers
+
+
 def test_of_two_pods_on_a_node_both_shims_hold_what_the_first_makes(server, make_pod, tmp_path):
     one, two = make_pod("pod_0_0"), make_pod("pod_1_0")
     parts = (one.part(), two.part(1, 1))
@@ -447,9 +461,9 @@ def test_of_two_pods_on_a_node_both_shims_hold_what_the_first_makes(server, make
 
     server.say(make_plan(1, Order.END, parts))
     wait_until(lambda: len(server.told(ReportKind.ENDED, 1)) == 2)
-    snapshots = [report.snapshot for report in server.told(ReportKind.ENDED, 1)]
-    assert snapshots[0] == snapshots[1]
-    assert snapshots[0] is not None
+    assert all(report.snapshot is not None for report in server.told(ReportKind.ENDED, 1))
+    held = [held_by(pod.dir) for pod in (one, two)]  # what was told may be of different moments
+    assert held[0] == held[1] != []
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,8 @@ class Stage:
             serial=max(serials, default=0),
             on_every_node=on_every_node,
         )
-        plan = encode(replace(self.plan, order=Order.GO, restore_from=restore))
+        self.plan = replace(self.plan, order=Order.GO, restore_from=restore)
+        plan = encode(self.plan)
         for trainer in self.trainers:
             assert trainer.lines is not None
             if trainer.rank in self.stayed:
@@ -421,6 +422,7 @@ class FakeLauncher:
             if message["say"] == "hello":
                 trainer = stage.trainers[message["rank"]]
                 trainer.lines = lines
+                plan = stage.plan or plan  # a script's second loop comes when it is committed
                 given: tuple[int, ...] = ()
                 if plan.restore_from and (give_to is None or trainer.rank in give_to):
                     given = tuple(self.segments.get(plan.restore_from.stage, ()))

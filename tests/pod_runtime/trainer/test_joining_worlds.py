@@ -78,6 +78,20 @@ def test_trainers_come_and_go_rank_0_too_and_those_that_stay_keep_their_process(
     made.finish(stage)
 
 
+def test_those_that_stay_have_the_state_and_who_comes_new_wants_it_from_its_node(training):
+    made = training(3)
+    stage = made.start(2)
+    stage.wait_step(1)
+    new = made.join(stage, [1, 0, None])
+    new.wait_prepared()
+    stage.cut(patient=True)
+    new.commit((stage.number, stage.drained()), give_to=[], on_every_node=True)
+    comes = new.trainers[2]
+    wait_until(lambda: comes.process.poll() is not None, 60)
+    assert "this node has lost" in comes.log.read_text()
+    wait_until(lambda: all(trainer.words("loaded") for trainer in new.trainers[:2]), 60)
+
+
 def test_a_change_that_is_off_costs_no_step_whatever_it_had_come_to(training):
     made = training(3)
     stage = made.start(2)

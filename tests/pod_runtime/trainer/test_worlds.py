@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pod_runtime.channel import close_all
 from pod_runtime.trainer.checkpoint import CheckpointStore
 from pod_runtime.trainer.storage import open_storage
 from pod_runtime.verify import main as verify
@@ -245,6 +246,28 @@ def test_prepared_trainers_take_over_with_workers_and_a_later_state_than_the_ser
     new.commit((1, reached - 1))
     assert {said["step"] for said in new.wait_all("loaded")} == {reached}
     finish(new)
+
+
+def test_a_second_loop_of_a_script_does_not_begin_from_what_the_first_one_did(launch):
+    job = launch("again.py", 2)
+    old = job.start(1, "--out", str(job.folder))
+    new = job.start(2, "--out", str(job.folder), beside=True)
+    new.wait_all("prepared")
+    old.wait_all("loaded")
+    old.cut()
+    new.commit((1, old.drained()), on_every_node=True)
+    new.wait_all("done")
+    close_all(job.segments.pop(1))  # as shims do after the first snapshot of the next stage
+
+    def have_said(word: str, times: int) -> bool:
+        return all(len(trainer.words(word)) == times for trainer in new.trainers)
+
+    for times in (2, 3):
+        wait_until(lambda: have_said("loaded", times), 60, new.logs())  # noqa: B023
+        for trainer in new.trainers:
+            trainer.tell(do="go")
+    assert new.codes() == [0, 0], new.logs()
+    old.end()
 
 
 def test_a_state_that_a_node_has_lost_since_it_was_told_of_is_not_trained_without(launch):

@@ -287,6 +287,11 @@ class Launcher:
             case decisions.Tell(key=key, rank=rank, message=message):
                 logger.info("stage %d: rank %d: %s", key[0], rank, message["do"])
                 self._tell(key, rank, message)
+            case decisions.Preview(key=key, rank=rank, snapshot=snapshot):
+                fds = self._segments.show(snapshot)
+                if fds:
+                    message = {"do": "preview", "snapshot": encode(snapshot)}
+                    self._tell(key, rank, message, fds)
             case decisions.Signal(key=key, rank=rank, signum=signum):
                 logger.info("stage %d: rank %d: %s", key[0], rank, signum.name)
                 self._crew.signal((key, rank), signum)

@@ -4,7 +4,7 @@ import signal
 from dataclasses import dataclass, replace
 from typing import Any
 
-from job_server.wire import Order, PodReport, StagePlan, Way, encode
+from job_server.wire import Order, PodReport, SnapshotRef, StagePlan, Way, encode
 from pod_runtime.launcher_reports import due_reports, makes_progress
 from pod_runtime.launcher_state import (
     ELASTIC_GRACE_S,
@@ -95,13 +95,25 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Preview:
+    """Show a prepared trainer the state that it will begin from, if the change is committed."""
+
+    key: Key
+    rank: int
+    snapshot: SnapshotRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
     code: int
     reason: str
     stage: int
 
 
-Action = Spawn | Renumber | WarmSpare | Invite | Move | Welcome | Go | Tell | Signal | Report | Exit
+Action = (
+    Spawn | Renumber | WarmSpare | Invite | Move | Welcome | Go | Tell | Signal | Report | Preview
+    | Exit
+)  # fmt: skip
 
 
 QUIET_S = 3.0  # so long has the training to be undisturbed before a spare is started
@@ -137,6 +149,8 @@ def decide(pod: Pod, now: float) -> tuple[Pod, tuple[Action, ...]]:
         actions += more
     pod, reports = due_reports(pod, now)
     actions += [Report(report=report) for report in reports]
+    pod, more = _preview(pod)  # after the reports: the others wait for those
+    actions += more
     actions += _exit(pod, going)
     return pod, tuple(actions)
 
@@ -368,6 +382,22 @@ def _warm(pod: Pod, now: float) -> tuple[Pod, list[Action]]:
     if since is None or now < since + QUIET_S or pod.warming or pod.spares >= wanted:
         return pod, []
     return pod, [WarmSpare()]
+
+
+def _preview(pod: Pod) -> tuple[Pod, list[Action]]:
+    """Have prepared trainers load what the others parked with, while the server hears of that."""
+    parked = next((r.parked_as for r in pod.runs if r.parked and not r.ending), None)
+    actions: list[Action] = []
+    runs = []
+    for run in pod.runs:
+        if parked is not None and run.waits and run.prepared and not run.ending:
+            if run.previewed != parked:
+                actions += [
+                    Preview(key=run.key, rank=t.rank, snapshot=parked) for t in run.trainers
+                ]
+            run = replace(run, previewed=parked)
+        runs.append(run)
+    return replace(pod, runs=tuple(runs)), actions
 
 
 def _exit(pod: Pod, going: Leaving | None) -> list[Action]:

@@ -95,6 +95,7 @@ class Run:
     step_s: float | None = None  # None: too early to say
     metrics: dict[str, float] | None = None  # None: nobody has sent any
     parked_as: SnapshotRef | None = None  # what its trainers say they put away; None: nothing yet
+    previewed: SnapshotRef | None = None  # what its trainers, prepared, were shown last
     done_step: int | None = None  # None: training is not complete
     joining: Joining | None = None  # None: they were not asked to go on as another stage
 

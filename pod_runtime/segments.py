@@ -85,6 +85,14 @@ class Segments:
             return said if self._at_hand_from == self._pod_id else None
         return self.newest()
 
+    def show(self, wanted: SnapshotRef) -> tuple[int, ...]:
+        """Return the descriptor of the segment at hand that holds that; () if none does.
+
+        It stays this object's.
+        """
+        headers = ((fd, read_newest(fd)) for _, fd in self._at_hand)
+        return tuple(fd for fd, header in headers if header and _ref(header) == wanted)
+
     def newest(self) -> SnapshotRef | None:
         """Return the newest complete snapshot that this pod's shim holds; asks it. Any thread."""
         try:

@@ -4,14 +4,16 @@ No thread: the loop polls once per step, which costs a system call, and waits he
 parked. The socket closes when the launcher dies; the kernel kills the trainer then, too.
 """
 
+import os
 import select
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from job_server.wire import StagePlan, WireError, decode
+from job_server.wire import SnapshotRef, StagePlan, WireError, decode
+from pod_runtime.segment_header import Stamp
 from pod_runtime.shim_wire import LineSocket, ShimError
 from pod_runtime.trainer.errors import LinkError
 
@@ -32,6 +34,14 @@ class Start:
     """What a prepared trainer starts from."""
 
     plan: StagePlan
+    fds: tuple[int, ...]  # segments, owned by the receiver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preview:
+    """The state that a prepared trainer will start from, if the change is committed."""
+
+    stamp: Stamp
     fds: tuple[int, ...]  # segments, owned by the receiver
 
 
@@ -79,6 +89,7 @@ class Link:
         self._writable.register(connection, select.POLLOUT)
         self.going = False  # `go` has come
         self._start: Start | None = None  # what came with it; None: nothing, or not yet
+        self._preview: Preview | None = None  # the newest; None: none, or it has been looked at
         self.invitation: Invitation | None = None  # None: there is none, or it is off
         self.cut: Cut | None = None  # the newest one that is not off; None: there is none
         self.resumed_id = -1  # highest id of a cut that is off
@@ -137,14 +148,23 @@ class Link:
             received = self._receive()
         self._take(*received)
 
-    def wait_start(self) -> Start:
+    def wait_start(self, look: Callable[[Preview], None]) -> Start:
         """Wait until the stage that this trainer was prepared for is committed.
+
+        Args:
+            look: called with each preview that comes before.
 
         Raises:
             LinkError: the launcher is gone.
         """
         while self._start is None:
             self.wait()
+            preview, self._preview = self._preview, None
+            if preview is not None:
+                if self._start is None:
+                    look(preview)
+                for fd in preview.fds:
+                    os.close(fd)
         start, self._start = self._start, None
         return start
 
@@ -209,6 +229,8 @@ class Link:
             if "plan" in message:
                 self._start = Start(plan=_plan(message, "go"), fds=fds)
                 self.cut, self.resumed_id = None, -1  # the stage numbers its own cuts
+        elif word == "preview":
+            self._preview = Preview(stamp=_stamp(message), fds=fds)
         elif word == "join":
             self.invitation = _invitation(message)
         elif word == "drop":
@@ -225,7 +247,9 @@ class Link:
             if self.cut is not None and self.cut.id <= cut_id:
                 self.cut = None
         else:
-            raise LinkError(f"do: expected go, cut, resume, join or drop, got {message!r:.100}")
+            raise LinkError(
+                f"do: expected go, cut, resume, join, drop or preview, got {message!r:.90}"
+            )
 
 
 def _invitation(message: Mapping[str, Any]) -> Invitation:
@@ -233,6 +257,14 @@ def _invitation(message: Mapping[str, Any]) -> Invitation:
     if type(rank) is not int or not 0 <= rank < plan.world_size:
         raise LinkError(f"join: rank: expected one of {plan.world_size}, got {rank!r:.40}")
     return Invitation(plan=plan, rank=rank)
+
+
+def _stamp(message: Mapping[str, Any]) -> Stamp:
+    try:
+        ref = decode(SnapshotRef, message.get("snapshot"), "snapshot")
+    except WireError as error:
+        raise LinkError(f"preview: {error}") from error
+    return Stamp(stage=ref.stage, step=ref.step, serial=ref.serial)
 
 
 def _plan(message: Mapping[str, Any], word: str) -> StagePlan:

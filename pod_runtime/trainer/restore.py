@@ -40,6 +40,14 @@ class Kept:
     image: Callable[[], StateImage | None]  # reads it there
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What the model holds already, before it was known that the stage begins from it."""
+
+    stamp: Stamp
+    image: StateImage
+
+
 def restore(
     adapter: Adapter,
     *,
@@ -51,6 +59,7 @@ def restore(
     store: CheckpointStore | None,
     fresh: LoopStatus,
     kept: Kept | None = None,
+    loaded: Loaded | None = None,
 ) -> Restored:
     """Load the state of `wanted`, else the newest intact checkpoint, else rank 0's fresh model.
 
@@ -60,13 +69,14 @@ def restore(
         fds: segments that this rank was given.
         store: where checkpoints are; only rank 0 looks.
         kept: this rank goes on with the state that it has; None: it has none.
+        loaded: what was loaded ahead; None: nothing was.
 
     Raises:
         StateError, CheckpointError: a state is there and does not fit, or is damaged.
         PeerLost: another rank is gone.
     """
     if wanted is not None and wanted.on_every_node:
-        return _restore_here(adapter, wanted, fds, stage=stage, kept=kept)
+        return _restore_here(adapter, wanted, fds, stage=stage, kept=kept, loaded=loaded)
     newest = newest_stamp(fds, wanted.stage) if wanted else None
     have = np.zeros((world_size, 3))
     have[rank] = (-1, -1, 0) if newest is None else (newest.step, newest.serial, 1)
@@ -120,6 +130,7 @@ def _restore_here(
     *,
     stage: int,
     kept: Kept | None,
+    loaded: Loaded | None,
 ) -> Restored:
     """Load exactly what every node has: nobody has to be asked, or waited for.
 
@@ -129,6 +140,8 @@ def _restore_here(
     stamp = Stamp(stage=wanted.stage, step=wanted.step, serial=wanted.serial)
     if kept is not None and kept.stamp == stamp:
         return _kept(kept, stage)
+    if loaded is not None and loaded.stamp == stamp:
+        return _restored(loaded.image, stage, from_checkpoint=False)
     image = read_snapshot(fds, stamp)
     if image is None:
         raise StateError(

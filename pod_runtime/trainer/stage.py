@@ -18,14 +18,14 @@ from pod_runtime.trainer.errors import LinkError, PeerLost, SnapshotError, State
 from pod_runtime.trainer.joining import Joining, group_spec
 from pod_runtime.trainer.keeper import Keeper
 from pod_runtime.trainer.ledger import LedgerFile, RunInfo
-from pod_runtime.trainer.link import Link, Start, Welcome
+from pod_runtime.trainer.link import Link, Preview, Start, Welcome
 from pod_runtime.trainer.loop_status import LoopStatus, check_same_run
 from pod_runtime.trainer.member import Member, exit_as_victim
 from pod_runtime.trainer.node_snapshots import NodeSnapshots, make_segment, nodes_of
 from pod_runtime.trainer.progress import Progress, fresh_status, scaling_for
-from pod_runtime.trainer.restore import Kept, Restored, restore
+from pod_runtime.trainer.restore import Kept, Loaded, Restored, restore
 from pod_runtime.trainer.settings import LoopSettings
-from pod_runtime.trainer.snapshot import Segment
+from pod_runtime.trainer.snapshot import Segment, read_snapshot
 from pod_runtime.trainer.source import DataSource
 from pod_runtime.trainer.storage import open_storage
 
@@ -103,6 +103,7 @@ class Entrance:
         self._place = _find_place(env, self._link, self._store)
         self._segment: Segment | None = None  # None: not made ahead of the first snapshot
         self._restored: Restored | None = None  # None: not yet
+        self._loaded: Loaded | None = None  # ahead of the commit; None: nothing was
         with self._as_victim():
             self._form_group()
 
@@ -217,6 +218,7 @@ class Entrance:
 
     def settled(self) -> None:
         """Let go of the state that was loaded."""
+        self._loaded = None
         if self._restored is not None:
             self._restored = replace(self._restored, image=None)
 
@@ -236,6 +238,7 @@ class Entrance:
                 reference_world=place.world_size,
             ),
             kept=kept,
+            loaded=self._loaded,
         )
 
     def _wait_for_start(self) -> _Place:
@@ -249,13 +252,20 @@ class Entrance:
             except SnapshotError as error:
                 logger.warning("%s", error)  # tried, and said, again at the first snapshot
         self._link.say("prepared")
-        start = self._link.wait_start()
+        start = self._link.wait_start(self._load_ahead)
         self._place = replace(self._place, wanted=start.plan.restore_from, fds=start.fds)
         if self._joined_group is not None:
             self.adapter.adopt(self._joined_group)
         if start.plan.lost:
             self._do_without_lost(start.plan)
         return self._place
+
+    def _load_ahead(self, preview: Preview) -> None:
+        """Load what the stage is to begin from, while the others still agree on the change."""
+        image = read_snapshot(preview.fds, preview.stamp)
+        if image is not None:
+            self.adapter.load(image.layout, image.data, image.scalars)
+            self._loaded = Loaded(stamp=preview.stamp, image=image)
 
     def _do_without_lost(self, plan: StagePlan) -> None:
         """Become a member of the stage that is left when some of its pods have been lost."""

@@ -15,6 +15,7 @@ from job_server.wire import (
     PodOrders,
     PodReport,
     ReportKind,
+    SnapshotRef,
     StagePlan,
     Way,
 )
@@ -36,6 +37,7 @@ from pod_runtime.launcher_decisions import (
     Go,
     Invite,
     Move,
+    Preview,
     Renumber,
     Report,
     Signal,
@@ -187,6 +189,35 @@ def test_prepared_trainers_are_given_their_state_with_go_and_the_parked_are_kill
     assert ReportKind.FIRST_STEP in kinds(pod.say(0, Stepped(step=8), 2))
     ended = pod.told(plan(1, Order.END, cut=1), preparing(Order.GO))
     assert signals(ended) == [(0, signal.SIGKILL), (1, signal.SIGKILL)]
+
+
+def test_what_the_others_parked_with_is_shown_once_after_it_was_told_and_again_after_another_cut():
+    pod = prepare_beside()
+
+    def park(cut: int, step: int, ref: SnapshotRef | None) -> list[Any]:
+        pod.told(plan(1, Order.CUT, cut=cut), preparing())
+        assert pod.say(0, Drained(step=step, id=cut, snapshot=ref)) == []
+        return pod.say(1, Drained(step=step, id=cut, snapshot=ref))
+
+    first = SnapshotRef(stage=1, step=7)
+    drained, *shown = park(1, 7, first)
+    assert isinstance(drained, Report)
+    assert (drained.report.snapshot, drained.report.kept) == (first, True)
+    assert shown == [Preview(key=(2, 0), rank=rank, snapshot=first) for rank in (0, 1)]
+    assert pod.settle() == []
+    pod.told(plan(1, Order.RESUME, cut=1), preparing())
+    pod.say(0, Stepped(step=8))
+    second = SnapshotRef(stage=1, step=9)
+    assert [a.snapshot for a in park(2, 9, second) if isinstance(a, Preview)] == [second] * 2
+
+
+def test_a_state_that_is_in_no_snapshot_is_not_shown():
+    pod = prepare_beside()
+    pod.told(plan(1, Order.CUT, cut=1), preparing())
+    actions = [pod.say(rank, Drained(step=7, id=1)) for rank in (0, 1)][1]
+    (drained,) = actions
+    assert isinstance(drained, Report)
+    assert not drained.report.kept
 
 
 def test_an_abandoned_preparation_is_killed_at_once_and_the_stage_in_force_goes_on():

@@ -15,7 +15,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from job_server.wire import Order, PlanPod, RestoreFrom, SlotKind, StagePlan, Way, encode
+from job_server.wire import (
+    Order,
+    PlanPod,
+    RestoreFrom,
+    SlotKind,
+    SnapshotRef,
+    StagePlan,
+    Way,
+    encode,
+)
 from pod_runtime.env import PodEnv, trainer_environment
 from pod_runtime.segment_header import read_newest, read_slots
 from pod_runtime.shim_wire import LineSocket
@@ -148,6 +157,20 @@ class Stage:
             given = give_to is None or trainer.rank in give_to
             fds = tuple(self.launcher.segments[restore.stage]) if given else ()
             trainer.lines.send({"do": "go", "plan": plan, "segments": [], "fds": len(fds)}, fds)
+
+    def preview(self, step: int) -> None:
+        """Show prepared trainers what those of the stage before have parked with."""
+        for fd in self.launcher.segments[self.number - 1]:
+            header = read_newest(fd)
+            if header is not None and header.stamp.step == step:
+                stamp = header.stamp
+                ref = SnapshotRef(stage=stamp.stage, step=stamp.step, serial=stamp.serial)
+                message = {"do": "preview", "snapshot": encode(ref), "fds": 1}
+                for trainer in self.trainers:
+                    assert trainer.lines is not None
+                    trainer.lines.send(message, (fd,))
+                return
+        raise AssertionError(f"no segment of stage {self.number - 1} holds step {step}")
 
     def drop(self) -> None:
         """The change that others were prepared for is off."""

@@ -38,6 +38,8 @@ def change(
     old.cut()
     restore_from = (old.number, old.drained())
     if prepared is not None:
+        if alone and world_size != 4:
+            prepared.preview(restore_from[1])
         prepared.commit(restore_from, on_every_node=alone)
         prepared.wait_all("loaded")
     old.end()

@@ -286,6 +286,28 @@ def test_a_state_that_a_node_has_lost_since_it_was_told_of_is_not_trained_withou
     assert not new.trainers[1].words("loaded")
 
 
+def test_what_was_loaded_ahead_of_the_commit_is_not_loaded_again(launch):
+    job = launch("counting.py", 2)
+    flags = out(job, step_s=0.1)
+    old = job.start(1, *flags)
+    new = job.start(2, *flags, beside=True)
+    new.wait_all("prepared")
+    old.go()
+    old.wait_step(3)
+    old.cut(1)
+    new.preview(old.drained())
+    old.resume(1)  # the change is put off: what was loaded is not what it begins from
+    old.wait_step(old.drained() + 1)
+    old.cut(2)
+    wait_until(lambda: len(old.trainers[0].words("drained")) == 2, 60)
+    step = old.drained()
+    new.preview(step)
+    new.commit((1, step), give_to=[], on_every_node=True)  # it has nothing else to begin from
+    assert {said["step"] for said in new.wait_all("loaded")} == {step}
+    old.end()
+    finish(new)
+
+
 @pytest.mark.parametrize(
     ("flags", "rehearsals"), [((), 1), (("--reader",), 0)], ids=["samples", "reader"]
 )

@@ -20,9 +20,9 @@ from pod_runtime.trainer.snapshot import copy_newest
 
 logger = logging.getLogger(__name__)
 
-# Of the training's time that snapshots may take with snapshot_steps="auto"; with those after first
-# steps and at the ends of epochs it stays below 1 %.
-_STALL_SHARE = 0.005
+# Of the training's time that snapshots may take with snapshot_steps="auto"; with those for
+# checkpoints, after first steps and at the ends of epochs it stays below 1 %.
+_STALL_SHARE = 0.004
 _FLUSH_PERIOD_S = 1.0
 _RETRY_S = 10.0
 

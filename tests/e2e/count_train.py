@@ -40,12 +40,13 @@ class Journal:
     """Lines `stage step time`: this trainer had committed that step, and lived, at that time."""
 
     def __init__(self, folder: str) -> None:
-        self._stage = os.environ["EDL_STAGE"]
         Path(folder).mkdir(parents=True, exist_ok=True)
-        self._file = (Path(folder) / f"{self._stage}.{os.getpid()}").open("a", buffering=1)
+        name = f"{os.environ['EDL_STAGE']}.{os.getpid()}"
+        self._file = (Path(folder) / name).open("a", buffering=1)
 
     def note(self, step: int) -> None:
-        self._file.write(f"{self._stage} {step} {time.time():.3f}\n")
+        stage = os.environ["EDL_STAGE"]  # another one after a change by join
+        self._file.write(f"{stage} {step} {time.time():.3f}\n")
 
 
 def main() -> None:

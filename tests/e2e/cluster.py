@@ -31,9 +31,9 @@ class Cluster:
         self.folder = folder
         self.slots = slots
         self.port = free_port()
-        # Below the ephemeral ports, and not where a test beside this one has its trainers.
-        worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 10
-        self.first_port = 20000 + worker * 1000 + (self.port % 5) * 200
+        # Not where tests beside this one have their trainers: clients begin at 20000 by themselves.
+        worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 5
+        self.first_port = 12000 + worker * 1000 + (self.port % 5) * 200
         self.url = f"http://127.0.0.1:{self.port}"
         self.server: subprocess.Popen[bytes] | None = None  # None: not running
         self.client: subprocess.Popen[bytes] | None = None  # None: not running

@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 _EXIT_FLUSH_S = 30.0  # training is over: the server may take so long to come back and hear it
 _STOP_FLUSH_S = 2.0  # somebody wants us gone
 _CONSOLE_S = 2.0
-_ENDS = (ReportKind.ENDED, ReportKind.FAILED)
 _FRESH_SNAPSHOT = (ReportKind.DRAINED, ReportKind.ENDED, ReportKind.FAILED)
 
 
@@ -57,7 +56,6 @@ class Launcher:
         )
         self._connections: dict[Name, Connection] = {}
         self._exit: decisions.Exit | None = None
-        self._foreseen: state.Key | None = None  # the run that is being cut; None: none is
         self._reaped: list[TrainerProcess] = []  # what they left is still to be cleaned up
         self._inbox: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
@@ -237,31 +235,12 @@ class Launcher:
             self._pod, actions = decisions.decide(self._pod, time.monotonic())
             for action in actions:
                 self._act(action)
-            for action in actions:
-                self._foresee(action)
             self._truth = self._attach_now()
             again = decisions.Spawn | decisions.Invite
             if not any(isinstance(action, again) for action in actions):
                 break
         while self._reaped:
             self._crew.clean_up_after(self._reaped.pop())
-
-    def _foresee(self, action: decisions.Action) -> None:
-        """Have the state at hand while a cut is near, and only then."""
-        match action:
-            case decisions.Tell(key=key, message={"do": "cut"}) if key != self._foreseen:
-                run = state.find_run(self._pod, key)
-                if run is not None:
-                    self._foreseen = key
-                    self._segments.have_at_hand(run.plan)
-            case decisions.Tell(message={"do": "resume"}):
-                self._foreseen = None
-                self._segments.let_go()
-            case decisions.Report(report=report) if self._foreseen is not None:
-                later = report.kind is ReportKind.FIRST_STEP and report.stage > self._foreseen[0]
-                if later or (report.kind in _ENDS and report.stage == self._foreseen[0]):
-                    self._foreseen = None
-                    self._segments.let_go()
 
     def _act(self, action: decisions.Action) -> None:
         match action:
@@ -287,6 +266,10 @@ class Launcher:
             case decisions.Tell(key=key, rank=rank, message=message):
                 logger.info("stage %d: rank %d: %s", key[0], rank, message["do"])
                 self._tell(key, rank, message)
+            case decisions.HaveAtHand(plan=plan):
+                self._segments.let_go()
+                if plan is not None:
+                    self._segments.have_at_hand(plan)
             case decisions.Preview(key=key, rank=rank, snapshot=snapshot):
                 fds = self._segments.show(snapshot)
                 if fds:

@@ -95,6 +95,13 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HaveAtHand:
+    """Fetch the segments of a stage that is being cut; what was at hand before is let go."""
+
+    plan: StagePlan | None  # None: no stage is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Preview:
     """Show a prepared trainer the state that it will begin from, if the change is committed."""
 
@@ -111,8 +118,8 @@ class Exit:
 
 
 Action = (
-    Spawn | Renumber | WarmSpare | Invite | Move | Welcome | Go | Tell | Signal | Report | Preview
-    | Exit
+    Spawn | Renumber | WarmSpare | Invite | Move | Welcome | Go | Tell | Signal | Report
+    | HaveAtHand | Preview | Exit
 )  # fmt: skip
 
 
@@ -149,6 +156,8 @@ def decide(pod: Pod, now: float) -> tuple[Pod, tuple[Action, ...]]:
         actions += more
     pod, reports = due_reports(pod, now)
     actions += [Report(report=report) for report in reports]
+    pod, more = _foresee(pod)
+    actions += more
     pod, more = _preview(pod)  # after the reports: the others wait for those
     actions += more
     actions += _exit(pod, going)
@@ -382,6 +391,20 @@ def _warm(pod: Pod, now: float) -> tuple[Pod, list[Action]]:
     if since is None or now < since + QUIET_S or pod.warming or pod.spares >= wanted:
         return pod, []
     return pod, [WarmSpare()]
+
+
+def _foresee(pod: Pod) -> tuple[Pod, list[Action]]:
+    """Have the state at hand from when a cut is told until the next stage has made a step."""
+    run = next((r for r in pod.runs if _is_cut(r)), None)
+    wanted = None if run is None else (run.key, run.plan.cut)
+    if wanted == pod.at_hand:
+        return pod, []
+    plan = None if run is None else run.plan
+    return replace(pod, at_hand=wanted), [HaveAtHand(plan=plan)]
+
+
+def _is_cut(run: Run) -> bool:
+    return run.plan.order is Order.CUT and run.alive and not run.ending and run.trouble is None
 
 
 def _preview(pod: Pod) -> tuple[Pod, list[Action]]:

@@ -170,6 +170,7 @@ class Pod:
     spares: int = 0  # warm processes that there are, those that still import included
     warming: bool = False  # one of them imports
     quiet_since: float | None = None  # nothing but training happens; None: something else does
+    at_hand: tuple[Key, int] | None = None  # run and cut whose segments are; None: none are
     alive_at: float | None = None  # when ALIVE is due, if nothing else is told; None: not attached
 
     @property

@@ -64,7 +64,6 @@ class Segments:
 
     def have_at_hand(self, plan: StagePlan) -> None:
         """Fetch what this node holds of a stage that is being cut: then there is no time to ask."""
-        self.let_go()
         for pod_id in (self._pod_id, *self._neighbours(plan)):
             self._at_hand = self._fetch(pod_id, plan.stage)
             if self._at_hand:

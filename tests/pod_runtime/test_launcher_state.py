@@ -35,6 +35,7 @@ from pod_runtime.channel_wire import (
 from pod_runtime.launcher_decisions import (
     Exit,
     Go,
+    HaveAtHand,
     Invite,
     Move,
     Preview,
@@ -201,11 +202,13 @@ def test_what_the_others_parked_with_is_shown_once_after_it_was_told_and_again_a
 
     first = SnapshotRef(stage=1, step=7)
     drained, *shown = park(1, 7, first)
+    assert pod.pod.at_hand == ((1, 0), 1)
     assert isinstance(drained, Report)
     assert (drained.report.snapshot, drained.report.kept) == (first, True)
     assert shown == [Preview(key=(2, 0), rank=rank, snapshot=first) for rank in (0, 1)]
     assert pod.settle() == []
-    pod.told(plan(1, Order.RESUME, cut=1), preparing())
+    resumed = pod.told(plan(1, Order.RESUME, cut=1), preparing())
+    assert [a for a in resumed if isinstance(a, HaveAtHand)] == [HaveAtHand(plan=None)]
     pod.say(0, Stepped(step=8))
     second = SnapshotRef(stage=1, step=9)
     assert [a.snapshot for a in park(2, 9, second) if isinstance(a, Preview)] == [second] * 2
@@ -455,6 +458,7 @@ def test_a_cut_is_told_to_all_and_drained_when_the_last_has_parked():
     assert [a.message for a in actions if isinstance(a, Tell)] == [
         {"do": "cut", "id": 1, "durable": True, "patient": False}
     ] * 2
+    assert HaveAtHand(plan=plan(1, Order.CUT, durable=True)) in actions
     assert kinds(actions) == [ReportKind.READY]
     assert kinds(pod.say(0, Drained(step=9, id=1))) == []
     (drained,) = reports(pod.say(1, Drained(step=9, id=1)))

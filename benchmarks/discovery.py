@@ -106,12 +106,12 @@ async def measure_join_and_leave(bench: Bench, rounds: int) -> Figures:
         port = Port()
         registrar = bench.registrar(port.endpoint)
         await asyncio.sleep(3.0 + random.uniform(0, 2))  # it waits for the port
-        await port.open()
+        port.open()
         joins.append(await until(lambda: student.teachers))
         await asyncio.sleep(random.uniform(1, 3))
         port.close()
         leaves.append(await until(lambda: not student.teachers))
-        await port.open()
+        port.open()
         await until(lambda: student.teachers)
         await asyncio.sleep(random.uniform(1, 3))
         registrar.send(signal.SIGKILL)
@@ -133,7 +133,7 @@ async def measure_links(bench: Bench) -> Figures:
     await bench.start()
     ports = [Port() for _ in range(8)]
     for port in ports:
-        await port.open()
+        port.open()
         bench.registrar(port.endpoint)
     students = [bench.student(8) for _ in range(4)]
     await until(lambda: sum(len(each.teachers) for each in students) == 8)
@@ -333,7 +333,7 @@ async def measure_malformed(bench: Bench) -> Figures:
     """Rubbish of every kind; then a student comes."""
     await bench.start()
     port = Port()
-    await port.open()
+    port.open()
     bench.registrar(port.endpoint)
     messages = malformed_messages()
     served = 0

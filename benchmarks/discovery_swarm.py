@@ -138,18 +138,23 @@ class Port:
     def __init__(self) -> None:
         self._port = free_port()
         self.endpoint = f"127.0.0.1:{self._port}"
-        self._server: asyncio.Server | None = None  # None: it is closed
+        self._listener: socket.socket | None = None  # None: it is closed
 
-    async def open(self) -> None:
-        def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.close()
-
-        self._server = await asyncio.start_server(accept, "127.0.0.1", self._port)
+    def open(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", self._port))
+        self._listener.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._listener, self._accept, self._listener)
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+
+    @staticmethod
+    def _accept(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # whoever came has gone
+            listener.accept()[0].close()
 
 
 class Teacher:
@@ -164,7 +169,7 @@ class Teacher:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        await self.port.open()
+        self.port.open()
         registrar = Registrar(self._config, PortProbe(self.endpoint))
         self._task = asyncio.create_task(registrar.run())
 

@@ -34,6 +34,8 @@ from distill_reader.errors import BadRequest
 logger = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 10.0
+_ACCEPT_STEPS = 5  # of the loop, until what it has just accepted is ours: a server that is closed
+# before that loses the socket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +73,20 @@ class DiscoveryServer:
             await self.balancer.run()
         finally:
             self._is_closing = True
-            server.close()
-            await end_tasks(*self._tasks)
+            asyncio.get_running_loop().remove_reader(listener)
+            try:
+                for _ in range(_ACCEPT_STEPS):
+                    await asyncio.sleep(0)
+            finally:
+                server.close()
+                await end_tasks(*self._tasks)
 
     # --- a connection
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._is_closing:
+            writer.transport.abort()
+            return
         if len(self._tasks) >= self._config.max_connections:
             self._log(f"a connection is refused: {len(self._tasks)} are open")
             writer.transport.abort()

@@ -10,6 +10,7 @@ One thread has the loop, with the listener and HTTP; nothing of it may block.
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import os
 import secrets
@@ -203,7 +204,12 @@ class Front:
             self._connections += 1
             task = loop.create_task(self._look(sock))
             self._looking.add(task)
-            task.add_done_callback(self._looking.discard)
+            task.add_done_callback(functools.partial(self._looked, sock))
+
+    def _looked(self, sock: socket.socket, task: "asyncio.Task[None]") -> None:
+        self._looking.discard(task)
+        if task.cancelled():  # maybe before it began
+            sock.close()
 
     async def _look(self, sock: socket.socket) -> None:
         """Hand a new connection over to the protocol that it speaks."""
@@ -226,9 +232,6 @@ class Front:
                 )
         except (OSError, TimeoutError) as error:
             logger.debug("a connection is dropped: %s", error)
-        except asyncio.CancelledError:
-            sock.close()
-            raise
         self._connection_ended()
         sock.close()
 

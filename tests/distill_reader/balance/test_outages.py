@@ -159,8 +159,12 @@ def test_whoever_is_there_first_waits_for_the_others(redis_server, run):
     teachers = [run(LocalTeacher, redis_server.url), run(LocalTeacher, server.endpoint)]
     redis_server.start()
     everybody = {teacher.endpoint for teacher in teachers}
-    wait_until(lambda: student.teachers | other.teachers == everybody)
-    assert len(student.teachers) == 1 == len(other.teachers)
+    wait_until(
+        lambda: (
+            student.teachers | other.teachers == everybody
+            and len(student.teachers) == 1 == len(other.teachers)
+        )
+    )
 
 
 def test_students_that_ask_redis_themselves_share_with_those_that_do_not(redis_server, run):

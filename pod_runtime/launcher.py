@@ -233,6 +233,7 @@ class Launcher:
         """Decide and act until nothing more follows."""
         while self._exit is None:
             self._pod, actions = decisions.decide(self._pod, time.monotonic())
+            self._truth = self._attach_now()  # before anybody hears of it by a report
             for action in actions:
                 self._act(action)
             self._truth = self._attach_now()

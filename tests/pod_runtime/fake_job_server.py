@@ -19,6 +19,7 @@ from job_server.wire import (
     decode,
     encode,
 )
+from tests.support import free_port
 
 
 def make_plan(
@@ -64,7 +65,7 @@ class FakeJobServer:
         self._revision = 1
         self._changed = threading.Condition()
         self._http: ThreadingHTTPServer | None = None
-        self._port = 0
+        self._port = free_port()  # kept: while the server is away, nobody else is given it
         self.start()
 
     @property
@@ -94,7 +95,6 @@ class FakeJobServer:
                 pass  # a launcher that was killed cuts its connections
 
         self._http = Server(("127.0.0.1", self._port), Handler)
-        self._port = self._http.server_address[1]
         threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
 
     def stop(self) -> None:

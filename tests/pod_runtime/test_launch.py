@@ -1,5 +1,6 @@
 """A real shim, a real launcher and real trainers, against a job server that says what we want."""
 
+import contextlib
 import os
 import re
 import signal
@@ -112,11 +113,11 @@ class PodUnderTest:
 
     def _find(self, module: str) -> int:
         start = f"{sys.executable}\0-m\0{module}\0".encode()
-        return next(
-            pid
-            for pid in self.living()
-            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(start)
-        )
+        for pid in self.living():
+            with contextlib.suppress(OSError):  # it has just ended
+                if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(start):
+                    return pid
+        raise AssertionError(f"no {module} runs")
 
     def has_exited(self, code: int) -> bool:
         ended = read_exit(self.dir)
@@ -144,6 +145,15 @@ def make_pod(server: FakeJobServer, tmp_path: Path) -> Iterator[Callable[..., Po
     yield make
     for pod in made:
         pod.end()
+
+
+def open_segments(pid: int) -> int:
+    """Return how many descriptors of segments a process holds."""
+    found = 0
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # it has just been closed
+            found += os.readlink(link).startswith("/memfd:")
+    return found
 
 
 def start_stage(server: FakeJobServer, plan: Callable[[Order], StagePlan]) -> None:
@@ -231,18 +241,18 @@ def test_an_abandoned_change_lets_the_parked_trainer_go_on(server, make_pod):
     def cut_and_resume(count: int) -> None:
         server.say(make_plan(1, Order.CUT, (pod.part(),), cut=count))
         wait_until(lambda: len(server.told(ReportKind.DRAINED, 1)) == count)
+        assert open_segments(launcher), "the state is at hand"
         before = len(server.told(ReportKind.PROGRESS, 1))
         server.say(make_plan(1, Order.RESUME, (pod.part(),), cut=count))
         wait_until(lambda: len(server.told(ReportKind.PROGRESS, 1)) > before + 1)
 
-    open_fds = Path(f"/proc/{pod.launcher()}/fd")
-    before = len(list(open_fds.iterdir()))
+    launcher = pod.launcher()
     cut_and_resume(1)
     cut_and_resume(2)  # the second cut is another one than the first
     cut_and_resume(3)
-    assert len(list(open_fds.iterdir())) == before, "what was at hand has been let go"
+    wait_until(lambda: open_segments(launcher) == 0, what="what was at hand has been let go")
     assert pod.trainers() == pids
-    assert pod.log(0, 1).count("resumed") == 3
+    wait_until(lambda: pod.log(0, 1).count("resumed") == 3)
     assert [report.step for report in server.told(ReportKind.DRAINED)] == [1001, 1002, 1003]
 
 
@@ -374,7 +384,7 @@ def test_training_goes_on_without_a_server_and_everything_is_told_on_its_return(
     pids = pod.trainers()
     server.stop()
     os.kill(pids[0], signal.SIGKILL)  # it happens while nobody listens
-    wait_until(lambda: not pod.trainers())
+    wait_until(lambda: "stage 1: failed" in pod.console(), what="the launcher knows")
     attaches = len(server.attaches)
     server.reports.clear()
     server.restart("server-2")

@@ -74,7 +74,9 @@ def test_six_changes_do_not_change_what_is_trained(
     expected = train_alone(alone)
 
     changed = launch("towers.py", 4, "changed")
-    out = ("--out", str(changed.folder), "--step_s", "0.03")
+    hurry = changed.folder / "hurry"
+    # Six changes have to be made before 21 steps are over, however late the test acts.
+    out = ("--out", str(changed.folder), "--step_s", "0.5", "--hurry", str(hurry))
     stage = changed.start(WORLDS[0], *out)
     # All of them before it begins, for the training is short; but one after the other: gloo gives
     # its ranks 30 s to find each other, which seventeen processes at once may exceed.
@@ -90,6 +92,7 @@ def test_six_changes_do_not_change_what_is_trained(
             if step < last and samples:  # a rehearsal has none
                 assert step not in ids, "a planned change redoes no step"
                 ids[step] = samples
+    hurry.touch()
     assert stage.codes() == [0] * WORLDS[-1], stage.logs()
     ids |= sample_ids(changed.folder, stage.number, WORLDS[-1])
     found = dict(np.load(changed.folder / "final.npz"))

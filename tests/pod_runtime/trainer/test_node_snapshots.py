@@ -74,7 +74,7 @@ def test_kills_at_random_moments_of_random_worlds_lose_at_most_the_step_in_fligh
     restore: tuple[int, int] | None = None
     for world in worlds:
         stage = job.start(
-            len(world), *out(job, *flags, step_s=0.1), restore_from=restore, nodes=world
+            len(world), *out(job, *flags, step_s=0.2), restore_from=restore, nodes=world
         )
         begun = restore[1] if restore else 0
         stage.go()
@@ -97,7 +97,9 @@ def test_kills_at_random_moments_of_random_worlds_lose_at_most_the_step_in_fligh
 
 def test_a_state_that_outgrows_its_segment_gets_a_new_one_that_all_ranks_write(launch):
     job = launch("growing.py", 2)
-    stage = job.start(2, "--out", str(job.folder))
+    hurry = job.folder / "hurry"
+    arguments = ("--out", str(job.folder), "--hurry", str(hurry))
+    stage = job.start(2, *arguments)
     stage.go()
     stage.wait_step(5)
     stage.cut(1)
@@ -111,7 +113,8 @@ def test_a_state_that_outgrows_its_segment_gets_a_new_one_that_all_ranks_write(l
     assert geometry.writers == 2
     stage.end()
 
-    stage = job.start(1, "--out", str(job.folder), restore_from=(1, step))
+    hurry.touch()
+    stage = job.start(1, *arguments, restore_from=(1, step))
     stage.go()
     assert stage.codes() == [0], stage.logs()
     assert (job.folder / "grown").read_text() == "100000 of rank 0"

@@ -19,11 +19,15 @@ pytestmark = pytest.mark.timeout(400)
 STEPS = 21  # 203 samples, batches of 32, three epochs
 
 
-def out(launcher: FakeLauncher, *more: str, step_s: float = 0.03) -> tuple[str, ...]:
-    return ("--out", str(launcher.folder), "--step_s", str(step_s), *more)
+def out(launcher: FakeLauncher, *more: str, step_s: float = 0.3) -> tuple[str, ...]:
+    """Return arguments for steps that last until a test has acted on one, also a slow test."""
+    folder = launcher.folder
+    hurry = str(folder / "hurry")
+    return ("--out", str(folder), "--step_s", str(step_s), "--hurry", hurry, *more)
 
 
 def finish(stage: Stage) -> None:
+    (stage.launcher.folder / "hurry").touch()
     assert stage.codes() == [0] * len(stage.trainers), stage.logs()
     assert {said["step"] for said in stage.wait_all("done")} == {STEPS}
     counts = np.load(stage.launcher.folder / "counts.npy")
@@ -49,7 +53,7 @@ def test_kills_lose_no_sample_and_count_none_twice(launch):
     assert stage.codes() == [-signal.SIGKILL, 75, 75], stage.logs()
     last_said = stage.trainers[0].words("step")[-1]["step"]
     assert job.newest()[0] == 2
-    assert job.newest()[1] > last_said - 3 - 8, "at most an interval is lost"
+    assert job.newest()[1] >= last_said - 3, "at most an interval is lost"
 
     # Only one rank is on the node that holds the segment: it broadcasts to the other.
     stage = job.start(2, *out(job), restore_from=job.newest(), give_to=[1])
@@ -61,7 +65,7 @@ def test_kills_lose_no_sample_and_count_none_twice(launch):
 def test_a_rank_that_dies_before_its_update_costs_the_step_in_flight_only(launch, all_reduce):
     job = launch("counting.py", 2)
     flags = ("--fail_at", "5", "--snapshot_steps", "100", "--all_reduce", all_reduce)
-    stage = job.start(2, *out(job, *flags))
+    stage = job.start(2, *out(job, *flags, step_s=0.03))
     stage.go()
     assert stage.codes() == [75, -signal.SIGKILL], stage.logs()
     assert job.newest() == (1, 5)
@@ -72,7 +76,7 @@ def test_a_rank_that_dies_before_its_update_costs_the_step_in_flight_only(launch
 
 def test_a_trainer_that_is_told_to_end_puts_its_last_step_away_first(launch):
     job = launch("counting.py", 2)
-    flags = out(job, "--snapshot_steps", "100", "--workers", "1", step_s=0.1)
+    flags = out(job, "--snapshot_steps", "100", "--workers", "1")
     stage = job.start(2, *flags)
     stage.go()
     stage.wait_step(3)
@@ -101,7 +105,7 @@ def test_a_script_may_begin_one_training_after_the_other_and_keeps_nothing_of_it
 
 def test_a_trainer_that_waits_for_a_frozen_peer_ends_when_it_is_told_to_and_loses_nothing(launch):
     job = launch("counting.py", 2)
-    stage = job.start(2, *out(job, "--snapshot_steps", "100", step_s=0.05))
+    stage = job.start(2, *out(job, "--snapshot_steps", "100"))
     stage.go()
     stage.wait_step(3)
     waiting, frozen = (trainer.process for trainer in stage.trainers)
@@ -109,7 +113,7 @@ def test_a_trainer_that_waits_for_a_frozen_peer_ends_when_it_is_told_to_and_lose
 
     def is_stuck() -> bool:  # in the framework, where Python handles no signal
         before = stage.trainers[0].words("step")[-1]
-        time.sleep(0.5)
+        time.sleep(1.0)
         return bool(stage.trainers[0].words("step")[-1] == before)
 
     wait_until(is_stuck, 30)
@@ -125,7 +129,7 @@ def test_a_trainer_that_waits_for_a_frozen_peer_ends_when_it_is_told_to_and_lose
 
 def test_parked_trainers_go_on_when_the_cut_is_off(launch):
     job = launch("counting.py", 3)
-    stage = job.start(2, *out(job, step_s=0.1))
+    stage = job.start(2, *out(job))
     stage.go()
     stage.wait_step(1)
     stage.cut(1, ranks=[1])  # its peer parks by its flag
@@ -147,7 +151,8 @@ def test_a_cut_while_a_rank_waits_for_data_voids_the_step_and_redoes_it(launch, 
     args = out(job, "--starve", str(gate), step_s=0.0)
     stage = job.start(2, *args)
     stage.go()
-    stage.wait_step(1)
+    begun = [job.folder / f"begun.{rank}.2" for rank in (0, 1)]  # the first two are committed
+    wait_until(lambda: all(path.exists() for path in begun), 90, stage.logs())
     stage.cut(1)
     assert stage.drained() == 2, "the step that waits for data is not committed"
     assert job.newest() == (1, 2)
@@ -187,7 +192,7 @@ def test_pausing_leaves_a_checkpoint_that_another_job_continues(launch, tmp_path
     path = tmp_path / "checkpoint"
     job = launch("counting.py", 2)
     more = ("--checkpoint", str(path), "--workers", "1")
-    stage = job.start(2, *out(job, *more, step_s=0.1))
+    stage = job.start(2, *out(job, *more))
     stage.go()
     stage.wait_step(1)
     stage.cut(1, durable=True)
@@ -234,7 +239,7 @@ def test_training_goes_on_without_room_for_snapshots_and_drains_to_disk(launch, 
 
 def test_prepared_trainers_take_over_with_workers_and_a_later_state_than_the_server_knew(launch):
     job = launch("counting.py", 2)
-    flags = out(job, "--workers", "1", "--snapshot_steps", "1", step_s=0.2)
+    flags = out(job, "--workers", "1", "--snapshot_steps", "1")
     old = job.start(1, *flags)
     new = job.start(2, *flags, beside=True)
     new.wait_all("prepared")
@@ -272,7 +277,7 @@ def test_a_second_loop_of_a_script_does_not_begin_from_what_the_first_one_did(la
 
 def test_a_state_that_a_node_has_lost_since_it_was_told_of_is_not_trained_without(launch):
     job = launch("counting.py", 2)
-    flags = out(job, step_s=0.2)
+    flags = out(job)
     old = job.start(1, *flags)
     new = job.start(2, *flags, beside=True)
     new.wait_all("prepared")
@@ -288,7 +293,7 @@ def test_a_state_that_a_node_has_lost_since_it_was_told_of_is_not_trained_withou
 
 def test_what_was_loaded_ahead_of_the_commit_is_not_loaded_again(launch):
     job = launch("counting.py", 2)
-    flags = out(job, step_s=0.1)
+    flags = out(job)
     old = job.start(1, *flags)
     new = job.start(2, *flags, beside=True)
     new.wait_all("prepared")

@@ -17,6 +17,7 @@ from pod_runtime import elastic
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", type=Path, required=True)
 parser.add_argument("--step_s", type=float, default=0.0)
+parser.add_argument("--hurry", type=Path, help="once this file exists, steps do not sleep")
 parser.add_argument("--reader", action="store_true", help="batches have a field more than samples")
 args = parser.parse_args()
 STAGE = os.environ.get("EDL_STAGE", "0")
@@ -66,6 +67,7 @@ for epoch in loop.epochs():
                 model.seen.set_value(model.seen + 7)
             loop.stop()
         loop.log(number=step.number)
-        time.sleep(args.step_s)
+        if not (step.is_rehearsal or (args.hurry and args.hurry.exists())):
+            time.sleep(args.step_s)
 if loop.rank == 0:
     np.save(args.out / "counts.npy", model.seen.numpy())

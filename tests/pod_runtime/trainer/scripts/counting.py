@@ -19,6 +19,7 @@ parser.add_argument("--out", type=Path, required=True)
 parser.add_argument("--samples", type=int, default=203)
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--step_s", type=float, default=0.0)
+parser.add_argument("--hurry", type=Path, help="once this file exists, steps do not sleep")
 parser.add_argument("--checkpoint")
 parser.add_argument("--save_steps", type=int, default=1000)
 parser.add_argument("--keep", type=int, default=3)
@@ -93,13 +94,16 @@ loop = elastic.Loop(
 )  # fmt: skip
 for epoch in loop.epochs():
     for step in epoch:
+        if args.starve:
+            (args.out / f"begun.{loop.rank}.{step.number}").touch()
         for batch in step:
             ids = batch[0] if isinstance(batch, list) else batch
             step.backward(-model(ids).mean() * step.samples)
         if loop.rank == 1 and step.number == args.fail_at and STAGE == "1":
             os.kill(os.getpid(), 9)
         step.update()
-        time.sleep(args.step_s)
+        if not (step.is_rehearsal or (args.hurry and args.hurry.exists())):
+            time.sleep(args.step_s)
     if args.slow and epoch.number == 0:
         (args.out / f"evaluating.{STAGE}.{loop.rank}").touch()
         assert loop.evaluate(Many(), slowly, batch_size=1)["ids"] == 1000 * 999 / 2

@@ -449,10 +449,9 @@ class FakeLauncher:
                 given: tuple[int, ...] = ()
                 if plan.restore_from and (give_to is None or trainer.rank in give_to):
                     given = tuple(self.segments.get(plan.restore_from.stage, ()))
-                lines.send(
-                    {"do": "welcome", "plan": encode(plan), "segments": [], "fds": len(given)},
-                    given,
-                )  # fmt: skip
+                welcome = {"do": "welcome", "plan": encode(plan), "segments": []}
+                with contextlib.suppress(OSError):  # it was killed meanwhile
+                    lines.send({**welcome, "fds": len(given)}, given)
             assert trainer is not None
             if message["say"] == "segment":
                 self.segments.setdefault(message["stage"], []).extend(fds)

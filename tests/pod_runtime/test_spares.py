@@ -14,7 +14,7 @@ from job_server.wire import Order, PodOrders
 from pod_runtime import launcher_decisions
 from pod_runtime.launcher_decisions import QUIET_S, WarmSpare
 from pod_runtime.launcher_state import spare_started, spares_counted
-from pod_runtime.processes import may_raise_priority, read
+from pod_runtime.processes import is_alive, may_raise_priority, read, start_time
 from pod_runtime.spares import MARK, Spares
 from pod_runtime.trainers import TrainerProcess
 from tests.pod_runtime.test_launcher_state import NOW, Simulated, plan, preparing
@@ -204,10 +204,12 @@ def test_a_spare_ends_with_its_launcher(tmp_path):
     )
     assert launcher.stdout is not None
     pid = int(launcher.stdout.readline())
+    started = start_time(pid)
+    assert started is not None
     launcher.kill()
     launcher.wait(30)
     launcher.stdout.close()
-    wait_until(lambda: read(pid) is None, 30)
+    wait_until(lambda: not is_alive(pid, started), 30)
 
 
 def test_importing_is_gentle_only_where_the_priority_can_be_raised_again():

@@ -56,6 +56,7 @@ def step_of(dataset: Numbers) -> Step:
 
 
 def children() -> set[int]:
+    """Those of earlier tests may end at any moment."""
     return {process.pid for process in descendants(os.getpid())}
 
 
@@ -63,11 +64,11 @@ def test_the_worker_that_read_for_a_rehearsal_ends_with_it():
     before = children()
     (batch,) = step_of(Numbers(broken=None))
     assert batch[1].tolist() == [0, 1, 2, 3]
-    assert children() == before
+    assert children() <= before
 
 
 def test_a_sample_that_cannot_be_read_ends_a_rehearsal_by_its_own_error():
     before = children()
     with pytest.raises(FileNotFoundError, match=r"^sample 1 is not there$"):
         list(step_of(Numbers(broken=1)))
-    assert children() == before
+    assert children() <= before

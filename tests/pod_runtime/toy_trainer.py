@@ -1,7 +1,7 @@
 """A trainer that speaks the channel's protocol and trains nothing. Standard library only.
 
 python toy_trainer.py [--steps N] [--plain SECONDS] [--fail STEP] [--say_too_low] [--exit CODE]
-                      [--helper] [--snapshot] [--ignore_sigterm] [--print TEXT]
+                      [--helper] [--snapshot] [--ignore_sigterm] [--print TEXT] [--hold FILE]
 """
 
 import argparse
@@ -27,6 +27,7 @@ parser.add_argument("--helper", action="store_true")
 parser.add_argument("--snapshot", action="store_true")
 parser.add_argument("--ignore_sigterm", action="store_true")
 parser.add_argument("--print", dest="text")
+parser.add_argument("--hold", help="no step follows the fifth while this file exists")
 args = parser.parse_args()
 
 rank = int(os.environ["PADDLE_TRAINER_ID"])
@@ -96,6 +97,8 @@ if args.snapshot and rank == 0:
 
 while step < args.steps:
     time.sleep(0.01)
+    while step == 5 and args.hold and os.path.exists(args.hold):
+        time.sleep(0.01)
     step += 1
     if args.fail == step:
         raise ValueError(f"the loss is sad at step {step}")

@@ -284,7 +284,7 @@ def test_a_shim_without_a_segment_goes_with_its_pod(start_shim):
 
 def test_a_watcher_is_told_of_the_exit_and_sees_the_shim_go(start_shim, tmp_path):
     folder = start_shim("bash", "-c", "until [ -e go ]; do sleep 0.01; done; exit 4")
-    plain, told = shim_wire.connect(folder), shim_wire.connect(folder)
+    plain, told = shim_wire.connect(folder, 60.0), shim_wire.connect(folder, 60.0)
     plain.send({"op": "watch", "fds": 0})
     told.send({"op": "watch", "exit": True, "fds": 0})
     assert plain.receive() is not None

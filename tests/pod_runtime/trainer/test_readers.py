@@ -161,7 +161,7 @@ def test_a_reader_is_closed_in_its_own_thread():
             closed.append(threading.current_thread().name)
 
     reader = FedReader(start)
-    reader.take(next(order().from_cursor(Cursor())), 5.0)
+    reader.take(next(order().from_cursor(Cursor())), 60.0)
     reader.close()
     assert closed == ["reader"]
 
@@ -177,7 +177,7 @@ def test_a_reader_is_closed_in_its_own_thread():
 def test_a_reader_out_of_step_is_refused(items, text):
     reader = FedReader(lambda: factory_items(iter(items)))
     with pytest.raises(UsageError, match=text):
-        reader.take(next(order().from_cursor(Cursor())), 5.0)
+        reader.take(next(order().from_cursor(Cursor())), 60.0)
     reader.close()
 
 
@@ -190,7 +190,7 @@ def test_what_a_reader_raises_is_raised_where_its_data_are_wanted():
 
     reader = FedReader(start)
     with pytest.raises(ConnectionError, match="no teacher"):
-        reader.take(next(order().from_cursor(Cursor())), 5.0)
+        reader.take(next(order().from_cursor(Cursor())), 60.0)
     reader.close()
 
 

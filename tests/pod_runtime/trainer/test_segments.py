@@ -260,6 +260,8 @@ def test_a_copy_beside_writers_is_never_a_mixture(share):
             step += 1
             for index, segment in enumerate((first, second)):
                 write(segment, numbers.fill(step), step, index)
+            # No pause, or one that lets a copy be whole: two threads on one core take turns.
+            stop.wait(step % 10 * 0.005)
 
     thread = threading.Thread(target=keep_writing)
     thread.start()

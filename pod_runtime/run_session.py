@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import sys
@@ -30,6 +31,8 @@ _CLIENT_STOP_EXTRA_S = 15.0
 _SERVER_STOP_S = 5.0
 _SHOWN_LINES = 20
 INTERRUPTED = 130
+# Below those that the kernel gives to connections: none takes it while the server starts, again.
+_SERVER_PORTS = range(10000, 12000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,6 +247,13 @@ def _show(text: str) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nobody uses now.
+
+    Raises:
+        LaunchError: there is none.
+    """
+    for port in random.sample(_SERVER_PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise LaunchError(f"no free port from {_SERVER_PORTS[0]} to {_SERVER_PORTS[-1]}")

@@ -38,6 +38,8 @@ class _Attempt:
         self.segment: Segment | None = None  # None: none was made ahead
         self._adapter, self._layout = adapter, layout
         self._off = threading.Event()
+        self._gate = threading.Lock()  # around `_is_over` and what follows from it
+        self._is_over = False  # nothing is formed any more
         self._thread = threading.Thread(target=self._form, name="join", daemon=True)
         self._thread.start()
 
@@ -47,9 +49,10 @@ class _Attempt:
 
     def call_off(self) -> None:
         """Let go of what there is; what is still being formed is dropped when it is."""
-        self._off.set()
-        if self.is_done:
-            self._drop()
+        with self._gate:
+            self._off.set()
+            if self._is_over:
+                self._drop()
 
     def join_thread(self) -> None:
         self._thread.join(_END_TIMEOUT_S)
@@ -65,8 +68,10 @@ class _Attempt:
             self.error = str(error)
         except Exception as error:  # noqa: BLE001  whatever it is, the training must go on
             self.error = f"{type(error).__name__}: {error}"
-        if self._off.is_set():
-            self._drop()
+        with self._gate:
+            self._is_over = True
+            if self._off.is_set():
+                self._drop()
 
     def _make_segment(self) -> None:
         """Make room for the snapshots of the next stage, if this trainer leads its node then."""

@@ -101,20 +101,24 @@ Where = tuple[str, object]  # (path, fs)
 
 
 @pytest.fixture(params=["folder", "LocalFS", "memory", "s3"])
-def where(request, tmp_path: Path) -> Where:
+def where(request, tmp_path: Path) -> Iterator[Where]:
     if request.param == "folder":
-        return str(tmp_path / "ckpt"), None
-    if request.param == "LocalFS":
-        return str(tmp_path / "ckpt"), LocalFS()
-    if request.param == "memory":
-        return f"memory://{uuid.uuid4()}/ckpt", None
-    options = request.getfixturevalue("s3")
-    import s3fs
+        yield str(tmp_path / "ckpt"), None
+    elif request.param == "LocalFS":
+        yield str(tmp_path / "ckpt"), LocalFS()
+    elif request.param == "memory":
+        yield f"memory://{uuid.uuid4()}/ckpt", None
+    else:
+        options = request.getfixturevalue("s3")
+        import fsspec.asyn
+        import s3fs
 
-    fs = s3fs.S3FileSystem(**options)
-    bucket = f"b{uuid.uuid4()}"
-    fs.mkdir(bucket)
-    return f"{bucket}/runs/one", fs
+        fs = s3fs.S3FileSystem(**options)
+        bucket = f"b{uuid.uuid4()}"
+        fs.mkdir(bucket)
+        yield f"{bucket}/runs/one", fs
+        # When it is collected it gives its connections 0.1 s to be closed, and then leaves them.
+        fsspec.asyn.sync(fs.loop, fs._s3creator.__aexit__, None, None, None)
 
 
 def train_as_the_original(where: Where, epochs: int, *, crash_in: int | None = None) -> list[int]:

@@ -144,7 +144,7 @@ def test_another_process_connects_by_the_name_alone():
         "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect('\\0' + sys.argv[1]); "
         'import json; s.sendall(json.dumps({"say": "done", "step": 1}).encode() + b"\\n")'
     )
-    subprocess.run([sys.executable, "-c", code, channel.name], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", code, channel.name], check=True, timeout=60)
     connection = channel.accept()
     assert connection is not None
     assert connection.peer_pid != os.getpid()

@@ -73,7 +73,7 @@ class PodUnderTest:
             env={**self.env, **environ},
             cwd=self.work,
             check=True,
-            timeout=30,
+            timeout=60,
         )
 
     def part(self, pod_rank: int = 0, first_rank: int = 0) -> PlanPod:
@@ -490,7 +490,7 @@ def test_a_wrong_command_line_is_refused_with_2(tmp_path, argv, words):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
     )
     assert result.returncode == 2
     assert words in result.stderr
@@ -499,7 +499,7 @@ def test_a_wrong_command_line_is_refused_with_2(tmp_path, argv, words):
 def test_the_launcher_loads_no_framework_no_server_and_no_numpy():
     code = "import sys, pod_runtime.launch; print([*sys.modules])"
     output = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     ).stdout
     loaded = {name.split(".")[0] for name in re.findall(r"'([\w.]+)'", output)}
     assert not loaded & {"paddle", "flask", "numpy", "psutil", "waitress"}

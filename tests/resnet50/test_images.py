@@ -213,7 +213,7 @@ def test_without_a_folder_there_are_digits(make_options):
 def check(*args: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, FOLDER / "images.py", "--check", *args, "--workers", "2"]
     return subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=60, check=False
+        list(map(str, command)), capture_output=True, text=True, timeout=100, check=False
     )
 
 

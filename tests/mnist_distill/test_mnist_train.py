@@ -102,7 +102,8 @@ def test_both_teachers_have_answered_and_ended_in_order(whole_run):
 
 
 def test_nothing_runs_any_more_after_run(whole_run):
-    assert processes_with(whole_run[2]) == []
+    # A helper of a teacher may end a moment after the teacher, which run.sh has waited for.
+    wait_until(lambda: not processes_with(whole_run[2]), what="all have ended")
 
 
 @pytest.mark.parametrize(

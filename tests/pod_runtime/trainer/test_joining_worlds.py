@@ -163,7 +163,7 @@ def kill_and_recover(made: Training, moment: Callable[[Stage, Stage], None], vic
     trainer.process.wait()
     committed = moment in (when_committed, after_a_step)
     if committed:  # all are of the stage that has crashed
-        codes = [each.process.wait(60) for each in new.trainers]
+        codes = [each.process.wait(90) for each in new.trainers]
         assert all(code in (75, -6, -9) for code in codes), new.logs()
     elif victim == 2:  # the new one: those that stay go on
         new.drop()

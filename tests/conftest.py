@@ -2,13 +2,14 @@
 
 import signal
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Whoever runs the tests in the background (`&`, nohup, some CI) has these ignored, and all programs
 # that a test starts would inherit that: Ctrl-C could not be tested.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
-# How long an example may take says nothing where other programs have the processor.
-settings.register_profile("patient", deadline=None)
+# How long an example may take, to draw or to run, says nothing where other programs have the
+# processor.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")

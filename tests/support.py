@@ -1,11 +1,21 @@
 """What several tests need."""
 
+import itertools
+import os
 import socket
 import time
 from collections.abc import Callable
 
+# Below what the kernel gives to outgoing connections and to port 0, and below what job clients
+# choose by themselves: the first half is of the trainers, the second of whoever listens else.
+_FIRST_TRAINER_PORT, _FIRST_PORT = 12000, 17000
+_BLOCK = 200  # ports for the trainers of one client
+_WORKERS = 5  # of pytest-xdist, which get ports of their own
+_worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _WORKERS
+_counter = itertools.count(os.getpid())  # two test runs at once begin at different places
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 20.0, what: str = "") -> None:
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 60.0, what: str = "") -> None:
     """Return once `condition()` is true; fail the test when it is not within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -14,8 +24,19 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 20.0, what: s
 
 
 def free_port() -> int:
-    """Return a TCP port of loopback that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a TCP port that nobody listens on, and that no other test is given soon."""
+    for number in itertools.islice(_counter, 500):
+        port = _FIRST_PORT + _worker * 500 + number % 500
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("no free port")
+
+
+def trainer_ports() -> tuple[int, int]:
+    """Return the first and the last port for the trainers of one client's pods."""
+    first = _FIRST_TRAINER_PORT + _worker * 1000 + next(_counter) % 5 * _BLOCK
+    return first, first + _BLOCK - 1

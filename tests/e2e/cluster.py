@@ -14,7 +14,7 @@ import psutil
 from job_server.api_client import ApiClient
 from job_server.errors import ServerAway
 from job_server.wire import JobSpec, JobState, JobStatus
-from tests.support import free_port, wait_until
+from tests.support import free_port, trainer_ports, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,9 +31,7 @@ class Cluster:
         self.folder = folder
         self.slots = slots
         self.port = free_port()
-        # Not where tests beside this one have their trainers: clients begin at 20000 by themselves.
-        worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 5
-        self.first_port = 12000 + worker * 1000 + (self.port % 5) * 200
+        self.first_port, self.last_port = trainer_ports()
         self.url = f"http://127.0.0.1:{self.port}"
         self.server: subprocess.Popen[bytes] | None = None  # None: not running
         self.client: subprocess.Popen[bytes] | None = None  # None: not running
@@ -53,7 +51,7 @@ class Cluster:
     def start_client(self) -> None:
         args = ["--job_server", self.url, "--log_dir", str(self.folder / "client")]
         args += ["--pod_path", str(self.folder / "pods"), "--cpu_slots", str(self.slots)]
-        args += ["--port_range", f"{self.first_port}-{self.first_port + 199}", "--grace_s", "3"]
+        args += ["--port_range", f"{self.first_port}-{self.last_port}", "--grace_s", "3"]
         self.client = self._spawn("job_client", [*args, str(self.folder / "train.sh")])
 
     def _spawn(self, module: str, args: list[str]) -> subprocess.Popen[bytes]:

@@ -51,7 +51,7 @@ def check_nothing_is_left(cluster: Cluster, memory_before: set[str]) -> None:
     assert cluster.processes() == []
     wait_until(lambda: leaked_memory(memory_before) == set(), 30, "shared memory is gone")
     # Not the server's: it was a free one, and may be another program's by now.
-    for port in range(cluster.first_port, cluster.first_port + 200):
+    for port in range(cluster.first_port, cluster.last_port + 1):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))

@@ -26,13 +26,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextmanager
-def open_service(path: Path | str = ":memory:", **options: float) -> Iterator[Service]:
+def open_service(
+    path: Path | str = ":memory:",
+    *,
+    max_watchers: int = 50,
+    now: Callable[[], float] | None = None,
+) -> Iterator[Service]:
     """A service on a database; closed in the end, as a server that is stopped."""
-    service = Service(
-        Store(str(path)),
-        heartbeat_s=options.get("heartbeat_s", 3.0),
-        max_watchers=int(options.get("max_watchers", 50)),
-    )
+    service = Service(Store(str(path)), max_watchers=max_watchers, now=now)
     service.start()
     try:
         yield service
@@ -81,7 +82,7 @@ class ServerProcess:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, env={**os.environ, **self.env}, stderr=log, text=True
             )
-        wait_until(self.answers, 30, f"the server answers: {self.log()}")
+        wait_until(self.answers, 60, f"the server answers: {self.log()}")
 
     def answers(self) -> bool:
         assert self.process is not None
@@ -106,7 +107,7 @@ class ServerProcess:
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(20)
+            return self.process.wait(60)
         finally:
             self.process.kill()
             self.process.wait()
@@ -115,15 +116,18 @@ class ServerProcess:
 @contextmanager
 def running_server(folder: Path, *args: str, **env: str) -> Iterator[ServerProcess]:
     server = ServerProcess(folder, list(args), env=env)
-    server.start()
     try:
+        server.start()
         yield server
     finally:
         server.stop()
 
 
 class InThread(threading.Thread):
-    """Runs a call beside the test; `result()` waits for it and raises what it raised."""
+    """Runs a call beside the test; `result()` waits for it and raises what it raised.
+
+    It waits less long than a poll of 60 s, which nobody has told of any news.
+    """
 
     def __init__(self, call: Callable[[], Any]) -> None:
         super().__init__(daemon=True)
@@ -138,7 +142,7 @@ class InThread(threading.Thread):
         except BaseException as error:  # noqa: BLE001 - raised again in result()
             self._error = error
 
-    def result(self, timeout_s: float = 20.0) -> Any:
+    def result(self, timeout_s: float = 50.0) -> Any:
         self.join(timeout_s)
         assert not self.is_alive(), f"not within {timeout_s:g} s"
         if self._error is not None:

@@ -151,10 +151,10 @@ def test_a_second_server_on_the_same_database_ends_with_code_2(tmp_path, capsys)
 def test_a_signal_answers_who_waits_and_ends_with_code_0(tmp_path, signum):
     with running_server(tmp_path) as server, server.api() as api:
         revision = api.status("default_job").revision
-        waits = [InThread(lambda: server.api().watch("default_job", revision, 50)) for _ in "ab"]
+        waits = [InThread(lambda: server.api().watch("default_job", revision, 60)) for _ in "ab"]
         assert server.process is not None
         server.process.send_signal(signum)
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0
         for wait in waits:
             try:
                 wait.result()
@@ -206,7 +206,7 @@ def test_what_is_no_http_is_refused_as_json(tmp_path):
     with running_server(tmp_path, "--no_job") as server:
         too_long = b"POST /api/v1/jobs HTTP/1.1\r\nContent-Length: 9999999\r\n\r\n"
         for raw in (b"GET\r\n\r\n", too_long):
-            with socket.create_connection(("127.0.0.1", server.port), timeout=20) as sock:
+            with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
                 sock.sendall(raw)
                 answer = b""
                 while data := sock.recv(65536):

@@ -117,13 +117,20 @@ class FakeServer:
         return next((p for r in reports for p in r.pods if p.pod_id == pod_id), None)
 
     def wait_phase(self, pod_id: str, phase: PodPhase) -> PodState:
-        wait_until(
-            lambda: (state := self.state(pod_id)) is not None and state.phase is phase,
-            what=f"{pod_id} is {phase.value}",
-        )
-        state = self.state(pod_id)
-        assert state is not None
-        return state
+        return self.wait_state(pod_id, lambda state: state.phase is phase, phase.value)
+
+    def wait_state(self, pod_id: str, condition: Callable[[PodState], bool], what: str) -> PodState:
+        """Return the first state that fulfils `condition`; the next report may tell another."""
+        found: list[PodState] = []
+
+        def reported() -> bool:
+            state = self.state(pod_id)
+            if state is not None and condition(state):
+                found.append(state)
+            return bool(found)
+
+        wait_until(reported, what=f"{pod_id} is {what}")
+        return found[0]
 
 
 class Client:
@@ -150,7 +157,7 @@ class Client:
         self.join()
 
     def join(self) -> None:
-        self._thread.join(30)
+        self._thread.join(60)
         assert not self._thread.is_alive(), "the client does not end"
 
 

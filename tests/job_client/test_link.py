@@ -94,11 +94,14 @@ class SlowReports(FakeServer):
     def node_report(self, report):
         if not self.asked.is_set():
             self.asked.set()
-            assert self.go_on.wait(10)
+            assert self.go_on.wait(60)
         return super().node_report(report)
 
 
-def test_a_goodbye_is_the_last_that_the_server_hears_and_nothing_registers_behind_it():
+def test_a_goodbye_is_the_last_that_the_server_hears_and_nothing_registers_behind_it(
+    monkeypatch,
+):
+    monkeypatch.setattr("job_client.link.LAST_REPORT_S", 60.0)
     server = SlowReports()
     node = Node(
         node_id="a",
@@ -116,7 +119,8 @@ def test_a_goodbye_is_the_last_that_the_server_hears_and_nothing_registers_behin
     )
     link = Link(lambda: server, callbacks, choose_ports=False)
     link.start()
-    assert server.asked.wait(10)
+    assert server.asked.wait(60)
+    link.close()  # as the goodbye does at once
     server.come_back(forgetful=False)  # another id: the answer would have the node register again
     threading.Timer(0.2, server.go_on.set).start()
     assert link.say_goodbye(NodeReport(node_id="a", pods=(), leaving=True))

@@ -143,12 +143,14 @@ def test_sigkill_of_the_client_stops_nothing_and_its_successor_adopts(
     first.wait()
     assert not is_gone(pid)
 
-    server.reports.clear()
     second = start_program("--job_server", url, train)
+    # What the first one has said last may only be heard now: not before this does the second speak.
+    wait_until(lambda: len(server.nodes) == 2)
+    server.reports.clear()
     server.wait_phase("pod_0_0", PodPhase.RUNNING)
     assert shim_pid(tmp_path) == pid
     second.terminate()
-    output, _ = second.communicate(timeout=20)
+    output, _ = second.communicate(timeout=60)
     assert second.returncode == 0, output
     assert "adopted" in output
     assert server.reports[-1].leaving
@@ -204,20 +206,21 @@ def test_with_keep_pods_sigterm_leaves_them_running(server, url, start_program, 
     server.want(pod())
     server.wait_phase("pod_0_0", PodPhase.RUNNING)
     client.terminate()
-    client.communicate(timeout=20)
+    client.communicate(timeout=60)
     assert client.returncode == 0
     assert not is_gone(shim_pid(tmp_path))
 
 
 def test_a_second_sigterm_ends_the_pods_at_once(server, url, start_program, tmp_path):
-    train = script(tmp_path, "trap 'touch ../asked' TERM; while :; do sleep 0.05; done")
+    train = script(tmp_path, "trap : TERM; touch ../deaf; while :; do sleep 0.05; done")
     client = start_program("--job_server", url, train)
     server.want(pod(grace_s=600.0))
     server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    wait_until((tmp_path / "edl_pods" / "deaf").exists)
     client.terminate()
     server.wait_phase("pod_0_0", PodPhase.STOPPING)
     client.send_signal(signal.SIGINT)
-    client.communicate(timeout=20)
+    client.communicate(timeout=60)
     assert client.returncode == 0
     wait_until(lambda: marked(tmp_path) == [])
 
@@ -234,7 +237,7 @@ def test_two_clients_in_one_folder_are_refused(server, url, start_program, tmp_p
     start_program("--job_server", url, train)
     wait_until(lambda: server.nodes)
     second = start_program("--job_server", url, train)
-    output, _ = second.communicate(timeout=20)
+    output, _ = second.communicate(timeout=60)
     assert second.returncode == 2
     assert "another job client runs in" in output
 

@@ -15,7 +15,7 @@ from tests.support import free_port, wait_until
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    args = ("--pod_num_of_node", "4", "--change_script", "none", "--heartbeat_s", "0.5")
+    args = ("--pod_num_of_node", "4", "--change_script", "none", "--heartbeat_s", "30")
     with running_server(tmp_path_factory.mktemp("server"), *args) as server:
         yield server
 
@@ -186,13 +186,18 @@ def test_logs_of_pods_on_this_machine_are_printed(server, capsys, tmp_path):
     with server.api() as api:
         api.submit(wire.JobSpec(job_id="logged", max_pods=2))
         api.register_node(cpu_node("node-l", job_id="logged"))
-        pods = tuple(
-            wire.PodState(
-                pod_id=pod_id, job_id="logged", phase=wire.PodPhase.RUNNING, log_path=path
+
+        def report(phase: wire.PodPhase) -> None:
+            code = 0 if phase is wire.PodPhase.EXITED else None
+            pods = tuple(
+                wire.PodState(
+                    pod_id=pod_id, job_id="logged", phase=phase, exit_code=code, log_path=path
+                )
+                for pod_id, path in (("pod_0_0", str(log)), ("pod_1_0", "/far/away/log"))
             )
-            for pod_id, path in (("pod_0_0", str(log)), ("pod_1_0", "/far/away/log"))
-        )
-        api.node_report(wire.NodeReport(node_id="node-l", pods=pods))
+            api.node_report(wire.NodeReport(node_id="node-l", pods=pods))
+
+        report(wire.PodPhase.RUNNING)
         assert main(["logs", "logged", "--lines", "3", "--server", server.url]) == 0
         out = capsys.readouterr().out.splitlines()
         assert out == [
@@ -215,8 +220,9 @@ def test_logs_of_pods_on_this_machine_are_printed(server, capsys, tmp_path):
             file.write(", now it has\n")
         wait_until(lambda: has("no end yet, now it has"))
         api.delete("logged")
+        report(wire.PodPhase.EXITED)
         api.node_report(wire.NodeReport(node_id="node-l", leaving=True))
-        assert follow.result(40) in (0, 1)  # ended, or forgotten by then
+        assert follow.result() in (0, 1)  # ended, or forgotten by then
 
 
 def test_edl_lists_what_exists_and_nothing_else(capsys):

@@ -166,6 +166,8 @@ def test_a_signal_answers_who_waits_and_ends_with_code_0(tmp_path, signum):
 
 def test_more_threads_than_the_machine_gives_are_refused(tmp_path):
     limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (1 << 31, 1 << 31));"
+    # Big stacks: what is left when one does not fit is enough to say so.
+    limit += "import threading; threading.stack_size(1 << 28);"
     code = f"{limit} from job_server.__main__ import main; sys.exit(main(sys.argv[1:]))"
     args = ["--no_job", "--server_port", "0", "--db", ":memory:", "--max_watchers", "20000"]
     done = subprocess.run([sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True)

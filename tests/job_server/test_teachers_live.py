@@ -13,10 +13,12 @@ import pytest
 from job_server.wire import JobKind, JobSpec, JobState, JobStatus
 from tests.job_server.live_students import REPORT_S, Students
 from tests.job_server.serving import ROOT, ServerProcess, running_server
-from tests.support import wait_until
+from tests.support import trainer_ports, wait_until
 
 TEACH = "exec {python} {root}/tests/job_server/live_teacher.py {folder}\n"
 TRAIN = "exec {python} -m pod_runtime.launch --log_dir log {folder}/sleep.py\n"
+
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture
@@ -29,10 +31,10 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
         (folder / "train.sh").write_text(script)
     (tmp_path / "sleep.py").write_text("import time\ntime.sleep(600)\n")
     with running_server(tmp_path, "--no_job") as server:
-        ports = 20000 + (server.port % 10) * 1000
+        first_port, last_port = trainer_ports()
         command = [sys.executable, "-m", "job_client", "--job_server", server.url]
         command += ["--jobs_dir", str(tmp_path / "jobs"), "--cpu_slots", "4"]
-        command += ["--port_range", f"{ports}-{ports + 99}", "--log_dir", str(tmp_path / "log")]
+        command += ["--port_range", f"{first_port}-{last_port}", "--log_dir", str(tmp_path / "log")]
         command += ["--pod_path", str(tmp_path / "pods")]
         with (tmp_path / "client.log").open("ab") as log:
             client = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
@@ -41,9 +43,10 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
         finally:
             client.terminate()
             try:
-                client.wait(30)
+                client.wait(60)
             finally:
                 client.kill()
+                client.wait()
 
 
 def until(
@@ -68,6 +71,11 @@ def runs(count: int) -> Callable[[JobStatus], object]:
     return lambda now: now.teachers is not None and now.teachers.running == count
 
 
+def wait_teaching(folder: Path, count: int) -> None:
+    """Wait until so many scripts have begun and can drain: they count as running before that."""
+    wait_until(lambda: len(list(folder.glob("*.teaches"))) >= count, what=f"{count} teach")
+
+
 def submit_teachers(server: ServerProcess, **changes: object) -> None:
     fields = {
         "job_id": "teachers", "kind": JobKind.TEACHER, "service": "soft", "folder": "teach",
@@ -90,9 +98,10 @@ def test_the_number_of_teachers_follows_the_students_up_and_down(server, tmp_pat
             "nine students have three teachers",
         )
         assert grown.state is JobState.RUNNING
+        wait_teaching(tmp_path, 3)
         students.set(1)
         until(server, "teachers", runs(1), "one student has one teacher")
-        wait_until(lambda: len(list(tmp_path.glob("*.drained"))) >= 2, 20, "they drained")
+        wait_until(lambda: len(list(tmp_path.glob("*.drained"))) >= 2, what="they drained")
     finally:
         students.close()
 
@@ -100,7 +109,7 @@ def test_the_number_of_teachers_follows_the_students_up_and_down(server, tmp_pat
 def test_a_training_gets_the_slots_of_teachers_who_drain_first(server, tmp_path):
     submit_teachers(server, pods=4)
     until(server, "teachers", runs(4), "four teachers run")
-    wait_until(lambda: len(list(tmp_path.glob("*.teaches"))) == 4, 60, "their scripts have begun")
+    wait_teaching(tmp_path, 4)
     with server.api() as api:
         api.submit(JobSpec(job_id="training", folder="train", min_pods=2, max_pods=3))
         status = until(
@@ -114,6 +123,7 @@ def test_a_training_gets_the_slots_of_teachers_who_drain_first(server, tmp_path)
 def test_teachers_outlive_the_server_and_are_replaced_when_they_die(server, tmp_path):
     submit_teachers(server, pods=2)
     before = until(server, "teachers", runs(2), "two teachers run")
+    wait_teaching(tmp_path, 2)
     server.kill()
     server.start()
     after = until(server, "teachers", runs(2), "they are known again")

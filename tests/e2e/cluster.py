@@ -67,7 +67,7 @@ class Cluster:
             )
 
     def submit(self, spec: JobSpec) -> None:
-        wait_until(self._healthy, 30, "the server answers")
+        wait_until(self._healthy, what="the server answers")
         self.api().submit(spec)
 
     def _healthy(self) -> bool:
@@ -81,7 +81,7 @@ class Cluster:
         return self.api().jobs()[0]
 
     def wait_for(
-        self, condition: Callable[[JobStatus], object], what: str, timeout_s: float = 60
+        self, condition: Callable[[JobStatus], object], what: str, timeout_s: float = 120
     ) -> JobStatus:
         """Return the first status that fulfils `condition`; fail when the job ends before."""
         deadline = time.monotonic() + timeout_s
@@ -104,7 +104,7 @@ class Cluster:
             f"{pods} pods run",
         )
 
-    def wait_steps(self, more: int, timeout_s: float = 60) -> JobStatus:
+    def wait_steps(self, more: int, timeout_s: float = 120) -> JobStatus:
         """Wait until the job has trained `more` further steps."""
         begin = self.wait_for(lambda now: True, "the server answers").step
         return self.wait_for(
@@ -115,47 +115,47 @@ class Cluster:
 
     def processes(self) -> list[psutil.Process]:
         """Every living process with our folder on its command line or in its environment."""
-        return list(self._find(lambda text: str(self.folder) in text))
+        return [process for process, _line in self._find()]
 
-    def find(self, *words: str) -> list[psutil.Process]:
-        """The cluster's processes whose command line has all of `words`."""
-        found = []
-        for process in self.processes():
-            try:
-                line = " ".join(process.cmdline())
-            except psutil.Error:
-                continue
-            if all(word in line for word in words):
-                found.append(process)
+    def find(self, *words: str, without: tuple[str, ...] = ()) -> list[psutil.Process]:
+        """The cluster's processes whose command line has all of `words`, by pid."""
+        found = [
+            process
+            for process, line in self._find()
+            if all(word in line for word in words) and not any(word in line for word in without)
+        ]
         return sorted(found, key=lambda process: process.pid)
 
     def trainers(self) -> list[psutil.Process]:
-        return [p for p in self.find(".py") if not _is_launcher_or_shim(p)]
+        programs = ("pod_runtime.", "pod_runtime/", "job_server", "job_client", "bash")
+        return self.find(".py", without=programs)
 
     def launchers(self) -> list[psutil.Process]:
-        return [p for p in self.find("pod_runtime.launch") if "bash" not in p.name()]
+        return self.find("pod_runtime.launch", without=("bash ",))
 
     def shims(self) -> list[psutil.Process]:
         return self.find("--pod_dir")
 
-    def _find(self, matches: Callable[[str], bool]) -> Iterator[psutil.Process]:
+    def _find(self) -> Iterator[tuple[psutil.Process, str]]:
+        """Yield processes with their command lines, which are gone when the process is."""
         for process in psutil.process_iter():
             if process.pid == os.getpid():
                 continue
             try:
                 if process.status() == psutil.STATUS_ZOMBIE:
                     continue
-                text = " ".join(process.cmdline()) + " ".join(process.environ().values())
+                line = " ".join(process.cmdline())
+                text = line + " ".join(process.environ().values())
             except psutil.Error:
                 continue
-            if matches(text):
-                yield process
+            if str(self.folder) in text:
+                yield process, line
 
     def kill(self, process: psutil.Process | subprocess.Popen[bytes]) -> None:
         """SIGKILL, and wait until it is gone."""
         process.send_signal(signal.SIGKILL)
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.wait(10)
+            process.wait(60)
 
     def kill_everything(self) -> None:
         """SIGKILL every process at once: server, client, shims, launchers, trainers."""
@@ -164,7 +164,7 @@ class Cluster:
                 process.kill()
         for program in (self.server, self.client):
             if program is not None:
-                program.wait(10)
+                program.wait(60)
 
     def stop(self) -> None:
         """End client and server in order; whatever is left is killed."""
@@ -177,7 +177,8 @@ class Cluster:
                     process.kill()
                     process.wait()
         for left in self.processes():
-            left.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it was ending
+                left.kill()
 
     def logs(self) -> str:
         """The ends of all logs, for a failed test's report."""
@@ -187,11 +188,3 @@ class Cluster:
                 text = path.read_text(errors="replace")[-3000:]
                 parts.append(f"----- {path.relative_to(self.folder)}\n{text}")
         return "\n".join(parts)
-
-
-def _is_launcher_or_shim(process: psutil.Process) -> bool:
-    line = " ".join(process.cmdline())
-    return any(
-        word in line
-        for word in ("pod_runtime.", "pod_runtime/", "job_server", "job_client", "bash")
-    )

@@ -91,7 +91,7 @@ class Network:
                     process.send_signal(signal.SIGKILL)
             return not left
 
-        wait_until(kill_all, 10, f"node {node} is dead")
+        wait_until(kill_all, what=f"node {node} is dead")
 
     def suspend(self, node: int) -> list[psutil.Process]:
         """SIGSTOP every process of a node, as when its machine is frozen; return them."""

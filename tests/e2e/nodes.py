@@ -59,7 +59,7 @@ class Nodes(Cluster):
         args += ["--cpu_slots", str(self.slots), *more, str(self.folder / "train.sh")]
         self.clients[node] = self._run(node, "job_client", args)
 
-    def wait_trained_by(self, *nodes: int, steps: int = 5, timeout_s: float = 60) -> JobStatus:
+    def wait_trained_by(self, *nodes: int, steps: int = 5, timeout_s: float = 120) -> JobStatus:
         """Wait until the trainers are on these nodes, by rank, and have trained `steps` more."""
         begin = self.wait_for(
             lambda now: now.state is JobState.RUNNING and self.where(now) == nodes,
@@ -93,7 +93,7 @@ class Nodes(Cluster):
         """As when its power goes: no process of it says goodbye."""
         self.network.kill(node)
         if node in self.clients:
-            self.clients.pop(node).wait(10)
+            self.clients.pop(node).wait(60)
 
     def stop(self) -> None:
         for node in list(self.clients):
@@ -101,7 +101,7 @@ class Nodes(Cluster):
             self.client = self.clients.pop(node)
             if self.clients:
                 self.client.terminate()
-                self.client.wait(30)
+                self.client.wait(60)
         super().stop()
 
     def _run(self, node: int, module: str, args: list[str]) -> subprocess.Popen[bytes]:

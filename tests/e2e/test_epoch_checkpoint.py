@@ -44,17 +44,17 @@ def epochs_done(cluster: Cluster) -> list[tuple[int, int]]:
     return [(int(epoch), int(trainers)) for epoch, trainers in found]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_no_epoch_is_skipped_when_pods_come_and_a_trainer_is_killed(cluster: Cluster) -> None:
     cluster.submit(JobSpec(job_id="epochs", pods=1, max_pods=2, grace_s=3))
-    wait_until(lambda: (0, 1) in epochs_done(cluster), 90, "an epoch of one trainer")
+    wait_until(lambda: (0, 1) in epochs_done(cluster), 180, "an epoch of one trainer")
     cluster.api().resize("epochs", 2)
     wait_until(
-        lambda: any(trainers == 2 for _epoch, trainers in epochs_done(cluster)), 90, "two trainers"
+        lambda: any(trainers == 2 for _epoch, trainers in epochs_done(cluster)), 180, "two trainers"
     )
     cluster.kill(cluster.trainers()[-1])
     cluster.wait_for(lambda now: len(now.stages) >= 3, "a stage after the kill")
-    status = cluster.wait_for(lambda now: now.state is JobState.SUCCEEDED, "succeeded", 180)
+    status = cluster.wait_for(lambda now: now.state is JobState.SUCCEEDED, "succeeded", 300)
 
     counts = Counter(epoch for epoch, _trainers in epochs_done(cluster))
     assert sorted(counts) == list(range(EPOCHS))

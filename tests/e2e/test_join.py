@@ -10,7 +10,7 @@ from tests.e2e.test_chaos import finish_and_check
 from tests.support import wait_until
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_kills_amid_a_change_by_join_lose_no_sample(
     counting_cluster: Callable[..., Cluster],
 ) -> None:
@@ -20,7 +20,7 @@ def test_kills_amid_a_change_by_join_lose_no_sample(
     (stays,) = cluster.trainers()
 
     cluster.api().resize("join", 2)
-    wait_until(lambda: len(cluster.trainers()) == 2, 30, "a trainer comes new")
+    wait_until(lambda: len(cluster.trainers()) == 2, what="a trainer comes new")
     cluster.kill(next(each for each in cluster.trainers() if each.pid != stays.pid))
     status = cluster.wait_for(
         lambda now: (
@@ -33,7 +33,7 @@ def test_kills_amid_a_change_by_join_lose_no_sample(
     assert [each.pid for each in cluster.trainers()] == [stays.pid], "those who stay train on"
 
     cluster.api().resize("join", 2)
-    wait_until(lambda: len(cluster.trainers()) == 2, 30, "a trainer comes new")
+    wait_until(lambda: len(cluster.trainers()) == 2, what="a trainer comes new")
     cluster.kill(stays)
     status = cluster.wait_running(2)
     assert status.stages[-1].way is Way.DRAIN, "all start anew, and the change is made"

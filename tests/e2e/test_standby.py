@@ -9,7 +9,7 @@ from job_server.wire import JobSpec, JobState, JobStatus, StageRecord
 from tests.e2e.cluster import Cluster
 from tests.e2e.test_chaos import finish_and_check
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 def standby_is_ready(cluster: Cluster) -> JobStatus:

@@ -39,6 +39,7 @@ def start(environ: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen[by
 
     def run(*args: str) -> subprocess.Popen[bytes]:
         started.append(subprocess.Popen([DOCKER / "entry.sh", *args], env=environ))
+        wait_until((Path(environ["EDL_STATE_DIR"]) / ".role").exists)  # it is well before that, too
         return started[-1]
 
     yield run
@@ -69,7 +70,7 @@ def health(environ: dict[str, str]) -> str:
 def test_a_server_is_healthy_while_it_runs_and_ends_on_a_sigterm(start, environ, tmp_path: Path):
     port = str(free_port())
     server = start("server", "--bind", "0.0.0.0", "--server_port", port)
-    wait_until(lambda: health(environ) == "", 30, "the server is healthy")
+    wait_until(lambda: health(environ) == "", what="the server is healthy")
     copy = tmp_path / "state" / ".token"
     assert copy.stat().st_mode & 0o077 == 0, "others may not read what the programs are given"
 
@@ -78,13 +79,13 @@ def test_a_server_is_healthy_while_it_runs_and_ends_on_a_sigterm(start, environ,
     assert health(environ) == "", "a command beside it changes nothing"
 
     server.send_signal(signal.SIGTERM)
-    assert server.wait(20) == 0
+    assert server.wait(60) == 0
     assert f"127.0.0.1:{port}" in health(environ)
 
 
 def test_a_server_with_another_token_is_not_healthy(start, environ, tmp_path: Path):
     start("server", "--server_port", str(free_port()))
-    wait_until(lambda: health(environ) == "", 30, "the server is healthy")
+    wait_until(lambda: health(environ) == "", what="the server is healthy")
     (tmp_path / "secret").write_text("battery-staple")
     assert "401" in health(environ)
 
@@ -96,9 +97,11 @@ def test_a_client_is_healthy_as_long_as_it_lives_though_no_server_answers(
     script.write_text("exit 0\n")
     server = f"http://127.0.0.1:{free_port()}"
     client = start("client", "--job_server", server, "--port_range", "auto", str(script))
-    wait_until(lambda: health(environ) == "", 30, "the client is healthy")
+    wait_until(lambda: health(environ) == "", what="the client is healthy")
+    log = tmp_path / "state" / "pod_log" / "job_client.log"
+    wait_until(lambda: log.exists() and "does not answer" in log.read_text(), what="it asks")
     client.send_signal(signal.SIGTERM)
-    assert client.wait(20) == 0
+    assert client.wait(60) == 0
     assert "has ended" in health(environ)
 
 
@@ -122,9 +125,9 @@ def test_any_other_command_runs_as_it_stands_with_its_exit_code(environ):
 def test_discovery_is_healthy_while_it_runs_and_ends_on_a_sigterm(start, environ):
     port = free_port()
     discovery = start("discovery", "--server", f"0.0.0.0:{port}")
-    wait_until(lambda: health(environ) == "", 30, "discovery is healthy")
+    wait_until(lambda: health(environ) == "", what="discovery is healthy")
     discovery.send_signal(signal.SIGTERM)
-    assert discovery.wait(20) == 0
+    assert discovery.wait(60) == 0
     assert f"127.0.0.1:{port}" in health(environ)
 
 

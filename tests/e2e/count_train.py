@@ -59,7 +59,6 @@ def main() -> None:
     parser.add_argument("--checkpoint", required=True)
     parser.add_argument("--save_steps", type=int, default=10)
     parser.add_argument("--out", required=True)
-    parser.add_argument("--hurry", type=Path, help="once this file exists, steps do not sleep")
     parser.add_argument("--end", type=Path, help="once this file exists, no epoch follows")
     parser.add_argument("--journal", help="folder: each rank notes there what it has committed")
     args = parser.parse_args()
@@ -86,8 +85,7 @@ def main() -> None:
             for ids in step:
                 step.backward(-model(ids).mean() * step.samples)
             step.update()
-            if args.hurry is None or not args.hurry.exists():
-                time.sleep(args.step_s)
+            time.sleep(args.step_s)
         if args.end is not None and args.end.exists():
             loop.stop()
     if journal is not None:

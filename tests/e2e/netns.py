@@ -25,7 +25,8 @@ from tests.support import wait_until
 
 _GATEWAY = 254  # the tests' own host number
 _ETC = Path("/etc/netns")  # where `ip netns exec` finds files of a namespace's own
-_numbers = itertools.count(os.getpid())  # of networks: two test runs at once do not collide
+# Of networks. Two test runs at once do not collide, nor two workers, whose pids may be neighbours.
+_numbers = itertools.count(16 * os.getpid())
 
 
 class Network:
@@ -39,7 +40,8 @@ class Network:
     def __init__(self, nodes: int, names: Sequence[str] = ()) -> None:
         number = next(_numbers)
         self._tag = f"e{number % 0xFFFFF:05x}"  # a name of an interface has 15 characters at most
-        self._subnet = f"198.18.{number % 254 + 1}"  # RFC 2544: meant for tests of networks
+        # RFC 2544: meant for tests of networks.
+        self._subnet = f"198.{18 + number // 254 % 2}.{number % 254 + 1}"
         self._count = nodes
         try:
             _ip("netns", "add", self._hub)

@@ -73,15 +73,16 @@ def main() -> None:
         model, optimizer, digits, batch_size=48, epochs=args.epochs, checkpoint=args.checkpoint,
         seed=3, reader=read,
     )  # fmt: skip
-    slow_from = args.epochs * 30 // 2
+    slow_from, slower_from = args.epochs * 30 // 2, args.epochs * 30 * 5 // 6
     for epoch in loop.epochs():
         for step in epoch:
             for images, _labels, probs in step:
                 step.backward(soft_cross_entropy(model(images), probs))
             step.update()
             if not args.hurry.exists():
-                # So slow in the second half that it does not end before it is told to.
-                time.sleep(0.5 if step.number >= slow_from else 0.02)
+                # So slow in the end that it does not come there before it is told to.
+                slow = 0.5 if step.number >= slow_from else 0.02
+                time.sleep(5.0 if step.number >= slower_from else slow)
     sums = loop.evaluate(test, judge, batch_size=100)
     if loop.rank == 0:
         told = {name: total / len(test) for name, total in sums.items()}

@@ -16,7 +16,7 @@ from tests.support import wait_until
 def test_pause_frees_every_slot_and_resume_redoes_no_step(
     counting_cluster: Callable[..., Cluster],
 ) -> None:
-    cluster = counting_cluster(slots=2, samples=480, epochs=30)
+    cluster = counting_cluster(slots=2, samples=480, epochs=10_000)
     cluster.submit(JobSpec(job_id="nap", max_pods=2))
     cluster.wait_steps(5)
     cluster.api().pause("nap")
@@ -31,7 +31,7 @@ def test_pause_frees_every_slot_and_resume_redoes_no_step(
     resumed = cluster.wait_steps(1)
     assert resumed.redone_steps == 0
     assert resumed.step > paused.step
-    finish_and_check(cluster, 30)
+    finish_and_check(cluster)
 
 
 @pytest.mark.timeout(900)
@@ -92,7 +92,7 @@ def test_stop_ends_the_job_and_leaves_no_process(counting_cluster: Callable[...,
     cluster.submit(JobSpec(job_id="long", max_pods=2))
     cluster.wait_steps(3)
     cluster.api().kill("long", pod_id=cluster.status().pods[1].pod_id)
-    cluster.wait_for(lambda now: len(now.stages) == 2, "a stage without the killed pod")
+    cluster.wait_for(lambda now: len(now.stages) >= 2, "a stage without the killed pod")
     cluster.wait_steps(3)
     cluster.api().stop("long")
     cluster.wait_for(lambda now: now.state is JobState.STOPPED, "stopped")

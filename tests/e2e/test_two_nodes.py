@@ -22,10 +22,10 @@ from tests.e2e.nodes import Commit, Nodes
 
 pytest.importorskip("paddle", reason="trains with Paddle")
 
-EPOCHS = 60
+EPOCHS = 10_000  # more than any test has the time for: it ends the training
 SAMPLES = 1000
 SETTLED_S = 3.0  # after a cut: steps that were under way have ended, also on a busy machine
-STEP_S = 0.1  # until the test has done all it wants, and lets the training hurry to its end
+STEP_S = 0.1
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def two_nodes(tmp_path: Path) -> Iterator[Nodes]:
     script = (
         f"{{python}} -m pod_runtime.launch --log_dir $NODE_DIR/log "
         f"{ROOT}/tests/e2e/count_train.py --samples {SAMPLES} --epochs {EPOCHS} "
-        f"--step_s {STEP_S} --hurry {tmp_path}/hurry --checkpoint $NODE_DIR/checkpoint "
+        f"--step_s {STEP_S} --end {tmp_path}/end --checkpoint $NODE_DIR/checkpoint "
         f"--out $NODE_DIR/seen.npy --journal $NODE_DIR/journal"
     )
     network = Network(2)
@@ -49,12 +49,14 @@ def two_nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 
 def finish(cluster: Nodes, *, rank0: int) -> JobStatus:
-    """Let the training hurry to its end; every sample of every epoch counts once."""
-    (cluster.folder.parent / "hurry").touch()
+    """End the training; every sample of every epoch counts once."""
+    (cluster.folder.parent / "end").touch()
     status = cluster.wait_for(lambda now: now.state is JobState.SUCCEEDED, "success", 300)
     home = cluster.node_dir(rank0)
     seen = np.load(home / "seen.npy")
-    assert np.abs(seen - EPOCHS).max() < 1e-6
+    (count,) = np.unique(np.rint(seen)).tolist()
+    assert count >= 1
+    assert np.abs(seen - count).max() < 1e-6
     for path in (home / "log" / "run", home / "checkpoint"):
         proof = subprocess.run(
             [sys.executable, "-m", "pod_runtime.verify", str(path)],

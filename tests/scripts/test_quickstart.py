@@ -41,7 +41,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     for process in started:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
-            process.wait(60)
+            process.wait(120)
 
 
 def strays(out: Path) -> list[str]:
@@ -53,7 +53,7 @@ def strays(out: Path) -> list[str]:
         except psutil.Error:
             continue
         if process.pid != os.getpid() and any(str(out) in word for word in words):
-            found.append(f"{process.pid} {process.cmdline()}")
+            found.append(f"{process.pid} {words}")
     return found
 
 
@@ -64,11 +64,11 @@ def strays(out: Path) -> list[str]:
         pytest.param([], id="as it is", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(800)
 def test_the_quickstart_ends_well_and_leaves_nothing_running(
     start: Start, tmp_path: Path, options: list[str]
 ):
-    code = start(*options).wait(380)
+    code = start(*options).wait(700)
     screen = (tmp_path / "screen").read_text()
     assert code == 0, screen
     assert "SUCCEEDED" in screen
@@ -78,16 +78,16 @@ def test_the_quickstart_ends_well_and_leaves_nothing_running(
     assert list((tmp_path / "out" / "checkpoint").rglob("manifest.json"))
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 def test_ctrl_c_in_the_middle_of_training_cleans_up_everything(start: Start, tmp_path: Path):
     quickstart = start("--epochs", "5000", "--pods", "2")
     screen = tmp_path / "screen"
     wait_until(
-        lambda: "stage 1" in screen.read_text() or quickstart.poll() is not None, timeout_s=90
+        lambda: "stage 1" in screen.read_text() or quickstart.poll() is not None, timeout_s=240
     )
     assert quickstart.poll() is None, screen.read_text()
     quickstart.send_signal(signal.SIGINT)
-    assert quickstart.wait(60) == 130
+    assert quickstart.wait(120) == 130
     assert "has been stopped" in screen.read_text()
     assert strays(tmp_path / "out") == []
 
@@ -104,7 +104,7 @@ def test_ctrl_c_in_the_middle_of_training_cleans_up_everything(start: Start, tmp
 def test_a_wrong_command_line_is_named_and_starts_nothing(
     start: Start, tmp_path: Path, args: list[str], said: str
 ):
-    assert start(*args).wait(30) == 2
+    assert start(*args).wait(100) == 2
     assert said in (tmp_path / "screen").read_text()
     assert not (tmp_path / "out").exists()
 
@@ -112,6 +112,6 @@ def test_a_wrong_command_line_is_named_and_starts_nothing(
 def test_a_folder_that_exists_is_not_written_into(start: Start, tmp_path: Path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("precious")
-    assert start().wait(30) == 2
+    assert start().wait(100) == 2
     assert "File exists" in (tmp_path / "screen").read_text()
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]

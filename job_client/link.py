@@ -118,9 +118,10 @@ class Link:
         self._node: Node | None = None  # as registered last; None: never
         self._report_now = threading.Event()
         self._registered = threading.Event()
-        self._blocks = ports.blocks(ports.ephemeral_range()) if choose_ports else []
+        every = ports.blocks(ports.ephemeral_range()) if choose_ports else []
+        self._blocks = ports.Blocks(every)
         # None: those that the node comes with
-        self._ports = self._blocks.pop(0) if choose_ports else None
+        self._ports = self._blocks.next() or next(iter(every), None)
         self._polls = self._thread("plan", self._follow_plan)
         self._reports = self._thread("report", self._keep_reporting)
 
@@ -135,6 +136,7 @@ class Link:
         """Send nothing more. A request under way is left to itself."""
         self._closing.set()
         self._report_now.set()
+        self._blocks.close()
 
     def wake_report(self) -> None:
         self._report_now.set()
@@ -206,9 +208,10 @@ class Link:
         try:
             plan = api.register_node(node)
         except Conflict as error:
-            if not self._blocks or self._ever:
+            block = None if self._ever else self._blocks.next()
+            if block is None:
                 raise
-            self._ports = self._blocks.pop(0)
+            self._ports = block
             logger.info("ports %d-%d: %s; trying others", node.port_low, node.port_high, error)
             return
         self._do.contact(sent_at)

@@ -4,7 +4,11 @@ They must lie outside the range from which the kernel picks ports of outgoing co
 those may sit on a port at the moment when a trainer needs it.
 """
 
+import errno
 import re
+import socket
+import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 from job_client.errors import UsageError
@@ -36,6 +40,50 @@ def blocks(ephemeral: tuple[int, int], size: int = BLOCK) -> list[tuple[int, int
     above = [block for block in every if block[0] > high]
     inside = [block for block in every if block not in below and block not in above]
     return below + above + inside
+
+
+class Blocks:
+    """The blocks that a client tries by itself, one after the other. Safe to use from any thread.
+
+    Clients of different servers know nothing of each other, and would deal the same ports on one
+    host. So each holds a socket with the name of its block, which is gone when the client is.
+    """
+
+    def __init__(self, every: Iterable[tuple[int, int]]) -> None:
+        self._left = list(every)
+        self._lock = threading.Lock()
+        self._holder: socket.socket | None = None  # None: no block is held
+
+    def next(self) -> tuple[int, int] | None:
+        """Give the block up for the next that no client of this host has; None: there is none."""
+        with self._lock:
+            self._release()
+            while self._left:
+                block = self._left.pop(0)
+                if self._hold(f"edl-ports-{block[0]}"):
+                    return block
+            return None
+
+    def close(self) -> None:
+        """Leave the block to others, and give out no more."""
+        with self._lock:
+            self._release()
+            self._left.clear()
+
+    def _hold(self, name: str) -> bool:
+        holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            holder.bind(f"\0{name}")  # abstract: a network namespace has it once, like the ports
+        except OSError as error:
+            holder.close()
+            return error.errno != errno.EADDRINUSE  # no such sockets here: nobody can hold any
+        self._holder = holder
+        return True
+
+    def _release(self) -> None:
+        if self._holder is not None:
+            self._holder.close()
+        self._holder = None
 
 
 def parse_range(text: str) -> tuple[int, int]:

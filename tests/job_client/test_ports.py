@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from job_client.errors import UsageError
-from job_client.ports import blocks, ephemeral_range, parse_range
+from job_client.ports import Blocks, blocks, ephemeral_range, parse_range
 
 
 def test_the_first_block_lies_below_the_kernels_default_range():
@@ -31,6 +31,19 @@ def test_blocks_are_valid_and_never_overlap(low, length):
     found = sorted(blocks((low, min(65535, low + length))))
     assert all(1024 <= first <= last <= 65535 for first, last in found)
     assert all(a[1] < b[0] for a, b in itertools.pairwise(found))
+
+
+def test_two_clients_of_one_host_hold_different_blocks_until_they_end():
+    every = [(1, 2), (3, 4), (5, 6)]  # no real client has these
+    first, second = Blocks(every), Blocks(every)
+    assert (first.next(), second.next()) == ((1, 2), (3, 4))
+    assert first.next() == (5, 6)  # the server refuses the first block
+    assert first.next() is None
+    second.close()
+    assert second.next() is None
+    third = Blocks(every)
+    assert third.next() == (1, 2)
+    third.close()
 
 
 def test_a_range_is_two_ports():

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 25.0
 MAX_BACKOFF_S = 5.0
 NO_JOB_S = 0.5
-LAST_REPORT_S = 2.0  # how long a goodbye waits for the report under way
+LAST_REPORT_S = 5.0  # how long a goodbye waits for the report under way
 
 
 class Api(Protocol):

@@ -1,5 +1,6 @@
 """The terminal of the quickstart, and its processes, of which it must leave none."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -111,11 +112,12 @@ class Processes:
                     process.wait()
         self._started.clear()
         left = self._left_over()
-        _gone, alive = psutil.wait_procs(left, timeout=3)  # a shim may be just about to leave
+        _gone, alive = psutil.wait_procs(left, timeout=10)  # a shim may be just about to leave
         names = tuple(_describe(each) for each in alive)
         while alive:
             for survivor in alive:
-                survivor.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    survivor.kill()
             psutil.wait_procs(alive, timeout=5)
             alive = self._left_over()
         return names

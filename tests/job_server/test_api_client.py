@@ -84,7 +84,7 @@ def test_a_watch_returns_with_the_change(api, server):
     status = api.submit(SPEC)
     with server.api() as other:
 
-        def until_stopped() -> wire.JobStatus:
+        def until_stopped():
             seen = status
             while seen.state is not wire.JobState.STOPPED:
                 seen = other.watch("digits", seen.revision, 60)

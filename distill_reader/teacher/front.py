@@ -152,12 +152,12 @@ class Front:
         self._http.start()
         assert self._listener is not None
         self._listener.listen(_BACKLOG)
-        accepting = self._loop.create_task(self._accept(self._listener))
+        self._start_accepting(self._listener)
         self._started.set()
         try:
             await self._stop.wait()
         finally:
-            accepting.cancel()
+            self._loop.remove_reader(self._listener)
             for task in list(self._looking):
                 task.cancel()
             await asyncio.gather(
@@ -187,24 +187,30 @@ class Front:
 
     # --- connections
 
-    async def _accept(self, listener: socket.socket) -> None:
+    def _start_accepting(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(listener)
-            except OSError as error:
-                if error.errno in _OUT_OF:
-                    self._log_refused(f"no connection can be accepted: {error}")
-                    await asyncio.sleep(0.2)  # some will end
-                continue  # others are about the connection that came, and went
-            if self._connections >= self._config.limits.max_connections:
-                self._log_refused(f"a connection is refused: {self._connections} are open")
-                sock.close()
-                continue
-            self._connections += 1
-            task = loop.create_task(self._look(sock))
-            self._looking.add(task)
-            task.add_done_callback(functools.partial(self._looked, sock))
+        if self._stop is not None and not self._stop.is_set():
+            loop.add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Take what has come. Not awaited: what is accepted as a task is cancelled is lost."""
+        loop = asyncio.get_running_loop()
+        try:
+            sock, _ = listener.accept()
+        except OSError as error:
+            if error.errno in _OUT_OF:
+                self._log_refused(f"no connection can be accepted: {error}")
+                loop.remove_reader(listener)
+                loop.call_later(0.2, self._start_accepting, listener)  # some will end
+            return  # others are about the connection that came, and went
+        if self._connections >= self._config.limits.max_connections:
+            self._log_refused(f"a connection is refused: {self._connections} are open")
+            sock.close()
+            return
+        self._connections += 1
+        task = loop.create_task(self._look(sock))
+        self._looking.add(task)
+        task.add_done_callback(functools.partial(self._looked, sock))
 
     def _looked(self, sock: socket.socket, task: "asyncio.Task[None]") -> None:
         self._looking.discard(task)

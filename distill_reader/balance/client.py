@@ -30,7 +30,7 @@ from distill_reader.balance.places import DiscoveryAddress, Place
 from distill_reader.balance.redis_registry import RedisAddress, RedisRegistry
 from distill_reader.balance.speeds import Measured
 from distill_reader.balance.table import Student
-from distill_reader.balance.tasks import end_tasks
+from distill_reader.balance.tasks import end_tasks, finish
 from distill_reader.errors import BadRequest, DistillError, Retryable
 
 logger = logging.getLogger(__name__)
@@ -212,13 +212,17 @@ class StudentClient:
                 await end_tasks(reporting)
         except asyncio.CancelledError:
             with contextlib.suppress(DistillError, TimeoutError):
-                async with asyncio.timeout(_LEAVE_S):
-                    await line.send({"type": "leave"})
-                    while (await line.receive()).get("type") == "teachers":
-                        pass
+                await finish(self._leave(line))
             raise
         finally:
             await line.close()
+
+    @staticmethod
+    async def _leave(line: Line) -> None:
+        async with asyncio.timeout(_LEAVE_S):
+            await line.send({"type": "leave"})
+            while (await line.receive()).get("type") == "teachers":
+                pass
 
     async def _listen(self, line: Line) -> None:
         while True:
@@ -268,13 +272,18 @@ class StudentClient:
             await working
         except asyncio.CancelledError:
             with contextlib.suppress(DistillError, TimeoutError):
-                async with asyncio.timeout(_LEAVE_S):
-                    await registry.drop_student(self._service, student)
+                await finish(self._drop(registry, student))
             raise
         finally:
-            await end_tasks(working)
-            await registry.close()
+            try:
+                await end_tasks(working)
+            finally:
+                await finish(registry.close())
         raise ServerAway(f"{place}: gone")
+
+    async def _drop(self, registry: RedisRegistry, student: Student) -> None:
+        async with asyncio.timeout(_LEAVE_S):
+            await registry.drop_student(self._service, student)
 
     def _student(self) -> Student:
         feeding = self._feeding()

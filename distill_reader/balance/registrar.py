@@ -16,7 +16,7 @@ from distill_reader.balance.messages import Beat, beat_body, withdraw_body
 from distill_reader.balance.names import address_of
 from distill_reader.balance.places import DiscoveryAddress, Place
 from distill_reader.balance.redis_registry import RedisRegistry
-from distill_reader.balance.tasks import end_tasks
+from distill_reader.balance.tasks import end_tasks, finish
 from distill_reader.errors import BadRequest, DistillError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -73,8 +73,7 @@ class Registrar:
             while True:
                 await asyncio.sleep(await self._step())
         finally:
-            # The task is being cancelled, which a second one must be to wait for anything.
-            await asyncio.shield(asyncio.create_task(self._end()))
+            await finish(self._end())
 
     async def _step(self) -> float:
         """Do what is due; return when to come again."""
@@ -118,9 +117,10 @@ class Registrar:
             self._trouble_logged_s = time.monotonic()
             logger.warning("teacher %s cannot be registered now: %s", self._config.server, error)
         self._is_registered = False
-        link = self._links.pop(place, None)
+        link = self._links.get(place)
         if link is not None:
             await link.close()
+            del self._links[place]
 
     def _link(self, place: Place) -> _Link:
         link = self._links.get(place)
@@ -131,13 +131,15 @@ class Registrar:
 
     async def _end(self) -> None:
         place = self._config.places[self._at]
-        with contextlib.suppress(DistillError, TimeoutError):  # its lease ends by itself
-            async with asyncio.timeout(_WITHDRAW_S):
-                if self._is_registered:
-                    await self._link(place).withdraw()
-                    logger.info("teacher %s is withdrawn", self._config.server)
-        for link in self._links.values():
-            await link.close()
+        try:
+            with contextlib.suppress(DistillError, TimeoutError):  # its lease ends by itself
+                async with asyncio.timeout(_WITHDRAW_S):
+                    if self._is_registered:
+                        await self._link(place).withdraw()
+                        logger.info("teacher %s is withdrawn", self._config.server)
+        finally:
+            for link in self._links.values():
+                await link.close()
 
 
 class PortProbe:

@@ -28,7 +28,7 @@ from distill_reader.balance.messages import (
 from distill_reader.balance.metrics import Metrics, describe
 from distill_reader.balance.registry import Registry, RegistryAway
 from distill_reader.balance.table import Student
-from distill_reader.balance.tasks import end_tasks
+from distill_reader.balance.tasks import end_tasks, finish
 from distill_reader.errors import BadRequest
 
 logger = logging.getLogger(__name__)
@@ -75,8 +75,7 @@ class DiscoveryServer:
             self._is_closing = True
             asyncio.get_running_loop().remove_reader(listener)
             try:
-                for _ in range(_ACCEPT_STEPS):
-                    await asyncio.sleep(0)
+                await finish(_step(_ACCEPT_STEPS))
             finally:
                 server.close()
                 await end_tasks(*self._tasks)
@@ -196,6 +195,12 @@ class DiscoveryServer:
         if now - self._logged_s >= _LOG_EVERY_S:
             self._logged_s = now
             logger.warning("%s", text)
+
+
+async def _step(times: int) -> None:
+    """Let the loop do what is due, so many times."""
+    for _ in range(times):
+        await asyncio.sleep(0)
 
 
 class _Session:

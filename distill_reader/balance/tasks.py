@@ -2,6 +2,7 @@
 of its own, as redis-py's reading of a channel does now and then."""
 
 import asyncio
+from collections.abc import Coroutine
 from typing import Any
 
 _AGAIN_S = 0.2
@@ -26,5 +27,23 @@ async def end_tasks(*tasks: "asyncio.Task[Any]") -> None:
     for task in tasks:
         if not task.cancelled():
             task.exception()  # else asyncio complains that nobody has looked
+    if cancelled is not None:
+        raise cancelled
+
+
+async def finish(work: Coroutine[Any, Any, None]) -> None:
+    """Do `work`, which has an end, however often this task is cancelled meanwhile: for goodbyes.
+
+    Raises:
+        CancelledError: this task was cancelled meanwhile; the work is done all the same.
+    """
+    task = asyncio.create_task(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    task.result()
     if cancelled is not None:
         raise cancelled

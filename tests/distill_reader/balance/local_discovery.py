@@ -15,7 +15,13 @@ from distill_reader.balance.places import places_of
 from distill_reader.balance.redis_registry import RedisRegistry, redis_address
 from distill_reader.balance.registrar import PortProbe, Registrar, RegistrarConfig
 from distill_reader.balance.server import DiscoveryServer, ServerConfig
-from distill_reader.balance.tasks import end_tasks
+from distill_reader.balance.tasks import end_tasks, finish
+from tests.support import held_port
+
+LEASE_S = 4.0  # of teachers: does not end because the machine is busy
+# Nor are students dropped for that, nor given an empty first list.
+PATIENT = ServerConfig(first_s=60, silent_s=60, legacy_silent_s=60, first_list_s=30)
+_BACKLOG = 4096  # probes that nobody accepts
 
 
 class LoopThread:
@@ -61,8 +67,8 @@ class LocalDiscovery(LoopThread):
     ) -> None:
         super().__init__()
         self._redis_url = redis_url
-        self._config = config or ServerConfig()
-        self._listener = socket.create_server(("127.0.0.1", port))
+        self._config = config or PATIENT
+        self._listener = socket.create_server(("127.0.0.1", port or held_port()))
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self.endpoint = f"127.0.0.1:{self.port}"
@@ -79,8 +85,8 @@ class LocalDiscovery(LoopThread):
         try:
             await self.server.run(self._listener)
         finally:
-            await registry.close()
             self._listener.close()
+            await finish(registry.close())
 
     def links(self, service: str = "svc") -> dict[str, tuple[str, ...]]:
         """What is in force, as this server knows it."""
@@ -108,21 +114,27 @@ class LocalTeacher(LoopThread):
 
     def __init__(self, where: str, service: str = "svc", *, token: str = "") -> None:
         super().__init__()
-        self._listener: socket.socket | None = socket.create_server(("127.0.0.1", 0))
-        self._port = self._listener.getsockname()[1]
+        self._port = held_port()
+        self._listener: socket.socket | None = None  # None: it is dead
+        self.come_back()
         self.endpoint = f"127.0.0.1:{self._port}"
         self._config = RegistrarConfig(
             places=places_of(where, "where"),
             service=service,
             server=self.endpoint,
             token=token,
-            lease_s=1.0,
+            lease_s=LEASE_S,
         )
+        self.registrar = _Registrar(self._config, PortProbe(self.endpoint))
         self.start()
 
     async def work(self) -> None:
-        self.registrar = _Registrar(self._config, PortProbe(self.endpoint))
         await self.registrar.run()
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether it knows of that."""
+        return self.registrar._is_registered
 
     def kill(self) -> None:
         """The teacher dies, the registrar does not."""
@@ -135,7 +147,7 @@ class LocalTeacher(LoopThread):
         self.registrar.is_dead = True
 
     def come_back(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", self._port))
+        self._listener = socket.create_server(("127.0.0.1", self._port), backlog=_BACKLOG)
 
     def close(self) -> None:
         super().close()

@@ -37,7 +37,12 @@ class Registered:
         self._teacher = LocalTeacher(self.service)
         self.endpoint = self._teacher.endpoint
         self._registrar = RegistrarThread(
-            RegistrarConfig(places=places_of(where, "where"), service="svc", server=self.endpoint)
+            RegistrarConfig(
+                places=places_of(where, "where"),
+                service="svc",
+                server=self.endpoint,
+                lease_s=20.0,  # does not end because the machine is busy
+            )
         )
         self._registrar.start()
 
@@ -113,6 +118,7 @@ def test_teachers_that_join_are_used_and_those_that_leave_are_not(discovery, rea
 def test_between_two_epochs_it_stays_a_student_and_keeps_its_teachers(discovery, reader, run):
     for _ in range(2):
         run(Registered, discovery.endpoint)
+    wait_until(lambda: len(discovery.teachers()) == 2)
     reader.set_dynamic_teacher(discovery.endpoint, "svc", 2)
     reader.set_batch_generator([(np.ones((4, 2, 3), np.float32), 0)] * 3)
     for _ in range(3):

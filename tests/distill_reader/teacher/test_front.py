@@ -17,12 +17,11 @@ from distill_reader.teacher.front import Front, FrontConfig
 from distill_reader.teacher.http2_frames import PREFACE
 from distill_reader.teacher.limits import FrontLimits, bearer_matches
 from tests.distill_reader.teacher.fake_service import FakeService
-from tests.support import free_port, wait_until
+from tests.support import held_port, wait_until
 
 QUICK = FrontLimits(
     max_request_bytes=4 << 20,
     max_unfinished_bytes=1 << 20,
-    first_byte_s=0.3,
     idle_s=0.3,
     stall_s=0.4,
     least_rate=64 << 20,
@@ -100,7 +99,7 @@ def test_whoever_speaks_something_else_is_sent_away(served, first):
 
 
 def test_a_silent_connection_is_dropped(start_front):
-    running = start_front(limits=QUICK)
+    running = start_front(limits=replace(QUICK, first_byte_s=0.3))
     with connect(running) as sock:
         assert receive_all(sock) == b""
 
@@ -141,7 +140,7 @@ def test_a_body_that_does_not_go_on_is_given_up(start_front, head):
 
 
 def test_a_client_that_does_not_take_its_answer_loses_it(start_front):
-    running = start_front(limits=QUICK)
+    running = start_front(limits=replace(QUICK, stall_s=3.0))  # the request is not to stall
     width = 900_000
     x = b'{"inputs":[{"name":"x","datatype":"FP32","shape":[1,%d],' % width
     head = (
@@ -171,7 +170,7 @@ def test_a_grpc_message_that_does_not_go_on_ends_its_connection(start_front):
 
 
 def test_a_grpc_message_that_does_not_go_on_is_given_up_on_a_port_of_grpcs_own(start_front):
-    port = free_port()
+    port = held_port()
     start_front(limits=QUICK, grpc_port=port)
     with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
         sock.sendall(grpc_begin() + frame(0, 1, b"\0\0\1\0\0" + bytes(100)))
@@ -272,7 +271,7 @@ def test_what_is_not_there_says_what_is(served):
 
 
 def test_grpc_may_have_a_port_of_its_own(start_front):
-    port = free_port()
+    port = held_port()
     start_front(grpc_port=port)
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         assert channel.unary_unary(f"/{SERVICE}/ServerLive")(b"", timeout=20)

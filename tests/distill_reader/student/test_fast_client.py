@@ -1,9 +1,11 @@
 """The fast path's client against its server, with real sockets and shared memory."""
 
+import contextlib
 import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -79,10 +81,13 @@ def check(answer, asked) -> None:
     np.testing.assert_array_equal(answer["total"], expected["total"])
 
 
-def descriptors() -> list[str]:
+def descriptors() -> Counter[str]:
     """What is open in this process, but for the listing itself."""
-    paths = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
-    return sorted(os.readlink(path) for path in paths if os.path.lexists(path))
+    found = Counter[str]()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # a thread has just closed it
+            found[os.readlink(f"/proc/self/fd/{fd}")] += 1
+    return found
 
 
 @pytest.mark.parametrize("samples", [1, 64, 100_000])
@@ -286,7 +291,7 @@ def test_nothing_is_left_open_by_clients_and_teachers(start):
         client = dial(teacher, transport=transport)
         check(client.predict(feeds(3), [], timeout_s=30), feeds(3))
         client.close()
-    wait_until(lambda: descriptors() == before, what="descriptors as before")
+    wait_until(lambda: descriptors() <= before, what="descriptors as before")
 
 
 # --- greetings

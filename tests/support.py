@@ -1,10 +1,13 @@
 """What several tests need."""
 
+import contextlib
 import itertools
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+
+import psutil
 
 # Below what the kernel gives to outgoing connections and to port 0, and below what job clients
 # choose by themselves: the first half is of the trainers, the second of whoever listens else.
@@ -21,6 +24,18 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 60.0, what: s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what or condition}"
         time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def standing_still(processes: Sequence[psutil.Process]) -> Iterator[None]:
+    """What they are asked meanwhile waits, however slow the test is."""
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.resume()
 
 
 def free_port() -> int:

@@ -19,6 +19,7 @@ def measure(tmp_path: Path, *arguments: str):
     return json.loads(file.read_text())["rows"]
 
 
+@pytest.mark.timeout(600)
 def test_with_churn_all_are_fed_and_few_move(tmp_path):
     rows = measure(
         tmp_path, "--only", "churn", "--seconds", "2", "--teachers", "30", "--students", "60"

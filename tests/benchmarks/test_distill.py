@@ -18,6 +18,7 @@ from tests.support import wait_until
 ROOT = Path(distill.__file__).resolve().parents[1]
 
 
+@pytest.mark.timeout(500)
 def test_rows_of_real_readers_and_teachers_are_written_and_no_process_is_left(tmp_path: Path):
     figures = tmp_path / "figures.json"
     rows = ["1x28x28-64", "grpc-1x28x28-64"]
@@ -25,7 +26,7 @@ def test_rows_of_real_readers_and_teachers_are_written_and_no_process_is_left(tm
     command += ["--only", ",".join(rows), "--json", str(figures)]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     benchmark = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400
     )
     assert benchmark.returncode == 0, benchmark.stdout + benchmark.stderr
     document = json.loads(figures.read_text())

@@ -20,7 +20,7 @@ from distill_reader.normalization import Normalization
 from distill_reader.serving_messages import MESSAGES
 from distill_reader.specs import ModelSpec, TensorSpec
 from distill_reader.teacher.backend import Device
-from tests.support import wait_until
+from tests.support import standing_still, wait_until
 
 TOYS = "tests.distill_reader.teacher.toy_backends"
 
@@ -147,9 +147,12 @@ def test_sigterm_answers_what_waits_and_ends_with_0(start):
         call = channel.unary_unary(f"/{oip_messages.SERVICE}/ModelInfer")
         data = oip_messages.encode_request("toy", {"image": image}, ["sum"])
         call(data, timeout=60)
-        future = call.future(data, timeout=60)
-        wait_until(lambda: "edl_teacher_queue_requests 0.0" in server.http("GET", "/metrics").text)
-        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: not _metric(server, "edl_teacher_memory_bytes"))
+        with standing_still(predictors):
+            future = call.future(data, timeout=60)
+            wait_until(lambda: _metric(server, "edl_teacher_memory_bytes") > 0)
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: not _is_ready(server))
         outputs = oip_messages.decode_response(future.result()).outputs
     np.testing.assert_array_equal(outputs["sum"], np.full((200, 1), 4))
     _, log = server.process.communicate(timeout=60)
@@ -159,27 +162,34 @@ def test_sigterm_answers_what_waits_and_ends_with_0(start):
 
 
 def test_a_draining_server_is_not_ready_and_takes_nothing_more(start):
-    server = start(backend="slow_sums")
+    server = start()
     image = np.ones((4000, 4), "f4")
     data = oip_messages.encode_request("toy", {"image": image}, ["sum"])
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         call = channel.unary_unary(f"/{oip_messages.SERVICE}/ModelInfer")
-        future = call.future(data, timeout=60)
-        wait_until(lambda: _samples(server) > 0)
-        server.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: server.http("GET", "/v2/health/ready").status_code == 503)
-        response = server.http("POST", "/v2/models/toy/infer", json={"inputs": []})
-        assert response.status_code in (400, 503)
-        with pytest.raises(grpc.RpcError) as caught:
-            call(data, timeout=60)
-        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        with standing_still(server.predictors()):
+            future = call.future(data, timeout=60)
+            wait_until(lambda: _metric(server, "edl_teacher_memory_bytes") > 0)
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: not _is_ready(server))
+            response = server.http("POST", "/v2/models/toy/infer", json={"inputs": []})
+            assert response.status_code in (400, 503)
+            with pytest.raises(grpc.RpcError) as caught:
+                call(data, timeout=60)
+            assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert len(oip_messages.decode_response(future.result()).outputs["sum"]) == 4000
     assert server.process.wait(60) == 0
 
 
-def _samples(server: Server) -> float:
-    found = re.search(r"edl_teacher_samples_total\{.*\} (\S+)", server.http("GET", "/metrics").text)
+def _metric(server: Server, name: str) -> float:
+    """Return it, of whichever model; 0: it is not there yet."""
+    text = server.http("GET", "/metrics").text
+    found = re.search(rf"^{name}(?:\{{.*\}})? (\S+)", text, re.MULTILINE)
     return float(found[1]) if found else 0.0
+
+
+def _is_ready(server: Server) -> bool:
+    return server.http("GET", "/v2/health/ready").status_code != 503
 
 
 def test_a_second_sigterm_ends_it_at_once(start):
@@ -188,11 +198,11 @@ def test_a_second_sigterm_ends_it_at_once(start):
     data = oip_messages.encode_request("toy", {"image": np.ones((50_000, 4), "f4")}, ["sum"])
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         future = channel.unary_unary(f"/{oip_messages.SERVICE}/ModelInfer").future(data)
-        wait_until(lambda: _samples(server) > 0)
+        wait_until(lambda: _metric(server, "edl_teacher_samples_total") > 0)
         server.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: server.http("GET", "/v2/health/ready").status_code == 503)
+        wait_until(lambda: not _is_ready(server))
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 128 + signal.SIGTERM
+        assert server.process.wait(60) == 128 + signal.SIGTERM
         assert future.exception() is not None
     wait_until(lambda: not any(predictor.is_running() for predictor in predictors))
 

@@ -110,10 +110,11 @@ def test_texts_are_ids_as_well(make: Make, tmp_path: Path):
 
 def test_with_everything_known_no_teacher_need_be_there(make: Make, tmp_path: Path):
     teacher = FakeTeacher("a:1", V1)
-    reader = make(teacher).set_cache(tmp_path).set_no_teacher_timeout(0.2)
+    reader = make(teacher).set_cache(tmp_path)
     reader.set_batch_generator(lambda: batches([1, 2], [3]))
     expected = totals(reader)
     teacher.kill()
+    reader.set_no_teacher_timeout(0.2)
 
     def slowly() -> Iterator[Any]:
         for batch in batches([1, 2], [3]):

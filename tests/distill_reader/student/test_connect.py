@@ -263,7 +263,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     assert "ready" in process.stdout.readline()
     yield f"127.0.0.1:{port}"
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
     process.stdout.close()
 
 

@@ -103,7 +103,7 @@ class Victim:
     def close(self) -> None:
         self.process.send_signal(signal.SIGTERM)
         try:
-            assert self.process.wait(30) == 0
+            assert self.process.wait(60) == 0
         finally:
             if self.process.poll() is None:
                 self.process.kill()

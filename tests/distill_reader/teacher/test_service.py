@@ -1,4 +1,3 @@
-import contextlib
 import gc
 import os
 import signal
@@ -28,7 +27,7 @@ from distill_reader.errors import (
 from distill_reader.teacher.backend import Array, Device
 from distill_reader.teacher.requests import Buffer, InferAnswer, InferRequest, SharedTensor
 from distill_reader.teacher.service import PredictorService, ServiceConfig
-from tests.support import wait_until
+from tests.support import standing_still, wait_until
 
 TOYS = "tests.distill_reader.teacher.toy_backends"
 WAIT_S = 60.0
@@ -93,18 +92,6 @@ def children() -> Callable[[], list[psutil.Process]]:
         return [process for process in psutil.Process().children() if process not in before]
 
     return running
-
-
-@contextlib.contextmanager
-def standing_still(processes: list[psutil.Process]) -> Iterator[None]:
-    """What they are asked meanwhile waits, however slow the test is."""
-    for process in processes:
-        process.suspend()
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.resume()
 
 
 def memory_of(service: PredictorService) -> float:

@@ -106,6 +106,9 @@ class Reading:
         wait_until(lambda: len(self.found) >= wanted or self.error, timeout_s, f"{count} more")
         assert self.error is None
 
+    def has_no_threads(self) -> bool:
+        return not self.session._lanes[0].pool.threads
+
     def finish(self) -> None:
         """Let the generator end, unless it is bound to; each item came once, in order."""
         self.go_on = self.batches is not None
@@ -127,7 +130,7 @@ def read() -> Iterator[Callable[..., Reading]]:
     for reading in begun:
         reading.session.close()
         reading.thread.join(20)
-        wait_until(lambda r=reading: not r.session._lanes[0].pool.threads)
+        wait_until(reading.has_no_threads)
         assert reading.teachers.open_connections == 0
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.distill_reader.balance.redis_process import RedisProcess
 from tests.distill_reader.teacher import paddle_models
-from tests.support import held_port
+from tests.support import free_port
 
 
 @pytest.fixture(scope="session")
@@ -43,4 +43,4 @@ def run() -> Iterator[Callable[..., Any]]:
 @pytest.fixture
 def free_endpoint() -> str:
     """Where nobody listens."""
-    return f"127.0.0.1:{held_port()}"
+    return f"127.0.0.1:{free_port()}"

@@ -16,7 +16,7 @@ from distill_reader.balance.redis_registry import RedisRegistry, redis_address
 from distill_reader.balance.registrar import PortProbe, Registrar, RegistrarConfig
 from distill_reader.balance.server import DiscoveryServer, ServerConfig
 from distill_reader.balance.tasks import end_tasks, finish
-from tests.support import held_port
+from tests.support import free_port
 
 LEASE_S = 4.0  # of teachers: does not end because the machine is busy
 # Nor are students dropped for that, nor given an empty first list.
@@ -68,7 +68,7 @@ class LocalDiscovery(LoopThread):
         super().__init__()
         self._redis_url = redis_url
         self._config = config or PATIENT
-        self._listener = socket.create_server(("127.0.0.1", port or held_port()))
+        self._listener = socket.create_server(("127.0.0.1", port or free_port()))
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self.endpoint = f"127.0.0.1:{self.port}"
@@ -114,7 +114,7 @@ class LocalTeacher(LoopThread):
 
     def __init__(self, where: str, service: str = "svc", *, token: str = "") -> None:
         super().__init__()
-        self._port = held_port()
+        self._port = free_port()
         self._listener: socket.socket | None = None  # None: it is dead
         self.come_back()
         self.endpoint = f"127.0.0.1:{self._port}"

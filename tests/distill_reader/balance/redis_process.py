@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import held_port, wait_until
+from tests.support import free_port, wait_until
 
 
 class RedisProcess:
@@ -18,7 +18,7 @@ class RedisProcess:
         program = shutil.which("redis-server")
         if program is None:
             pytest.skip("redis-server is not installed")
-        self.port = held_port()
+        self.port = free_port()
         self.endpoint = f"127.0.0.1:{self.port}"
         self.url = f"redis://{self.endpoint}"
         self._command = [program, "--port", str(self.port), "--bind", "127.0.0.1"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from distill_reader.errors import DistillError
 from distill_reader.student.connect import connect
-from tests.support import held_port, wait_until
+from tests.support import free_port, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 _BACKENDS = "tests.distill_reader.teacher.toy_backends"
@@ -35,7 +35,7 @@ class TeacherProcess:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "shape").write_text(" ".join(map(str, shape)))
-        self.port = held_port()
+        self.port = free_port()
         self.endpoint = f"127.0.0.1:{self.port}"
         self._folder = folder
         self._command = [sys.executable, "-m", "distill_reader.serve", "--model", str(folder)]

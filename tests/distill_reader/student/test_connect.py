@@ -25,7 +25,7 @@ from tests.distill_reader.student.foreign_teachers import (
     answer_serving,
 )
 from tests.distill_reader.student.local_teacher import LocalService, LocalTeacher
-from tests.support import held_port, wait_until
+from tests.support import free_port, wait_until
 
 PROTOCOLS = (
     "fast-tcp", "fast-unix", "fast-shm", "oip-grpc", "oip-http", "serving-http", "serving-grpc",
@@ -228,7 +228,7 @@ def test_a_protocol_that_was_named_is_not_replaced_by_another(run, scheme):
     "scheme", ["", "fast://", "grpc://", "http://", "serving://", "serving+grpc://"]
 )
 def test_where_nobody_listens_the_teacher_is_gone(scheme):
-    endpoint = f"{scheme}127.0.0.1:{held_port()}"
+    endpoint = f"{scheme}127.0.0.1:{free_port()}"
     with pytest.raises(TeacherGone, match=endpoint.replace("+", ".")):
         connect(endpoint, connect_timeout_s=5)
 
@@ -254,7 +254,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """`python -m distill_reader.serve` with a model that adds up its input."""
     folder: Path = tmp_path_factory.mktemp("model")
     (folder / "shape").write_text("2 3")
-    port = held_port()
+    port = free_port()
     command = [sys.executable, "-m", "distill_reader.serve", "--model", f"sums={folder}"]
     command += ["--backend", "tests.distill_reader.teacher.toy_backends:sums"]
     command += ["--port", str(port), "--thread", "1"]
@@ -300,7 +300,7 @@ def waiting_requests(port: int) -> float:
 
 
 def test_a_teacher_that_is_killed_ends_a_predict_that_waits(tmp_path):
-    port = held_port()
+    port = free_port()
     command = [sys.executable, "-m", "distill_reader.serve", "--model", f"m={tmp_path}"]
     command += ["--backend", "tests.distill_reader.teacher.toy_backends:slow_sums"]
     command += ["--port", str(port), "--thread", "1"]

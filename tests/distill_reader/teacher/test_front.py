@@ -17,7 +17,7 @@ from distill_reader.teacher.front import Front, FrontConfig
 from distill_reader.teacher.http2_frames import PREFACE
 from distill_reader.teacher.limits import FrontLimits, bearer_matches
 from tests.distill_reader.teacher.fake_service import FakeService
-from tests.support import held_port, wait_until
+from tests.support import free_port, wait_until
 
 QUICK = FrontLimits(
     max_request_bytes=4 << 20,
@@ -170,7 +170,7 @@ def test_a_grpc_message_that_does_not_go_on_ends_its_connection(start_front):
 
 
 def test_a_grpc_message_that_does_not_go_on_is_given_up_on_a_port_of_grpcs_own(start_front):
-    port = held_port()
+    port = free_port()
     start_front(limits=QUICK, grpc_port=port)
     with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
         sock.sendall(grpc_begin() + frame(0, 1, b"\0\0\1\0\0" + bytes(100)))
@@ -271,7 +271,7 @@ def test_what_is_not_there_says_what_is(served):
 
 
 def test_grpc_may_have_a_port_of_its_own(start_front):
-    port = held_port()
+    port = free_port()
     start_front(grpc_port=port)
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         assert channel.unary_unary(f"/{SERVICE}/ServerLive")(b"", timeout=20)

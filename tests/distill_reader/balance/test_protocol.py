@@ -234,7 +234,7 @@ FIELDS = sorted({*REGISTER, *HELLO, *REPORT, *BEAT, "version"})
 @settings(
     max_examples=40,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_any_fields_are_answered(server, kind, body):
     client = RawClient(server.endpoint)

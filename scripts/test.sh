@@ -7,5 +7,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 ensure_venv dev
 cd "$root"
 PATH="$root/.venv/bin:$PATH" ./scripts/check.sh
-[ $# -gt 0 ] || set -- -n "${EDL_TEST_WORKERS:-2}" --dist loadfile
+[ $# -gt 0 ] || set -- -n "${EDL_TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder
 exec "$python" -m pytest "$@"

@@ -236,7 +236,6 @@ class Launcher:
             self._truth = self._attach_now()  # before anybody hears of it by a report
             for action in actions:
                 self._act(action)
-            self._truth = self._attach_now()
             again = decisions.Spawn | decisions.Invite
             if not any(isinstance(action, again) for action in actions):
                 break

@@ -26,6 +26,16 @@ def out(launcher: FakeLauncher, *more: str, step_s: float = 0.3) -> tuple[str, .
     return ("--out", str(folder), "--step_s", str(step_s), "--hurry", hurry, *more)
 
 
+def prepared_beside(job: FakeLauncher) -> tuple[Stage, Stage]:
+    """Return a stage of one trainer that has made steps, and one of two that is prepared."""
+    old = job.start(1, *out(job))
+    new = job.start(2, *out(job), beside=True)
+    new.wait_all("prepared")
+    old.go()
+    old.wait_step(3)
+    return old, new
+
+
 def finish(stage: Stage) -> None:
     (stage.launcher.folder / "hurry").touch()
     assert stage.codes() == [0] * len(stage.trainers), stage.logs()
@@ -276,13 +286,7 @@ def test_a_second_loop_of_a_script_does_not_begin_from_what_the_first_one_did(la
 
 
 def test_a_state_that_a_node_has_lost_since_it_was_told_of_is_not_trained_without(launch):
-    job = launch("counting.py", 2)
-    flags = out(job)
-    old = job.start(1, *flags)
-    new = job.start(2, *flags, beside=True)
-    new.wait_all("prepared")
-    old.go()
-    old.wait_step(3)
+    old, new = prepared_beside(launch("counting.py", 2))
     old.cut()
     new.commit((1, old.drained()), give_to=[0], on_every_node=True)
     wait_until(lambda: new.trainers[1].process.poll() is not None, 60)
@@ -292,13 +296,7 @@ def test_a_state_that_a_node_has_lost_since_it_was_told_of_is_not_trained_withou
 
 
 def test_what_was_loaded_ahead_of_the_commit_is_not_loaded_again(launch):
-    job = launch("counting.py", 2)
-    flags = out(job)
-    old = job.start(1, *flags)
-    new = job.start(2, *flags, beside=True)
-    new.wait_all("prepared")
-    old.go()
-    old.wait_step(3)
+    old, new = prepared_beside(launch("counting.py", 2))
     old.cut(1)
     new.preview(old.drained())
     old.resume(1)  # the change is put off: what was loaded is not what it begins from

@@ -3,15 +3,12 @@
 Neither sees the other's checkpoints. The nodes are network namespaces, which only root may make.
 """
 
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from job_server.wire import JobSpec, JobState, JobStatus, Way
@@ -19,6 +16,7 @@ from pod_runtime.verify import read_ledger
 from tests.e2e.cluster import ROOT
 from tests.e2e.netns import Network, require_network_namespaces
 from tests.e2e.nodes import Commit, Nodes
+from tests.e2e.proof import check_counts
 
 pytest.importorskip("paddle", reason="trains with Paddle")
 
@@ -52,19 +50,7 @@ def finish(cluster: Nodes, *, rank0: int) -> JobStatus:
     """End the training; every sample of every epoch counts once."""
     (cluster.folder.parent / "end").touch()
     status = cluster.wait_for(lambda now: now.state is JobState.SUCCEEDED, "success", 300)
-    home = cluster.node_dir(rank0)
-    seen = np.load(home / "seen.npy")
-    (count,) = np.unique(np.rint(seen)).tolist()
-    assert count >= 1
-    assert np.abs(seen - count).max() < 1e-6
-    for path in (home / "log" / "run", home / "checkpoint"):
-        proof = subprocess.run(
-            [sys.executable, "-m", "pod_runtime.verify", str(path)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert proof.returncode == 0, proof.stdout + proof.stderr
+    check_counts(cluster.node_dir(rank0))
     check_one_world(cluster, rank0)
     return status
 

@@ -1,10 +1,12 @@
 """The HTTP face of the server: routes that check what comes in and pass it on."""
 
+import contextlib
+import gc
 import importlib.metadata
 import logging
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from flask import Flask, Request, Response, render_template, request
@@ -34,15 +36,30 @@ def create_app(service: Service, guard: Guard) -> Flask:
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
     app.url_map.strict_slashes = False
     app.before_request(lambda: guard.check(request))
-    _add_server_routes(app, service)
-    _add_job_routes(app, service)
-    _add_service_routes(app, service)
-    _add_pod_routes(app, service)
-    _add_node_routes(app, service)
-    _add_legacy_routes(app, service)
-    _add_page(app, service)
+    with _no_garbage_collection():
+        _add_server_routes(app, service)
+        _add_job_routes(app, service)
+        _add_service_routes(app, service)
+        _add_pod_routes(app, service)
+        _add_node_routes(app, service)
+        _add_legacy_routes(app, service)
+        _add_page(app, service)
     _add_error_handlers(app)
     return app
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    # Werkzeug compiles each route by `ast.parse`. CPython 3.11 raises SystemError from it when a
+    # collection amid that runs code that uses `ast` itself, or lets a thread that does take over:
+    # formatting a traceback is enough.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _route(app: Flask, method: str, path: str) -> Callable[[View], View]:

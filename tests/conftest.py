@@ -1,7 +1,9 @@
 """For all tests."""
 
+import gc
 import signal
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Whoever runs the tests in the background (`&`, nohup, some CI) has these ignored, and all programs
@@ -13,3 +15,17 @@ signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 # processor.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collect tests without garbage collection, as `job_server.app` makes its routes.
+
+    Tests are rewritten by `ast.parse`, which CPython 3.11 breaks off with SystemError when a
+    collection amid it formats a traceback, say of a warning that became an error in a finalizer.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()

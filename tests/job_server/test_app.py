@@ -587,3 +587,33 @@ def test_the_page_escapes_what_others_sent(client):
 def test_importing_the_wire_loads_no_flask():
     code = "import sys, job_server.wire, job_server.api_client; sys.exit('flask' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+AST_IN_FINALIZERS = """
+import ast, gc
+from job_server.app import create_app
+from job_server.guard import Guard
+from job_server.service import Service
+from job_server.store import Store
+
+class Garbage:
+    def __init__(self):
+        self.itself = self
+    def __del__(self):
+        ast.parse("f(1)")  # as formatting a traceback does
+        Garbage()
+
+service = Service(Store(":memory:"), max_watchers=1)
+gc.set_threshold(1, 1, 1)
+Garbage()
+create_app(service, Guard())
+assert gc.isenabled()
+"""
+
+
+def test_the_routes_are_made_while_garbage_is_collected():
+    done = subprocess.run(
+        [sys.executable, "-c", AST_IN_FINALIZERS],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

@@ -27,8 +27,6 @@ from job_server.wire import (  # noqa: E402
     JobEvent,
     JobSpec,
     JobStatus,
-    ScriptKind,
-    ScriptSpec,
 )
 from scripts import quickstart_view as view  # noqa: E402
 from scripts.quickstart_io import (  # noqa: E402
@@ -41,31 +39,30 @@ from scripts.quickstart_io import (  # noqa: E402
 )
 from scripts.quickstart_plan import (  # noqa: E402
     RECIPES,
-    Change,
+    Director,
     Pace,
     Recipe,
     checks,
     committed,
     deaths,
     epochs_for,
-    gap_for,
     images_per_second,
-    plan_changes,
-    timeline_yaml,
+    plan_acts,
 )
 
 EXAMPLE = ROOT / "examples" / "digits"
 SILENCE_S = 120.0  # without a step or a change: something hangs
 LOOK_S = 0.2
 TRIAL_EPOCHS = 4
+TAIL_S = 20.0  # that training may go on behind the last act
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     model: str
     pods: int  # at most; the job starts with one fewer
-    epochs: int | None  # None: as many as outlast the timeline on this machine
-    gap_s: float | None  # None: the recipe's
+    epochs: int | None  # None: as many as outlast the acts on this machine
+    gap_s: float
     seed: int
     gpus: bool
     out: Path
@@ -150,16 +147,13 @@ def start_server(config: Config, processes: Processes) -> ApiClient:
             time.sleep(0.05)
 
 
-def start_job(
-    config: Config, changes: tuple[Change, ...], epochs: int, api: ApiClient, processes: Processes
-) -> None:
+def start_job(config: Config, epochs: int, api: ApiClient, processes: Processes) -> None:
     api.submit(
         JobSpec(
             job_id=JOB_ID,
             min_pods=1,
             max_pods=config.pods,
             pods=config.pods - 1,
-            script=ScriptSpec(kind=ScriptKind.TIMELINE, text=timeline_yaml(changes)),
             grace_s=5.0,
             spares=USUAL_SPARES,
         )
@@ -178,13 +172,19 @@ def start_job(
     )  # fmt: skip
 
 
-def follow(
+def direct(
     config: Config, api: ApiClient, processes: Processes, screen: Screen
-) -> tuple[JobStatus, list[JobEvent]]:
-    """Show the job's life until it has ended; return its last status and all its events."""
+) -> tuple[JobStatus, list[JobEvent], bool]:
+    """Make the acts one after the other, and show the job's life until it has ended.
+
+    Returns:
+        Its last status, all its events, and whether it was stopped behind the last act.
+    """
     before: JobStatus | None = None
     events: list[JobEvent] = []
     pace = Pace()
+    director = Director(plan_acts(config.pods), config.gap_s)
+    stopped = False
     while True:
         status = api.status(JOB_ID)
         new = api.events(JOB_ID, after=events[-1].number if events else 0)
@@ -194,8 +194,22 @@ def follow(
         for line in view.news(before, status, screen.style):
             screen.news(line)
         if status.state.ended:
-            return status, events
-        pace.see(status.stage, status.step, time.monotonic())
+            return status, events, stopped
+        now = time.monotonic()
+        pace.see(status.stage, status.step, now)
+        act = director.next_act(status, now)
+        if act is not None and act.kill_rank is not None:
+            api.kill(JOB_ID, rank=act.kill_rank)
+        elif act is not None:
+            api.resize(JOB_ID, act.pods)
+        left_s = remaining_s(status, pace.steps_per_s)
+        if config.epochs is None and left_s > TAIL_S and director.is_over(status, now):
+            screen.news(
+                f"all is shown, and {left_s:.0f} s of training are left on this busy machine: "
+                "the job is stopped"
+            )
+            api.stop(JOB_ID)
+            stopped = True
         if pace.still_s > SILENCE_S:
             raise QuickstartError(
                 f"no step for {SILENCE_S:.0f} s: {status.state.value}, {status.reason}; "
@@ -206,6 +220,13 @@ def follow(
         before = status
         processes.check()
         time.sleep(LOOK_S)
+
+
+def remaining_s(status: JobStatus, steps_per_s: float | None) -> float:
+    """Return how long the rest of the training takes at this speed; 0 where it is not known."""
+    if not status.total_steps or not steps_per_s:
+        return 0.0
+    return (status.total_steps - status.step) / steps_per_s
 
 
 def verify(config: Config, processes: Processes) -> tuple[bool, str]:
@@ -227,6 +248,7 @@ def show_end(
     config: Config,
     status: JobStatus,
     killed: int,
+    stopped: bool,
     verified: tuple[bool, str],
     leftovers: tuple[str, ...],
     screen: Screen,
@@ -244,6 +266,7 @@ def show_end(
     results = checks(
         status,
         killed=killed,
+        stopped=stopped,
         verified=verified[0],
         verdict=verified[1],
         floor=config.recipe.floor,
@@ -259,21 +282,16 @@ def show_end(
     return all(each.holds for each in results)
 
 
-def plan(
-    config: Config, processes: Processes, screen: Screen
-) -> tuple[tuple[Change, ...], int, float]:
-    """Return the changes, the epochs and the time between changes that suit this machine."""
-    recipe = config.recipe
-    gap_s, epochs = config.gap_s, config.epochs
-    if gap_s is None or epochs is None:
-        screen.news("first the script alone, as any Paddle script, to learn how fast it is here")
-        speed, startup_s = train_alone(config, processes, screen)
-        screen.news(f"{speed:,.0f} images/s, and {startup_s:.1f} s to the first step")
-        gap_s = gap_s or gap_for(recipe, startup_s)
-        cores = None if config.gpus else os.cpu_count()
-        changes = plan_changes(config.pods, gap_s)
-        epochs = epochs or epochs_for(changes, speed, startup_s, config.pods, cores)
-    return plan_changes(config.pods, gap_s), epochs, gap_s
+def plan_epochs(config: Config, processes: Processes, screen: Screen) -> int:
+    """Return how many epochs suit this machine, as the script alone shows it."""
+    if config.epochs is not None:
+        return config.epochs
+    screen.news("first the script alone, as any Paddle script, to learn how fast it is here")
+    speed, startup_s = train_alone(config, processes, screen)
+    screen.news(f"{speed:,.0f} images/s, and {startup_s:.1f} s to the first step")
+    cores = None if config.gpus else os.cpu_count()
+    acts = len(plan_acts(config.pods))
+    return epochs_for(acts, config.gap_s, speed, startup_s, config.pods, cores)
 
 
 def run(config: Config, screen: Screen) -> bool:
@@ -286,14 +304,13 @@ def run(config: Config, screen: Screen) -> bool:
         api = start_server(config, processes)
         screen.say(f"  status page: {api.url}/")
         screen.say()
-        changes, epochs, gap_s = plan(config, processes, screen)
+        epochs = plan_epochs(config, processes, screen)
         screen.news(
-            f"now elastic: {epochs} epochs; a change of the pods every {gap_s:.0f} s or so, "
-            "and one kill -9"
+            f"now elastic: {epochs} epochs; the pods change when a stage has trained for "
+            f"{config.gap_s:g} s; one kill -9"
         )
-        (config.out / "timeline.yaml").write_text(timeline_yaml(changes))
-        start_job(config, changes, epochs, api, processes)
-        status, events = follow(config, api, processes, screen)
+        start_job(config, epochs, api, processes)
+        status, events, stopped = direct(config, api, processes, screen)
         screen.news(style.bold(f"{status.state.value}: {status.reason.rpartition(': ')[2]}"))
         (config.out / "status.html").write_text(api.page())
     finally:
@@ -303,7 +320,7 @@ def run(config: Config, screen: Screen) -> bool:
         screen.live("stopping what was started")
         leftovers = processes.stop()
     verified = verify(config, processes)
-    return show_end(config, status, len(deaths(events)), verified, leftovers, screen)
+    return show_end(config, status, len(deaths(events)), stopped, verified, leftovers, screen)
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -314,7 +331,7 @@ def parse(argv: list[str] | None = None) -> Config:
     parser.add_argument("--model", choices=sorted(RECIPES), default="lenet")
     parser.add_argument("--pods", type=int, help="the most pods; default: 3, or the GPUs up to 4")
     parser.add_argument("--epochs", type=int, help="default: as many as this needs to show itself")
-    parser.add_argument("--gap_s", type=float, help="seconds between changes; default: what suits")
+    parser.add_argument("--gap_s", type=float, help="seconds that a stage trains before a change")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto")
     parser.add_argument("--out", type=Path, help="folder for all that is written; must not exist")
@@ -339,7 +356,7 @@ def parse(argv: list[str] | None = None) -> Config:
         model=args.model,
         pods=pods,
         epochs=args.epochs,
-        gap_s=args.gap_s,
+        gap_s=args.gap_s or RECIPES[args.model].gap_s,
         seed=args.seed,
         gpus=usable >= pods,
         out=out.resolve(),

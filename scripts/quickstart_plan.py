@@ -17,69 +17,80 @@ class Recipe:
 
     batch_size: int
     lr: float
-    gap_s: float  # between changes, at least
+    gap_s: float  # that a stage trains before the next change
     trial_images: int  # per epoch of the trial alone
     floor: float  # accuracy that the run must reach; 0: too short a training to judge
 
 
 RECIPES = {
-    "lenet": Recipe(batch_size=64, lr=0.02, gap_s=7.0, trial_images=TRAIN_IMAGES, floor=0.95),
+    "lenet": Recipe(batch_size=64, lr=0.02, gap_s=4.5, trial_images=TRAIN_IMAGES, floor=0.95),
     # 16 images to a shard: with 5, batch norm learns next to nothing, with or without EDL.
-    "resnet50": Recipe(batch_size=48, lr=0.005, gap_s=20.0, trial_images=96, floor=0.5),
+    "resnet50": Recipe(batch_size=48, lr=0.005, gap_s=12.0, trial_images=96, floor=0.5),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    at_s: float
-    key: str  # as in a timeline: pods, add, remove or kill
-    value: int
+class Act:
+    """What is done to the job next: another number of pods, or SIGKILL to a trainer."""
+
+    pods: int | None = None  # None: this act is a kill
+    kill_rank: int | None = None  # None: this act is a resize
 
 
-def gap_for(recipe: Recipe, startup_s: float) -> float:
-    """Return the seconds between changes, so that there is training between them.
-
-    On a machine that is busy with other things a change may fall due before the last one is
-    through. It waits its turn, so that nothing is gained by waiting for much longer.
-
-    Args:
-        startup_s: from the start of one trainer to its first step. Those of a stage start at once
-            and share the cores, and then form their group.
-    """
-    return min(max(recipe.gap_s, 2 * startup_s + 3), 1.5 * recipe.gap_s)
-
-
-def plan_changes(pods: int, gap_s: float) -> tuple[Change, ...]:
-    """Return six changes of a job that starts with `pods` - 1 pods: seven stages in all.
-
-    After the kill there is more time than between the others: where the next change is under way
-    already, a recovery becomes part of it instead of a stage of its own.
+def plan_acts(pods: int) -> tuple[Act, ...]:
+    """Return six acts for a job that starts with `pods` - 1 pods: seven stages in all.
 
     Raises:
         ValueError: with fewer than two pods nothing can leave and come.
     """
     if pods < 2:
         raise ValueError(f"--pods: must be at least 2, so that one can leave; got {pods}")
-    wanted = (
-        (1.0, "add", 1),
-        (2.0, "remove", pods - 1),  # down to a world of one
-        (3.0, "pods", pods),
-        (4.0, "kill", pods - 1),
-        (5.25, "remove", 1),
-        (6.25, "add", 1),
-    )
-    return tuple(
-        Change(at_s=round(gap_s * turn, 1), key=key, value=value) for turn, key, value in wanted
+    return (
+        Act(pods=pods),
+        Act(pods=1),  # a world of one
+        Act(pods=pods),
+        Act(kill_rank=pods - 1),
+        Act(pods=pods - 1),
+        Act(pods=pods),
     )
 
 
-def timeline_yaml(changes: tuple[Change, ...]) -> str:
-    """Return the changes as the YAML that `edl submit --timeline` takes."""
-    lines = []
-    for change in changes:
-        comment = "   # a rank: its trainer gets SIGKILL" if change.key == "kill" else ""
-        lines.append(f"- {{at: {change.at_s:g}s, {change.key}: {change.value}}}{comment}\n")
-    return "".join(lines)
+class Director:
+    """Decides when the next act is due, by how the job goes on. Knows no clock.
+
+    Each stage trains for `gap_s` from its first step on, however long the machine took to get
+    there. So a busy machine takes longer, but by no more than its trainers need to start. A kill
+    waits twice as long: the spares that the last change used up are replaced meanwhile.
+    """
+
+    def __init__(self, acts: tuple[Act, ...], gap_s: float) -> None:
+        self._acts = deque(acts)
+        self._gap_s = gap_s
+        self._stage = 0  # in force when looked at last, with a step made
+        self._still_since = 0.0  # since when it trains, and nothing was asked
+
+    def next_act(self, status: JobStatus, now: float) -> Act | None:
+        """Return what to do now, each act once; `now` is monotonic, in seconds."""
+        if not self._acts:
+            return None
+        turns = 1 if self._acts[0].kill_rank is None else 2
+        if not self._is_quiet(status, now, turns * self._gap_s):
+            return None
+        self._still_since = now
+        return self._acts.popleft()
+
+    def is_over(self, status: JobStatus, now: float) -> bool:
+        """Return whether all acts were made, and their last stage has trained for a gap."""
+        return not self._acts and self._is_quiet(status, now, self._gap_s)
+
+    def _is_quiet(self, status: JobStatus, now: float, for_s: float) -> bool:
+        stages = committed(status.stages)
+        if status.state is not JobState.RUNNING or not stages or stages[-1].first_step_at is None:
+            self._still_since = now
+            return False
+        if stages[-1].stage != self._stage:
+            self._stage, self._still_since = stages[-1].stage, now
+        return now - self._still_since >= for_s
 
 
 def images_per_second(trial_images: int, epoch_s: float) -> float:
@@ -88,27 +99,22 @@ def images_per_second(trial_images: int, epoch_s: float) -> float:
 
 
 def epochs_for(
-    changes: tuple[Change, ...],
-    alone_per_s: float,
-    startup_s: float,
-    trainers: int,
-    cores: int | None,
+    acts: int, gap_s: float, alone_per_s: float, startup_s: float, trainers: int, cores: int | None
 ) -> int:
-    """Return enough epochs that training outlasts the changes, with a tail of half a gap.
+    """Return enough epochs that training outlasts the acts where nothing else runs.
 
-    The kill pauses the training for the start of a trainer or so, and what the changes prepare
-    takes about as much from it; that time comes on top.
+    On a busy machine it would go on for long behind them: then it is stopped.
 
     Args:
+        acts: how many there are; each waits for a gap, and for trainers to start.
         alone_per_s: images per second of one trainer.
-        startup_s: as in gap_for.
+        startup_s: from the start of one trainer to its first step, alone.
         cores: that the trainers share; None: each has a device of its own.
     """
     at_once = trainers if cores is None else min(trainers, cores)
     # Measured: three trainers on two cores, that take turns, are no faster than one alone.
     speed = alone_per_s * max(0.8, 0.6 * at_once - 0.3)
-    last_s = changes[-1].at_s
-    seconds = max(last_s / 2, last_s + changes[0].at_s / 2 - 2 * startup_s)
+    seconds = acts * (gap_s + 1.5 * startup_s) + 3 * gap_s
     return max(2, round(seconds * speed / (TRAIN_IMAGES + TEST_IMAGES * EVALUATION_COST)))
 
 
@@ -163,6 +169,7 @@ def checks(
     status: JobStatus,
     *,
     killed: int,
+    stopped: bool,
     verified: bool,
     verdict: str,
     floor: float,
@@ -172,6 +179,7 @@ def checks(
 
     Args:
         killed: trainers that died of SIGKILL, by the job's events.
+        stopped: the quickstart itself has stopped the job behind its last act.
         verdict: what `pod_runtime.verify` said, in one line.
         leftovers: processes of this run that were still there after its end.
     """
@@ -181,15 +189,15 @@ def checks(
     shrunk = sum(after.pods < before.pods for before, after in itertools.pairwise(stages))
     redone = sum(stage.redone_steps for stage in planned)
     accuracy = status.metrics.get("accuracy", 0.0)
+    wanted = JobState.STOPPED if stopped else JobState.SUCCEEDED
     return [
         Check(
-            holds=status.state is JobState.SUCCEEDED,
+            holds=status.state is wanted,
             text=f"the job ended as {status.state.value} after {status.step:,} steps"
-            + (f": {status.reason}" if status.state is not JobState.SUCCEEDED else ""),
+            + (f": {status.reason}" if status.state is not wanted else ""),
         ),
         Check(
-            # Of seven: on a machine that is busy with other things the kill may fall into the
-            # preparation of a change, which is then given up, and the one after it needless.
+            # Of seven: on a very busy machine a change may be given up.
             holds=len(stages) >= 5 and grown > 0 and shrunk > 0,
             text=f"{len(stages)} stages: grown {_times(grown)}, shrunk {_times(shrunk)}",
         ),

@@ -2,18 +2,16 @@ from dataclasses import replace
 
 import pytest
 
-from job_server.change_script import parse_script, timeline
-from job_server.wire import JobEvent, JobSpec, JobState, JobStatus, ScriptKind, ScriptSpec, Way
+from job_server.wire import JobEvent, JobState, JobStatus, Way
 from scripts.quickstart_plan import (
-    RECIPES,
+    Act,
+    Director,
     Pace,
     checks,
     deaths,
     epochs_for,
-    gap_for,
     images_per_second,
-    plan_changes,
-    timeline_yaml,
+    plan_acts,
 )
 from tests.scripts.statuses import stage, status
 
@@ -35,6 +33,7 @@ def finished() -> JobStatus:
 def failed_checks(job: JobStatus, **fields: object) -> list[str]:
     arguments = {
         "killed": 1,
+        "stopped": False,
         "verified": True,
         "verdict": "verify: ok",
         "floor": 0.95,
@@ -45,23 +44,56 @@ def failed_checks(job: JobStatus, **fields: object) -> list[str]:
 
 
 @pytest.mark.parametrize("pods", [2, 3, 4, 8])
-def test_the_server_accepts_the_timeline_and_skips_none_of_its_changes(pods: int):
-    text = timeline_yaml(plan_changes(pods, 7.0))
-    script = ScriptSpec(kind=ScriptKind.TIMELINE, text=text)
-    job = JobSpec(job_id="quickstart", max_pods=pods, pods=pods - 1, script=script)
-    assert parse_script(script, job).change(5) is not None
-    assert parse_script(script, job).change(6) is None
-    lines = timeline(script, job)
-    assert len(lines) == 7
-    assert not any("skipped" in line for line in lines)
-    unchanged = [line for line in lines[1:] if "->" not in line]
-    assert len(unchanged) == 1, "only the kill leaves the number of pods as it is"
-    assert "kill rank" in unchanged[0]
+def test_each_act_changes_what_the_one_before_left(pods: int):
+    running = pods - 1
+    for act in plan_acts(pods):
+        if act.kill_rank is not None:
+            assert 0 <= act.kill_rank < running
+        else:
+            assert act.pods is not None
+            assert act.pods != running
+            running = act.pods
+    assert running == pods
 
 
 def test_one_pod_is_refused_because_none_could_leave():
     with pytest.raises(ValueError, match=r"--pods: must be at least 2.*got 1"):
-        plan_changes(1, 7.0)
+        plan_acts(1)
+
+
+def looks(director: Director, *seen: tuple[JobStatus, float]) -> list[Act | None]:
+    return [director.next_act(job, now) for job, now in seen]
+
+
+def test_an_act_comes_when_its_stage_has_trained_for_a_gap():
+    director = Director((Act(pods=3), Act(pods=1)), gap_s=5.0)
+    first, second = status(stage(1, 2)), status(stage(1, 2), stage(2, 3))
+    starting = status(stage(1, 2, first_step_at=None))
+    preparing = status(stage(1, 2), state=JobState.PREPARING)
+    assert looks(
+        director, (starting, 0), (starting, 60), (first, 61), (first, 65.9), (first, 66)
+    ) == [None] * 4 + [Act(pods=3)]
+    assert (
+        looks(director, (preparing, 67), (preparing, 90), (second, 91), (second, 95)) == [None] * 4
+    ), "however long the change takes, what follows it trains for a gap"
+    assert not director.is_over(second, 95.5)
+    assert looks(director, (second, 96), (second, 200)) == [Act(pods=1), None], "each act once"
+
+
+def test_a_kill_waits_twice_as_long_for_its_spares():
+    director = Director((Act(kill_rank=1),), gap_s=5.0)
+    job = status(stage(1, 2))
+    assert looks(director, (job, 1), (job, 10.5), (job, 11)) == [None, None, Act(kill_rank=1)]
+
+
+def test_a_change_that_was_given_up_holds_up_nothing():
+    director = Director((Act(pods=3), Act(pods=1)), gap_s=5.0)
+    job = status(stage(1, 2))
+    preparing = status(stage(1, 2), state=JobState.PREPARING)
+    seen = looks(director, (job, 1), (job, 6), (preparing, 7), (job, 9), (job, 13), (job, 14))
+    assert seen == [None, Act(pods=3), None, None, Act(pods=1), None]
+    assert not director.is_over(job, 15)
+    assert director.is_over(job, 18)
 
 
 def test_the_speed_counts_the_evaluation_as_a_third_of_training():
@@ -77,20 +109,20 @@ def test_the_speed_counts_the_evaluation_as_a_third_of_training():
         pytest.param(4, None, 2.1, id="a GPU each"),
     ],
 )
-def test_training_and_its_pauses_are_as_long_as_the_timeline_and_its_tail(
-    trainers: int, cores: int | None, speedup: float
-):
-    changes = plan_changes(3, 8.0)
-    epochs = epochs_for(changes, 1557.0, 2.0, trainers, cores)  # one epoch a second, alone
-    assert epochs == round((6.25 * 8.0 + 4.0 - 2 * 2.0) * speedup)
-
-
-def test_training_is_at_least_half_as_long_as_the_timeline_however_slow_the_start():
-    assert epochs_for(plan_changes(3, 8.0), 1557.0, 60.0, 1, None) == round(6.25 * 8.0 / 2 * 0.8)
+def test_training_outlasts_the_acts(trainers: int, cores: int | None, speedup: float):
+    epochs = epochs_for(6, 4.0, 1557.0, 2.0, trainers, cores)  # one epoch a second, alone
+    assert epochs == round((6 * (4.0 + 3.0) + 3 * 4.0) * speedup)
 
 
 def test_a_very_slow_machine_still_trains_two_epochs():
-    assert epochs_for(plan_changes(3, 7.0), 0.1, 2.0, 3, 2) == 2
+    assert epochs_for(6, 4.0, 0.1, 2.0, 3, 2) == 2
+
+
+def test_a_job_that_was_stopped_behind_the_last_act_holds():
+    job = replace(finished(), state=JobState.STOPPED, reason="stopped")
+    assert failed_checks(job, stopped=True) == []
+    (text,) = failed_checks(job)
+    assert "STOPPED" in text
 
 
 def test_everything_holds_after_a_run_as_it_should_be():
@@ -158,18 +190,6 @@ def test_what_a_killed_pod_said_last_is_for_the_log_and_not_for_the_line():
     text = "stage 7 is over: pod pod_1_2 was killed by SIGKILL; last lines: [rank 1] a | b"
     event = JobEvent(number=1, at=0.0, job_id="j", stage=7, text=text)
     assert deaths([event]) == ["pod pod_1_2 was killed by SIGKILL"]
-
-
-@pytest.mark.parametrize(
-    ("startup_s", "gap_s"),
-    [
-        pytest.param(1.0, 7.0, id="as in the recipe"),
-        pytest.param(3.0, 9.0, id="slower to start"),
-        pytest.param(30.0, 10.5, id="busy with other things"),
-    ],
-)
-def test_changes_are_so_far_apart_that_there_is_training_between_them(startup_s, gap_s):
-    assert gap_for(RECIPES["lenet"], startup_s) == gap_s
 
 
 def test_an_unproven_ledger_and_a_left_process_do_not_hold():

@@ -8,9 +8,13 @@ one for as long as that helps whoever has least:
   them. Nothing is idle but what the students' own bounds leave over.
 - Fewer teachers than students: each student has one teacher, and every teacher as many students
   as its speed is worth, but at least one.
+
+A student may say that it gets nothing from a teacher: then it has another one, if there is any. Who
+else uses that teacher keeps it. If nobody is known to get anything from it, it is on trial: given
+only in addition to others, so that no student starves to find out what is wrong with it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 
 Links = dict[str, tuple[str, ...]]  # student -> its teachers, sorted
@@ -19,7 +23,11 @@ _SWAP_FACTOR = 2  # how much faster an idle teacher is that replaces one in use
 
 
 def assign_teachers(
-    most: Mapping[str, int], speeds: Mapping[str, int], links: Mapping[str, Sequence[str]]
+    most: Mapping[str, int],
+    speeds: Mapping[str, int],
+    links: Mapping[str, Sequence[str]],
+    unusable: Mapping[str, Collection[str]] | None = None,
+    proven: Collection[str] = (),
 ) -> Links:
     """Return the teachers of each student.
 
@@ -27,18 +35,19 @@ def assign_teachers(
         most: student -> the most teachers that it may have, 1 or more.
         speeds: teacher -> its speed, > 0, in any unit.
         links: who has whom now; those who are in neither of the others do not count.
+        unusable: student -> teachers that it gets nothing from; a student of which that is true of
+            all is given them all the same: they may come back. None: all are well.
+        proven: teachers that somebody does get something from.
     """
-    kept = {
-        student: [each for each in dict.fromkeys(links.get(student, ())) if each in speeds]
-        for student in sorted(most)
-    }
-    if not speeds or not kept:
-        return {student: () for student in kept}
-    if len(speeds) >= len(kept):
-        _Owned(most, speeds, kept).settle()
-    else:
-        _Shared(speeds, kept).settle()
-    return {student: tuple(sorted(teachers)) for student, teachers in kept.items()}
+    barred = _barred(most, speeds, unusable or {})
+    found = _assign(most, speeds, links, barred, proven)
+    # Who shares a teacher with a student that may have no other takes a free one in the next
+    # round: fewer share each time, until nothing changes.
+    for _ in range(len(most) if barred else 0):
+        before, found = found, _assign(most, speeds, found, barred, proven)
+        if found == before:
+            break
+    return found
 
 
 def count_moves(before: Mapping[str, Sequence[str]], after: Mapping[str, Sequence[str]]) -> int:
@@ -50,15 +59,112 @@ def count_moves(before: Mapping[str, Sequence[str]], after: Mapping[str, Sequenc
     )
 
 
+def _assign(
+    most: Mapping[str, int],
+    speeds: Mapping[str, int],
+    links: Mapping[str, Sequence[str]],
+    barred: Mapping[str, Collection[str]],
+    proven: Collection[str],
+) -> Links:
+    on_trial: set[str] = set().union(*barred.values()).difference(proven)
+    if len(on_trial) == len(speeds):
+        on_trial = set()
+    trusted = {teacher: speed for teacher, speed in speeds.items() if teacher not in on_trial}
+    kept = {
+        student: [
+            each
+            for each in dict.fromkeys(links.get(student, ()))
+            if each in trusted and each not in barred.get(student, ())
+        ]
+        for student in sorted(most)
+    }
+    if not speeds or not kept:
+        return {student: () for student in kept}
+    if len(trusted) >= len(kept):
+        _Owned(most, trusted, kept, barred).settle()
+    else:
+        some = {
+            student: teachers
+            for student, teachers in kept.items()
+            if not trusted.keys() <= set(barred.get(student, ()))
+        }
+        _Shared(trusted, some, barred).settle()
+    _feed_the_rest(speeds, on_trial, kept, barred, links)
+    for teacher in sorted(on_trial):
+        _try(teacher, most, kept, barred, links)
+    return {student: tuple(sorted(teachers)) for student, teachers in kept.items()}
+
+
+def _barred(
+    most: Mapping[str, int], speeds: Mapping[str, int], unusable: Mapping[str, Collection[str]]
+) -> dict[str, set[str]]:
+    """Return student -> teachers that it must not have, of the students for which there are any."""
+    found = {
+        student: {each for each in unusable.get(student, ()) if each in speeds} for student in most
+    }
+    return {student: some for student, some in found.items() if some and len(some) < len(speeds)}
+
+
+def _feed_the_rest(
+    speeds: Mapping[str, int],
+    on_trial: Collection[str],
+    held: dict[str, list[str]],
+    barred: Mapping[str, Collection[str]],
+    links: Mapping[str, Sequence[str]],
+) -> None:
+    """Give a share of a teacher to students that have none, as they may not have every one."""
+    students = dict.fromkeys(speeds, 0)
+    for teachers in held.values():
+        for teacher in teachers:
+            students[teacher] += 1
+    for student, teachers in held.items():
+        if not teachers:
+            best = min(
+                (each for each in speeds if each not in barred.get(student, ())),
+                key=lambda each: (
+                    each in on_trial,
+                    each not in links.get(student, ()),
+                    -Fraction(speeds[each], students[each] + 1),
+                    each,
+                ),
+            )
+            teachers.append(best)
+            students[best] += 1
+
+
+def _try(
+    teacher: str,
+    most: Mapping[str, int],
+    held: dict[str, list[str]],
+    barred: Mapping[str, Collection[str]],
+    links: Mapping[str, Sequence[str]],
+) -> None:
+    """Give a teacher on trial, in addition, to whoever has it already, or has fewest."""
+    if any(teacher in teachers for teachers in held.values()):
+        return
+    some = [
+        (teacher not in links.get(student, ()), len(teachers), student)
+        for student, teachers in held.items()
+        if len(teachers) < most[student] and teacher not in barred.get(student, ())
+    ]
+    if some:
+        held[min(some)[2]].append(teacher)
+
+
 class _Owned:
     """As many teachers as students, or more. Works on `held` in place."""
 
     def __init__(
-        self, most: Mapping[str, int], speeds: Mapping[str, int], held: dict[str, list[str]]
+        self,
+        most: Mapping[str, int],
+        speeds: Mapping[str, int],
+        held: dict[str, list[str]],
+        barred: Mapping[str, Collection[str]],
     ) -> None:
         self._most = most
         self._speeds = speeds
         self._held = held
+        self._barred = barred
 
     def settle(self) -> None:
         self._part()
@@ -68,9 +174,9 @@ class _Owned:
             del teachers[self._most[student] :]
             free.difference_update(teachers)
         self._give(free)
-        while self._move_one():
-            pass
-        self._swap(free)
+        while self._move_one() or (self._swap(free) and self._barred):
+            if self._barred:  # who gave one away may have room for another that not all may have
+                self._give(free)
 
     def _part(self) -> None:
         """Leave each teacher with one student: the one that has fewest."""
@@ -87,18 +193,34 @@ class _Owned:
 
     def _give(self, free: set[str]) -> None:
         for teacher in sorted(free, key=self._fastest_first):
-            poor = self._poorest()
+            poor = min(self._open_ones(), default=None)
             if poor is None:
                 return
-            self._held[poor].append(teacher)
+            if not self._may(poor[1], teacher):
+                poor = min((each for each in self._open_ones() if self._may(each[1], teacher)),
+                           default=None)  # fmt: skip
+                if poor is None:
+                    continue
+            self._held[poor[1]].append(teacher)
             free.discard(teacher)
 
     def _move_one(self) -> bool:
         """Move a teacher to the student with the smallest share, where that makes the smaller of
-        two shares larger. Every move raises the smallest share that can be raised, so this ends."""
-        poor = self._poorest()
-        if poor is None:
-            return False
+        two shares larger. Every move raises the smallest share that can be raised, so this ends.
+
+        Where that student may have none of them, the next one is looked at.
+        """
+        if not self._barred:
+            poor = min(self._open_ones(), default=None)
+            return poor is not None and self._move_to(poor[1])
+        for _, student in sorted(self._open_ones()):
+            if self._move_to(student):
+                return True
+            if student not in self._barred:  # nor does anybody who has more gain by it
+                return False
+        return False
+
+    def _move_to(self, poor: str) -> bool:
         share = self._share(poor)
         best: tuple[int, int] | None = None  # the smaller share, and what the giver keeps
         given = "", ""
@@ -109,7 +231,8 @@ class _Owned:
             for teacher in teachers:
                 speed = self._speeds[teacher]
                 gain = min(rest - speed, share + speed), rest - speed
-                if gain[0] > share and (best is None or gain > best):
+                is_better = gain[0] > share and (best is None or gain > best)
+                if is_better and self._may(poor, teacher):
                     best, given = gain, (student, teacher)
         if best is None:
             return False
@@ -118,28 +241,41 @@ class _Owned:
         self._held[poor].append(teacher)
         return True
 
-    def _swap(self, free: set[str]) -> None:
-        """Use idle teachers, which the students' bounds left over, in place of much slower ones."""
+    def _swap(self, free: set[str]) -> bool:
+        """Use idle teachers, which the students' bounds left over, in place of much slower ones;
+        return whether there were any."""
+        has_swapped = False
         for idle in sorted(free, key=self._fastest_first):
             slowest = min(
                 ((self._speeds[each], self._share(student), student, each)
-                 for student, teachers in self._held.items() for each in teachers),
+                 for student, teachers in self._held.items() if self._may(student, idle)
+                 for each in teachers),
                 default=None,
             )  # fmt: skip
-            if slowest is None or self._speeds[idle] < _SWAP_FACTOR * slowest[0]:
-                return
+            if slowest is None:
+                continue
+            if self._speeds[idle] < _SWAP_FACTOR * slowest[0]:
+                if self._barred:
+                    continue  # another one may be for other students
+                break
             _, _, student, teacher = slowest
             self._held[student].remove(teacher)
             self._held[student].append(idle)
+            free.discard(idle)
+            free.add(teacher)
+            has_swapped = True
+        return has_swapped
 
-    def _poorest(self) -> str | None:
-        """Return the student with the smallest share that may have more; None: none may."""
-        open_ones = [
+    def _open_ones(self) -> Iterable[tuple[int, str]]:
+        """Return share and name of the students that may have more."""
+        return (
             (self._share(student), student)
             for student, teachers in self._held.items()
             if len(teachers) < self._most[student]
-        ]
-        return min(open_ones)[1] if open_ones else None
+        )
+
+    def _may(self, student: str, teacher: str) -> bool:
+        return teacher not in self._barred.get(student, ())
 
     def _share(self, student: str) -> int:
         return sum(self._speeds[teacher] for teacher in self._held[student])
@@ -151,9 +287,15 @@ class _Owned:
 class _Shared:
     """Fewer teachers than students. Works on `held` in place."""
 
-    def __init__(self, speeds: Mapping[str, int], held: dict[str, list[str]]) -> None:
+    def __init__(
+        self,
+        speeds: Mapping[str, int],
+        held: dict[str, list[str]],
+        barred: Mapping[str, Collection[str]],
+    ) -> None:
         self._speeds = speeds
         self._held = held
+        self._barred = barred
         self._students: dict[str, list[str]] = {teacher: [] for teacher in sorted(speeds)}
 
     def settle(self) -> None:
@@ -165,24 +307,32 @@ class _Shared:
                 open_ones.append((student, teachers))
         # Those that have several keep one of them; then come those without.
         for student, some in sorted(open_ones, key=lambda each: (not each[1], each[0])):
-            teacher = self._best(some or self._students)
+            teacher = self._best(some or self._usable(student))
             self._students[teacher].append(student)
         while self._move_one():
             pass
         for teacher, assigned in self._students.items():
             for student in assigned:
-                self._held[student] = [teacher]
+                self._held[student][:] = [teacher]
 
     def _move_one(self) -> bool:
         """Move a student from where its share is smallest to where it gets a larger one, or to a
         teacher that has none: slow as it may be, it adds to what all get."""
         crowded = [each for each, students in self._students.items() if len(students) > 1]
-        worst = min(crowded, key=lambda each: (self._share(each, 0), each))
-        best = self._best(self._students)
-        if self._students[best] and self._share(best, 1) <= self._share(worst, 0):
-            return False
-        self._students[best].append(self._students[worst].pop())  # the last to come
-        return True
+        for worst in sorted(crowded, key=lambda each: (self._share(each, 0), each)):
+            for student in reversed(self._students[worst]):  # the last to come
+                best = self._best(self._usable(student))
+                if not self._students[best] or self._share(best, 1) > self._share(worst, 0):
+                    self._students[worst].remove(student)
+                    self._students[best].append(student)
+                    return True
+                if student not in self._barred:  # nor does anybody else get more by it
+                    return False
+        return False
+
+    def _usable(self, student: str) -> Iterable[str]:
+        barred = self._barred.get(student)
+        return [each for each in self._students if each not in barred] if barred else self._students
 
     def _best(self, teachers: Iterable[str]) -> str:
         """Return where one more student would get most; first, who has none yet."""

@@ -91,7 +91,7 @@ class Balancer:
         own = self._own.get((service, student.student))
         if own is not None:
             student = replace(student, held=own.student.held)
-            is_new = own.student.require != student.require
+            is_new = _wants(own.student) != _wants(student)
             own.student = student
             if is_new:
                 own.is_new = True
@@ -194,7 +194,7 @@ class Balancer:
             put = [(service, own.student) for (service, _), own in some]
             moved = await self._registry.put_students(put, are_new=are_new) if put else []
             for (_, own), (_, student) in zip(some, put, strict=True):
-                own.is_new = own.student.require != student.require  # it may have said more since
+                own.is_new = _wants(own.student) != _wants(student)  # it may have said more since
             for service, student in moved:
                 gone = self._own.get((service, student.student))
                 if gone is not None and gone.student.session == student.session:
@@ -302,3 +302,8 @@ class Balancer:
                 service = replace(known, students=students)
                 self._known[name] = replace(service, table=guest_table(service))
         self._tell()
+
+
+def _wants(student: Student) -> tuple[int, tuple[str, ...]]:
+    """Return what others must hear of at once."""
+    return student.require, student.unusable

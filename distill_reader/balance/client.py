@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distill_reader.balance.balancer import Balancer
@@ -42,6 +42,7 @@ _LOG_EVERY_S = 10.0
 _GIVE_UP_S = 3.0  # on a Redis, if there are other places
 _LEAVE_S = 1.0
 _STOP_S = 2.0
+_LEAST_OUT_S, _MOST_OUT_S = 30.0, 600.0  # of a teacher that gives nothing
 
 Tell = Callable[[Sequence[str]], None]
 
@@ -53,6 +54,32 @@ class Feeding:
     wait_share: float | None = None  # None: it reads nothing
     samples_per_s: float | None = None
     measured: Mapping[str, Measured] = field(default_factory=dict)
+    unusable: Sequence[str] = ()  # teachers that it has been told of and that give it nothing
+
+
+class Unusable:
+    """Teachers that give a student nothing, for a while: it can learn nothing new of those that it
+    does not have. Pure.
+
+    Who is found so again soon after that is out twice as long as before.
+    """
+
+    def __init__(self) -> None:
+        self._until_s: dict[str, tuple[float, float]] = {}  # teacher -> end, and how long in all
+
+    def note(self, teachers: Collection[str], now: float) -> tuple[str, ...]:
+        """Take what is so now; return what counts as so."""
+        for teacher in teachers:
+            until_s, last_s = self._until_s.get(teacher, (now, _LEAST_OUT_S / 2))
+            if now >= until_s:
+                out_s = min(2 * last_s, _MOST_OUT_S)
+                self._until_s[teacher] = now + out_s, out_s
+        self._until_s = {
+            teacher: (until_s, out_s)
+            for teacher, (until_s, out_s) in self._until_s.items()
+            if now < until_s + 2 * out_s
+        }
+        return tuple(sorted(each for each, (until_s, _) in self._until_s.items() if now < until_s))
 
 
 class StudentClient:
@@ -87,6 +114,7 @@ class StudentClient:
         self._name = student_name()
         self._session = 0
         self._held = tuple(held)
+        self._unusable = Unusable()
         self._has_heard = bool(held)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = asyncio.Event()
@@ -237,12 +265,13 @@ class StudentClient:
     async def _report(self, line: Line) -> None:
         while True:
             await self._pause()
-            feeding = self._feeding()
+            student = self._student()
             report = Report(
-                require=self._require,
-                wait_share=feeding.wait_share,
-                samples_per_s=feeding.samples_per_s,
-                measured=feeding.measured,
+                require=student.require,
+                wait_share=student.wait_share,
+                samples_per_s=student.samples_per_s,
+                measured=student.measured,
+                unusable=student.unusable,
             )
             await line.send(report_body(report))
 
@@ -295,6 +324,7 @@ class StudentClient:
             wait_share=feeding.wait_share,
             samples_per_s=feeding.samples_per_s,
             measured=feeding.measured,
+            unusable=self._unusable.note(feeding.unusable, time.monotonic()),
         )
 
 

@@ -11,7 +11,8 @@ a JSON object with a `type`. The original's, answered one by one:
 Ours. `token` is in the first message of a connection, where the server wants one:
 
     student -> {"type": "student", "service", "student", "session", "require", "held", "token"}
-               {"type": "report", "require", "wait_share", "samples_per_s", "measured"}  every 2 s
+               {"type": "report", "require", "wait_share", "samples_per_s", "measured",
+                "unusable"}                                                     every 2 s
                {"type": "leave"}
     teacher -> {"type": "teacher", "service", "server", "lease_s", "info", "token"}   every 0.5 s
                {"type": "withdraw", "service", "server", "token"}
@@ -30,7 +31,7 @@ from typing import Any, NoReturn
 
 from distill_reader.balance.names import check_endpoint, check_name, shown
 from distill_reader.balance.speeds import Measured
-from distill_reader.balance.table import MAX_HELD, MAX_REQUIRE
+from distill_reader.balance.table import MAX_HELD, MAX_REQUIRE, MAX_UNUSABLE
 from distill_reader.errors import BadRequest, UsageError
 
 HEAD = struct.Struct("!4si")
@@ -81,6 +82,7 @@ class Report:
     wait_share: float | None  # None: it has read nothing since it came
     samples_per_s: float | None  # likewise
     measured: Mapping[str, Measured]
+    unusable: tuple[str, ...] = ()  # teachers that give it nothing; older students do not say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +173,7 @@ def report_body(report: Report) -> dict[str, Any]:
             teacher: [each.samples_per_s, each.busy_share]
             for teacher, each in list(report.measured.items())[:MAX_HELD]
         },
+        "unusable": report.unusable[:MAX_UNUSABLE],
     }
 
 
@@ -206,15 +209,12 @@ def _heartbeat(body: Mapping[str, Any]) -> Heartbeat:
 
 
 def _hello(body: Mapping[str, Any]) -> Hello:
-    held = body.get("held")
-    if not isinstance(held, list) or len(held) > MAX_HELD:
-        raise BadRequest(f"held: expected up to {MAX_HELD} endpoints, got {shown(held)}")
     return Hello(
         service=check_name(body.get("service"), "service"),
         student=check_name(body.get("student"), "student"),
         session=_integer(body, "session", 1, 1 << 52),
         require=_integer(body, "require", 1, MAX_REQUIRE),
-        held=tuple(check_endpoint(each, "held") for each in held),
+        held=_endpoints(body.get("held"), "held", MAX_HELD),
     )
 
 
@@ -236,6 +236,7 @@ def _report(body: Mapping[str, Any]) -> Report:
         wait_share=None if wait_share is None else min(1.0, _measure(wait_share, "wait_share")),
         samples_per_s=None if samples_per_s is None else _measure(samples_per_s, "samples_per_s"),
         measured=rates,
+        unusable=_endpoints(body.get("unusable", []), "unusable", MAX_UNUSABLE),
     )
 
 
@@ -275,6 +276,12 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Request]] = {
     "teacher": _beat,
     "withdraw": _withdraw,
 }
+
+
+def _endpoints(values: Any, name: str, most: int) -> tuple[str, ...]:
+    if not isinstance(values, list) or len(values) > most:
+        raise BadRequest(f"{name}: expected up to {most} endpoints, got {shown(values)}")
+    return tuple(check_endpoint(each, name) for each in values)
 
 
 def _integer(body: Mapping[str, Any], name: str, least: int, most: int) -> int:

@@ -94,6 +94,7 @@ def _describe(service: Service) -> dict[str, Any]:
                 "require": student.require,
                 "wait_share": student.wait_share,
                 "samples_per_s": student.samples_per_s,
+                "unusable": student.unusable,
             }
             for name, student in service.students.items()
         },

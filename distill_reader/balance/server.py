@@ -333,5 +333,6 @@ class _Session:
             wait_share=request.wait_share,
             samples_per_s=request.samples_per_s,
             measured=request.measured,
+            unusable=request.unusable,
         )
         self._server.balancer.update(self._service, self._student)

@@ -23,6 +23,7 @@ from distill_reader.balance.speeds import (
 
 MAX_REQUIRE = 10_000  # teachers of one student
 MAX_HELD = 1024  # teachers that a student's message may name
+MAX_UNUSABLE = 128  # of them, that give it nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,7 @@ class Student:
     wait_share: float | None = None  # of its time, waiting for teachers; None: not known yet
     samples_per_s: float | None = None  # None: not known yet
     measured: Mapping[str, Measured] = field(default_factory=dict)  # by teacher
+    unusable: tuple[str, ...] = ()  # teachers that give it nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,8 @@ def next_table(service: Service) -> Table:
         {name: student.require for name, student in service.students.items()},
         {teacher: speed_of(classes.get(teacher, 0)) for teacher in teachers},
         _links_before(service, table),
+        {name: student.unusable for name, student in service.students.items()},
+        _proven(service),
     )
     if service.table is not None and links == table.links and classes == table.classes:
         return table
@@ -87,12 +91,23 @@ def guest_table(service: Service) -> Table:
         for teacher in teachers:
             if teacher in students:
                 students[teacher] += 1
-    for name in sorted(service.students):
+    for name, student in sorted(service.students.items()):
         if students and not links.get(name):
-            teacher = min(students, key=lambda each: (students[each], each))
+            bad = student.unusable
+            teacher = min(students, key=lambda each: (each in bad, students[each], each))
             links[name] = (teacher,)
             students[teacher] += 1
     return Table(version=table.version, links=links, classes=table.classes)
+
+
+def _proven(service: Service) -> set[str]:
+    """Return the teachers that answer somebody who does not call them unusable."""
+    return {
+        teacher
+        for student in service.students.values()
+        for teacher, measured in student.measured.items()
+        if measured.samples_per_s > 0 and teacher not in student.unusable
+    }
 
 
 def _links_before(service: Service, table: Table) -> dict[str, tuple[str, ...]]:
@@ -154,6 +169,7 @@ def student_text(student: Student) -> str:
                 teacher: [each.samples_per_s, each.busy_share]
                 for teacher, each in student.measured.items()
             },
+            "unusable": student.unusable,
         },
         separators=(",", ":"),
     )
@@ -178,6 +194,7 @@ def student_of(name: str, session: int, text: str) -> Student | None:
                 for teacher, (rate, busy) in body["measured"].items()
                 if is_endpoint(teacher)
             },
+            unusable=_endpoints(body.get("unusable", ())),  # older servers wrote none
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

@@ -167,4 +167,5 @@ def _feeding(meter: Meter) -> Feeding:
             teacher: Measured(samples_per_s=rate, busy_share=busy)
             for teacher, (rate, busy) in reading.teachers.items()
         },
+        unusable=reading.unusable,
     )

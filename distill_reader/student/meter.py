@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 _WINDOW_S = 8.0  # of what is told
@@ -32,6 +32,7 @@ class Reading:
     wait_share: float  # of the consumer's time, for predictions
     samples_per_s: float
     teachers: dict[str, tuple[float, float]]  # endpoint -> samples per second, share of time busy
+    unusable: tuple[str, ...]  # endpoints
 
 
 class Meter:
@@ -44,6 +45,7 @@ class Meter:
         self._read_s: float | None = None  # when the sums were last brought up; None: never
         self._fed_s: float | None = None  # when samples came; None: never
         self._began_wait_s: float | None = None  # None: the consumer does not wait
+        self._unusable: tuple[str, ...] = ()
 
     def waits(self) -> None:
         """The consumer waits for a prediction; again: it still does."""
@@ -81,6 +83,11 @@ class Meter:
             self._count_busy(known, self._clock())
             known.flights = max(0, known.flights - 1)
 
+    def set_unusable(self, teachers: Iterable[str]) -> None:
+        """These, and no others, give nothing now, although there is work for them."""
+        with self._lock:
+            self._unusable = tuple(sorted(teachers))
+
     def read(self) -> Reading | None:
         """Return how it goes; None: nothing has been read lately."""
         with self._lock:
@@ -105,6 +112,7 @@ class Meter:
                     for name, each in sums.teachers.items()
                     if each.samples
                 },
+                unusable=self._unusable,
             )
             self._fade()
             return reading

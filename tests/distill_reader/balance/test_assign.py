@@ -175,3 +175,102 @@ def test_any_speeds_bounds_and_old_links_end_in_an_assignment_that_stays(most, s
     if len(speeds) >= len(most):
         assert max(loads(after).values()) == 1
     assert assign_teachers(most, speeds, after) == after
+
+
+# --- teachers that do not answer some students
+
+T = dict.fromkeys(("t1", "t2", "t3", "t4"), 64)
+
+
+@pytest.mark.parametrize(
+    ("teachers", "links", "unusable", "proven", "expected"),
+    [
+        pytest.param(
+            "t1 t2",
+            {"a": ["t1"], "b": ["t2"]},
+            {"a": ["t1"]},
+            {"t2"},
+            {"a": ("t2",), "b": ("t1", "t2")},
+            id="it shares the other's, who tries the teacher in addition to that",
+        ),
+        pytest.param(
+            "t1 t2",
+            {"a": ["t2"], "b": ["t1", "t2"]},
+            {"a": ["t1"], "b": ["t1"]},
+            {"t2"},
+            {"a": ("t2",), "b": ("t2",)},
+            id="nobody is left to try it",
+        ),
+        pytest.param(
+            "t1 t2",
+            {"a": ["t2"], "b": ["t1", "t2"]},
+            {"a": ["t1"]},
+            {"t1", "t2"},
+            {"a": ("t2",), "b": ("t1",)},
+            id="it answers the other, who has it alone",
+        ),
+        pytest.param(
+            "t1 t2 t3 t4",
+            {"a": ["t1", "t2"], "b": ["t3", "t4"]},
+            {"a": ["t1"]},
+            {"t2", "t3", "t4"},
+            {"a": ("t2",), "b": ("t1", "t3", "t4")},
+            id="with enough teachers nothing else moves",
+        ),
+        pytest.param(
+            "t1 t2",
+            {"a": ["t1"], "b": ["t2"]},
+            {"a": ["t1", "t2"]},
+            {"t2"},
+            {"a": ("t1",), "b": ("t2",)},
+            id="who gets nothing from all of them keeps what it has",
+        ),
+        pytest.param(
+            "t1 t2",
+            {"a": ["t1"], "b": ["t2"]},
+            {"a": ["t1"], "b": ["t2"]},
+            set(),
+            {"a": ("t2",), "b": ("t1",)},
+            id="each tries the other's where all are on trial",
+        ),
+        pytest.param(
+            "t1 t2 t3",
+            {"a": ["t1"], "b": ["t2"], "c": ["t3"]},
+            {"a": ["t1", "t3"], "b": ["t2"]},
+            {"t3"},
+            {"a": ("t2",), "b": ("t1", "t3"), "c": ("t3",)},
+            id="who may have none of the proven ones tries another",
+        ),
+    ],
+)
+def test_a_student_is_not_left_with_what_gives_it_nothing(
+    teachers, links, unusable, proven, expected
+):
+    speeds = dict.fromkeys(teachers.split(), 64)
+    found = assign_teachers(dict.fromkeys(links, 9), speeds, links, unusable, proven)
+    assert found == expected
+    assert assign_teachers(dict.fromkeys(links, 9), speeds, found, unusable, proven) == found
+
+
+some_teachers = st.sets(st.sampled_from(names("t", 12)))
+
+
+@given(
+    most=st.dictionaries(st.sampled_from(names("s", 8)), st.integers(1, 5), min_size=1),
+    speeds=st.dictionaries(st.sampled_from(names("t", 12)), st.integers(8, 512), min_size=1),
+    links=st.dictionaries(st.sampled_from(names("s", 8)), some_teachers.map(sorted)),
+    unusable=st.dictionaries(st.sampled_from(names("s", 8)), some_teachers, max_size=8),
+    proven=some_teachers,
+)
+@settings(max_examples=150, deadline=None)
+def test_whatever_students_complain_of_all_have_a_teacher_that_they_do_not(
+    most, speeds, links, unusable, proven
+):
+    after = assign_teachers(most, speeds, links, unusable, proven)
+    assert after.keys() == most.keys()
+    for student, teachers in after.items():
+        assert 1 <= len(teachers) <= most[student]
+        assert set(teachers) <= speeds.keys()
+        if not speeds.keys() <= unusable.get(student, set()):
+            assert unusable.get(student, set()).isdisjoint(teachers)
+    assert assign_teachers(most, speeds, after, unusable, proven) == after

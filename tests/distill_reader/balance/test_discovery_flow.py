@@ -104,3 +104,21 @@ def test_fast_teachers_are_given_more_students(servers, run):
             },
         )
     wait_until(lambda: sum(student.teachers == {fast} for student in students) == 4)
+
+
+def test_a_student_that_gets_nothing_from_its_teacher_is_given_another_ones(servers, run):
+    for _ in range(2):
+        run(LocalTeacher, servers[0].endpoint)
+    one = run(LocalStudent, servers[0].endpoint)
+    other = run(LocalStudent, servers[-1].endpoint)
+    wait_until(lambda: len(one.teachers) == 1 == len(other.teachers))
+    bad, good = one.teachers, other.teachers
+    other.feeding = Feeding(
+        measured={teacher: Measured(samples_per_s=9.0, busy_share=0.5) for teacher in good}
+    )
+    one.feeding = Feeding(unusable=sorted(bad))
+    wait_until(lambda: one.teachers == good)
+    wait_until(lambda: other.teachers == good | bad)  # which tries it
+    other.feeding = Feeding(measured=other.feeding.measured, unusable=sorted(bad))
+    wait_until(lambda: other.teachers == good)
+    assert one.teachers == good

@@ -140,6 +140,9 @@ def test_what_is_wrong_is_said_by_field_and_the_connection_goes_on(client, body,
         ({**REPORT, "measured": {"h:1": 5}}, "measured: expected .samples_per_s"),
         ({**REPORT, "measured": {"h": [1, 1]}}, "measured: expected HOST:PORT"),
         ({**REPORT, "measured": {"h:1": [None, 1]}}, "measured: expected a number"),
+        ({**REPORT, "unusable": {}}, "unusable: expected up to"),
+        ({**REPORT, "unusable": ["h:1"] * 1000}, "unusable: expected up to"),
+        ({**REPORT, "unusable": ["h"]}, "unusable: expected HOST:PORT"),
         (HELLO, "is already that of student me"),
         (REGISTER, "is already that of student me"),
     ],
@@ -224,7 +227,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
     max_leaves=10,
 )
-FIELDS = sorted({*REGISTER, *HELLO, *REPORT, *BEAT, "version"})
+FIELDS = sorted({*REGISTER, *HELLO, *REPORT, *BEAT, "version", "unusable"})
 
 
 @given(

@@ -1,11 +1,13 @@
 """Tables of services, and the speeds that they go by: pure."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distill_reader.balance.client import Unusable
 from distill_reader.balance.speeds import Measured, measured_speeds, speed_classes, speed_of
 from distill_reader.balance.table import (
     Service,
@@ -114,8 +116,40 @@ def test_tables_and_students_are_the_same_when_they_come_back_from_texts():
         wait_share=0.5,
         samples_per_s=12.5,
         measured={"a:1": Measured(samples_per_s=12.5, busy_share=0.25)},
+        unusable=("b:1",),
     )
     assert student_of("s", 3, student_text(told)) == told
+
+
+def test_a_student_of_an_older_server_complains_of_nobody():
+    body = json.loads(student_text(student("s")))
+    del body["unusable"]
+    assert student_of("s", 1, json.dumps(body)) == student("s")
+
+
+def test_a_teacher_that_gives_a_student_nothing_goes_and_comes_back_only_on_trial():
+    fed = {"b:1": Measured(samples_per_s=100.0, busy_share=1.0)}
+    table = Table(version=1, links={"s": ("a:1",), "t": ("b:1",)})
+    starves = Student(student="s", session=1, require=9, unusable=("a:1",))
+    is_fed = Student(student="t", session=1, require=9, measured=fed)
+    after = next_table(service(starves, is_fed, teachers="a b", table=table))
+    assert after.links == {"s": ("b:1",), "t": ("a:1", "b:1")}
+    assert next_table(service(starves, is_fed, teachers="a b", table=after)) is after
+    alone = service(replace(starves, held=("a:1",)), teachers="a b")
+    assert guest_table(alone).links == {"s": ("b:1",)}
+
+
+def test_a_teacher_that_gives_nothing_is_out_for_longer_each_time_that_it_is_found_so():
+    unusable = Unusable()
+    assert unusable.note(["a:1"], 0.0) == ("a:1",)
+    assert unusable.note([], 29.0) == ("a:1",)
+    assert unusable.note([], 31.0) == ()
+    assert unusable.note(["a:1"], 40.0) == ("a:1",)
+    assert unusable.note(["b:1"], 99.0) == ("a:1", "b:1")
+    assert unusable.note([], 101.0) == ("b:1",)
+    assert unusable.note([], 1000.0) == ()
+    assert unusable.note(["a:1"], 1001.0) == ("a:1",)
+    assert unusable.note([], 1032.0) == ()
 
 
 @pytest.mark.parametrize(
@@ -148,6 +182,7 @@ def test_other_texts_are_no_tables(text):
         {"samples_per_s": -1},
         {"measured": {"a:1": 3}},
         {"measured": {"a:1": [1, None]}},
+        {"unusable": 3},
     ],
 )
 def test_other_texts_are_no_students(change):

@@ -31,11 +31,12 @@ def evaluate(
         meet: called once per round by every rank; may park there.
 
     Raises:
-        UsageError: `fn` does not return the same names for every batch.
+        UsageError: `fn` does not return the same names for every batch, or ranks differ in data.
     """
+    _check_same_data(adapter, source, world_size)
     length = len(source.dataset)  # type: ignore[arg-type]  # evaluation takes no stream
     size = source.batch_size
-    batches = -(-length // size)
+    batches = length // size if source.drop_last else -(-length // size)
     mine = [
         range(number * size, min(length, (number + 1) * size))
         for number in range(rank, batches, world_size)
@@ -86,6 +87,24 @@ def _add(sums: dict[str, float], found: Mapping[str, Any], *, is_first: bool) ->
         )
     for name, value in found.items():
         sums[name] += float(value.item()) if hasattr(value, "item") else float(value)
+
+
+def _check_same_data(adapter: Adapter, source: DataSource, world_size: int) -> None:
+    """See that all ranks evaluate the same samples, before they meet as often as these need.
+
+    Raises:
+        UsageError: they do not. A rank whose numbers are the mean's by chance learns it from the
+            loss of the others.
+    """
+    mine = np.array([source.length or 0, source.batch_size, source.subset or 0], np.float64)
+    everyone = mine.copy()
+    adapter.all_reduce(everyone)
+    if (everyone != mine * world_size).any():
+        raise UsageError(
+            f"evaluate: the trainers have different data (here {source.length} samples in batches "
+            f"of {source.batch_size}); paddle.io.random_split deals them anew in every process: "
+            f"call paddle.seed(...) before it"
+        )
 
 
 def _sum_over_ranks(

@@ -52,6 +52,7 @@ class RunInfo:
     dataset_length: int | None  # None: a stream
     shuffle: bool
     drop_last: bool
+    subset: int | None = None  # checksum of which samples of a larger dataset; None: not known
 
 
 class Ledger:

@@ -267,16 +267,17 @@ class Loop:
 
         Every rank calls it. The model evaluates without gradients. A cut-over that comes within
         starts it again in the next stage. Of a `paddle.io.DataLoader`, dataset, batch size,
-        collate_fn and workers are taken over.
+        drop_last, collate_fn and workers are taken over.
         """
         source = make_source(
             test_set,
             batch_size=batch_size,
             shuffle=False,
-            drop_last=False,
+            drop_last=None,  # a loader's
             collate_fn=collate_fn,
             num_workers=None,
             has_reader=False,
+            name="evaluate",
         )
         self._enter()
         with self._surviving():
@@ -328,11 +329,13 @@ class Loop:
             collate_fn=self._source.collate,
             num_workers=None,  # a loader's; else none
             has_reader=False,
+            name="shards",
         )
-        if source.length != self._source.length:
+        subsets = {source.subset, self._source.subset}
+        if source.length != self._source.length or (None not in subsets and len(subsets) > 1):
             raise UsageError(
                 f"shards: the dataset has {source.length} samples, the training set "
-                f"{self._source.length}; pass the same to Loop as train_set"
+                f"{self._source.length}, or they are others; pass the same to Loop as train_set"
             )
         cursor = self._enter().progress.cursor
         return ShardSource(source, self._order, cursor, self._adapter, with_ids=with_ids)

@@ -78,3 +78,10 @@ def check_same_run(stored: LoopStatus, *, run: RunInfo, batch_size: int, where: 
                 f"{name}: {where} was made with {before!r}, this script says {now!r}; "
                 f"continue with {name}={before!r}, or start afresh with another checkpoint path"
             )
+    subsets = stored.run.subset, run.subset
+    if None not in subsets and subsets[0] != subsets[1]:
+        raise StateError(
+            f"train_set: {where} was made with other samples than this script's Subset holds; "
+            f"paddle.io.random_split deals them anew in every process: call paddle.seed(...) "
+            f"before it, or start afresh with another checkpoint path"
+        )

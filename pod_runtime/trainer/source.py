@@ -1,8 +1,11 @@
 """Where the training's samples come from, as the script said it."""
 
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from pod_runtime.trainer.errors import UsageError
 
@@ -21,6 +24,7 @@ class DataSource:
     collate: Callable[[list[Any]], Any] | None  # None: the framework's default
     num_workers: int
     worker_options: Mapping[str, Any]
+    subset: int | None = None  # checksum of the indices of Paddle's subsets; None: there are none
 
 
 def make_source(
@@ -32,8 +36,12 @@ def make_source(
     collate_fn: Callable[[list[Any]], Any] | None,
     num_workers: int | None,
     has_reader: bool,
+    name: str = "train_set",
 ) -> DataSource:
     """Understand a dataset or a loader; what the script says itself goes before the loader's.
+
+    Args:
+        name: of the argument, for errors.
 
     Raises:
         UsageError: something is missing, or a loader does what cannot be taken over.
@@ -42,56 +50,107 @@ def make_source(
     dataset = train_set
     if _is_loader(train_set):
         dataset = train_set.dataset
-        taken = _take_over(train_set)
+        _check_map_style(name, dataset, f"the DataLoader's {type(dataset).__name__}")
+        taken = _take_over(name, train_set)
     if dataset is None and not has_reader:
-        raise UsageError("train_set: pass a dataset or a DataLoader, or reader= for other data")
-    if dataset is not None and not (
-        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    ):
-        raise UsageError(
-            f"train_set: {type(dataset).__name__} has no __getitem__ and __len__; a stream needs "
-            f"reader=, which is at-least-once"
-        )
+        raise UsageError(f"{name}: pass a dataset or a DataLoader, or reader= for other data")
+    if dataset is not None:
+        _check_map_style(name, dataset, type(dataset).__name__)
     size = batch_size if batch_size is not None else taken.get("batch_size")
     if size is None:
-        raise UsageError("batch_size: missing; it is the global batch, over all trainers")
-    if size < 1:
-        raise UsageError(f"batch_size: must be at least 1, got {size}")
+        raise UsageError(
+            "batch_size: missing; pass batch_size=, the size of the global batch over all "
+            "trainers, or a DataLoader that has one"
+        )
+    if not isinstance(size, int | np.integer) or size < 1:
+        raise UsageError(f"batch_size: expected a whole number of at least 1, got {size!r}")
     length = None if dataset is None else len(dataset)
     drop = _first(drop_last, taken.get("drop_last"), False)
     if length is not None and length < (size if drop else 1):
         raise UsageError(
-            f"train_set: {length} samples give no batch of {size}"
+            f"{name}: {length} samples give no batch of {size}"
             + (" with drop_last=True; use a smaller batch_size" if drop else "")
         )
     return DataSource(
         dataset=dataset,
         length=length,
-        batch_size=size,
+        batch_size=int(size),
         shuffle=_first(shuffle, taken.get("shuffle"), dataset is not None),
         drop_last=drop,
         collate=collate_fn if collate_fn is not None else taken.get("collate"),
         num_workers=_first(num_workers, taken.get("num_workers"), 0),
         worker_options=taken.get("worker_options", {}),
+        subset=subset_digest(dataset),
     )
+
+
+def subset_digest(dataset: Any) -> int | None:
+    """Return a checksum of the indices that Paddle's subsets in `dataset` hold; None: none do.
+
+    `random_split` deals samples to them by Paddle's generator: without `paddle.seed` before it,
+    otherwise in every process.
+    """
+    kind = _paddles(dataset)
+    if kind == "Subset":
+        mine: int | None = zlib.crc32(np.asarray(dataset.indices, np.int64).tobytes())
+        parts = [mine, subset_digest(dataset.dataset)]
+    else:
+        inner = dataset.datasets if kind in ("ConcatDataset", "ComposeDataset") else ()
+        parts = [subset_digest(each) for each in inner]
+    if all(part is None for part in parts):
+        return None
+    return zlib.crc32(repr(parts).encode())
+
+
+def _paddles(thing: Any) -> str:
+    """Return the name of the class if it is the framework's own; "" for any other."""
+    kind = type(thing)
+    return kind.__name__ if _is_paddles(kind) else ""
+
+
+def _is_paddles(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "paddle"
 
 
 def _is_loader(thing: Any) -> bool:
     return hasattr(thing, "dataset") and hasattr(thing, "batch_sampler")
 
 
-def _take_over(loader: Any) -> dict[str, Any]:
-    sampler = loader.batch_sampler
-    if sampler is None or not hasattr(sampler, "batch_size"):
+def _check_map_style(name: str, dataset: Any, what: str) -> None:
+    # Paddle's IterableDataset has both methods; they raise.
+    is_stream = any(
+        each.__name__ == "IterableDataset" and _is_paddles(each) for each in type(dataset).__mro__
+    )
+    if is_stream or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise UsageError(
-            "train_set: the DataLoader makes no batches of a known size (batch_size=None, an "
-            "IterableDataset, or a batch sampler of its own); pass the dataset and batch_size, or "
-            "reader="
+            f"{name}: {what} is a stream, without __getitem__ and __len__: no sample can be found "
+            f"by its index. Pass a map-style dataset (paddle.io.Dataset); or leave train_set out, "
+            f"and read the stream by reader= with batch_size= and steps_per_epoch=, each sample at "
+            f"least once"
+        )
+
+
+def _take_over(name: str, loader: Any) -> dict[str, Any]:
+    """Return what a loader says, if that is all that it does."""
+    for kind in type(loader).__mro__:
+        if _is_paddles(kind) and kind.__name__ == "DataLoader":
+            break
+        if kind is object or {"__iter__", "__call__", "__next__"} & vars(kind).keys():
+            raise UsageError(
+                f"{name}: what {type(loader).__name__} yields is not what paddle.io.DataLoader "
+                f"would, and the loop reads the dataset itself. Pass a paddle.io.DataLoader; do "
+                f"what is yours in the dataset or in collate_fn"
+            )
+    sampler = loader.batch_sampler
+    if sampler is None:
+        raise UsageError(
+            f"{name}: the DataLoader makes no batches (batch_size=None); pass the dataset itself "
+            f"and batch_size="
         )
     return {
-        "batch_size": sampler.batch_size,
+        "batch_size": sampler.batch_size if _paddles(sampler) else None,
         "drop_last": bool(getattr(sampler, "drop_last", False)),
-        "shuffle": _is_shuffled(sampler),
+        "shuffle": _is_shuffled(name, sampler, len(loader.dataset)),
         "collate": loader.collate_fn,
         "num_workers": loader.num_workers,
         "worker_options": {
@@ -100,18 +159,44 @@ def _take_over(loader: Any) -> dict[str, Any]:
     }
 
 
-def _is_shuffled(sampler: Any) -> bool:
-    if hasattr(sampler, "shuffle"):  # DistributedBatchSampler
-        return bool(sampler.shuffle)
-    order = type(getattr(sampler, "sampler", None)).__name__
-    if order in ("SequenceSampler", "SequentialSampler"):
-        return False
-    if order == "RandomSampler":
-        return True
+def _is_shuffled(name: str, sampler: Any, length: int) -> bool:
+    """Return whether each sample comes once, in random order, or once, in the dataset's order.
+
+    Raises:
+        UsageError: neither is known.
+    """
+    kind = _paddles(sampler)
+    order = sampler
+    if kind == "DistributedBatchSampler":  # its part of the samples is what the loop decides
+        if len(sampler.dataset) == length:
+            return bool(sampler.shuffle)
+    elif kind == "BatchSampler":
+        order = sampler.sampler
+        kind = _paddles(order)
+        is_whole = kind in ("SequenceSampler", "RandomSampler") and length == (
+            len(order.data_source)
+        )
+        if is_whole and kind == "SequenceSampler":
+            return False
+        is_plain = is_whole and not (
+            order.replacement or order.generator is not None or len(order) != length
+        )
+        if is_plain:
+            return True
     raise UsageError(
-        f"train_set: the DataLoader's {order} decides which samples come; the loop decides that "
-        f"itself. Pass the dataset, or reader= for an order of your own"
+        f"{name}: the DataLoader's {_called(order)} decides which samples come, and the loop "
+        f"decides that itself: each once per epoch, in their order or shuffled. Pass the dataset "
+        f"(of some samples: paddle.io.Subset), or reader= for an order of your own"
     )
+
+
+def _called(order: Any) -> str:
+    text = type(order).__name__
+    if _paddles(order) == "RandomSampler":
+        text += " (with replacement, num_samples or a generator, or over other data)"
+    elif _paddles(order):
+        text += " (over other data)" if "Distributed" in text or "Sequence" in text else ""
+    return text
 
 
 def _first(*values: Any) -> Any:

@@ -308,6 +308,7 @@ class Entrance:
             dataset_length=source.length,
             shuffle=source.shuffle,
             drop_last=source.drop_last,
+            subset=source.subset,
         )
 
     @contextmanager

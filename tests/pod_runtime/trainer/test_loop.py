@@ -257,6 +257,30 @@ def test_an_evaluation_reads_by_the_workers_of_its_loader():
             evaluate(15, workers)
 
 
+def test_an_evaluation_leaves_out_the_short_batch_that_its_loader_does():
+    loop, _model = make()
+
+    def count(indices: Any, _read_by: Any) -> dict[str, Any]:
+        return {"count": len(indices)}
+
+    whole = paddle.io.DataLoader(ReadBy(), batch_size=6)
+    assert loop.evaluate(whole, count) == {"count": 20.0}
+    cut = paddle.io.DataLoader(ReadBy(), batch_size=6, drop_last=True, shuffle=True)
+    assert loop.evaluate(cut, count) == {"count": 18.0}
+
+
+def test_trainers_with_different_test_sets_are_told_before_they_wait_for_each_other(monkeypatch):
+    loop, _model = make()
+
+    def with_a_peer(values: Any) -> None:
+        values += [19, 6, 0]  # of whom 19 samples are known
+
+    monkeypatch.setattr(loop._adapter, "all_reduce", with_a_peer)
+    monkeypatch.setattr(type(loop), "world_size", 2)
+    with pytest.raises(elastic.UsageError, match=r"different data .here 20 samples.*random_split"):
+        loop.evaluate(DATA, lambda batch: pytest.fail("evaluated"), batch_size=6)
+
+
 def test_metrics_are_logged(caplog):
     loop, _model = make()
     with caplog.at_level(logging.INFO):

@@ -12,7 +12,6 @@ from pod_runtime.trainer.batches import BatchPlan, Cursor, rank_shards
 from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.ledger import RunInfo
 from pod_runtime.trainer.readers import FedReader, ShardOrder, ShardPlace, factory_items
-from pod_runtime.trainer.source import make_source
 from pod_runtime.trainer.streams import KeyedDataset, SampleFetcher, seed_shard
 from tests.support import wait_until
 
@@ -192,71 +191,3 @@ def test_what_a_reader_raises_is_raised_where_its_data_are_wanted():
     with pytest.raises(ConnectionError, match="no teacher"):
         reader.take(next(order().from_cursor(Cursor())), 60.0)
     reader.close()
-
-
-# --- what a script may pass as training set
-
-
-class Sampler:
-    def __init__(self, order: object, **attributes: Any) -> None:
-        self.sampler = order
-        self.__dict__.update(attributes)
-
-
-class RandomSampler: ...
-
-
-class SequenceSampler: ...
-
-
-class WeightedRandomSampler: ...
-
-
-class Loader:
-    """What a paddle.io.DataLoader looks like from outside."""
-
-    def __init__(self, batch_sampler: Any) -> None:
-        self.dataset = list(range(100))
-        self.batch_sampler = batch_sampler
-        self.collate_fn = None
-        self.num_workers = 3
-        self.timeout = 7
-
-
-def source(train_set: Any, **more: Any) -> Any:
-    given: dict[str, Any] = {
-        "batch_size": None, "shuffle": None, "drop_last": None, "collate_fn": None,
-        "num_workers": None, "has_reader": False,
-    }  # fmt: skip
-    return make_source(train_set, **(given | more))
-
-
-def test_a_loader_is_taken_over():
-    found = source(Loader(Sampler(RandomSampler(), batch_size=16, drop_last=True)))
-    assert (found.length, found.batch_size, found.shuffle, found.drop_last) == (100, 16, True, True)
-    assert (found.num_workers, dict(found.worker_options)) == (3, {"timeout": 7})
-    assert not source(Loader(Sampler(SequenceSampler(), batch_size=16))).shuffle
-    distributed = Sampler(None, batch_size=16, shuffle=True)
-    assert source(Loader(distributed)).shuffle
-    assert source(Loader(distributed), batch_size=8, shuffle=False).batch_size == 8
-
-
-@pytest.mark.parametrize(
-    ("train_set", "more", "text"),
-    [
-        (None, {}, "train_set: pass a dataset or a DataLoader, or reader="),
-        (iter([1]), {"batch_size": 2}, "has no __getitem__ and __len__.*reader="),
-        ([1, 2, 3], {}, "batch_size: missing"),
-        ([1, 2, 3], {"batch_size": 0}, "batch_size: must be at least 1, got 0"),
-        ([], {"batch_size": 2}, "0 samples give no batch of 2"),
-        ([1, 2], {"batch_size": 3, "drop_last": True}, "2 samples give no batch of 3.*drop_last"),
-        (Loader(None), {}, "makes no batches of a known size"),
-        (
-            Loader(Sampler(WeightedRandomSampler(), batch_size=4)), {},
-            "the DataLoader's WeightedRandomSampler decides which samples come.*reader=",
-        ),
-    ],
-)  # fmt: skip
-def test_a_training_set_that_cannot_be_right_is_refused(train_set, more, text):
-    with pytest.raises(UsageError, match=text):
-        source(train_set, **more)

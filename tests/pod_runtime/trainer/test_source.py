@@ -1,0 +1,224 @@
+"""What a script may pass as data: plain loaders are taken over, everything else is refused."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import paddle
+import pytest
+from paddle.io import (
+    BatchSampler,
+    ChainDataset,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedBatchSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequenceSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    random_split,
+)
+
+from pod_runtime.trainer.errors import StateError, UsageError
+from pod_runtime.trainer.ledger import RunInfo
+from pod_runtime.trainer.loop_status import LoopStatus, check_same_run
+from pod_runtime.trainer.progress import fresh_status
+from pod_runtime.trainer.source import make_source
+
+
+class Numbers(Dataset):
+    def __init__(self, count: int = 100) -> None:
+        self.count = count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __len__(self) -> int:
+        return self.count
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(100))
+
+
+class Buckets(BatchSampler):
+    """Batches of samples of like length: a sampler of one's own, with all of Paddle's fields."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from [[0, 2, 4], [1, 3, 5]]
+
+
+class Backwards(Sampler):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(99, -1, -1))
+
+    def __len__(self) -> int:
+        return 100
+
+
+class Mixing(DataLoader):
+    """A loader that changes what comes."""
+
+    def __iter__(self) -> Any:
+        return iter([1, 2, 3])
+
+
+class Named(DataLoader):
+    """A loader that changes nothing."""
+
+
+def source(train_set: Any, **more: Any) -> Any:
+    given: dict[str, Any] = {
+        "batch_size": None, "shuffle": None, "drop_last": None, "collate_fn": None,
+        "num_workers": None, "has_reader": False,
+    }  # fmt: skip
+    return make_source(train_set, **(given | more))
+
+
+def test_a_plain_loader_is_taken_over():
+    def collate(samples: list[Any]) -> list[Any]:
+        return samples
+
+    def init(worker: int) -> None: ...
+
+    loader = DataLoader(
+        Numbers(), batch_size=16, shuffle=True, drop_last=True, num_workers=3, timeout=7,
+        collate_fn=collate, worker_init_fn=init, prefetch_factor=4,
+    )  # fmt: skip
+    found = source(loader)
+    assert (found.length, found.batch_size, found.shuffle, found.drop_last) == (100, 16, True, True)
+    assert (found.num_workers, found.collate) == (3, collate)
+    options = dict(found.worker_options)
+    assert (options["timeout"], options["worker_init_fn"], options["prefetch_factor"]) == (
+        7, init, 4,
+    )  # fmt: skip
+    assert source(loader, batch_size=8, shuffle=False).batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("batch_sampler", "shuffle"),
+    [
+        (BatchSampler(Numbers(), batch_size=16), False),
+        (BatchSampler(Numbers(), batch_size=16, shuffle=True), True),
+        (BatchSampler(sampler=SequenceSampler(Numbers()), batch_size=16), False),
+        (BatchSampler(sampler=RandomSampler(Numbers()), batch_size=16), True),
+        (DistributedBatchSampler(Numbers(), batch_size=16), False),
+        (DistributedBatchSampler(Numbers(), 16, num_replicas=4, rank=2, shuffle=True), True),
+    ],
+)
+def test_samplers_by_which_each_sample_comes_once_are_known(batch_sampler, shuffle):
+    for kind in (DataLoader, Named):
+        found = source(kind(Numbers(), batch_sampler=batch_sampler))
+        assert (found.batch_size, found.shuffle) == (16, shuffle)
+
+
+WEIGHTS = WeightedRandomSampler([0.1] * 99 + [9.0], 100)
+
+
+@pytest.mark.parametrize(
+    ("batch_sampler", "name"),
+    [
+        (BatchSampler(sampler=WEIGHTS, batch_size=32), "WeightedRandomSampler"),
+        (BatchSampler(sampler=Backwards(), batch_size=32), "Backwards"),
+        (BatchSampler(sampler=list(range(50)), batch_size=32), "list"),
+        (Buckets(Numbers(), batch_size=3, shuffle=True), "Buckets"),
+        (
+            BatchSampler(
+                sampler=RandomSampler(Numbers(), replacement=True, num_samples=100), batch_size=4
+            ),
+            r"RandomSampler \(with replacement",
+        ),
+        (
+            BatchSampler(sampler=RandomSampler(Numbers(), num_samples=50), batch_size=4),
+            r"RandomSampler \(with replacement, num_samples",
+        ),
+        (
+            BatchSampler(
+                sampler=RandomSampler(Numbers(), generator=iter(range(100))), batch_size=4
+            ),
+            r"RandomSampler .*a generator",
+        ),
+        (
+            BatchSampler(sampler=SequenceSampler(Numbers(50)), batch_size=4),
+            r"SequenceSampler \(over other data\)",
+        ),
+        (
+            DistributedBatchSampler(Numbers(50), batch_size=4),
+            r"DistributedBatchSampler \(over other data\)",
+        ),
+    ],
+)
+@pytest.mark.parametrize("more", [{}, {"shuffle": True, "batch_size": 8}, {"name": "evaluate"}])
+def test_a_sampler_of_ones_own_is_refused_by_name(batch_sampler, name, more):
+    where = more.get("name", "train_set")
+    text = f"{where}: the DataLoader's {name}.*decides which samples come.*reader="
+    with pytest.raises(UsageError, match=text):
+        source(DataLoader(Numbers(), batch_sampler=batch_sampler), **more)
+
+
+@pytest.mark.parametrize(
+    ("train_set", "more", "text"),
+    [
+        (None, {}, "train_set: pass a dataset or a DataLoader, or reader="),
+        (iter([1]), {"batch_size": 2}, "list_iterator is a stream.*reader= with batch_size="),
+        (Stream(), {}, "train_set: Stream is a stream.*at least once"),
+        (Stream(), {"batch_size": 4, "has_reader": True}, "leave train_set out"),
+        (ChainDataset([Stream()]), {"batch_size": 4}, "train_set: ChainDataset is a stream"),
+        (DataLoader(Stream(), batch_size=4), {}, "the DataLoader's Stream is a stream"),
+        (DataLoader(Stream(), batch_size=4), {"name": "evaluate"}, "^evaluate: the DataLoader's"),
+        (DataLoader(Numbers(), batch_size=None), {}, r"makes no batches \(batch_size=None\)"),
+        (Mixing(Numbers(), batch_size=4), {}, "what Mixing yields is not what paddle.io.DataLoad"),
+        (Numbers(), {}, "batch_size: missing; pass batch_size="),
+        (Numbers(), {"batch_size": 0}, "batch_size: expected .* at least 1, got 0"),
+        (Numbers(), {"batch_size": 2.0}, r"batch_size: expected .* at least 1, got 2\.0"),
+        ([], {"batch_size": 2}, "0 samples give no batch of 2"),
+        ([1, 2], {"batch_size": 3, "drop_last": True}, "2 samples give no batch of 3.*drop_last"),
+    ],
+)
+def test_data_that_cannot_be_right_are_refused(train_set, more, text):
+    with pytest.raises(UsageError, match=text):
+        source(train_set, **more)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        list(range(10)),
+        TensorDataset([paddle.arange(10)]),
+        Subset(Numbers(), list(range(10))),
+        ConcatDataset([Numbers(4), Numbers(6)]),
+    ],
+)
+def test_map_style_datasets_of_any_kind_are_taken(dataset):
+    found = source(dataset, batch_size=4)
+    assert (found.length, found.shuffle) == (10, True)
+
+
+def status(dataset: Any) -> LoopStatus:
+    found = source(dataset, batch_size=4)
+    run = RunInfo(
+        seed=1, epochs=1, dataset_length=found.length, shuffle=True, drop_last=False,
+        subset=found.subset,
+    )  # fmt: skip
+    return fresh_status(run=run, batch_size=4, shards=1, reference_world=1)
+
+
+def test_a_split_that_another_process_dealt_otherwise_is_noticed():
+    def split(seed: int) -> Any:
+        paddle.seed(seed)
+        train_set, _ = random_split(Numbers(), [80, 20])
+        return ConcatDataset([train_set, Numbers(5)])
+
+    before = status(split(1))
+    check_same_run(before, run=status(split(1)).run, batch_size=4, where="rank 0's")
+    with pytest.raises(StateError, match=r"train_set: rank 0's .* other samples.*paddle\.seed"):
+        check_same_run(before, run=status(split(2)).run, batch_size=4, where="rank 0's")
+    # A state of the version before says nothing about it.
+    data = before.to_json()
+    del data["run"]["subset"]
+    old = LoopStatus.from_json(data)
+    check_same_run(old, run=status(split(2)).run, batch_size=4, where="the state of step 3")

@@ -41,6 +41,9 @@ class Adapter(Protocol):
     Used by one thread, but where it says otherwise.
     """
 
+    def terms(self) -> dict[str, Any]:
+        """Return what of model and optimizer has to be the same on all ranks, as JSON types."""
+
     # --- group
 
     def form_group(self, spec: GroupSpec) -> None:

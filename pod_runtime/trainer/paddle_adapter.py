@@ -27,7 +27,7 @@ from pod_runtime.trainer.paddle_overlap import (
     ThreadLane,
 )
 from pod_runtime.trainer.paddle_parts import form_part, free_port
-from pod_runtime.trainer.paddle_state import PaddleState
+from pod_runtime.trainer.paddle_state import PaddleState, terms_of
 from pod_runtime.trainer.paddle_store import prompt_store, wait_for
 
 logger = logging.getLogger(__name__)
@@ -87,6 +87,9 @@ class PaddleAdapter:
         self._parts: list[Any | None] = []  # None: one that this rank is not in, or a world of one
         self._join_on_gpu = join_on_gpu
         self._weights: dict[tuple[float, Any, tuple[int, ...]], Any] = {}
+
+    def terms(self) -> dict[str, Any]:
+        return terms_of(self._model, self._optimizer, on_host=self._on_host)
 
     # --- group
 

@@ -284,6 +284,32 @@ def optimizer_parameters(optimizer: Any) -> list[Any]:
     return found
 
 
+def terms_of(model: Any, optimizer: Any, *, on_host: bool) -> dict[str, Any]:
+    """Return what of a model and its optimizer has to be the same on all ranks, as JSON types.
+
+    Values of parameters are not among it: all ranks begin with those of one.
+    """
+    return {
+        "model": [
+            f"{name} {dtype_name(each)} {list(each.shape)}" + " frozen" * each.stop_gradient
+            for name, each in model.named_parameters()
+        ],
+        "optimizer": [
+            *_numbers_of(optimizer),
+            *_numbers_of(getattr(optimizer, "_grad_clip", None)),
+            type(getattr(optimizer, "_learning_rate", None)).__name__,
+        ],
+        "device": "CPU" if on_host else "GPU",
+    }
+
+
+def _numbers_of(thing: Any) -> list[str]:
+    """Return a thing's type and the real numbers that it was made with."""
+    found = getattr(thing, "__dict__", {})
+    numbers = sorted((name, value) for name, value in found.items() if type(value) is float)
+    return [type(thing).__name__, *(f"{name.lstrip('_')}={value!r}" for name, value in numbers)]
+
+
 def dtype_name(tensor: Any) -> str:
     """Return "float32" and the like of a tensor or an array."""
     return str(tensor.dtype).removeprefix("paddle.")

@@ -1,6 +1,6 @@
 """What a script asks of the loop, checked."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from pod_runtime.trainer.errors import UsageError
@@ -54,6 +54,16 @@ class LoopSettings:
                 check_policy(self.policy)
         except ValueError as error:
             raise UsageError(str(error)) from error
+
+    def terms(self) -> dict[str, Any]:
+        """Return what all ranks have to be told alike, as JSON types: every argument.
+
+        Of a policy that the script wrote, its name.
+        """
+        policy = self.policy
+        if callable(policy):
+            policy = getattr(policy, "__qualname__", type(policy).__name__)
+        return {each.name: getattr(self, each.name) for each in fields(self)} | {"policy": policy}
 
 
 def _check_whole(name: str, value: object, low: int, more: str = "") -> None:

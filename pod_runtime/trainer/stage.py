@@ -28,6 +28,7 @@ from pod_runtime.trainer.settings import LoopSettings
 from pod_runtime.trainer.snapshot import Segment, read_snapshot
 from pod_runtime.trainer.source import DataSource
 from pod_runtime.trainer.storage import open_storage
+from pod_runtime.trainer.terms import check_same_terms
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +123,8 @@ class Entrance:
                 generation=place.stage,
             )
         )
+        terms = self._terms()
+        check_same_terms(self.adapter, terms, rank=place.rank, world_size=place.world_size)
         if self.is_beside:
             # What the first exchange sets up is set up now; nobody contributes anything.
             self.adapter.begin_step()
@@ -163,7 +166,13 @@ class Entrance:
                 os.close(fd)
             if self.is_beside:
                 self._check_clean(restored)
-            status = _continued(restored.status, self._settings, self._source, self._run())
+            status = _continued(
+                restored.status,
+                self._settings,
+                self._source,
+                self._run(),
+                others_stay=place.joined is not None,
+            )
             return self._begin(place, restored, status)
 
     def move(self, old: Stage, start: Start) -> Stage:
@@ -299,6 +308,17 @@ class Entrance:
                 f"the state that stage {self._place.stage} begins from lacks {rehearsed[0]}, which "
                 f"the prepared trainers have; they are started again without preparation"
             )
+
+    def _terms(self) -> dict[str, Any]:
+        source = self._source
+        return {
+            **self._settings.terms(),
+            "dataset_length": source.length,
+            "batch_size": source.batch_size,
+            "shuffle": source.shuffle,
+            "drop_last": source.drop_last,
+            **self.adapter.terms(),
+        }
 
     def _run(self) -> RunInfo:
         source = self._source
@@ -445,9 +465,27 @@ def _part(plan: StagePlan, loss: tuple[str, ...]) -> Part:
 
 
 def _continued(
-    status: LoopStatus, settings: LoopSettings, source: DataSource, run: RunInfo
+    status: LoopStatus,
+    settings: LoopSettings,
+    source: DataSource,
+    run: RunInfo,
+    *,
+    others_stay: bool = False,
 ) -> LoopStatus:
-    """Return the status that training goes on from, with this script's number of epochs."""
+    """Return the status that training goes on from, with this script's number of epochs.
+
+    Args:
+        others_stay: some trainers go on with the number of epochs that the state has.
+
+    Raises:
+        StateError: the state cannot be continued by this script.
+    """
+    if others_stay and run.epochs != status.run.epochs:
+        raise StateError(
+            f"epochs: the trainers that stay were told {status.run.epochs}, this script says "
+            f"{run.epochs}; what is edited while a script trains counts from the next start of "
+            f"all of its trainers"
+        )
     check_same_run(
         status, run=run, batch_size=source.batch_size, where=f"the state of step {status.step}"
     )

@@ -71,6 +71,16 @@ def test_kills_lose_no_sample_and_count_none_twice(launch):
     finish(stage)
 
 
+def test_ranks_that_make_their_own_seeds_are_refused_at_a_fresh_start_and_none_hangs(launch):
+    job = launch("counting.py", 2)
+    stage = job.start(2, *out(job, "--own_seed"))
+    assert stage.codes() == [1, 1], stage.logs()
+    first, second = (trainer.process.pid for trainer in stage.trainers)
+    text = f"UsageError: seed: rank 1 was told {second}, rank 0 {first}; every trainer has to pass"
+    assert stage.logs().count(text) == 2, stage.logs()
+    assert not (job.run_dir / "ledger.jsonl").exists()
+
+
 @pytest.mark.parametrize("all_reduce", ["flat", "overlapped"])
 def test_a_rank_that_dies_before_its_update_costs_the_step_in_flight_only(launch, all_reduce):
     job = launch("counting.py", 2)

@@ -58,12 +58,15 @@ class LoopSettings:
     def terms(self) -> dict[str, Any]:
         """Return what all ranks have to be told alike, as JSON types: every argument.
 
-        Of a policy that the script wrote, its name.
+        Of a policy that the script wrote, its name. Of the checkpoint path, whether there is one:
+        every node may have its own, but any trainer may become rank 0, which writes.
         """
+        path = None if self.checkpoint is None else "a path"
         policy = self.policy
         if callable(policy):
             policy = getattr(policy, "__qualname__", type(policy).__name__)
-        return {each.name: getattr(self, each.name) for each in fields(self)} | {"policy": policy}
+        told = {each.name: getattr(self, each.name) for each in fields(self)}
+        return told | {"policy": policy, "checkpoint": path}
 
 
 def _check_whole(name: str, value: object, low: int, more: str = "") -> None:

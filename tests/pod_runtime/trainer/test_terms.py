@@ -77,6 +77,7 @@ def test_ranks_that_were_told_the_same_may_begin():
     for given in ({}, {"policy": by_script}, {"policy": "linear", "shards": 8}):
         assert said([settings(**given)] * 3) == ["", "", ""]
     assert said([settings()]) == [""]
+    assert said([settings(), settings(checkpoint="of/another/node")]) == ["", ""]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_ranks_that_were_told_the_same_may_begin():
         ({"lr_warmup_steps": 9}, "lr_warmup_steps: rank 1 was told 9, rank 0 0"),
         ({"save_steps": 7}, "save_steps: rank 1 was told 7, rank 0 200"),
         ({"snapshot_steps": 5}, "snapshot_steps: rank 1 was told 5, rank 0 'auto'"),
-        ({"checkpoint": None}, "checkpoint: rank 1 was told None, rank 0 'ckpt'"),
+        ({"checkpoint": None}, "checkpoint: rank 1 was told None, rank 0 'a path'"),
         ({"all_reduce": "overlapped"}, "all_reduce: rank 1 was told 'overlapped', rank 0 'flat'"),
     ],
 )

@@ -169,7 +169,8 @@ class Trainer:
         began = since = time.monotonic()
         losses: list[float] = []
         images = images_before = 0
-        for number, step in enumerate(epoch, epoch.first_step):
+        for step in epoch:
+            number = step.index
             self.rate.step(epoch.number + number / epoch.steps)
             parts = [self.train_shard(step, *batch) for batch in step]
             step.update()

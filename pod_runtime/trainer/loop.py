@@ -358,6 +358,7 @@ class Loop:
             seed=self._settings.seed,
             loss=self._settings.loss,
             number=lambda: self._enter().progress.cursor.global_step,
+            index=lambda: self._enter().progress.cursor.step,
             is_over=lambda: self._stage is not None,
         )
 
@@ -387,6 +388,7 @@ class Loop:
             start, stop = progress.batches.batch(cursor.offset)
             step = self._open_step = Step(
                 number=partial(int, cursor.global_step),
+                index=partial(int, cursor.step),
                 places=self._order.of_batch(cursor.epoch, cursor.step, cursor.offset),
                 samples=stop - start,
                 ids=self._order.ids,

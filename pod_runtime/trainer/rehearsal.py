@@ -26,13 +26,14 @@ def rehearsal_step(
     seed: int,
     loss: str,
     number: Callable[[], int],
+    index: Callable[[], int],
     is_over: Callable[[], bool],
 ) -> Step | None:
     """Return a step over one shard that only this rank makes; None for data without indices.
 
     Args:
         shards: V, as far as it is known.
-        number: asked by the script; ends the rehearsal.
+        number, index: asked by the script; each ends the rehearsal.
         is_over: whether the real state has come: the update is then left out.
     """
     if source.dataset is None or source.length is None:
@@ -50,6 +51,7 @@ def rehearsal_step(
     adapter.begin_step()
     return Step(
         number=number,
+        index=index,
         places=[place],
         samples=samples,
         ids=lambda _place: [],  # none of them counts

@@ -68,6 +68,7 @@ class Step:
         self,
         *,
         number: Callable[[], int],
+        index: Callable[[], int],
         places: list[ShardPlace],
         samples: int,
         ids: Callable[[ShardPlace], list[int]],
@@ -77,7 +78,7 @@ class Step:
         update: Callable[["Step"], None],
         is_rehearsal: bool = False,
     ) -> None:
-        self._number = number
+        self._number, self._index = number, index
         self.samples = samples  # of the global batch
         self.is_updated = False
         self.is_rehearsal = is_rehearsal  # it does not count: docs/training-scripts.md
@@ -95,8 +96,13 @@ class Step:
 
     @property
     def number(self) -> int:
-        """Global steps before this one."""
+        """Global steps before this one, over all epochs; the same in every process."""
         return self._number()
+
+    @property
+    def index(self) -> int:
+        """Steps of this epoch before this one, those before a restore included."""
+        return self._index()
 
     @property
     def sample_ids(self) -> list[int]:

@@ -49,6 +49,7 @@ def step_of(dataset: Numbers) -> Step:
         seed=0,
         loss="mean",
         number=lambda: 0,
+        index=lambda: 0,
         is_over=lambda: False,
     )
     assert step is not None

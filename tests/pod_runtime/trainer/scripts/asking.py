@@ -66,6 +66,8 @@ for epoch in loop.epochs():
             with paddle.no_grad():
                 model.seen.set_value(model.seen + 7)
             loop.stop()
+        else:
+            assert step.index == step.number % -(-SAMPLES // 32)
         loop.log(number=step.number)
         if not (step.is_rehearsal or (args.hurry and args.hurry.exists())):
             time.sleep(args.step_s)

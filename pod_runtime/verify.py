@@ -9,17 +9,17 @@ Exit codes: 0 proven, 1 not, 2 nothing that could be checked.
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from job_server.wire import WireError, decode, encode
+from job_server.wire import encode
 from pod_runtime.trainer.audit import Audit, Gap, audit
 from pod_runtime.trainer.batches import permutation
 from pod_runtime.trainer.checkpoint import CheckpointStore
 from pod_runtime.trainer.errors import ElasticError
-from pod_runtime.trainer.ledger import LEDGER_NAME, Row, RunInfo, StageEntry, read_lines
+from pod_runtime.trainer.ledger import LEDGER_NAME, RunInfo, StageEntry, read_content
 from pod_runtime.trainer.storage import open_storage
 
 _SHOWN_IDS = 10
@@ -35,11 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     args = parser.parse_args(argv)
     try:
-        run, stages = read_ledger(args.path)
+        run, stages, damaged = read_all(args.path)
     except NothingToVerifyError as error:
         print(f"verify: {error}", file=sys.stderr)
         return 2
     result = audit(run, stages)
+    result = replace(result, problems=(*damaged, *result.problems))
     if args.json:
         print(json.dumps(_as_json(run, result), indent=1))
     else:
@@ -47,8 +48,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if result.is_proven else 1
 
 
-def read_ledger(path: str) -> tuple[RunInfo, dict[int, StageEntry]]:
+def read_ledger(path: str) -> tuple[RunInfo, Mapping[int, StageEntry]]:
+    """As `read_all`, without what is damaged."""
+    run, stages, _damaged = read_all(path)
+    return run, stages
+
+
+def read_all(path: str) -> tuple[RunInfo, Mapping[int, StageEntry], tuple[str, ...]]:
     """Return the run and its stages, from a run folder or from the newest intact checkpoint.
+
+    And what of a run folder's ledger cannot be read: the rest can be judged all the same.
 
     Raises:
         NothingToVerifyError: there is neither, or it cannot be read.
@@ -69,41 +78,25 @@ def read_ledger(path: str) -> tuple[RunInfo, dict[int, StageEntry]]:
             f"stage_*/step_* with a manifest)"
         )
     status = found[0].status
-    return status.run, {entry.stage: entry for entry in status.ledger}
+    return status.run, {entry.stage: entry for entry in status.ledger}, ()
 
 
-def _from_file(file: Path) -> tuple[RunInfo, dict[int, StageEntry]]:
-    run: RunInfo | None = None
-    stages: dict[int, StageEntry] = {}
+def _from_file(file: Path) -> tuple[RunInfo, Mapping[int, StageEntry], tuple[str, ...]]:
     try:
-        for number, line in read_lines(file):
-            try:
-                run = _take(line, stages) or run
-            except KeyError as error:
-                raise NothingToVerifyError(
-                    f"{file}:{number}: a row of stage {error}, which never began"
-                ) from error
-            except WireError as error:
-                raise NothingToVerifyError(f"{file}:{number}: {error}") from error
-    except ValueError as error:
-        raise NothingToVerifyError(str(error)) from error
-    if run is None or not stages:
-        raise NothingToVerifyError(f"{file}: no stage has begun yet")
-    return run, stages
-
-
-def _take(line: dict[str, Any], stages: dict[int, StageEntry]) -> RunInfo | None:
-    """Take in one line; return the run if it says which."""
-    match line.get("kind"):
-        case "run":
-            return decode(RunInfo, line)
-        case "stage":
-            entry = decode(StageEntry, line)
-            stages[entry.stage] = entry
-        case "row":
-            stage = stages[line["stage"]]
-            stages[stage.stage] = replace(stage, rows=(*stage.rows, decode(Row, line)))
-    return None
+        content = read_content(file)
+    except OSError as error:
+        raise NothingToVerifyError(f"{file}: {error.strerror or error}") from error
+    if content.run is None or not content.stages:
+        why = "; ".join(content.damaged) or f"{file}: no stage has begun yet"
+        raise NothingToVerifyError(why)
+    return (
+        content.run,
+        content.stages,
+        tuple(
+            f"{text}; the rest is judged without this line: delete it if nothing else is wrong"
+            for text in content.damaged
+        ),
+    )
 
 
 def _as_text(path: str, run: RunInfo, result: Audit) -> list[str]:

@@ -5,17 +5,22 @@ led to it; rank 0 also writes every row to `RUN_DIR/ledger.jsonl`, superseded on
 which `pod_runtime.verify` proves that each sample counted once.
 """
 
+import errno
 import json
+import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from job_server.codec import encode
+from job_server.codec import decode, encode
+
+logger = logging.getLogger(__name__)
 
 LEDGER_NAME = "ledger.jsonl"
 _LINE_BYTES = 256  # divides a page: a line that is rewritten in place is never torn
+_SHOWN_LINES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +34,13 @@ class Row:
     first_offset: int  # samples of `epoch` before these
     last_offset: int  # samples of `last_epoch` up to and with these
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.last_epoch - self.epoch <= self.last_step - self.first_step:
+            raise ValueError(
+                f"steps {self.first_step}-{self.last_step} cannot be those of epochs "
+                f"{self.epoch}-{self.last_epoch}"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageEntry:
@@ -41,6 +53,12 @@ class StageEntry:
     batch_size: int
     epoch_samples: int  # that count in an epoch
     rows: tuple[Row, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.epoch_samples < 1:
+            raise ValueError(
+                f"batches of {self.batch_size} of {self.epoch_samples} samples cannot be"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,14 +103,18 @@ class Ledger:
 
     def flush(self) -> None:
         """Bring the file up to date; call before anything durable covers these steps."""
-        if self._file is not None and self._open is not None:
+        if self._file is None:
+            return
+        if self._open is not None:
             self._file.put(self._row_json(_row(self._open)))
+        self._file.settle()
 
     def note_done(self, step: int) -> None:
         """Write that the training is complete."""
         self.flush()
         if self._file is not None and self._entry is not None:
             self._file.add({"kind": "done", "stage": self._entry.stage, "step": step})
+            self._file.say_what_is_missing()
 
     def note_account(self, *, snapshots: int, stall_s: float, elapsed_s: float) -> None:
         """Write what this stage's snapshots have cost so far; says nothing about steps."""
@@ -165,64 +187,153 @@ class Ledger:
         return {"kind": "row", "stage": self._entry.stage, **encode(row)}
 
 
+class _Line:
+    """A line as it should stand in the file."""
+
+    __slots__ = ("at", "data")
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.at: int | None = None  # where it stands, maybe in an older form; None: nowhere yet
+
+
 class LedgerFile:
     """`ledger.jsonl`, written by rank 0: lines are added, and the newest one is rewritten in place.
 
     A stage that was fenced off may still rewrite its own last line while a later stage adds: each
     knows the place of its line, and new lines go to the end atomically.
+
+    The file is an account of the training, not a part of it: where it cannot be written, as on a
+    full disk, that is said once, lines wait here, and every later call tries again. What a stage
+    could not write at all, the next one writes from the state.
     """
 
     def __init__(self, run_dir: Path) -> None:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        path = self._path = run_dir / LEDGER_NAME
-        self._append = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        self._rewrite = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        self._at: int | None = None  # where the open row stands; None: none has been written
-        self._line = b""
+        self._path = run_dir / LEDGER_NAME
+        self._fds: tuple[int, int] | None = None  # to append, to rewrite; None: not open yet
+        self._waiting: list[_Line] = []  # in order
+        self._open: _Line | None = None  # the open row; None: there is none
+        self._is_behind = False  # the newest attempt to write has failed
 
     def begin_run(self, run: RunInfo, lineage: tuple[StageEntry, ...]) -> None:
         """Write what decides the batches (the newest such line holds), and what the file lacks.
 
-        The file may be a new one beside an old checkpoint, or its last writer may have been killed
-        just before it wrote a step whose snapshot another node already had.
+        The file may be a new one beside an old checkpoint, or lines of it are damaged, or its last
+        writer may have been killed just before it wrote a step whose snapshot another node already
+        had.
         """
-        known = _last_steps(self._path)
+        known = self._read()
         self.add({"kind": "run", **encode(run)})
         for entry in lineage:
-            if entry.stage not in known:
+            there = known.get(entry.stage)
+            if there is None:
                 self.add({"kind": "stage", **_entry_json(entry)})
+            spans = _spans(() if there is None else there.rows)
             for row in entry.rows:
-                for part in split_row(row, entry):
-                    if part.last_step > known.get(entry.stage, 0):
-                        rest = rest_of_row(part, entry, known.get(entry.stage, 0))
-                        self.add({"kind": "row", "stage": entry.stage, **encode(rest)})
+                if not any(a <= row.first_step and row.last_step <= b for a, b in spans):
+                    self.add({"kind": "row", "stage": entry.stage, **encode(row)})
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Append a line that stays."""
-        self._add(_padded(line))
+        self._waiting.append(_Line(_padded(line)))
+        self.settle()
 
     def put(self, row: Mapping[str, Any]) -> None:
         """Write the open row: a new line at first, the same line afterwards."""
-        data = _padded(row)
-        if data == self._line:
+        data, line = _padded(row), self._open
+        if line is not None and line.data == data:
             return
-        if self._at is None or len(data) != len(self._line):  # a row always fits one line
-            self._at = self._add(data)
-        else:
-            os.pwrite(self._rewrite, data, self._at)
-        self._line = data
+        if line is None or (line.at is not None and len(line.data) != len(data)):
+            line = self._open = _Line(data)  # one that has outgrown its place is said again
+        line.data = data
+        if line not in self._waiting:
+            self._waiting.append(line)
+        self.settle()
 
     def finish(self) -> None:
         """Leave the open row as it is; the next `put` starts another."""
-        self._at, self._line = None, b""
+        self._open = None
+
+    def settle(self) -> None:
+        """Write what waits, as far as that is possible now."""
+        if not self._waiting:
+            return
+        try:
+            if self._fds is None:
+                self._fds = self._open_file()
+            while self._waiting:
+                self._write(self._waiting[0], *self._fds)
+                del self._waiting[0]
+        except OSError as error:
+            if not self._is_behind:
+                logger.error(
+                    "%s cannot be written: %s; training goes on, and what is missing there is "
+                    "written when that is possible", self._path, error.strerror or error,
+                )  # fmt: skip
+            self._is_behind = True
+            return
+        if self._is_behind:
+            self._is_behind = False
+            logger.warning("%s is complete again", self._path)
+
+    def say_what_is_missing(self) -> None:
+        """Say so if lines still wait when nobody is going to try again."""
+        if self._waiting:
+            logger.error(
+                "%s lacks its last %d lines, which could not be written; the state has all of "
+                "them: `python -m pod_runtime.verify CHECKPOINT` proves the training",
+                self._path, len(self._waiting),
+            )  # fmt: skip
 
     def close(self) -> None:
-        os.close(self._append)
-        os.close(self._rewrite)
+        self.settle()
+        if self._fds is not None:
+            for fd in self._fds:
+                os.close(fd)
+            self._fds = None
 
-    def _add(self, data: bytes) -> int:
-        os.write(self._append, data)
-        return os.lseek(self._append, 0, os.SEEK_CUR) - len(data)
+    def _read(self) -> Mapping[int, StageEntry]:
+        try:
+            content = read_content(self._path)
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            logger.error("%s cannot be read: %s", self._path, error.strerror or error)
+            return {}
+        if content.damaged:
+            logger.error(
+                "%d lines of the ledger are damaged, and are passed over: %s",
+                len(content.damaged), "; ".join(content.damaged[:_SHOWN_LINES]),
+            )  # fmt: skip
+        return content.stages
+
+    def _open_file(self) -> tuple[int, int]:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        rewrite = os.open(self._path, flags, 0o644)
+        try:
+            append = os.open(self._path, flags | os.O_APPEND, 0o644)
+        except OSError:
+            os.close(rewrite)
+            raise
+        size = os.fstat(rewrite).st_size
+        if size % _LINE_BYTES or (size and os.pread(rewrite, 1, size - 1) != b"\n"):
+            # Half a line of a writer that was killed: it must not swallow the first of ours.
+            self._waiting.insert(0, _Line(b"\n".rjust(_LINE_BYTES - size % _LINE_BYTES)))
+        return append, rewrite
+
+    def _write(self, line: _Line, append: int, rewrite: int) -> None:
+        if line.at is not None:
+            written = os.pwrite(rewrite, line.data, line.at)
+        else:
+            written = os.write(append, line.data)
+            at = os.lseek(append, 0, os.SEEK_CUR) - written
+            if written == len(line.data):
+                line.at = at
+            elif written:  # nobody else's line must look like the rest of this one
+                os.pwrite(rewrite, b"\n".rjust(written), at)
+        if written < len(line.data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def split_row(row: Row, entry: StageEntry) -> Iterator[Row]:
@@ -243,14 +354,6 @@ def split_row(row: Row, entry: StageEntry) -> Iterator[Row]:
         )
 
 
-def rest_of_row(row: Row, entry: StageEntry, step: int) -> Row:
-    """Return what follows `step` in a row of one epoch."""
-    if step < row.first_step:
-        return row
-    done = (step - row.first_step + 1) * entry.batch_size
-    return replace(row, first_step=step + 1, first_offset=row.first_offset + done)
-
-
 def start_of_row(row: Row, entry: StageEntry, step: int) -> Row:
     """Return a row of one epoch up to and with `step`."""
     if step >= row.last_step:
@@ -259,33 +362,118 @@ def start_of_row(row: Row, entry: StageEntry, step: int) -> Row:
     return replace(row, last_step=step, last_offset=row.first_offset + done)
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerContent:
+    """What a ledger file says."""
+
+    run: RunInfo | None  # the newest; None: no line says it
+    stages: Mapping[int, StageEntry]  # with all of their rows, but those that others contain
+    damaged: tuple[str, ...]  # each line that cannot be read, and why
+
+
+def read_content(path: Path) -> LedgerContent:
+    """Read a ledger file, and pass over what is damaged.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    run: RunInfo | None = None
+    stages: dict[int, StageEntry] = {}
+    found: dict[int, list[tuple[int, dict[str, Any]]]] = {}  # rows, and where, by their stage
+    rows: dict[int, list[Row]] = {}
+    damaged: list[tuple[int, str]] = []
+    for number, line in read_lines(path, damaged):
+        try:
+            match line.get("kind"):
+                case "run":
+                    run = decode(RunInfo, line)
+                case "stage":
+                    entry = decode(StageEntry, line)
+                    stages[entry.stage] = entry
+                case "row":
+                    stage = decode(int, line.get("stage"), "stage")
+                    found.setdefault(stage, []).append((number, line))
+        except ValueError as error:
+            damaged.append((number, str(error)))
+    for stage, lines in found.items():
+        if stage not in stages:
+            text = f"a row of stage {stage}, which never began"
+            damaged += [(number, text) for number, _line in lines]
+            continue
+        for number, line in lines:
+            try:
+                rows.setdefault(stage, []).append(decode(Row, line))
+            except ValueError as error:
+                damaged.append((number, str(error)))
+    stages = {
+        number: replace(entry, rows=tuple(_without_contained(rows.get(number, []), entry)))
+        for number, entry in stages.items()
+    }
+    texts = tuple(f"{path}:{number}: {text}" for number, text in sorted(damaged))
+    return LedgerContent(run=run, stages=stages, damaged=texts)
+
+
+def read_lines(
+    path: Path, damaged: list[tuple[int, str]] | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number, object) of a ledger file.
+
+    Args:
+        damaged: lines that are no JSON objects are passed over, and noted here with their
+            numbers; None: they raise.
 
     Raises:
         ValueError: a line is not a JSON object; the text names it.
+        OSError: the file cannot be read.
     """
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: not JSON: {error}") from error
-        if not isinstance(value, dict):
-            raise ValueError(f"{path}:{number}: expected an object")
-        yield number, value
+            value = json.loads(line.decode())
+            problem = "" if isinstance(value, dict) else "expected an object"
+        except (ValueError, RecursionError) as error:
+            problem = "only NUL bytes" if not line.strip(b"\0 ") else f"not JSON: {error}"
+        if not problem:
+            yield number, value
+        elif damaged is None:
+            raise ValueError(f"{path}:{number}: {problem}")
+        else:
+            damaged.append((number, problem))
 
 
-def _last_steps(path: Path) -> dict[int, int]:
-    """Return the last step that the file has of each stage that it knows."""
-    known: dict[int, int] = {}
-    for _number, line in read_lines(path):
-        stage = line.get("stage")
-        if isinstance(stage, int) and line.get("kind") in ("stage", "row"):
-            last = line.get("last_step", 0)
-            known[stage] = max(known.get(stage, 0), last if isinstance(last, int) else 0)
-    return known
+def _without_contained(rows: Iterable[Row], entry: StageEntry) -> Iterator[Row]:
+    """Leave out rows that say no more than another: one that was written again, and grew."""
+    longest: Row | None = None
+    for row in sorted(rows, key=lambda each: (each.first_step, -each.last_step)):
+        if (
+            longest is not None
+            and row.last_step <= longest.last_step
+            and _place_of(longest, entry, row.first_step) == (row.epoch, row.first_offset)
+        ):
+            continue
+        if longest is None or row.last_step > longest.last_step:
+            longest = row
+        yield row
+
+
+def _place_of(row: Row, entry: StageEntry, step: int) -> tuple[int, int]:
+    """Return (epoch, offset) at which `step` of `row` begins."""
+    epochs, steps = 0, step - row.first_step
+    if row.last_epoch > row.epoch:
+        epochs, steps = divmod(steps, -(-entry.epoch_samples // entry.batch_size))
+    return row.epoch + epochs, row.first_offset + steps * entry.batch_size
+
+
+def _spans(rows: Iterable[Row]) -> list[tuple[int, int]]:
+    """Return the (first, last) steps that rows cover without a gap, ascending."""
+    spans: list[tuple[int, int]] = []
+    for first, last in sorted((row.first_step, row.last_step) for row in rows):
+        if spans and first <= spans[-1][1] + 1:
+            spans[-1] = spans[-1][0], max(spans[-1][1], last)
+        else:
+            spans.append((first, last))
+    return spans
 
 
 def _row(fields: list[int]) -> Row:

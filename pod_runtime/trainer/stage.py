@@ -314,6 +314,7 @@ class Entrance:
         return {
             **self._settings.terms(),
             "dataset_length": source.length,
+            "subset": source.subset,
             "batch_size": source.batch_size,
             "shuffle": source.shuffle,
             "drop_last": source.drop_last,

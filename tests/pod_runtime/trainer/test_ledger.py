@@ -1,6 +1,9 @@
 """The ledger, its file, and the proof that is drawn from it."""
 
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -235,6 +238,127 @@ def test_what_is_no_ledger_is_refused_with_its_line(tmp_path, capsys, content, t
     (tmp_path / "ledger.jsonl").write_text(content)
     assert verify([str(tmp_path)]) == 2
     assert text in capsys.readouterr().err
+
+
+@contextmanager
+def full_disk(path: Path) -> Iterator[None]:
+    """Let no file of this process grow beyond the size that `path` has now."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_stops_no_training_and_what_is_missing_is_written_when_there_is_room(
+    tmp_path, caplog
+):
+    progress = begin(FRESH, 1, tmp_path)
+    train(progress, 5)
+    with full_disk(tmp_path / "ledger.jsonl"):
+        train(progress, 20)
+    texts = [record.getMessage() for record in caplog.records]
+    assert [text for text in texts if "cannot be written" in text] == [
+        f"{tmp_path}/ledger.jsonl cannot be written: No space left on device; training goes on, "
+        f"and what is missing there is written when that is possible"
+    ]
+    train(progress, 15)
+    assert caplog.messages[-1] == f"{tmp_path}/ledger.jsonl is complete again"
+    progress.note_done()
+    close_files()
+    result = audit(*read_ledger(str(tmp_path)))
+    assert (result.is_proven, result.steps, result.complete_epochs) == (True, 40, 4)
+    assert len(caplog.messages) == 2
+
+
+def test_what_a_stage_could_not_write_the_next_one_writes_from_the_state(tmp_path, caplog):
+    progress = begin(FRESH, 1, tmp_path)
+    train(progress, 15)
+    with full_disk(tmp_path / "ledger.jsonl"):
+        status = train(begin(train(progress, 10), 2, tmp_path), 3)
+        progress.note_done()
+        close_files()
+    assert "lacks its last 2 lines, which could not be written; the state has all" in caplog.text
+    assert audit(*read_ledger(str(tmp_path))).steps == 20, "an epoch's row that was there grew"
+    train(begin(status, 3, tmp_path), 12)
+    close_files()
+    result = audit(*read_ledger(str(tmp_path)))
+    assert (result.is_proven, result.steps, len(result.lineage)) == (True, 40, 3)
+    assert verify([str(tmp_path)]) == 0
+
+
+def test_a_ledger_that_cannot_be_made_at_all_stops_nothing_either(tmp_path, caplog):
+    run_dir = tmp_path / "run"
+    run_dir.write_text("in the way")
+    progress = begin(FRESH, 1, run_dir)
+    train(progress, 5)
+    assert caplog.text.count("cannot be written: ") == 1
+    run_dir.unlink()
+    train(progress, 1)
+    close_files()
+    assert audit(*read_ledger(str(run_dir))).steps == 6
+
+
+DAMAGE = {
+    "NUL bytes after a power cut": (b"\0" * 512, "only NUL bytes"),
+    "half a line": (b'{"kind": "row", "stage": 1, "epo', "not JSON"),
+    "half a line's end": (b'ow", "stage": 1}', "not JSON"),
+    "foreign bytes": (b"\xff\xfe\x80 hello", "not JSON"),
+    "deep": (b"[" * 200_000, "not JSON"),
+    "another program's": (b'{"kind": "row", "stage": 1, "epoch": "x"}\n', "epoch: expected int"),
+    "impossible": (
+        b'{"kind": "row", "stage": 1, "epoch": 0, "last_epoch": 1000000000000, "first_step": 1, '
+        b'"last_step": 2, "first_offset": 0, "last_offset": 9}',
+        "steps 1-2 cannot be those of epochs 0-1000000000000",
+    ),
+    "no batches": (
+        b'{"kind": "stage", "stage": 9, "restored_stage": null, "restored_step": 0, '
+        b'"world_size": 1, "batch_size": 0, "epoch_samples": 10}',
+        "batches of 0 of 10 samples cannot be",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_line_stops_no_later_stage_and_verify_names_it_and_judges_the_rest(
+    tmp_path, capsys, caplog, what
+):
+    damage, text = DAMAGE[what]
+    path = tmp_path / "ledger.jsonl"
+    status = train(begin(FRESH, 1, tmp_path), 15)
+    close_files()
+    with path.open("ab") as file:
+        file.write(damage)
+    status = train(begin(status, 2, tmp_path), 5)
+    train(begin(status, 3, tmp_path), 20)
+    close_files()
+    assert len([each for each in caplog.messages if f"ledger.jsonl:5: {text}" in each]) == 2
+    assert verify([str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert f"NOT PROVEN: {path}:5: {text}" in out
+    assert "the rest is judged without this line: delete it if nothing else is wrong" in out
+    assert "epochs 0-3: each of 100 samples counted exactly once" in out
+    assert out.count("NOT PROVEN") == 1
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([*lines[:4], *lines[5:]]))
+    assert verify([str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_whichever_line_is_lost_the_next_stage_writes_it_again(tmp_path, number):
+    path = tmp_path / "ledger.jsonl"
+    status = train(begin(FRESH, 1, tmp_path), 25)
+    status = train(begin(status, 2, tmp_path), 5)
+    close_files()
+    lines = path.read_bytes().split(b"\n")
+    assert len(lines) == 9  # run, stage, three rows; run, stage, row; nothing
+    lines[number] = b""
+    path.write_bytes(b"\n".join(lines))
+    train(begin(status, 3, tmp_path), 10)
+    close_files()
+    result = audit(*read_ledger(str(tmp_path)))
+    assert (result.is_proven, result.steps, len(result.lineage)) == (True, 40, 3)
 
 
 def test_a_path_without_anything_is_refused(tmp_path, capsys):

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 # checkpoints, after first steps and at the ends of epochs it stays below 1 %.
 _STALL_SHARE = 0.004
 _FLUSH_PERIOD_S = 1.0
-_RETRY_S = 10.0
+RETRY_S = 10.0  # between attempts at a checkpoint that must exist before anything else happens
 
 
 class Keeper:
@@ -287,9 +287,9 @@ class Keeper:
                 self.write_checkpoint()
             except CheckpointError as error:
                 logger.error(
-                    "drained only when a checkpoint is written; again in %g s: %s", _RETRY_S, error
+                    "drained only when a checkpoint is written; again in %g s: %s", RETRY_S, error
                 )
-                self._link.wait(_RETRY_S)
+                self._link.wait(RETRY_S)
             else:
                 return
 

@@ -224,11 +224,11 @@ class Loop:
     def epochs(self) -> Iterator[Epoch]:
         """Yield the epochs that are left; an interrupted one goes on amid its steps.
 
-        An epoch is committed, with a checkpoint, when the next one is asked for.
+        An epoch is committed, with a checkpoint, when the next one is asked for. That at the end
+        of the training is written again and again until it is there.
 
         Raises:
             UsageError: an epoch was left before its last step.
-            CheckpointError: the checkpoint at the end of the training could not be written.
         """
         while self._stage is None or not self._progress.is_finished:
             epoch = self._epoch = Epoch(self._find_epoch, self._steps)
@@ -502,8 +502,7 @@ class Loop:
             self._reader.close()
         stage = self._enter()
         if not stage.is_saved:
-            stage.keeper.start_final()
-            self._member.wait_for_writer()
+            self._member.write_final()
         self._entrance.close()
         self._finished = True
         stage.keeper.note_account()

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import numpy as np
@@ -22,13 +22,12 @@ from pod_runtime.trainer.agreement import (
 )
 from pod_runtime.trainer.errors import (
     PEER_LOST_EXIT_CODE,
-    CheckpointError,
     LinkError,
     PeerLost,
     StageChanged,
 )
 from pod_runtime.trainer.joining import Joining
-from pod_runtime.trainer.keeper import Keeper
+from pod_runtime.trainer.keeper import RETRY_S, Keeper
 from pod_runtime.trainer.link import Link
 from pod_runtime.trainer.together import wait_together
 
@@ -117,17 +116,35 @@ class Member:
         self._adapter.all_reduce(votes)
         return bool(votes[0]), Wish(snapshot=float(votes[1] >= 1), renew=bool(votes[2]))
 
-    def wait_for_writer(self) -> None:
-        """Return when rank 0's checkpoint is written.
+    def write_final(self) -> None:
+        """Have rank 0 write the last checkpoint, again and again until it is there.
+
+        Without it the training would have been for nothing: a full disk can be mended, and whoever
+        does not want to can end the job. All ranks call it; they look after each other meanwhile.
 
         Raises:
-            CheckpointError: it was not; on every rank, so that none says that all is done.
+            PeerLost: a rank is gone, or this one was told to end.
         """
-        wait_together(self._adapter, lambda: self._keeper.is_writing)
-        failed = self.any_of_us(self._keeper.has_failed)
-        self._keeper.finish_writing()
-        if failed:
-            raise CheckpointError("rank 0 could not write the final checkpoint; its log says why")
+        while True:
+            self._keeper.start_final()
+            self._wait_while(lambda: self._keeper.is_writing)
+            if not self.any_of_us(self._keeper.has_failed):
+                return
+            if self._keeper.has_failed:
+                logger.error(
+                    "the training is complete, but its last checkpoint is not written (see above); "
+                    "make room or mend the path: it is tried again every %g s until it is there, "
+                    "or until you end the job (Ctrl-C, edl stop)", RETRY_S,
+                )  # fmt: skip
+            again_at = time.monotonic() + RETRY_S
+            self._wait_while(lambda: time.monotonic() < again_at)  # noqa: B023  called at once
+
+    def _wait_while(self, is_busy: Callable[[], bool]) -> None:
+        def look() -> bool:
+            self._end_if_told()
+            return is_busy()
+
+        wait_together(self._adapter, look)
 
     @property
     def is_cut(self) -> bool:

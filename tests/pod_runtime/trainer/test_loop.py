@@ -1,5 +1,6 @@
 """The loop outside EDL, in this process: a world of one, misuse, resuming, policies, streams."""
 
+import contextlib
 import logging
 import os
 import re
@@ -70,6 +71,85 @@ def test_a_training_that_could_keep_nothing_does_not_begin(tmp_path):
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(elastic.CheckpointError, match="cannot be written: Not a directory"):
         make(checkpoint=tmp_path / "file" / "ckpt")
+
+
+def test_the_last_checkpoint_is_tried_again_until_its_path_is_mended(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("pod_runtime.trainer.member.RETRY_S", 0.01)
+    path = tmp_path / "ckpt"
+    loop, model = make(checkpoint=path, epochs=1)
+    in_the_way = path / "stage_00000001"
+    in_the_way.write_text("no folder")
+    attempts = []
+
+    def mend(record: logging.LogRecord) -> bool:
+        if "its last checkpoint is not written" in record.getMessage():
+            attempts.append(record)
+            if len(attempts) == 3:
+                in_the_way.unlink()
+        return True
+
+    caplog.handler.addFilter(mend)
+    train(loop, model)
+    caplog.handler.removeFilter(mend)
+    assert len(attempts) == 3
+    assert verify([str(path)]) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a file system")
+def test_a_disk_that_is_full_to_the_end_costs_a_training_nothing(
+    tmp_path, caplog, capsys, monkeypatch
+):
+    monkeypatch.setattr("pod_runtime.trainer.member.RETRY_S", 0.01)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
+    if subprocess.run(mount, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        monkeypatch.setenv("EDL_RUN_DIR", str(disk / "run"))
+        loop, model = make(checkpoint=disk / "ckpt", save_steps=3, epochs=40)
+        for epoch in loop.epochs():
+            for step in epoch:
+                for batch in step:
+                    step.backward((model(batch) ** 2).mean())
+                step.update()
+            if epoch.number == 10:
+                fill(disk / "filler")
+            loop.log(epoch=epoch.number)
+            if epoch.number == 39:
+                caplog.handler.addFilter(free := Freeing(disk / "filler"))
+        caplog.handler.removeFilter(free)
+        assert "ledger.jsonl cannot be written: No space left on device" in caplog.text
+        assert "not written: No space left on device" in caplog.text
+        assert free.times == 1
+        loop._let_go()
+        for folder in ("run", "ckpt"):
+            assert verify([str(disk / folder)]) == 0
+        assert capsys.readouterr().out.count("epochs 0-39: each of 20 samples") == 2
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def fill(path: Path) -> None:
+    """Take all the room that is left on a disk."""
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+
+
+class Freeing(logging.Filter):
+    """Makes room when the last checkpoint could not be written."""
+
+    def __init__(self, filler: Path) -> None:
+        super().__init__()
+        self._filler = filler
+        self.times = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if "its last checkpoint is not written" in record.getMessage():
+            self.times += 1
+            self._filler.unlink()
+        return True
 
 
 def test_a_training_that_was_left_goes_on_as_if_it_had_not_been(tmp_path, caplog):

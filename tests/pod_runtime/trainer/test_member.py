@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pod_runtime.trainer.agreement import Wish
-from pod_runtime.trainer.errors import CheckpointError, LinkError, PeerLost, StageChanged
+from pod_runtime.trainer.errors import LinkError, PeerLost, StageChanged
 from pod_runtime.trainer.link import Cut
 from pod_runtime.trainer.member import Member
 
@@ -31,7 +31,9 @@ class Keeper:
         self.parked: list[tuple[int, bool, bool]] = []
         self.wants_renewal = False
         self.writing = iter([True, True, False])
-        self.has_failed = False
+        self.failures = [False]
+        self.started = 0
+        self.is_kept = True
         self.start: Any = None  # what a trainer that joins goes on as
 
     def wish(self) -> Wish:
@@ -47,8 +49,12 @@ class Keeper:
     def is_writing(self) -> bool:
         return next(self.writing)
 
-    def finish_writing(self) -> None:
-        pass
+    @property
+    def has_failed(self) -> bool:
+        return self.failures.pop(0) if len(self.failures) > 1 else self.failures[0]
+
+    def start_final(self) -> None:
+        self.started += 1
 
 
 class Channel:
@@ -162,13 +168,32 @@ def test_a_trainer_without_launcher_never_parks():
         member.exchange(5)
 
 
-def test_no_rank_is_done_when_the_final_checkpoint_failed():
-    member, _keeper = make(Group([1.0], [1.0], [0.0], [0.0]))
-    member.wait_for_writer()
-    member, keeper = make(Group([1.0], [0.0], [0.0], [1.0]))
-    with pytest.raises(CheckpointError, match="rank 0 could not write the final checkpoint"):
-        member.wait_for_writer()
-    assert not keeper.has_failed
+def test_no_rank_is_done_before_the_final_checkpoint_is_written(monkeypatch, caplog):
+    monkeypatch.setattr("pod_runtime.trainer.member.RETRY_S", 0.0)
+    still, no, yes, waited = [1.0], [0.0], [1.0], [0.0]
+    member, keeper = make(Group(still, still, no, no))
+    member.write_final()
+    assert (keeper.started, caplog.text) == (1, "")
+
+    # Rank 0 is the peer: it has failed, is waited with, and tries again.
+    member, keeper = make(Group(no, yes, waited, no, no))
+    keeper.writing = iter([False, False])
+    member.write_final()
+    assert (keeper.started, caplog.text) == (2, "")
+
+    member, keeper = make(Group(no, no, waited, no, no))
+    keeper.writing, keeper.failures = iter([False, False]), [True, True, False]
+    member.write_final()
+    assert keeper.started == 2
+    assert "its last checkpoint is not written (see above); make room or mend the" in caplog.text
+
+
+def test_who_waits_for_the_final_checkpoint_ends_when_it_is_told_to():
+    member, keeper = make(Group([1.0]))
+    keeper.is_kept = False
+    keeper.writing = iter(lambda: bool(member.end_soon()) or True, None)
+    with pytest.raises(PeerLost, match="told to end"):
+        member.write_final()
 
 
 def test_a_lost_peer_outside_edl_is_an_exception():

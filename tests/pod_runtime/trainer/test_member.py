@@ -1,5 +1,6 @@
 """What a member of a stage agrees on with its peers, over a group that the test plays."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ class Keeper:
     def __init__(self) -> None:
         self.parked: list[tuple[int, bool, bool]] = []
         self.wants_renewal = False
-        self.writing = iter([True, True, False])
+        self.writing: Iterator[bool] = iter([True, True, False])
         self.failures = [False]
         self.started = 0
         self.is_kept = True
@@ -191,7 +192,12 @@ def test_no_rank_is_done_before_the_final_checkpoint_is_written(monkeypatch, cap
 def test_who_waits_for_the_final_checkpoint_ends_when_it_is_told_to():
     member, keeper = make(Group([1.0]))
     keeper.is_kept = False
-    keeper.writing = iter(lambda: bool(member.end_soon()) or True, None)
+
+    def writing() -> Iterator[bool]:
+        member.end_soon()
+        yield True
+
+    keeper.writing = writing()
     with pytest.raises(PeerLost, match="told to end"):
         member.write_final()
 

@@ -93,10 +93,16 @@ class Adapter(Protocol):
     def load(self, layout: Layout, data: memoryview, scalars: Mapping[str, Any]) -> None:
         """Take over a state; nothing has changed when this raises StateError."""
 
+    def unowned(self) -> list[str]:
+        """Return which trainable parameters of the model no optimizer has: nobody trains them."""
+
+    def check_unowned(self) -> None:
+        """See that these are as they were. Raises UsageError: the script has changed one."""
+
     # --- a step
 
     def begin_step(self) -> None:
-        """Remember the buffers: every shard starts from these values."""
+        """Remember the buffers: every shard starts from these values. And those `unowned`."""
 
     def end_shard(self) -> None:
         """Note how this shard changed the buffers, and put them back."""
@@ -106,6 +112,9 @@ class Adapter(Protocol):
 
         Args:
             is_last: of the step's last shard, so that gradients may be sent from now on.
+
+        Raises:
+            UsageError: gradients were touched since the last call. So does `exchange`.
         """
 
     def exchange(self, header: Sequence[float], contribute: bool) -> list[float]:

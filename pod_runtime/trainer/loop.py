@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 _WAIT_S = 0.05  # how long a rank waits for data before it looks after its launcher
 _SMOOTHING = 0.1  # weight of the newest step in the mean step time
+_FIRST_STEPS = 3  # after each of which the script is checked; later, where the state is read
 
 
 class Loop:
@@ -183,6 +184,13 @@ class Loop:
         )
         self._committed_at = time.monotonic()
         self._evaluated_at = -1
+        unowned = self._adapter.unowned()
+        if unowned and self.rank == 0 and stage.progress.cursor.global_step == 0:
+            logger.warning(
+                "no optimizer has %s: not trained; freeze what shall stay as it is "
+                "(stop_gradient = True), or give it to the optimizer",
+                _few(unowned),
+            )
         if stage.link is not None:
             on_sigterm(stage.member.end_soon, stage.member.end_if_waiting)
 
@@ -436,6 +444,13 @@ class Loop:
 
     def _commit(self) -> None:
         self._progress.commit_step()
+        assert self._verdict is not None
+        if (
+            self._verdict.wish.snapshot
+            or self._progress.epoch_is_over
+            or self._progress.cursor.global_step <= _FIRST_STEPS
+        ):
+            self._adapter.check_unowned()
         now = time.monotonic()
         took = now - self._committed_at
         self._committed_at = now
@@ -443,7 +458,6 @@ class Loop:
             (1 - _SMOOTHING) * self._step_s + _SMOOTHING * took
         )  # fmt: skip
         self._tell_step(at_once=False)  # before a snapshot, which may take longer the first time
-        assert self._verdict is not None
         self._enter().keeper.after_step(self._step_s, self._verdict.wish)
         if self._verdict.cut:
             try:
@@ -530,6 +544,12 @@ class Loop:
             self._member.end_after_peer_lost(
                 error, state_is_committed=step is None or not step.is_updated
             )
+
+
+def _few(names: list[str]) -> str:
+    """Return the first names, and how many more there are."""
+    text = ", ".join(names[:3])
+    return text if len(names) <= 3 else f"{text} and {len(names) - 3} more"
 
 
 def _paddle_adapter(*args: Any, **kwargs: Any) -> Adapter:

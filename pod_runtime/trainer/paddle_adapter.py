@@ -18,6 +18,7 @@ from pod_runtime.trainer import paddle_group
 from pod_runtime.trainer.adapter import GroupSpec, Part
 from pod_runtime.trainer.errors import PeerLost, UsageError
 from pod_runtime.trainer.layout import Layout
+from pod_runtime.trainer.paddle_checks import GradientMarks, Unowned, check_arguments
 from pod_runtime.trainer.paddle_gradients import GradientExchange, ShardBuffers, trained_parameters
 from pod_runtime.trainer.paddle_overlap import (
     Hooks,
@@ -27,7 +28,7 @@ from pod_runtime.trainer.paddle_overlap import (
     ThreadLane,
 )
 from pod_runtime.trainer.paddle_parts import form_part, free_port
-from pod_runtime.trainer.paddle_state import PaddleState, terms_of
+from pod_runtime.trainer.paddle_state import PaddleState, optimizer_parameters, terms_of
 from pod_runtime.trainer.paddle_store import prompt_store, wait_for
 
 logger = logging.getLogger(__name__)
@@ -66,8 +67,7 @@ class PaddleAdapter:
         Raises:
             UsageError: the model cannot be trained elastically; the text says what to change.
         """
-        if not isinstance(model, paddle.nn.Layer):
-            raise UsageError(f"model: expected a paddle.nn.Layer, got {type(model).__name__}")
+        check_arguments(model, optimizer, {} if extra is None else extra)
         parameters = trained_parameters(model, optimizer)
         if on_host is None:
             on_host = bool(parameters[0].place.is_cpu_place())
@@ -81,7 +81,10 @@ class PaddleAdapter:
         self._lane = self._make_lane()
         self._exchange = self._make_exchange(parameters)
         self._parameters = model.parameters()  # frozen ones, too
-        self._frozen = [each.stop_gradient for each in self._parameters]
+        self._frozen = self._what_is_frozen()
+        self._unowned = Unowned(model, optimizer)
+        owned = {id(each) for each in optimizer_parameters(optimizer)}
+        self._marks = GradientMarks([p for p in self._parameters if id(p) in owned], on_host)
         self._rank, self._world_size = 0, 1
         self._group: Any | None = None  # None: Paddle's default one
         self._parts: list[Any | None] = []  # None: one that this rank is not in, or a world of one
@@ -185,16 +188,25 @@ class PaddleAdapter:
 
     def load(self, layout: Layout, data: memoryview, scalars: Mapping[str, Any]) -> None:
         self._state.load(layout, data, scalars)
+        self._unowned.forget()
+
+    def unowned(self) -> list[str]:
+        return self._unowned.names
 
     # --- a step
 
     def begin_step(self) -> None:
+        self._unowned.note()
         self._buffers.begin_step()
+
+    def check_unowned(self) -> None:
+        self._unowned.check()
 
     def end_shard(self) -> None:
         self._buffers.end_shard()
 
     def backward(self, loss: Any, weight: float, is_last: bool = False) -> None:
+        self._marks.check()
         if is_last and self._world_size > 1 and isinstance(self._exchange, OverlappedExchange):
             self._follow_frozen()
             self._exchange.arm()
@@ -205,8 +217,11 @@ class PaddleAdapter:
         if factor is None:
             factor = self._weights[key] = paddle.full(loss.shape, weight, loss.dtype)
         loss.backward(factor)
+        self._marks.note(whole=is_last)
 
     def exchange(self, header: Sequence[float], contribute: bool) -> list[float]:
+        if contribute:
+            self._marks.check()
         if self._world_size == 1:
             return [float(value) for value in header]
         self._follow_frozen()
@@ -214,11 +229,15 @@ class PaddleAdapter:
 
     def _follow_frozen(self) -> None:
         """Exchange what is trained now: a script may unfreeze layers as the training goes on."""
-        frozen = [each.stop_gradient for each in self._parameters]
+        frozen = self._what_is_frozen()
         if frozen != self._frozen:
             self._check_closed()
             self._frozen = frozen
             self._exchange = self._make_exchange(trained_parameters(self._model, self._optimizer))
+
+    def _what_is_frozen(self) -> list[bool | int]:
+        count = len(optimizer_parameters(self._optimizer))  # a group may have been added
+        return [*(each.stop_gradient for each in self._parameters), count]
 
     def _make_exchange(self, parameters: list[Any]) -> GradientExchange | OverlappedExchange:
         if self._hooks is None:
@@ -266,12 +285,10 @@ class PaddleAdapter:
     def drop_step(self) -> None:
         if isinstance(self._exchange, OverlappedExchange):
             self._exchange.reset()
+        self._marks.forget()
         # Not zeroed but gone: a parameter that no shard of the next step uses must look the same
         # to a trainer that has just been restored and to one that has run for hours.
         self._optimizer.clear_grad(set_to_zero=False)
-        for parameter in self._exchange.parameters:
-            if parameter.grad is not None:  # not one of the optimizer's
-                parameter.clear_gradient(False)
 
     @contextlib.contextmanager
     def _learning_rate(self, factor: float) -> Iterator[None]:

@@ -163,7 +163,7 @@ def scatter_gradients(
 
 
 def trained_parameters(model: Any, optimizer: Any) -> list[Any]:
-    """Return what gets gradients, in the model's order.
+    """Return what the optimizer trains, in the model's order.
 
     Raises:
         UsageError: the model cannot be trained in shards; the text says what to change.
@@ -182,9 +182,10 @@ def trained_parameters(model: Any, optimizer: Any) -> list[Any]:
     if not trained:
         raise UsageError("model: none of its parameters is trained (all have stop_gradient)")
     known = {id(each) for each in optimizer_parameters(optimizer)}
-    if not any(id(each) in known for each in trained):
+    owned = [each for each in trained if id(each) in known]
+    if not owned:
         raise UsageError("optimizer: none of its parameters is one of the model's; pass that model")
-    return trained
+    return owned
 
 
 def changing_buffers(model: Any) -> list[Any]:

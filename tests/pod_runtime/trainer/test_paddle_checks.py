@@ -1,0 +1,259 @@
+"""What trains besides the loop's optimizer, and gradients that a script touches, is refused."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+import pytest
+from paddle import nn
+
+from pod_runtime import elastic
+from pod_runtime.trainer.paddle_adapter import PaddleAdapter
+
+
+@pytest.fixture(autouse=True)
+def _outside_edl(monkeypatch):
+    for name in ("EDL_CHANNEL", "EDL_STAGE", "EDL_RUN_DIR", "EDL_MAX_TRAINERS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class Data(paddle.io.Dataset):
+    def __getitem__(self, index: int) -> Any:
+        return paddle.full([3], index / 10).numpy()
+
+    def __len__(self) -> int:
+        return 60
+
+
+def networks() -> tuple[Any, Any, Any]:
+    """Return two networks, and one layer of both."""
+    paddle.seed(1)
+    one, two = nn.Linear(3, 3), nn.Linear(3, 3)
+    return one, two, nn.LayerList([one, two])
+
+
+def adam(*layers: Any, rate: float = 0.01) -> Any:
+    return paddle.optimizer.Adam(rate, parameters=[p for one in layers for p in one.parameters()])
+
+
+def train(
+    model: Any,
+    optimizer: Any,
+    *,
+    forward: Callable[[Any], Any],
+    before: Callable[[int], None] = lambda index: None,
+    after: Callable[[int], None] = lambda index: None,
+    epochs: int = 1,
+    **arguments: Any,
+) -> elastic.Loop:
+    """Train; `before` and `after` are called around `step.update()`, with the step's number."""
+    loop = elastic.Loop(model, optimizer, Data(), batch_size=6, epochs=epochs, **arguments)
+    for epoch in loop.epochs():
+        for step in epoch:
+            for batch in step:
+                step.backward((forward(batch) ** 2).mean())
+            before(step.number)
+            step.update()
+            after(step.number)
+    return loop
+
+
+# --- what is passed
+
+
+class Ema:
+    """An object of a script's own, without the half that takes a state over."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class LookAhead(paddle.optimizer.SGD):
+    """As paddle.incubate has one: an optimizer around another."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(0.1, parameters=inner._parameter_list)
+        self.inner_optimizer = inner
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            lambda one, two, both: {"model": [one, two]},
+            r"model: expected one paddle.nn.Layer, got a list; .*LayerList\(\[encoder, decoder\]\)",
+        ),
+        (lambda one, two, both: {"model": {"a": one}}, "got a dict; put the layers into one"),
+        (
+            lambda one, two, both: {"optimizer": [adam(one), adam(two)]},
+            "optimizer: expected one .*, got a list; the loop steps one optimizer.*groups.*GAN",
+        ),
+        (
+            lambda one, two, both: {"optimizer": LookAhead(adam(both))},
+            "optimizer: LookAhead holds a Adam, whose state would be lost",
+        ),
+        (
+            lambda one, two, both: {
+                "optimizer": paddle.optimizer.LBFGS(parameters=both.parameters())
+            },
+            "optimizer: LBFGS computes the loss itself",
+        ),
+        (
+            lambda one, two, both: {"extra": {"optG": adam(two)}},
+            r"extra: 'optG' is an optimizer \(Adam\).*the loop steps one optimizer",
+        ),
+        (
+            lambda one, two, both: {"model": one, "optimizer": adam(one), "extra": {"netG": two}},
+            r"extra: 'netG' is a Layer with a trainable parameter \(weight\).*stop_gradient = True",
+        ),
+        (
+            lambda one, two, both: {"extra": {"scaler": object.__new__(paddle.amp.GradScaler)}},
+            "extra: 'scaler' is a GradScaler; pass it as scaler=",
+        ),
+        (lambda one, two, both: {"extra": {"ema": Ema()}}, "'ema', a Ema, has no set_state_dict"),
+        (lambda one, two, both: {"extra": {"nets": [one]}}, "'nets', a list, has no state_dict"),
+        (lambda one, two, both: {"extra": [one]}, "extra: expected a dict of objects, got list"),
+    ],
+)
+def test_what_the_loop_would_not_train_or_carry_is_refused_with_the_remedy(arguments, text):
+    one, two, both = networks()
+    given = {"model": both, "optimizer": adam(both)} | arguments(one, two, both)
+    with pytest.raises(elastic.UsageError, match=text):
+        elastic.Loop(**given, train_set=Data(), batch_size=6, epochs=1)
+
+
+def test_a_frozen_layer_and_the_model_itself_may_be_extra():
+    one, two, both = networks()
+    for parameter in two.parameters():
+        parameter.stop_gradient = True
+    PaddleAdapter(one, adam(one), header_size=1, extra={"teacher": two})
+    PaddleAdapter(both, adam(both), header_size=1, extra={"itself": one})
+
+
+# --- parameters that no optimizer has
+
+
+def test_parameters_without_an_optimizer_are_named_once_and_stay_as_they_are(caplog, tmp_path):
+    one, two, both = networks()
+    kept = two.weight.numpy()
+    with caplog.at_level(logging.WARNING):
+        train(both, adam(one), forward=lambda x: two(one(x)), epochs=2, checkpoint=str(tmp_path))
+        one, two, both = networks()  # as in a process that goes on
+        loop = elastic.Loop(
+            both, adam(one), Data(), batch_size=6, epochs=3, checkpoint=str(tmp_path)
+        )
+    assert (two.weight.numpy() == kept).all()
+    assert loop.step_count == 20
+    assert caplog.text.count("no optimizer has 1.weight, 1.bias: not trained") == 1
+    assert len(loop._adapter._exchange.parameters) == 2
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_second_optimizer_is_refused_as_soon_as_it_steps(where):
+    one, two, both = networks()
+    other = adam(two)
+    hook: dict[str, Any] = {where: lambda _: other.step()}
+    with pytest.raises(elastic.UsageError, match=r"model: 1\.weight has changed.*one optimizer"):
+        train(both, adam(one), forward=lambda x: two(one(x)), **hook)
+
+
+def test_a_second_optimizer_that_begins_late_is_refused_at_the_end_of_the_epoch():
+    one, two, both = networks()
+    other = adam(two)
+
+    def late(number: int) -> None:
+        if number == 5:
+            other.step()
+
+    with pytest.raises(elastic.UsageError, match=r"model: 1\.weight has changed"):
+        train(both, adam(one), forward=lambda x: two(one(x)), before=late)
+
+
+def test_what_a_script_sets_by_hand_is_refused_unless_it_is_frozen():
+    one, two, both = networks()
+
+    def follow(_number: int) -> None:
+        with paddle.no_grad():
+            two.weight.set_value(two.weight * 0.9 + one.weight * 0.1)
+
+    with pytest.raises(elastic.UsageError, match="frozen before: stop_gradient = True"):
+        train(both, adam(one), forward=one, after=follow)
+    one, two, both = networks()
+    for parameter in two.parameters():
+        parameter.stop_gradient = True
+    assert train(both, adam(one), forward=one, after=follow).step_count == 10
+
+
+def test_layers_may_be_frozen_and_unfrozen_and_given_to_the_optimizer_later():
+    one, two, both = networks()
+    optimizer = paddle.optimizer.SGD(0.01, parameters=[{"params": one.parameters()}])
+
+    def change(number: int) -> None:
+        for parameter in one.parameters():
+            parameter.stop_gradient = number in (2, 3)
+        if number == 5:
+            optimizer._add_param_group({"params": two.parameters()})
+
+    kept = two.weight.numpy()
+    train(both, optimizer, forward=lambda x: two(one(x)), after=change)
+    assert not (two.weight.numpy() == kept).all()
+
+
+# --- gradients
+
+
+def scale(parameters: list[Any]) -> None:
+    with paddle.no_grad():
+        for each in parameters:
+            each.grad.scale_(0.5)
+
+
+def replace(parameters: list[Any]) -> None:
+    parameters[0].grad = parameters[0].grad * 0.5
+
+
+def multiply(parameters: list[Any]) -> None:
+    with paddle.no_grad():
+        parameters[-1].grad *= 0.5
+
+
+def clear(parameters: list[Any]) -> None:
+    for each in parameters:
+        each.clear_gradient(False)
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [lambda given: nn.utils.clip_grad_norm_(given, 0.01), scale, replace, multiply, clear],
+    ids=["clip", "scale", "replace", "multiply", "clear"],
+)
+def test_gradients_that_are_changed_before_the_update_are_refused(touch):
+    one, _two, _both = networks()
+    with pytest.raises(elastic.UsageError, match=r"gradients: .*changed behind.*grad_clip="):
+        train(one, adam(one), forward=one, before=lambda _: touch(one.parameters()))
+
+
+def test_gradients_that_are_cleared_between_two_shards_are_refused():
+    one, _two, _both = networks()
+
+    def forward(batch: Any) -> Any:
+        one.clear_gradients()
+        return one(batch)
+
+    with pytest.raises(elastic.UsageError, match=r"gradients: .*changed behind"):
+        train(one, adam(one), forward=forward, shards=2)
+
+
+def test_gradients_may_be_read_and_several_losses_added():
+    one, two, both = networks()
+    norms = []
+    loop = elastic.Loop(both, adam(both), Data(), batch_size=6, epochs=1, shards=3)
+    for epoch in loop.epochs():
+        for step in epoch:
+            for batch in step:
+                step.backward(one(batch).mean())
+                step.backward(two(batch).mean())
+            norms.append(float(one.weight.grad.norm()))
+            step.update()
+    assert len(norms) == 10

@@ -232,7 +232,7 @@ class EdlJob(Job):
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 line = process.cmdline()
-                script = any(word.endswith("elastic_train.py") for word in line[1:2])
+                script = any(word.endswith("elastic_train.py") for word in line[1:3])
                 if process.pid not in training and (script or "pod_runtime.spare" in line):
                     times = process.cpu_times()
                     found[process.pid] = times.user + times.system

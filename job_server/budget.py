@@ -3,6 +3,7 @@
 import hashlib
 from dataclasses import dataclass, replace
 
+from job_server.faults import find_lasting
 from job_server.job import Cause, CauseKind, Job
 
 BASE_S = 1.0
@@ -49,11 +50,12 @@ def count(job: Job, cause: Cause, now: float, *, ran_s: float) -> Verdict:
         )
         limit = job.spec.max_preemptions
         if limit is not None and job.preemptions > limit:
-            return Verdict(job, f"preempted more than {limit} times (max_preemptions)")
+            give_up = f"preempted more than {limit} times (max_preemptions)"
+            return Verdict(job, f"{give_up}; the last time: {cause.text}")
         return Verdict(job, "")
     if cause.kind is not CauseKind.FAILURE:
         return Verdict(replace(job, retry_at=now), "")
-    return _count_failure(job, now, ran_s)
+    return _count_failure(job, cause, now, ran_s)
 
 
 def _progressed(job: Job, since_step: int, ran_s: float) -> bool:
@@ -62,21 +64,32 @@ def _progressed(job: Job, since_step: int, ran_s: float) -> bool:
     return job.progress.best_step > since_step
 
 
-def _count_failure(job: Job, now: float, ran_s: float) -> Verdict:
-    in_row = 1 if _progressed(job, job.step_at_failure, ran_s) else job.failures_in_row + 1
+def _count_failure(job: Job, cause: Cause, now: float, ran_s: float) -> Verdict:
+    progressed = _progressed(job, job.step_at_failure, ran_s)
+    in_row = 1 if progressed else job.failures_in_row + 1
+    # An error of the elastic loop names its step. Without the loop nobody knows the step, so what
+    # a stage that was healthy fails with is not compared.
+    before = () if progressed and not job.elastic else job.faults
     job = replace(
         job,
         failures=job.failures + 1,
         failures_in_row=in_row,
+        faults=cause.faults,
         step_at_failure=max(job.step_at_failure, job.progress.best_step),
         retry_at=now + backoff_s(job.spec.job_id, in_row),
     )
-    limit = job.spec.max_failures
+    lasting = find_lasting(cause.faults, before, of_change=cause.of_change)
+    if lasting:
+        return Verdict(job, lasting)
+    return Verdict(job, _used_up(job, cause))
+
+
+def _used_up(job: Job, cause: Cause) -> str:
+    limit, in_row = job.spec.max_failures, job.failures_in_row
     if limit is not None and job.failures > limit:
-        return Verdict(job, f"failed more than {limit} times (max_failures)")
-    if in_row > job.spec.max_restarts_without_progress:
-        return Verdict(
-            job,
-            f"{in_row - 1} restarts in a row brought no new step (max_restarts_without_progress)",
-        )
-    return Verdict(job, "")
+        why = f"failed more than {limit} times (max_failures)"
+    elif in_row > job.spec.max_restarts_without_progress:
+        why = f"{in_row - 1} restarts in a row brought no new step (max_restarts_without_progress)"
+    else:
+        return ""
+    return f"{why}; the last time: {cause.text}"

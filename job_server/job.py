@@ -101,12 +101,25 @@ class CauseKind(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """An error that would not pass by itself; `faults` says which are."""
+
+    who: str
+    text: str  # FILE:LINE first
+    mark: str  # of two faults the same: it is the same error, at the same step
+    at_once: bool = False  # no second try can end otherwise
+    step: int | None = None  # None: not known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
     """Why a stage is over before its time."""
 
     kind: CauseKind
     text: str
     at: float
+    faults: tuple[Fault, ...] = ()  # of all trainers that failed, the first one first
+    of_change: bool = False  # the stage was a change not yet in force: the old pods may do better
     peer_lost: bool = False  # a victim spoke; who was the cause is not yet known
     counted: bool = False  # the budgets know of it
 
@@ -256,6 +269,7 @@ class Job:
     resizes: int = 0
     failures_in_row: int = 0
     step_at_failure: int = 0
+    faults: tuple[Fault, ...] = ()  # of the last failure that was counted
     preemptions_in_row: int = 0
     step_at_preemption: int = 0
     redone_steps: int = 0

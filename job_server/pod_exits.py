@@ -5,6 +5,7 @@ A report may be late or come twice: what it says counts only where it is news.
 
 from dataclasses import replace
 
+from job_server.faults import fault_of_pod
 from job_server.job import At, Cause, CauseKind, Keep, Phase, Pod, Stage
 from job_server.text import ending
 from job_server.transitions import let_go, lose
@@ -115,6 +116,10 @@ def exited(
         text += "; last lines: " + " | ".join(line.strip() for line in lines[-SHOWN_LINES:])
     preempted = code in (-SIGTERM, 128 + SIGTERM)  # somebody else asked it to go
     cause = _cause(work, pod, text[:SHOWN_CHARS], preempted=preempted)
+    if not pod.left and cause.kind is CauseKind.FAILURE:
+        words = " | ".join(line.strip() for line in lines[-SHOWN_LINES:]) or reason
+        fault = fault_of_pod(f"pod {pod.pod_id}", code=code, words=words)
+        cause = replace(cause, faults=() if fault is None else (fault,))
     lose(work, pod.pod_id, cause, confirmed=True, holds=holds)
 
 

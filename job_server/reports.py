@@ -7,6 +7,7 @@ anything new about a stage that still counts, and otherwise changes nothing.
 from dataclasses import replace
 
 from job_server.bookkeeping import first_step, stand_still, update_record
+from job_server.faults import fault_of
 from job_server.job import (
     EARLY,
     OVER,
@@ -314,11 +315,16 @@ def _failed(work: Work, stage: Stage, member: Member, report: PodReport) -> None
     pod_id = member.pod.pod_id
     planned = _was_killed(stage, report)
     text = _failure_text(pod_id, report, planned=planned)
+    fault = fault_of(
+        _who(pod_id, report), code=report.code, error=report.error, words=report.reason
+    )
     cause = Cause(
         kind=CauseKind.PLANNED if planned else CauseKind.FAILURE,
         text=text[:SHOWN_CHARS],
         at=work.now,
         peer_lost=report.peer_lost,
+        faults=() if fault is None or planned or report.peer_lost else (fault,),
+        of_change=stage is job.coming and stage.way is not Way.START,
     )
     if stage is job.coming:
         if stage.way is Way.JOIN and report.peer_lost:
@@ -335,8 +341,12 @@ def _failed(work: Work, stage: Stage, member: Member, report: PodReport) -> None
     fail_current(work, cause)
 
 
+def _who(pod_id: str, report: PodReport) -> str:
+    return f"pod {pod_id}" if report.rank is None else f"rank {report.rank} ({pod_id})"
+
+
 def _failure_text(pod_id: str, report: PodReport, *, planned: bool) -> str:
-    who = f"pod {pod_id}" if report.rank is None else f"rank {report.rank} ({pod_id})"
+    who = _who(pod_id, report)
     how = "failed" if report.code is None else ending(report.code)
     if report.peer_lost:
         how += " when it lost a peer"

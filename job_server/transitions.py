@@ -332,9 +332,7 @@ def fail_current(work: Work, cause: Cause) -> None:
     if stage is None:
         return
     if stage.over is not None:
-        if stage.over.peer_lost and not cause.peer_lost and not stage.over.counted:
-            work.set(current=replace(stage, over=replace(cause, at=stage.over.at)))
-            work.note(f"stage {stage.stage} failed because {cause.text}")
+        _hear_another(work, stage, stage.over, cause)
         return
     stand_still(work, cause)
     work.set(current=replace(stage, over=cause, resuming=False))
@@ -356,6 +354,18 @@ def fail_current(work: Work, cause: Cause) -> None:
         join_otherwise(work, Way.DRAIN, "the trainers that were to stay are gone")
     if coming.phase is Phase.CUT:
         enter(work, Phase.END)
+
+
+def _hear_another(work: Work, stage: Stage, known: Cause, cause: Cause) -> None:
+    """A stage that is over has failed once more: it may be the culprit who speaks now."""
+    if known.counted:
+        return
+    faults = known.faults + cause.faults
+    if known.peer_lost and not cause.peer_lost:
+        work.set(current=replace(stage, over=replace(cause, at=known.at, faults=faults)))
+        work.note(f"stage {stage.stage} failed because {cause.text}")
+    elif cause.faults:
+        work.set(current=replace(stage, over=replace(known, faults=faults)))
 
 
 def fail_coming(work: Work, cause: Cause) -> None:
@@ -400,7 +410,7 @@ def count(work: Work, cause: Cause) -> None:
     verdict = budget.count(work.job, cause, work.now, ran_s=ran_s)
     work.job = verdict.job
     if verdict.give_up:
-        finish(work, JobState.FAILED, f"{verdict.give_up}; the last time: {cause.text}")
+        finish(work, JobState.FAILED, verdict.give_up)
     elif verdict.job.retry_at > work.now:
         work.note(f"trying again in {verdict.job.retry_at - work.now:.1f} s")
 

@@ -18,6 +18,7 @@ from job_server.codec import WireError, decode, encode
 __all__ = ["WireError", "decode", "encode"]  # the rest is public as well; these are re-exports
 
 API = "/api/v1"
+SHOWN_CHARS = 300  # of the text of an exception
 MAX_POLL_S = 60.0  # the longest a server holds a long poll
 STOP_AFTER_RANGE_S = (0.1, 366 * 86400.0)
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
@@ -297,6 +298,36 @@ class ReportKind(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RaisedError:
+    """One Python exception, as the trainer that it ended described it."""
+
+    types: tuple[str, ...]  # its class, then those it derives from; built-in ones without a module
+    text: str = ""
+    errno: int | None = None  # None: it is no OSError, or one without a number
+    at: str = ""  # FILE:LINE of the innermost frame; "": not known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerError:
+    """The Python exception that ended a trainer, and where the training then was."""
+
+    chain: tuple[RaisedError, ...]  # itself, then what it was raised from or amid
+    where: str = ""  # FILE:LINE of the innermost frame in the user's own files
+    step: int | None = None  # global steps committed; None: it was not in the elastic loop
+    hint: str = ""  # what the trainer adds to explain it
+
+    def __post_init__(self) -> None:
+        if not self.chain or not self.chain[0].types:
+            raise WireError("chain: expected an error with its types, got none")
+
+    def __str__(self) -> str:
+        error = self.chain[0]
+        text = " ".join(error.text.split())[:SHOWN_CHARS]
+        parts = (self.where or error.at, error.types[0].rpartition(".")[2], text)
+        return ": ".join(part for part in parts if part) + (f"; {self.hint}" if self.hint else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PodReport:
     """What a launcher tells. Idempotent, keyed by (pod, stage, kind)."""
 
@@ -310,6 +341,7 @@ class PodReport:
     rank: int | None = None  # FAILED: whose; None: the launcher's own trouble
     code: int | None = None  # FAILED, EXITED: exit code, negative for a signal
     reason: str = ""
+    error: TrainerError | None = None  # FAILED: what the trainer said; None: it said nothing
     peer_lost: bool = False  # FAILED: a victim of another trainer's death, not the cause
     elastic: bool = False  # a trainer of this stage has called the elastic loop
     joins: bool = False  # all its trainers can form a next group beside the one they train in

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from job_server.wire import SnapshotRef, WireError, decode
+from job_server.wire import SnapshotRef, TrainerError, WireError, decode
 from pod_runtime.errors import ChannelError
 
 
@@ -94,9 +94,16 @@ class Done:
     step: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raised:
+    """The script has raised, and ends; said on a connection of its own, without a hello."""
+
+    error: TrainerError
+
+
 Said = (
     Hello | StageTooLow | Prepared | Formed | CannotJoin | Loaded | Stepped
-    | SegmentMade | SnapshotMade | Drained | Done
+    | SegmentMade | SnapshotMade | Drained | Done | Raised
 )  # fmt: skip
 
 _KINDS: dict[str, type[Said]] = {
@@ -111,6 +118,7 @@ _KINDS: dict[str, type[Said]] = {
     "snapshot": SnapshotMade,
     "drained": Drained,
     "done": Done,
+    "raised": Raised,
 }
 
 

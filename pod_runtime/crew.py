@@ -1,7 +1,6 @@
 """A launcher's trainers as one: started, found again by pid, reaped, and cleaned up after."""
 
 import signal
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from pod_runtime.network import interface_of
 from pod_runtime.orphans import kill_orphans, noted_forks, reap_adopted, remove_shared_memory
 from pod_runtime.processes import read
 from pod_runtime.spares import PRELOAD, Spare, Spares
-from pod_runtime.trainers import TrainerProcess, with_defaults
+from pod_runtime.trainers import TrainerProcess, is_script, with_defaults
 
 Name = tuple[Key, int]  # ((stage, attempt), rank)
 
@@ -80,7 +79,7 @@ class Crew:
     @property
     def can_warm(self) -> bool:
         """Whether trainers are Python scripts, which a spare can become."""
-        return self._config.command[0] == sys.executable
+        return is_script(self._config.command)
 
     def warm_spare(self) -> Spare:
         """Start a spare. Raises SpawnError."""

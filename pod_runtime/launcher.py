@@ -20,7 +20,7 @@ from pod_runtime import launcher_decisions as decisions
 from pod_runtime import launcher_state as state
 from pod_runtime import server_link
 from pod_runtime.channel import Channel, Connection, close_all
-from pod_runtime.channel_wire import Hello, Said, SegmentMade, SnapshotMade
+from pod_runtime.channel_wire import Hello, Raised, Said, SegmentMade, SnapshotMade
 from pod_runtime.crew import Crew, LaunchConfig, Name
 from pod_runtime.env import PodEnv
 from pod_runtime.errors import ChannelError, LaunchError, SpawnError
@@ -180,6 +180,8 @@ class Launcher:
         if isinstance(said, Hello):
             self._introduce(connection, said)
         name = self._name_of(connection)
+        if isinstance(said, Raised):
+            name = self._crew.find(connection.peer_pid)
         if name is None:
             raise ChannelError(f"{type(said).__name__} from a process that is no trainer of ours")
         key, rank = name
@@ -207,10 +209,13 @@ class Launcher:
 
     def _on_death(self, trainer: TrainerProcess) -> None:
         name = trainer.key, trainer.rank
-        connection = self._connections.get(name)
-        if connection is not None:
-            self._on_message(connection)
-            self._forget(connection)
+        self._on_connect()  # why it ends it has said on a connection of its own
+        keys = list(self._selector.get_map().values())
+        for connection in [each.data for each in keys if isinstance(each.data, Connection)]:
+            if connection.peer_pid == trainer.pid or connection is self._connections.get(name):
+                self._on_message(connection)
+        if name in self._connections:
+            self._forget(self._connections[name])
         self._selector.unregister(trainer)
         code = self._crew.reap(trainer)
         reason = "" if code in (0, -signal.SIGKILL) else trainer.last_words()

@@ -18,6 +18,7 @@ from job_server.wire import (
     ReportKind,
     SnapshotRef,
     StagePlan,
+    TrainerError,
     Way,
 )
 from pod_runtime.channel_wire import (
@@ -28,6 +29,7 @@ from pod_runtime.channel_wire import (
     Hello,
     Loaded,
     Prepared,
+    Raised,
     Said,
     StageTooLow,
     Stepped,
@@ -58,6 +60,7 @@ class Trainer:
     parked_at: int | None = None  # None: not parked
     terminated_at: float | None = None  # None: no SIGTERM sent
     killed: bool = False
+    error: TrainerError | None = None  # what it has raised; None: nothing that it told
 
     @property
     def alive(self) -> bool:
@@ -258,27 +261,36 @@ def heard(pod: Pod, key: Key, rank: int, said: Said) -> Pod:
                 newest = max(run.cut_id, cut_id or 0)
                 run = replace(run, step=max(run.step, step), cut_id=newest, parked_as=snapshot)
                 run = _with_trainer(run, rank, parked_at=step)
+        case Raised(error=error):
+            run = _with_trainer(run, rank, error=error)
         case Done(step=step):
             run = replace(run, step=max(run.step, step), done_step=step)
     return _put(pod, run)
 
 
 def died(pod: Pod, key: Key, rank: int, code: int, reason: str) -> Pod:
-    """Trainer `rank` has ended; `reason` is the essence of its last lines."""
+    """Trainer `rank` has ended; `reason` is the essence of its last lines.
+
+    What it told itself says more than these, and more than how its process was torn down.
+    """
     run = find_run(pod, key)
     if run is None:
         return pod
     run = _with_trainer(run, rank, code=code)
+    error = next((t.error for t in run.trainers if t.rank == rank), None)
+    reason = reason if error is None else str(error)
     if code == 0 and run.waits:
         reason = "it ended without having trained: did the script leave before its first step?"
     if (code != 0 or run.waits) and not run.ending and pod.leaving is None:
-        peer_lost = code in _PEER_LOST_CODES and run.plan.world_size > 1
+        peer_lost = code in _PEER_LOST_CODES and run.plan.world_size > 1 and error is None
         # The first failure is told, and one more: the cause, where the first was only a victim.
         if run.trouble is None or (
             run.trouble.kind is ReportKind.FAILED and run.trouble.peer_lost and not peer_lost
         ):
             kind = ReportKind.FAILED
-            trouble = report_on(run, kind, rank=rank, code=code, reason=reason, peer_lost=peer_lost)
+            trouble = report_on(
+                run, kind, rank=rank, code=code, reason=reason, error=error, peer_lost=peer_lost
+            )
             run = replace(run, trouble=trouble)
     return _put(pod, run)
 

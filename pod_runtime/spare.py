@@ -3,8 +3,8 @@
     python -m pod_runtime.spare FD MODULE...
 
 Started by the launcher, which sends one JSON line over the socket FD when it needs a trainer:
-{"argv": [...], "env": {...}, "log": PATH}. The spare then runs the training script as the
-interpreter itself would have. Standard library only, but for what it is told to import.
+{"argv": [...], "env": {...}, "log": PATH}. The spare then runs the training script as
+`trainer_main` does. Standard library only, but for what it is told to import.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 import json
 import os
-import runpy
 import socket
 import sys
 import sysconfig
@@ -20,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pod_runtime.processes import may_raise_priority, set_priority
+from pod_runtime.trainer_main import keep_sigterm_quiet, run
 
 _GENTLE = 19  # nice: an import beside a training of small steps doubles them
 
@@ -30,6 +30,7 @@ def main(argv: Sequence[str]) -> None:
     gentle = may_raise_priority()  # else this process could never be as quick as the others again
     if gentle:
         set_priority(_GENTLE)
+    keep_sigterm_quiet()
     preload(argv[1:])
     if gentle:
         set_priority(usual)
@@ -73,9 +74,7 @@ def become_trainer(order: dict[str, object]) -> None:
     for name in os.environ.keys() - env.keys():
         del os.environ[name]
     os.environ.update(env)
-    sys.argv = argv
-    sys.path[0] = str(Path(argv[0]).resolve().parent)  # as the interpreter does with links
-    runpy.run_path(argv[0], run_name="__main__")
+    run(argv)
 
 
 if __name__ == "__main__":

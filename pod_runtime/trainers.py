@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from pod_runtime.spares import MARK, Spares
 
 _TAIL_BYTES = 16384
 _ESSENCE_CHARS = 300
+_TRAINER_MAIN = str(Path(__file__).with_name("trainer_main.py"))
 _CCACHE = "ignore:No ccache found"  # Paddle's import says so on every machine without ccache
 
 
@@ -35,6 +37,9 @@ class TrainerProcess:
     ) -> None:
         """Start it, from a warm spare if there is one.
 
+        Args:
+            argv: a Python script is run by this interpreter and `trainer_main`.
+
         Raises:
             SpawnError: the log cannot be written, or the process not be started.
         """
@@ -46,12 +51,14 @@ class TrainerProcess:
             log_path.parent.mkdir(parents=True, exist_ok=True)
             with log_path.open("ab") as log:
                 self.log_start = log.seek(0, os.SEEK_END)
-                taken = spares.take(argv[1:], env, log_path) if spares is not None else None
+                taken = None
+                if spares is not None and is_script(argv):
+                    taken = spares.take(argv[1:], env, log_path)
                 self._process = (
                     taken.process
                     if taken is not None
                     else subprocess.Popen(
-                        list(argv),
+                        [argv[0], _TRAINER_MAIN, *argv[1:]] if is_script(argv) else list(argv),
                         env=dict(env),
                         stdin=subprocess.DEVNULL,
                         stdout=log,
@@ -99,6 +106,11 @@ class TrainerProcess:
     def last_words(self) -> str:
         """Return the essence of what it wrote last."""
         return essence(read_tail(self.log_path, self.log_start))
+
+
+def is_script(argv: Sequence[str]) -> bool:
+    """Whether a command runs a Python script with this interpreter, without options of that."""
+    return argv[0] == sys.executable and len(argv) > 1 and not argv[1].startswith("-")
 
 
 def with_defaults(env: Mapping[str, str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ from pod_runtime.trainer.termination import on_sigterm
 logger = logging.getLogger(__name__)
 
 _WAIT_S = 0.05  # how long a rank waits for data before it looks after its launcher
+_SIZES = re.compile(r"shape|dimension|\bsizes?\b|\blength|InvalidArgument|broadcast", re.I)
 _SMOOTHING = 0.1  # weight of the newest step in the mean step time
 _FIRST_STEPS = 3  # after each of which the script is checked; later, where the state is read
 
@@ -46,7 +48,10 @@ class Loop:
     """Runs in every trainer; see README for the ten lines that it takes."""
 
     _newest: ClassVar["Loop | None"] = None  # None: this process has not made any
-    _finished = False  # also of one whose making failed
+    # Also of one whose making failed:
+    _finished = False
+    _stage: Stage | None = None  # None: prepared beside an older stage, which trains on
+    _open_step: Step | None = None  # None: between two steps
 
     def __init__(
         self,
@@ -135,7 +140,7 @@ class Loop:
             )
         self._reader_factory = reader
         self._reader: ShardReader | None = None  # None: nothing has been read yet
-        self._open_step: Step | None = None  # None: between two steps
+        self._open_step = None
         self._step_s = 0.0  # smoothed; 0: no step yet
         self._verdict: Verdict | None = None  # of the newest exchange; None: there was none
         self._evaluated_at = -1  # version of the progress at the last evaluation
@@ -143,7 +148,7 @@ class Loop:
         self._stop_asked = False
         self._rehearses = False
         self._epoch: Epoch | None = None  # None: none was asked for
-        self._stage: Stage | None = None  # None: prepared beside an older stage, which trains on
+        self._stage = None
         env = TrainerEnv.read(os.environ)
         self._entrance = Entrance(
             settings,
@@ -556,3 +561,31 @@ def _paddle_adapter(*args: Any, **kwargs: Any) -> Adapter:
     from pod_runtime.trainer.paddle_adapter import PaddleAdapter
 
     return PaddleAdapter(*args, **kwargs)
+
+
+# --- what `trainer_main` asks when the script has raised
+
+
+def committed_step() -> int | None:
+    """Return how many steps are committed; None: this process is in no stage."""
+    loop = Loop._newest
+    if loop is None or loop._stage is None:
+        return None
+    return loop._stage.progress.cursor.global_step
+
+
+def explain_error(error: BaseException) -> str:
+    """Return what may explain an error in the body of the loop; "": nothing does.
+
+    A body that passes alone, where the shard is the whole batch, fails where it takes the batch
+    size for the size of what it has.
+    """
+    loop = Loop._newest
+    step = None if loop is None else loop._open_step
+    here = None if step is None else step.shard_samples
+    if step is None or here is None or here == step.samples or not _SIZES.search(str(error)):
+        return ""
+    return (
+        f"the batch of {step.samples} is cut into shards, and the loop's body has one of {here} "
+        f"here: take sizes from the shard (len), not from the batch size"
+    )

@@ -109,6 +109,11 @@ class Step:
         """Ids of this rank's samples of the global batch, in order."""
         return [sample for place in self._places for sample in self._ids(place)]
 
+    @property
+    def shard_samples(self) -> int | None:
+        """How many samples the shard has that is being computed; None: none is."""
+        return self._shard_samples if self._open else None
+
     def __iter__(self) -> Iterator[Any]:
         """Yield each of this rank's shards, collated."""
         while self._at < len(self._places):

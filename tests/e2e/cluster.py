@@ -127,7 +127,7 @@ class Cluster:
         return sorted(found, key=lambda process: process.pid)
 
     def trainers(self) -> list[psutil.Process]:
-        programs = ("pod_runtime.", "pod_runtime/", "job_server", "job_client", "bash")
+        programs = ("pod_runtime.", "job_server", "job_client", "bash")
         return self.find(".py", without=programs)
 
     def launchers(self) -> list[psutil.Process]:

@@ -269,7 +269,11 @@ def test_a_trainer_that_fails_is_reported_with_its_error_and_not_restarted(serve
     wait_until(lambda: server.told(ReportKind.FAILED, 2))
     failed = server.told(ReportKind.FAILED, 2)[0]
     assert (failed.rank, failed.code, failed.peer_lost) == (0, 1, False)
-    assert failed.reason == "ValueError: the loss is sad at step 3"
+    assert failed.error is not None
+    assert failed.error.chain[0].types[:2] == ("ValueError", "Exception")
+    assert re.fullmatch(
+        r"\S+/toy_trainer\.py:\d+: ValueError: the loss is sad at step 3", failed.reason
+    )
     assert not pod.trainers()
     server.say(make_plan(2, Order.END, (pod.part(),)))
     wait_until(lambda: server.told(ReportKind.ENDED, 2))

@@ -14,9 +14,11 @@ from job_server.wire import (
     PlanPod,
     PodOrders,
     PodReport,
+    RaisedError,
     ReportKind,
     SnapshotRef,
     StagePlan,
+    TrainerError,
     Way,
 )
 from pod_runtime import launcher_state as state
@@ -28,6 +30,7 @@ from pod_runtime.channel_wire import (
     Hello,
     Loaded,
     Prepared,
+    Raised,
     Said,
     StageTooLow,
     Stepped,
@@ -571,6 +574,17 @@ def test_who_is_a_victim_of_another_trainers_death(code, peer_lost):
     assert (failed.kind, failed.rank, failed.code) == (ReportKind.FAILED, 1, code)
     assert failed.peer_lost is peer_lost
     assert failed.reason == "boom"
+
+
+@pytest.mark.parametrize("code", [1, -6])
+def test_what_a_trainer_raised_counts_more_than_how_its_process_was_torn_down(code):
+    pod = Simulated()
+    pod.train()
+    error = TrainerError(chain=(RaisedError(types=("ValueError",), text="bad"),), where="t.py:7")
+    pod.say(1, Raised(error=error))
+    (failed,) = reports(pod.die(1, code, why="C++ Traceback"))
+    assert (failed.error, failed.peer_lost) == (error, False)
+    assert failed.reason == "t.py:7: ValueError: bad"
 
 
 def test_in_a_world_of_one_nobody_is_a_victim():

@@ -17,6 +17,7 @@ import pytest
 from paddle import nn
 
 from pod_runtime import elastic
+from pod_runtime.trainer.loop import committed_step, explain_error
 from pod_runtime.verify import main as verify
 from tests.pod_runtime.trainer.fake_launcher import SCRIPTS
 
@@ -240,6 +241,35 @@ def test_other_ways_to_go_wrong_in_a_shard_are_named(body, text):
 
     with pytest.raises(elastic.UsageError, match=text):
         compute()
+
+
+def test_an_error_of_sizes_in_a_shard_is_explained_and_its_step_is_known():
+    sizes = ValueError("(InvalidArgument) the shapes are [6, 3] and [2, 3]")
+    loop, model = make(shards=3)
+    assert committed_step() == 0
+    for step in next(iter(loop.epochs())):
+        assert explain_error(sizes) == ""
+        if step.number == 1:
+            break
+        for batch in step:
+            assert explain_error(KeyError("rate")) == ""
+            text = explain_error(sizes)
+            step.backward(model(batch).mean())
+        step.update()
+    assert "the batch of 6 is cut into shards, and the loop's body has one of 2 here" in text
+    assert committed_step() == 1
+    loop, model = make(shards=1)
+    step = next(iter(next(iter(loop.epochs()))))
+    for _ in step:
+        assert explain_error(sizes) == ""  # the shard is the batch
+        break
+
+
+def test_a_loop_that_could_not_be_made_has_no_step():
+    with pytest.raises(elastic.UsageError):
+        make(batch_size=0)
+    assert committed_step() is None
+    assert explain_error(ValueError("shape")) == ""
 
 
 def test_calls_at_the_wrong_time_are_named():

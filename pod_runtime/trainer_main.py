@@ -1,0 +1,248 @@
+"""Run a training script as the interpreter itself would, and tell the launcher what it raised.
+
+    python pod_runtime/trainer_main.py SCRIPT [ARGS...]
+
+Started as a file, so that it imports nothing of ours: the script may know nothing of it. Standard
+library only, and what is needed only after an error is imported only then.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False  # a trainer's start need not wait for `typing`
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Any
+
+_SAY_S = 2.0  # a launcher that does not listen must not hold up the end
+_TEXT_CHARS = 2000
+_CHAIN = 10  # exceptions of one error
+_TYPES = 20  # classes of one exception
+_CHANNEL = "EDL_CHANNEL"
+
+
+def main() -> None:
+    run(sys.argv[1:])
+
+
+def run(argv: list[str]) -> None:
+    """Run the script `argv[0]`; its output goes where this process's does.
+
+    Raises:
+        SystemExit: the script has left so, or has raised, which has been shown and told then.
+    """
+    script = argv[0]
+    sys.argv = argv
+    # As the interpreter does with links. With safe_path there is no folder of ours to replace.
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+    channel, pid, cwd = os.environ.get(_CHANNEL), os.getpid(), os.getcwd()
+    keep_sigterm_quiet()
+    try:
+        _execute(script)
+    except KeyboardInterrupt:
+        raise
+    except SystemExit as left:
+        if os.getpid() == pid and isinstance(left.code, str):
+            _tell(left, left.__traceback__, channel, cwd)
+        raise
+    except BaseException as error:  # noqa: BLE001  the interpreter's own way, but that we tell it
+        trace = _of_the_script(error.__traceback__, script)
+        hint = _ask_loop("explain_error", error) or ""
+        if hint:
+            error.add_note(hint)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        if os.getpid() == pid:  # else: a fork of the script that has come back here
+            _tell(error, trace, channel, cwd, hint)
+        # As the interpreter does: what the frames hold is not closed before the end.
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+        sys.exit(1)
+
+
+def _execute(script: str) -> None:
+    """Make `__main__` of a script, and leave it there: threads and exit handlers look into it."""
+    import builtins
+    import io
+    from importlib.machinery import SourceFileLoader
+
+    main = type(sys)("__main__")
+    main.__dict__.update(
+        __file__=script,
+        __cached__=None,
+        __builtins__=builtins,
+        __loader__=SourceFileLoader("__main__", script),
+    )
+    sys.modules["__main__"] = main
+    with io.open_code(script) as file:
+        text = file.read()
+    exec(compile(text, script, "exec", dont_inherit=True), main.__dict__)
+
+
+def keep_sigterm_quiet() -> None:
+    """Give SIGTERM back to Python as soon as Paddle, which takes it, has been imported.
+
+    Paddle writes to the log that a fatal error has happened and shows a traceback of C++. But
+    SIGTERM is how a trainer is asked to end. Its words at a real crash (SIGSEGV, SIGABRT, SIGBUS,
+    ...) stay.
+    """
+    if "paddle.base" in sys.modules:
+        _take_sigterm_back()
+    elif not any(isinstance(finder, _AfterPaddle) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterPaddle())
+
+
+def _take_sigterm_back() -> None:
+    import signal
+
+    try:
+        # What Python believes is in force: the default, or what the script has set.
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+    except (ValueError, TypeError):  # not the main thread; or a handler that is not Python's
+        return
+
+
+class _AfterPaddle:
+    """Finds `paddle.base` as others do, and has its import followed by ours of SIGTERM."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "paddle.base":
+            return None
+        from importlib.machinery import PathFinder
+
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            _take_sigterm_back()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _of_the_script(trace: TracebackType | None, script: str) -> TracebackType | None:
+    """Return the traceback from the script's first frame on; None: it has none."""
+    while trace is not None and trace.tb_frame.f_code.co_filename != script:
+        trace = trace.tb_next
+    return trace
+
+
+def _ask_loop(name: str, *args: Any) -> Any:
+    """Call a function of the elastic loop's module, if the script has imported that."""
+    function = getattr(sys.modules.get("pod_runtime.trainer.loop"), name, None)
+    return None if function is None else function(*args)
+
+
+def _tell(
+    error: BaseException,
+    trace: TracebackType | None,
+    channel: str | None,
+    cwd: str,
+    hint: str = "",
+) -> None:
+    """Say `raised` to the launcher; where nobody listens, the exit code has to be enough."""
+    if not channel:
+        return
+    import json
+    import socket
+
+    chain = _chain(error)
+    message = {
+        "say": "raised",
+        "error": {
+            "chain": [_describe(each, trace if each is error else None, cwd) for each in chain],
+            "where": _where(error, trace, cwd),
+            "step": _ask_loop("committed_step"),
+            "hint": hint,
+        },
+    }
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as launcher:
+            launcher.settimeout(_SAY_S)
+            launcher.connect("\0" + channel)
+            launcher.sendall(json.dumps(message).encode() + b"\n")
+    except OSError:
+        return
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Return an error and those that it was raised from or amid, as a traceback shows them."""
+    found: list[BaseException] = []
+    open_ends: list[BaseException | None] = [error]
+    while open_ends and len(found) < _CHAIN:
+        each = open_ends.pop(0)
+        if each is None or any(each is other for other in found):
+            continue
+        found.append(each)
+        open_ends.append(each.__cause__)
+        if not each.__suppress_context__:
+            open_ends.append(each.__context__)
+        if isinstance(each, BaseExceptionGroup):
+            open_ends += each.exceptions
+    return found
+
+
+def _describe(error: BaseException, trace: TracebackType | None, cwd: str) -> dict[str, Any]:
+    number = getattr(error, "errno", None)
+    return {
+        "types": [_name(kind) for kind in type(error).__mro__[:_TYPES]],
+        "text": _text(error)[:_TEXT_CHARS],
+        "errno": number if isinstance(error, OSError) and type(number) is int else None,
+        "at": _place(_frames(error, trace, cwd)[-1:]),
+    }
+
+
+def _text(error: BaseException) -> str:
+    try:
+        if isinstance(error, SyntaxError):
+            return str(error.msg)  # where it is stands in `at`
+        return str(error)
+    except Exception as broken:  # noqa: BLE001  a class of the script that cannot be shown
+        return f"(its text cannot be made: {type(broken).__name__})"
+
+
+def _name(kind: type) -> str:
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return module + kind.__qualname__
+
+
+def _frames(
+    error: BaseException, trace: TracebackType | None, cwd: str
+) -> list[tuple[str, str, int]]:
+    """Return where an error came through: (file, file as it is shown, line), innermost last."""
+    frames: list[tuple[str, int]] = []
+    while trace is not None:
+        frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
+        trace = trace.tb_next
+    if isinstance(error, SyntaxError) and error.filename:
+        frames.append((error.filename, error.lineno or 0))
+    below = cwd.rstrip("/") + "/"
+    return [(file, file.removeprefix(below), line) for file, line in frames]
+
+
+def _place(frames: list[tuple[str, str, int]]) -> str:
+    return f"{frames[-1][1]}:{frames[-1][2]}" if frames else ""
+
+
+def _where(error: BaseException, trace: TracebackType | None, cwd: str) -> str:
+    """Return FILE:LINE of the innermost frame in files that are the user's own."""
+    import sysconfig
+
+    root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    others = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    others += [f"{root}/{package}" for package in ("pod_runtime", "job_server", "distill_reader")]
+    own = [
+        frame
+        for frame in _frames(error, trace, cwd)
+        if not frame[0].startswith((*(f"{folder}/" for folder in others), "<"))
+    ]
+    return _place(own)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Training scripts as the launcher runs them: what they print, and what is told when they raise."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pod_runtime import trainer_main
+from pod_runtime.channel_wire import Raised, parse
+
+MAIN = trainer_main.__file__
+
+
+class Script:
+    """Scripts that run in one folder, with somebody who listens as a launcher does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.name = f"edl-test-{folder}"[-90:]
+        self.listener.bind(f"\0{self.name}")
+        self.listener.listen()
+        self.listener.setblocking(False)
+
+    def run(
+        self, text: str, *args: str, plain: bool = False
+    ) -> tuple[subprocess.CompletedProcess[str], Raised | None]:
+        """Return how it ended, and what it said; `plain`: the interpreter alone runs it."""
+        (self.folder / "train.py").write_text(text)
+        script = str(self.folder / "train.py")
+        done = subprocess.run(
+            [sys.executable, *([] if plain else [MAIN]), script, *args],
+            cwd=self.folder,
+            env={**os.environ, "EDL_CHANNEL": self.name},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        return done, self.heard()
+
+    def heard(self) -> Raised | None:
+        try:
+            connection, _ = self.listener.accept()
+        except BlockingIOError:
+            return None
+        with connection, connection.makefile() as lines:
+            said = parse(json.loads(lines.read()))
+        assert isinstance(said, Raised)
+        return said
+
+
+@pytest.fixture
+def script(tmp_path: Path):
+    made = Script(tmp_path)
+    yield made
+    made.listener.close()
+
+
+FAILS: dict[str, tuple[str, str, str]] = {  # script; what is shown of it; its types
+    "raise": ("def f():\n    raise ValueError('bad')\nf()\n", "train.py:2: ValueError: bad", ""),
+    "syntax": ("def f(:\n", "train.py:1: SyntaxError: invalid syntax", ""),
+    "import": (
+        "import no_such\n",
+        "train.py:1: ModuleNotFoundError: No module named 'no_such'",
+        "ImportError",
+    ),
+    "in a library": (
+        "import json\n\njson.loads('x')\n",
+        "train.py:3: JSONDecodeError: Expecting value: line 1 column 1 (char 0)",
+        "ValueError",
+    ),
+    "amid another": (
+        "try:\n    open('/no/such')\nexcept OSError:\n    raise KeyError('k')\n",
+        "train.py:4: KeyError: 'k'",
+        "LookupError",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAILS)
+def test_an_error_is_printed_as_the_interpreter_prints_it_and_told(script, name):
+    text, shown, base = FAILS[name]
+    plain, nothing = script.run(text, plain=True)
+    done, said = script.run(text)
+    assert nothing is None
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", plain.stderr)
+    assert said is not None
+    assert str(said.error) == shown
+    assert base in ("", *said.error.chain[0].types)
+    assert said.error.step is None
+
+
+def test_the_innermost_line_and_what_an_error_came_from_are_told(script):
+    _, said = script.run(
+        "import errno, json\n"
+        "try:\n    raise OSError(errno.ENOSPC, 'full')\n"
+        "except OSError as e:\n    raise RuntimeError('not saved') from e\n"
+    )
+    error, cause = said.error.chain
+    assert error.types[0] == "RuntimeError"
+    assert (cause.types[0], cause.errno) == ("OSError", 28)
+    _, said = script.run("import json\njson.loads('x')\n")
+    assert "/json/decoder.py:" in said.error.chain[0].at
+    assert said.error.where == "train.py:2"
+
+
+def test_a_script_that_leaves_with_words_has_failed_with_these_and_one_with_a_number_says_no_more(
+    script,
+):
+    done, said = script.run("import sys\n\nsys.exit('no data here')\n")
+    assert (done.returncode, done.stderr) == (1, "no data here\n")
+    assert str(said.error) == "train.py:3: SystemExit: no data here"
+    done, said = script.run("import argparse\nargparse.ArgumentParser().parse_args()\n", "--odd")
+    assert (done.returncode, said) == (2, None)
+    done, said = script.run("print('well')\n")
+    assert (done.returncode, done.stdout, said) == (0, "well\n", None)
+
+
+def test_a_script_finds_the_names_that_it_has_when_the_interpreter_runs_it(script):
+    text = (
+        "import sys\nclass A: pass\ndef f(): yield from ()\nx: int = 1\n"
+        "print(__name__, __file__, sys.argv, sys.path, A.__module__, __spec__, __builtins__)\n"
+        "print({k: type(v) for k, v in sorted(globals().items())}, __annotations__)\n"
+        "print(sys.modules['__main__'].A is A)\n"
+    )
+    plain, _ = script.run(text, "--epochs", "3", plain=True)
+    done, _ = script.run(text, "--epochs", "3")
+    assert done.stdout == plain.stdout
+    assert done.stdout.endswith("True\n")
+
+
+def test_a_hook_that_the_script_has_set_is_called_and_a_fork_that_raises_says_nothing(script):
+    done, said = script.run(
+        "import sys\nsys.excepthook = lambda *what: print('mine', what[0].__name__)\n1 / 0\n"
+    )
+    assert done.stdout == "mine ZeroDivisionError\n"
+    assert str(said.error) == "train.py:3: ZeroDivisionError: division by zero"
+    done, said = script.run(
+        "import os\nif os.fork() == 0:\n    raise ValueError('the child')\nos.wait()\n"
+    )
+    assert done.returncode == 0
+    assert "ValueError: the child" in done.stderr
+    assert said is None
+
+
+def test_without_a_launcher_that_listens_the_script_ends_as_ever(script):
+    script.listener.close()
+    (script.folder / "train.py").write_text("1 / 0\n")
+    done = subprocess.run(
+        [sys.executable, MAIN, str(script.folder / "train.py")],
+        env={**os.environ, "EDL_CHANNEL": script.name},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
+
+
+# Stands in for Paddle, whose import takes seconds: it sets a handler behind Python's back.
+FAKE_PADDLE = """
+import ctypes
+handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(
+    lambda number: (print("FatalError:", number, flush=True), __import__("os")._exit(7)))
+for number in {signals}:
+    ctypes.CDLL(None).signal(number, handler)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "output"),
+    [
+        (signal.SIGTERM, -signal.SIGTERM, ""),
+        (signal.SIGABRT, 7, "FatalError: 6\n"),
+    ],
+)
+def test_sigterm_is_taken_back_from_paddle_and_a_crash_keeps_its_words(
+    script, number, code, output
+):
+    folder = script.folder / "paddle" / "base"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").write_text("from . import base\n")
+    signals = [int(signal.SIGTERM), int(signal.SIGABRT)]
+    (folder / "__init__.py").write_text(FAKE_PADDLE.format(signals=signals))
+    text = f"import os, time, paddle\nos.kill(os.getpid(), {int(number)})\ntime.sleep(60)\n"
+    done, _ = script.run(text)
+    assert (done.returncode, done.stdout) == (code, output)
+    plain, _ = script.run(text, plain=True)
+    assert plain.stdout == f"FatalError: {int(number)}\n"
+
+
+def test_a_handler_of_the_script_is_in_force_again_after_paddle_was_imported(script):
+    folder = script.folder / "paddle" / "base"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").write_text("from . import base\n")
+    (folder / "__init__.py").write_text(FAKE_PADDLE.format(signals=[int(signal.SIGTERM)]))
+    done, _ = script.run(
+        "import os, signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
+        "import paddle\nos.kill(os.getpid(), signal.SIGTERM)\nimport time; time.sleep(60)\n"
+    )
+    assert (done.returncode, done.stdout) == (5, "")
+
+
+PADDLE_ENDS = """
+import os, signal, sys
+from pod_runtime.trainer_main import keep_sigterm_quiet
+keep_sigterm_quiet()
+import paddle
+for number in (signal.SIGTERM, signal.SIGSEGV):
+    pid = os.fork()
+    if pid == 0:
+        os.kill(os.getpid(), number)
+    print("ended by", os.WTERMSIG(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+def test_paddle_itself_says_nothing_of_sigterm_and_all_of_a_crash():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PADDLE_ENDS],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    quiet, _, loud = done.stdout.partition("ended by 15\n")
+    assert quiet == ""
+    assert "`Segmentation fault` is detected" in loud
+    assert loud.endswith("ended by 11\n")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"say": "raised"},
+        {"say": "raised", "error": {"chain": []}},
+        {"say": "raised", "error": {"chain": [{"types": 3}]}},
+    ],
+)
+def test_a_malformed_error_is_refused(message: dict[str, Any]):
+    from pod_runtime.errors import ChannelError
+
+    with pytest.raises(ChannelError, match="raised: "):
+        parse(message)

@@ -318,7 +318,6 @@ class Entrance:
             "batch_size": source.batch_size,
             "shuffle": source.shuffle,
             "drop_last": source.drop_last,
-            "subset": source.subset,
             **self.adapter.terms(),
         }
 

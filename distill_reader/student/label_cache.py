@@ -2,22 +2,26 @@
 
 import logging
 import threading
+import zlib
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from distill_reader.errors import BadRequest
+from distill_reader.errors import BadRequest, UsageError
 from distill_reader.specs import ModelSpec
 from distill_reader.student.client import Array
 from distill_reader.student.feed import Request
-from distill_reader.student.items import Item, Piece
-from distill_reader.student.label_store import LabelStore
+from distill_reader.student.items import Item, Piece, Signature
+from distill_reader.student.label_store import Inputs, LabelStore
 from distill_reader.student.labels import Labels, Served
 from distill_reader.student.options import CacheOptions
 
 logger = logging.getLogger(__name__)
+
+_CHECKED_BLOCKS, _BLOCK = 8, 512  # bytes of a sample that are compared
 
 
 class LabelCache:
@@ -29,11 +33,13 @@ class LabelCache:
         labels: Labels,
         wire_ins: Sequence[tuple[str, str]],
         *,
+        sent: Sequence[str] = (),
         scope: str = "",
     ) -> None:
         """
         Args:
             wire_ins: inputs that are rounded give other labels.
+            sent: names of the inputs.
             scope: of a version that the user gave, where there are several services.
 
         Raises:
@@ -42,6 +48,8 @@ class LabelCache:
         self._options = options
         self._labels = labels
         self._wire_ins = sorted(map(list, wire_ins))
+        self._sent = tuple(sent)
+        self._known_signature: Signature | None = None  # of items that were compared; None: none
         self._scope = scope
         self._lock = threading.Lock()
         self._version: str | None = None  # None: no teacher has told yet
@@ -90,6 +98,8 @@ class LabelCache:
             "wire_ins": self._wire_ins,
             **self._labels.identity(),
         }
+        if self._options.data is not None:  # else as older releases had it
+            identity["data"] = self._options.data
         root = Path(self._options.folder)
         self._store = LabelStore(root, identity, max_bytes=self._options.max_bytes)
         self._version = version
@@ -98,15 +108,34 @@ class LabelCache:
     def find(self, item: Item) -> int:
         """Answer what is known of an item; return the bytes of one sample's predictions, 0: none.
 
-        Its pieces are then what is not known.
+        Its pieces are then what is not known. They are all of the item before.
+
+        Raises:
+            UsageError: its labels were made of other inputs.
         """
         store = self._store
         if store is None or item.keys is None or not item.samples:
             return 0
-        is_there, rows = store.find(item.keys)
+        is_there, rows, checks = store.find(item.keys)
         layout = store.layout
         if layout is None or not len(rows):
             return 0
+        for piece in item.pieces:
+            if piece.signature == self._known_signature:
+                continue
+            described = self._describe(piece.signature)
+            if layout.inputs and layout.inputs != described:
+                raise self._other_inputs(
+                    f"were made of {_shown(layout.inputs)}, and the reader's are "
+                    f"{_shown(described)}"
+                )
+            self._known_signature = piece.signature
+        for number, check in checks.items():
+            if (_check_input(item.pieces, number) or 1) != check:
+                raise self._other_inputs(
+                    f"were made of other inputs: that of sample {number} of this batch, at least, "
+                    "has changed"
+                )
         arrays = self._labels.restore(layout.split(rows), layout.served)
         begin = 0
         for first, samples in _runs(is_there):
@@ -117,7 +146,7 @@ class LabelCache:
         return sum([array.nbytes for array in arrays]) // begin
 
     def keep(self, request: Request, columns: Sequence[Array], served: Sequence[Served]) -> None:
-        """Keep the answer to a request."""
+        """Keep the answer to a request; before anybody else has its arrays, or the item's."""
         store = self._store
         keys = [
             piece.item.keys[piece.first : piece.first + piece.samples]
@@ -125,7 +154,56 @@ class LabelCache:
             if piece.item.keys is not None
         ]
         if store is not None and len(keys) == len(request.pieces):
-            store.add(np.concatenate(keys), columns, served)
+            inputs = Inputs(
+                layout=self._describe(request.signature),
+                check=lambda row: _check_input(request.pieces, row),
+            )
+            store.add(np.concatenate(keys), columns, served, inputs)
+
+    def _describe(self, signature: Signature) -> tuple[tuple[str, str, int], ...]:
+        return tuple(
+            [
+                (name, dtype.name, len(shape))
+                for name, (dtype, shape) in zip(self._sent, signature, strict=True)
+            ]
+        )
+
+    def _other_inputs(self, how: str) -> UsageError:
+        assert self._store is not None
+        return UsageError(
+            f"cache: the labels in {self._store.folder} {how}. Give each data set, and each way of "
+            "preparing its samples, a name of its own by set_cache(data=...); name what random "
+            "augmentation follows from by set_cache(variant=...); or remove that folder"
+        )
+
+
+def _check_input(pieces: Sequence[Piece], row: int) -> int:
+    """Return the checksum of the inputs of one row, counted over all pieces."""
+    for piece, end in zip(pieces, accumulate(piece.samples for piece in pieces), strict=True):
+        if row < end:
+            check = 0
+            at = row - (end - piece.samples)
+            for arrays in piece.rows:
+                is_each = len(arrays) == piece.samples
+                sample = np.asarray(arrays[at][0] if is_each else arrays[0][at])
+                check = zlib.crc32(f"{sample.dtype.str}{sample.shape}".encode(), check)
+                check = zlib.crc32(_part(sample), check)
+            return check
+    raise IndexError(row)
+
+
+def _part(sample: Any) -> Any:
+    """Return the bytes that are looked at: of a large sample blocks from all over it, for time's
+    sake. Where its preparation has changed, it has changed nearly everywhere."""
+    step = -(-sample.nbytes // (_CHECKED_BLOCKS * _BLOCK))
+    if step <= 1:
+        return sample.tobytes()
+    data = np.ascontiguousarray(sample).reshape(-1).view(np.uint8)
+    return b"".join(data[at : at + _BLOCK].data for at in range(0, len(data), step * _BLOCK))
+
+
+def _shown(inputs: Sequence[tuple[str, str, int]]) -> str:
+    return ", ".join(f"{name} ({dtype}, {axes} axes)" for name, dtype, axes in inputs)
 
 
 def _runs(mask: Any) -> list[tuple[int, int]]:

@@ -4,7 +4,8 @@ A folder holds `header.json` (what a row is), `rows` and `keys`: row and key n a
 sample. A row is written before its key, and the number of whole keys is the number of rows: so
 whoever is killed amid a write leaves at most a rest that the next one writes over. No file ever
 shrinks, so that nobody's mapping loses its ground. Each key has a checksum of itself and its row,
-for what a machine without power leaves.
+for what a machine without power leaves. `inputs` has a checksum of what the teacher was given, for
+one row in 64.
 
 Any number of processes of one machine read and append: `lock` is held for an append, `users` (a
 shared lock) says that the folder is in use.
@@ -16,10 +17,11 @@ import json
 import logging
 import mmap
 import os
+import struct
 import threading
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 _KEY = np.dtype([("variant", "<u8"), ("id", "<u8"), ("check", "<u4"), ("mark", "<u4")])
 _MARK = 0x4C44_4531  # of every key: a page that was never written has none
+_GUARD = 64  # of so many rows, one has a checksum of its input: the first one; a power of two
+_INPUT = struct.Struct("<I")  # 0: not known, as of what an older release kept
 _LOCK_WAIT_S = 2.0  # a label that is not kept is asked for again: nobody waits long for that
 _LOCK_LOOK_S = 0.005
 
@@ -47,6 +51,8 @@ class Layout:
 
     columns: tuple[tuple[str, tuple[int, ...]], ...]  # dtype and shape of one sample
     served: tuple[Served, ...]  # what the columns are of
+    # Name, dtype and number of axes of each input; (): not known, as an older release made it.
+    inputs: tuple[tuple[str, str, int], ...] = ()
 
     @property
     def row_bytes(self) -> int:
@@ -79,6 +85,7 @@ class Layout:
         return {
             "columns": [[dtype, list(shape)] for dtype, shape in self.columns],
             "served": [each.to_json() for each in self.served],
+            "inputs": self.inputs,
         }
 
     @staticmethod
@@ -86,7 +93,16 @@ class Layout:
         return Layout(
             columns=tuple((str(dtype), tuple(shape)) for dtype, shape in fields["columns"]),
             served=tuple(map(Served.from_json, fields["served"])),
+            inputs=tuple((str(n), str(d), int(a)) for n, d, a in fields.get("inputs", ())),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What teachers were given."""
+
+    layout: tuple[tuple[str, str, int], ...]  # see Layout
+    check: Callable[[int], int]  # row -> checksum of its inputs, 32 bits
 
 
 class LabelStore:
@@ -119,6 +135,8 @@ class LabelStore:
             self.folder, self._users = space.enter(root, identity)
             self._guard = space.open_file(self.folder / "lock")
             self._files = {name: space.open_file(self.folder / name) for name in ("keys", "rows")}
+            # Not counted against the bound: a byte for 16 rows.
+            self._inputs = space.open_file(self.folder / "inputs")
         except OSError as error:
             raise UsageError(
                 f"cache: {error.filename or root}: {error.strerror}; name a folder on a local disk "
@@ -140,26 +158,30 @@ class LabelStore:
         """Return how many rows are known; one of those may be there twice."""
         return self._count
 
-    def find(self, keys: Keys) -> tuple[Any, Array]:
-        """Return for each key whether it is there, and the rows of those that are, as uint8."""
+    def find(self, keys: Keys) -> tuple[Any, Array, dict[int, int]]:
+        """Return for each key whether it is there, the rows of those that are, as uint8, and of one
+        in 64 of them the checksum of its input, by its number among the keys."""
         mixes = mix(keys)
+        nothing = np.zeros(len(keys), bool), np.empty((0, 0), np.uint8), dict[int, int]()
         with self._lock:
             if self._is_closed:
-                return np.zeros(len(keys), bool), np.empty((0, 0), np.uint8)
+                return nothing
             places = self._index.find(mixes)
             if (places < 0).any() and self._refresh():
                 places = self._index.find(mixes)
             is_there = places >= 0
             if self._layout is None or not is_there.any():
-                return np.zeros(len(keys), bool), np.empty((0, 0), np.uint8)
+                return nothing
             rows, is_good = self._read(places[is_there], keys[is_there])
             if not is_good.all():
                 self._index.forget(mixes[is_there][~is_good])
                 is_there[is_there] = is_good
                 rows = rows[is_good]
-            return is_there, rows
+            return is_there, rows, self._read_inputs(places, is_there)
 
-    def add(self, keys: Keys, columns: Sequence[Array], served: Sequence[Served]) -> int:
+    def add(
+        self, keys: Keys, columns: Sequence[Array], served: Sequence[Served], inputs: Inputs
+    ) -> int:
         """Keep these rows, but for those that are there; return how many were added.
 
         Where they cannot be kept (the bound, a full disk, others that hold the lock) none are.
@@ -169,7 +191,7 @@ class LabelStore:
                 return 0
             try:
                 with self._exclusive():
-                    return self._append(keys, columns, tuple(served))
+                    return self._append(keys, columns, tuple(served), inputs)
             except BlockingIOError:
                 logger.info("cache %s: another process holds it; labels are not kept", self.folder)
             except OSError as error:
@@ -184,7 +206,7 @@ class LabelStore:
                 return
             self._is_closed = True
             self._rows = self._keys = None
-            for fd in (*self._files.values(), self._guard, self._users):
+            for fd in (*self._files.values(), self._inputs, self._guard, self._users):
                 os.close(fd)
 
     def __del__(self) -> None:
@@ -231,6 +253,17 @@ class LabelStore:
         is_good &= records["check"] == _checks(keys, rows)
         return rows, is_good
 
+    def _read_inputs(self, places: Any, is_there: Any) -> dict[int, int]:
+        checks = {}
+        for number in np.flatnonzero((places & (_GUARD - 1)) == 0).tolist():
+            if not is_there[number]:
+                continue
+            at = int(places[number]) // _GUARD * _INPUT.size
+            data = os.pread(self._inputs, _INPUT.size, at)
+            if len(data) == _INPUT.size and any(data):
+                (checks[number],) = _INPUT.unpack(data)
+        return checks
+
     def _map(self, name: str, mapped: mmap.mmap | None, item_bytes: int) -> mmap.mmap:
         """Return a mapping that reaches to the last row that is known."""
         size = self._count * item_bytes
@@ -240,9 +273,11 @@ class LabelStore:
         size = max(size, os.fstat(self._files[name]).st_size)
         return mmap.mmap(self._files[name], size, prot=mmap.PROT_READ)
 
-    def _append(self, keys: Keys, columns: Sequence[Array], served: tuple[Served, ...]) -> int:
+    def _append(
+        self, keys: Keys, columns: Sequence[Array], served: tuple[Served, ...], inputs: Inputs
+    ) -> int:
         self._refresh()
-        layout = self._layout or self._write_header(columns, served)
+        layout = self._layout or self._write_header(columns, served, inputs)
         if layout is None or not _fits(layout, columns):
             self._is_full = True
             logger.warning(
@@ -264,6 +299,9 @@ class LabelStore:
         records["variant"], records["id"] = keys[:, 0], keys[:, 1]
         records["check"], records["mark"] = _checks(keys, rows), _MARK
         _write(self._files["rows"], rows.tobytes(), self._count * layout.row_bytes)
+        for number in range(-self._count % _GUARD, len(new), _GUARD):
+            check = _INPUT.pack(inputs.check(int(new[number])) or 1)
+            _write(self._inputs, check, (self._count + number) // _GUARD * _INPUT.size)
         _write(self._files["keys"], records.tobytes(), self._count * _KEY.itemsize)
         self._index.add(mix(keys), self._count)
         self._count += len(new)
@@ -307,11 +345,14 @@ class LabelStore:
                 f"cache: {self.folder / 'header.json'}: {error!r}; remove that folder"
             ) from error
 
-    def _write_header(self, columns: Sequence[Array], served: tuple[Served, ...]) -> Layout | None:
+    def _write_header(
+        self, columns: Sequence[Array], served: tuple[Served, ...], inputs: Inputs
+    ) -> Layout | None:
         """Say what rows are, as the first ones are; under the lock."""
         layout = Layout(
             columns=tuple((column.dtype.name, column.shape[1:]) for column in columns),
             served=served,
+            inputs=inputs.layout,
         )
         if not layout.row_bytes:
             return None

@@ -58,6 +58,7 @@ class CacheOptions:
     variant: str | None = None  # name in `ins` of the augmentation's seed; None: there is none
     max_bytes: int = 10 << 30  # of the whole folder
     teacher_version: str | None = None  # None: the digest that the teacher offers
+    data: str | None = None  # what the samples are, and how they are prepared; None: not said
 
     def __post_init__(self) -> None:
         if not self.folder:
@@ -68,6 +69,11 @@ class CacheOptions:
             raise UsageError(f"cache: expected 1 MiB or more, got {self.max_bytes} bytes")
         if self.teacher_version == "":
             raise UsageError("cache: teacher_version: expected a text or None, got an empty one")
+        if self.data is not None and (type(self.data) is not str or not self.data):
+            raise UsageError(
+                "cache: data: expected a text such as 'imagenet-train@224', or None, got "
+                f"{self.data!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -262,6 +262,10 @@ class TeacherPool:
                     flight.settled(singles, time.monotonic())
                     self._ready.notify()
                 continue
+            cache = self._settings.cache
+            if cache is not None and not request.is_answered:
+                # Before the consumer has them, who may work in place; of a hedge, once.
+                cache.keep(request, columns, asking.served)
             with self._lock:
                 now = time.monotonic()
                 teacher.pace.answered(request.samples, now - flight.since_s, now)
@@ -273,8 +277,6 @@ class TeacherPool:
                 if self._feed.is_ready:
                     self._ready.notify()
                 self._grow(teacher)
-            if self._settings.cache is not None:
-                self._settings.cache.keep(request, columns, asking.served)
 
     def _land(self, teacher: Teacher, flight: Flight) -> None:
         with self._lock:

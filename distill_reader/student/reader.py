@@ -214,6 +214,7 @@ class DistillReader:
         variant: str | None = None,
         max_mebibytes: int = 10 << 10,
         teacher_version: str | None = None,
+        data: str | None = None,
     ) -> Self:
         """Keep the predictions on disk, and ask teachers only for samples that it has not.
 
@@ -231,6 +232,10 @@ class DistillReader:
                 keeps what it has.
             teacher_version: a text that names model and version, for teachers that do not tell
                 theirs, or to read what is kept where there is no teacher. None: they tell.
+            data: a text that names the data set and how its samples are prepared, such as
+                `imagenet-train@224`: labels of one are not found for another, though ids are the
+                same. None: not said; other inputs are noticed by their types, and by a checksum
+                of one sample in 64, and are an error where they are read.
         """
         if folder is None:
             return self._set(cache=None)
@@ -241,6 +246,7 @@ class DistillReader:
                 variant=variant,
                 max_bytes=max_mebibytes << 20,
                 teacher_version=teacher_version,
+                data=data,
             )
         )
 

@@ -103,9 +103,21 @@ class Services:
         if settings.cache is None:
             return None
         known = self[name]
-        key = (os.getpid(), settings.cache, settings.wire_ins, str(labels.identity()))
+        key = (
+            os.getpid(),
+            settings.cache,
+            settings.sent,
+            settings.wire_ins,
+            str(labels.identity()),
+        )
         if known.cache is None or known.cache_key != key:
-            known.cache = LabelCache(settings.cache, labels, settings.wire_ins, scope=name)
+            known.cache = LabelCache(
+                settings.cache,
+                labels,
+                settings.wire_ins,
+                sent=[field for _, field in settings.sent],
+                scope=name,
+            )
             known.cache_key = key
         return known.cache
 

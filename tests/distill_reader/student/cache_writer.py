@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from distill_reader.student.label_index import make_keys
-from distill_reader.student.label_store import LabelStore
+from distill_reader.student.label_store import Inputs, LabelStore
 from distill_reader.student.labels import Served
 
 IDENTITY = {"version": "1"}
@@ -25,12 +25,15 @@ def labels(ids: Any) -> list[Any]:
 
 def add(store: LabelStore, ids: Any) -> int:
     served = (Served(dtype="float32"), Served(dtype="int64"))
-    return store.add(make_keys(ids, None, len(ids)), labels(ids), served)
+    inputs = Inputs(layout=(("x", "int64", 0),), check=lambda row: 7 * int(ids[row]))
+    return store.add(make_keys(ids, None, len(ids)), labels(ids), served, inputs)
 
 
 def check(store: LabelStore, ids: Any) -> int:
     """Return how many of these are there; all of them must be right."""
-    is_there, rows = store.find(make_keys(ids, None, len(ids)))
+    is_there, rows, inputs = store.find(make_keys(ids, None, len(ids)))
+    for number, check in inputs.items():
+        assert check == (7 * int(np.asarray(ids)[number]) or 1)
     if len(rows):
         layout = store.layout
         assert layout is not None

@@ -1,10 +1,12 @@
 """A reader with a cache: who is asked, what comes, and from where."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -179,6 +181,80 @@ def test_a_teacher_without_a_version_is_refused_with_the_remedy(make: Make, tmp_
         totals(reader)
 
 
+def test_labels_are_kept_as_the_teacher_said_them_whatever_the_consumer_does(make, tmp_path):
+    teacher = FakeTeacher("a:1", V1)
+    reader = make(teacher).set_cache(tmp_path)
+    reader.set_batch_generator(lambda: ((images([i, i]), np.array([2 * i, 2 * i + 1]), 0)
+                                        for i in range(300)))  # fmt: skip
+    for image, *_, total in reader():
+        total /= 4  # in place, at once
+        image += 1
+    for number, (*_, total) in enumerate(reader()):
+        assert total[:, 0].tolist() == [6.0 * number, 6.0 * number]
+    assert teacher.samples == 600
+
+
+def test_labels_of_other_data_are_not_found_where_it_has_a_name(make: Make, tmp_path: Path):
+    teacher = FakeTeacher("a:1", V1)
+    for data, more, asked in (("train", 0, 2), ("validation", 9, 4), ("train", 0, 4), (None, 3, 6)):
+        reader = make(teacher).set_cache(tmp_path, data=data)
+        reader.set_batch_generator([(images([1, 2]) + more, np.array([1, 2]), 0)])
+        assert totals(reader) == [[6.0 + 6 * more, 12.0 + 6 * more]]
+        assert teacher.samples == asked
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (images([4, 5, 6]), "other inputs: that of sample 0 of this batch"),
+        (images([1, 2, 3]).astype(np.float64), r"made of image \(float32, 2 axes\), and the"),
+    ],
+)
+def test_labels_of_other_inputs_are_refused_with_the_remedy(make, tmp_path, other, words):
+    ids = np.arange(3)
+    reader = make(FakeTeacher("a:1", V1)).set_cache(tmp_path)
+    list(reader.set_batch_generator([(images([1, 2, 3]), ids, 0)])())
+    again = make(FakeTeacher("a:1", V1)).set_cache(tmp_path)
+    with pytest.raises(UsageError, match=rf"{words}.* set_cache\(data=\.\.\.\).* remove"):
+        totals(again.set_batch_generator([(other, ids, 0)]))
+
+
+def test_inputs_are_compared_in_all_kinds_of_generators_and_requests(make: Make, tmp_path: Path):
+    """One row in 64 has a checksum: of 600, in any order and split, about nine."""
+    teacher = FakeTeacher("a:1", V1)
+    reader = make(teacher).set_cache(tmp_path).set_teacher_batch_size(5)
+    everything = images(range(600))
+    reader.set_batch_generator(
+        (everything[i : i + 17], np.arange(i, min(600, i + 17)), 0) for i in range(0, 600, 17)
+    )
+    list(reader())
+    order = np.random.default_rng(0).permutation(600).tolist()
+    samples = [(everything[i], i, 0) for i in order]
+    assert len(list(reader.set_sample_generator(samples)())) == 600
+    lists = [samples[i : i + 7] for i in range(0, 600, 7)]
+    assert sum(map(len, reader.set_sample_list_generator(lists)())) == 600
+    asked = teacher.samples
+    assert asked == 600
+    changed = [[(image + 1, i, 0) for image, i, _ in some] for some in lists]
+    with pytest.raises(UsageError, match="has changed"):
+        list(reader.set_sample_list_generator(changed)())
+
+
+def test_a_cache_of_the_release_before_is_read(make: Make, tmp_path: Path):
+    teacher = FakeTeacher("a:1", V1)
+    reader = make(teacher).set_cache(tmp_path)
+    expected = totals(reader.set_batch_generator(batches([1, 2, 3])))
+    (folder,) = tmp_path.glob("labels-*")
+    document, _ = json.loads((folder / "header.json").read_text())
+    del document["inputs"]
+    check = zlib.crc32(json.dumps(document, sort_keys=True).encode())
+    (folder / "header.json").write_text(json.dumps([document, check]))
+    (folder / "inputs").unlink()
+    older = make(teacher).set_cache(tmp_path).set_batch_generator(batches([3, 1, 2]))
+    assert totals(older) == [[expected[0][place] for place in (2, 0, 1)]]
+    assert teacher.samples == 3
+
+
 def test_what_is_augmented_is_kept_by_its_variant(make: Make, tmp_path: Path):
     teacher = FakeTeacher("a:1", V1)
     make(teacher)
@@ -218,6 +294,7 @@ def test_a_full_cache_goes_on_by_asking(make: Make, tmp_path: Path):
         (lambda r: r.set_cache("x", variant="id"), "two names, got 'id' twice"),
         (lambda r: r.set_cache("x", max_mebibytes=0), "expected 1 MiB or more, got 0 bytes"),
         (lambda r: r.set_cache("x", teacher_version=""), "expected a text or None, got an empty"),
+        (lambda r: r.set_cache("x", data=""), "data: expected a text such as 'imagenet-train@224'"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(make: Make, call: Any, words: str):

@@ -17,7 +17,7 @@ import pytest
 from distill_reader.errors import UsageError
 from distill_reader.student import label_space
 from distill_reader.student.label_index import make_keys
-from distill_reader.student.label_store import LabelStore
+from distill_reader.student.label_store import Inputs, LabelStore
 from distill_reader.student.labels import Served
 from tests.distill_reader.student.cache_writer import CLASSES, IDENTITY, add, check
 from tests.distill_reader.student.teacher_process import ROOT
@@ -167,7 +167,7 @@ def test_bytes_at_random_in_any_file_are_refused_by_name_or_not_believed(tmp_pat
         except UsageError as error:
             assert "header.json" in str(error)  # noqa: PT017  either will do
             continue
-        is_there, _ = damaged.find(make_keys(np.arange(40), None, 40))
+        is_there, *_ = damaged.find(make_keys(np.arange(40), None, 40))
         assert is_there.sum() <= 40
         damaged.close()
 
@@ -189,7 +189,8 @@ def test_labels_of_varying_shape_are_not_kept(tmp_path: Path, caplog: pytest.Log
     served = (Served(dtype="float32"),)
     for length in (3, 4):
         columns = [np.zeros((2, length), np.float32)]
-        store.add(make_keys([length, length + 10], None, 2), columns, served)
+        inputs = Inputs(layout=(), check=lambda row: row)
+        store.add(make_keys([length, length + 10], None, 2), columns, served, inputs)
     assert len(store) == 2
     assert "labels of varying shape are not kept" in caplog.text
 

@@ -23,6 +23,7 @@ _AT_ONCE = frozenset(
     {
         "SyntaxError",
         "ImportError",
+        "pod_runtime.trainer.errors.InUseError",
         "pod_runtime.trainer.errors.UsageError",
         "distill_reader.errors.UsageError",
     }

@@ -60,6 +60,12 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
         help="1: a second set of trainers for crashes; 2: and lost pods",
     )
     add("--prepare_timeout_s", type=float, metavar="S", help="else a change is abandoned")
+    add(
+        "--take_over",
+        action="store_true",
+        default=None,
+        help="replace another training that has the folder of checkpoints",
+    )
     add("--start_timeout_s", type=float, metavar="S", help="a first start waits so long for nodes")
     add("--expected_nodes", type=int, metavar="N", help="a first start waits for so many")
     add("--grace_s", type=float, metavar="S", help="between SIGTERM and SIGKILL")

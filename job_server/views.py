@@ -91,6 +91,9 @@ def _plan(job: Job, stage: Stage) -> StagePlan:
         policy=job.spec.policy,
         losses=stage.losses,
         lost=stage.lost,
+        halt=job.goal.value if _cutting_for_halt(job) else "",
+        submitted_at=job.submitted_at,
+        take_over=job.spec.take_over,
     )
 
 

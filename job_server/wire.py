@@ -262,6 +262,9 @@ class StagePlan:
     # they form a group of all others, beside the one of all.
     losses: tuple[tuple[str, ...], ...] = ()
     lost: tuple[str, ...] = ()  # one of `losses`, whose pods are gone: `pods` are the others
+    halt: str = ""  # with CUT: the job is to "pause" or to "stop"; "": neither
+    submitted_at: float = 0.0  # of the job: ids are used again; 0: a server of the version before
+    take_over: bool = False  # of the job
 
     @property
     def world_size(self) -> int:
@@ -475,6 +478,7 @@ class JobSpec:
     max_restarts_without_progress: int = 3
     demand_timeout_s: float = 300.0  # teachers: without demand for so long, min_pods are enough
     demand_interval_s: float = 2.0  # teachers: of several posts in that time, one counts
+    take_over: bool = False  # replace another training that has the folder of checkpoints
 
     def __post_init__(self) -> None:
         check_id("job_id", self.job_id)
@@ -534,6 +538,7 @@ _TRAINING_ONLY = {  # field -> its default
     "start_timeout_s": 60.0,
     "expected_nodes": 1,
     "max_resizes": None,
+    "take_over": False,
 }
 
 

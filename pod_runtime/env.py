@@ -107,6 +107,8 @@ class TrainerEnv:
     max_trainers: int | None  # None: nobody said
     run_dir: Path | None  # None: nobody said
     join_on_gpu: bool = False  # somebody wants to try what is not tested
+    job_server: str | None = None  # URL; None: outside EDL
+    take_over: bool = False  # outside EDL: replace whoever has the folder of checkpoints
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Self:
@@ -142,6 +144,8 @@ class TrainerEnv:
             ),
             run_dir=Path(run_dir) if run_dir else None,
             join_on_gpu=environ.get("EDL_JOIN_ON_GPU") == "1",
+            job_server=environ.get("PADDLE_JOBSERVER") or None,
+            take_over=environ.get("EDL_TAKE_OVER") == "1",
         )
 
 

@@ -246,6 +246,7 @@ def _guide_trainer(run: Run, trainer: Trainer) -> tuple[Trainer, list[Action]]:
             "id": run.cut_id,
             "durable": run.plan.durable,
             "patient": run.plan.patient,
+            "halt": run.plan.halt,
         }
         actions.append(Tell(key=key, rank=rank, message=message))
         trainer = replace(trainer, told_cut=run.cut_id)

@@ -72,6 +72,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--preload", metavar="MODULE,...", help="what spares import besides Paddle")
     add("--prepare_timeout_s", type=float, default=120.0, help="else a change is given up (120)")
+    add(
+        "--take_over",
+        action="store_true",
+        help="replace another training that has the folder of checkpoints",
+    )
     add("--max_failures", type=int, default=20, help="then the job has failed (20)")
     add("--grace_s", type=float, default=15.0, help="from SIGTERM to SIGKILL (15)")
     add("--heartbeat_s", type=float, default=1.0, help="of the job server (1)")
@@ -148,6 +153,7 @@ def _spec(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[JobSpec
         prepare_timeout_s=args.prepare_timeout_s,
         max_failures=args.max_failures,
         grace_s=args.grace_s,
+        take_over=args.take_over,
     )
     return spec, None if gpus else slots
 

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 HEADER_SIZE = 6
+HALTS = ("", "pause", "stop")  # what a cut may be for, besides a change
+_BALLOT = 3  # numbers of a rank
 _WHOLE = 0.999  # thirds and the like do not add up to 1, least of all in float32
 
 
@@ -58,16 +60,31 @@ def read_header(sums: Sequence[float]) -> Verdict:
     return Verdict(cut=parks, void=void > 0, samples=round(samples), wish=wish)
 
 
-def make_ballot(rank: int, world_size: int, cut_id: int | None, durable: bool) -> list[float]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgreedCut:
+    """The same on every rank."""
+
+    id: int
+    durable: bool
+    halt: str = ""  # what follows it: one of HALTS
+
+
+def make_ballot(
+    rank: int, world_size: int, cut_id: int | None, durable: bool, halt: str = ""
+) -> list[float]:
     """Return one rank's part of the agreement on a cut; `cut_id` None: it knows of none."""
-    ballot = [0.0] * (2 * world_size)
+    ballot = [0.0] * (_BALLOT * world_size)
     if cut_id is not None:
-        ballot[2 * rank] = float(cut_id + 1)
-        ballot[2 * rank + 1] = float(durable)
+        mine = float(cut_id + 1), float(durable), float(HALTS.index(halt))
+        ballot[_BALLOT * rank : _BALLOT * (rank + 1)] = mine
     return ballot
 
 
-def read_ballots(sums: Sequence[float]) -> tuple[int, bool] | None:
-    """Return (id, durable) of the newest cut that any rank knows; None: all are off."""
-    newest = int(max(sums[0::2])) - 1
-    return None if newest < 0 else (newest, any(sums[1::2]))
+def read_ballots(sums: Sequence[float]) -> AgreedCut | None:
+    """Return the newest cut that any rank knows; None: all are off."""
+    newest = max(sums[0::_BALLOT])
+    if newest < 1:
+        return None
+    halts = (int(halt) for id, halt in zip(sums[0::_BALLOT], sums[2::_BALLOT], strict=True)
+             if id == newest)  # fmt: skip
+    return AgreedCut(id=int(newest) - 1, durable=any(sums[1::_BALLOT]), halt=HALTS[max(halts)])

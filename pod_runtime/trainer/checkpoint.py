@@ -4,18 +4,23 @@ PATH/stage_%08d/step_%010d/model.safetensors       parameters and buffers, by st
                            optimizer.safetensors   accumulators and master weights
                            extra.safetensors       tensors of `extra=`, where there are any
                            train_status.json       progress, ledger, scheduler, loss scaler
-                           manifest.json           sizes and SHA-256 of all of these
+                           manifest.json           run, time, sizes and SHA-256 of all of these
+PATH/owner.json            which training writes here, and that it lives
 """
 
 import logging
 import re
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 
-from pod_runtime.trainer.checkpoint_files import MANIFEST, read_files, write_files
+from pod_runtime.trainer.checkpoint_files import MANIFEST, read_files, read_head, write_files
 from pod_runtime.trainer.errors import CheckpointError, StateError
 from pod_runtime.trainer.image import StateImage
 from pod_runtime.trainer.loop_status import LoopStatus
+from pod_runtime.trainer.owner import Owner
 from pod_runtime.trainer.stage_folders import (
+    Place,
     highest_stage,
     remove_checkpoint,
     remove_older,
@@ -44,15 +49,24 @@ class CheckpointId:
 class CheckpointStore:
     """The checkpoints of one training, under one path."""
 
-    def __init__(self, storage: Storage, keep: int = 3) -> None:
+    def __init__(self, storage: Storage, keep: int = 3, owner: Owner | None = None) -> None:
+        """
+        Args:
+            owner: of `storage`; None: this one only reads, or somebody else sees to that.
+        """
         if keep < 1:
             raise ValueError(f"keep_checkpoints: must be at least 1, got {keep}")
         self.storage = storage
         self.keep = keep
+        self.owner = owner
 
     def highest_stage(self) -> int:
-        """Return the highest stage that has a folder, torn ones included; 0 if none has."""
-        return highest_stage(self.storage)
+        """Return the highest stage that has a folder, torn ones included; 0 if none has.
+
+        Another training's stage counts too: it may be about to make one.
+        """
+        others = 0 if self.owner is None else self.owner.stage_of_others()
+        return max(highest_stage(self.storage), others)
 
     def found(self) -> list[CheckpointId]:
         """Return all folders of checkpoints, whole or torn, oldest first."""
@@ -71,26 +85,35 @@ class CheckpointStore:
         for what the script did since that step, which it does again after a restore.
 
         Raises:
+            InUseError: another training has taken the folder; nothing more was written.
             CheckpointError: it could not be written; what was begun is removed.
         """
         made = CheckpointId(image.status.stage, image.status.step)
-        if MANIFEST in self.storage.files(made.folder):
-            return made
         try:
+            if self.owner is not None:
+                self.owner.check()
+            if MANIFEST in self.storage.files(made.folder):
+                return made
             write_files(
                 self.storage,
                 made.folder,
                 layout=image.layout,
                 data=image.data,
                 status={"status": image.status.to_json(), "scalars": image.scalars},
-                head={"stage": made.stage, "step": made.step},
+                head={
+                    "stage": made.stage,
+                    "step": made.step,
+                    "run_id": image.status.run_id,
+                    "written_at": round(time.time(), 3),
+                },
+                commit=None if self.owner is None else self.owner.commit,
             )
         except OSError as error:
             remove_checkpoint(self.storage, made)
             raise CheckpointError(
                 f"{self.storage.name}/{made.folder}: not written: {error.strerror or error}"
             ) from error
-        self._clean(made)
+        self._clean(made, image.status.run_id)
         return made
 
     def check_writable(self) -> None:
@@ -107,6 +130,34 @@ class CheckpointStore:
                 f"checkpoint: {self.storage.name} cannot be written: {error.strerror or error}; "
                 f"make it writable, or give another path"
             ) from error
+
+    def continue_newest(self) -> tuple[StateImage, CheckpointId] | None:
+        """Take the folder for this training, and return as `load_newest`; says what goes on.
+
+        Raises:
+            InUseError: another training has the folder.
+            CheckpointError: as `load_newest`.
+        """
+        if self.owner is None:
+            return self.load_newest()
+        before = self.owner.claim()
+        try:
+            found = self.load_newest()
+            self.owner.confirm()
+        except CheckpointError:
+            self.owner.close()
+            raise
+        if found is None:
+            return None
+        image, each = found
+        # What a version before has written has no run: it belongs to whoever goes on with it.
+        run_id = image.status.run_id or self.owner.run_id
+        if before:
+            logger.warning(
+                "checkpoint: goes on with run %s in %s, from step %d, written %s; %s",
+                run_id, self.storage.name, each.step, self._written(each), before,
+            )  # fmt: skip
+        return replace(image, status=replace(image.status, run_id=run_id)), each
 
     def load_newest(self) -> tuple[StateImage, CheckpointId] | None:
         """Return the newest intact checkpoint; None if there is none.
@@ -157,9 +208,21 @@ class CheckpointStore:
             data=data,
         )
 
-    def _clean(self, newest: CheckpointId) -> None:
+    def _written(self, each: CheckpointId) -> str:
+        """Return when a checkpoint was written, in words."""
+        at = read_head(self.storage, each.folder).get("written_at")
+        if not isinstance(at, int | float):
+            return "by a version before"
+        return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+    def _clean(self, newest: CheckpointId, run_id: str) -> None:
         """Remove what is older than `newest`, which is intact, but for the last `keep` - 1."""
+
+        def is_ours(each: Place) -> bool:
+            return read_head(self.storage, each.folder).get("run_id", "") in ("", run_id)
+
         try:
-            remove_older(self.storage, [each for each in self.found() if each < newest], self.keep)
+            older = [each for each in self.found() if each < newest]
+            remove_older(self.storage, older, self.keep, is_ours)
         except OSError as error:
             logger.warning("old checkpoints in %s stay: %s", self.storage.name, error)

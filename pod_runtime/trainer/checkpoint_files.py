@@ -6,7 +6,7 @@ with one every byte is checked by size and SHA-256.
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from pod_runtime.trainer.errors import CheckpointError
@@ -26,7 +26,8 @@ def write_files(
     layout: Layout,
     data: memoryview,
     status: Mapping[str, Any],
-    head: Mapping[str, int],
+    head: Mapping[str, Any],
+    commit: Callable[[str, bytes], None] | None = None,
 ) -> None:
     """Write one checkpoint into `folder`, which nobody else writes to.
 
@@ -34,6 +35,7 @@ def write_files(
         layout, data: tensors; the part of a name before the first `/` says which file it goes to.
         status: JSON types.
         head: what stands at the top of the manifest.
+        commit: writes the manifest; None: the storage does.
 
     Raises:
         OSError: as the storage does; there is no manifest then.
@@ -52,7 +54,17 @@ def write_files(
         storage.write(f"{folder}/{name}", counted)
         files[name] = {"size_bytes": counted.size, "sha256": counted.hash.hexdigest()}
     manifest = {"format": 1, **head, "files": files}
-    storage.commit(f"{folder}/{MANIFEST}", json.dumps(manifest, indent=1).encode())
+    content = json.dumps(manifest, indent=1).encode()
+    (commit or storage.commit)(f"{folder}/{MANIFEST}", content)
+
+
+def read_head(storage: Storage, folder: str) -> dict[str, Any]:
+    """Return what a manifest says; {} where there is none, or a damaged one. Raises OSError."""
+    try:
+        manifest = json.loads(storage.read(f"{folder}/{MANIFEST}"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return manifest if isinstance(manifest, dict) else {}
 
 
 def read_files(storage: Storage, folder: str) -> tuple[dict[str, Any], Layout, memoryview]:

@@ -4,6 +4,7 @@ ElasticError
 ├── UsageError         the training script uses the loop in a way that cannot be right
 ├── StateError         a state does not fit this script, its data or its model
 ├── CheckpointError    a checkpoint could not be written or read
+│   └── InUseError     another training has the folder
 ├── SnapshotError      no memory for a snapshot; training goes on without
 ├── LinkError          the launcher is gone, or said something unknown
 └── PeerLost           another trainer of the stage is gone; not this one's fault
@@ -30,6 +31,10 @@ class StateError(ElasticError):
 
 class CheckpointError(ElasticError):
     """The text names the folder and the reason."""
+
+
+class InUseError(CheckpointError):
+    """The text names both trainings and the remedy."""
 
 
 class SnapshotError(ElasticError):

@@ -7,13 +7,14 @@ import time
 
 from pod_runtime.segment_header import Stamp
 from pod_runtime.trainer.adapter import Adapter
-from pod_runtime.trainer.agreement import Wish
+from pod_runtime.trainer.agreement import AgreedCut, Wish
 from pod_runtime.trainer.checkpoint import CheckpointStore
 from pod_runtime.trainer.checkpoint_writer import CheckpointWriter
-from pod_runtime.trainer.errors import CheckpointError
+from pod_runtime.trainer.errors import CheckpointError, InUseError
 from pod_runtime.trainer.image import StateImage
 from pod_runtime.trainer.link import Link, Start
 from pod_runtime.trainer.node_snapshots import NodeSnapshots
+from pod_runtime.trainer.owner_record import State
 from pod_runtime.trainer.progress import Progress
 from pod_runtime.trainer.restore import Kept
 from pod_runtime.trainer.snapshot import copy_newest
@@ -58,6 +59,7 @@ class Keeper:
         self._link = link
         self._snapshots = snapshots
         self._writer = (writer or CheckpointWriter(store)) if store else None
+        self._owner = None if store is None else store.owner
         self._save_steps = save_steps
         self._snapshot_steps = snapshot_steps
         self._step_s = 0.0  # how long steps take; 0: not known
@@ -94,8 +96,13 @@ class Keeper:
         return Wish(snapshot=float(due), renew=self._snapshots.wants_renewal)
 
     def after_step(self, step_s: float, wish: Wish) -> None:
-        """Do what is due after a committed step; `step_s` is how long steps take."""
+        """Do what is due after a committed step; `step_s` is how long steps take.
+
+        Raises:
+            InUseError: another training has taken over the folder of checkpoints.
+        """
         self._step_s = step_s
+        self._end_if_replaced()
         self._snapshots.settle()
         now = time.monotonic()
         if now - self._flushed_at > _FLUSH_PERIOD_S:
@@ -136,7 +143,12 @@ class Keeper:
     # --- at the end of a stage
 
     def start_final(self) -> None:
-        """Begin the checkpoint of a training that is complete."""
+        """Begin the checkpoint of a training that is complete.
+
+        Raises:
+            InUseError: another training has taken over the folder of checkpoints.
+        """
+        self._end_if_replaced()
         if self._writer is not None:
             self._wait_for_last()
             self._progress.flush_ledger()
@@ -174,22 +186,27 @@ class Keeper:
         """The segment is missing or too small: `park` must be told on all ranks if any says so."""
         return self._snapshots.wants_renewal
 
-    def park(self, cut_id: int, durable: bool, renew: bool) -> Start | None:
+    def park(self, cut: AgreedCut, renew: bool) -> Start | None:
         """Put the committed state away, say so, and wait until the cut is off (or for the end).
 
         Returns what a trainer that joins goes on as; None: the cut is off.
         """
         assert self._link is not None
+        cut_id = cut.id
         step = self._progress.cursor.global_step
         self._take(Wish(snapshot=1.0, renew=renew))
         self._snapshots.meet()
         kept = self._snapshots.reference()
-        if self._writer is not None and (durable or kept is None):
+        if self._writer is not None and (cut.durable or kept is None):
             self._write_until_done(cut_id)
+        if self._owner is not None and cut.halt:
+            self._owner.leave(State.PAUSED if cut.halt == "pause" else State.OVER)
         self.note_account()
         self._link.say("drained", step=step, id=cut_id, snapshot=kept)
         logger.info("parked after step %d for cut %d", step, cut_id)  # others wait for these words
         start = self._link.wait_resume(cut_id)
+        if self._owner is not None and cut.halt:
+            self._owner.hold()
         if start is None:
             logger.info("cut %d is off, training goes on after step %d", cut_id, step)
         return start
@@ -225,6 +242,10 @@ class Keeper:
         self._snapshots.close()
 
     # --- how
+
+    def _end_if_replaced(self) -> None:
+        if self._owner is not None and self._owner.replaced_by:
+            raise InUseError(self._owner.replaced_by) from None
 
     def _take(self, wish: Wish) -> None:
         self._progress.flush_ledger()
@@ -286,6 +307,7 @@ class Keeper:
             try:
                 self.write_checkpoint()
             except CheckpointError as error:
+                self._end_if_replaced()
                 logger.error(
                     "drained only when a checkpoint is written; again in %g s: %s", RETRY_S, error
                 )

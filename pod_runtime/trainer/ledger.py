@@ -215,15 +215,15 @@ class LedgerFile:
         self._open: _Line | None = None  # the open row; None: there is none
         self._is_behind = False  # the newest attempt to write has failed
 
-    def begin_run(self, run: RunInfo, lineage: tuple[StageEntry, ...]) -> None:
+    def begin_run(self, run: RunInfo, lineage: tuple[StageEntry, ...], run_id: str = "") -> None:
         """Write what decides the batches (the newest such line holds), and what the file lacks.
 
         The file may be a new one beside an old checkpoint, or lines of it are damaged, or its last
         writer may have been killed just before it wrote a step whose snapshot another node already
         had.
         """
-        known = self._read()
-        self.add({"kind": "run", **encode(run)})
+        known = self._read(run_id)
+        self.add({"kind": "run", **encode(run), "run_id": run_id})
         for entry in lineage:
             there = known.get(entry.stage)
             if there is None:
@@ -292,7 +292,8 @@ class LedgerFile:
                 os.close(fd)
             self._fds = None
 
-    def _read(self) -> Mapping[int, StageEntry]:
+    def _read(self, run_id: str) -> Mapping[int, StageEntry]:
+        """Return what the file has of a run; nothing if another one was begun in it since."""
         try:
             content = read_content(self._path)
         except FileNotFoundError:
@@ -305,7 +306,8 @@ class LedgerFile:
                 "%d lines of the ledger are damaged, and are passed over: %s",
                 len(content.damaged), "; ".join(content.damaged[:_SHOWN_LINES]),
             )  # fmt: skip
-        return content.stages
+        is_other = content.run_id and run_id and content.run_id != run_id
+        return {} if is_other else content.stages
 
     def _open_file(self) -> tuple[int, int]:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -367,17 +369,21 @@ class LedgerContent:
     """What a ledger file says."""
 
     run: RunInfo | None  # the newest; None: no line says it
-    stages: Mapping[int, StageEntry]  # with all of their rows, but those that others contain
+    run_id: str  # its id; "": a version before did not say
+    stages: Mapping[int, StageEntry]  # its own, with all rows but those that others contain
     damaged: tuple[str, ...]  # each line that cannot be read, and why
 
 
 def read_content(path: Path) -> LedgerContent:
-    """Read a ledger file, and pass over what is damaged.
+    """Read what a ledger file has of its newest run, and pass over what is damaged.
+
+    The file may have been another run's before, whose stages had the same numbers.
 
     Raises:
         OSError: the file cannot be read.
     """
     run: RunInfo | None = None
+    run_id = ""
     stages: dict[int, StageEntry] = {}
     found: dict[int, list[tuple[int, dict[str, Any]]]] = {}  # rows, and where, by their stage
     rows: dict[int, list[Row]] = {}
@@ -387,6 +393,10 @@ def read_content(path: Path) -> LedgerContent:
             match line.get("kind"):
                 case "run":
                     run = decode(RunInfo, line)
+                    before, run_id = run_id, decode(str, line.get("run_id", "")) or run_id
+                    if before not in ("", run_id):
+                        stages.clear()
+                        found.clear()
                 case "stage":
                     entry = decode(StageEntry, line)
                     stages[entry.stage] = entry
@@ -410,7 +420,7 @@ def read_content(path: Path) -> LedgerContent:
         for number, entry in stages.items()
     }
     texts = tuple(f"{path}:{number}: {text}" for number, text in sorted(damaged))
-    return LedgerContent(run=run, stages=stages, damaged=texts)
+    return LedgerContent(run=run, run_id=run_id, stages=stages, damaged=texts)
 
 
 def read_lines(

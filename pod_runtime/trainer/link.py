@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from job_server.wire import SnapshotRef, StagePlan, WireError, decode
 from pod_runtime.segment_header import Stamp
 from pod_runtime.shim_wire import LineSocket, ShimError
+from pod_runtime.trainer.agreement import HALTS
 from pod_runtime.trainer.errors import LinkError
 
 _CONNECT_TIMEOUT_S = 30.0
@@ -52,6 +53,7 @@ class Cut:
     id: int  # grows from cut to cut
     durable: bool = False  # a checkpoint is written before `drained`
     patient: bool = False  # not amid a step, even while that waits for data
+    halt: str = ""  # "pause" or "stop" follows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +243,7 @@ class Link:
                     id=cut_id,
                     durable=message.get("durable") is True,
                     patient=message.get("patient") is True,
+                    halt=halt if (halt := message.get("halt")) in HALTS else "",
                 )
         elif word == "resume" and isinstance(cut_id, int):
             self.resumed_id = max(self.resumed_id, cut_id)

@@ -25,6 +25,7 @@ class LoopStatus:
     ledger: tuple[StageEntry, ...] = ()  # the lineage
     finished: bool = False  # nothing is left to train
     stopped: bool = False  # the script ended the training before its last epoch
+    run_id: str = ""  # of the training, through all continuations; "": of a version before
 
     @property
     def epoch(self) -> int:

@@ -124,6 +124,7 @@ class Member:
 
         Raises:
             PeerLost: a rank is gone, or this one was told to end.
+            InUseError: on rank 0; another training has taken over the folder of checkpoints.
         """
         while True:
             self._keeper.start_final()
@@ -178,6 +179,7 @@ class Member:
             self.world_size,
             None if cut is None else cut.id,
             cut is not None and cut.durable,
+            "" if cut is None else cut.halt,
         )
         votes = np.array([*ballot, float(self._keeper.wants_renewal)])
         self._adapter.all_reduce(votes)
@@ -188,7 +190,7 @@ class Member:
             return
         if self._link is None:
             raise LinkError("a peer was told to drain, and this trainer has no launcher")
-        start = self._keeper.park(*agreed, renew > 0)
+        start = self._keeper.park(agreed, renew > 0)
         if start is not None:
             raise StageChanged(start)
 

@@ -61,7 +61,7 @@ class Progress:
             epoch_samples=self.batches.epoch_samples,
         )
         if file is not None:
-            file.begin_run(self.run, self._ledger.stages)
+            file.begin_run(self.run, self._ledger.stages, self._before.run_id)
         self._ledger.begin(entry, file)
 
     def commit_step(self) -> None:

@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from pod_runtime.trainer.checkpoint import CheckpointId, CheckpointStore
 from pod_runtime.trainer.errors import StateError
 from pod_runtime.trainer.image import StateImage, image_from
 from pod_runtime.trainer.loop_status import LoopStatus
+from pod_runtime.trainer.owner import new_run_id
 from pod_runtime.trainer.snapshot import newest_stamp, read_snapshot
 from pod_runtime.trainer.together import wait_together
 
@@ -73,6 +74,7 @@ def restore(
 
     Raises:
         StateError, CheckpointError: a state is there and does not fit, or is damaged.
+        InUseError: on rank 0; another training has the folder of checkpoints.
         PeerLost: another rank is gone.
     """
     if wanted is not None and wanted.on_every_node:
@@ -110,8 +112,10 @@ def restore(
         source, from_checkpoint = 0, True
         found = _load_newest(adapter, store if rank == 0 else None)
         image = found[0] if found is not None else None
-        if store is not None and rank == 0 and found is None:
-            store.check_writable()  # now nothing is lost; later, training goes on without
+        if rank == 0 and found is None:
+            if store is not None:
+                store.check_writable()  # now nothing is lost; later, training goes on without
+            fresh = replace(fresh, run_id=new_run_id())
     if world_size == 1:
         if image is None:
             return _fresh(fresh, stage)
@@ -155,9 +159,9 @@ def _restore_here(
 def _load_newest(
     adapter: Adapter, store: CheckpointStore | None
 ) -> tuple[StateImage, CheckpointId] | None:
-    """Read and verify a checkpoint, which may take minutes, while the other ranks wait."""
+    """Claim the folder, and read and verify a checkpoint; the other ranks wait for minutes."""
     with ThreadPoolExecutor(1, "checkpoint-reader") as pool:
-        reading = None if store is None else pool.submit(store.load_newest)
+        reading = None if store is None else pool.submit(store.continue_newest)
         wait_together(adapter, lambda: reading is not None and not reading.done())
         return None if reading is None else reading.result()
 
@@ -195,7 +199,7 @@ def _broadcast(
     if rank != source or not fresh_flag:
         adapter.load(received.layout, received.data, received.scalars)
     if fresh_flag:
-        return _fresh(fresh, stage)
+        return _fresh(replace(fresh, run_id=received.status.run_id), stage)
     return _restored(received, stage, from_checkpoint=from_checkpoint)
 
 

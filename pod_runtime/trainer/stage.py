@@ -22,6 +22,8 @@ from pod_runtime.trainer.link import Link, Preview, Start, Welcome
 from pod_runtime.trainer.loop_status import LoopStatus, check_same_run
 from pod_runtime.trainer.member import Member, exit_as_victim
 from pod_runtime.trainer.node_snapshots import NodeSnapshots, make_segment, nodes_of
+from pod_runtime.trainer.owner import Owner, this_holder
+from pod_runtime.trainer.owner_record import State
 from pod_runtime.trainer.progress import Progress, fresh_status, scaling_for
 from pod_runtime.trainer.restore import Kept, Loaded, Restored, restore
 from pod_runtime.trainer.settings import LoopSettings
@@ -100,8 +102,12 @@ class Entrance:
             self._joining = Joining(self.adapter, self._link, os.environ)
             if env.pod_dir is not None:
                 note_forks(env.pod_dir)
-        self._store = _open_store(settings, env.rank)
-        self._place = _find_place(env, self._link, self._store)
+        welcome = None if self._link is None else self._link.wait_welcome()
+        self._plan = None if welcome is None else welcome.plan
+        self._store = self._open_store(env.rank)
+        self._place = _find_place(env, self._link, welcome, self._store)
+        if self._store is not None and self._store.owner is not None:
+            self._store.owner.stage = self._place.stage
         self._segment: Segment | None = None  # None: not made ahead of the first snapshot
         self._restored: Restored | None = None  # None: not yet
         self._loaded: Loaded | None = None  # ahead of the commit; None: nothing was
@@ -183,7 +189,7 @@ class Entrance:
             LinkError: this trainer was not told to join that stage, or the launcher is gone.
         """
         assert self._joining is not None
-        plan = start.plan
+        plan = self._plan = start.plan
         for fd in start.fds:
             os.close(fd)
         rank, group, self._segment = self._joining.take(plan)
@@ -203,8 +209,10 @@ class Entrance:
             beside=False,
             parts=(),
         )
-        if self._store is None or rank != 0:
-            self._store = _open_store(self._settings, rank)
+        if rank != 0:
+            self._let_go_of_store()
+        elif self._store is None:
+            self._store = self._open_store(rank)
         kept = old.keeper.kept()
         with self._as_victim():
             restored = self._restore(place, kept)
@@ -214,9 +222,30 @@ class Entrance:
         return self._begin(place, restored, kept.status, writer=old.keeper.writer)
 
     def close(self) -> None:
-        """Nothing is to follow."""
+        """Nothing is to follow: the training is complete."""
         if self._joining is not None:
             self._joining.close()
+        if self._store is not None and self._store.owner is not None:
+            self._store.owner.leave(State.OVER)
+
+    def _let_go_of_store(self) -> None:
+        """Another rank writes checkpoints now."""
+        if self._store is not None and self._store.owner is not None:
+            self._store.owner.close()
+        self._store = None
+
+    def _open_store(self, rank: int) -> CheckpointStore | None:
+        """Only rank 0 reads and writes checkpoints; the others get the state from it."""
+        settings, env, plan = self._settings, self._env, self._plan
+        if settings.checkpoint is None or rank != 0:
+            return None
+        storage = open_storage(settings.checkpoint)
+        owner = Owner(
+            storage,
+            this_holder(plan=plan, server=env.job_server or ""),
+            take_over=env.take_over if plan is None else plan.take_over,
+        )
+        return CheckpointStore(storage, keep=settings.keep_checkpoints, owner=owner)
 
     def load_again(self) -> None:
         """Take over the state once more: what was done to it since does not count."""
@@ -292,7 +321,7 @@ class Entrance:
         logger.info("goes on as rank %d of %d", rank, plan.world_size)
         self._place = replace(place, rank=rank, world_size=plan.world_size, nodes=nodes_of(plan))
         if self._store is None:
-            self._store = _open_store(self._settings, rank)
+            self._store = self._open_store(rank)
 
     def _check_clean(self, restored: Restored) -> None:
         """Whatever a rehearsal left in the state must have been overwritten.
@@ -342,6 +371,9 @@ class Entrance:
                 raise
             logger.error("peer lost while the stage was formed: %s", error)
             exit_as_victim()
+        except BaseException:
+            self._let_go_of_store()  # a script may catch it, and go on with something else
+            raise
 
     def _begin(
         self,
@@ -397,6 +429,9 @@ class Entrance:
         if place.link is not None:
             place.link.say("loaded", step=status.step, epoch=status.epoch)
             place.link.wait_go()
+        if self._store is not None and self._store.owner is not None:
+            self._store.owner.run_id, self._store.owner.stage = status.run_id, restored.stage
+            self._store.owner.hold()
         # Not before `go`: a stage that is never committed must not appear in the ledger.
         progress.begin_stage(restored.came_from, file)
         return Stage(
@@ -409,9 +444,11 @@ class Entrance:
         )
 
 
-def _find_place(env: TrainerEnv, link: Link | None, store: CheckpointStore | None) -> _Place:
+def _find_place(
+    env: TrainerEnv, link: Link | None, welcome: Welcome | None, store: CheckpointStore | None
+) -> _Place:
     highest = store.highest_stage() if store is not None else 0
-    if link is None:
+    if link is None or welcome is None:
         return _Place(
             rank=env.rank,
             world_size=env.world_size,
@@ -426,7 +463,6 @@ def _find_place(env: TrainerEnv, link: Link | None, store: CheckpointStore | Non
             beside=False,
             parts=(),
         )
-    welcome: Welcome = link.wait_welcome()
     plan = welcome.plan
     wanted = plan.restore_from
     if wanted is not None:
@@ -497,10 +533,3 @@ def _continued(
             f"another checkpoint path"
         )
     return status.for_run(run)
-
-
-def _open_store(settings: LoopSettings, rank: int) -> CheckpointStore | None:
-    """Only rank 0 reads and writes checkpoints; the others get the state from it."""
-    if settings.checkpoint is None or rank != 0:
-        return None
-    return CheckpointStore(open_storage(settings.checkpoint), keep=settings.keep_checkpoints)

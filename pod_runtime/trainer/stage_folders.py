@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from pod_runtime.trainer.checkpoint_files import MANIFEST
@@ -37,18 +37,26 @@ def highest_stage(storage: Storage) -> int:
     return max((stage for stage, _name in stage_folders(storage)), default=0)
 
 
-def remove_older(storage: Storage, older: Iterable[Place], keep: int) -> None:
+def remove_older(
+    storage: Storage,
+    older: Iterable[Place],
+    keep: int,
+    is_ours: Callable[[Place], bool] = lambda _place: True,
+) -> None:
     """Remove what is older than an intact checkpoint, but for the last `keep` - 1 whole ones.
 
     Args:
         older: oldest first.
+        is_ours: asked of whole ones; others' stay, and do not count.
 
     Raises:
         OSError: the storage cannot be looked at. What cannot be removed is only logged.
     """
     places = list(older)
-    whole = [each.folder for each in places if MANIFEST in storage.files(each.folder)]
-    stay = set(whole[-(keep - 1) :]) if keep > 1 else set()
+    whole = [each for each in places if MANIFEST in storage.files(each.folder)]
+    ours = [each.folder for each in whole if is_ours(each)]
+    stay = {each.folder for each in whole} - set(ours)
+    stay.update(ours[-(keep - 1) :] if keep > 1 else ())
     for each in places:
         if each.folder not in stay:
             remove_checkpoint(storage, each)

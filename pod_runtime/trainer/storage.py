@@ -1,15 +1,20 @@
 """Where checkpoints go: a local folder, or any fsspec URL. Few verbs, so that both behave alike."""
 
 import contextlib
+import fcntl
 import os
 import shutil
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from pod_runtime.trainer.errors import CheckpointError
 
 Chunk = bytes | memoryview
+
+_LOCK_S = 5.0  # nobody needs it for longer, but one that was stopped amid it may
+_LOCK_PAUSE_S = 0.01
 
 
 class Storage(Protocol):
@@ -91,12 +96,13 @@ class LocalStorage:
 
     def commit(self, path: str, content: bytes) -> None:
         target = self.root / path
-        temporary = f"{path}.part"
+        temporary = f"{path}.{os.getpid()}.part"  # two trainings may claim a folder at once
         self.write(temporary, [content])
         _fsync_folder(target.parent)
         (self.root / temporary).replace(target)
-        for folder in (target.parent, target.parent.parent, target.parent.parent.parent):
-            _fsync_folder(folder)
+        while target != self.root:
+            target = target.parent
+            _fsync_folder(target)
 
     def remove(self, path: str) -> None:
         target = self.root / path
@@ -150,6 +156,40 @@ class FsspecStorage:
         return sorted(
             each["name"].rstrip("/").rpartition("/")[2] for each in entries if each["type"] == kind
         )
+
+
+@contextlib.contextmanager
+def exclusive(storage: Storage) -> Iterator[None]:
+    """Keep others out who ask for the same, on this machine; elsewhere it promises nothing.
+
+    For what takes milliseconds: who waits too long goes on without.
+    """
+    fd = None
+    if isinstance(storage, LocalStorage):
+        with contextlib.suppress(OSError):  # a folder that cannot be made cannot be written either
+            storage.root.mkdir(parents=True, exist_ok=True)
+            fd = os.open(storage.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            _lock(fd)
+    try:
+        yield
+    finally:
+        if fd is not None:
+            with contextlib.suppress(OSError):
+                # Not by `close` alone: a worker that was forked just now has it open, too.
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            os.close(fd)
+
+
+def _lock(fd: int) -> None:
+    """Lock a folder, for as long as it is open. Raises OSError where that does not exist (NFS)."""
+    deadline = time.monotonic() + _LOCK_S
+    while time.monotonic() < deadline:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_LOCK_PAUSE_S)
+        else:
+            return
 
 
 def _fsync_folder(folder: Path) -> None:

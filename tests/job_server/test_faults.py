@@ -41,6 +41,7 @@ def judge(*chain: RaisedError) -> str:
     return "at once" if fault.at_once else "twice"
 
 
+ERRORS = "pod_runtime.trainer.errors"
 USAGE = ("pod_runtime.trainer.errors.UsageError", "pod_runtime.trainer.errors.ElasticError")
 PADDLE_CUDA = "(External) CUDA error(700), an illegal memory access was encountered."
 SHAPES = "(InvalidArgument) The shapes are [5, 11] and [15, 11]. [Hint: Expected 5 == 15]"
@@ -55,6 +56,7 @@ SHAPES = "(InvalidArgument) The shapes are [5, 11] and [15, 11]. [Hint: Expected
         ([raised("ImportError", text="libcudnn.so.9: cannot open shared object")], "at once"),
         ([raised(*USAGE, text="epochs: expected 1 or more, got 0")], "at once"),
         ([raised("distill_reader.errors.UsageError", "ValueError")], "at once"),
+        ([raised(f"{ERRORS}.InUseError", f"{ERRORS}.CheckpointError", text="in use")], "at once"),
         ([replace(raised("SyntaxError"), at="<string>:1")], "twice"),
         ([raised("RuntimeError", text="boom")], "twice"),
         ([raised("ValueError", text=SHAPES)], "twice"),

@@ -459,7 +459,7 @@ def test_a_cut_is_told_to_all_and_drained_when_the_last_has_parked():
     coming = plan(2, Order.PREPARE)
     actions = pod.told(plan(1, Order.CUT, durable=True), coming)
     assert [a.message for a in actions if isinstance(a, Tell)] == [
-        {"do": "cut", "id": 1, "durable": True, "patient": False}
+        {"do": "cut", "id": 1, "durable": True, "patient": False, "halt": ""}
     ] * 2
     assert HaveAtHand(plan=plan(1, Order.CUT, durable=True)) in actions
     assert kinds(actions) == [ReportKind.READY]
@@ -542,7 +542,7 @@ def test_the_next_cut_frees_those_who_parked_for_the_one_before():
     actions = pod.told(plan(1, Order.CUT, cut=2, durable=True))  # its RESUME was never heard
     assert [a.message for a in actions if isinstance(a, Tell) and a.rank == 0] == [
         {"do": "resume", "id": 1},
-        {"do": "cut", "id": 2, "durable": True, "patient": False},
+        {"do": "cut", "id": 2, "durable": True, "patient": False, "halt": ""},
     ]
     for rank in (0, 1):
         actions = pod.say(rank, Drained(step=10, id=2))

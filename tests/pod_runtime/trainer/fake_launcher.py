@@ -183,10 +183,11 @@ class Stage:
         durable: bool = False,
         ranks: list[int] | None = None,
         patient: bool = False,
+        halt: str = "",
     ) -> None:
         for trainer in self.trainers:
             if ranks is None or trainer.rank in ranks:
-                trainer.tell(do="cut", id=cut_id, durable=durable, patient=patient)
+                trainer.tell(do="cut", id=cut_id, durable=durable, patient=patient, halt=halt)
 
     def resume(self, cut_id: int = 1) -> None:
         for trainer in self.trainers:
@@ -230,6 +231,8 @@ class FakeLauncher:
         self.run_dir = folder / "run"
         self.script = SCRIPTS / script
         self.max_trainers = max_trainers
+        self.submitted_at = 1.0  # of the job
+        self.take_over = False
         self.segments: dict[int, list[int]] = {}  # stage -> descriptors
         self.stages: list[Stage] = []
         self._listeners: list[socket.socket] = []
@@ -402,6 +405,7 @@ class FakeLauncher:
         plan = StagePlan(
             job_id="job", stage=number, flag=0, way=Way.DRAIN, order=Order.START, pods=pods,
             master=f"127.0.0.1:{port}", restore_from=restore, max_trainers=self.max_trainers,
+            submitted_at=self.submitted_at, take_over=self.take_over,
         )  # fmt: skip
         return pod_env, plan
 

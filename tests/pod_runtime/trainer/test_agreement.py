@@ -3,7 +3,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pod_runtime.trainer.agreement import (
+    HALTS,
     HEADER_SIZE,
+    AgreedCut,
     Verdict,
     Wish,
     make_ballot,
@@ -42,20 +44,28 @@ def test_a_header_says_whether_any_rank_was_told_even_summed_in_float32(ranks):
 
 
 @given(
-    st.lists(st.tuples(st.none() | st.integers(0, 1 << 40), st.booleans()), min_size=1, max_size=20)
+    st.lists(
+        st.tuples(st.none() | st.integers(0, 1 << 40), st.booleans(), st.sampled_from(HALTS)),
+        min_size=1,
+        max_size=20,
+    )
 )
 def test_ranks_agree_on_the_newest_cut_that_any_of_them_knows(known):
     world_size = len(known)
-    total = np.zeros(2 * world_size)
-    for rank, (cut_id, durable) in enumerate(known):
-        total += make_ballot(rank, world_size, cut_id, durable)
-    ids = [cut_id for cut_id, _ in known if cut_id is not None]
+    total = np.zeros(len(make_ballot(0, world_size, None, False)))
+    for rank, (cut_id, durable, halt) in enumerate(known):
+        total += make_ballot(rank, world_size, cut_id, durable, halt)
+    told = [each for each in known if each[0] is not None]
     agreed = read_ballots(total.tolist())
-    if not ids:
+    if not told:
         assert agreed is None
     else:
-        durable = any(durable for cut_id, durable in known if cut_id is not None)
-        assert agreed == (max(ids), durable)
+        newest = max(cut_id for cut_id, _durable, _halt in told)
+        assert agreed == AgreedCut(
+            id=newest,
+            durable=any(durable for _id, durable, _halt in told),
+            halt=max((halt for cut_id, _, halt in told if cut_id == newest), key=HALTS.index),
+        )
 
 
 @given(st.integers(1, 500))

@@ -127,6 +127,40 @@ def test_a_new_run_folder_beside_an_old_state_gets_the_whole_lineage(tmp_path):
     assert (result.is_proven, result.steps, result.complete_epochs) == (True, 40, 4)
 
 
+def test_continuations_of_a_run_in_one_folder_are_judged_as_one(tmp_path, capsys):
+    fresh = replace(FRESH, run_id="a", run=replace(RUN, epochs=2))
+    saved = train(begin(fresh, 1, tmp_path), 12)  # killed, with a checkpoint of step 12
+    train(begin(saved, 2, tmp_path), 3)
+    # Another job goes on from there, and fails after its checkpoint of step 17.
+    status = train(begin(saved, 3, tmp_path), 5)
+    # It is told to go on, and finishes; then it is asked for more epochs.
+    status = train(begin(status, 4, tmp_path, world=2), 3)
+    assert verify([str(tmp_path)]) == 0
+    status = train(begin(status, 5, tmp_path), 0)  # started once more: nothing is left to do
+    longer = replace(status, run=replace(RUN, epochs=4))
+    train(begin(longer, 6, tmp_path), 20)
+    capsys.readouterr()
+    assert verify([str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "lineage of stages 1 -> 3 -> 4 -> 5 -> 6" in text
+    assert "superseded: stage 2, steps 13-15" in text
+    assert "epochs 0-3: each of 100 samples counted exactly once" in text
+
+
+def test_a_run_that_begins_in_the_folder_of_another_is_judged_alone(tmp_path, capsys):
+    first = replace(FRESH, run_id="a")
+    status = train(begin(first, 1, tmp_path), 15)
+    status = train(begin(status, 2, tmp_path), 10)
+    train(begin(status, 3, tmp_path), 1)
+    other = replace(FRESH, run_id="b", run=replace(RUN, seed=9))  # its checkpoints were removed
+    status = train(begin(other, 1, tmp_path), 5)
+    train(begin(status, 2, tmp_path), 35)
+    assert verify([str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "epochs 0-3: each of 100 samples counted exactly once" in text
+    assert "superseded" not in text
+
+
 def test_steps_that_only_the_restored_state_knows_are_added_to_the_file(tmp_path):
     progress = begin(FRESH, 1, tmp_path)
     train(progress, 5)

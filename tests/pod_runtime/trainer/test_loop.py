@@ -20,6 +20,7 @@ from pod_runtime import elastic
 from pod_runtime.trainer.loop import committed_step, explain_error
 from pod_runtime.verify import main as verify
 from tests.pod_runtime.trainer.fake_launcher import SCRIPTS
+from tests.support import wait_until
 
 DATA = [np.full(3, i, "float32") / 10 for i in range(20)]
 
@@ -115,6 +116,8 @@ def test_a_disk_that_is_full_to_the_end_costs_a_training_nothing(
                     step.backward((model(batch) ** 2).mean())
                 step.update()
             if epoch.number == 10:
+                keeper = loop._enter().keeper  # one that is written now would make room behind it
+                wait_until(lambda: not keeper.is_writing)  # noqa: B023  called at once
                 fill(disk / "filler")
             loop.log(epoch=epoch.number)
             if epoch.number == 39:

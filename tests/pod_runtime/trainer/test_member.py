@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pod_runtime.trainer.agreement import Wish
+from pod_runtime.trainer.agreement import AgreedCut, Wish
 from pod_runtime.trainer.errors import LinkError, PeerLost, StageChanged
 from pod_runtime.trainer.link import Cut
 from pod_runtime.trainer.member import Member
@@ -42,8 +42,8 @@ class Keeper:
 
     wish_after_epoch = wish
 
-    def park(self, cut_id: int, durable: bool, renew: bool) -> Any:
-        self.parked.append((cut_id, durable, renew))
+    def park(self, cut: AgreedCut, renew: bool) -> Any:
+        self.parked.append((cut.id, cut.durable, renew))
         return self.start
 
     @property
@@ -86,14 +86,14 @@ def test_a_peer_that_waits_for_data_is_waited_for_with_the_same_gradients():
 
 
 def test_a_void_step_under_a_cut_parks_before_it_and_is_exchanged_again_afterwards():
-    member, keeper = make(Group(CUT_AND_VOID, [0, 0, 8, 1, 1], COMMITS), Channel())
+    member, keeper = make(Group(CUT_AND_VOID, [0, 0, 0, 8, 1, 0, 1], COMMITS), Channel())
     verdict = member.exchange(5)
     assert keeper.parked == [(7, True, True)]  # the peer's newest cut, which we had not heard of
     assert (verdict.samples, verdict.void) == (8, False)
 
 
 def test_a_cut_that_all_ranks_know_to_be_off_by_now_parks_nobody():
-    member, keeper = make(Group(CUT_AND_VOID, [0, 0, 0, 0, 0], COMMITS), Channel())
+    member, keeper = make(Group(CUT_AND_VOID, [0, 0, 0, 0, 0, 0, 0], COMMITS), Channel())
     member.exchange(5)
     assert keeper.parked == []
 
@@ -114,7 +114,7 @@ def test_a_rank_without_data_shows_itself_before_its_peers_run_into_the_time_out
 
 
 def test_a_cut_while_data_do_not_come_is_acted_on_at_once():
-    member, keeper = make(Group(COMMITS, [0, 0, 0, 0, 0]), Channel(Cut(id=4)))
+    member, keeper = make(Group(COMMITS, [0, 0, 0, 0, 0, 0, 0]), Channel(Cut(id=4)))
     member.wait_for_data()
     assert keeper.parked == [(4, False, False)]
 
@@ -132,13 +132,13 @@ def test_a_cut_for_those_who_stay_waits_for_data_and_for_the_step():
 
 def test_another_cut_does_not_wait_because_a_peer_stays():
     patient = Channel(Cut(id=4, patient=True))
-    member, keeper = make(Group(CUT_AND_VOID, [0, 0, 8, 1, 0], COMMITS), patient)
+    member, keeper = make(Group(CUT_AND_VOID, [0, 0, 0, 8, 1, 0, 0], COMMITS), patient)
     member.exchange(5)
     assert keeper.parked == [(7, True, False)]
 
 
 def test_who_stays_goes_on_in_the_next_stage_from_where_it_has_parked():
-    member, keeper = make(Group([1.0], [0, 0, 3, 0, 0]), Channel(Cut(id=4, patient=True)))
+    member, keeper = make(Group([1.0], [0, 0, 0, 3, 0, 0, 0]), Channel(Cut(id=4, patient=True)))
     keeper.start = object()
     with pytest.raises(StageChanged) as caught:
         member.meet(may_move=True)
@@ -147,7 +147,7 @@ def test_who_stays_goes_on_in_the_next_stage_from_where_it_has_parked():
 
 def test_an_evaluation_that_new_trainers_would_not_come_by_is_not_left_for_the_next_stage():
     channel = Channel(Cut(id=4, patient=True))
-    member, keeper = make(Group([0.0], [0.0], [0, 0, 0, 0, 0]), channel)
+    member, keeper = make(Group([0.0], [0.0], [0, 0, 0, 0, 0, 0, 0]), channel)
     member.meet(may_move=False)
     assert keeper.parked == []
     channel.cut = Cut(id=5)
@@ -156,7 +156,7 @@ def test_an_evaluation_that_new_trainers_would_not_come_by_is_not_left_for_the_n
 
 
 def test_ranks_meet_between_steps():
-    member, keeper = make(Group([0.0], [1.0], [0, 0, 3, 0, 0]), Channel())
+    member, keeper = make(Group([0.0], [1.0], [0, 0, 0, 3, 0, 0, 0]), Channel())
     member.meet(may_move=True)
     assert keeper.parked == []
     member.meet(may_move=True)
@@ -164,7 +164,7 @@ def test_ranks_meet_between_steps():
 
 
 def test_a_trainer_without_launcher_never_parks():
-    member, _keeper = make(Group(CUT_AND_VOID, [0, 0, 8, 1, 1]))
+    member, _keeper = make(Group(CUT_AND_VOID, [0, 0, 0, 8, 1, 0, 1]))
     with pytest.raises(LinkError, match="no launcher"):
         member.exchange(5)
 

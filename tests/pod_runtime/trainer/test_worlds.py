@@ -215,15 +215,22 @@ def test_pausing_leaves_a_checkpoint_that_another_job_continues(launch, tmp_path
     stage = job.start(2, *out(job, *more))
     stage.go()
     stage.wait_step(1)
-    stage.cut(1, durable=True)
+    stage.cut(1, durable=True, halt="pause")
     step = stage.drained()
     newest = CheckpointStore(open_storage(path)).load_newest()
     assert newest is not None
     assert newest[0].status.step == step
     stage.end()
 
-    # A job that begins its numbers anew is told so, instead of writing behind what is there.
+    # The job keeps its place while it is paused, unless another one is told to replace it.
     other = launch("counting.py", 2, "other")
+    other.submitted_at = 2.0
+    stage = other.start(1, *out(other, *more), number=3)
+    assert stage.codes() == [1]
+    assert "is paused; this is job job of " in stage.logs()
+    other.take_over = True
+
+    # A job that begins its numbers anew is told so, instead of writing behind what is there.
     stage = other.start(1, *out(other, *more), number=1)
     wait_until(lambda: stage.trainers[0].words("stage_too_low"), 60, stage.logs())
     assert stage.trainers[0].words("stage_too_low")[0]["highest_stage"] == 1

@@ -33,6 +33,7 @@ from job_server.job import (
 )
 from job_server.layout import make_pods, slots_of_leavers, slots_of_stayers
 from job_server.placement import explain_shortage, place, serving_nodes
+from job_server.plain import warn_plain
 from job_server.pod_exits import finish_unsupervised
 from job_server.reports import previous_ended
 from job_server.standby import stand_by
@@ -72,6 +73,7 @@ def _succeed(work: Work) -> None:
         return
     busy = any(pod.left and pod.keep is Keep.RUN for pod in work.job.pods)
     if stage.members and stage.all_at(At.FINISHED) and not busy:
+        warn_plain(work, ended=True)
         finish(work, JobState.SUCCEEDED, "all pods have exited with 0")
 
 
@@ -378,5 +380,6 @@ RULES: tuple[Callable[[Work], None], ...] = (
     _forget_released,
     _change,
     _stand_by,
+    warn_plain,
     store_script_clock,
 )

@@ -349,6 +349,7 @@ def _job_text(status: wire.JobStatus) -> str:
     facts = [
         ("job", status.job_id),
         ("state", f"{status.state.value}: {status.reason}"),
+        *(("warning", text) for text in status.warnings),
         ("pods", f"{len(status.pods)} of {status.target_pods} wanted "
                  f"({status.spec.min_pods} to {status.spec.max_pods})"),
         *(_training_facts(status) if status.teachers is None else teacher_facts(status.teachers)),

@@ -7,6 +7,7 @@ from job_server.bookkeeping import script_runs
 from job_server.change_script import ScriptedChange, parse_script
 from job_server.job import At, Halt, HaltPhase, Job, Keep, Phase, Stage
 from job_server.placement import Cluster
+from job_server.plain import LOOP_S
 from job_server.wire import ScriptKind, Way
 from job_server.work import (
     END_MARGIN_S,
@@ -20,6 +21,7 @@ from job_server.work import (
 
 DUE_SLACK_S = 0.001  # sums of many short times are not exact
 DECLARE_S = 10.0  # for imports: how long trainers may take to call the elastic loop
+TELL_WAITING_S = 10.0  # that a client has not registered yet is no news before
 STANDBY_AFTER_S = 5.0  # of undisturbed training before its successors are prepared
 SCRIPT_STORE_S = 5.0  # how much script time a crash of the server may lose
 
@@ -60,6 +62,11 @@ def crash_deadline(stage: Stage) -> float | None:
 def start_deadline(job: Job) -> float:
     """Return until when a first start waits for all expected nodes."""
     return job.start_since + job.spec.start_timeout_s
+
+
+def told_waiting_at(job: Job) -> float:
+    """Return from when on an event says what a start waits for: a client takes its time to come."""
+    return job.start_since + TELL_WAITING_S if job.fresh else job.start_since
 
 
 def halt_deadline(job: Job, halt: Halt) -> float:
@@ -119,8 +126,11 @@ def _deadlines(job: Job, now: float, cluster: Cluster) -> Iterator[float]:
         yield halt_deadline(job, job.halt)
     if job.fresh:
         yield start_deadline(job)
+        yield told_waiting_at(job)
     if job.current is not None:
         yield settle_deadline(job.current)
+        if not job.elastic and not job.warned and job.current.committed_at is not None:
+            yield job.current.committed_at + LOOP_S
     yield from (job.retry_at, job.grow_at, heed_deadline(job, cluster))
     for pod in job.pods:
         if pod.keep is not Keep.RELEASED:

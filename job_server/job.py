@@ -237,6 +237,7 @@ class Job:
     state: JobState = JobState.WAITING
     reason: str = ""
     waiting: str = ""  # why nothing can start; "": something runs or is on its way
+    waiting_told: str = ""  # what an event said of it
     goal: Goal = Goal.RUN
     halt: Halt | None = None  # None: neither pausing nor paused nor stopping
     previous: Stage | None = None  # replace, join: parked until the next one has made a step
@@ -253,6 +254,7 @@ class Job:
     served: tuple[PlanPod, ...] = ()  # the last committed pods
     legacy_nodes: tuple[Node, ...] = ()  # nodes of original clients only, until ours come
     elastic: bool = False  # a trainer has called the elastic loop
+    warned: bool = False  # ... and that none has was told
     done: bool = False  # training is complete, its pods are about to exit
     fresh: bool = True  # the next start is a first one or follows a pause: no recovery
     cut_off: bool = False  # no pod of the stage in force can be reached

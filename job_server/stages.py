@@ -11,7 +11,7 @@ from job_server import legacy, pod_exits, reports
 from job_server.advance import settle
 from job_server.bookkeeping import accrue, name_state
 from job_server.changes import kill_now, resize
-from job_server.deadlines import next_deadline
+from job_server.deadlines import next_deadline, told_waiting_at
 from job_server.events import (
     Attached,
     Event,
@@ -125,13 +125,24 @@ def step(job: Job, event: Event, now: float, cluster: Cluster) -> tuple[Job, str
     work.set(state=name_state(work.job))
     if work.reason:
         work.set(reason=work.reason)
+    _tell_waiting(work)
     if not work.notes and same_but_progress(job, work.job):
         return work.job, ""
-    if not work.notes and work.job.waiting != job.waiting and work.job.waiting:
-        work.note(work.job.waiting)
     if not work.notes and work.job.state is not job.state:
-        work.note(f"{job.state.value} -> {work.job.state.value}")
+        coming = work.job.coming
+        stands_by = coming is not None and coming.stands_by
+        work.note("the standby is ready" if stands_by else f"now {work.job.state.value}")
     return work.job, "; ".join(work.notes)
+
+
+def _tell_waiting(work: Work) -> None:
+    """Note what the job waits for, where that is new and has lasted."""
+    job = work.job
+    if job.waiting == job.waiting_told or (job.waiting and work.now < told_waiting_at(job)):
+        return
+    work.set(waiting_told=job.waiting)
+    if job.waiting and not work.notes:
+        work.note(job.waiting)
 
 
 def _enter(work: Work, event: Event) -> None:

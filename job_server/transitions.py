@@ -115,7 +115,7 @@ def begin(
     )
     open_record(work, stage, sum(len(member.pod.ranks) for member in stage.members))
     work.set(coming=stage, next_stage=number + 1, waiting="")
-    work.note(f"preparing stage {number} of {_pods(len(pods))} by {way.value}: {reason}")
+    work.note(f"preparing stage {number} of {_pods(len(pods))} by {way.value}: {_brief(reason)}")
 
 
 def enter(work: Work, phase: Phase) -> None:
@@ -129,6 +129,8 @@ def enter(work: Work, phase: Phase) -> None:
         work.set(current=_cutting(current))
         work.note(f"stage {stage.stage} is ready: cutting stage {current.stage}")
     if phase is Phase.END and current is not None:
+        if stage.phase is Phase.PREPARE and current.over is None:
+            work.note(f"stage {stage.stage} is ready: ending stage {current.stage}")
         tell_to_end(work, current)
         stand_still(work)
 
@@ -170,10 +172,14 @@ def enter_start(work: Work) -> None:
         base_step=None if restore is None else restore.step,
     )
     work.set(coming=stage)
-    source = "the checkpoint path, if it holds anything"
+    source = ""
     if restore is not None:
-        source = f"step {restore.step} of stage {restore.stage}, from memory"
-    work.note(f"starting the trainers of stage {stage.stage} from {source}")
+        source = f" from step {restore.step} of stage {restore.stage}, from memory"
+    elif job.commits and job.elastic:
+        source = " from the checkpoint path, if it holds anything"
+    elif job.commits:
+        source = " afresh: none has called the elastic loop"
+    work.note(f"starting the trainers of stage {stage.stage}{source}")
 
 
 def renumber(work: Work, highest: int) -> None:
@@ -266,7 +272,7 @@ def commit(work: Work, *, kept: bool = False) -> None:
     work.progress(steps={}, step=step)
     if work.job.previous is None:
         dismiss_leavers(work)
-    work.note(f"stage {stage.stage} committed: {_pods(len(stage.members))}, {stage.reason}")
+    work.note(f"stage {stage.stage} committed: {_pods(len(stage.members))}, {_brief(stage.reason)}")
 
 
 def dismiss_leavers(work: Work) -> None:
@@ -480,6 +486,11 @@ def lose(work: Work, pod_id: str, cause: Cause, *, confirmed: bool, holds: bool 
 
 def neutral(work: Work, text: str) -> Cause:
     return Cause(kind=CauseKind.NEUTRAL, text=text, at=work.now)
+
+
+def _brief(reason: str) -> str:
+    """Return why a stage is made without what was told when the one before it was over."""
+    return "recovery" if reason.startswith("recovery: ") else reason
 
 
 def _pods(count: int) -> str:

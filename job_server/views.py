@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from job_server.bookkeeping import account_at, script_runs
 from job_server.changes import queued
 from job_server.job import Goal, HaltPhase, Job, Keep, Phase, Pod, Stage, occupied
+from job_server.plain import plain_warning
 from job_server.wire import (
     JobPod,
     JobStatus,
@@ -173,6 +174,7 @@ def job_status(job: Job, now: float, revision: int) -> JobStatus:
         account=account_at(job, now),
         stages=tuple(_live(job, record) for record in job.records),
         teachers=None,
+        warnings=tuple(text for text in (plain_warning(job),) if text),
     )
 
 

@@ -693,6 +693,7 @@ class JobStatus:
     account: Account
     stages: tuple[StageRecord, ...]
     teachers: TeacherStatus | None  # None: a training
+    warnings: tuple[str, ...] = ()  # what goes on, but may not be what its user wants
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,92 @@
+"""What a job tells about a script that does not use the elastic loop, and what is no news."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from job_server import stages
+from job_server.deadlines import TELL_WAITING_S
+from job_server.job import Job
+from job_server.plain import LOOP_S
+from job_server.stages import Cluster, NodesChanged, Tick
+from job_server.wire import JobSpec, JobState
+from tests.job_server.test_stages_changes import resize, trains, world
+from tests.job_server.world import World
+
+ALONE = "trains alone on all the data"
+
+
+def warned(made: World) -> list[str]:
+    return [text for text in made.reasons if "no trainer has called the elastic loop" in text]
+
+
+def shown(made: World) -> tuple[str, ...]:
+    return stages.job_status(made.job, made.now, 0).warnings
+
+
+def test_a_change_of_a_script_without_the_loop_is_warned_of_once():
+    made = trains(world(elastic=False))
+    assert shown(made) == ()
+    resize(made, 3)
+    made.rounds(30)
+    resize(made, 2)
+    made.rounds(30)
+    (told,) = warned(made)
+    assert "a change of the pods starts the script afresh" in told
+    assert "each of the 2 trainers " + ALONE in told
+    assert ALONE in shown(made)[0]
+    assert any("afresh: none has called the elastic loop" in text for text in made.reasons)
+
+
+def test_one_that_runs_long_is_warned_of_before_any_change():
+    made = trains(world(elastic=False, pods=1))
+    made.rounds(int(LOOP_S) * 4)
+    (told,) = warned(made)
+    assert ALONE not in told  # there is but one
+
+
+@pytest.mark.parametrize(("pods", "times"), [(1, 0), (2, 1)])
+def test_several_trainers_that_came_to_their_end_each_alone_are_told_of(pods, times):
+    made = world(elastic=False, pods=pods, total_steps=3)
+    made.run_until(JobState.SUCCEEDED)
+    assert len(warned(made)) == times
+    assert len(shown(made)) == times
+
+
+def test_a_script_that_calls_the_loop_is_not_warned_of_even_if_it_calls_it_late():
+    made = trains(world())
+    made.rounds(int(LOOP_S) * 4)
+    assert not warned(made)
+    made.job = replace(made.job, warned=True)
+    assert shown(made) == ()
+
+
+# --- what is no news ------------------------------------------------------------------------------
+
+
+def start(job: Job, now: float, event: Any) -> tuple[Job, str]:
+    return stages.step(job, event, now, Cluster())
+
+
+def test_that_no_client_has_come_yet_is_told_only_when_it_lasts():
+    job = stages.new_job(JobSpec(job_id="job"), 0.0)
+    job, told = start(job, 0.1, NodesChanged())
+    assert told == ""
+    assert "0 of 1 nodes" in stages.job_status(job, 0.1, 0).reason  # whoever asks is told at once
+    at = 0.1
+    while told == "" and at < TELL_WAITING_S:
+        at = stages.next_deadline(job, at, Cluster()) or 1000.0
+        job, told = start(job, at, Tick())
+    assert at == TELL_WAITING_S
+    assert "0 of 1 nodes have registered: no job client serves this job" in told
+    assert start(job, at + 1, Tick())[1] == ""
+
+
+def test_why_a_stage_failed_is_told_once():
+    made = trains(world())
+    _, pod, launcher = made.launchers()[0]
+    made.kill_trainer(pod, launcher)
+    trains(made)
+    assert sum("was killed by SIGKILL" in text for text in made.reasons) == 1
+    assert "was killed by SIGKILL" in made.job.records[-1].reason

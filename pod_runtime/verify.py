@@ -128,11 +128,26 @@ def _as_text(path: str, run: RunInfo, result: Audit) -> list[str]:
             f"epoch {result.complete_epochs}: {result.last_epoch_samples} so far"
             + (f" of {run.dataset_length}" if run.dataset_length else "")
         )
+    lines += _unknown_draws(result)
     lines += [f"NOT PROVEN: {problem}" for problem in result.problems]
     lines += [f"NOT PROVEN: {_describe(run, gap)}" for gap in result.gaps]
     if result.is_proven:
         lines.append(f"OK: {result.steps} steps, each counted once")
     return lines
+
+
+def _unknown_draws(result: Audit) -> list[str]:
+    spans: list[list[int]] = []  # stage, first step, last step
+    for each in result.undrawn:
+        if spans and spans[-1][0] == each.stage and spans[-1][2] + 1 == each.row.first_step:
+            spans[-1][2] = each.row.last_step
+        else:
+            spans.append([each.stage, each.row.first_step, each.row.last_step])
+    return [
+        f"stage {stage}, steps {first}-{last}: which samples were drawn was not written down (by "
+        f"an earlier version, or with a reader of the script's own); the order is taken on trust"
+        for stage, first, last in spans
+    ]
 
 
 def _samples(run: RunInfo) -> str:
@@ -170,6 +185,7 @@ def _as_json(run: RunInfo, result: Audit) -> dict[str, Any]:
         "steps": result.steps,
         "lineage": encode(result.lineage),
         "superseded": encode(result.superseded),
+        "undrawn": encode(result.undrawn),
         "problems": [*result.problems, *(_describe(run, gap) for gap in result.gaps)],
     }
 

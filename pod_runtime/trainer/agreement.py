@@ -6,7 +6,9 @@ park at the step before; without, all exchange again (a rank that waits long for
 time to time, so that those who wait for it in the all-reduce do not run into its time-out).
 `snapshot`: after this step all ranks put its state into memory, each its part; `renew`: into
 segments that they make together before. A cut that is `patient` parks nobody at a void step:
-trainers that stay cannot take a step back which their script has begun.
+trainers that stay cannot take a step back which their script has begun. The sum of the hashes of
+the samples that were drawn travels byte by byte: so whole numbers are added, which is exact in
+whatever type the tensor has (float32 at least, nothing scales it).
 
 Only that *some* rank was told is known then; before they park, ranks agree on which cut it is: the
 launchers' messages may have overtaken each other.
@@ -15,7 +17,10 @@ launchers' messages may have overtaken each other.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-HEADER_SIZE = 6
+from pod_runtime.trainer.drawn import PIECES, from_pieces, to_pieces
+
+_NUMBERS = 7
+HEADER_SIZE = _NUMBERS + PIECES
 HALTS = ("", "pause", "stop")  # what a cut may be for, besides a change
 _BALLOT = 3  # numbers of a rank
 _WHOLE = 0.999  # thirds and the like do not add up to 1, least of all in float32
@@ -37,27 +42,38 @@ class Verdict:
     void: bool
     samples: int  # of the global batch that all ranks together computed
     wish: Wish = Wish()  # what anybody wished
+    drawn: int | None = None  # sum of their hashes; None: not all of them had one
 
 
 def make_header(
-    *, cut: bool, void: bool, samples: int, wish: Wish, patient: bool = False
+    *,
+    cut: bool,
+    void: bool,
+    samples: int,
+    wish: Wish,
+    patient: bool = False,
+    drawn: int | None = None,
 ) -> list[float]:
     """Return what one rank contributes.
 
     Args:
         samples: that it computed in this step.
         patient: its cut, where it knows of one, waits until a step is made.
+        drawn: sum of the hashes of its samples; None: they have none.
     """
     cuts = (cut and not patient, cut and patient)
-    return [*map(float, (cuts[0], void, samples, wish.snapshot, wish.renew, cuts[1]))]
+    hashed = 0 if drawn is None else samples
+    numbers = (cuts[0], void, samples, wish.snapshot, wish.renew, cuts[1], hashed)
+    return [*map(float, numbers), *to_pieces(drawn or 0)]
 
 
 def read_header(sums: Sequence[float]) -> Verdict:
     """Return what follows from the sums over all ranks."""
-    cut, void, samples, snapshot, renew, patient = sums
+    cut, void, samples, snapshot, renew, patient, hashed = sums[:_NUMBERS]
     wish = Wish(snapshot=float(snapshot > _WHOLE), renew=renew > 0)
     parks = cut > 0 or (patient > 0 and not void > 0)
-    return Verdict(cut=parks, void=void > 0, samples=round(samples), wish=wish)
+    drawn = from_pieces(sums[_NUMBERS:]) if round(hashed) == round(samples) > 0 else None
+    return Verdict(cut=parks, void=void > 0, samples=round(samples), wish=wish, drawn=drawn)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

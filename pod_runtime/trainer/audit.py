@@ -3,13 +3,21 @@
 A state's lineage is the chain of stages that led to it: the newest stage began from a step of an
 earlier one, whose later rows are superseded, and so on back to a fresh start. What counts is what
 the rows of this chain cover; it has to be every step once, and every place of every epoch's order
-once. The order is a permutation, so places stand for samples.
+once. The order is a permutation, so places stand for samples; and the sums of what trainers drew
+show that they drew what the order says.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
+from pod_runtime.trainer.batches import Ids, permutation
+from pod_runtime.trainer.drawn import add, from_text, hash_samples, subtract, to_text
 from pod_runtime.trainer.ledger import Row, RunInfo, StageEntry, split_row, start_of_row
+
+_CHUNK = 1 << 20  # samples that are hashed at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +26,15 @@ class Counted:
 
     stage: int
     row: Row  # of one epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Claim:
+    """Rows that follow each other, and the sum of what was drawn for them."""
+
+    stage: int
+    rows: tuple[Row, ...]  # each of one epoch
+    drawn: int | None  # None: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +58,7 @@ class Audit:
     steps: int
     problems: tuple[str, ...]
     gaps: tuple[Gap, ...] = field(default=())
+    undrawn: tuple[Counted, ...] = ()  # what was drawn for them is not known, only that they count
 
     @property
     def is_proven(self) -> bool:
@@ -54,7 +72,7 @@ def audit(run: RunInfo, stages: Mapping[int, StageEntry]) -> Audit:
         stages: by number, each with all of its rows.
     """
     problems: list[str] = []
-    lineage = _lineage(stages, problems)
+    lineage, claims = _lineage(stages, problems)
     counted = [
         Counted(stage=entry.stage, row=row)
         for entry in lineage
@@ -68,6 +86,7 @@ def audit(run: RunInfo, stages: Mapping[int, StageEntry]) -> Audit:
     )
     _check_steps(counted, kept, problems)
     gaps, complete, partial = _check_epochs(run, counted, kept)
+    undrawn = tuple(_check_drawn(run, claims, problems))
     return Audit(
         lineage=tuple(lineage),
         superseded=superseded,
@@ -76,13 +95,18 @@ def audit(run: RunInfo, stages: Mapping[int, StageEntry]) -> Audit:
         steps=counted[-1].row.last_step if counted else 0,
         problems=tuple(problems),
         gaps=tuple(gaps),
+        undrawn=undrawn,
     )
 
 
-def _lineage(stages: Mapping[int, StageEntry], problems: list[str]) -> list[StageEntry]:
+def _lineage(
+    stages: Mapping[int, StageEntry], problems: list[str]
+) -> tuple[list[StageEntry], list[_Claim]]:
     chain: list[StageEntry] = []
+    claims: list[list[_Claim]] = []
     number: int | None = max(stages, default=None)
     upto: int | None = None  # None: all rows of the newest stage count
+    drawn: int | None = None  # by the rows up to there; None: not known
     while number is not None:
         entry = stages.get(number)
         if entry is None:
@@ -91,6 +115,7 @@ def _lineage(stages: Mapping[int, StageEntry], problems: list[str]) -> list[Stag
                 f"ledger has nothing"
             )
             break
+        claims.append(list(_claims(entry, upto, drawn)))
         if upto is not None:
             rows = [
                 start_of_row(row, entry, upto)
@@ -103,9 +128,28 @@ def _lineage(stages: Mapping[int, StageEntry], problems: list[str]) -> list[Stag
             problems.append(f"stage {number} says that it began from stage {entry.restored_stage}")
             break
         # A stage may have begun from a state that an earlier one restored and never moved.
-        upto = entry.restored_step
+        upto, drawn = entry.restored_step, from_text(entry.restored_drawn)
         number = entry.restored_stage
-    return chain[::-1]
+    return chain[::-1], [claim for of_stage in claims[::-1] for claim in of_stage]
+
+
+def _claims(entry: StageEntry, upto: int | None, drawn: int | None) -> Iterator[_Claim]:
+    """Yield what the rows of `entry` say was drawn, `drawn` in all up to step `upto`."""
+    expected = entry.restored_step + 1  # the first step of the row that follows
+    for row in sorted(entry.rows, key=lambda each: each.first_step):
+        if upto is not None and row.first_step > upto:
+            return
+        if row.first_step != expected:
+            drawn = None  # rows are missing, as is said elsewhere
+        expected = row.last_step + 1
+        parts = tuple(split_row(row, entry))
+        if upto is None or row.last_step <= upto:
+            yield _Claim(stage=entry.stage, rows=parts, drawn=from_text(row.drawn))
+            drawn = subtract(drawn, from_text(row.drawn))
+        else:  # the state had less of this row than was written of it later
+            parts = tuple(start_of_row(part, entry, upto) for part in parts
+                          if part.first_step <= upto)  # fmt: skip
+            yield _Claim(stage=entry.stage, rows=parts, drawn=drawn)
 
 
 def _by_epoch(rows: Iterable[Row], entry: StageEntry) -> list[Row]:
@@ -120,8 +164,8 @@ def _superseded(entry: StageEntry, kept: StageEntry | None) -> list[Row]:
     last = max((row.last_step for row in kept.rows), default=0)
     if not kept.rows:
         return rows
-    return [replace(row, first_step=max(row.first_step, last + 1)) for row in rows
-            if row.last_step > last]  # fmt: skip
+    return [row if row.first_step > last else replace(row, first_step=last + 1, drawn=None)
+            for row in rows if row.last_step > last]  # fmt: skip
 
 
 def _check_steps(
@@ -187,6 +231,43 @@ def _check_epochs(
         else:
             partial = at
     return gaps, complete, partial
+
+
+def _check_drawn(run: RunInfo, claims: Iterable[_Claim], problems: list[str]) -> Iterator[Counted]:
+    """Compare what was drawn with the order; yield rows for which it is not known."""
+    if run.dataset_length is None:
+        return
+    order = functools.lru_cache(maxsize=2)(
+        lambda epoch: permutation(run.seed, epoch, run.dataset_length or 0, run.shuffle)
+    )
+    for claim in claims:
+        if claim.drawn is None:
+            yield from (Counted(stage=claim.stage, row=row) for row in claim.rows)
+            continue
+        expected = add(sum(_expected(run.dataset_length, row, order) for row in claim.rows), 0)
+        if expected != claim.drawn:
+            first, last = claim.rows[0], claim.rows[-1]
+            epochs = f"epoch {first.epoch}"
+            if last.epoch > first.epoch:
+                epochs = f"epochs {first.epoch}-{last.epoch}"
+            problems.append(
+                f"stage {claim.stage}, {epochs}, steps {first.first_step}-{last.last_step}: the "
+                f"samples that trainers drew are not those of the order: their sum is "
+                f"{to_text(claim.drawn)}, expected {to_text(expected)}; did a trainer have "
+                f"another seed, other data or another's share?"
+            )
+
+
+def _expected(length: int, row: Row, order: Callable[[int], Ids]) -> int:
+    """Return the sum of the samples that should have been drawn for a row of one epoch."""
+    start, stop = row.first_offset, min(row.last_offset, length)
+    # Of a whole epoch the order does not matter.
+    whole = None if stop - start == length else order(row.epoch)
+    total = 0
+    for at in range(start, stop, _CHUNK):
+        end = min(at + _CHUNK, stop)
+        total += hash_samples(row.epoch, np.arange(at, end) if whole is None else whole[at:end])
+    return total
 
 
 def _reaches_end(run: RunInfo, entry: StageEntry, offset: int) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from job_server.codec import decode, encode
+from pod_runtime.trainer.drawn import add, from_text, to_text
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class Row:
     last_step: int
     first_offset: int  # samples of `epoch` before these
     last_offset: int  # samples of `last_epoch` up to and with these
+    drawn: str | None = None  # the samples' sum, as `drawn.to_text` has it; None: not known
 
     def __post_init__(self) -> None:
         if not 0 <= self.last_epoch - self.epoch <= self.last_step - self.first_step:
@@ -40,6 +42,7 @@ class Row:
                 f"steps {self.first_step}-{self.last_step} cannot be those of epochs "
                 f"{self.epoch}-{self.last_epoch}"
             )
+        from_text(self.drawn)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,7 @@ class StageEntry:
     world_size: int
     batch_size: int
     epoch_samples: int  # that count in an epoch
+    restored_drawn: str | None = None  # of all rows of `restored_stage` up to `restored_step`
     rows: tuple[Row, ...] = ()
 
     def __post_init__(self) -> None:
@@ -59,6 +63,7 @@ class StageEntry:
             raise ValueError(
                 f"batches of {self.batch_size} of {self.epoch_samples} samples cannot be"
             )
+        from_text(self.restored_drawn)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +85,8 @@ class Ledger:
         self._closed = list(stages)  # all but the current stage
         self._entry: StageEntry | None = None  # None: no stage has begun here yet
         self._rows: list[Row] = []  # of the current stage, without the open one
-        self._open: list[int] | None = None  # the fields of a Row; None: no step in it yet
+        self._open: list[int] | None = None  # a Row's numbers; None: no step in it yet
+        self._drawn: int | None = None  # the open row's
         self._file: LedgerFile | None = None
         self._prefix: str | None = None  # JSON of all but the open row; None: to be made anew
 
@@ -91,22 +97,29 @@ class Ledger:
         if file is not None:
             file.add({"kind": "stage", **_entry_json(entry)})
 
-    def commit(self, *, epoch: int, step: int, start: int, stop: int) -> None:
-        """Note that global step `step` committed samples [start, stop) of `epoch`."""
+    def commit(
+        self, *, epoch: int, step: int, start: int, stop: int, drawn: int | None = None
+    ) -> None:
+        """Note that global step `step` committed samples [start, stop) of `epoch`.
+
+        Args:
+            drawn: sum of the hashes of those that were drawn for them; None: not known.
+        """
         current = self._open
         if current is not None and current[0] == epoch:
             current[3] = step
             current[5] = stop
+            self._drawn = add(self._drawn, drawn)
             return
         self._close()
-        self._open = [epoch, epoch, step, step, start, stop]
+        self._open, self._drawn = [epoch, epoch, step, step, start, stop], drawn
 
     def flush(self) -> None:
         """Bring the file up to date; call before anything durable covers these steps."""
         if self._file is None:
             return
         if self._open is not None:
-            self._file.put(self._row_json(_row(self._open)))
+            self._file.put(self._row_json(self._open_row(self._open)))
         self._file.settle()
 
     def note_done(self, step: int) -> None:
@@ -136,8 +149,18 @@ class Ledger:
         """The lineage up to the last committed step."""
         if self._entry is None:
             return tuple(self._closed)
-        rows = tuple(self._rows) + ((_row(self._open),) if self._open else ())
+        rows = tuple(self._rows) + ((self._open_row(self._open),) if self._open else ())
         return (*self._closed, replace(self._entry, rows=rows))
+
+    @property
+    def newest_drawn(self) -> str | None:
+        """The sum of all rows of the newest stage that is over; None: not known, or none is."""
+        if not self._closed:
+            return None
+        total: int | None = 0
+        for row in self._closed[-1].rows:
+            total = add(total, from_text(row.drawn))
+        return to_text(total)
 
     def to_json(self) -> str:
         """Return the lineage as JSON text; cheap to call after every step."""
@@ -148,7 +171,7 @@ class Ledger:
         if self._open is None:
             return self._prefix + "]}]"
         separator = ", " if self._rows else ""
-        return f"{self._prefix}{separator}{json.dumps(encode(_row(self._open)))}]}}]"
+        return f"{self._prefix}{separator}{json.dumps(encode(self._open_row(self._open)))}]}}]"
 
     def _make_prefix(self) -> str:
         parts = [json.dumps(encode(entry)) for entry in self._closed]
@@ -161,7 +184,7 @@ class Ledger:
     def _close(self) -> None:
         if self._open is None:
             return
-        row, self._open, self._prefix = _row(self._open), None, None
+        row, self._open, self._prefix = self._open_row(self._open), None, None
         assert self._entry is not None
         if self._file is not None:
             self._file.put(self._row_json(row))
@@ -174,13 +197,30 @@ class Ledger:
             and before.first_offset == 0
             and before.last_offset == self._entry.epoch_samples
             and before.last_epoch + 1 == row.epoch
+            and (before.drawn is None) == (row.drawn is None)
         )
         if joins and before is not None:
             self._rows[-1] = replace(
-                before, last_epoch=row.epoch, last_step=row.last_step, last_offset=row.last_offset
+                before,
+                last_epoch=row.epoch,
+                last_step=row.last_step,
+                last_offset=row.last_offset,
+                drawn=to_text(add(from_text(before.drawn), from_text(row.drawn))),
             )
         else:
             self._rows.append(row)
+
+    def _open_row(self, fields: list[int]) -> Row:
+        epoch, last_epoch, first_step, last_step, first_offset, last_offset = fields
+        return Row(
+            epoch=epoch,
+            last_epoch=last_epoch,
+            first_step=first_step,
+            last_step=last_step,
+            first_offset=first_offset,
+            last_offset=last_offset,
+            drawn=to_text(self._drawn),
+        )
 
     def _row_json(self, row: Row) -> dict[str, Any]:
         assert self._entry is not None
@@ -361,7 +401,7 @@ def start_of_row(row: Row, entry: StageEntry, step: int) -> Row:
     if step >= row.last_step:
         return row
     done = (step - row.first_step + 1) * entry.batch_size
-    return replace(row, last_step=step, last_offset=row.first_offset + done)
+    return replace(row, last_step=step, last_offset=row.first_offset + done, drawn=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -484,18 +524,6 @@ def _spans(rows: Iterable[Row]) -> list[tuple[int, int]]:
         else:
             spans.append((first, last))
     return spans
-
-
-def _row(fields: list[int]) -> Row:
-    epoch, last_epoch, first_step, last_step, first_offset, last_offset = fields
-    return Row(
-        epoch=epoch,
-        last_epoch=last_epoch,
-        first_step=first_step,
-        last_step=last_step,
-        first_offset=first_offset,
-        last_offset=last_offset,
-    )
 
 
 def _entry_json(entry: StageEntry) -> dict[str, Any]:

@@ -13,12 +13,14 @@ from pod_runtime.env import TrainerEnv
 from pod_runtime.trainer.adapter import Adapter
 from pod_runtime.trainer.agreement import Verdict
 from pod_runtime.trainer.batches import rank_shards
+from pod_runtime.trainer.drawn import add
 from pod_runtime.trainer.errors import PeerLost, StageChanged, UsageError
 from pod_runtime.trainer.evaluation import Fn, evaluate
 from pod_runtime.trainer.link import Start
 from pod_runtime.trainer.readers import (
     FedReader,
     InlineReader,
+    Item,
     ReadFrom,
     ShardOrder,
     ShardPlace,
@@ -141,6 +143,9 @@ class Loop:
         self._reader_factory = reader
         self._reader: ShardReader | None = None  # None: nothing has been read yet
         self._open_step = None
+        self._drawn: int | None = 0  # this step, by this rank: sum of hashes; None: not known
+        # What `shards` has drawn for the script's own reader, by (epoch, step, shard).
+        self._drawn_ahead: dict[tuple[int, int, int], int | None] = {}
         self._step_s = 0.0  # smoothed; 0: no step yet
         self._verdict: Verdict | None = None  # of the newest exchange; None: there was none
         self._evaluated_at = -1  # version of the progress at the last evaluation
@@ -351,7 +356,17 @@ class Loop:
                 f"{self._source.length}, or they are others; pass the same to Loop as train_set"
             )
         cursor = self._enter().progress.cursor
-        return ShardSource(source, self._order, cursor, self._adapter, with_ids=with_ids)
+        return ShardSource(
+            source,
+            self._order,
+            cursor,
+            self._adapter,
+            with_ids=with_ids,
+            note=self._note_ahead if self._reader_factory is not None else None,
+        )
+
+    def _note_ahead(self, item: Item) -> None:
+        self._drawn_ahead[item[:3]] = item.drawn
 
     # --- steps
 
@@ -410,6 +425,7 @@ class Loop:
                 fetch=self._fetch,
                 update=self._update,
             )
+            self._drawn = 0
             adapter.begin_step()
             yield step
             if not step.is_updated:
@@ -430,12 +446,14 @@ class Loop:
                 self._member.wait_for_data()
             taken = self._reader.take(place, _WAIT_S)
         self._member.have_data()
+        drawn = self._drawn_ahead.pop((place.epoch, place.step, place.shard), taken.drawn)
+        self._drawn = add(self._drawn, drawn)
         seed_shard(self._adapter, self._progress.run.seed, place.epoch, place.step, place.shard)
-        return self._adapter.to_batch(taken[0])
+        return self._adapter.to_batch(taken.batch)
 
     def _update(self, step: Step) -> None:
         with self._surviving():
-            verdict = self._member.exchange(step.samples_done)
+            verdict = self._member.exchange(step.samples_done, self._drawn)
             self._verdict = verdict
             if verdict.samples != step.samples:
                 raise UsageError(
@@ -448,8 +466,8 @@ class Loop:
             )
 
     def _commit(self) -> None:
-        self._progress.commit_step()
         assert self._verdict is not None
+        self._progress.commit_step(self._verdict.drawn)
         if (
             self._verdict.wish.snapshot
             or self._progress.epoch_is_over
@@ -493,6 +511,7 @@ class Loop:
         cursor, order, source = self._progress.cursor, self._order, self._source
         if self._reader_factory is not None:
             factory = self._reader_factory
+            self._drawn_ahead.clear()
             where = ReadFrom(
                 epoch=cursor.epoch,
                 step=cursor.step,

@@ -59,14 +59,18 @@ class Member:
         self._gate = threading.Lock()  # around `_waits`; held for good by who ends the process
         self._waits = False  # in an exchange: the state is the committed one
 
-    def exchange(self, samples: int) -> Verdict:
+    def exchange(self, samples: int, drawn: int | None = None) -> Verdict:
         """Sum gradients with all ranks; returns when all of them had theirs.
+
+        Args:
+            samples: that this rank computed.
+            drawn: sum of their hashes; None: they have none.
 
         Raises:
             PeerLost: a rank is gone; the local state is the last committed one.
         """
         while True:
-            verdict = self._exchange(samples, void=False)
+            verdict = self._exchange(samples, drawn, void=False)
             if not verdict.void:
                 return verdict
             if verdict.cut:
@@ -82,7 +86,7 @@ class Member:
         if not (interrupts or long):
             return
         self._waiting_since = now
-        if self._exchange(0, void=True).cut:
+        if self._exchange(0, None, void=True).cut:
             self._park_amid_step()
 
     def have_data(self) -> None:
@@ -248,12 +252,17 @@ class Member:
             logger.error("%s", lost)
         exit_as_victim()
 
-    def _exchange(self, samples: int, *, void: bool) -> Verdict:
+    def _exchange(self, samples: int, drawn: int | None, *, void: bool) -> Verdict:
         self._end_if_told()
         wish = Wish() if void else self._keeper.wish()
         cut = self.is_cut
         header = make_header(
-            cut=cut, void=void, samples=samples, wish=wish, patient=self._is_patient
+            cut=cut,
+            void=void,
+            samples=samples,
+            wish=wish,
+            patient=self._is_patient,
+            drawn=drawn,
         )
         with self._waiting():
             sums = self._adapter.exchange(header, contribute=not void)

@@ -59,13 +59,18 @@ class Progress:
             world_size=self.scaling.world_size,
             batch_size=self.scaling.batch_size,
             epoch_samples=self.batches.epoch_samples,
+            restored_drawn=self._ledger.newest_drawn,
         )
         if file is not None:
             file.begin_run(self.run, self._ledger.stages, self._before.run_id)
         self._ledger.begin(entry, file)
 
-    def commit_step(self) -> None:
-        """The global batch at the cursor counts."""
+    def commit_step(self, drawn: int | None = None) -> None:
+        """The global batch at the cursor counts.
+
+        Args:
+            drawn: sum of its samples' hashes, as all ranks drew them; None: not known.
+        """
         before = self.cursor
         _start, stop = self.batches.batch(before.offset)
         self.cursor = self.batches.advance(before)
@@ -75,6 +80,7 @@ class Progress:
             step=self.cursor.global_step,
             start=before.offset,
             stop=stop,
+            drawn=drawn,
         )
         self.version += 1
 

@@ -10,12 +10,13 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from pod_runtime.trainer.adapter import Adapter
 from pod_runtime.trainer.batches import BatchPlan, Cursor, Ids, permutation
+from pod_runtime.trainer.drawn import hash_samples
 from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.ledger import RunInfo
 from pod_runtime.trainer.source import DataSource
@@ -106,11 +107,18 @@ class ShardOrder:
         return found
 
 
+class Taken(NamedTuple):
+    """A shard's batch."""
+
+    batch: Any
+    drawn: int | None  # sum of its samples' hashes; None: what they are is not known here
+
+
 class ShardReader(Protocol):
     """What the loop takes its data from."""
 
-    def take(self, place: ShardPlace, timeout_s: float) -> tuple[Any] | None:
-        """Return (batch,) of this shard, or None if it has not come within `timeout_s`."""
+    def take(self, place: ShardPlace, timeout_s: float) -> Taken | None:
+        """Return the batch of this shard, or None if it has not come within `timeout_s`."""
 
     def close(self) -> None:
         """Let go of threads and processes."""
@@ -126,14 +134,23 @@ class InlineReader:
         self._order = order
         self._collate = source.collate or adapter.collate
 
-    def take(self, place: ShardPlace, timeout_s: float) -> tuple[Any] | None:
-        return (self._collate(self._fetcher.fetch(place.epoch, self._order.ids(place))),)
+    def take(self, place: ShardPlace, timeout_s: float) -> Taken | None:
+        ids = self._order.ids(place)
+        batch = self._collate(self._fetcher.fetch(place.epoch, ids))
+        return Taken(batch, hash_samples(place.epoch, ids))
 
     def close(self) -> None:
         pass
 
 
-Item = tuple[int, int, int, Any]  # epoch, step, shard, batch
+class Item(NamedTuple):
+    """A shard on its way."""
+
+    epoch: int
+    step: int
+    shard: int
+    batch: Any
+    drawn: int | None = None  # as of `Taken`
 
 
 class FedReader:
@@ -149,7 +166,7 @@ class FedReader:
         )
         self._thread.start()
 
-    def take(self, place: ShardPlace, timeout_s: float) -> tuple[Any] | None:
+    def take(self, place: ShardPlace, timeout_s: float) -> Taken | None:
         try:
             item = self._queue.get(timeout=timeout_s)
         except queue.Empty:
@@ -167,13 +184,13 @@ class FedReader:
                 f"reader: expected (epoch, step, shard) {wanted}, it yielded {item[:3]}; it has to "
                 f"begin at the cursor and keep the order"
             )
-        found = _length(item[3])
+        found = _length(item.batch)
         if found is not None and found != place.samples:
             raise UsageError(
                 f"reader: shard {place.shard} of epoch {place.epoch}, step {place.step} has "
                 f"{place.samples} samples, it yielded {found}"
             )
-        return (item[3],)
+        return Taken(item.batch, item.drawn)
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -221,12 +238,13 @@ def loader_items(
     Args:
         on_host: leave batches in the host's memory, whatever device trains.
     """
-    places: queue.SimpleQueue[ShardPlace] = queue.SimpleQueue()
+    sent: queue.SimpleQueue[tuple[ShardPlace, int]] = queue.SimpleQueue()
 
     def batches() -> Iterator[list[Any]]:
         for place in order.from_cursor(cursor):
-            places.put(place)
-            yield [(place.epoch, sample_id) for sample_id in order.ids(place)]
+            ids = order.ids(place)
+            sent.put((place, hash_samples(place.epoch, ids)))
+            yield [(place.epoch, sample_id) for sample_id in ids]
 
     loader = adapter.loader(
         KeyedDataset(source.dataset, adapter, order.run.seed),
@@ -236,8 +254,8 @@ def loader_items(
         on_host=on_host,
     )
     return (
-        (place.epoch, place.step, place.shard, raise_if_failed(batch))
-        for batch, place in zip(loader, iter(places.get, None), strict=False)
+        Item(place.epoch, place.step, place.shard, raise_if_failed(batch), drawn)
+        for batch, (place, drawn) in zip(loader, iter(sent.get, None), strict=False)
     )
 
 
@@ -250,7 +268,7 @@ def factory_items(items: Any) -> Iterator[Item]:
                     f"reader: expected (epoch, step, shard, fields...), got {item!r:.80}"
                 )
             epoch, step, shard, *fields = item
-            yield int(epoch), int(step), int(shard), fields
+            yield Item(int(epoch), int(step), int(shard), fields)
     finally:
         close = getattr(items, "close", None)
         if close is not None:
@@ -283,7 +301,10 @@ class ShardSource:
         adapter: Adapter,
         *,
         with_ids: bool = False,
+        note: Callable[[Item], None] | None = None,
     ) -> None:
+        """`note` is told of each item before it goes on its way."""
+        self._note = note
         self._source = source
         self._order = order
         self._cursor = cursor
@@ -295,7 +316,10 @@ class ShardSource:
 
     def __call__(self) -> Iterator[tuple[Any, ...]]:
         places = self._order.from_cursor(self._cursor)
-        for (epoch, step, shard, batch), place in zip(self._items(), places, strict=False):
+        for item, place in zip(self._items(), places, strict=False):
+            epoch, step, shard, batch, _drawn = item
+            if self._note is not None:
+                self._note(item)
             fields = batch if isinstance(batch, list | tuple) else [batch]
             if self._with_ids:
                 assert (place.epoch, place.step, place.shard) == (epoch, step, shard)
@@ -313,7 +337,7 @@ class ShardSource:
         for place in self._order.from_cursor(self._cursor):
             taken = inline.take(place, 0.0)
             assert taken is not None
-            yield place.epoch, place.step, place.shard, taken[0]
+            yield Item(place.epoch, place.step, place.shard, *taken)
 
     def _start_workers(self) -> Iterator[Item]:
         if threading.current_thread() is not threading.main_thread():

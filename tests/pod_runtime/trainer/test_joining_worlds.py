@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pod_runtime.trainer.audit import audit
 from pod_runtime.trainer.joining import MOST_GROUPS
 from pod_runtime.verify import main as verify
+from pod_runtime.verify import read_ledger
 from tests.pod_runtime.trainer.fake_launcher import FakeLauncher, Stage
 from tests.support import wait_until
 
@@ -56,6 +58,7 @@ class Training:
         (count,) = np.unique(np.load(self.job.folder / "counts.npy"))
         assert count >= 1
         assert verify([str(self.job.run_dir)]) == 0
+        assert audit(*read_ledger(str(self.job.run_dir))).undrawn == (), "nothing is taken on trust"
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The ledger, its file, and the proof that is drawn from it."""
 
+import functools
 import json
 import resource
 from collections.abc import Iterator
@@ -11,9 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from job_server.wire import decode
+from job_server.wire import decode, encode
 from pod_runtime.trainer.audit import audit
+from pod_runtime.trainer.batches import Ids, permutation
 from pod_runtime.trainer.checkpoint import CheckpointStore
+from pod_runtime.trainer.drawn import hash_samples
 from pod_runtime.trainer.ledger import Ledger, LedgerFile, Row, StageEntry, read_lines
 from pod_runtime.trainer.loop_status import LoopStatus
 from pod_runtime.trainer.progress import Progress, scaling_for
@@ -47,11 +50,22 @@ def begin(before: LoopStatus, stage: int, run_dir: Path | None, world: int = 1) 
     return progress
 
 
-def train(progress: Progress, steps: int) -> LoopStatus:
+@functools.cache
+def order_of(seed: int, epoch: int) -> Ids:
+    return permutation(seed, epoch, 100)
+
+
+def train(progress: Progress, steps: int, *, seeds: tuple[int, ...] = (1, 1)) -> LoopStatus:
+    """Commit steps whose shares are drawn by trainers that were told these seeds; (): unknown."""
     for _ in range(steps):
         if progress.epoch_is_over:
             progress.commit_epoch()
-        progress.commit_step()
+        cursor, drawn = progress.cursor, 0
+        start, stop = progress.batches.batch(cursor.offset)
+        for rank, seed in enumerate(seeds):
+            order = order_of(seed, cursor.epoch)
+            drawn += hash_samples(cursor.epoch, order[start:stop][rank :: len(seeds)])
+        progress.commit_step(drawn % 2**64 if seeds else None)
     progress.flush_ledger()
     return progress.status()
 
@@ -84,6 +98,7 @@ def test_any_sequence_of_drains_and_crashes_is_proven_and_superseded_work_is_lis
     # What travels with the state says the same as the file.
     state = audit(run, {entry.stage: entry for entry in status.ledger})
     assert state.is_proven
+    assert state.undrawn == result.undrawn == (), "what was drawn is known of every step"
     assert (state.steps, state.complete_epochs, state.last_epoch_samples) == (
         result.steps, result.complete_epochs, result.last_epoch_samples,
     )  # fmt: skip
@@ -165,10 +180,88 @@ def test_steps_that_only_the_restored_state_knows_are_added_to_the_file(tmp_path
     progress = begin(FRESH, 1, tmp_path)
     train(progress, 5)
     for _ in range(2):
-        progress.commit_step()  # another node's snapshot has these, the file does not
+        progress.commit_step(5)  # another node's snapshot has these, the file does not
     train(begin(progress.status(), 2, tmp_path), 1)
     run, stages = read_ledger(str(tmp_path))
-    assert audit(run, stages).is_proven
+    assert audit(run, stages).steps == 8
+    assert audit(run, stages).gaps == ()
+
+
+@pytest.mark.parametrize("where", ["run", "ckpt"])
+def test_a_trainer_that_draws_by_another_seed_is_found_with_its_stage_epoch_and_steps(
+    tmp_path, capsys, where
+):
+    run_dir = tmp_path / "run"
+    status = train(begin(FRESH, 1, run_dir), 13)
+    progress = begin(status, 2, run_dir)
+    train(progress, 7)
+    status = train(progress, 5, seeds=(1, 2))
+    status = train(begin(status, 3, run_dir), 5)
+    close_files()
+    CheckpointStore(open_storage(tmp_path / "ckpt")).write(replace(make_image(), status=status))
+    assert verify([str(tmp_path / where)]) == 1
+    (line,) = (each for each in capsys.readouterr().out.splitlines() if "NOT PROVEN" in each)
+    assert line.startswith(
+        "NOT PROVEN: stage 2, epoch 2, steps 21-25: the samples that trainers drew are not those "
+        "of the order: their sum is "
+    )
+
+
+@pytest.mark.parametrize(("kept", "lost"), [(3, 9), (13, 3), (13, 20), (25, 1), (0, 5)])
+def test_what_was_drawn_for_steps_that_are_done_again_does_not_count(tmp_path, kept, lost):
+    progress = begin(FRESH, 1, tmp_path)
+    status = train(progress, kept)
+    train(progress, lost, seeds=(7, 8))
+    train(begin(status, 2, tmp_path), 40 - kept)
+    close_files()
+    result = audit(*read_ledger(str(tmp_path)))
+    assert result.is_proven, result.problems
+    assert result.undrawn == ()
+    # Of the state that a stage began from, too: it is not only the later steps that are right.
+    status = train(begin(FRESH, 1, tmp_path / "other"), kept, seeds=(7, 8))
+    train(begin(status, 2, tmp_path / "other"), 40 - kept)
+    close_files()
+    assert audit(*read_ledger(str(tmp_path / "other"))).is_proven == (kept == 0)
+
+
+def test_steps_of_an_earlier_version_are_read_and_named_as_not_proven_to_the_last(tmp_path, capsys):
+    status = train(begin(FRESH, 1, tmp_path), 13, seeds=())
+    path = tmp_path / "ledger.jsonl"
+    path.write_text(
+        path.read_text().replace(', "drawn": null', "").replace(', "restored_drawn": null', "")
+    )
+    assert "drawn" not in path.read_text()
+    old = {**status.to_json()}
+    for entry in old["ledger"]:
+        del entry["restored_drawn"]
+        for row in entry["rows"]:
+            del row["drawn"]
+    train(begin(LoopStatus.from_json(old), 2, tmp_path), 10)
+    assert verify([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "stage 1, steps 1-13: which samples were drawn was not written down (by an earlier "
+        "version, or with a reader of the script's own); the order is taken on trust\n" in out
+    )
+    assert out.count("was not written down") == 1
+    assert "OK: 23 steps, each counted once" in out
+    assert verify([str(tmp_path), "--json"]) == 0
+    undrawn = json.loads(capsys.readouterr().out)["undrawn"]
+    assert [each["row"]["last_step"] for each in undrawn] == [10, 13]
+
+
+def test_the_ledger_stays_small_and_a_row_fits_one_line(tmp_path):
+    status = train(begin(FRESH, 1, tmp_path), 40)
+    close_files()
+    assert (tmp_path / "ledger.jsonl").stat().st_size == 256 * (2 + 4), "a line per epoch"
+    assert len(status.ledger[0].rows) == 2, "whole epochs take one"
+    number = 10**11
+    ledger = Ledger()
+    ledger.begin(stage(number, []))
+    ledger.commit(epoch=number, step=number, start=number, stop=number, drawn=number)
+    (row,) = ledger.stages[0].rows
+    line = {"kind": "row", "stage": number, **encode(row)}
+    assert len(json.dumps(line)) < 256
 
 
 def stage(number: int, rows: list[tuple[int, int, int, int, int]], *, origin=None) -> StageEntry:

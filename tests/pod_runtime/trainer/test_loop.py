@@ -17,6 +17,7 @@ import pytest
 from paddle import nn
 
 from pod_runtime import elastic
+from pod_runtime.trainer.batches import permutation
 from pod_runtime.trainer.loop import committed_step, explain_error
 from pod_runtime.verify import main as verify
 from tests.pod_runtime.trainer.fake_launcher import SCRIPTS
@@ -73,6 +74,51 @@ def test_a_training_that_could_keep_nothing_does_not_begin(tmp_path):
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(elastic.CheckpointError, match="cannot be written: Not a directory"):
         make(checkpoint=tmp_path / "file" / "ckpt")
+
+
+@pytest.mark.parametrize("kind", ["dataset", "workers", "reader", "reader of its own"])
+def test_what_was_drawn_is_proven_however_it_is_read(tmp_path, capsys, kind):
+    def read(where: elastic.ReadFrom) -> Any:
+        for epoch, step, shard, batch in loop.shards(DATA):
+            yield epoch, step, shard, batch * 2
+
+    def read_alone(where: elastic.ReadFrom) -> Any:
+        for epoch in range(2):
+            for step, size in enumerate([6, 6, 6, 2]):
+                yield epoch, step, 0, paddle.ones([size, 3])
+
+    arguments: dict[str, dict[str, Any]] = {
+        "dataset": {},
+        "workers": {"num_workers": 1},
+        "reader": {"reader": read},
+        "reader of its own": {"reader": read_alone},
+    }
+    loop, model = make(checkpoint=tmp_path, **arguments[kind])
+    for epoch in loop.epochs():
+        for step in epoch:
+            for batch in step:
+                fields = batch[0] if isinstance(batch, list) else batch
+                step.backward((model(fields) ** 2).mean())
+            step.update()
+    assert verify([str(tmp_path)]) == 0
+    text = "stage 1, steps 1-8: which samples were drawn was not written down"
+    assert (text in capsys.readouterr().out) == (kind == "reader of its own")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_reader_that_draws_other_samples_than_the_order_says_is_found(
+    tmp_path, capsys, monkeypatch, workers
+):
+    def half_of_them_twice(*args: Any) -> Any:
+        return permutation(*args) // 2
+
+    monkeypatch.setattr("pod_runtime.trainer.readers.permutation", half_of_them_twice)
+    loop, model = make(checkpoint=tmp_path, num_workers=workers)
+    train(loop, model)
+    assert verify([str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    for where in ("epoch 0, steps 1-4", "epoch 1, steps 5-8"):
+        assert f"NOT PROVEN: stage 1, {where}: the samples that trainers drew are not those" in out
 
 
 def test_the_last_checkpoint_is_tried_again_until_its_path_is_mended(tmp_path, caplog, monkeypatch):

@@ -72,16 +72,17 @@ def make(group: Group, link: Channel | None = None) -> tuple[Member, Keeper]:
     return made, keeper
 
 
-COMMITS = [0.0, 0.0, 3.0, 0.0, 0.0, 0.0]
-VOID = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
-CUT_AND_VOID = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+UNHASHED = [0.0] * 9
+COMMITS = [0.0, 0.0, 3.0, 0.0, 0.0, 0.0, *UNHASHED]
+VOID = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, *UNHASHED]
+CUT_AND_VOID = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, *UNHASHED]
 
 
 def test_a_peer_that_waits_for_data_is_waited_for_with_the_same_gradients():
     group = Group(VOID, VOID, COMMITS)
     member, keeper = make(group)
     assert member.exchange(5).samples == 8
-    assert group.exchanged == [([0.0, 0.0, 5.0, 0.0, 0.0, 0.0], True)] * 3
+    assert group.exchanged == [([0.0, 0.0, 5.0, 0.0, 0.0, 0.0, *UNHASHED], True)] * 3
     assert keeper.parked == []
 
 
@@ -106,7 +107,7 @@ def test_a_rank_without_data_shows_itself_before_its_peers_run_into_the_time_out
     for seconds in (0, 4, 4.5, 5):  # silent, silent, shows itself, silent again
         now[0] += seconds
         member.wait_for_data()
-    assert group.exchanged == [([0.0, 1.0, 0.0, 0.0, 0.0, 0.0], False)]
+    assert group.exchanged == [(VOID, False)]
     member.have_data()
     now[0] += 100
     member.wait_for_data()
@@ -120,12 +121,12 @@ def test_a_cut_while_data_do_not_come_is_acted_on_at_once():
 
 
 def test_a_cut_for_those_who_stay_waits_for_data_and_for_the_step():
-    group = Group(VOID, [*VOID[:5], 1.0], [*COMMITS[:5], 1.0])
+    group = Group(VOID, [*VOID[:5], 1.0, *UNHASHED], [*COMMITS[:5], 1.0, *UNHASHED])
     member, keeper = make(group, Channel(Cut(id=4, patient=True)))
     member.wait_for_data()
     assert (group.exchanged, keeper.parked) == ([], [])
     verdict = member.exchange(5)
-    assert group.exchanged == [([0.0, 0.0, 5.0, 0.0, 0.0, 1.0], True)] * 3
+    assert group.exchanged == [([0.0, 0.0, 5.0, 0.0, 0.0, 1.0, *UNHASHED], True)] * 3
     assert keeper.parked == [], "it parks once the step is committed"
     assert (verdict.cut, verdict.void) == (True, False)
 

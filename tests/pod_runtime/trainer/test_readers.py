@@ -11,7 +11,7 @@ import pytest
 from pod_runtime.trainer.batches import BatchPlan, Cursor, rank_shards
 from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.ledger import RunInfo
-from pod_runtime.trainer.readers import FedReader, ShardOrder, ShardPlace, factory_items
+from pod_runtime.trainer.readers import FedReader, Item, ShardOrder, ShardPlace, factory_items
 from pod_runtime.trainer.streams import KeyedDataset, SampleFetcher, seed_shard
 from tests.support import wait_until
 
@@ -132,7 +132,7 @@ def test_reading_goes_on_at_the_cursor():
 
 def items_of(mine: ShardOrder) -> Iterator[Any]:
     for place in mine.from_cursor(Cursor()):
-        yield place.epoch, place.step, place.shard, mine.ids(place)
+        yield Item(place.epoch, place.step, place.shard, mine.ids(place))
 
 
 def test_a_reader_that_keeps_one_waiting_says_so_and_delivers_later():
@@ -146,7 +146,7 @@ def test_a_reader_that_keeps_one_waiting_says_so_and_delivers_later():
     place = next(order().from_cursor(Cursor()))
     assert reader.take(place, 0.01) is None
     gate.set()
-    wait_until(lambda: reader.take(place, 0.1) == (order().ids(place),))
+    wait_until(lambda: reader.take(place, 0.1) == (order().ids(place), None))
     reader.close()
 
 

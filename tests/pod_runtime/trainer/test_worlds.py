@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from pod_runtime.channel import close_all
+from pod_runtime.trainer.audit import audit
 from pod_runtime.trainer.checkpoint import CheckpointStore
 from pod_runtime.trainer.storage import open_storage
 from pod_runtime.verify import main as verify
+from pod_runtime.verify import read_ledger
 from tests.pod_runtime.trainer.fake_launcher import FakeLauncher, Stage, slots_of
 from tests.support import wait_until
 
@@ -43,6 +45,9 @@ def finish(stage: Stage) -> None:
     counts = np.load(stage.launcher.folder / "counts.npy")
     assert (counts == 3).all(), f"every sample counts once per epoch: {counts}"
     assert verify([str(stage.launcher.run_dir)]) == 0
+    assert audit(*read_ledger(str(stage.launcher.run_dir))).undrawn == (), (
+        "nothing is taken on trust"
+    )
 
 
 def test_kills_lose_no_sample_and_count_none_twice(launch):

@@ -1,0 +1,89 @@
+"""Fingerprints of samples that were drawn: the sum of their hashes, modulo 2^64. Pure.
+
+What a trainer should draw follows from the run's seed. What it did draw is hashed where it is
+drawn, so that a proof needs not trust that it drew what it should. Sums do not depend on which
+trainer drew a sample, or when: those of all shards, ranks and steps are simply added.
+
+The hash of sample `i` of an epoch is output number `i` of the SplitMix64 generator that starts at
+that epoch's own hash (Steele, Lea and Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA
+2014; with the constants of Vigna's splitmix64.c). Other samples give the same sum by chance once in
+2^64 times.
+"""
+
+import functools
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_TEXT = re.compile("[0-9a-f]{16}")
+PIECES = 8
+
+
+def hash_samples(epoch: int, ids: Sequence[int] | npt.NDArray[np.int64]) -> int:
+    """Return the sum of the hashes of these samples of `epoch`; a few microseconds for a shard."""
+    mixed = np.array(ids, np.int64).view(np.uint64)
+    mixed *= _U_GAMMA
+    mixed += _start(epoch)
+    mixed ^= mixed >> _U_30
+    mixed *= _U_MIX_1
+    mixed ^= mixed >> _U_27
+    mixed *= _U_MIX_2
+    mixed ^= mixed >> _U_31
+    return int(mixed.sum(dtype=np.uint64))
+
+
+def add(first: int | None, second: int | None) -> int | None:
+    """Add two sums; None: not known."""
+    return None if first is None or second is None else (first + second) & _MASK
+
+
+def subtract(first: int | None, second: int | None) -> int | None:
+    """Take a part out of a sum; None: not known."""
+    return None if first is None or second is None else (first - second) & _MASK
+
+
+def to_pieces(value: int) -> list[float]:
+    """Cut a sum into bytes, whose sums over 65,000 ranks are exact whole numbers in float32."""
+    return [float(byte) for byte in value.to_bytes(PIECES, "little")]
+
+
+def from_pieces(sums: Sequence[float]) -> int:
+    """Return the sum of what ranks have cut into pieces, of which `sums` are the sums."""
+    return sum(round(each) << (8 * place) for place, each in enumerate(sums)) & _MASK
+
+
+def to_text(value: int | None) -> str | None:
+    """Return a sum as JSON holds it: not as a number, which many programs round."""
+    return None if value is None else f"{value:016x}"
+
+
+def from_text(text: str | None) -> int | None:
+    """Read what `to_text` made.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if text is None:
+        return None
+    if not _TEXT.fullmatch(text):
+        raise ValueError(f"expected 16 hexadecimal digits, got {text!r:.40}")
+    return int(text, 16)
+
+
+@functools.lru_cache(maxsize=8)
+def _start(epoch: int) -> np.uint64:
+    """Return the epoch's own hash, plus what leads to output 0."""
+    value = ((epoch + 1) * _GAMMA) & _MASK
+    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
+    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
+    value ^= value >> 31
+    return np.uint64((value + _GAMMA) & _MASK)
+
+
+_U_GAMMA, _U_MIX_1, _U_MIX_2 = np.uint64(_GAMMA), np.uint64(_MIX_1), np.uint64(_MIX_2)
+_U_30, _U_27, _U_31 = np.uint64(30), np.uint64(27), np.uint64(31)

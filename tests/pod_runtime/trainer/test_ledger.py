@@ -55,8 +55,13 @@ def order_of(seed: int, epoch: int) -> Ids:
     return permutation(seed, epoch, 100)
 
 
-def train(progress: Progress, steps: int, *, seeds: tuple[int, ...] = (1, 1)) -> LoopStatus:
-    """Commit steps whose shares are drawn by trainers that were told these seeds; (): unknown."""
+def train(progress: Progress, steps: int, *, seeds: tuple[int, ...] | None = None) -> LoopStatus:
+    """Commit steps whose shares are drawn by trainers that were told these seeds.
+
+    Args:
+        seeds: None: the run's; (): what was drawn is not known.
+    """
+    seeds = (progress.run.seed,) * 2 if seeds is None else seeds
     for _ in range(steps):
         if progress.epoch_is_over:
             progress.commit_epoch()

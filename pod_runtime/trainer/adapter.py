@@ -93,6 +93,23 @@ class Adapter(Protocol):
     def load(self, layout: Layout, data: memoryview, scalars: Mapping[str, Any]) -> None:
         """Take over a state; nothing has changed when this raises StateError."""
 
+    def load_again(self) -> None:
+        """Undo what the script has done to the plain part of the loaded state, but not to tensors:
+        learning rate, scheduler, and modes, flags and options of layers and optimizer.
+        """
+
+    def watch_modes(self) -> None:
+        """Begin to see which layers' modes (training or evaluation) the script sets."""
+
+    def modes_set(self) -> dict[str, bool]:
+        """Return, by layer, what it has set them to since; watch no longer."""
+
+    def set_modes(self, modes: Mapping[str, bool]) -> None:
+        """Set the modes of these layers."""
+
+    def news(self) -> list[str]:
+        """Return what has changed since the first call, and no state can carry; each once."""
+
     def unowned(self) -> list[str]:
         """Return which trainable parameters of the model no optimizer has: nobody trains them."""
 

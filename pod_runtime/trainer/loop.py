@@ -152,6 +152,10 @@ class Loop:
         self._finished = False
         self._stop_asked = False
         self._rehearses = False
+        self._is_restored = False  # and the script has not come to where the state goes on
+        self._watches_modes = False
+        self._modes: dict[str, bool] = {}  # that the body of the epoch set before the state came
+        self._is_noted = False  # what the model is like before the first step
         self._epoch: Epoch | None = None  # None: none was asked for
         self._stage = None
         env = TrainerEnv.read(os.environ)
@@ -176,13 +180,37 @@ class Loop:
     def _enter(self) -> Stage:
         """Become a member of the stage, if that has not happened yet; may wait for its commit."""
         if self._stage is None:
+            self._note_modes()
             self._adopt(self._entrance.enter())
+            self._is_restored = self._progress.cursor.global_step > 0
+            if self._epoch is not None:
+                self._begin_amid_body()
             if not self._rehearses:
                 self._entrance.settled()
             if self._epoch is not None:
                 self._epoch.find()  # before any of its steps is made
         assert self._stage is not None
         return self._stage
+
+    # A state from between two epochs goes on with the body of the next one, any other with the
+    # steps that are left. What the script does to the plain part of the state before that point
+    # is undone there: a new process comes by lines that others have behind them.
+
+    def _go_on(self, *, with_steps: bool) -> None:
+        """The script has come to the body of an epoch, or to its steps."""
+        if self._is_restored and with_steps == (self._progress.cursor.step > 0):
+            self._is_restored = False
+            self._adapter.load_again()
+
+    def _note_modes(self) -> None:
+        if self._watches_modes:
+            self._watches_modes, self._modes = False, self._adapter.modes_set()
+
+    def _begin_amid_body(self) -> None:
+        """The state has just been loaded, and the body of its epoch has begun before that."""
+        if self._progress.cursor.step == 0:
+            self._is_restored = False
+            self._adapter.set_modes(self._modes)
 
     def _adopt(self, stage: Stage) -> None:
         self._stage, self._progress, self._member = stage, stage.progress, stage.member
@@ -252,6 +280,10 @@ class Loop:
             epoch = self._epoch = Epoch(self._find_epoch, self._steps)
             if self._stage is not None:
                 epoch.find()
+                self._go_on(with_steps=False)
+            else:
+                self._watches_modes = True
+                self._adapter.watch_modes()
             yield epoch
             progress = self._enter().progress
             if progress.is_finished:  # as it was when this stage began, and it had a rehearsal
@@ -401,14 +433,22 @@ class Loop:
             self._enter()
         else:
             self._entrance.load_again()  # what the rest of the body did to the state is undone
+            self._begin_amid_body()
         self._entrance.settled()
         self._committed_at = time.monotonic()
 
     def _steps(self) -> Iterator[Step]:
         if self._open_step is not None:
             raise UsageError("epoch: iterated over twice; use one `for step in epoch:`")
+        if not self._is_noted:
+            self._is_noted = True
+            self._adapter.news()
         if self._stage is None:
+            self._note_modes()
             yield from self._rehearse()
+        else:
+            self._go_on(with_steps=True)
+        self._is_restored = False
         adapter = self._adapter
         while not self._progress.is_finished and not self._progress.epoch_is_over:
             progress = self._progress  # another one where the trainer has moved
@@ -473,7 +513,7 @@ class Loop:
             or self._progress.epoch_is_over
             or self._progress.cursor.global_step <= _FIRST_STEPS
         ):
-            self._adapter.check_unowned()
+            self._check_script()
         now = time.monotonic()
         took = now - self._committed_at
         self._committed_at = now
@@ -488,6 +528,16 @@ class Loop:
             except StageChanged as change:
                 self._move(change.start)
             self._committed_at = time.monotonic()
+
+    def _check_script(self) -> None:
+        self._adapter.check_unowned()
+        news = self._adapter.news()
+        if news and self.rank == 0:
+            logger.warning(
+                "changed since the first step, and no state can carry it: %s. A trainer that is "
+                "started anew builds model and optimizer without that; do it before the loop",
+                _few(news),
+            )
 
     def _meet_between_steps(self) -> None:
         # Within a step the update is made and not committed: no state to put away. The cut waits.

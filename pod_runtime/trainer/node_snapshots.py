@@ -172,7 +172,10 @@ class NodeSnapshots:
                 logger.error("%s", error)
         if self._segment is None or not self._segment.fits(len(meta), layout.total_bytes):
             return
-        self._segment.write_whole(self._adapter, layout, self.now, meta)
+        # A complete one was taken where the step had ended; since, the script may have begun the
+        # next: what it does there to the learning rate, say, is done again after a restore.
+        if self.complete != self.now:
+            self._segment.write_whole(self._adapter, layout, self.now, meta)
         if self.is_first:
             self._give(layout.digest)
 

@@ -190,6 +190,21 @@ class PaddleAdapter:
         self._state.load(layout, data, scalars)
         self._unowned.forget()
 
+    def load_again(self) -> None:
+        self._state.load_again()
+
+    def watch_modes(self) -> None:
+        self._state.traits.watch_modes()
+
+    def modes_set(self) -> dict[str, bool]:
+        return self._state.traits.modes_set()
+
+    def set_modes(self, modes: Mapping[str, bool]) -> None:
+        self._state.traits.set_modes(modes)
+
+    def news(self) -> list[str]:
+        return self._state.traits.news()
+
     def unowned(self) -> list[str]:
         return self._unowned.names
 
@@ -352,16 +367,8 @@ class PaddleAdapter:
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        layers = self._model.sublayers(include_self=True)
-        training = [layer.training for layer in layers]
-        self._model.eval()
-        try:
-            with paddle.no_grad():
-                yield
-        finally:
-            # One by one: a script may keep some in evaluation mode, as frozen batch norms are.
-            for layer, was_training in zip(layers, training, strict=True):
-                layer.training = was_training
+        with self._state.traits.evaluating(), paddle.no_grad():
+            yield
 
     def to_float(self, value: Any) -> float:
         return float(value.item()) if hasattr(value, "item") else float(value)

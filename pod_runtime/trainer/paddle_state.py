@@ -6,8 +6,9 @@ model: `optimizer/features.0.weight.moment1`.
 """
 
 import ctypes
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,9 @@ from pod_runtime.trainer.layout import (
     make_layout,
     missing_and_surplus,
 )
+from pod_runtime.trainer.paddle_traits import Traits
+
+logger = logging.getLogger(__name__)
 
 _NUMPY = {"bfloat16": "uint16"}  # how Paddle hands out what numpy does not know
 _MASTER = "master_weight"
@@ -45,6 +49,8 @@ class PaddleState:
                     f"all layers that are trained into one paddle.nn.Layer and pass that"
                 )
         self._names: dict[str, str] = {}  # accumulator's variable name -> structured name
+        self.traits = Traits(model, optimizer)
+        self._loaded: Mapping[str, Any] = {}  # the scalars that were taken over last
         self._layout: Layout | None = None  # None: to be made
         self._layout_key: object = None
         self._tensors: list[Any] = []
@@ -80,8 +86,11 @@ class PaddleState:
                 copy_tensor(base + spec.offset + first, tensor, first, last)
 
     def scalars(self) -> dict[str, Any]:
-        """Return scheduler, learning rate, loss scaler and the plain part of `extra`."""
-        found: dict[str, Any] = {"optimizer": type(self._optimizer).__name__}
+        """Return scheduler, learning rate, traits, loss scaler and the plain part of `extra`."""
+        found: dict[str, Any] = {
+            "optimizer": type(self._optimizer).__name__,
+            "traits": self.traits.changed(),
+        }
         scheduler = self._scheduler()
         if scheduler is None:
             found["lr"] = float(self._optimizer.get_lr())
@@ -119,6 +128,24 @@ class PaddleState:
             state["scale"] = np.array(state["scale"], np.float32)
             self._scaler.load_state_dict(state)
         self._load_extra(by_group["extra"], source, scalars.get("extra", {}))
+        self._loaded = scalars
+        self._load_traits()
+
+    def load_again(self) -> None:
+        """Undo what the script has done to learning rate, scheduler and traits since `load`."""
+        if self._loaded:
+            self._load_rate(self._loaded)
+            self._load_traits()
+
+    def _load_traits(self) -> None:
+        if "traits" not in self._loaded:  # a state of the version before
+            return
+        lost = self.traits.apply(self._loaded["traits"])
+        if lost:
+            logger.warning(
+                "the state has options of %s, which this script's model and optimizer do not have",
+                ", ".join(lost),
+            )
 
     def _check(
         self,
@@ -202,6 +229,9 @@ class PaddleState:
     def _load_optimizer(
         self, specs: Mapping[str, TensorSpec], source: Any, scalars: Mapping[str, Any]
     ) -> None:
+        kept = [name.rpartition(".") for name in specs]
+        self._make_accumulators({owner for owner, _, kind in kept if kind != _MASTER})
+        self._drop_surplus(specs)
         if self._fill_optimizer(specs, source, scalars):
             return
         live = {
@@ -229,6 +259,27 @@ class PaddleState:
             self._optimizer.set_lr(scalars["lr"])
         self._optimizer.set_state_dict(state)
 
+    def _make_accumulators(self, owners: Collection[str]) -> None:
+        """Make those of some parameters, where the state lacks those of others.
+
+        Paddle would make them at its next step, from what was laid aside, and refuse a parameter
+        that was frozen so far: it has nothing there.
+        """
+        mine = optimizer_parameters(self._optimizer)
+        stateful = [each for each in mine if self._structured[each.name] in owners]
+        if stateful and len(stateful) < len(mine):
+            self._optimizer._accumulators_holder = {}
+            block = paddle.base.framework.default_main_program().global_block()
+            self._optimizer._create_accumulators(block, stateful)
+
+    def _drop_surplus(self, specs: Mapping[str, TensorSpec]) -> None:
+        """Let go of accumulators that the state lacks: a rehearsal made them, or a later step."""
+        for found in self._optimizer._accumulators.values():
+            for name in list(found):
+                if self._structured_name(found[name].name) not in specs:
+                    del found[name]
+                    getattr(self._optimizer, "_already_create_accumulator", set()).discard(name)
+
     def _fill_optimizer(
         self, specs: Mapping[str, TensorSpec], source: Any, scalars: Mapping[str, Any]
     ) -> bool:
@@ -248,12 +299,15 @@ class PaddleState:
             return False
         for name, tensor in live.items():
             _fill(tensor, source, specs[name])
+        self._load_rate(scalars)
+        return True
+
+    def _load_rate(self, scalars: Mapping[str, Any]) -> None:
         scheduler = self._scheduler()
         if scheduler is not None:
             scheduler.set_state_dict(dict(scalars["lr_scheduler"]))
         elif "lr" in scalars and scalars["lr"] != float(self._optimizer.get_lr()):
             self._optimizer.set_lr(scalars["lr"])
-        return True
 
     def _extra_tensors(self) -> list[tuple[str, Any]]:
         found = []

@@ -68,6 +68,8 @@ for epoch in loop.epochs():
             loop.stop()
         else:
             assert step.index == step.number % -(-SAMPLES // 32)
+            assert model.training == (step.number == 0), "in the next trainers, too"
+            model.eval()
         loop.log(number=step.number)
         if not (step.is_rehearsal or (args.hurry and args.hurry.exists())):
             time.sleep(args.step_s)

@@ -1,0 +1,236 @@
+"""What a script may change on model and optimizer beside their tensors: modes, flags, options.
+
+Every process builds model and optimizer by the same lines of the script. So what belongs to the
+state is how they differ now from how they were built: usually nothing. What cannot be put into a
+state (a hook, a layer in another's place) is named instead.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import nn
+
+Found = dict[str, dict[str, Any]]  # owner -> attribute -> value
+
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+_LONGEST = 16  # of the lists of such values that are taken
+_OF_LAYERS = frozenset(vars(nn.Layer())) - {"training"}  # the framework's own, of any layer
+# What the framework itself changes, or what the state has besides.
+_OF_OPTIMIZERS = frozenset(
+    ("_learning_rate", "_name", "_dtype", "type", "helper", "_use_multi_tensor", "_need_refuse")
+)
+_OF_SCHEDULERS = frozenset(("keys", "verbose", "_var_name"))
+_CACHES = frozenset(("_dropout_state", "_flat_weight"))  # of the framework's recurrent layers
+
+
+class Traits:
+    """Of one model and its optimizer. Made when the script has built them."""
+
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._evaluates: dict[int, bool] | None = None  # modes outside of an evaluation
+        self._built = self._read()
+        self._structure: dict[str, Any] | None = None  # None: not noted
+        self._named: set[str] = set()
+
+    # --- what a state carries
+
+    def changed(self) -> Found:
+        """Return what is not as it was built, as JSON types."""
+        found: Found = {}
+        for owner, values in self._read().items():
+            built = self._built.get(owner, {})
+            differs = {
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in values.items()
+                if name not in built or _differ(built[name], value)
+            }
+            if differs:
+                found[owner] = differs
+        return found
+
+    def apply(self, changed: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """Make all as it was built, but for `changed`; return what of that has no place here."""
+        owners = self._owners()
+        for owner, values in self._read().items():
+            wanted = {**self._built.get(owner, {}), **changed.get(owner, {})}
+            for name, value in wanted.items():
+                if name not in values or _differ(values[name], value):
+                    before = self._built.get(owner, {}).get(name)
+                    _set(owners[owner], name, tuple(value) if _is_tuple(before) else value)
+        return sorted(changed.keys() - owners.keys())
+
+    # --- modes
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within it all layers evaluate, and the state has their modes of before."""
+        layers = self._model.sublayers(include_self=True)
+        self._evaluates = {id(layer): layer.training for layer in layers}
+        self._model.eval()
+        try:
+            yield
+        finally:
+            # One by one: a script may keep some in evaluation mode, as frozen batch norms are.
+            modes, self._evaluates = self._evaluates, None
+            for layer in layers:
+                layer.training = modes[id(layer)]
+
+    def watch_modes(self) -> None:
+        """Begin to see which modes the script sets, even to what they are."""
+        for _name, layer in self._layers():
+            layer.__dict__["training"] = int(layer.training)  # as good as the bool it is
+
+    def modes_set(self) -> dict[str, bool]:
+        """Return the modes that were set since, and watch no longer."""
+        found = {}
+        for name, layer in self._layers():
+            if type(layer.training) is bool:
+                found[name] = layer.training
+            layer.__dict__["training"] = bool(layer.training)
+        return found
+
+    def set_modes(self, modes: Mapping[str, bool]) -> None:
+        for name, layer in self._layers():
+            if name in modes:
+                layer.training = modes[name]
+
+    # --- what no state can carry
+
+    def news(self) -> list[str]:
+        """Return what has changed since the first call and cannot be carried; each once."""
+        now = self._read_structure()
+        if self._structure is None:
+            self._structure = now
+            return []
+        found = []
+        for name in [*self._structure, *(name for name in now if name not in self._structure)]:
+            if self._structure.get(name) != now.get(name) and name not in self._named:
+                self._named.add(name)
+                found.append(name)
+        return found
+
+    # --- reading
+
+    def _layers(self) -> list[tuple[str, Any]]:
+        return list(self._model.named_sublayers(include_self=True))
+
+    def _owners(self) -> dict[str, Any]:
+        """Return whatever has attributes of interest, by a name that every process gives it."""
+        found: dict[str, Any] = {f"layer/{name}": layer for name, layer in self._layers()}
+        for name, parameter in self._model.named_parameters():
+            found[f"parameter/{name}"] = parameter
+        optimizer = self._optimizer
+        found["optimizer"] = optimizer
+        for name in ("_grad_clip", "regularization"):
+            if hasattr(getattr(optimizer, name, None), "__dict__"):
+                found[f"optimizer/{name}"] = getattr(optimizer, name)
+        for index, group in enumerate(optimizer._param_groups or []):
+            if isinstance(group, dict):
+                found[f"optimizer/group {index}"] = group
+        scheduler, path = optimizer._learning_rate, "scheduler"
+        while isinstance(scheduler, paddle.optimizer.lr.LRScheduler):
+            found[path] = scheduler
+            inner = getattr(scheduler, "learning_rate", None)  # of a LinearWarmup
+            scheduler, path = inner, f"{path}/learning_rate"
+        return found
+
+    def _read(self) -> Found:
+        found: Found = {}
+        for owner, thing in self._owners().items():
+            kind = owner.partition("/")[0]
+            if kind == "parameter":
+                found[owner] = {
+                    "stop_gradient": thing.stop_gradient,
+                    "need_clip": thing.need_clip,
+                    "learning_rate": thing.optimize_attr.get("learning_rate"),
+                }
+                continue
+            skipped = _OF_LAYERS if kind == "layer" else _OF_OPTIMIZERS
+            if kind == "scheduler":
+                thing.state_keys()
+                skipped = _OF_SCHEDULERS.union(thing.keys)
+            attributes = thing if isinstance(thing, dict) else vars(thing)
+            found[owner] = {
+                name: value
+                for name, value in attributes.items()
+                if name not in skipped and _is_plain(value)
+            }
+            if kind == "layer" and self._evaluates is not None:
+                found[owner]["training"] = self._evaluates.get(id(thing), thing.training)
+        return found
+
+    def _read_structure(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, layer in self._layers():
+            who = f"layer {name or type(self._model).__name__}"
+            found[who] = type(layer)
+            hooks = sum(len(layer.__dict__.get(each, ())) for each in _HOOKS)
+            found[f"hooks of {who}"] = hooks
+            found[f"forward of {who}"] = layer.__dict__.get("forward")
+            for kept in (vars(layer), layer._buffers):
+                for attribute, value in kept.items():
+                    is_kept = kept is layer._buffers and (
+                        attribute not in layer._non_persistable_buffer_names_set
+                    )
+                    if isinstance(value, paddle.Tensor | np.ndarray) and not (
+                        is_kept or attribute in _CACHES
+                    ):
+                        found[f"{attribute} of {who}, a tensor outside of its state_dict"] = (
+                            _version(value)
+                        )
+        optimizer = self._optimizer
+        found["the optimizer's grad_clip"] = type(optimizer._grad_clip)
+        found["the optimizer's weight decay"] = type(getattr(optimizer, "regularization", None))
+        found["the optimizer's scheduler"] = type(optimizer._learning_rate)
+        found["the optimizer's parameters"] = [
+            len(each["params"]) if isinstance(each, dict) else 1
+            for each in optimizer._param_groups or []
+        ]
+        return found
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_post_hooks")
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return len(value) <= _LONGEST and all(type(each) in _PLAIN for each in value)
+    return kind in _PLAIN
+
+
+def _is_tuple(value: Any) -> bool:
+    return isinstance(value, tuple)
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if one is other:
+        return False
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return list(one) != list(other)
+    return bool(one != other) and not (one != one and other != other)  # NaN is as it was
+
+
+def _set(thing: Any, name: str, value: Any) -> None:
+    if isinstance(thing, dict):
+        thing[name] = value
+    elif isinstance(thing, paddle.Tensor):
+        if name == "learning_rate":
+            thing.optimize_attr[name] = value
+        else:
+            setattr(thing, name, value)
+    else:
+        vars(thing)[name] = value
+
+
+def _version(value: Any) -> Any:
+    """Return what changes when a tensor is written to, or another takes its place."""
+    if isinstance(value, np.ndarray):
+        return value.tobytes() if value.size <= 1024 else value.ctypes.data
+    if not value._is_initialized():
+        return None
+    return id(value), value.inplace_version

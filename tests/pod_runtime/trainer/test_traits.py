@@ -1,0 +1,294 @@
+"""Modes, flags and options of model and optimizer belong to the state as its tensors do."""
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+from pod_runtime import elastic
+from pod_runtime.trainer.paddle_adapter import PaddleAdapter
+from pod_runtime.trainer.paddle_traits import Traits
+from pod_runtime.trainer.stage import Entrance
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:When training, we now always track"),
+    # Paddle says so of every LinearWarmup around another scheduler.
+    pytest.mark.filterwarnings("ignore:There are some unused values in state_dict"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _outside_edl(monkeypatch):
+    for name in ("EDL_CHANNEL", "EDL_STAGE", "EDL_RUN_DIR", "EDL_MAX_TRAINERS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class Data(paddle.io.Dataset):
+    def __getitem__(self, index: int) -> Any:
+        return np.full(3, index / 10, "float32")
+
+    def __len__(self) -> int:
+        return 18
+
+
+class Net(nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1D(3)
+        self.drop = nn.Dropout(0.5)
+        self.tail = nn.Linear(3, 1)
+        self.depth = 1
+        self.sizes = (1, 2)
+
+    def forward(self, batch: Any) -> Any:
+        return self.tail(self.drop(self.norm(self.head(batch))))
+
+
+def build() -> tuple[Net, Any]:
+    paddle.seed(3)
+    model = Net()
+    groups = [
+        {"params": model.head.parameters(), "learning_rate": 0.5},
+        {"params": [*model.norm.parameters(), *model.tail.parameters()]},
+    ]
+    clip = nn.ClipGradByGlobalNorm(1.0)
+    rate = paddle.optimizer.lr.LinearWarmup(paddle.optimizer.lr.StepDecay(0.1, 2), 3, 0.0, 0.1)
+    return model, paddle.optimizer.Momentum(rate, parameters=groups, grad_clip=clip)
+
+
+# --- what a state carries
+
+
+def change_all(model: Net, optimizer: Any) -> None:
+    model.eval()
+    model.head.train()
+    model.drop.p = 0.1
+    model.norm._momentum = 0.5
+    model.depth, model.sizes = 3, (4, 5)
+    model.note = "added"
+    model.head.weight.stop_gradient = True
+    model.tail.weight.need_clip = False
+    model.tail.bias.optimize_attr["learning_rate"] = 0.25
+    optimizer._param_groups[0]["learning_rate"] = 0.125
+    optimizer._momentum = 0.8
+    optimizer._grad_clip.clip_norm = 0.5
+    optimizer._learning_rate.learning_rate.gamma = 0.3
+
+
+def seen(model: Net, optimizer: Any) -> list[Any]:
+    return [
+        [layer.training for layer in model.sublayers(include_self=True)],
+        model.drop.p, model.norm._momentum, model.depth, model.sizes,
+        getattr(model, "note", None),
+        [each.stop_gradient for each in model.parameters()],
+        model.tail.weight.need_clip, model.tail.bias.optimize_attr["learning_rate"],
+        optimizer._param_groups[0]["learning_rate"], optimizer._momentum,
+        optimizer._grad_clip.clip_norm, optimizer._learning_rate.learning_rate.gamma,
+    ]  # fmt: skip
+
+
+def test_what_a_script_changes_is_carried_and_what_a_process_did_before_is_not():
+    model, optimizer = build()
+    adapter = PaddleAdapter(model, optimizer, header_size=1)
+    assert adapter.scalars()["traits"] == {}
+    change_all(model, optimizer)
+    layout = adapter.layout()
+    data = bytearray(layout.total_bytes)
+    adapter.copy_out(memoryview(data))
+    scalars = json.loads(json.dumps(adapter.scalars()))
+
+    other, other_optimizer = build()
+    fresh = seen(other, other_optimizer)
+    reader = PaddleAdapter(other, other_optimizer, header_size=1)
+    other.drop.p, other.tail.bias.stop_gradient = 0.9, True  # as a rehearsal may
+    reader.load(layout, memoryview(data), scalars)
+    assert seen(other, other_optimizer) == seen(model, optimizer) != fresh
+    assert reader.scalars()["traits"] == scalars["traits"], "carried on by the next one, too"
+
+    old = {name: value for name, value in scalars.items() if name != "traits"}
+    other, other_optimizer = build()
+    reader = PaddleAdapter(other, other_optimizer, header_size=1)
+    other.drop.p = 0.9
+    reader.load(layout, memoryview(data), old)
+    assert other.drop.p == 0.9, "a state of the version before says nothing of it"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["SGD", "Momentum", "Adagrad", "Adam", "AdamW", "Adamax", "Adadelta", "RMSProp", "Lamb"],
+)
+def test_training_alone_changes_nothing_that_would_have_to_be_carried(name):
+    for grouped in (False, True):
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm2D(8), nn.Dropout(0.3), nn.Linear(1, 2))
+        given: Any = model.parameters()
+        if grouped:
+            given = [{"params": given[:2], "learning_rate": 0.5}, {"params": given[2:]}]
+        rate = paddle.optimizer.lr.LinearWarmup(0.1, 2, 0.0, 0.1)
+        optimizer = getattr(paddle.optimizer, name)(rate, parameters=given)
+        traits = Traits(model, optimizer)
+        assert traits.news() == []
+        for _ in range(3):
+            value = model[0](paddle.randn([6, 4])).reshape([6, 8, 1, 1])
+            model[3](model[2](model[1](value))).mean().backward()
+            optimizer.step()
+            optimizer.clear_grad()
+            rate.step()
+        assert traits.changed() == {}
+        assert traits.news() == []
+
+
+def test_what_no_state_can_carry_is_named_once():
+    model, optimizer = build()
+    model.register_buffer("center", paddle.zeros([3]), persistable=False)
+    model.cache = paddle.zeros([2])
+    traits = Traits(model, optimizer)
+    model.head.register_forward_post_hook(lambda *_: None)  # before the loop: in every process
+    assert traits.news() == []
+    assert traits.news() == []
+    model.head.register_forward_pre_hook(lambda *_: None)
+    model.drop = nn.Identity()
+    model.tail.forward = lambda batch: batch
+    paddle.assign(paddle.ones([3]), model.center)
+    model.cache = paddle.ones([2])
+    optimizer._grad_clip = None
+    optimizer._param_groups[1]["params"].pop()
+    assert sorted(traits.news()) == [
+        "cache of layer Net, a tensor outside of its state_dict",
+        "center of layer Net, a tensor outside of its state_dict",
+        "forward of layer tail",
+        "hooks of layer head",
+        "layer drop",
+        "the optimizer's grad_clip",
+        "the optimizer's parameters",
+    ]
+    assert traits.news() == []
+
+
+def test_an_evaluation_leaves_the_modes_in_the_state_as_they_are():
+    model, optimizer = build()
+    adapter = PaddleAdapter(model, optimizer, header_size=1)
+    model.norm.eval()
+    before = adapter.scalars()["traits"]
+    with adapter.evaluation():
+        assert not model.training
+        assert adapter.scalars()["traits"] == before == {"layer/norm": {"training": False}}
+    assert model.training
+    assert not model.norm.training
+
+
+# --- a training with changes is as one without
+
+
+@dataclass
+class Script:
+    """A training script's own lines, by where they stand."""
+
+    before: Callable[[Net, Any], None] = lambda model, optimizer: None  # the loop
+    body: Callable[[Net, Any, int], None] = lambda model, optimizer, epoch: None
+    step: Callable[[Net, Any, int], None] = lambda model, optimizer, number: None
+    after: Callable[[Net, Any, int], None] = lambda model, optimizer, epoch: None
+    asks: bool = True  # for the number of the epoch at the top of its body
+    seen: dict[int, Any] = field(default_factory=dict)  # by step
+
+    def run(self, folder: Path | None, stop_at: int | None = None) -> elastic.Loop:
+        """Train from what is in the folder to the end, or leave before the step `stop_at`."""
+        model, optimizer = build()
+        loop = elastic.Loop(
+            model, optimizer, Data(), batch_size=6, epochs=4, checkpoint=folder, save_steps=1
+        )
+        self.before(model, optimizer)
+        for epoch in loop.epochs():
+            self.body(model, optimizer, epoch.number if self.asks else -1)
+            for step in epoch:
+                if not step.is_rehearsal:
+                    assert loop._stage is not None
+                    loop._stage.keeper.finish_writing()  # so that each state is written
+                    if step.number == stop_at:
+                        return loop
+                    self.seen[step.number] = [*seen(model, optimizer), optimizer.get_lr()]
+                for batch in step:
+                    step.backward((model(batch) ** 2).mean())
+                step.update()
+                if not step.is_rehearsal:
+                    self.step(model, optimizer, step.number)
+            self.after(model, optimizer, epoch.number)
+        return loop
+
+
+def vit_step(model: Net, optimizer: Any, number: int) -> None:
+    optimizer._learning_rate.step()
+    if number == 1:
+        model.drop.p = 0.25
+
+
+SCRIPTS = {
+    # As Paddle's own ViT tutorial: after its first validation it trains in evaluation mode.
+    "never trains again": Script(after=lambda model, _o, _e: model.eval(), step=vit_step),
+    "trains once before the loop": Script(
+        before=lambda model, _o: model.train(), after=lambda model, _o, _e: model.eval()
+    ),
+    "trains at the top": Script(
+        body=lambda model, _o, _e: model.train(),
+        step=lambda model, _o, number: model.norm.eval() if number % 3 == 0 else None,
+        after=lambda model, _o, _e: model.eval(),
+    ),
+    "asks nothing": Script(
+        body=lambda model, _o, _e: model.tail.train(),
+        after=lambda model, _o, _e: model.eval(),
+        asks=False,
+    ),
+    "asks nothing, never trains again": Script(
+        after=lambda model, _o, _e: model.eval(), asks=False
+    ),
+    "unfreezes": Script(
+        before=lambda model, _o: setattr(model.head.weight, "stop_gradient", True),
+        body=lambda model, _o, epoch: (
+            setattr(model.head.weight, "stop_gradient", False) if epoch == 1 else None
+        ),
+    ),
+    "schedules at the top": Script(body=lambda _m, optimizer, _e: optimizer._learning_rate.step()),
+}
+
+
+@pytest.fixture
+def beside(monkeypatch) -> Callable[[bool], None]:
+    """Have the next loops prepared beside an older stage, which leaves them a checkpoint."""
+
+    def switch(on: bool) -> None:
+        monkeypatch.setattr(Entrance, "is_beside", on)
+        monkeypatch.setattr(Entrance, "_wait_for_start", lambda self: self._place)
+
+    return switch
+
+
+@pytest.mark.parametrize("is_beside", [False, True], ids=["started anew", "prepared"])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_step_is_made_as_in_a_training_without_changes(name, is_beside, beside, tmp_path):
+    pattern = SCRIPTS[name]
+    alone = Script(pattern.before, pattern.body, pattern.step, pattern.after, pattern.asks)
+    alone.run(None)
+    assert len(alone.seen) == 12
+    changed = Script(pattern.before, pattern.body, pattern.step, pattern.after, pattern.asks)
+    for stop_at in (2, 3, 7, 9, None):  # amid epochs, and between two
+        beside(is_beside and stop_at != 2)
+        changed.run(tmp_path, stop_at)
+    assert changed.seen == alone.seen
+
+
+def test_changes_that_get_lost_are_told_before_the_first_change(caplog):
+    script = Script(
+        step=lambda model, _o, number: (
+            model.head.register_forward_post_hook(lambda *_: None) if number == 0 else None
+        )
+    )
+    with caplog.at_level(logging.WARNING):
+        script.run(None)
+    assert caplog.text.count("no state can carry it: hooks of layer head. A trainer") == 1

@@ -127,16 +127,8 @@ class Owner:
                     watched, since, facts = found, self._clock(), self._look(found.holder)
                 moved, still_s = found.counter != watched.counter, self._clock() - since
                 facts = replace(facts, moved=moved, still_s=still_s)
-            act, reason = decide(found, self.me, facts, take_over=self._take_over)
+            act, reason = self._decide(found, facts)
             text = "" if found is None or not reason else f"{found.holder} {reason}"
-            if act is Act.REFUSE:
-                assert found is not None
-                raise InUseError(
-                    f"checkpoint: {self._storage.name} belongs to run {found.run_id} of {text}; "
-                    f"this is {self.me}. Stop that one, give another checkpoint path, or replace "
-                    f"it: `--take_over` of edl run and edl submit, EDL_TAKE_OVER=1 for a script "
-                    f"alone"
-                )
             if act is Act.WATCH:
                 if text != said:
                     said = text
@@ -145,6 +137,15 @@ class Owner:
             elif self._take(found):
                 self._start(at_once=False)
                 return text
+
+    def refuse_early(self) -> None:
+        """Raise InUseError where `claim` would without watching anybody; else nothing happens."""
+        try:
+            found = self.read()
+        except CheckpointError:
+            return  # `claim` says so, if it lasts
+        if found is not None and found.holder.id != self.me.id:
+            self._decide(found, self._look(found.holder))
 
     def confirm(self) -> None:
         """See that nobody else has claimed the folder at the same moment.
@@ -242,6 +243,18 @@ class Owner:
         return 0 if found is None or found.holder.id == self.me.id else found.stage
 
     # --- how
+
+    def _decide(self, found: Record | None, facts: Facts) -> tuple[Act, str]:
+        act, reason = decide(found, self.me, facts, take_over=self._take_over)
+        if act is Act.REFUSE:
+            assert found is not None
+            raise InUseError(
+                f"checkpoint: {self._storage.name} is in use by run {found.run_id} of "
+                f"{found.holder}, which {reason}; this is {self.me}. Stop that one, give another "
+                f"checkpoint path, or replace it: `--take_over` of edl run and edl submit, "
+                f"EDL_TAKE_OVER=1 for a script alone"
+            )
+        return act, reason
 
     def _read_patiently(self) -> Record | None:
         """As `read`; not every file system shows a file whole or not at all."""

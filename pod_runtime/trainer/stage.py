@@ -474,6 +474,8 @@ def _find_place(
             f"trainers; leave the variables that the launcher sets alone"
         )
     if highest >= plan.stage:
+        if store is not None and store.owner is not None:
+            store.owner.refuse_early()  # a higher number would not help
         # Its checkpoints would be superseded by those that are there: the server deals a higher
         # number, and this process is ended.
         link.say("stage_too_low", highest_stage=highest)

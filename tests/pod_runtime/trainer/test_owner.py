@@ -194,7 +194,7 @@ def test_a_second_training_is_refused_before_its_first_step_while_the_first_one_
     with pytest.raises(InUseError) as refused:
         begin(training("b"))
     text = str(refused.value)
-    assert "pid 1 on host-a trains: it moves the counter" in text
+    assert "of pid 1 on host-a, which trains: it moves the counter" in text
     assert "this is pid 1 on host-b" in text
     assert "another checkpoint path" in text
     assert "--take_over" in text
@@ -269,7 +269,7 @@ def test_who_was_replaced_writes_nothing_more_and_says_why(training, storage, ca
     owner_of(first).leave(State.OVER)
     assert (second.found(), storage.read(OWNER)) == before
     assert "host-b" in owner_of(first).replaced_by
-    with pytest.raises(InUseError, match="belongs to run"):  # nor does it take it back
+    with pytest.raises(InUseError, match="is in use by run"):  # nor does it take it back
         begin(training("a", take_over=True, facts=ALIVE))
 
 
@@ -305,7 +305,7 @@ def test_a_paused_training_keeps_its_place_until_it_goes_on_or_is_taken_over(tra
     run = begin(first)
     first.write(image(first, 4))
     owner_of(first).leave(State.PAUSED)
-    with pytest.raises(InUseError, match="host-a is paused"):
+    with pytest.raises(InUseError, match="host-a, which is paused"):
         begin(training("b", facts=DEAD))
     assert time.now == 1000.0
     assert begin(training("a")) == run

@@ -71,13 +71,16 @@ def test_a_job_is_submitted_from_file_and_flags_and_deleted(run, tmp_path):
     job.write_text(
         "job_id: digits\nmax_pods: 3\nmax_failures: null\nscript: {kind: walk, interval_s: 5}\n"
     )
-    code, out = run("submit", "--file", str(job), "--min", "2", "--max_resizes", "none", "--json")
+    code, out = run(
+        "submit", "--file", str(job), "--min", "2", "--max_resizes", "none", "--take_over", "--json"
+    )
     assert code == 0, out
     spec = wire.decode(wire.JobStatus, json.loads(out)).spec
     assert (spec.job_id, spec.min_pods, spec.max_pods) == ("digits", 2, 3)
     assert spec.script == wire.ScriptSpec(kind=wire.ScriptKind.WALK, interval_s=5)
     assert spec.max_failures is None
     assert spec.max_resizes is None
+    assert spec.take_over
     code, out = run("submit", "--job_id", "digits", "--max", "9")
     assert code == 1
     assert "another spec" in out

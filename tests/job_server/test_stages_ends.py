@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from job_server import stages
-from job_server.stages import Reported, StopAsked
-from job_server.wire import JobState, PodPhase, PodReport, ReportKind, Want
+from job_server.stages import PauseAsked, Reported, StopAsked
+from job_server.wire import JobState, Order, PodPhase, PodReport, ReportKind, StagePlan, Want
 from tests.job_server.test_stages_changes import RUNNING, ids, records, trains, world
 from tests.job_server.world import World
 
@@ -109,3 +109,19 @@ def test_a_later_launcher_of_the_same_script_is_told_to_leave_and_changes_nothin
     assert view.leave
     made.send(Reported("pod_0_0", DONE))
     assert made.job.state is RUNNING
+
+
+@pytest.mark.parametrize(("asked", "halt"), [(PauseAsked(), "pause"), (StopAsked(), "stop")])
+def test_trainers_are_told_whose_they_are_and_what_a_cut_is_for(asked, halt):
+    made = trains(world(take_over=True))
+    pod_id = ids(made)[0]
+
+    def plan() -> StagePlan:
+        view = stages.pod_orders(made.job, pod_id)
+        assert view is not None
+        return view.plans[0]
+
+    assert (plan().submitted_at, plan().take_over) == (made.job.submitted_at, True)
+    assert plan().halt == ""
+    made.send(asked)
+    assert (plan().order, plan().halt) == (Order.CUT, halt)

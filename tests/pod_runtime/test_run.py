@@ -201,7 +201,8 @@ def test_the_pods_script_survives_odd_names(tmp_path, monkeypatch):
     odd.mkdir()
     (odd / "train it.py").write_text("import sys; print(sys.argv)")
     monkeypatch.chdir(odd)
-    config = read_config(["--cpu_slots", "1", "train it.py", "--", "a b"], {})
+    config = read_config(["--cpu_slots", "1", "--take_over", "train it.py", "--", "a b"], {})
+    assert config.spec.take_over
     script = train_sh(config)
     parsed = subprocess.run(["bash", "-n"], input=script, text=True, timeout=60)
     assert parsed.returncode == 0

@@ -8,6 +8,7 @@ library only, and what is needed only after an error is imported only then.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 
@@ -21,6 +22,7 @@ _TEXT_CHARS = 2000
 _CHAIN = 10  # exceptions of one error
 _TYPES = 20  # classes of one exception
 _CHANNEL = "EDL_CHANNEL"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main() -> None:
@@ -40,6 +42,7 @@ def run(argv: list[str]) -> None:
         sys.path[0] = os.path.dirname(os.path.realpath(script))
     channel, pid, cwd = os.environ.get(_CHANNEL), os.getpid(), os.getcwd()
     keep_sigterm_quiet()
+    forgive_full_disks()
     try:
         _execute(script)
     except KeyboardInterrupt:
@@ -78,6 +81,39 @@ def _execute(script: str) -> None:
     with io.open_code(script) as file:
         text = file.read()
     exec(compile(text, script, "exec", dont_inherit=True), main.__dict__)
+
+
+def forgive_full_disks() -> None:
+    """Have a log that is full swallow what is printed: a `print` must not end a training."""
+    import io
+    import stat
+
+    class Log(io.FileIO):
+        def write(self, data: Any) -> int:
+            try:
+                super().write(data)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+            return len(data)
+
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        before = getattr(sys, name)
+        if not isinstance(before, io.TextIOWrapper) or not stat.S_ISREG(os.fstat(fd).st_mode):
+            continue
+        before.flush()
+        raw = Log(fd, "wb", closefd=False)
+        raw.name = before.name
+        made = io.TextIOWrapper(
+            raw if before.write_through else io.BufferedWriter(raw),
+            encoding=before.encoding,
+            errors=before.errors,
+            line_buffering=before.line_buffering,
+            write_through=before.write_through,
+        )
+        made.mode = "w"  # type: ignore[misc]  # as the interpreter's own has it
+        setattr(sys, name, made)
+        setattr(sys, f"__{name}__", made)
 
 
 def keep_sigterm_quiet() -> None:

@@ -127,8 +127,12 @@ class RunLog:
         )
         self._file.add(scalar)
         if self._mirror is not None:
-            _add_to_mirror(self._mirror, scalar)
-            self._mirror.flush()
+            try:
+                _add_to_mirror(self._mirror, scalar)
+                self._mirror.flush()
+            except OSError as error:
+                logger.error("VisualDL's file is not written any more: %s", error)
+                self._mirror = None
 
     def close(self) -> None:
         """Have all on the disk. Nothing is lost without it, short of a power cut."""

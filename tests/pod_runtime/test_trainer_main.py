@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -247,3 +248,51 @@ def test_a_malformed_error_is_refused(message: dict[str, Any]):
 
     with pytest.raises(ChannelError, match="raised: "):
         parse(message)
+
+
+@pytest.mark.parametrize("unbuffered", ["1", ""])
+def test_a_full_disk_under_the_log_ends_no_script_that_prints(tmp_path, unbuffered):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import logging, os, sys, warnings\n"
+        "print('fits')\n"
+        "logging.basicConfig(stream=sys.stdout)\n"
+        "for _ in range(100):\n"
+        "    print('x' * 50)\n"
+        "    sys.stderr.write('y' * 50 + '\\n')\n"
+        "    logging.error('z')\n"
+        "    warnings.warn('w')\n"
+        "    sys.stdout.flush()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    print('in a fork')\n"
+        "    os._exit(0)\n"
+        "code = os.waitpid(child, 0)[1]\n"
+        "assert sys.stdout.name == '<stdout>' and sys.stdout.mode == 'w'\n"
+        f"open({str(tmp_path / 'end')!r}, 'w').write(str(code))\n"
+    )
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        ended = subprocess.run(
+            [sys.executable, MAIN, str(script)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)),
+            check=False,
+        )
+    assert ended.returncode == 0
+    assert (tmp_path / "end").read_text() == "0"
+    assert log.read_bytes().startswith(b"fits\n") or not unbuffered
+    assert log.stat().st_size == 1000
+
+
+def test_an_output_that_is_closed_is_an_error_as_ever(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os\nos.close(1)\nprint('lost')\n")
+    with (tmp_path / "log").open("wb") as output:
+        ended = subprocess.run(
+            [sys.executable, MAIN, str(script)], stdout=output, stderr=subprocess.PIPE, check=False
+        )
+    assert ended.returncode == 1
+    assert b"OSError: [Errno 9] Bad file descriptor" in ended.stderr

@@ -8,10 +8,12 @@ import fcntl
 import os
 import sys
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 TIMEOUT_S = 4.0  # the health check gives up after 5 s
+_SERVER_TOKENS = ("EDL_TOKEN",)
+_TEACHER_TOKENS = ("EDL_TEACHER_TOKEN", "EDL_TOKEN")  # the first one that is set, as they read it
 
 
 def trouble(environ: Mapping[str, str]) -> str:
@@ -22,20 +24,22 @@ def trouble(environ: Mapping[str, str]) -> str:
     except FileNotFoundError:
         return ""  # some other command, which speaks for itself by its exit
     if role == "server":
-        return _does_not_answer(f"http://127.0.0.1:{port[0]}/api/v1/health", environ)
+        url = f"http://127.0.0.1:{port[0]}/api/v1/health"
+        return _does_not_answer(url, environ, _SERVER_TOKENS)
     if role == "teacher":
-        return _does_not_answer(f"http://127.0.0.1:{port[0]}/v2/health/ready", environ)
+        url = f"http://127.0.0.1:{port[0]}/v2/health/ready"
+        return _does_not_answer(url, environ, _TEACHER_TOKENS)
     if role == "discovery":
-        return _does_not_answer(f"http://127.0.0.1:{port[0]}/health", environ)
+        return _does_not_answer(f"http://127.0.0.1:{port[0]}/health", environ, _TEACHER_TOKENS)
     if role == "client":
         return _has_no_client(state / "pod_log" / "lock")
     return ""
 
 
-def _does_not_answer(url: str, environ: Mapping[str, str]) -> str:
+def _does_not_answer(url: str, environ: Mapping[str, str], names: Sequence[str]) -> str:
     request = urllib.request.Request(url)
     try:
-        token = _token(environ)
+        token = _token(environ, names)
     except OSError as error:
         return f"the token cannot be read: {error}"
     if token:
@@ -48,9 +52,13 @@ def _does_not_answer(url: str, environ: Mapping[str, str]) -> str:
         return f"{url}: {error}"
 
 
-def _token(environ: Mapping[str, str]) -> str:
-    name = environ.get("EDL_TOKEN_FILE")
-    return Path(name).read_text().strip() if name else environ.get("EDL_TOKEN", "")
+def _token(environ: Mapping[str, str], names: Sequence[str]) -> str:
+    for name in names:
+        if path := environ.get(f"{name}_FILE"):
+            return Path(path).read_text().strip()
+        if token := environ.get(name, "").strip():
+            return token
+    return ""
 
 
 def _has_no_client(lock: Path) -> str:

@@ -136,6 +136,13 @@ def with_environment(settings: ReaderSettings, environ: Mapping[str, str]) -> Re
         conf_file = str(DEFAULT_CONF_FILE)
     settings = replace(settings, conf_file=conf_file)
     servers = environ.get("PADDLE_DISTILL_BALANCE_SERVER")
+    kind = environ.get("PADDLE_DISTILL_BALANCE_TYPE")
+    if kind and kind != "redis" and (servers or settings.discovery_servers):
+        raise UsageError(
+            f"PADDLE_DISTILL_BALANCE_TYPE: {kind!r} is not there: discovery is of one kind, "
+            "which the original calls redis; start `edl discovery` (it needs no Redis), name it by "
+            "PADDLE_DISTILL_BALANCE_SERVER, and unset the type"
+        )
     if not servers:
         return settings
     if settings.members:

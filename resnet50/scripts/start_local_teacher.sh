@@ -67,4 +67,13 @@ while [ -z "$ready" ]; do
     ready="$(sed -n 's/^teacher ready on \([^ ]*\):.*/\1/p' "$state/teacher.log")"
 done
 say "teacher: $ready, serves $model (pid $started_pid, log $state/teacher.log)"
-say "its student: $here/scripts/train_student.sh --distill_teachers=$ready; stop it: $0 --stop"
+where="$ready" token=""
+case "$ready" in
+    0.0.0.0:* | "[::]":*)  # it listens on all addresses: students use the one that others see
+        where="$(hostname -I 2>/dev/null | cut -d ' ' -f 1)"
+        case "$where" in *:*) where="[$where]" ;; esac
+        where="${where:-$(hostname)}:${ready##*:}"
+        token=", with the teacher's token in EDL_TEACHER_TOKEN"
+        ;;
+esac
+say "its student: $here/scripts/train_student.sh --distill_teachers=$where$token; stop it: $0 --stop"

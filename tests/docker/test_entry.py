@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -143,3 +145,44 @@ def test_what_is_missing_is_named(environ, args, change, code, text):
     done = entry(environ | change, *args)
     assert done.returncode == code
     assert text in done.stderr
+
+
+class _Wants(BaseHTTPRequestHandler):
+    """Answers who shows the teachers' token."""
+
+    def do_GET(self) -> None:
+        is_shown = self.headers["Authorization"] == "Bearer the teachers'"
+        self.send_response(200 if is_shown else 401)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("role", "names", "is_well"),
+    [
+        ("teacher", ("EDL_TEACHER_TOKEN",), True),
+        ("discovery", ("EDL_TEACHER_TOKEN",), True),
+        ("teacher", ("EDL_TOKEN",), True),
+        ("teacher", (), False),
+        ("server", ("EDL_TEACHER_TOKEN",), False),
+    ],
+)
+@pytest.mark.parametrize("form", ["", "_FILE"])
+def test_teachers_are_asked_with_the_token_that_they_read_themselves(
+    environ, tmp_path: Path, role: str, names: tuple[str, ...], is_well: bool, form: str
+):
+    secret = "the teachers'"
+    (tmp_path / "theirs").write_text(secret + "\n")
+    state = Path(environ["EDL_STATE_DIR"])
+    state.mkdir()
+    given = {f"{name}{form}": str(tmp_path / "theirs") if form else secret for name in names}
+    if "EDL_TOKEN" in names:  # else that file has the job server's
+        del environ["EDL_TOKEN_FILE"]
+    with HTTPServer(("127.0.0.1", 0), _Wants) as server:
+        (state / ".role").write_text(f"{role} {server.server_port}")
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        assert (health(environ | given) == "") is is_well
+        thread.join(20)

@@ -1,5 +1,13 @@
-"""The secret that teachers and discovery servers want to see, as these programs are given it."""
+"""The secret that students, teachers and discovery servers share: as programs are given it, and how
+they prove that they have it.
 
+Where the protocol is ours the secret itself is never sent: each end makes a number that is used
+once, and shows an HMAC-SHA256 of both. Who comes proves it first: who is dialed by strangers gives
+them nothing to guess by.
+"""
+
+import hmac
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -39,6 +47,35 @@ def read_password(password: str | None, password_file: str | None) -> str | None
         return Path(password_file).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--db_passwd_file: {password_file}: {error}") from error
+
+
+def same_token(shown: object, wanted: str) -> bool:
+    """Return whether somebody shows the secret, whatever that is."""
+    return isinstance(shown, str) and hmac.compare_digest(_bytes(shown), _bytes(wanted))
+
+
+def new_nonce() -> str:
+    """Return a number that is used once."""
+    return secrets.token_hex(16)
+
+
+def prove(token: str, who: str, client_nonce: str, server_nonce: str) -> str:
+    """Return what shows that `who` has the secret, in an exchange with these numbers.
+
+    Args:
+        who: the protocol and which end of it, so that nobody is shown what another end has said.
+    """
+    text = f"edl {who} {client_nonce} {server_nonce}"
+    return hmac.new(_bytes(token), _bytes(text), "sha256").hexdigest()
+
+
+def proves(shown: object, token: str, who: str, client_nonce: str, server_nonce: str) -> bool:
+    """Return whether that is what `prove` returns."""
+    return same_token(shown, prove(token, who, client_nonce, server_nonce))
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")  # whatever comes, it is no error
 
 
 def _read(

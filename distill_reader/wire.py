@@ -4,8 +4,11 @@ A connection starts with a greeting each way, then the student sends one frame a
 for the frame that answers it; requests in flight are as many connections. All is little-endian.
 
     greeting   magic "EDLT", version u16, flags u16, body bytes u32; body: JSON
-        hello      {"model", "token"}, then CR LF CR LF, so that an HTTP server refuses it at once
-        welcome    {"model": spec, "limits", "unix", "shared_memory"}  or  {"error": ...}
+        hello      {"model", "nonce"}, then CR LF CR LF, so that an HTTP server refuses it at once;
+                   the nonce where there is a token, which older students sent themselves: "token"
+        challenge  {"challenge": nonce}, from a teacher that wants a token; then comes a
+        proof      {"proof"}: of the student
+        welcome    {"model": spec, "limits", "unix", "shared_memory", "proof"}  or  {"error": ...}
     frame      kind u8, flags u8, tensors u16, outputs u16, 0 u16, request id u32,
                meta bytes u32, payload bytes u64; meta; payload
         PREDICT    meta: outputs wanted (u16 each; none: all), tensors; payload: their bytes one
@@ -108,7 +111,8 @@ class Hello:
     """What a student says first."""
 
     model: str = ""  # "": the only one
-    token: str = ""
+    token: str = ""  # of a student of an older release
+    nonce: str = ""  # of one that has a token; "": it has none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,14 +123,23 @@ class Welcome:
     max_request_bytes: int  # of all inputs of a request
     unix: str = ""  # abstract name of its unix socket, for students of the same host; "": none
     shared_memory: bool = False  # whether it maps memory of the student, over the unix socket
+    proof: str = ""  # that it knows the token; "": it wants none
 
 
 # --- greetings
 
 
 def pack_hello(hello: Hello) -> bytes:
-    body = {"model": hello.model, "token": hello.token}
+    body = {"model": hello.model, "token": hello.token, "nonce": hello.nonce}
     return _greeting(json.dumps(body).encode() + _HELLO_END)
+
+
+def pack_challenge(nonce: str) -> bytes:
+    return _greeting(json.dumps({"challenge": nonce}).encode())
+
+
+def pack_proof(proof: str) -> bytes:
+    return _greeting(json.dumps({"proof": proof}).encode())
 
 
 def pack_welcome(welcome: Welcome) -> bytes:
@@ -135,6 +148,7 @@ def pack_welcome(welcome: Welcome) -> bytes:
         "limits": {"max_request_bytes": welcome.max_request_bytes},
         "unix": welcome.unix,
         "shared_memory": welcome.shared_memory,
+        "proof": welcome.proof,
     }
     return _greeting(json.dumps(body).encode())
 
@@ -166,7 +180,22 @@ def parse_greeting(head: bytes, *, max_bytes: int) -> int:
 def parse_hello(body: bytes) -> Hello:
     """Raises: WireError."""
     fields = json_object(body)
-    return Hello(model=text_of(fields, "model"), token=text_of(fields, "token"))
+    return Hello(
+        model=text_of(fields, "model"),
+        token=text_of(fields, "token"),
+        nonce=text_of(fields, "nonce"),
+    )
+
+
+def parse_challenge(body: bytes) -> str | None:
+    """Return the teacher's nonce; None: it is no challenge. Raises: WireError."""
+    fields = json_object(body)
+    return text_of(fields, "challenge") if "challenge" in fields else None
+
+
+def parse_proof(body: bytes) -> str:
+    """Raises: WireError."""
+    return text_of(json_object(body), "proof")
 
 
 def parse_welcome(body: bytes) -> Welcome:
@@ -188,6 +217,7 @@ def parse_welcome(body: bytes) -> Welcome:
         max_request_bytes=max_request_bytes,
         unix=text_of(fields, "unix"),
         shared_memory=fields.get("shared_memory") is True,
+        proof=text_of(fields, "proof"),
     )
 
 

@@ -223,7 +223,7 @@ class StudentClient:
     # --- by a discovery server
 
     async def _visit_server(self, place: DiscoveryAddress) -> None:
-        line = await Line.connect(place.endpoint)
+        line = await Line.connect(place.endpoint, self._token)
         try:
             hello = Hello(
                 service=self._service,
@@ -232,7 +232,7 @@ class StudentClient:
                 require=self._require,
                 held=self._held,
             )
-            await line.send(hello_body(hello, self._token))
+            await line.send(hello_body(hello))
             reporting = asyncio.create_task(self._report(line))
             try:
                 await self._listen(line)

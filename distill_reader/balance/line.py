@@ -14,6 +14,7 @@ from distill_reader.balance.messages import (
 )
 from distill_reader.balance.names import address_of
 from distill_reader.errors import BadRequest, Retryable
+from distill_reader.tokens import new_nonce, prove, proves
 
 CONNECT_S = 2.0
 ANSWER_S = 3.0  # a server that is alive says something within it
@@ -34,8 +35,26 @@ class Line:
         self._writer = writer
 
     @classmethod
-    async def connect(cls, endpoint: str) -> "Line":
-        """Raises: ServerAway."""
+    async def connect(cls, endpoint: str, token: str) -> "Line":
+        """Connect; with a token, to a server that has the same: it is not sent.
+
+        Args:
+            token: "": there is none.
+
+        Raises:
+            ServerAway, BadRequest.
+        """
+        line = await cls._connect(endpoint)
+        try:
+            if token:
+                await line._prove(token)
+        except BaseException:
+            await line.close()
+            raise
+        return line
+
+    @classmethod
+    async def _connect(cls, endpoint: str) -> "Line":
         host, port = address_of(endpoint)
         try:
             async with asyncio.timeout(CONNECT_S):
@@ -43,6 +62,27 @@ class Line:
         except (OSError, TimeoutError) as error:
             reason = str(error) or f"no connection within {CONNECT_S:g} s"
             raise ServerAway(f"discovery server {endpoint}: {reason}") from error
+
+    async def _prove(self, token: str) -> None:
+        """Have each other prove that they know the token. Raises: ServerAway, BadRequest."""
+        own = new_nonce()
+        try:
+            answer = await self.ask({"type": "meet", "nonce": own})
+        except BadRequest as error:
+            raise BadRequest(
+                f"{error}: it may be of an older release, which wants the token itself: that is "
+                "not sent any more, so upgrade the server"
+            ) from error
+        other = answer.get("nonce")
+        if answer.get("type") == "challenge" and isinstance(other, str):
+            proof = prove(token, "discovery client", own, other)
+            answer = await self.ask({"type": "prove", "proof": proof})
+            if proves(answer.get("proof"), token, "discovery server", own, other):
+                return
+        raise BadRequest(
+            f"discovery server {self.endpoint}: does not prove that it knows the token: start it "
+            "with EDL_TEACHER_TOKEN as here and without --insecure, or unset that here"
+        )
 
     async def send(self, body: Mapping[str, Any]) -> None:
         try:

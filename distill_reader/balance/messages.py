@@ -8,14 +8,20 @@ a JSON object with a `type`. The original's, answered one by one:
     student -> {"type": "heartbeat", "version"}        every 2 s
     server  -> {"type": "heartbeat"} or {"type": "servers_change", "servers", "version"}
 
-Ours. `token` is in the first message of a connection, where the server wants one:
+Ours. Who has a token proves it first, and the server proves it as well (tokens.py); older ones sent
+their `token` in the first message of a connection:
 
-    student -> {"type": "student", "service", "student", "session", "require", "held", "token"}
+    either  -> {"type": "meet", "nonce"}
+    server  -> {"type": "challenge", "nonce"}, or {"type": "ok"}, if it wants none
+    either  -> {"type": "prove", "proof"}
+    server  -> {"type": "ok", "proof"}
+
+    student -> {"type": "student", "service", "student", "session", "require", "held"}
                {"type": "report", "require", "wait_share", "samples_per_s", "measured",
                 "unusable"}                                                     every 2 s
                {"type": "leave"}
-    teacher -> {"type": "teacher", "service", "server", "lease_s", "info", "token"}   every 0.5 s
-               {"type": "withdraw", "service", "server", "token"}
+    teacher -> {"type": "teacher", "service", "server", "lease_s", "info"}            every 0.5 s
+               {"type": "withdraw", "service", "server"}
     server  -> {"type": "ok"}                  to each of these
                {"type": "teachers", "teachers", "version"}   to a student, whenever they change
                {"type": "error", "error": text}              to what cannot be answered; with
@@ -108,7 +114,21 @@ class Withdraw:
     server: str
 
 
-Request = Register | Heartbeat | Hello | Report | Leave | Beat | Withdraw
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meet:
+    """Somebody with a token comes."""
+
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prove:
+    """And shows that it is so."""
+
+    proof: str
+
+
+Request = Register | Heartbeat | Hello | Report | Leave | Beat | Withdraw | Meet | Prove
 
 
 def encode(body: Mapping[str, Any]) -> bytes:
@@ -150,7 +170,7 @@ def parse(body: Mapping[str, Any]) -> Request:
         raise BadRequest(str(error)) from error
 
 
-def hello_body(student: Hello, token: str) -> dict[str, Any]:
+def hello_body(student: Hello) -> dict[str, Any]:
     """Return what a student says first."""
     return {
         "type": "student",
@@ -159,7 +179,6 @@ def hello_body(student: Hello, token: str) -> dict[str, Any]:
         "session": student.session,
         "require": student.require,
         "held": student.held[:MAX_HELD],
-        "token": token,
     }
 
 
@@ -177,19 +196,18 @@ def report_body(report: Report) -> dict[str, Any]:
     }
 
 
-def beat_body(beat: Beat, token: str) -> dict[str, Any]:
+def beat_body(beat: Beat) -> dict[str, Any]:
     return {
         "type": "teacher",
         "service": beat.service,
         "server": beat.server,
         "lease_s": beat.lease_s,
         "info": beat.info,
-        "token": token,
     }
 
 
-def withdraw_body(service: str, server: str, token: str) -> dict[str, Any]:
-    return {"type": "withdraw", "service": service, "server": server, "token": token}
+def withdraw_body(service: str, server: str) -> dict[str, Any]:
+    return {"type": "withdraw", "service": service, "server": server}
 
 
 # --- readers of each kind
@@ -275,7 +293,18 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Request]] = {
     "leave": _leave,
     "teacher": _beat,
     "withdraw": _withdraw,
+    "meet": lambda body: Meet(nonce=_text(body, "nonce")),
+    "prove": lambda body: Prove(proof=_text(body, "proof")),
 }
+
+
+def _text(body: Mapping[str, Any], name: str) -> str:
+    value = body.get(name)
+    if not isinstance(value, str) or not 1 <= len(value) <= MAX_INFO:
+        raise BadRequest(
+            f"{name}: expected a text of up to {MAX_INFO} characters, got {shown(value)}"
+        )
+    return value
 
 
 def _endpoints(values: Any, name: str, most: int) -> tuple[str, ...]:

@@ -176,12 +176,12 @@ class _DiscoveryLink:
         beat = Beat(
             service=config.service, server=config.server, lease_s=config.lease_s, info=config.info
         )
-        await (await self._connected()).ask(beat_body(beat, config.token))
+        await (await self._connected()).ask(beat_body(beat))
 
     async def withdraw(self) -> None:
         config = self._config
         line = await self._connected()
-        await line.ask(withdraw_body(config.service, config.server, config.token))
+        await line.ask(withdraw_body(config.service, config.server))
 
     async def close(self) -> None:
         if self._line is not None:
@@ -189,7 +189,7 @@ class _DiscoveryLink:
 
     async def _connected(self) -> Line:
         if self._line is None:
-            self._line = await Line.connect(self._place.endpoint)
+            self._line = await Line.connect(self._place.endpoint, self._config.token)
         return self._line
 
 

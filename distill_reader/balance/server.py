@@ -1,7 +1,6 @@
 """The discovery server's port: the original's students, ours, teachers, and HTTP for people."""
 
 import asyncio
-import hmac
 import itertools
 import json
 import logging
@@ -19,6 +18,8 @@ from distill_reader.balance.messages import (
     Heartbeat,
     Hello,
     Leave,
+    Meet,
+    Prove,
     Register,
     Report,
     Request,
@@ -30,6 +31,7 @@ from distill_reader.balance.registry import Registry, RegistryAway
 from distill_reader.balance.table import Student
 from distill_reader.balance.tasks import end_tasks, finish
 from distill_reader.errors import BadRequest
+from distill_reader.tokens import new_nonce, prove, proves, same_token
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ _ACCEPT_STEPS = 5  # of the loop, until what it has just accepted is ours: a ser
 class ServerConfig:
     """Whom a server takes, and for how long it bears with them."""
 
-    token: str = ""  # what those who come must show; "": nothing
+    token: str = ""  # what those who come must prove to have; "": nothing
     is_open_to_legacy: bool = False  # the original's students carry no token
     max_connections: int = 8192
     first_s: float = 10.0  # until the first message
@@ -137,14 +139,10 @@ class DiscoveryServer:
 
     def _is_welcome(self, token: object) -> bool:
         wanted = self._config.token
-        return not wanted or (
-            isinstance(token, str) and hmac.compare_digest(token.encode(), wanted.encode())
-        )
+        return not wanted or same_token(token, wanted)
 
     def check(self, body: Mapping[str, Any], request: Request) -> None:
-        """Raise Refused if who says this may not."""
-        if isinstance(request, Register) and self._config.is_open_to_legacy:
-            return
+        """Raise Refused if who says this does not show the token, as older releases do."""
         if not self._is_welcome(body.get("token")):
             raise Refused(
                 "token: this server wants one; set EDL_TEACHER_TOKEN as on the server"
@@ -215,6 +213,8 @@ class _Session:
         self._teachers: tuple[str, ...] = ()  # as told last
         self._version = 0  # of `_teachers`
         self._listed = asyncio.Event()  # there is a first list
+        self._is_known = not server.config.token  # has shown or proved the token
+        self._nonces: tuple[str, str] | None = None  # its and ours; None: it has sent none
         self._is_over = False
 
     async def run(self) -> None:
@@ -229,8 +229,7 @@ class _Session:
                     raise body
                 request = parse(body)
                 kind = str(body["type"])
-                if self._student is None:
-                    self._server.check(body, request)
+                self._check(body, request)
                 answer, outcome = await self._answer(request), "ok"
             except (BadRequest, Refused, RegistryAway) as error:
                 logger.info("%s: refused: %s", self._connection.peer, error)
@@ -266,7 +265,41 @@ class _Session:
 
     # --- answers
 
+    def _check(self, body: Mapping[str, Any], request: Request) -> None:
+        """Raise Refused if who says this may not.
+
+        The original's students may come, ask for news and leave, where the server is open to them;
+        whatever else is said on their connection needs the token like on any other one.
+        """
+        if self._is_known or isinstance(request, Meet | Prove):
+            return
+        is_legacy = isinstance(request, Register) or (
+            self._is_legacy and isinstance(request, Heartbeat | Leave)
+        )
+        if not (is_legacy and self._server.config.is_open_to_legacy):
+            self._server.check(body, request)
+            self._is_known = True
+
+    def _meet(self, request: Meet) -> Mapping[str, Any]:
+        if not self._server.config.token:
+            return {"type": "ok"}
+        self._nonces = request.nonce, new_nonce()
+        return {"type": "challenge", "nonce": self._nonces[1]}
+
+    def _prove(self, request: Prove) -> Mapping[str, Any]:
+        token, nonces, self._nonces = self._server.config.token, self._nonces, None
+        if nonces is None:
+            raise BadRequest("prove: comes behind meet, once")
+        if not proves(request.proof, token, "discovery client", *nonces):
+            raise Refused("token: this server has another one; set EDL_TEACHER_TOKEN as there")
+        self._is_known = True
+        return {"type": "ok", "proof": prove(token, "discovery server", *nonces)}
+
     async def _answer(self, request: Request) -> Mapping[str, Any]:
+        if isinstance(request, Meet):
+            return self._meet(request)
+        if isinstance(request, Prove):
+            return self._prove(request)
         if isinstance(request, Beat | Withdraw):
             await self._server.answer_teacher(request)
             return {"type": "ok"}

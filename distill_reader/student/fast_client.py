@@ -17,6 +17,7 @@ from distill_reader.errors import (
     TeacherBusy,
     TeacherGone,
     TeacherTimeout,
+    UsageError,
     WireError,
 )
 from distill_reader.forms import split_name
@@ -26,6 +27,7 @@ from distill_reader.student.client import Array
 from distill_reader.student.endpoints import NotSpoken
 from distill_reader.student.exclusive import Exclusive
 from distill_reader.student.rows import Rows, find_outputs, gather
+from distill_reader.tokens import new_nonce, prove, proves
 from distill_reader.wire import Hello, Welcome, WireTensor
 
 logger = logging.getLogger(__name__)
@@ -225,17 +227,16 @@ def open_fast(
         TeacherGone: nobody listens there.
         NotSpoken: somebody else does.
         TeacherBusy: it starts, drains or has too many connections.
-        UsageError, ModelNotFound: it wants another token or version, or has no such model.
+        UsageError, ModelNotFound: it has another token or version, or no such model.
     """
-    hello = wire.pack_hello(Hello(model=model, token=token))
     try:
         sock = socket.create_connection(address, timeout_s)
     except OSError as error:
         raise TeacherGone(f"{endpoint}: {error}") from error
     wait_s = timeout_s if hello_timeout_s is None else hello_timeout_s
-    welcome = _greet(endpoint, sock, hello, wait_s)
+    welcome = _greet(endpoint, sock, model, token, wait_s)
     if transport != "tcp" and welcome.unix and _is_local(sock):
-        local = _open_unix(endpoint, welcome, hello, min(timeout_s, _LOCAL_WAIT_S))
+        local = _open_unix(endpoint, welcome, model, token, min(timeout_s, _LOCAL_WAIT_S))
         if local is not None:
             sock.close()
             client = FastClient(endpoint, *local)
@@ -245,8 +246,10 @@ def open_fast(
     return FastClient(endpoint, sock, welcome)
 
 
-def _greet(endpoint: str, sock: socket.socket, hello: bytes, timeout_s: float) -> Welcome:
+def _greet(endpoint: str, sock: socket.socket, model: str, token: str, timeout_s: float) -> Welcome:
     """Exchange greetings; close the socket if that fails."""
+    nonce = new_nonce() if token else ""
+    hello = wire.pack_hello(Hello(model=model, nonce=nonce))
     try:
         stream.prepare(sock, timeout_s)
         stream.send(sock, [hello], len(hello), timeout_s)
@@ -257,7 +260,12 @@ def _greet(endpoint: str, sock: socket.socket, hello: bytes, timeout_s: float) -
             raise NotSpoken(f"{endpoint}: does not speak the fast path, answers {answered!r}")
         stream.receive(sock, head[got:], timeout_s)
         body_bytes = wire.parse_greeting(bytes(head), max_bytes=wire.MAX_WELCOME_BYTES)
-        return wire.parse_welcome(stream.receive_bytes(sock, body_bytes, timeout_s))
+        body = stream.receive_bytes(sock, body_bytes, timeout_s)
+        return (
+            _prove_each_other(sock, body, token, nonce, timeout_s)
+            if token
+            else wire.parse_welcome(body)
+        )
     except BaseException as error:
         sock.close()
         if isinstance(error, _ENDS_OF_CONNECTION):
@@ -269,15 +277,46 @@ def _greet(endpoint: str, sock: socket.socket, hello: bytes, timeout_s: float) -
         raise
 
 
+def _prove_each_other(
+    sock: socket.socket, body: bytes, token: str, nonce: str, timeout_s: float
+) -> Welcome:
+    """Return the welcome of a teacher that knows the token, which is not sent.
+
+    Args:
+        body: of its answer to the greeting with our nonce.
+    """
+    other = wire.parse_challenge(body)
+    if other is None:  # it wants none, or is of an older release, which wants to see it
+        try:
+            wire.parse_welcome(body)
+        except UsageError as error:
+            raise UsageError(
+                f"{error}; it may be of an older release, which wants the token itself: that is "
+                "not sent any more, so upgrade the teacher"
+            ) from None
+    else:
+        proof = wire.pack_proof(prove(token, "fast student", nonce, other))
+        stream.send(sock, [proof], len(proof), timeout_s)
+        head = stream.receive_bytes(sock, wire.GREETING.size, timeout_s)
+        body_bytes = wire.parse_greeting(head, max_bytes=wire.MAX_WELCOME_BYTES)
+        welcome = wire.parse_welcome(stream.receive_bytes(sock, body_bytes, timeout_s))
+        if proves(welcome.proof, token, "fast teacher", nonce, other):
+            return welcome
+    raise UsageError(
+        "the teacher does not prove that it knows the token: start it with EDL_TEACHER_TOKEN as "
+        "here and without --insecure, or unset that here"
+    )
+
+
 def _open_unix(
-    endpoint: str, welcome: Welcome, hello: bytes, timeout_s: float
+    endpoint: str, welcome: Welcome, model: str, token: str, timeout_s: float
 ) -> tuple[socket.socket, Welcome] | None:
     """Return the connection over the teacher's unix socket; None: it cannot be had."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(timeout_s)
         sock.connect("\0" + welcome.unix)
-        local = _greet(endpoint, sock, hello, timeout_s)
+        local = _greet(endpoint, sock, model, token, timeout_s)
     except (OSError, DistillError) as error:  # another network namespace, or a full backlog
         logger.debug("%s: stays on TCP: %s", endpoint, error)
         sock.close()

@@ -6,7 +6,6 @@ memory is taken for it; inputs are received straight into memory that the predic
 """
 
 import contextlib
-import hmac
 import logging
 import os
 import secrets
@@ -30,7 +29,8 @@ from distill_reader.errors import (
 from distill_reader.specs import ModelSpec
 from distill_reader.stream import StreamEnded, StreamStalled
 from distill_reader.teacher.requests import Array, InferAnswer, InferRequest, Service, SharedTensor
-from distill_reader.wire import Head, WireTensor
+from distill_reader.tokens import new_nonce, prove, proves, same_token
+from distill_reader.wire import Head, Hello, WireTensor
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Limits:
     max_request_bytes: int = 512 << 20  # of all inputs of one request
     max_shared_bytes: int = 4 << 30  # of a student's shared memory: mapped, not taken
     max_connections: int = 1024
-    token: str = ""  # what a student must show; "": nothing
+    token: str = ""  # what a student must prove to have; "": nothing
     hello_s: float = 10.0  # for a greeting to come
     stall_s: float = 20.0  # for a frame that has begun to go on
     unix: str = ""  # abstract name of the unix socket that students of this host are told of
@@ -170,11 +170,7 @@ def _greet(sock: socket.socket, service: Service, limits: Limits) -> ModelSpec |
         head = stream.receive_bytes(sock, wire.GREETING.size, limits.hello_s)
         body_bytes = wire.parse_greeting(head, max_bytes=wire.MAX_HELLO_BYTES)
         hello = wire.parse_hello(stream.receive_bytes(sock, body_bytes, limits.hello_s))
-        if limits.token and not hmac.compare_digest(limits.token.encode(), hello.token.encode()):
-            raise UsageError(
-                f"the teacher wants a token, and {'another' if hello.token else 'none'} was given: "
-                "set EDL_TEACHER_TOKEN as on the teacher"
-            )
+        proof = _prove_each_other(sock, hello, limits)
         if not service.is_ready:
             raise TeacherBusy("the teacher starts or drains", delay_s=0.5)
         spec = _choose(service.models(), hello.model)
@@ -191,10 +187,38 @@ def _greet(sock: socket.socket, service: Service, limits: Limits) -> ModelSpec |
             max_request_bytes=limits.max_request_bytes,
             unix="" if is_unix else limits.unix,
             shared_memory=is_unix,
+            proof=proof,
         )
     )
     stream.send(sock, [data], len(data), limits.hello_s)
     return spec
+
+
+def _prove_each_other(sock: socket.socket, hello: Hello, limits: Limits) -> str:
+    """Return what the student is to see, once it has shown that it has the token.
+
+    Raises:
+        UsageError: it has not.
+        StreamEnded, StreamStalled, WireError.
+    """
+    if not limits.token:
+        return ""
+    if hello.nonce:
+        own = new_nonce()
+        data = wire.pack_challenge(own)
+        stream.send(sock, [data], len(data), limits.hello_s)
+        head = stream.receive_bytes(sock, wire.GREETING.size, limits.hello_s)
+        body_bytes = wire.parse_greeting(head, max_bytes=wire.MAX_HELLO_BYTES)
+        shown = wire.parse_proof(stream.receive_bytes(sock, body_bytes, limits.hello_s))
+        if proves(shown, limits.token, "fast student", hello.nonce, own):
+            return prove(limits.token, "fast teacher", hello.nonce, own)
+    elif same_token(hello.token, limits.token):  # of an older release, which sends it
+        return ""
+    raise UsageError(
+        "the teacher wants a token, and "
+        f"{'another' if hello.token or hello.nonce else 'none'} was given: "
+        "set EDL_TEACHER_TOKEN as on the teacher"
+    )
 
 
 def _choose(models: Mapping[str, ModelSpec], name: str) -> ModelSpec:

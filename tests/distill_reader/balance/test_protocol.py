@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from distill_reader.balance.messages import HEAD, MAGIC, MAX_REQUEST_BYTES, encode
 from distill_reader.balance.server import ServerConfig
+from distill_reader.tokens import prove
 from tests.distill_reader.balance.local_discovery import (
     PATIENT,
     LocalDiscovery,
@@ -273,6 +274,57 @@ class TestToken:
         assert client.ask(REGISTER)["type"] == "register"
         assert client.ask({"type": "heartbeat", "version": 0}) == {"type": "heartbeat"}
         assert "token" in run(RawClient, server.endpoint).ask(HELLO)["error"]
+
+    @pytest.mark.parametrize(
+        "body",
+        [BEAT, {"type": "withdraw", "service": "svc", "server": "10.0.0.1:1"}, HELLO, REPORT],
+    )
+    def test_a_student_of_the_original_may_do_nothing_else(self, run, body):
+        """It may neither register teachers, to which students would come, nor withdraw them."""
+        server = run(
+            LocalDiscovery, config=replace(PATIENT, token="s3cret", is_open_to_legacy=True)
+        )
+        teacher = run(LocalTeacher, server.endpoint, token="s3cret")
+        wait_until(server.teachers)
+        client = run(RawClient, server.endpoint)
+        client.ask(REGISTER)
+        assert "token: this server wants one" in client.ask(body)["error"]
+        assert client.is_ended()
+        assert server.teachers() == {teacher.endpoint}
+
+    @pytest.mark.parametrize("token", ["\ud800", "\xff", "wrong"])
+    def test_a_token_of_any_characters_is_refused(self, server, client, token):
+        assert "token: this server wants one" in client.ask({**HELLO, "token": token})["error"]
+        assert client.is_ended()
+
+    def test_those_of_the_release_before_send_it_and_are_taken(self, server, client):
+        assert client.ask({**BEAT, "token": "s3cret"}) == {"type": "ok"}
+        assert client.ask(BEAT) == {"type": "ok"}  # once is enough, on a connection
+        wait_until(server.teachers)
+
+    def test_a_proof_of_another_token_or_from_before_is_refused(self, server, run):
+        client = run(RawClient, server.endpoint)
+        assert "comes behind meet" in client.ask({"type": "prove", "proof": "x"})["error"]
+        nonce = client.ask({"type": "meet", "nonce": "mine"})["nonce"]
+        proof = prove("s3cret", "discovery client", "mine", nonce)
+        other = run(RawClient, server.endpoint)
+        assert other.ask({"type": "meet", "nonce": "mine"})["nonce"] != nonce
+        assert "has another one" in other.ask({"type": "prove", "proof": proof})["error"]
+        assert other.is_ended()
+        answer = client.ask({"type": "prove", "proof": proof})
+        assert answer == {
+            "type": "ok",
+            "proof": prove("s3cret", "discovery server", "mine", nonce),
+        }
+        assert client.ask(BEAT) == {"type": "ok"}
+
+    def test_who_has_a_token_says_nothing_to_a_server_that_does_not_prove_it(self, run, caplog):
+        """It never sends the token, so that a server that lies about itself learns nothing."""
+        server = run(LocalDiscovery)
+        student = run(LocalStudent, server.endpoint, token="s3cret")
+        wait_until(lambda: "does not prove that it knows the token: start it" in caplog.text)
+        assert not student.told
+        assert not server.server.balancer.students
 
     def test_people_need_it_too(self, server):
         def status(path: str, **headers: str) -> int:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import socket
 import threading
 import time
@@ -325,6 +326,49 @@ def test_the_token_is_asked_for_on_every_way_in(start):
         dial(teacher)
     with pytest.raises(UsageError, match="another was given"):
         dial(teacher, token="secret")
+
+
+def test_the_token_is_never_sent_and_a_teacher_that_does_not_know_it_is_refused(start, scripted):
+    seen = []
+
+    def steal(sock: socket.socket) -> None:
+        sock.sendall(wire.pack_challenge("theirs"))
+        seen.append(sock.recv(1 << 16))
+        sock.sendall(WELCOME)
+
+    for address in (start().address, scripted(steal)):
+        with pytest.raises(UsageError, match="does not prove that it knows the token: start it"):
+            open_fast("t:1", address, token="s3cret")
+    assert re.fullmatch(rb'EDLT.*{"proof": "[0-9a-f]{64}"}', seen[0], re.DOTALL)
+
+
+def test_a_teacher_of_the_release_before_is_refused_with_the_remedy(scripted):
+    old = UsageError("the teacher wants a token, and none was given")
+    address = scripted(lambda sock: sock.sendall(wire.pack_refusal(old)))
+    with pytest.raises(UsageError, match=r"none was given; .* older release.* upgrade the teacher"):
+        open_fast("t:1", address, token="s3cret")
+
+
+@pytest.mark.parametrize(
+    ("hello", "words"),
+    [
+        (wire.Hello(token="s3cret"), ""),
+        (wire.Hello(token="other"), "another was given"),
+        (wire.Hello(token="\ud800"), "another was given"),
+        (wire.Hello(), "none was given"),
+    ],
+)
+def test_a_student_of_the_release_before_sends_it(start, hello, words):
+    with socket.create_connection(start(limits=Limits(token="s3cret")).address, 20) as sock:
+        stream.prepare(sock, 20)
+        sock.sendall(wire.pack_hello(hello))
+        size = wire.parse_greeting(stream.receive_bytes(sock, 12, 20), max_bytes=1 << 20)
+        body = stream.receive_bytes(sock, size, 20)
+        if words:
+            with pytest.raises(UsageError, match=words):
+                wire.parse_welcome(body)
+        else:
+            assert wire.parse_welcome(body).spec == SPEC
 
 
 def test_a_teacher_that_is_not_ready_is_busy(start):

@@ -250,6 +250,7 @@ def test_a_path_that_is_no_text_does_not_end_grpc(start_front):
         ("Basic t", "t", False),
         ("Bearer \xe9", "t", False),
         ("Bearer \xe9", "\xe9", True),
+        ("Bearer \udcff", "t", False),
         ("", "t", False),
     ],
 )

@@ -232,7 +232,7 @@ class PaddleAdapter:
         if factor is None:
             factor = self._weights[key] = paddle.full(loss.shape, weight, loss.dtype)
         loss.backward(factor)
-        self._marks.note(whole=is_last)
+        self._marks.note(for_update=is_last)
 
     def exchange(self, header: Sequence[float], contribute: bool) -> list[float]:
         if contribute:
@@ -251,7 +251,11 @@ class PaddleAdapter:
             self._exchange = self._make_exchange(trained_parameters(self._model, self._optimizer))
 
     def _what_is_frozen(self) -> list[bool | int]:
-        count = len(optimizer_parameters(self._optimizer))  # a group may have been added
+        groups = self._optimizer._param_groups  # to which one may have been added
+        if isinstance(groups[0], dict):
+            count = sum(len(each["params"]) for each in groups)
+        else:
+            count = len(groups)
         return [*(each.stop_gradient for each in self._parameters), count]
 
     def _make_exchange(self, parameters: list[Any]) -> GradientExchange | OverlappedExchange:

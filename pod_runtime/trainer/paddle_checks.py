@@ -24,6 +24,8 @@ _ONE_OPTIMIZER = (
     "'learning_rate': 0.1}]). Optimizers that take turns, as in a GAN, are not supported"
 )
 _SAMPLE_BYTES = 64
+_WHOLE_STEPS = 3
+_EVERY = 16  # of the parameters one is looked at, in later steps
 
 
 def check_arguments(model: Any, optimizer: Any, extra: Mapping[str, Any]) -> None:
@@ -93,7 +95,7 @@ class Unowned:
         self._optimizer = optimizer
         owned = {id(each) for each in optimizer_parameters(optimizer)}
         self._named = [(n, p) for n, p in model.named_parameters() if id(p) not in owned]
-        self._sums: dict[str, int] | None = None  # None: not noted
+        self._sums: dict[str, Any] | None = None  # None: not noted
 
     @property
     def names(self) -> list[str]:
@@ -128,7 +130,7 @@ class Unowned:
                 )
         self._sums = now
 
-    def _read(self) -> dict[str, int]:
+    def _read(self) -> dict[str, Any]:
         if not self._named:
             return {}
         owned = {id(each) for each in optimizer_parameters(self._optimizer)}  # it may get more
@@ -139,13 +141,17 @@ class Unowned:
         }
 
 
-def _checksum(tensor: Any) -> int:
-    data = np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8)
-    whole = len(data) // 8 * 8
-    # A sum in which places count: two rows that are swapped are a change, too.
-    words = data[:whole].view(np.uint64)
-    rest = int.from_bytes(data[whole:].tobytes(), "little")
-    return hash((int(words.sum()), int(words[::2].sum()), int(words[::7].sum()), rest))
+def _checksum(tensor: Any) -> Any:
+    if not tensor.place.is_cpu_place():  # two numbers cross the bus
+        values = tensor.astype("float64")
+        return float(values.sum()), float(values.abs().sum())
+    tensor = tensor.contiguous()
+    size = ITEM_BYTES[dtype_name(tensor)] * math.prod(tensor.shape)
+    if not size:
+        return 0
+    data = np.frombuffer((ctypes.c_char * size).from_address(tensor.data_ptr()), np.uint8)
+    whole = size // 8 * 8
+    return int(data[:whole].view(np.uint64).sum()), data[whole:].tobytes()
 
 
 class GradientMarks:
@@ -160,16 +166,28 @@ class GradientMarks:
         sizes = [ITEM_BYTES[dtype_name(each)] * math.prod(each.shape) for each in parameters]
         self._sizes = [min(size, _SAMPLE_BYTES) if on_host else 0 for size in sizes]
         self._marks: list[tuple[int, Any]] = []  # (place, mark)
+        self._noted = 0  # times that it was for an update
 
-    def note(self, *, whole: bool) -> None:
-        """Remember the gradients as they are; without `whole`, only the first that there is."""
+    def note(self, *, for_update: bool) -> None:
+        """Remember gradients as they are.
+
+        Args:
+            for_update: of all parameters in a process's first steps, then of a few in turn: who
+                clips changes all of them. Else the first that there is, which clearing takes away.
+        """
+        count = len(self._parameters)
+        if for_update:
+            self._noted += 1
+            few = self._noted > _WHOLE_STEPS
+            indices = range(self._noted % _EVERY, count, _EVERY) if few else range(count)
+            self._marks = [(index, self._mark(index)) for index in indices]
+            return
         self._marks = []
-        for index in range(len(self._parameters)):
+        for index in range(count):
             mark = self._mark(index)
-            self._marks.append((index, mark))
-            if mark is not None and not whole:
-                self._marks = self._marks[-1:]
-                break
+            if mark is not None:
+                self._marks = [(index, mark)]
+                return
 
     def forget(self) -> None:
         self._marks = []

@@ -32,7 +32,14 @@ class Traits:
     def __init__(self, model: Any, optimizer: Any) -> None:
         self._model, self._optimizer = model, optimizer
         self._evaluates: dict[int, bool] | None = None  # modes outside of an evaluation
+        self._things = self._owners()
         self._built = self._read()
+        # Of most owners nothing ever changes, and that is seen at once.
+        self._quick = {
+            owner: (len(_attributes(self._things[owner])), tuple(values), tuple(values.values()))
+            for owner, values in self._built.items()
+            if not owner.startswith("parameter/")
+        }
         self._structure: dict[str, Any] | None = None  # None: not noted
         self._named: set[str] = set()
 
@@ -41,8 +48,10 @@ class Traits:
     def changed(self) -> Found:
         """Return what is not as it was built, as JSON types."""
         found: Found = {}
-        for owner, values in self._read().items():
-            built = self._built.get(owner, {})
+        for owner, thing in self._things.items():
+            if self._is_as_built(owner, thing):
+                continue
+            built, values = self._built.get(owner, {}), self._read_one(owner, thing)
             differs = {
                 name: list(value) if isinstance(value, tuple) else value
                 for name, value in values.items()
@@ -54,14 +63,14 @@ class Traits:
 
     def apply(self, changed: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Make all as it was built, but for `changed`; return what of that has no place here."""
-        owners = self._owners()
+        self._things = self._owners()
         for owner, values in self._read().items():
             wanted = {**self._built.get(owner, {}), **changed.get(owner, {})}
             for name, value in wanted.items():
                 if name not in values or _differ(values[name], value):
                     before = self._built.get(owner, {}).get(name)
-                    _set(owners[owner], name, tuple(value) if _is_tuple(before) else value)
-        return sorted(changed.keys() - owners.keys())
+                    _set(self._things[owner], name, tuple(value) if _is_tuple(before) else value)
+        return sorted(changed.keys() - self._things.keys())
 
     # --- modes
 
@@ -102,7 +111,7 @@ class Traits:
 
     def news(self) -> list[str]:
         """Return what has changed since the first call and cannot be carried; each once."""
-        now = self._read_structure()
+        self._things, now = self._owners(), self._read_structure()
         if self._structure is None:
             self._structure = now
             return []
@@ -139,29 +148,36 @@ class Traits:
         return found
 
     def _read(self) -> Found:
-        found: Found = {}
-        for owner, thing in self._owners().items():
-            kind = owner.partition("/")[0]
-            if kind == "parameter":
-                found[owner] = {
-                    "stop_gradient": thing.stop_gradient,
-                    "need_clip": thing.need_clip,
-                    "learning_rate": thing.optimize_attr.get("learning_rate"),
-                }
-                continue
-            skipped = _OF_LAYERS if kind == "layer" else _OF_OPTIMIZERS
-            if kind == "scheduler":
-                thing.state_keys()
-                skipped = _OF_SCHEDULERS.union(thing.keys)
-            attributes = thing if isinstance(thing, dict) else vars(thing)
-            found[owner] = {
-                name: value
-                for name, value in attributes.items()
-                if name not in skipped and _is_plain(value)
+        return {owner: self._read_one(owner, thing) for owner, thing in self._things.items()}
+
+    def _read_one(self, owner: str, thing: Any) -> dict[str, Any]:
+        kind = owner.partition("/")[0]
+        if kind == "parameter":
+            return {
+                "stop_gradient": thing.stop_gradient,
+                "need_clip": thing.need_clip,
+                "learning_rate": thing.optimize_attr.get("learning_rate"),
             }
-            if kind == "layer" and self._evaluates is not None:
-                found[owner]["training"] = self._evaluates.get(id(thing), thing.training)
+        skipped = _OF_LAYERS if kind == "layer" else _OF_OPTIMIZERS
+        if kind == "scheduler":
+            thing.state_keys()
+            skipped = _OF_SCHEDULERS.union(thing.keys)
+        found = {
+            name: value
+            for name, value in _attributes(thing).items()
+            if name not in skipped and _is_plain(value)
+        }
+        if kind == "layer" and self._evaluates is not None:
+            found["training"] = self._evaluates.get(id(thing), thing.training)
         return found
+
+    def _is_as_built(self, owner: str, thing: Any) -> bool:
+        quick = self._quick.get(owner)
+        if quick is None or self._evaluates is not None:
+            return False
+        count, names, values = quick
+        attributes = _attributes(thing)
+        return len(attributes) == count and tuple(map(attributes.get, names)) == values
 
     def _read_structure(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -191,6 +207,10 @@ class Traits:
             for each in optimizer._param_groups or []
         ]
         return found
+
+
+def _attributes(thing: Any) -> dict[str, Any]:
+    return thing if isinstance(thing, dict) else vars(thing)
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_post_hooks")

@@ -2,12 +2,17 @@
 
 import random
 import signal
+from typing import Any
 
 import pytest
 
 from pod_runtime.segment_header import read_geometry, read_slots
+from pod_runtime.trainer.layout import Layout, make_layout
 from pod_runtime.trainer.ledger import LEDGER_NAME, read_lines
+from pod_runtime.trainer.node_snapshots import NodeSnapshots
+from pod_runtime.trainer.progress import Progress
 from tests.pod_runtime.trainer.fake_launcher import FakeLauncher, Stage
+from tests.pod_runtime.trainer.states import make_status
 from tests.pod_runtime.trainer.test_worlds import finish, out
 from tests.support import wait_until
 
@@ -23,6 +28,50 @@ def writers_and_steps(job: FakeLauncher, stage: Stage) -> list[tuple[int, set[in
         steps = {header.stamp.step for _slot, header in read_slots(fd)}
         found.append((geometry.writers, steps))
     return sorted(found, key=lambda each: each[0])
+
+
+class Told:
+    """The link of a trainer whose launcher takes everything."""
+
+    def say(self, *_words: Any, **_more: Any) -> None: ...
+
+
+class Trained:
+    """An adapter with nothing but a learning rate."""
+
+    def __init__(self) -> None:
+        self.rate = 0.1
+
+    def layout(self) -> Layout:
+        return make_layout([("model/weight", "float32", (3,))])
+
+    def copy_out(self, target: memoryview, start: int = 0, stop: int | None = None) -> None:
+        target[start:stop] = bytes(len(target[start:stop]))
+
+    def scalars(self) -> dict[str, Any]:
+        return {"lr": self.rate}
+
+
+def test_a_rescue_leaves_the_state_of_a_step_as_it_was_when_the_step_had_ended():
+    status = make_status(step=3)
+    adapter: Any = Trained()
+    link: Any = Told()
+    progress = Progress(status, status.scaling, stage=2, steps_per_epoch=None)
+    snapshots = NodeSnapshots(adapter, progress, link, rank=0, nodes=[[0]])
+
+    def kept() -> Any:
+        image = snapshots.image()
+        return None if image is None else image.scalars["lr"]
+
+    snapshots.take(renew=True)
+    adapter.rate = 0.5  # by the body of the next step, in which a peer is lost
+    snapshots.rescue()
+    assert kept() == 0.1
+    progress.commit_step()
+    assert kept() is None
+    snapshots.rescue()
+    assert kept() == 0.5
+    snapshots.close()
 
 
 def test_each_node_holds_whole_snapshots_of_the_same_steps_that_its_ranks_wrote(launch):

@@ -11,6 +11,7 @@ from job_server import legacy, pod_exits, reports
 from job_server.advance import settle
 from job_server.bookkeeping import accrue, name_state
 from job_server.changes import kill_now, resize
+from job_server.clocks import moved_back
 from job_server.deadlines import next_deadline, told_waiting_at
 from job_server.events import (
     Attached,
@@ -114,7 +115,13 @@ def step(job: Job, event: Event, now: float, cluster: Cluster) -> tuple[Job, str
     Raises:
         Refused: a user asked for what makes no sense now; the job is unchanged.
     """
-    work = Work(accrue(job, now, restarted=isinstance(event, ServerRestarted)), now, cluster)
+    restarted = isinstance(event, ServerRestarted)
+    lead_s = job.progress.accrued_at - now
+    if restarted and lead_s > 0:  # every wait would take so much longer
+        job = moved_back(job, lead_s)
+    work = Work(accrue(job, now, restarted=restarted), now, cluster)
+    if restarted and lead_s > 0:
+        work.note(f"the clock was set back by {lead_s:.0f} s since", lasting=False)
     _enter(work, event)
     if work.job.state.ended:
         _tidy_ended(work)

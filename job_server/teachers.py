@@ -7,6 +7,7 @@ and none waits for another. `demand` decides how many there should be, `step` wh
 from collections.abc import Iterator
 from dataclasses import replace
 
+from job_server.clocks import moved_back
 from job_server.demand import Governor, no_students, observe
 from job_server.events import (
     Demanded,
@@ -74,7 +75,13 @@ def step(
     Raises:
         Refused: a user asked for what makes no sense now; the job is unchanged.
     """
+    lead_s = job.progress.accrued_at - now
+    was_set_back = isinstance(event, ServerRestarted) and lead_s > 0
+    if was_set_back:  # every wait would take so much longer
+        job = moved_back(job, lead_s)
     work = TeacherWork(accrue(job, now), now, cluster)
+    if was_set_back:
+        work.notes.append(f"the clock was set back by {lead_s:.0f} s since")
     _enter(work, event)
     _drop_unreachable(work)
     if not work.job.state.ended:

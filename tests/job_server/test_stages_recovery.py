@@ -625,3 +625,37 @@ def test_a_job_whose_state_is_lost_says_that_it_begins_again_and_how_much_that_c
     made.rounds(4)
     assert made.job.redone_steps >= reached
     assert any(f"{made.job.redone_steps} steps are lost" in reason for reason in made.reasons)
+
+
+@pytest.mark.parametrize("clock_back_s", [0.0, 900.0])
+@pytest.mark.parametrize("before", ["a change", "a retry", "a standby", "a pause", "nothing"])
+def test_a_clock_that_is_set_back_between_two_lives_of_the_server_stops_nothing(
+    before, clock_back_s
+):
+    script = wire.ScriptSpec(kind=wire.ScriptKind.TIMELINE, text="- {at: 60s, pods: 3}")
+    standby = 1 if before == "a standby" else 0
+    made = trains(world(script=script, standby=standby, overlap="auto", total_steps=4000))
+    if before == "a change":
+        made.send(stages.ResizeAsked(wire.Resize(pods=1)))
+    elif before == "a retry":
+        for _ in range(2):  # the second one waits
+            _, pod, launcher = made.launchers()[0]
+            made.kill_trainer(pod, launcher)
+            made.round()
+    elif before == "a pause":
+        made.send(stages.PauseAsked())
+    made.round()
+    made.stop_server()
+    made.rounds(4)
+    made.start_server(clock_back_s=clock_back_s)
+    if before == "a pause":
+        made.run_until(JobState.PAUSED)
+        made.send(stages.ResumeAsked())
+    made.rounds(80, 1.0)
+    assert made.job.state is JobState.RUNNING, made.reasons
+    assert len(stages.running_pods(made.job)) == 3, made.reasons
+    assert not any("abandoned: not ready" in reason for reason in made.reasons)
+    assert any("set back by" in reason for reason in made.reasons) is (clock_back_s > 0)
+    script_s = made.job.progress.script_s
+    made.rounds(5, 1.0)
+    assert made.job.progress.script_s == pytest.approx(script_s + 5.0)

@@ -172,10 +172,14 @@ class World:
     def stop_server(self) -> None:
         self.up = False
 
-    def start_server(self) -> None:
+    def start_server(self, *, clock_back_s: float = 0.0) -> None:
+        """Start it again, from what is on disk; the machine's clock was set back meanwhile."""
         if self.up:
             return
         self.up, self.life = True, self.life + 1
+        self.now -= clock_back_s
+        lead_s = max(0.0, self.stored.progress.accrued_at - self.now)
+        self.committed = {stage: at - lead_s for stage, at in self.committed.items()}
         self.job = wire.decode(Job, wire.encode(self.stored))
         assert self.job == self.stored
         for sim in self.nodes.values():

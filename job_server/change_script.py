@@ -96,14 +96,17 @@ def timeline(
     )
     pods = job.first_pods
     lines = [f"{_clock(0)}  start with {_pods(pods)}"]
+    skipped = 0
     for index in range(count + 1):
         change = script.change(index)
         if change is None or (until_s is not None and change.at_s > until_s):
-            return lines if index else [*lines, "no change is scripted"]
+            lines += [] if index else ["no change is scripted"]
+            return lines + _why_nothing(job, index, skipped)
         if index == count:
             break
-        wanted = _pods_after(change, pods)
+        wanted = pods_after(change, pods)
         if not job.min_pods <= wanted <= job.max_pods:
+            skipped += 1
             outcome = f"skipped: {wanted} is outside {job.min_pods} to {job.max_pods} pods"
         elif wanted == pods:
             outcome = _pods(pods)
@@ -111,10 +114,21 @@ def timeline(
             outcome = f"{pods} -> {_pods(wanted)}"
             pods = wanted
         lines.append(f"{_clock(change.at_s)}  {change.text}: {outcome}")
-    return [*lines, f"... and more; so far {count} of its changes"]
+    lines.append(f"... and more; so far {count} of its changes")
+    return lines + _why_nothing(job, count, skipped)
 
 
-def _pods_after(change: ScriptedChange, pods: int) -> int:
+def _why_nothing(job: JobSpec, changes: int, skipped: int) -> list[str]:
+    if not changes or skipped < changes:
+        return []
+    return [
+        f"every change is skipped: this job may have {job.min_pods} to {_pods(job.max_pods)}; say "
+        "more (`--max`; of the server's own job `--pod_num_of_node`)"
+    ]
+
+
+def pods_after(change: ScriptedChange, pods: int) -> int:
+    """Return the pods that a job of `pods` is to have after the change."""
     match change.action:
         case "set":
             return change.pods

@@ -1,15 +1,17 @@
 """Changes of the number of pods: from the script, from users, and growing back. Pure."""
 
+import itertools
 from dataclasses import replace
 
-from job_server.change_script import ScriptedChange
+from job_server.change_script import ScriptedChange, pods_after
 from job_server.deadlines import (
     DUE_SLACK_S,
     SCRIPT_STORE_S,
-    is_due,
+    due_changes,
+    heeded_at,
+    is_regular,
     scripted,
     settle_deadline,
-    spaced_at,
 )
 from job_server.events import Refused
 from job_server.job import At, Goal, Job, Keep, ManualChange, Pod, Stage
@@ -20,6 +22,7 @@ from job_server.wire import Kill, WireError
 from job_server.work import Work
 
 SHOWN_CHANGES = 10
+KILL_HEARD_S = 5.0  # until the server knows that what it had killed is dead
 
 
 def may_change(job: Job, now: float) -> bool:
@@ -45,41 +48,114 @@ def may_change(job: Job, now: float) -> bool:
 
 
 def take_next(work: Work) -> bool:
-    """Begin, or skip with a note, the change that has waited longest; False: none waits."""
+    """Begin, or skip with a note, what waits to be changed; False: nothing does.
+
+    What fell due while nothing could be changed becomes one change, to the newest wish.
+    """
     job = work.job
     if not may_change(job, work.now):
         return False
-    change = scripted(job)
+    due = list(due_changes(job))
+    if due and work.now < heeded_at(job, due[0], work.now):
+        due = []
     manual = job.manual
-    if change is not None and not is_due(job, change):
-        change = None
-    if change is not None and work.now < spaced_at(job, change, work.now):
-        change = None
-    if manual is not None and (change is None or change.at_s > manual.asked_at_s + DUE_SLACK_S):
-        work.set(manual=None)
-        change_pods(work, manual.pods, f"resize to {manual.pods}")
-        return True
-    if change is None:
+    if manual is not None and manual.asked_at_s > job.progress.script_s + DUE_SLACK_S:
+        manual = None
+    waiting = _in_order(due, manual)
+    if not waiting:
         return _grow_back(work)
-    work.set(script_index=job.script_index + 1, script_stored_s=job.progress.script_s)
-    _apply(work, change)
+    if waiting[0].action == "kill":
+        _skip_to(work, len(due))
+        _kill_and_wait(work, _in_order(due, job.manual))
+        return True
+    # Kills keep their place behind the changes before them.
+    ahead, count = _before_a_kill(waiting), len(_before_a_kill(due))
+    if len(ahead) > count:
+        work.set(manual=None)
+    _skip_to(work, count)
+    wanted, why = _add_up(work, ahead)
+    if wanted is not None:
+        change_pods(work, wanted, why)
     return True
 
 
-def _apply(work: Work, change: ScriptedChange) -> None:
-    stage = work.job.current
+def _in_order(due: list[ScriptedChange], manual: ManualChange | None) -> list[ScriptedChange]:
+    """Return all that waits, oldest first: a resize stands where it was asked for."""
+    if manual is None:
+        return due
+    asked_s = manual.asked_at_s + DUE_SLACK_S
+    text = f"resize to {manual.pods}"
+    resize = ScriptedChange(at_s=manual.asked_at_s, action="set", pods=manual.pods, text=text)
+    before = [change for change in due if change.at_s <= asked_s]
+    return [*before, resize, *due[len(before) :]]
+
+
+def _before_a_kill(changes: list[ScriptedChange]) -> list[ScriptedChange]:
+    return list(itertools.takewhile(lambda change: change.action != "kill", changes))
+
+
+def _skip_to(work: Work, count: int) -> None:
+    if count:
+        job = work.job
+        work.set(script_index=job.script_index + count, script_stored_s=job.progress.script_s)
+
+
+def _add_up(work: Work, changes: list[ScriptedChange]) -> tuple[int | None, str]:
+    """Return the number of pods after all of these, and why; None: all of them were skipped."""
+    job, stage = work.job, work.job.current
     assert stage is not None
-    size = len(stage.members)
-    if change.action == "kill":
+    pods, skipped = len(stage.members), ""
+    heeded: list[str] = []
+    for change in changes:
+        if change.action == "kill":
+            continue
+        wanted = pods_after(change, pods)
+        why_skipped = why_not(job, wanted)
+        if why_skipped:
+            skipped = f"{change.text}: skipped: {why_skipped}"
+        else:
+            pods = wanted
+            heeded.append(change.text)
+    if not heeded:
+        if skipped:
+            work.note(skipped)
+        return None, ""
+    if len(heeded) == 1:
+        return pods, heeded[0]
+    _say_too_short(work, stage)
+    shown = heeded if len(heeded) <= SHOWN_CHANGES else [heeded[0], "...", heeded[-1]]
+    return pods, f"{len(heeded)} changes that fell due meanwhile, as one ({', '.join(shown)})"
+
+
+def _say_too_short(work: Work, stage: Stage) -> None:
+    """Say that the stages of this job start more slowly than its script would change them."""
+    job, began_at = work.job, stage.first_step_at or stage.committed_at
+    record = next((record for record in job.records if record.stage == stage.stage), None)
+    if not is_regular(job) or record is None or began_at is None:
+        return
+    start_s, interval_s = began_at - record.wanted_at, job.spec.script.interval_s
+    if start_s > interval_s:
+        text = (
+            f"the script's interval of {interval_s:g} s is too short for this job: stage "
+            f"{stage.stage} took {start_s:.0f} s to start"
+        )
+        work.note(text, lasting=False)
+
+
+def _kill_and_wait(work: Work, changes: list[ScriptedChange]) -> None:
+    """Kill each target that is due, once; what else is due waits until the job has recovered."""
+    kills = {change.target: change for change in changes if change.action == "kill"}
+    wanted, _ = _add_up(work, changes)
+    for change in kills.values():
         try:
             by_rank = change.target.isdigit()
             kill = Kill(rank=int(change.target)) if by_rank else Kill(pod_id=change.target)
             kill_now(work, kill)
         except (Refused, WireError) as refusal:
             work.note(f"{change.text}: skipped: {refusal}")
-        return
-    wanted = {"set": change.pods, "add": size + change.pods, "remove": size - change.pods}
-    change_pods(work, wanted[change.action], change.text)
+    if wanted is not None:
+        asked_at_s = work.job.progress.script_s + KILL_HEARD_S
+        work.set(manual=ManualChange(pods=wanted, asked_at_s=asked_at_s))
 
 
 def change_pods(work: Work, pods: int, why: str) -> None:
@@ -213,15 +289,10 @@ def kill_now(work: Work, kill: Kill) -> None:
 
 
 def queued(job: Job) -> tuple[str, ...]:
-    """Return the changes that wait, oldest first, as lines for people."""
-    waiting: list[tuple[float, str]] = []
-    ahead = job
-    for _ in range(SHOWN_CHANGES):
-        change = scripted(ahead)
-        if change is None or not is_due(ahead, change):
-            break
-        waiting.append((change.at_s, change.text))
-        ahead = replace(ahead, script_index=ahead.script_index + 1)
-    if job.manual is not None:
-        waiting.append((job.manual.asked_at_s, f"resize to {job.manual.pods}"))
-    return tuple(text for _, text in sorted(waiting, key=lambda entry: entry[0]))
+    """Return what waits, oldest first, as lines for people; the script's changes are one line."""
+    due = [change.text for change in itertools.islice(due_changes(job), SHOWN_CHANGES)]
+    scripted_line = due[0] if len(due) == 1 else f"as one: {', '.join(due)}" if due else ""
+    if len(due) == SHOWN_CHANGES:
+        scripted_line += ", ..."
+    resize_line = "" if job.manual is None else f"resize to {job.manual.pods}"
+    return tuple(line for line in (scripted_line, resize_line) if line)

@@ -92,20 +92,51 @@ def is_due(job: Job, change: ScriptedChange) -> bool:
     return job.progress.script_s >= change.at_s - DUE_SLACK_S
 
 
-def spaced_at(job: Job, change: ScriptedChange, now: float) -> float:
+def due_changes(job: Job) -> Iterator[ScriptedChange]:
+    """Yield the changes of the script that are due, oldest first."""
+    script = parse_script(job.spec.script, job.spec)
+    index = job.script_index
+    while (change := script.change(index)) is not None and is_due(job, change):
+        yield change
+        index += 1
+
+
+def is_regular(job: Job) -> bool:
+    """Whether the script means an interval, and not points in time."""
+    return job.spec.script.kind in (ScriptKind.ALTERNATE, ScriptKind.WALK)
+
+
+def heeded_at(job: Job, change: ScriptedChange, now: float) -> float:
     """Return from when on a change that is due may be made.
 
-    One of a regular script that fell due before the stage in force had begun to train waits for
-    the script's interval from there: or an interval shorter than the start of a trainer would
-    stop stage after stage before its first steps.
+    A stage makes steps first, or changes that come faster than trainers start would stop stage
+    after stage before that. Where no trainer has called the elastic loop yet, it may be on its way
+    there: a job counts as one that never does so once a stage has run for `prepare_timeout_s`.
+
+    A change of a regular script that fell due before the stage in force had begun to train waits
+    for the script's interval from there, so that all stages train alike.
     """
     stage = job.current
-    if stage is None or job.spec.script.kind not in (ScriptKind.ALTERNATE, ScriptKind.WALK):
+    if stage is None:
+        return now
+    if not job.elastic and not _is_plain(job, now):
+        return (stage.committed_at or now) + job.spec.prepare_timeout_s
+    if not is_regular(job):
         return now
     began_at = stage.first_step_at if job.elastic else stage.committed_at
     if began_at is None or now - began_at >= job.progress.script_s - change.at_s:
         return now
     return began_at + job.spec.script.interval_s
+
+
+def _is_plain(job: Job, now: float) -> bool:
+    """Whether a stage has run so long that its trainers would have called the elastic loop."""
+    return any(
+        (now if record.ended_at is None else record.ended_at) - record.committed_at
+        >= job.spec.prepare_timeout_s
+        for record in job.records
+        if record.committed_at is not None
+    )
 
 
 def next_deadline(job: Job, now: float, cluster: Cluster) -> float | None:
@@ -160,7 +191,7 @@ def _script_deadlines(job: Job, now: float) -> Iterator[float]:
         return
     started_at = now - job.progress.script_s - max(0.0, now - job.progress.accrued_at)
     if is_due(job, change):
-        yield spaced_at(job, change, now)
+        yield heeded_at(job, change, now)
     else:
         yield max(started_at + change.at_s, now + DUE_SLACK_S)
     yield max(started_at + job.script_stored_s + SCRIPT_STORE_S, now + DUE_SLACK_S)

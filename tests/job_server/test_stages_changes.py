@@ -151,25 +151,107 @@ def test_a_scripted_change_that_makes_no_sense_is_skipped_with_a_reason(script, 
     assert any(part in skipped[0] for part in said.split("|"))
 
 
-def test_scripted_changes_that_fall_due_together_become_one_stage_each():
-    text = "- at: 1s\n  add: 1\n- at: 1.1s\n  add: 1\n- at: 1.2s\n  remove: 3\n"
-    made = world(script=ScriptSpec(kind=ScriptKind.TIMELINE, text=text))
+def queue(made: World) -> tuple[str, ...]:
+    return stages.job_status(made.job, made.now, 0).queued_changes
+
+
+def timeline(text: str) -> ScriptSpec:
+    return ScriptSpec(kind=ScriptKind.TIMELINE, text=text)
+
+
+@pytest.mark.parametrize(
+    ("entries", "sizes"),
+    [
+        pytest.param("add: 1, add: 1, remove: 3", [2, 3, 1], id="relative ones add up"),
+        pytest.param("add: 1, pods: 4, remove: 2", [2, 3, 2], id="from the newest number on"),
+        pytest.param("add: 1, add: 1, remove: 1", [2, 3], id="to nothing"),
+        pytest.param("add: 1, add: 4, remove: 2", [2, 3, 1], id="but for those out of bounds"),
+        pytest.param("add: 1, add: 4", [2, 3], id="all of them out of bounds"),
+    ],
+)
+def test_what_falls_due_during_a_change_becomes_one_change_to_the_newest_wish(entries, sizes):
+    at = enumerate(entries.split(", "))
+    made = world(script=timeline("".join(f"- {{at: {1 + i / 10}s, {e}}}\n" for i, e in at)))
     made.run_until(JobState.PREPARING)
     made.rounds(4)
-    assert len(stages.job_status(made.job, made.now, 0).queued_changes) == 2
+    assert len(queue(made)) == 1
     made.rounds(60)
-    assert [record.pods for record in records(made)] == [2, 3, 4, 1]
+    assert [record.pods for record in records(made)] == sizes
+    late = len(entries.split(", ")) - 1
+    if len(sizes) > 2 and "4" not in entries:
+        assert any(f"{late} changes that fell due meanwhile, as one" in r for r in made.reasons)
+    assert queue(made) == ()
 
 
-def test_a_manual_resize_clears_those_that_wait_and_follows_the_script():
-    text = "- at: 1s\n  add: 1\n- at: 1.5s\n  add: 1\n"
-    made = world(script=ScriptSpec(kind=ScriptKind.TIMELINE, text=text))
+def test_a_resize_by_hand_stands_among_what_fell_due_where_it_was_asked_for():
+    made = world(script=timeline("- {at: 1s, add: 1}\n- {at: 1.5s, add: 1}\n"))
     made.run_until(JobState.CUTTING_OVER)
     resize(made, 3)
     resize(made, 1)
-    assert stages.job_status(made.job, made.now, 0).queued_changes[-1] == "resize to 1"
+    assert queue(made) == ("add 1 pod", "resize to 1")
     made.rounds(60)
-    assert [record.pods for record in records(made)] == [2, 3, 4, 1]
+    assert [record.pods for record in records(made)] == [2, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("entries", "sizes"),
+    [
+        pytest.param("add: 1, kill: 0, kill: 0, kill: 0", [2, 3, 3], id="once each"),
+        pytest.param("add: 1, remove: 1, kill: 0, add: 1", [2, 3, 2, 2, 3], id="in their order"),
+        pytest.param("add: 1, kill: 0, add: 1, remove: 2", [2, 3, 3, 2], id="the rest comes after"),
+    ],
+)
+def test_kills_that_fall_due_during_a_change_happen_after_it_and_once(entries, sizes):
+    at = enumerate(entries.split(", "))
+    made = world(script=timeline("".join(f"- {{at: {1 + i / 10}s, {e}}}\n" for i, e in at)))
+    made.run_until(JobState.PREPARING)
+    made.rounds(90)
+    assert [record.pods for record in records(made)] == sizes
+    assert sum("killing rank" in reason for reason in made.reasons) == 1
+    assert made.job.failures == 0
+
+
+def test_trainers_that_start_more_slowly_than_the_script_changes_make_their_steps_all_the_same():
+    script = ScriptSpec(kind=ScriptKind.ALTERNATE, interval_s=10.0)
+    made = world(script=script, total_steps=40000)
+    made.run_until(RUNNING)
+    for _ in range(120):
+        made.round(3.0)  # a message takes a round, and a start takes several
+        assert len(queue(made)) <= 1
+    stages_made = [each for each in records(made) if each.ended_at is not None]
+    assert len(stages_made) > 3
+    for record in stages_made:
+        assert record.outcome == "ended", record
+        assert record.last_step is not None, f"stage {record.stage} made no step"
+    assert any("interval of 10 s is too short for this job" in each for each in made.reasons)
+
+
+def test_trainers_that_have_not_yet_called_the_loop_are_left_time_to_do_so():
+    """A change by stop would end them on their way, and the next ones as well."""
+    script = ScriptSpec(kind=ScriptKind.ALTERNATE, interval_s=40.0)
+    made = world(elastic=False, script=script, total_steps=40000)
+    made.run_until(RUNNING)
+    made.rounds(24, 3.0)  # they import, load data, build the model
+    assert len(records(made)) == 1
+    made.elastic = True
+    made.rounds(10, 3.0)
+    assert made.job.elastic
+    assert len(records(made)) == 1
+    made.rounds(16, 3.0)
+    assert records(made)[1].way is Way.DRAIN
+    assert records(made)[0].last_step is not None
+
+
+def test_a_job_whose_trainers_never_call_the_loop_is_changed_once_that_is_known():
+    made = world(elastic=False, script=timeline("- {at: 20s, add: 1}\n- {at: 200s, add: 1}\n"))
+    made.run_until(RUNNING)
+    made.rounds(36, 3.0)
+    assert len(records(made)) == 1
+    made.rounds(50, 3.0)
+    assert [record.way for record in records(made)] == [Way.START, Way.STOP, Way.STOP]
+    started = [record.committed_at or 0.0 for record in records(made)]
+    assert started[1] - started[0] >= made.job.spec.prepare_timeout_s
+    assert started[2] - started[0] == pytest.approx(200, abs=20)  # at its own time again
 
 
 @pytest.mark.parametrize(("pods", "field"), [(5, "max_pods"), (1, "min_pods")])
@@ -467,7 +549,7 @@ def abandon(made: World) -> None:
 @pytest.mark.parametrize("elastic", [True, False])
 def test_an_interval_shorter_than_the_start_of_trainers_counts_from_their_first_step(elastic):
     script = ScriptSpec(kind=ScriptKind.ALTERNATE, interval_s=2.0)
-    made = world(elastic=elastic, script=script, total_steps=4000)
+    made = world(elastic=elastic, script=script, total_steps=4000, prepare_timeout_s=20.0)
     made.run_until(RUNNING)
     made.rounds(80, 1.5)  # a round is a message to and fro: a start takes several
     stages_made = [each for each in records(made) if each.committed_at is not None]

@@ -15,6 +15,7 @@ from job_server.work import MISSING_HEARTBEATS, Work, client_silent_at, told_to_
 SIGTERM, SIGKILL = 15, 9
 SHOWN_LINES = 3
 SHOWN_CHARS = 600
+PATH_CHARS = 4096  # no system has longer paths
 
 
 def node_reported(work: Work, node_id: str, states: tuple[PodState, ...]) -> None:
@@ -34,7 +35,7 @@ def _named(work: Work, pod: Pod, state: PodState) -> None:
     work.progress(missing=without(work.job.progress.missing, pod.pod_id))
     if pod.phase is PodPhase.EXITED:
         return  # final; a late report of before changes nothing
-    changed = replace(pod, phase=state.phase, log_path=state.log_path or pod.log_path)
+    changed = replace(pod, phase=state.phase, log_path=state.log_path[:PATH_CHARS] or pod.log_path)
     if changed != pod:
         work.set_pod(changed)
     if state.phase is not PodPhase.EXITED:
@@ -109,7 +110,15 @@ def exited(
     elif code == 0:
         current = work.job.current
         ending_it = current is not None and told_to_end(current) and current.member(pod.pod_id)
-        text += " while its stage was ended" if ending_it else " before its trainers had started"
+        if ending_it:
+            text += " while its stage was ended"
+        elif _completing(work, pod) is not None:
+            text += (
+                ", but its training is not known to be complete: its launcher never said how it "
+                "ended. Most likely it was killed and the script went on; begin that with `set -e`"
+            )
+        else:
+            text += " before its trainers had started"
     if reason and not (pod.planned and code == -SIGKILL):
         text += f": {reason}"
     if lines:
@@ -124,9 +133,15 @@ def exited(
 
 
 def _finished(work: Work, pod: Pod) -> bool:
-    """Enter that a pod has exited 0; False: it had nothing that could have been complete."""
+    """Enter that a pod has exited 0; False: it had nothing that could have been complete.
+
+    Of an elastic training only its trainers or its launcher can say that it is complete: the
+    script's last line may exit 0 behind a launcher that was killed.
+    """
     stage = _completing(work, pod)
     if stage is None and not pod.left:
+        return False
+    if work.job.elastic and not (pod.left or work.job.done):
         return False
     if stage is not None:
         work.move(stage, pod.pod_id, At.FINISHED)

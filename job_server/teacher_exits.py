@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from job_server.budget import HEALTHY_S, backoff_s
+from job_server.pod_exits import PATH_CHARS
 from job_server.teacher_job import SUSPECT_S, TeacherPod
 from job_server.teacher_work import TeacherWork
 from job_server.text import ending
@@ -35,7 +36,7 @@ def _named(work: TeacherWork, pod: TeacherPod, state: PodState) -> None:
         if not pod.leaving:
             where = f"{pod.site.addr}:{pod.ports[0]}" if pod.ports else pod.site.addr
             work.notes.append(f"pod {pod.pod_id} runs on {pod.site.node_id}, {where}")
-    log_path = state.log_path or pod.log_path
+    log_path = state.log_path[:PATH_CHARS] or pod.log_path
     changed = replace(pod, phase=state.phase, log_path=log_path, running_since=running_since)
     if changed != pod:
         work.set_pod(changed)

@@ -5,8 +5,18 @@ from dataclasses import replace
 import pytest
 
 from job_server import stages
+from job_server.job import Phase
 from job_server.stages import PauseAsked, Reported, StopAsked
-from job_server.wire import JobState, Order, PodPhase, PodReport, ReportKind, StagePlan, Want
+from job_server.wire import (
+    JobState,
+    Order,
+    PodPhase,
+    PodReport,
+    ReportKind,
+    Resize,
+    StagePlan,
+    Want,
+)
 from tests.job_server.test_stages_changes import RUNNING, ids, records, trains, world
 from tests.job_server.world import World
 
@@ -125,3 +135,56 @@ def test_trainers_are_told_whose_they_are_and_what_a_cut_is_for(asked, halt):
     assert plan().halt == ""
     made.send(asked)
     assert (plan().order, plan().halt) == (Order.CUT, halt)
+
+
+def kill_launcher(made: World, pod_id: str) -> None:
+    """As the OOM killer does: no report; the script's last line runs, and exits 0."""
+    end_script(made, pod_id, 0)
+
+
+@pytest.mark.parametrize("pods", [("pod_0_0",), ("pod_0_0", "pod_1_0")])
+def test_a_script_that_goes_on_behind_a_killed_launcher_makes_no_success_of_half_a_training(pods):
+    made = trains(world(total_steps=40))
+    for pod_id in pods:
+        kill_launcher(made, pod_id)
+    assert made.job.state is JobState.RECOVERING
+    assert "its training is not known to be complete" in made.reasons[-1]
+    made.run_until(JobState.SUCCEEDED)
+    assert made.job.progress.step == 40
+    assert made.job.failures == 1
+
+
+def test_a_launcher_that_is_killed_while_its_trainers_load_fails_that_start():
+    made = trains(world(total_steps=400))
+    made.send(stages.ResizeAsked(Resize(pods=3)))
+    while made.job.coming is None or made.job.coming.phase is not Phase.START:
+        made.round()
+    kill_launcher(made, "pod_0_0")
+    assert made.job.state is JobState.RECOVERING
+    trains(made)
+
+
+def test_a_launcher_that_is_killed_after_the_training_was_complete_spoils_nothing():
+    made = trains(world(total_steps=40))
+    done = PodReport(kind=ReportKind.DONE, stage=1, step=40)
+    made.send(Reported("pod_0_0", done))
+    for pod_id in ("pod_0_0", "pod_1_0"):
+        kill_launcher(made, pod_id)
+    assert made.job.state is JobState.SUCCEEDED
+    assert made.job.failures == 0
+
+
+def test_a_plain_script_that_exits_0_has_succeeded_with_or_without_its_launchers_word():
+    """Nobody but its exit code can tell, and a plain training may not know how to go on."""
+    made = trains(world(elastic=False))
+    for pod_id in ("pod_0_0", "pod_1_0"):
+        kill_launcher(made, pod_id)
+    assert made.job.state is JobState.SUCCEEDED
+
+
+def test_what_a_launcher_tells_at_length_is_kept_short():
+    made = trains(world())
+    report = PodReport(kind=ReportKind.STAGE_TOO_LOW, stage=1, reason="x" * 1_000_000)
+    made.send(Reported("pod_0_0", report))
+    assert len(str(made.job)) < 50_000
+    assert all(len(reason) < 5_000 for reason in made.reasons)

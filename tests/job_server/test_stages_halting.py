@@ -173,6 +173,7 @@ def test_training_that_completes_during_a_pause_is_not_forgotten():
     made = trains(world(total_steps=9))
     tell_done = [pod.pod_id for pod in stages.running_pods(made.job)]
     for pod_id in tell_done:
+        tell(made, pod_id, ReportKind.DONE, 1)
         made.nodes["a"].pods[pod_id].end(code=0)
     made.client_acts(made.nodes["a"])
     assert made.job.state is JobState.SUCCEEDED

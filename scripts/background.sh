@@ -111,6 +111,7 @@ cpu_slots() {
 }
 
 # Exit 0 if the job server at $1 answers; $2: the file with its token, else EDL_TOKEN_FILE, EDL_TOKEN.
+# Else print the reason and exit 1 where none answers, 3 where what answers is not ours or refuses us.
 server_answers() {
     "$python" - "$@" <<'PYTHON'
 import os
@@ -118,11 +119,13 @@ import sys
 
 from job_server.api_client import ApiClient, ApiError
 from job_server.config import ConfigError, read_token
+from job_server.errors import Retryable
 
 _, url, *token_file = sys.argv
 try:
     ApiClient(url, read_token(token_file[0] if token_file else None, os.environ)).health()
-except (ApiError, ConfigError):
-    sys.exit(1)
+except (ApiError, ConfigError) as error:
+    print(error)
+    sys.exit(1 if isinstance(error, Retryable) else 3)
 PYTHON
 }

@@ -96,9 +96,17 @@ if [ -n "$foreground" ]; then
     exec "${command[@]}"
 fi
 token_file="$(option token_file "" ${args[@]+"${args[@]}"})"
-if ! server_answers "$server" ${token_file:+"$token_file"}; then
-    say "No job server answers at $server yet; the client will wait for it. Start one: $here/start_job_server.sh"
-fi
+trouble="" refused=0
+trouble="$(server_answers "$server" ${token_file:+"$token_file"})" || refused=$?
+case "$refused" in
+    0) ;;
+    1) say "No job server answers at $server yet; the client will wait for it. Start one: $here/start_job_server.sh" ;;
+    *)
+        say "What answers at $server refuses this client, or is no job server of ours: $trouble"
+        say "Name another one (--job_server, PADDLE_JOBSERVER), or its token (--token_file, EDL_TOKEN_FILE)."
+        exit 1
+        ;;
+esac
 in_background "$name" "${command[@]}"
 for _ in $(seq 15); do # a wrong command line ends it within that time
     if [ -z "$(running_pid "$state/$name.pid")" ]; then

@@ -56,7 +56,7 @@ for _ in $(seq 150); do
     if [ -z "$(running_pid "$state/$name.pid")" ]; then
         give_up "$name" "ended at once"
     fi
-    if server_answers "$url" ${token_file:+"$token_file"}; then
+    if server_answers "$url" ${token_file:+"$token_file"} >/dev/null; then
         say "The job server runs (pid $started_pid): $url/"
         say "  look:  $(dirname "$python")/edl status --follow --server $url     log: $state/$name.log"
         say "  stop:  $0 --stop$([ "$port" = 8180 ] || echo " --server_port $port")"

@@ -4,7 +4,9 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import psutil
@@ -290,3 +292,25 @@ def test_a_client_runs_a_script_until_it_is_stopped(run: Run, tmp_path: Path, po
     stopped = run(CLIENT, "--stop")
     assert stopped.returncode == 0, stopped.stderr
     assert is_gone(pid)
+
+
+class _Stranger(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_error(404, "nothing of this kind here")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_client_does_not_wait_for_a_server_that_is_somebody_elses(run: Run, tmp_path: Path):
+    script = tmp_path / "train.sh"
+    script.write_text("true\n")
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Stranger) as stranger:
+        threading.Thread(target=stranger.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{stranger.server_address[1]}"
+        refused = run(CLIENT, "--job_server", url, str(script))
+        stranger.shutdown()
+    assert refused.returncode == 1
+    assert "will wait" not in refused.stderr
+    assert f"What answers at {url} refuses this client, or is no job server" in refused.stderr
+    assert "--job_server" in refused.stderr

@@ -77,7 +77,10 @@ def _add_default_job(service: Service, config: Config) -> None:
         return
     try:
         _, created = service.submit(job, legacy_nodes=config.legacy_nodes)
-    except Conflict:
+    except Conflict as error:
+        if job.job_id not in service.job_ids():  # it is there, but was put aside
+            logger.error("%s", error)
+            return
         logger.warning(
             "job %s: goes on as the database %s has it, not as the command line says; "
             "`edl delete %s` first, or another --db, starts it anew",

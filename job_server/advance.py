@@ -15,6 +15,7 @@ from job_server.deadlines import (
     heed_deadline,
     start_deadline,
 )
+from job_server.events import Unsettled
 from job_server.fencing import count_fenced, lose_silent
 from job_server.halting import halt
 from job_server.job import (
@@ -51,20 +52,33 @@ from job_server.transitions import (
 from job_server.wire import JobState, PodPhase, Way
 from job_server.work import Work, fenced_at
 
-MAX_ROUNDS = 100  # a stop for the loop should two rules ever undo each other
+MAX_ROUNDS = 100  # far more than any job needs: two rules that undo each other are a defect
 
 
 def settle(work: Work) -> None:
-    """Apply the rules until nothing changes any more."""
-    for _ in range(MAX_ROUNDS):
+    """Apply the rules until nothing changes any more.
+
+    Raises:
+        Unsettled: they never come to rest; the text names those that go on.
+    """
+    fired: list[str] = []  # in the last round
+    for number in range(MAX_ROUNDS):
         before = work.job
         for rule in RULES:
+            held = work.job
             rule(work)
+            if number == MAX_ROUNDS - 1 and work.job != held:
+                fired.append(rule.__name__.removeprefix("_"))
             if work.job.state.ended:
                 _forget_released(work)
                 return
         if work.job == before:
             return
+    said = "; ".join(work.notes[-3:])
+    raise Unsettled(
+        f"the rules of the job do not come to rest after {MAX_ROUNDS} rounds; those that go on: "
+        f"{', '.join(fired)}; they said last: {said or 'nothing'}"
+    )
 
 
 def _succeed(work: Work) -> None:

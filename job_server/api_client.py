@@ -3,6 +3,7 @@
 An `ApiClient` keeps one connection open and belongs to one thread; give each thread its own.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Mapping
@@ -46,6 +47,7 @@ T = TypeVar("T")
 ApiError = JobServerError  # its name for those who only call
 
 CONNECT_TIMEOUT_S = 5.0
+MAX_METRICS, MAX_NAME_CHARS = 500, 200  # of one report, far below what a body may hold
 _REJECTED: Mapping[int, type[Rejected]] = {
     401: Unauthorized,
     403: Forbidden,
@@ -207,11 +209,15 @@ class ApiClient:
 
     def report(self, job_id: str, pod_id: str, report: wire.PodReport) -> str:
         """Send a report; return the server's id. Metrics that are no finite numbers are left out:
-        JSON has none, and a loss of NaN must not lose the report.
+        JSON has none, and a loss of NaN must not lose the report; nor must too many of them.
         """
         if report.metrics is not None:
-            finite = {name: v for name, v in report.metrics.items() if math.isfinite(v)}
-            report = replace(report, metrics=finite)
+            sent = (
+                (name[:MAX_NAME_CHARS], value)
+                for name, value in report.metrics.items()
+                if math.isfinite(value)
+            )
+            report = replace(report, metrics=dict(itertools.islice(sent, MAX_METRICS)))
         return str(self._post(f"{_pod(job_id, pod_id)}/report", report)["server_id"])
 
     # --- HTTP -----------------------------------------------------------------------------------

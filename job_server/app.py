@@ -72,6 +72,9 @@ def _add_server_routes(app: Flask, service: Service) -> None:
 
     @_route(app, "GET", "/api/v1/health")
     def health() -> Response:
+        trouble = service.clock_trouble()
+        if trouble:
+            raise Retryable(trouble)
         return _json({"server_id": service.server_id, "version": version(), "now": service.now()})
 
     @_route(app, "GET", "/api/v1/openapi.json")
@@ -195,8 +198,9 @@ def _add_legacy_routes(app: Flask, service: Service) -> None:
         job_id, seconds = data.get("job_id"), data.get("estimated_run_time")
         if not isinstance(job_id, str):
             raise BadRequest(f"job_id: expected a text, got {str(job_id)[:60]}")
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds < 0:
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float):
             raise BadRequest(f"estimated_run_time: expected seconds, got {str(seconds)[:60]}")
+        wire.check_range("estimated_run_time", seconds, 0, wire.MAX_RUN_TIME_S)
         service.ask(job_id, stages.RunTimeStatic(float(seconds)))
         return _json({"job_id": job_id, "estimated_run_time": seconds})
 

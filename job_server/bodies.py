@@ -1,6 +1,7 @@
 """JSON bodies: read strictly, written once."""
 
 import json
+import math
 from typing import Any, NoReturn
 
 from job_server.errors import BadRequest
@@ -22,7 +23,10 @@ def from_body(body: bytes) -> Any:
     """
     try:
         data = json.loads(
-            body.decode("utf-8"), parse_int=_parse_int, parse_constant=_refuse_constant
+            body.decode("utf-8"),
+            parse_int=_parse_int,
+            parse_float=_parse_float,
+            parse_constant=_refuse_constant,
         )
     except UnicodeDecodeError as error:
         raise BadRequest(f"body: not UTF-8 at byte {error.start}") from None
@@ -38,6 +42,13 @@ def _parse_int(text: str) -> int:
     if len(text) > 16:
         raise BadRequest(f"body: the number {text[:20]}... is too large")
     return int(text)
+
+
+def _parse_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):  # 1e999 is valid JSON, and could never be answered as JSON again
+        raise BadRequest(f"body: the number {text[:20]} is too large")
+    return value
 
 
 def _refuse_constant(text: str) -> NoReturn:

@@ -32,6 +32,7 @@ STUDENTS_CHANGE = 0.2  # share by which the number of students makes another cas
 HEADROOM = 1.05
 MOST_WAIT = 0.9  # they may wait for something else
 ROUNDING = 0.01
+LEAST_RATE = 1e-6  # samples/s; what is less is none, and would divide by zero
 
 BLOCK = 30  # reports until what has failed is tried again; doubled with every failure
 MAX_BLOCK = 480
@@ -137,7 +138,7 @@ def observe(
         no_more=max(0, governor.no_more - 1),
         no_fewer=max(0, governor.no_fewer - 1),
     )
-    if not steady or pods == 0 or demand.samples_per_s <= 0:
+    if not steady or pods == 0 or demand.samples_per_s < LEAST_RATE:
         # Where nothing is answered at all, more of the same would not help.
         return replace(governor, window=Window(pods=pods))
     window = governor.window

@@ -16,7 +16,7 @@ from typing import Any
 from job_server import kinds, stages, wire
 from job_server.bodies import to_body
 from job_server.claims import NO_CLAIMS, Claims, claim
-from job_server.errors import ConfigError, Conflict, Gone, NotFound, StoreTrouble
+from job_server.errors import Conflict, Gone, NotFound, StoreTrouble
 from job_server.fleet import Fleet, Held, KnownNode, Plan
 from job_server.job import Job
 from job_server.kinds import AnyJob
@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 TICK_S = 5.0  # a job that has not ended is stepped at least so often
 PROGRESS_WRITE_S = 30.0  # what only progress changed is written at least so often
 RETRY_S = 5.0  # after a step that failed
+LATE_S = TICK_S  # a clock that is later than this says so
+DEAD_AFTER_S = 3 * TICK_S  # ... and than this counts as dead
 MAX_ROUNDS = 10  # of one job giving slots to another; the timer goes on with the rest
 
 
@@ -46,6 +48,7 @@ class Entry:
     due_at: float  # when the timer steps it next
     written_at: float
     published_at: float = 0.0
+    defect: str = ""  # what was said last of a step that failed
     orders: dict[str, Topic[stages.PodView]] = field(default_factory=dict)  # by pod id
     node_pods: dict[str, Plan] = field(default_factory=dict)  # by node id; registered nodes only
     slots: Held = field(default_factory=dict)
@@ -76,11 +79,7 @@ class Engine:
     def __init__(
         self, store: Store, *, heartbeat_s: float, max_watchers: int, now: Callable[[], float]
     ) -> None:
-        """Load what `store` holds; start() goes on with it.
-
-        Raises:
-            ConfigError: the store holds what this version cannot read.
-        """
+        """Load what `store` holds; start() goes on with it. What cannot be read is put aside."""
         self.server_id = uuid.uuid4().hex[:12]
         self.now = now
         self.store = store
@@ -88,37 +87,43 @@ class Engine:
         self.lock = threading.RLock()
         self.fleet = Fleet(heartbeat_s)
         self.jobs: dict[str, Entry] = {}
+        self.unreadable: dict[str, str] = {}  # job id -> why; its row stays as it is
         self.slots_moved = False  # settle() has something to do
         self._timer_wakes = threading.Condition(self.lock)
         self._timer = threading.Thread(target=self._run_timer, name="timer", daemon=True)
+        self._timer_due = math.inf  # monotonic: when its next round is to begin
         self._closing = False
         self._load()
 
     def _load(self) -> None:
-        try:
-            for data in self.store.nodes():
+        for data in self.store.nodes():
+            try:
                 node = wire.decode(wire.Node, data)
-                self.fleet.nodes[node.node_id] = self.known(node)
-            for stored in self.store.jobs():
+            except wire.WireError as error:  # its client registers it again
+                logger.error("a node in the database cannot be read and is left out: %s", error)
+                continue
+            self.fleet.nodes[node.node_id] = self.known(node)
+        for stored in self.store.jobs():
+            try:
                 job = kinds.decode_job(stored.data)
-                self.add(job, forget=stored.forget, last_event=stored.last_event)
-        except wire.WireError as error:
-            raise ConfigError(
-                f"--db: this version cannot read what the database holds ({error}); "
-                "use the server that wrote it, or name another file"
-            ) from None
+            except wire.WireError as error:
+                self.unreadable[stored.job_id] = str(error)
+                logger.error("%s", unreadable_text(stored.job_id, str(error)))
+                continue
+            self.add(job, forget=stored.forget, last_event=stored.last_event)
 
     def start(self) -> None:
         """Tell the loaded jobs that the server was away, and start the clock. Takes the lock."""
         with self.lock:
             for entry in list(self.jobs.values()):
                 if entry.state.ended and entry.forget:  # killed before it was forgotten
-                    self.drop(entry)
+                    self.drop_unwatched(entry)
                     continue
                 if not entry.state.ended:
                     self._step_unwatched(entry, stages.ServerRestarted())
                 self.derive(entry)
             self.settle()
+        self._timer_due = time.monotonic()
         self._timer.start()
 
     def close(self) -> None:
@@ -147,7 +152,34 @@ class Engine:
             with self.lock:
                 if self._closing:
                     return
-                self._timer_wakes.wait(self._tick())
+                late_s = time.monotonic() - self._timer_due
+                if late_s > LATE_S:
+                    logger.warning(
+                        "the server's clock is %.0f s late: the machine or its disk is too busy, "
+                        "and what was due comes later",
+                        late_s,
+                    )
+                wait_s = self._tick_unwatched()
+                self._timer_due = time.monotonic() + wait_s
+                self._timer_wakes.wait(wait_s)
+
+    def clock_trouble(self) -> str:
+        """Return why nothing falls due any more; "": the clock runs. Needs no lock."""
+        if self._timer.ident is None or self._closing:
+            return ""
+        if not self._timer.is_alive():
+            return "the server's clock has ended: no change, time limit or recovery happens"
+        late_s = time.monotonic() - self._timer_due
+        if late_s > DEAD_AFTER_S:
+            return f"the server's clock is {late_s:.0f} s late: the machine or its disk is too busy"
+        return ""
+
+    def _tick_unwatched(self) -> float:
+        try:
+            return self._tick()
+        except Exception:  # a clock that ends would stop all jobs, and nobody would know
+            logger.exception("a round of the server's clock failed; the next in %g s", RETRY_S)
+            return RETRY_S
 
     def _tick(self) -> float:
         """Step what is due; return for how many seconds nothing will be."""
@@ -155,20 +187,32 @@ class Engine:
         for entry in list(self.jobs.values()):
             if entry.due_at <= now:
                 self._set_due(entry)  # before the step, which may find nothing to change
-                self._step_unwatched(entry, stages.Tick())
+                if entry.state.ended and entry.forget:
+                    self.drop_unwatched(entry)
+                else:
+                    self._step_unwatched(entry, stages.Tick())
         self.settle()
         for node_id in self.fleet.forgettable(now):
             logger.info("node %s: silent for an hour and without pods: forgotten", node_id)
-            self.remove_node(node_id)
+            try:
+                self.remove_node(node_id)
+            except StoreTrouble as error:  # the next round tries again
+                logger.error("node %s: not forgotten: %s", node_id, error)
         due = [entry.due_at for entry in self.jobs.values()]
         # Something that is due again at once must not keep the lock.
         return min(max(min(due, default=math.inf) - self.now(), 0.002), TICK_S)
 
     def _set_due(self, entry: Entry) -> None:
         now = self.now()
-        deadline = kinds.next_deadline(entry.job, now, self.cluster(entry))
-        due_at = math.inf if entry.state.ended else now + TICK_S
-        entry.due_at = due_at if deadline is None else min(due_at, deadline)
+        # A job that has ended is due no more, unless it is still to be forgotten.
+        entry.due_at = math.inf if entry.state.ended and not entry.forget else now + TICK_S
+        try:
+            deadline = kinds.next_deadline(entry.job, now, self.cluster(entry))
+        except Exception:  # as in _step_unwatched; the job is stepped every TICK_S all the same
+            logger.exception("job %s: its next deadline is not known", entry.spec.job_id)
+            return
+        if deadline is not None:
+            entry.due_at = min(entry.due_at, deadline)
 
     def _step_unwatched(self, entry: Entry, event: stages.Event) -> None:
         """Step where no request waits to be told what goes wrong."""
@@ -194,6 +238,9 @@ class Engine:
             job, reason = kinds.step(entry.job, event, now, self.cluster(entry), self.claims())
         except stages.Refused as error:
             raise Conflict(str(error)) from None
+        except Exception as error:  # also said where users look; whoever asked hears of it as well
+            self._say_defect(entry, event, error)
+            raise
         if job == entry.job:
             return
         if kinds.same_but_progress(entry.job, job):
@@ -216,9 +263,27 @@ class Engine:
         entry.status.publish(job)
         for told in said:
             entry.events.publish(told.number)
-        if entry.forget and entry.state.ended:
-            self.drop(entry)
         self._reset_timer(entry)
+        if entry.forget and entry.state.ended:
+            self.drop_unwatched(entry)
+
+    def _say_defect(self, entry: Entry, event: stages.Event, error: Exception) -> None:
+        """Note among a job's events that a step failed: it stays as it was. Once per text."""
+        text = f"the server has a defect: {type(event).__name__} is left out: {error}"[:1000]
+        if text == entry.defect:
+            return
+        entry.defect = text
+        logger.error("job %s: %s", entry.spec.job_id, text)
+        number, now = entry.events.value + 1, self.now()
+        stage = kinds.job_status(entry.job, now, 0).stage
+        job_id = entry.spec.job_id
+        said = wire.JobEvent(number=number, at=now, job_id=job_id, stage=stage, text=text)
+        try:
+            self.store.save_job(job_id, wire.encode(entry.job), events=(said,), forget=entry.forget)
+        except StoreTrouble as trouble:
+            logger.error("job %s: that is not written: %s", job_id, trouble)
+            return
+        entry.events.publish(number)
 
     def _reset_timer(self, entry: Entry) -> None:
         before = entry.due_at
@@ -275,6 +340,8 @@ class Engine:
             for entry in list(self.jobs.values()):
                 if not entry.state.ended:
                     self._step_unwatched(entry, stages.NodesChanged())
+        if self.slots_moved:
+            logger.warning("slots still move from job to job after %d rounds", MAX_ROUNDS)
 
     def cluster(self, entry: Entry) -> Cluster:
         """Return the nodes as this job's placement sees them."""
@@ -322,6 +389,14 @@ class Engine:
         self._step_unwatched(entry, stages.NodesChanged())
         self.settle()
         self._timer_wakes.notify_all()
+
+    def drop_unwatched(self, entry: Entry) -> None:
+        """Forget a job; where the database does not, the clock tries again."""
+        try:
+            self.drop(entry)
+        except StoreTrouble as error:
+            logger.error("job %s: not forgotten yet: %s", entry.spec.job_id, error)
+            entry.due_at = self.now() + RETRY_S
 
     def drop(self, entry: Entry) -> None:
         """Forget a job; who still asks for it gets a 404."""
@@ -397,6 +472,13 @@ class Engine:
             heartbeat_s=self.fleet.heartbeat_s,
         )
         return to_body(wire.encode(plan))
+
+
+def unreadable_text(job_id: str, why: str) -> str:
+    return (
+        f"job_id: job {job_id!r} is in the database, but this version cannot read it ({why}); "
+        "use the server that wrote it, or delete the job"
+    )
 
 
 def not_wanted(pod_id: str) -> Gone:

@@ -9,6 +9,10 @@ class Refused(ValueError):  # noqa: N818 - the interface's word
     """A user asked for something that makes no sense now; the job is unchanged."""
 
 
+class Unsettled(RuntimeError):  # noqa: N818 - as above
+    """Two rules of the state machine undo each other: a defect; the job is unchanged."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""

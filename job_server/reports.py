@@ -121,6 +121,8 @@ def reported(work: Work, pod_id: str, report: PodReport) -> None:
     pod = work.job.pod(pod_id)
     if pod is None:
         return
+    if len(report.reason) > SHOWN_CHARS:  # it is kept in records and events
+        report = replace(report, reason=report.reason[:SHOWN_CHARS])
     if pod.keep is Keep.RELEASED:
         _heed_ended(work, pod_id, report)
         return

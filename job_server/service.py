@@ -9,7 +9,7 @@ from collections.abc import Callable
 from job_server import kinds, stages, wire
 from job_server.bodies import to_body
 from job_server.change_script import parse_script
-from job_server.engine import Engine, Entry, not_wanted, steady_clock
+from job_server.engine import Engine, Entry, not_wanted, steady_clock, unreadable_text
 from job_server.errors import BadRequest, Conflict, Gone, NotFound
 from job_server.events import Demanded
 from job_server.polls import Answer, Topic
@@ -34,11 +34,7 @@ class Service:
         max_watchers: int = 600,
         now: Callable[[], float] | None = None,
     ) -> None:
-        """Load what `store` holds. `now`: seconds since 1970, never going back; None: the clock's.
-
-        Raises:
-            ConfigError: the store holds what this version cannot read.
-        """
+        """Load what `store` holds. `now`: seconds since 1970, never going back (None: as usual)."""
         self._engine = Engine(
             store, heartbeat_s=heartbeat_s, max_watchers=max_watchers, now=now or steady_clock()
         )
@@ -46,6 +42,7 @@ class Service:
         self.now = self._engine.now
         self.start = self._engine.start
         self.close = self._engine.close
+        self.clock_trouble = self._engine.clock_trouble
 
     # --- jobs, for users ------------------------------------------------------------------------
 
@@ -65,6 +62,8 @@ class Service:
         engine = self._engine
         with engine.lock:
             taken = engine.jobs.get(spec.job_id)
+            if spec.job_id in engine.unreadable:
+                raise Conflict(unreadable_text(spec.job_id, engine.unreadable[spec.job_id]))
             if taken is not None:
                 if taken.spec != spec:
                     raise Conflict(
@@ -128,10 +127,14 @@ class Service:
         """Stop a job, forget it as soon as it has ended; return its JobStatus.
 
         Raises:
-            NotFound: no such job.
+            NotFound: no such job, or one that could not be read: now there is no such job.
         """
         engine = self._engine
         with engine.lock:
+            if job_id in engine.unreadable:
+                engine.store.delete_job(job_id)
+                del engine.unreadable[job_id]
+                raise NotFound(f"job_id: job {job_id!r}, which could not be read, was deleted")
             entry = self._entry(job_id)
             if not entry.forget:
                 engine.store.save_job(job_id, wire.encode(entry.job), forget=True)
@@ -143,7 +146,7 @@ class Service:
                     logger.info("job %s: deleted; %s", job_id, error)
             answer = self._now(entry)
             if entry.state.ended and job_id in engine.jobs:
-                engine.drop(entry)
+                engine.drop_unwatched(entry)
             engine.settle()
             return answer
 
@@ -207,6 +210,8 @@ class Service:
 
     def _entry(self, job_id: str) -> Entry:
         entry = self._engine.jobs.get(job_id)
+        if job_id in self._engine.unreadable:
+            raise NotFound(unreadable_text(job_id, self._engine.unreadable[job_id]))
         if entry is None:
             raise NotFound(f"job_id: there is no job {job_id[:100]!r}")
         return entry
@@ -349,10 +354,17 @@ class Service:
         with engine.lock:
             if engine.fleet.note_report(node_id, report, self.now()):
                 engine.slots_moved = True
+            trouble: Exception | None = None
             for entry in list(engine.jobs.values()):
                 pods = tuple(pod for pod in report.pods if pod.job_id == entry.spec.job_id)
                 if pods or entry.node_pods.get(node_id) or node_id in entry.slots:
-                    engine.apply(entry, stages.NodeReported(node_id, pods))
+                    try:
+                        engine.apply(entry, stages.NodeReported(node_id, pods))
+                    except Exception as error:  # noqa: BLE001 - raised below: the others hear first
+                        trouble = trouble or error
+            if trouble is not None:
+                engine.settle()
+                raise trouble
             if report.leaving:
                 logger.info("node %s: leaves", node_id)
                 engine.remove_node(node_id)

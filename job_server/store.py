@@ -37,7 +37,7 @@ CREATE TABLE events (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredJob:
     job_id: str
-    data: Any  # as save_job was given it
+    data: Any  # as save_job was given it; None: what is there is no JSON
     forget: bool
     last_event: int  # 0: it has none
 
@@ -65,6 +65,8 @@ class Store:
             )
         except sqlite3.Error as error:
             raise ConfigError(f"--db: cannot open {path}: {error}") from None
+        # A damaged text costs what it belongs to, not the whole answer.
+        self._db.text_factory = lambda data: data.decode("utf-8", "replace")
         try:
             self._prepare()
         except sqlite3.Error as error:
@@ -137,7 +139,7 @@ class Store:
             " FROM jobs ORDER BY number"
         )
         return [
-            StoredJob(job_id=job_id, data=json.loads(data), forget=bool(forget), last_event=last)
+            StoredJob(job_id=job_id, data=_from_text(data), forget=bool(forget), last_event=last)
             for job_id, data, forget, last in rows
         ]
 
@@ -151,7 +153,7 @@ class Store:
         durable: bool = True,
     ) -> None:
         """Write a job whole, and what is to be said about it, in one transaction."""
-        text = json.dumps(data, separators=(",", ":"))
+        text = _to_text(data)
         with self._writing(durable=durable) as db:
             db.execute(
                 "INSERT INTO jobs (job_id, data, forget) VALUES (?, ?, ?)"
@@ -189,16 +191,15 @@ class Store:
         ]
 
     def nodes(self) -> list[Any]:
-        """Return what save_node was given."""
-        return [
-            json.loads(data) for (data,) in self._read("SELECT data FROM nodes ORDER BY node_id")
-        ]
+        """Return what save_node was given; None for what is no JSON."""
+        rows = self._read("SELECT data FROM nodes ORDER BY node_id")
+        return [_from_text(data) for (data,) in rows]
 
     def save_node(self, node_id: str, data: object) -> None:
         with self._writing(durable=False) as db:
             db.execute(
                 "INSERT OR REPLACE INTO nodes (node_id, data) VALUES (?, ?)",
-                (node_id, json.dumps(data, separators=(",", ":"))),
+                (node_id, _to_text(data)),
             )
 
     def delete_node(self, node_id: str) -> None:
@@ -208,3 +209,16 @@ class Store:
     def close(self) -> None:
         with self._lock:
             self._db.close()
+
+
+def _to_text(data: object) -> str:
+    """Return what is written; raise a ValueError for what could never be answered as JSON."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False)
+
+
+def _from_text(text: str) -> Any:
+    try:
+        # Version 0.1.0 wrote an estimate of 1e999 s as Infinity: it counts as not told.
+        return json.loads(text, parse_constant=lambda _: None)
+    except (ValueError, RecursionError):
+        return None

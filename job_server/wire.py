@@ -20,7 +20,9 @@ __all__ = ["WireError", "decode", "encode"]  # the rest is public as well; these
 API = "/api/v1"
 SHOWN_CHARS = 300  # of the text of an exception
 MAX_POLL_S = 60.0  # the longest a server holds a long poll
-STOP_AFTER_RANGE_S = (0.1, 366 * 86400.0)
+MAX_RUN_TIME_S = 366 * 86400.0
+MAX_STAGE = 10**12  # what follows it has to be a number of 16 digits, as all in our JSON
+STOP_AFTER_RANGE_S = (0.1, MAX_RUN_TIME_S)
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
 
 
@@ -353,6 +355,9 @@ class PodReport:
     step_s: float | None = None  # mean duration of recent steps; None: no step yet
     metrics: dict[str, float] | None = None  # None: unchanged
 
+    def __post_init__(self) -> None:
+        check_range("highest_stage", self.highest_stage, 0, MAX_STAGE)
+
 
 class LocalStage(Enum):
     """Where a launcher is with one stage."""
@@ -386,6 +391,8 @@ class Attach:
     def __post_init__(self) -> None:
         check_id("pod_id", self.pod_id)
         check_id("node_id", self.node_id)
+        check_range("highest_stage", self.highest_stage, 0, MAX_STAGE)
+        check_range("stage", self.stage, 0, 2 * MAX_STAGE)
 
 
 # --- jobs: users <-> server -------------------------------------------------------------------

@@ -172,6 +172,6 @@ def highest_stage(checkpoint: Path) -> int:
     numbers = [
         name.removeprefix("stage_")
         for name in names
-        if name.startswith("stage_") and name.removeprefix("stage_").isdigit()
+        if name.startswith("stage_") and name.removeprefix("stage_").isdecimal()
     ]
     return max((int(number) for number in numbers), default=0)

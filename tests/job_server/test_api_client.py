@@ -3,6 +3,7 @@
 import http.server
 import math
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -78,6 +79,9 @@ def test_metrics_that_are_no_numbers_do_not_lose_the_report(api):
     metrics = {"loss": math.nan, "accuracy": 0.5, "scale": math.inf}
     report = wire.PodReport(kind=wire.ReportKind.PROGRESS, stage=1, metrics=metrics)
     assert api.report("digits", "pod_0_0", report)
+    many = {f"{number}" + "x" * 1000: 0.5 for number in range(5000)}  # 5 MB
+    assert api.report("digits", "pod_0_0", replace(report, metrics=many))
+    assert len(api.status("digits").metrics) < 1000
 
 
 def test_a_watch_returns_with_the_change(api, server):

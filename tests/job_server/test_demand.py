@@ -159,3 +159,15 @@ def test_a_service_without_students_falls_to_the_fewest():
     governor = no_students(tell(Governor(wanted=6), 10, pods=6), 1, "nobody asks")
     assert (governor.wanted, governor.reason) == (1, "nobody asks")
     assert no_students(governor, 1, "nobody asks") is governor
+
+
+RATES = (5e-324, 1e-300, 1e-6, 1.0, 1e15)
+
+
+@pytest.mark.parametrize("wait_share", [0.0, 0.5])
+@pytest.mark.parametrize(("rate", "next_rate"), list(itertools.product(RATES, RATES)))
+def test_no_rate_that_can_be_posted_breaks_the_arithmetic(rate, next_rate, wait_share):
+    governor = Governor(wanted=3)
+    for samples_per_s in (rate, next_rate, rate):
+        governor = tell(governor, 60, pods=3, samples_per_s=samples_per_s, wait_share=wait_share)
+        assert 1 <= governor.wanted <= 8

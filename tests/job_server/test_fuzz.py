@@ -6,6 +6,8 @@ with one value replaced, and plain junk.
 
 import copy
 import json
+import re
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -28,7 +30,9 @@ GOOD: dict[str, Any] = {
     "resize": {"pods": 1, "assume_dead": False},
     "kill": {"pod_id": "pod_0_0"},
     "attach": wire.encode(wire.Attach(pod_id="pod_0_0", node_id="node-a", pid=1)),
-    "report": wire.encode(wire.PodReport(kind=wire.ReportKind.READY, stage=1)),
+    "report": wire.encode(
+        wire.PodReport(kind=wire.ReportKind.READY, stage=1, step_s=0.5, metrics={"loss": 0.25})
+    ),
     "register": wire.encode(cpu_node("node-b", addr="10.0.0.9")),
     "report_node": wire.encode(
         wire.NodeReport(
@@ -46,6 +50,11 @@ GOOD: dict[str, Any] = {
         "teachers": 1,
     },
 }
+
+ODD_NUMBER = re.compile(r"(?<=: )-?\d+(\.\d+)?")
+ODD_NUMBERS = [
+    "1e999", "-1e999", "1e308", "5e-324", "-0.0", "NaN", "Infinity", "9" * 16, "9" * 400, "1e15",
+]  # fmt: skip
 
 ids = st.one_of(
     st.sampled_from(
@@ -120,7 +129,10 @@ def bodies(draw: st.DrawFn, name: str) -> bytes:
         where[key] = draw(junk)
     elif kind == "junk":
         message = draw(junk)
-    return json.dumps(message).encode()
+    text = json.dumps(message)
+    if draw(st.booleans()):  # numbers that Python's own JSON would not write
+        text = ODD_NUMBER.sub(lambda _: draw(st.sampled_from(ODD_NUMBERS)), text, count=1)
+    return text.encode()
 
 
 @st.composite
@@ -234,6 +246,45 @@ def test_nothing_is_answered_without_the_token(service, request, token):
     answer = send(client, request, Authorization=f"Bearer {given}")
     assert answer.status_code in (401, 403), (request, answer.text)
     assert state_of(service) == before
+
+
+ODD_FIELDS = [
+    ("submit", "grace_s"), ("submit", "max_pods"), ("submit", "prepare_timeout_s"),
+    ("preview", "start_timeout_s"), ("resize", "pods"), ("kill", "rank"), ("attach", "pid"),
+    ("attach", "stage"), ("attach", "highest_stage"), ("attach", "step"), ("report", "step_s"),
+    ("report", "stage"), ("report", "step"), ("report", "total_steps"), ("report", "code"),
+    ("report", "metrics.loss"), ("register", "stop_after_s"), ("register", "port_high"),
+    ("report_node", "slots.0.temperature_c"), ("report_node", "slots.0.memory_used_bytes"),
+    ("job_runtime_static", "estimated_run_time"), ("demand", "samples_per_s"),
+    ("demand", "wait_share"), ("demand", "students"), ("demand", "teachers"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "field"), ODD_FIELDS)
+def test_no_number_makes_an_answer_a_list_or_a_restart_fail(tmp_path, name, field):
+    path = tmp_path / "server.db"
+    operation = next(op for op in OPERATIONS if op.name == name)
+    route = operation.path.replace("{job_id}", "digits").replace("{pod_id}", "pod_0_0")
+    route = route.replace("{name}", "soft").replace("{node_id}", "node-a")
+    with closing(Service(Store(str(path)))) as service:
+        prepare(service)
+        client = browse(service)
+        for number in ODD_NUMBERS:
+            message = copy.deepcopy(GOOD[name])
+            where: Any = message
+            *above, last = field.split(".")
+            for key in above:
+                where = where[int(key)] if isinstance(where, list) else where[key]
+            where[last] = 1234567.5
+            body = json.dumps(message).replace("1234567.5", number)
+            answer = client.post(route, data=body.encode())
+            assert answer.status_code < 500, (number, answer.text)
+        for job_id in ("digits", "teachers"):
+            assert client.get(f"/api/v1/jobs/{job_id}").status_code == 200
+        for route in ("/api/v1/jobs", "/api/v1/nodes", "/"):
+            assert client.get(route).status_code == 200
+    with closing(Service(Store(str(path)))) as service:
+        assert {"digits", "teachers"} <= set(service.job_ids())
 
 
 def test_a_good_request_of_every_kind_is_not_refused_by_accident(service):

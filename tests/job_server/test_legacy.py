@@ -111,6 +111,7 @@ def test_the_estimated_run_time_is_kept(service, client):
         pytest.param({"job_id": "nobody", "estimated_run_time": 1}, 404, id="unknown job"),
         pytest.param({"job_id": "default_job"}, 400, id="no time"),
         pytest.param({"job_id": "default_job", "estimated_run_time": -1}, 400, id="negative"),
+        pytest.param({"job_id": "default_job", "estimated_run_time": 1e300}, 400, id="huge"),
         pytest.param({"job_id": "default_job", "estimated_run_time": True}, 400, id="boolean"),
         pytest.param({"job_id": 5, "estimated_run_time": 1}, 400, id="id is a number"),
         pytest.param([1], 400, id="a list"),

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from job_server import wire
 from job_server.__main__ import main
 from job_server.config import read_config
 from job_server.errors import ConfigError
@@ -129,6 +130,13 @@ def test_a_dry_run_prints_the_timeline_and_starts_nothing(files, capsys):
     assert not (files / "new.db").exists()
 
 
+def test_a_dry_run_of_a_job_that_cannot_change_says_what_to_say(files, capsys):
+    assert main(["--dry_run"]) == 0
+    assert "every change is skipped: this job may have 1 to 1 pod" in capsys.readouterr().out
+    assert main(["--dry_run", "--pod_num_of_node", "2"]) == 0
+    assert "every change is skipped" not in capsys.readouterr().out
+
+
 def test_a_port_in_use_is_named(capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -193,15 +201,16 @@ def test_a_job_in_the_database_stands_above_the_command_line(tmp_path):
         assert "as the database" in server.log()
 
 
-def test_a_database_that_this_version_cannot_read_is_refused(tmp_path, capsys):
-    with running_server(tmp_path):
-        pass
+def test_a_server_whose_own_job_cannot_be_read_says_so_and_serves_the_others(tmp_path):
+    with running_server(tmp_path) as server, server.api() as api:
+        api.submit(wire.JobSpec(job_id="other"))
     with sqlite3.connect(tmp_path / "server.db") as db:
-        db.execute("UPDATE jobs SET data = '{}'")
+        db.execute("UPDATE jobs SET data = '{}' WHERE job_id = 'default_job'")
     db.close()
-    port = str(free_port())
-    assert main(["--server_port", port, "--db", str(tmp_path / "server.db")]) == 2
-    assert "cannot read" in capsys.readouterr().err
+    with running_server(tmp_path) as server, server.api() as api:
+        assert [job.job_id for job in api.jobs()] == ["other"]
+        assert "job 'default_job' is in the database, but this version cannot" in server.log()
+        assert "goes on as the database" not in server.log()
 
 
 def test_what_is_no_http_is_refused_as_json(tmp_path):

@@ -120,3 +120,34 @@ def test_a_closed_store_refuses_instead_of_breaking():
         store.save_job("digits", {})
     with pytest.raises(StoreTrouble):
         store.events("digits", after=0, limit=1)
+
+
+def test_what_could_never_be_answered_is_not_written(path):
+    store = Store(path)
+    with pytest.raises(ValueError, match="JSON"):
+        store.save_job("digits", {"s": float("inf")})
+    with pytest.raises(ValueError, match="JSON"):
+        store.save_node("node-a", {"s": float("nan")})
+    assert (store.jobs(), store.nodes()) == ([], [])
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "data"),
+    [
+        pytest.param('{"s": Infinity, "t": [NaN]}', {"s": None, "t": [None]}, id="no numbers"),
+        pytest.param('{"s": ', None, id="cut off"),
+        pytest.param("[" * 100_000, None, id="deep"),
+        pytest.param(b'{"s": "\xff"}', {"s": "\ufffd"}, id="no UTF-8"),
+    ],
+)
+def test_a_row_that_an_older_version_or_a_bad_disk_left_costs_no_other_row(path, text, data):
+    store = Store(path)
+    store.save_job("a", {"step": 1})
+    store.save_job("b", {"step": 2})
+    store.save_node("node-a", {})
+    store._db.execute("UPDATE jobs SET data = CAST(? AS TEXT) WHERE job_id = 'a'", (text,))
+    store._db.execute("UPDATE nodes SET data = CAST(? AS TEXT)", (text,))
+    assert [job.data for job in store.jobs()] == [data, {"step": 2}]
+    assert store.nodes() == [data]
+    store.close()

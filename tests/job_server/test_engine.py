@@ -1,0 +1,254 @@
+"""What the server lives through: full disks, defects, jobs that cannot be read, a late clock."""
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from job_server import advance, wire
+from job_server.service import Service
+from job_server.store import Store
+from job_server.work import Work
+from tests.job_server.serving import ROOT, browse, cpu_node, open_service
+from tests.support import wait_until
+
+SPEC = wire.JobSpec(job_id="digits", max_pods=2)
+
+
+def teachers(job_id: str, service: str) -> wire.JobSpec:
+    return wire.JobSpec(job_id=job_id, kind=wire.JobKind.TEACHER, service=service)
+
+
+# --- jobs that cannot be read --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "data", ["{}", "no JSON", '{"spec": {"job_id": "a", "kind": "teacher"}}', '{"spec": 1}']
+)
+def test_a_job_that_cannot_be_read_is_put_aside_and_the_others_go_on(tmp_path, caplog, data):
+    path = tmp_path / "server.db"
+    with open_service(path) as service:
+        service.submit(wire.JobSpec(job_id="a"))
+        service.submit(SPEC)
+        service.register(cpu_node())
+    store = Store(str(path))
+    store._db.execute("UPDATE jobs SET data = ? WHERE job_id = 'a'", (data,))
+    store._db.execute("INSERT INTO nodes VALUES ('odd', '{}')")
+    store.close()
+    with open_service(path) as service:
+        client = browse(service)
+        listed = client.get("/api/v1/jobs").get_json()["jobs"]
+        assert [job["job_id"] for job in listed] == ["digits"]
+        nodes = client.get("/api/v1/nodes").get_json()["nodes"]
+        assert [known["node"]["node_id"] for known in nodes] == ["node-a"]
+        answer = client.get("/api/v1/jobs/a")
+        assert (answer.status_code, "cannot read it" in answer.text) == (404, True)
+        assert client.post("/api/v1/jobs", json={"job_id": "a"}).status_code == 409
+        assert "job 'a' is in the database, but this version cannot read it" in caplog.text
+        stored = {job.job_id: job for job in service._engine.store.jobs()}
+        assert set(stored) == {"a", "digits"}
+        assert "was deleted" in client.delete("/api/v1/jobs/a").text
+        assert client.post("/api/v1/jobs", json={"job_id": "a"}).status_code == 201
+
+
+def test_an_estimate_that_an_older_version_wrote_as_infinity_is_read_as_none(tmp_path):
+    path = tmp_path / "server.db"
+    with open_service(path) as service:
+        service.submit(SPEC)
+    store = Store(str(path))
+    store._db.execute("UPDATE jobs SET data = json_set(data, '$.estimated_run_time_s', 'odd')")
+    store._db.execute("UPDATE jobs SET data = replace(data, '\"odd\"', 'Infinity')")
+    store.close()
+    with open_service(path) as service:
+        status = browse(service).get("/api/v1/jobs/digits").get_json()
+        assert status["estimated_run_time_s"] is None
+
+
+# --- the clock -----------------------------------------------------------------------------------
+
+
+def test_the_clock_goes_on_after_a_full_disk_and_then_does_what_was_due(tmp_path):
+    """In a process of its own: the size limit that stands for the disk holds for all its files."""
+    script = """
+        import logging, resource, signal, sys, time
+        from job_server import wire
+        from job_server.service import Service
+        from job_server.store import Store
+        from tests.job_server.serving import cpu_node
+
+        logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        skew = [0.0]
+        service = Service(Store(sys.argv[1]), now=lambda: time.monotonic() + 1e6 + skew[0])
+        service.submit(wire.JobSpec(job_id="digits", max_pods=2))
+        service.submit(wire.JobSpec(job_id="gone"))
+        service.register(cpu_node("old", job_id="nobody"))
+        engine = service._engine
+        no_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+        def wait_for(condition):
+            until = time.monotonic() + 40
+            while not condition():
+                assert time.monotonic() < until, "not in time"
+                time.sleep(0.02)
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, no_limit[1]))
+        with engine.lock:
+            engine.jobs["gone"].forget = True
+            skew[0] = 4000.0  # the node has been silent for more than an hour
+        service.start()
+        wait_for(lambda: engine.jobs["digits"].due_at > engine.now())
+        rounds = []
+        tick = engine._tick
+        engine._tick = lambda: (rounds.append(1), tick())[1]
+        with engine.lock:
+            engine._timer_wakes.notify_all()
+        wait_for(lambda: len(rounds) >= 1)
+        assert "old" in engine.fleet.nodes, "forgotten in memory alone"
+        assert engine.clock_trouble() == "", engine.clock_trouble()
+        print("THERE IS ROOM AGAIN", flush=True)
+        resource.setrlimit(resource.RLIMIT_FSIZE, no_limit)
+        with engine.lock:
+            engine._timer_wakes.notify_all()
+        wait_for(lambda: "old" not in engine.fleet.nodes)
+        service.submit(wire.JobSpec(job_id="next"))
+        service.close()
+        print("WELL")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "server.db")],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        cwd=ROOT,
+        check=False,
+    )
+    assert "WELL" in done.stdout, done.stdout + done.stderr
+    before, _, after = done.stdout.partition("THERE IS ROOM AGAIN")
+    assert "node old: not forgotten" in before
+    assert "not forgotten" not in after
+    assert "Exception in thread" not in done.stderr
+
+
+def test_a_round_of_the_clock_that_fails_is_logged_and_the_next_one_comes(caplog, monkeypatch):
+    monkeypatch.setattr("job_server.engine.RETRY_S", 0.01)
+    service = Service(Store(":memory:"))
+    forgettable, calls = service._engine.fleet.forgettable, []
+
+    def breaks_at_first(now: float) -> list[str]:
+        calls.append(now)
+        if len(calls) < 3:
+            raise RuntimeError("a defect")
+        return forgettable(now)
+
+    monkeypatch.setattr(service._engine.fleet, "forgettable", breaks_at_first)
+    service.start()
+    wait_until(lambda: len(calls) >= 3)
+    assert "a round of the server's clock failed" in caplog.text
+    assert browse(service).get("/api/v1/health").status_code == 200
+    service.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_clock_that_has_ended_makes_the_server_unwell():
+    def now() -> float:
+        if threading.current_thread().name == "timer":
+            raise SystemExit  # what no error of ours does: the thread just ends
+        return time.monotonic()
+
+    service = Service(Store(":memory:"), now=now)
+    client = browse(service)
+    assert client.get("/api/v1/health").status_code == 200  # not yet started
+    service.start()
+    wait_until(lambda: client.get("/api/v1/health").status_code == 503)
+    assert "clock has ended" in client.get("/api/v1/health").get_json()["error"]
+    service.close()
+
+
+def test_a_clock_that_is_late_says_so_and_the_server_is_unwell_until_it_catches_up(caplog):
+    with open_service() as service:
+        client, engine = browse(service), service._engine
+        with engine.lock:  # somebody holds the lock, as a write does to a disk that hangs
+            engine._timer_due -= 100.0
+            answer = client.get("/api/v1/health")
+            assert (answer.status_code, " s late" in answer.text) == (503, True)
+            engine._timer_wakes.notify_all()
+        wait_until(lambda: client.get("/api/v1/health").status_code == 200)
+        assert "what was due comes later" in caplog.text
+
+
+def test_a_job_that_the_database_will_not_forget_is_forgotten_later(monkeypatch):
+    monkeypatch.setattr("job_server.engine.RETRY_S", 0.05)
+    with open_service() as service:
+        service.submit(SPEC)
+        service._engine.store._db.execute(
+            "CREATE TRIGGER busy BEFORE DELETE ON jobs BEGIN SELECT RAISE(FAIL, 'disk full'); END"
+        )
+        client = browse(service)
+        assert client.delete("/api/v1/jobs/digits").get_json()["state"] == "STOPPED"
+        assert client.get("/api/v1/jobs/digits").status_code == 200
+        service._engine.store._db.execute("DROP TRIGGER busy")
+        with service._engine.lock:
+            service._engine._timer_wakes.notify_all()
+        wait_until(lambda: client.get("/api/v1/jobs/digits").status_code == 404)
+        assert service._engine.store.jobs() == []
+
+
+# --- defects -------------------------------------------------------------------------------------
+
+
+def _flip(work: Work) -> None:
+    if work.job.standby_said != "this":
+        work.set(standby_said="this")
+    else:
+        work.set(standby_said="that")
+
+
+def test_rules_that_undo_each_other_are_named_with_the_job_and_stop_no_other(monkeypatch, caplog):
+    with open_service() as service:
+        client = browse(service)
+        service.submit(SPEC)
+        service.submit(teachers("teachers", "soft"))
+        before = client.get("/api/v1/jobs/digits").get_json()
+        monkeypatch.setattr(advance, "RULES", (*advance.RULES, _flip))
+        answer = client.post("/api/v1/jobs/digits/resize", json={"pods": 1})
+        assert answer.status_code == 500
+        service.register(cpu_node())  # all jobs look at it
+        events = client.get("/api/v1/jobs/digits/events").get_json()["events"]
+        said = [event["text"] for event in events if "do not come to rest" in event["text"]]
+        assert len(said) == 2  # of the resize, and of the node: each once
+        assert all("those that go on: flip;" in text for text in said)
+        assert "ResizeAsked is left out" in said[0]
+        assert "those that go on: flip;" in caplog.text
+        after = client.get("/api/v1/jobs/digits").get_json()
+        assert after["target_pods"] == before["target_pods"]
+        assert client.get("/api/v1/health").status_code == 200
+        monkeypatch.undo()
+        assert client.post("/api/v1/jobs/digits/resize", json={"pods": 1}).status_code == 200
+
+
+def test_a_job_that_cannot_be_written_does_not_keep_a_nodes_report_from_the_others(monkeypatch):
+    with open_service(now=lambda: 1_000_000.0) as service:
+        service.submit(teachers("a", "soft"))
+        service.submit(teachers("b", "hard"))
+        service.register(cpu_node(job_id=None, folders=("x",)))
+        service.register(cpu_node(job_id="b"))
+        client = browse(service)
+        plan: Any = client.get("/api/v1/nodes/node-a/plan").get_json()
+        (pod,) = plan["pods"]
+        service._engine.store._db.execute(
+            "CREATE TRIGGER busy BEFORE UPDATE ON jobs WHEN new.job_id = 'a'"
+            " BEGIN SELECT RAISE(FAIL, 'disk full'); END"
+        )
+        state = wire.PodState(pod_id=pod["pod_id"], job_id="b", phase=wire.PodPhase.RUNNING)
+        other = wire.PodState(pod_id=pod["pod_id"], job_id="a", phase=wire.PodPhase.RUNNING)
+        entry = service._engine.jobs["a"]
+        entry.node_pods["node-a"] = ()
+        report = wire.NodeReport(node_id="node-a", pods=(state, other))
+        client.post("/api/v1/nodes/node-a/report", json=wire.encode(report))
+        status = client.get("/api/v1/jobs/b").get_json()
+        assert status["pods"][0]["phase"] == "running"

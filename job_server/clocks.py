@@ -9,8 +9,12 @@ _TIMES = frozenset({"at", "since", "heard", "missing"})
 
 
 def is_time(name: str) -> bool:
-    """Whether the field of this name holds a time, or times by pod; `*_s` are durations."""
-    return name in _TIMES or name.endswith(("_at", "_since", "_from"))
+    """Whether the field of this name holds a time, or times by pod; `*_s` are durations.
+
+    `submitted_at` counts as none: it also tells jobs of one id apart, so it stays for good.
+    """
+    timely = name in _TIMES or name.endswith(("_at", "_since", "_from"))
+    return timely and name != "submitted_at"
 
 
 def moved_back(value: T, by_s: float) -> T:

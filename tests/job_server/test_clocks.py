@@ -13,7 +13,7 @@ from tests.job_server.serving import cpu_node
 
 # Numbers that are no times, and whose names do not end with _s as durations do.
 NUMBERS = {"cpu_percent", "wait_share", "rate_per_s", "per_teacher", "sum_rate", "sum_wait"}
-NUMBERS |= {"sum_rate_squared", "last", "metrics"}
+NUMBERS |= {"sum_rate_squared", "last", "metrics", "submitted_at"}
 
 
 def float_fields(kind: type, seen: set[type]) -> set[str]:
@@ -43,7 +43,8 @@ def test_every_float_of_a_job_is_a_time_or_a_duration_by_its_name():
 def test_times_move_together_and_durations_stay():
     job = teachers.new_job(SPEC, 5000.0)
     moved = moved_back(job, 600.0)
-    assert (moved.submitted_at, moved.progress.accrued_at) == (4400.0, 4400.0)
+    assert (moved.heed_from, moved.progress.accrued_at) == (4400.0, 4400.0)
+    assert moved.submitted_at == job.submitted_at  # it tells jobs of one id apart
     assert moved.spec == job.spec
     assert moved.retry_at == 0.0  # never
     assert moved_back(moved, -600.0) == job

@@ -341,6 +341,8 @@ class Owner:
 
     def _at_exit(self) -> None:
         """A script alone is over when its process ends, and others need not watch for a minute."""
+        if os.getpid() != self.me.pid:  # a fork of the script that ends
+            return
         try:
             found = self.read()
         except CheckpointError:

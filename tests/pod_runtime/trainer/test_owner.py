@@ -500,6 +500,7 @@ def test_a_server_that_is_away_is_told_from_none():
 
 
 SCRIPT = """
+import os
 import sys
 from pod_runtime.trainer.checkpoint import CheckpointStore
 from pod_runtime.trainer.owner import Owner, this_holder
@@ -508,6 +509,10 @@ storage = open_storage(sys.argv[1])
 owner = Owner(storage, this_holder(plan=None, server=""))
 CheckpointStore(storage, owner=owner).continue_newest()
 print("begun", flush=True)
+if not os.fork():
+    sys.exit()  # a worker of the script, say
+os.wait()
+assert owner.read().state.value == "training"
 input()
 """
 

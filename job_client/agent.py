@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -19,13 +20,25 @@ from job_client.link import Api, Callbacks, Link, find_job
 from job_client.pods import Host, Pod
 from job_client.reconcile import KillPod, PodKey, ReleasePod, StartPod, StopPod, plan_changes
 from job_client.wake import Bell
-from job_server.wire import Node, NodePlan, NodeReport, PodPhase, SlotUsage, WireError
+from job_server.text import saving_text
+from job_server.wire import (
+    Node,
+    NodePlan,
+    NodeReport,
+    PodPhase,
+    Save,
+    SavePhase,
+    SlotUsage,
+    WireError,
+)
 from pod_runtime import env, processes
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 1.0  # everything wakes the loop; the tick is for what time alone changes
 FENCE_GRACE_S = 1.0  # the server counts on the pods' end 2 s after `stop_after`
+SAVE_STALL_S = 60.0  # who writes a state has so long for its next bytes
+SHOW_EVERY_S = 2.0  # how far it is
 END_EXTRA_S = 10.0  # beyond the longest grace, for pods that are ending
 
 
@@ -235,6 +248,10 @@ class Agent:
                 case ReleasePod(key, reason):
                     self._release(key, reason)
 
+        for spec in plan.pods:
+            if (spec.job_id, spec.pod_id) in pods:
+                pods[spec.job_id, spec.pod_id].save(spec.save)
+
     def _release(self, key: PodKey, reason: str) -> None:
         with self._lock:
             pod = self._pods.pop(key)
@@ -257,29 +274,68 @@ class Agent:
             return 0
         if not self._stop_all():
             logger.error("ending, though some pods have not: see the log above")
+        self._save_what_is_held()
         if self._link is not None:
+            # What their shims hold goes with them.
+            states = (replace(pod.state(), holds=False) for pod in self._pods.values())
             self._link.say_goodbye(
-                NodeReport(
-                    node_id=self._node_id,
-                    pods=tuple(pod.state() for pod in self._pods.values()),
-                    leaving=True,
-                )
+                NodeReport(node_id=self._node_id, pods=tuple(states), leaving=True)
             )
         for key in list(self._pods):
             self._release(key, "this client ends")
         logger.info("ended")
         return 0
 
+    def _save_what_is_held(self) -> None:
+        """Write the newest state of each job whose last one this node is to write.
+
+        The server may be gone, and whoever ends this client may kill it at any moment: so this
+        begins at once, says how far it is, and goes on while bytes grow.
+        """
+        plan = self._plan
+        wanted = {pod.job_id for pod in plan.pods if pod.last_save} if plan is not None else set()
+        for job_id in sorted(wanted):
+            pods = [pod for key, pod in self._pods.items() if key[0] == job_id]
+            if pods:
+                self._save_last(job_id, pods)
+
+    def _save_last(self, job_id: str, pods: list[Pod]) -> None:
+        saving = pods[0].saving(Save(id=0), [pod.folder for pod in pods])
+        logger.info("job %s: writing its newest state; a second signal ends this", job_id)
+        saving.start()
+        said, grown_at = saving.state, time.monotonic()
+        shown_at = grown_at
+        while not saving.is_over:
+            self._wake.wait(0.2)
+            if saving.state != said:
+                said, grown_at = saving.state, time.monotonic()
+                if grown_at > shown_at + SHOW_EVERY_S:
+                    shown_at = grown_at
+                    logger.info("job %s: %s", job_id, saving_text(said))
+            late = time.monotonic() > grown_at + SAVE_STALL_S
+            if self._end is End.KILL or late:
+                saving.cancel()
+                break
+        if saving.state.phase is not SavePhase.WRITTEN:
+            logger.error(
+                "job %s: what its pods here held in memory is lost: %s", job_id,
+                saving.state.reason or saving_text(saving.state),
+            )  # fmt: skip
+            return
+        for pod in pods:
+            pod.last_save = saving.state
+            pod_folder.write_saved(pod.folder, saving.state)
+
     def _stop_all(self) -> bool:
         """Stop every pod and wait until all have exited; return whether all have."""
         with self._lock:
             pods = list(self._pods.values())
+        killing = self._end is End.KILL  # it may be from the next line on: then below
         for pod in pods:
-            if self._end is End.KILL:
+            if killing:
                 pod.kill("this client ends at once")
             else:
                 pod.stop(pod.spec.grace_s, "this client ends")
-        killing = self._end is End.KILL
         longest_s = max((pod.local().grace_s for pod in pods), default=0.0)
         deadline = time.monotonic() + longest_s + END_EXTRA_S
         while any(pod.holds_slots for pod in pods):

@@ -1,6 +1,7 @@
 """The shim's folder of a pod as the client sees it: what stands in it, and what that means.
 
     pod.json    the server's `NodePod`, written before anything is started
+    saved.json  `wire.SaveState`: where the client has written the state of the pod as it was ended
     released    the server does not know this pod any more: the folder is history
     shim.json, exit.json, sock, log     the shim's: `pod_runtime.shim_wire`
 
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from job_server.wire import NodePod, WireError, decode, encode
+from job_server.wire import NodePod, SaveState, WireError, decode, encode
 from pod_runtime import processes, shim_wire
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ def prepare(folder: Path, pod: NodePod) -> None:
             number += 1
         folder.rename(aside)
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("shim.json", "exit.json", "sock", "log"):
+    for name in ("shim.json", "exit.json", "saved.json", "sock", "log"):
         (folder / name).unlink(missing_ok=True)
     shim_wire.write_json(folder / "pod.json", encode(pod))
 
@@ -103,6 +104,25 @@ def read_exit(folder: Path) -> shim_wire.PodExit | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         logger.warning("%s: exit.json cannot be read: %s", folder, error)
         return None
+
+
+def read_saved(folder: Path) -> SaveState | None:
+    """Return what the client before this one wrote of the pod's state; None: nothing."""
+    try:
+        return decode(SaveState, json.loads((folder / "saved.json").read_text()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, WireError) as error:
+        logger.warning("%s: saved.json cannot be read: %s", folder, error)
+        return None
+
+
+def write_saved(folder: Path, saved: SaveState) -> None:
+    """Write down where the pod's state is, for the next client of this folder."""
+    try:
+        shim_wire.write_json(folder / "saved.json", encode(saved))
+    except OSError as error:
+        logger.warning("%s: saved.json not written: %s", folder, error)
 
 
 def write_exit(folder: Path, ended: shim_wire.PodExit) -> None:

@@ -17,7 +17,8 @@ from job_client.errors import PodStartError
 from job_client.gpus import Inventory
 from job_client.pod_folder import ShimProcess
 from job_client.reconcile import LocalPod
-from job_server.wire import NodePod, PodPhase, PodState
+from job_client.saving import Saving
+from job_server.wire import NodePod, PodPhase, PodState, Save
 from pod_runtime import env, processes, shim_wire
 from pod_runtime.orphans import noted_forks, remove_shared_memory
 from pod_runtime.processes import Process
@@ -58,6 +59,9 @@ class Pod:
         self._stop_reason = ""
         self._killed = False
         self._cpu_before: tuple[float, float] | None = None  # (CPU seconds, at); None: no sample
+        self._saving: Saving | None = None  # None: nothing is to be written
+        self._holds = True  # its shim may be there; False: it is gone, and its memory with it
+        self.last_save = pod_folder.read_saved(folder)  # as its client was ended; None: nothing
 
     # --- what it is
 
@@ -89,6 +93,8 @@ class Pod:
             log_path=str(self.folder / "log"),
             cpu_percent=cpu_percent,
             memory_bytes=memory_bytes,
+            save=self.last_save if self._saving is None else self._saving.state,
+            holds=self._holds,
         )
 
     def _usage(self, found: list[Process]) -> tuple[float, int]:
@@ -123,8 +129,10 @@ class Pod:
             self._set(PodPhase.RUNNING)
             self._spawn(self._adopted)
         elif ended is not None:
+            self._holds = False
             self._finish(ended)
         else:
+            self._holds = False
             self._bury(f"{SHIM_DIED} while no client was there")
         return True
 
@@ -161,8 +169,25 @@ class Pod:
             self._ask({"op": "kill"})
         self._host.changed()
 
+    def save(self, order: Save | None) -> None:
+        """Have the state that the shim holds written, as the server wants it now; None: not."""
+        before = self._saving
+        if before is not None and (order is None or order.id != before.order.id):
+            before.cancel()
+            if not before.is_over:
+                return  # asked again: two writers must not be in one folder
+            self._saving = None
+        if order is not None and self._saving is None:
+            self._saving = self.saving(order, [self.folder])
+            self._saving.start()
+
+    def saving(self, order: Save, folders: list[Path]) -> Saving:
+        """Return the writing of what shims of this pod's job hold, not started."""
+        return Saving(order, folders, self._environment(), self._host.changed)
+
     def release(self, reason: str) -> None:
         """Let the shim go, and what it holds with it. Only a pod that has exited."""
+        self.save(None)
         logger.info("pod %s: released: %s", self.spec.pod_id, reason)
         if self._shim is not None and self._shim.is_alive():
             self._ask({"op": "release"})
@@ -275,10 +300,14 @@ class Pod:
                 self._clean(except_pid=shim.pid)
                 self._finish(ended)
                 shims.wait_closed(self.folder)  # it stays only while someone is there
+                if not shim.is_alive():
+                    self._holds = False
+                    self._host.changed()
                 return
             # A shim that is alive and does not answer is stopped, or starved: nobody's death.
             if processes.wait_gone(shim.pid, shim.start_time, 0.2):
                 ended = pod_folder.read_exit(self.folder)
+                self._holds = False
                 if ended is None:
                     self._bury(SHIM_DIED)
                 else:

@@ -32,7 +32,7 @@ from job_server.job import (
     Phase,
     Stage,
 )
-from job_server.layout import make_pods, slots_of_leavers, slots_of_stayers
+from job_server.layout import choose_restore, make_pods, slots_of_leavers, slots_of_stayers
 from job_server.placement import explain_shortage, place, serving_nodes
 from job_server.plain import warn_plain
 from job_server.pod_exits import finish_unsupervised
@@ -225,7 +225,7 @@ def _advance_end(work: Work, stage: Stage, current: Stage | None) -> None:
         if not _is_fenced(work, current):
             return
         count_current(work)
-        if work.job.state.ended:
+        if work.job.state.ended or work.job.goal is Goal.FAIL:
             return
     if work.now < work.job.retry_at:
         return
@@ -276,7 +276,7 @@ def _recover(work: Work) -> None:
             _wait_for_fence(work, current)
             return
         count_current(work)
-        if work.job.state.ended:
+        if work.job.state.ended or work.job.goal is Goal.FAIL:
             return
     if work.job.previous is not None:
         work.set(previous=None)
@@ -333,6 +333,8 @@ def _begin_start(work: Work) -> None:
             work.release(pod.pod_id)
     job = work.job
     stay = stay[: job.target]
+    source = choose_restore(job)
+    home = "" if source is None or job.saved is None or not source.path else job.saved.node_id
     sites = place(
         job.spec,
         work.cluster,
@@ -340,6 +342,7 @@ def _begin_start(work: Work) -> None:
         count=job.target - len(stay),
         held=slots_of_stayers(job),
         leaving=slots_of_leavers(job),
+        first=home,
     )
     size = len(stay) + len(sites)
     if size < job.target and work.now < heed_deadline(job, work.cluster) and not job.fresh:
@@ -354,6 +357,11 @@ def _begin_start(work: Work) -> None:
                 job.spec, work.cluster, work.now, wanted=job.spec.min_pods, placeable=size
             )
         )
+        return
+    starts_on = [pod.site.node_id for pod in stay] + [site.node_id for site in sites]
+    if source is not None and source.spare and home not in starts_on:
+        text = f"step {source.step} is on node {home}, in {source.path}"
+        work.set(waiting=f"{text}, and that node has no free slots")
         return
     new = make_pods(work, sites, len(stay))
     current = job.current

@@ -153,12 +153,14 @@ class ApiClient:
     def resume(self, job_id: str) -> wire.JobStatus:
         return self._ask(job_id, "resume")
 
-    def stop(self, job_id: str) -> wire.JobStatus:
-        return self._ask(job_id, "stop")
+    def stop(self, job_id: str, *, discard: bool = False) -> wire.JobStatus:
+        """End the job once its newest state is written; `discard`: at once, without that."""
+        return self._ask(job_id, f"stop{_discard(discard)}")
 
-    def delete(self, job_id: str) -> wire.JobStatus:
-        """Stop the job and have it forgotten when it has ended."""
-        return _decode(wire.JobStatus, self._json("DELETE", f"/jobs/{_part(job_id)}"))
+    def delete(self, job_id: str, *, discard: bool = False) -> wire.JobStatus:
+        """Stop the job, as `stop`, and have it forgotten when it has ended."""
+        path = f"/jobs/{_part(job_id)}{_discard(discard)}"
+        return _decode(wire.JobStatus, self._json("DELETE", path))
 
     def kill(
         self, job_id: str, *, pod_id: str | None = None, rank: int | None = None
@@ -305,6 +307,10 @@ def _part(text: str) -> str:
     if not text or set(text) == {"."}:
         raise BadRequest(f"{text!r} is not an id")
     return quote(text, safe="")
+
+
+def _discard(asked: bool) -> str:
+    return "?discard=1" if asked else ""
 
 
 def _pod(job_id: str, pod_id: str) -> str:

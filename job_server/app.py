@@ -103,7 +103,7 @@ def _add_job_routes(app: Flask, service: Service) -> None:
 
     @_route(app, "DELETE", "/api/v1/jobs/<job_id>")
     def delete(job_id: str) -> Response:
-        return _send(service.delete(job_id))
+        return _send(service.delete(job_id, discard=_discard_arg()))
 
     @_route(app, "POST", "/api/v1/jobs/<job_id>/resize")
     def resize(job_id: str) -> Response:
@@ -119,7 +119,7 @@ def _add_job_routes(app: Flask, service: Service) -> None:
 
     @_route(app, "POST", "/api/v1/jobs/<job_id>/stop")
     def stop(job_id: str) -> Response:
-        return _send(service.ask(job_id, stages.StopAsked()))
+        return _send(service.ask(job_id, stages.StopAsked(discard=_discard_arg())))
 
     @_route(app, "POST", "/api/v1/jobs/<job_id>/kill")
     def kill(job_id: str) -> Response:
@@ -291,6 +291,10 @@ def _timeout_arg() -> float:
             f"timeout_s: expected seconds of 0 to {wire.MAX_POLL_S:g}, got {text[:60]!r}"
         )
     return timeout_s
+
+
+def _discard_arg() -> bool:
+    return _int_arg("discard", 0, 0, 1) == 1
 
 
 def _int_arg(name: str, default: int, low: int, high: int) -> int:

@@ -81,7 +81,7 @@ def name_state(job: Job) -> JobState:
     if job.state.ended:
         return job.state
     if job.goal is not Goal.RUN:
-        if job.goal is Goal.STOP:
+        if job.goal in (Goal.STOP, Goal.FAIL):
             return JobState.STOPPING
         done = job.halt is not None and job.halt.phase is HaltPhase.DONE
         return JobState.PAUSED if done else JobState.PAUSING

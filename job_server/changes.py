@@ -245,7 +245,7 @@ def resize(work: Work, pods: int) -> None:
         Refused: the job may never have so many pods.
     """
     job = work.job
-    if job.goal is Goal.STOP:
+    if job.goal in (Goal.STOP, Goal.FAIL):
         raise Refused(f"pods: the job {job.spec.job_id} is stopping")
     refusal = why_not(job, pods)
     if refusal:

@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import NoReturn
 
@@ -12,12 +12,13 @@ from job_server import wire
 from job_server.api_client import ApiClient
 from job_server.change_script import timeline
 from job_server.config import read_token
-from job_server.errors import ConfigError, JobServerError, Retryable
+from job_server.errors import ConfigError, JobServerError, NotFound, Rejected, Retryable
 from job_server.job_flags import add_job_flags, read_job
 from job_server.logs import log_lines
 from job_server.text import (
     account_parts,
     duration,
+    saving_text,
     steps_of_stage,
     steps_of_total,
     table,
@@ -115,13 +116,18 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     resize.add_argument(
         "--assume_dead", action="store_true", help="treat pods that cannot be reached as stopped"
     )
+    pause = verb("pause", _end, "Write the newest state, end the job's pods and free their slots.")
+    pause.add_argument("job", metavar="JOB")
+    verb("resume", _resume, "Go on after a pause.").add_argument("job", metavar="JOB")
     for name, summary in (
-        ("pause", "Write a checkpoint, end the job's pods and free their slots."),
-        ("resume", "Go on after a pause."),
-        ("stop", "Write a checkpoint and end the job."),
+        ("stop", "Write the newest state and end the job."),
         ("delete", "Stop a job, and forget it when it has ended."),
     ):
-        verb(name, _ask, summary).add_argument("job", metavar="JOB")
+        end = verb(name, _end, summary)
+        end.add_argument("job", metavar="JOB")
+        end.add_argument(
+            "--discard", action="store_true", help="at once: what is only in memory is lost"
+        )
     kill = verb("kill", _kill, "SIGKILL a pod or a trainer of a job, as a test.")
     kill.add_argument("job", metavar="JOB")
     kill.add_argument("target", metavar="POD|RANK", help="a pod's id, or the number of a rank")
@@ -204,9 +210,54 @@ def _resize(api: ApiClient, args: argparse.Namespace) -> None:
     _show(api.resize(args.job, args.pods, assume_dead=args.assume_dead), args)
 
 
-def _ask(api: ApiClient, args: argparse.Namespace) -> None:
-    verbs = {"pause": api.pause, "resume": api.resume, "stop": api.stop, "delete": api.delete}
-    _show(verbs[args.verb](args.job), args)
+def _resume(api: ApiClient, args: argparse.Namespace) -> None:
+    _show(api.resume(args.job), args)
+
+
+def _end(api: ApiClient, args: argparse.Namespace) -> None:
+    """Pause, stop or delete a job; show how far that is until it is done.
+
+    Raises:
+        Rejected: the pause was called off; the text says why.
+    """
+    told = 0  # number of the newest event before
+    if args.verb == "pause":
+        told = max((event.number for event in _events_after(api, args.job, 0)), default=0)
+        status = api.pause(args.job)
+    elif args.verb == "stop":
+        status = api.stop(args.job, discard=args.discard)
+    else:
+        status = api.delete(args.job, discard=args.discard)
+    try:
+        _follow_end(api, args, status, told)
+    except KeyboardInterrupt:
+        more = f"; `edl stop {args.job} --discard` ends it at once" if args.verb != "pause" else ""
+        _say(f"{args.job} goes on {status.state.value.lower()}{more}", 130)
+        raise
+
+
+def _follow_end(
+    api: ApiClient, args: argparse.Namespace, status: wire.JobStatus, told: int
+) -> None:
+    halting = (wire.JobState.PAUSING, wire.JobState.STOPPING)
+    said = ""
+    while status.state in halting:
+        text = status.reason if status.saving is None else saving_text(status.saving)
+        if text != said and not args.json:
+            print(f"{status.job_id}: {text}", flush=True)
+        said = text
+        try:
+            status = api.watch(status.job_id, status.revision, POLL_S)
+        except NotFound:
+            break  # it was deleted, and has ended
+    if args.verb == "pause" and status.state is not wire.JobState.PAUSED:
+        events = _events_after(api, status.job_id, told)
+        whys = [event.text for event in events if "not paused: " in event.text]
+        raise Rejected(whys[-1] if whys else f"not paused: {status.state.value}: {status.reason}")
+    if args.verb == "delete" and status.state in halting:
+        print(json.dumps({"deleted": status.job_id}) if args.json else f"{status.job_id}: deleted")
+    else:
+        _show(status, args)
 
 
 def _kill(api: ApiClient, args: argparse.Namespace) -> None:
@@ -263,16 +314,21 @@ def _events(api: ApiClient, args: argparse.Namespace) -> None:
 
 def _print_events(api: ApiClient, job_id: str, after: int, args: argparse.Namespace) -> int:
     """Print all events above number `after`; return the number of the last."""
+    for event in _events_after(api, job_id, after):
+        after = event.number
+        if args.json:
+            print(json.dumps(wire.encode(event)), flush=True)
+            continue
+        at = datetime.fromtimestamp(event.at, UTC).astimezone()
+        stage = f"stage {event.stage}" if event.stage else ""  # 0: before the first
+        print(f"{at:%Y-%m-%d %H:%M:%S}  {stage:<10} {event.text}", flush=True)
+    return after
+
+
+def _events_after(api: ApiClient, job_id: str, after: int) -> Iterator[wire.JobEvent]:
     while events := api.events(job_id, after=after, limit=1000):
         after = events[-1].number
-        for event in events:
-            if args.json:
-                print(json.dumps(wire.encode(event)), flush=True)
-                continue
-            at = datetime.fromtimestamp(event.at, UTC).astimezone()
-            stage = f"stage {event.stage}" if event.stage else ""  # 0: before the first
-            print(f"{at:%Y-%m-%d %H:%M:%S}  {stage:<10} {event.text}", flush=True)
-    return after
+        yield from events
 
 
 def _job_id(api: ApiClient, args: argparse.Namespace) -> str:
@@ -388,4 +444,11 @@ def _training_facts(status: wire.JobStatus) -> list[tuple[str, str]]:
         ("metrics", ", ".join(f"{k} {v:.4g}" for k, v in status.metrics.items()) or "-"),
         ("counted", f"{status.failures} failures, {status.preemptions} preemptions, "
                     f"{status.resizes} resizes, {status.redone_steps} steps redone"),
+        *([] if status.saving is None else [("saving", saving_text(status.saving))]),
+        *([] if status.saved is None else [("saved", _saved_text(status.saved))]),
     ]  # fmt: skip
+
+
+def _saved_text(saved: wire.Saved) -> str:
+    where = f", the run folder of node {saved.node_id}" if saved.spare else ""
+    return f"step {saved.step} of stage {saved.stage}, in {saved.path}{where}"

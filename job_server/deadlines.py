@@ -23,6 +23,7 @@ DUE_SLACK_S = 0.001  # sums of many short times are not exact
 DECLARE_S = 10.0  # for imports: how long trainers may take to call the elastic loop
 TELL_WAITING_S = 10.0  # that a client has not registered yet is no news before
 STANDBY_AFTER_S = 5.0  # of undisturbed training before its successors are prepared
+SAVE_STALL_S = 60.0  # a client that writes a state has so long for its next bytes
 SCRIPT_STORE_S = 5.0  # how much script time a crash of the server may lose
 
 
@@ -71,6 +72,11 @@ def told_waiting_at(job: Job) -> float:
 
 def halt_deadline(job: Job, halt: Halt) -> float:
     return halt.since + job.spec.prepare_timeout_s
+
+
+def save_deadline(job: Job, halt: Halt) -> float:
+    """Return when who writes the state has not been seen to write for too long."""
+    return max(halt.since, job.progress.saving_at) + SAVE_STALL_S
 
 
 def settle_deadline(stage: Stage) -> float:
@@ -155,6 +161,9 @@ def _deadlines(job: Job, now: float, cluster: Cluster) -> Iterator[float]:
         yield from (at for at in (end_deadline(job, stage), crash_deadline(stage)) if at)
     if job.halt is not None and job.halt.phase is not HaltPhase.DONE:
         yield halt_deadline(job, job.halt)
+    if job.halt is not None and job.halt.phase is HaltPhase.SAVE:
+        yield from (save_deadline(job, job.halt), job.halt.since + SAVE_STALL_S)
+        yield job.halt.again_at or 0.0
     if job.fresh:
         yield start_deadline(job)
         yield told_waiting_at(job)

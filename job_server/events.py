@@ -59,7 +59,7 @@ class ResumeAsked:
 
 @dataclass(frozen=True, slots=True)
 class StopAsked:
-    pass
+    discard: bool = False  # at once: what is not written is lost
 
 
 @dataclass(frozen=True, slots=True)

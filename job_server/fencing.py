@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from job_server.job import STOPPED, At, Cause, CauseKind, Keep, Pod, Stage
+from job_server.job import OVER, STOPPED, At, Cause, CauseKind, Goal, Job, Keep, Pod, Stage
 from job_server.transitions import lose
 from job_server.work import Work, fenced_at
 
@@ -28,12 +28,18 @@ def lose_silent(work: Work) -> None:
         if pod.keep is Keep.RELEASED or not work.is_silent(pod):
             continue
         in_force = current is not None and current.member(pod.pod_id) is not None
-        if in_force and cut_off:
+        if (in_force and cut_off) or _waits_to_save(job, pod):
             continue
         if pod.keep is Keep.HOLD:
             work.release(pod.pod_id)
         elif work.job.pod(pod.pod_id) == pod:
             lose(work, pod.pod_id, _silent_cause(work, pod), confirmed=False)
+
+
+def _waits_to_save(job: Job, pod: Pod) -> bool:
+    """Whether nothing of the pod is needed but what it holds, once its client answers again."""
+    over = job.current is None or job.current.all_at(*OVER)
+    return job.goal is not Goal.RUN and over and pod.pod_id in job.progress.snapshots
 
 
 def _reaches(work: Work, stage: Stage) -> bool:

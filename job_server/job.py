@@ -17,6 +17,9 @@ from job_server.wire import (
     PlanPod,
     PodPhase,
     RestoreFrom,
+    Save,
+    Saved,
+    SaveState,
     SnapshotRef,
     StageRecord,
     Way,
@@ -91,6 +94,7 @@ class Member:
     at: At = At.ABSENT
     step: int = 0  # PARKED: after which step
     kept: bool = False  # PARKED: a snapshot of just this state is on its node
+    durable: str = ""  # PARKED: the path that a trainer of it has written this state to; "": none
 
 
 class CauseKind(Enum):
@@ -184,22 +188,33 @@ class Goal(Enum):
     RUN = "run"
     PAUSE = "pause"
     STOP = "stop"
+    FAIL = "fail"  # a budget is used up: what is in memory is written first
 
 
 class HaltPhase(Enum):
-    """How far a pause or stop is."""
+    """How far a pause or an end is."""
 
     WAIT = "wait"  # for a cut that was called off, or a change that is past its drain
     CUT = "cut"
+    SAVE = "save"  # a client writes the newest state; its trainers are parked, or over
     END = "end"
     RELEASE = "release"
     DONE = "done"
+
+
+CUT_PHASES = (HaltPhase.CUT, HaltPhase.SAVE)  # a stage that is not over is told to cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Halt:
     phase: HaltPhase
     since: float
+    save: Save | None = None  # SAVE: the try that is made; None: none is
+    pod_id: str = ""  # ... whose client makes it
+    tried: tuple[str, ...] = ()  # SAVE: nodes that could not
+    why_not: str = ""  # ... and what the last of them said
+    again_at: float | None = None  # SAVE: nobody could, and all are asked again; None: not yet
+    kept_since: float | None = None  # since when the state is in memory for want of a place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +243,8 @@ class Progress:
     account: Account = field(default_factory=Account)
     accrued_at: float = 0.0
     script_s: float = 0.0  # the change script's clock
+    saving: SaveState | None = None  # as the client says that was told to save; None: nothing yet
+    saving_at: float = 0.0  # when that was last something new
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,6 +302,10 @@ class Job:
     estimated_run_time_s: float | None = None  # None: nobody said
     records: tuple[StageRecord, ...] = ()
     ended_at: float | None = None  # None: not ended
+    saves: int = 0  # orders to save that were given
+    saved: Saved | None = None  # the newest state that was written by such an order
+    discard: bool = False  # who stops it does not want its state
+    failed: str = ""  # FAIL: why
     progress: Progress = Progress()
 
     @property
@@ -328,7 +349,9 @@ def _without_parking(job: Job) -> Job:
     if stage is None or not stage.any_at(At.CUTTING, At.PARKED):
         return job
     members = tuple(
-        replace(m, at=At.CUTTING, step=0, kept=False) if m.at in (At.CUTTING, At.PARKED) else m
+        replace(m, at=At.CUTTING, step=0, kept=False, durable="")
+        if m.at in (At.CUTTING, At.PARKED)
+        else m
         for m in stage.members
     )
     stopped_at = None if stage.any_at(At.PARKED) else job.stopped_at

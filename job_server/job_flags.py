@@ -69,6 +69,12 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
     add("--start_timeout_s", type=float, metavar="S", help="a first start waits so long for nodes")
     add("--expected_nodes", type=int, metavar="N", help="a first start waits for so many")
     add("--grace_s", type=float, metavar="S", help="between SIGTERM and SIGKILL")
+    add(
+        "--keep_failed_s",
+        type=float,
+        metavar="S",
+        help="so long does a state stay in memory that cannot be written at the end (3600)",
+    )
     for name in _BUDGETS:
         add(f"--{name}", type=_budget, metavar="N|none", help="then the job has failed")
     add("--max_restarts_without_progress", type=int, metavar="N", help="then the job has failed")

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from job_server.job import Job, Keep, Pod, Stage, occupied
 from job_server.placement import Site, deal_ports, find_node
-from job_server.wire import PlanPod, RestoreFrom
+from job_server.wire import PlanPod, RestoreFrom, Saved
 from job_server.work import Work
 
 
@@ -75,7 +75,38 @@ def current_site(work: Work, pod: Pod) -> Site:
 
 
 def choose_restore(job: Job) -> RestoreFrom | None:
-    """Return the newest snapshot within reach; None: the checkpoint, or afresh.
+    """Return the newest snapshot within reach, or what was written at the last end if that is
+    newer; None: the checkpoint, or afresh.
+    """
+    source, saved = newest_in_memory(job), job.saved
+    if saved is None or (source is not None and not _is_in(source, saved)):
+        return source
+    return RestoreFrom(
+        stage=saved.stage,
+        step=saved.step,
+        serial=saved.serial,
+        pods=(),
+        path=saved.path,
+        spare=saved.spare,
+    )
+
+
+def unsaved(job: Job) -> RestoreFrom | None:
+    """Return the newest state, if only memory holds it; None: there is none to be saved."""
+    source = newest_in_memory(job)
+    if source is None or job.done or (job.saved is not None and _is_in(source, job.saved)):
+        return None
+    return source
+
+
+def _is_in(source: RestoreFrom, saved: Saved) -> bool:
+    """Whether what was saved is as new."""
+    newest = source.stage, source.step, source.serial
+    return (saved.stage, saved.step, saved.serial) >= newest
+
+
+def newest_in_memory(job: Job) -> RestoreFrom | None:
+    """Return the newest snapshot within reach; None: there is none.
 
     A snapshot of an older stage than the newest that was ever reported is no choice: the
     checkpoints behind the newest one are newer than it.

@@ -39,6 +39,12 @@ _LIMIT: Schema = {
     "in": "query",
     "schema": {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100},
 }
+_DISCARD: Schema = {
+    "name": "discard",
+    "in": "query",
+    "description": "1: at once; what is only in memory is not written but lost.",
+    "schema": {"type": "integer", "minimum": 0, "maximum": 1, "default": 0},
+}
 _LEGACY_JOB_ID: Schema = {
     "name": "job_id",
     "in": "query",
@@ -103,12 +109,15 @@ _SERVICE = f"{wire.API}/services/{{name}}"
 _STATUS = _ref(wire.JobStatus)
 
 
-def _on_job(name: str, summary: str, body: type | None = None) -> Operation:
+def _on_job(
+    name: str, summary: str, body: type | None = None, *, query: tuple[Schema, ...] = ()
+) -> Operation:
     return Operation(
         name=name,
         method="post",
         path=f"{_JOB}/{name}",
         summary=summary,
+        query=query,
         body=None if body is None else _ref(body),
         answer=_STATUS,
         errors=(404, 409) if body is None else (404, 409, 413),
@@ -170,13 +179,14 @@ OPERATIONS: tuple[Operation, ...] = (
         method="delete",
         path=_JOB,
         summary="Stop a job, and forget it when it has ended.",
+        query=(_DISCARD,),
         answer=_STATUS,
         errors=(404,),
     ),
     _on_job("resize", "Change the number of pods; null: of teachers, by demand.", wire.Resize),
-    _on_job("pause", "Write a checkpoint, end the pods, free the slots."),
+    _on_job("pause", "Write the newest state and free the slots, or go on and say why."),
     _on_job("resume", "Go on after a pause."),
-    _on_job("stop", "Write a checkpoint and end the job."),
+    _on_job("stop", "Write the newest state and end the job.", query=(_DISCARD,)),
     _on_job("kill", "SIGKILL a pod or a trainer, as a test.", wire.Kill),
     Operation(
         name="events",

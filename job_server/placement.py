@@ -76,6 +76,7 @@ def place(
     count: int,
     held: Mapping[str, frozenset[int]],
     leaving: Mapping[str, frozenset[int]],
+    first: str = "",
 ) -> tuple[Site, ...]:
     """Return sites for up to `count` new pods; fewer where not so many slots can be had.
 
@@ -86,8 +87,9 @@ def place(
         held: node -> slots that pods of this job keep.
         leaving: node -> slots of this job's pods that are on their way out. They are used only
             when nothing else is free: the client starts a pod there once they are released.
+        first: the node that is filled before the others, if it is there.
     """
-    nodes = serving_nodes(spec, cluster, now)
+    nodes = sorted(serving_nodes(spec, cluster, now), key=lambda view: view.node.node_id != first)
     sites: list[Site] = []
     used: dict[str, frozenset[int]] = dict(held)
     for second_choice in (False, True):

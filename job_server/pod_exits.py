@@ -9,7 +9,7 @@ from job_server.faults import fault_of_pod
 from job_server.job import At, Cause, CauseKind, Keep, Phase, Pod, Stage
 from job_server.text import ending
 from job_server.transitions import let_go, lose
-from job_server.wire import PodPhase, PodReport, PodState
+from job_server.wire import PodPhase, PodReport, PodState, Saved, SavePhase, SaveState
 from job_server.work import MISSING_HEARTBEATS, Work, client_silent_at, told_to_end, without
 
 SIGTERM, SIGKILL = 15, 9
@@ -34,14 +34,18 @@ def node_reported(work: Work, node_id: str, states: tuple[PodState, ...]) -> Non
 def _named(work: Work, pod: Pod, state: PodState) -> None:
     work.progress(missing=without(work.job.progress.missing, pod.pod_id))
     if pod.phase is PodPhase.EXITED:
+        _heed_save(work, pod, state.save)
+        if not state.holds and pod.keep is Keep.HOLD:
+            work.drop_pod(pod.pod_id)
         return  # final; a late report of before changes nothing
+    _heed_save(work, pod, state.save)
     changed = replace(pod, phase=state.phase, log_path=state.log_path[:PATH_CHARS] or pod.log_path)
     if changed != pod:
         work.set_pod(changed)
     if state.phase is not PodPhase.EXITED:
         return
     # Neither code nor signal: the shim itself is gone, and the snapshot with it.
-    holds = state.exit_code is not None or state.signal is not None
+    holds = state.holds and (state.exit_code is not None or state.signal is not None)
     if not holds:
         work.progress(snapshots=without(work.job.progress.snapshots, pod.pod_id))
     if pod.keep is Keep.RUN:
@@ -57,6 +61,37 @@ def _named(work: Work, pod: Pod, state: PodState) -> None:
     _confirm_stopped(work, pod.pod_id)
     if pod.keep is Keep.RELEASED or not holds:
         work.drop_pod(pod.pod_id)
+
+
+def _heed_save(work: Work, pod: Pod, said: SaveState | None) -> None:
+    """Remember what has become of the writing of a state."""
+    held = work.job.halt
+    if said is None:
+        return
+    said = replace(said, path=said.path[:PATH_CHARS], reason=said.reason[:SHOWN_CHARS])
+    if held is not None and held.save is not None and said.id == held.save.id:
+        if held.pod_id == pod.pod_id and said != work.job.progress.saving:
+            work.progress(saving=said, saving_at=work.now)
+    elif said.id == 0 and said.phase is SavePhase.WRITTEN:
+        _heed_last_save(work, pod, said)
+
+
+def _heed_last_save(work: Work, pod: Pod, said: SaveState) -> None:
+    """A client that was ended has written, by itself, what its pods held."""
+    known = work.job.saved
+    newest = (said.stage, said.step, said.serial)
+    if known is not None and (known.stage, known.step, known.serial) >= newest:
+        return
+    saved = Saved(
+        stage=said.stage,
+        step=said.step,
+        serial=said.serial,
+        path=said.path,
+        node_id=pod.site.node_id,
+        spare=said.spare,
+    )
+    work.set(saved=saved)
+    work.note(f"node {saved.node_id} has written step {saved.step} to {saved.path}", lasting=False)
 
 
 def _not_named(work: Work, pod: Pod) -> None:

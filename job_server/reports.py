@@ -9,13 +9,13 @@ from dataclasses import replace
 from job_server.bookkeeping import first_step, stand_still, update_record
 from job_server.faults import fault_of
 from job_server.job import (
+    CUT_PHASES,
     EARLY,
     OVER,
     At,
     Cause,
     CauseKind,
     Goal,
-    HaltPhase,
     Keep,
     Member,
     Phase,
@@ -283,7 +283,7 @@ def _cut_is_on(work: Work) -> bool:
     if job.coming is not None:
         return job.coming.phase is Phase.CUT
     halt = job.halt
-    return job.goal is not Goal.RUN and halt is not None and halt.phase is HaltPhase.CUT
+    return job.goal is not Goal.RUN and halt is not None and halt.phase in CUT_PHASES
 
 
 def _drained(work: Work, stage: Stage, member: Member, report: PodReport) -> None:
@@ -295,7 +295,7 @@ def _drained(work: Work, stage: Stage, member: Member, report: PodReport) -> Non
     if report.step < job.progress.steps.get(pod_id, 0):
         return
     _advance_step(work, pod_id, report)
-    work.move(stage, pod_id, At.PARKED, report.step, kept=report.kept)
+    work.move(stage, pod_id, At.PARKED, report.step, kept=report.kept, durable=report.durable)
     if _cut_is_on(work):
         stand_still(work)
 

@@ -123,8 +123,11 @@ class Service:
             self._engine.settle()
             return self._now(entry)
 
-    def delete(self, job_id: str) -> Answer:
+    def delete(self, job_id: str, *, discard: bool = False) -> Answer:
         """Stop a job, forget it as soon as it has ended; return its JobStatus.
+
+        Args:
+            discard: as of `StopAsked`.
 
         Raises:
             NotFound: no such job, or one that could not be read: now there is no such job.
@@ -141,7 +144,7 @@ class Service:
                 entry.forget = True
             if not entry.state.ended:
                 try:
-                    engine.apply(entry, stages.StopAsked())
+                    engine.apply(entry, stages.StopAsked(discard=discard))
                 except Conflict as error:
                     logger.info("job %s: deleted; %s", job_id, error)
             answer = self._now(entry)

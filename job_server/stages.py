@@ -192,11 +192,11 @@ def _asked(work: Work, event: Event) -> None:
         case KillAsked():
             kill_now(work, event.kill)
         case StopAsked():
-            _stop(work)
+            _stop(work, discard=event.discard)
         case PauseAsked() | ResumeAsked() if job.legacy:
             raise Refused(f"job_id: no job client of ours runs {name}; start one to pause it")
         case PauseAsked():
-            if job.goal is Goal.STOP:
+            if job.goal in (Goal.STOP, Goal.FAIL):
                 raise Refused(f"job_id: {name} is stopping")
             if job.goal is Goal.RUN:
                 work.set(goal=Goal.PAUSE, halt=None)
@@ -210,9 +210,12 @@ def _asked(work: Work, event: Event) -> None:
             raise TypeError(f"not an event: {event!r}")
 
 
-def _stop(work: Work) -> None:
+def _stop(work: Work, *, discard: bool) -> None:
     job = work.job
-    if job.goal is Goal.STOP:
+    if discard and not job.discard:
+        work.set(discard=True)
+        work.note("stopping at once, as requested: what is not written is lost")
+    if job.goal in (Goal.STOP, Goal.FAIL):
         return
     if job.legacy:
         work.set(legacy_nodes=(), pods=(), served=())

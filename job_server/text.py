@@ -3,7 +3,7 @@
 import signal
 from collections.abc import Sequence
 
-from job_server.wire import JobStatus, StageRecord, TeacherStatus
+from job_server.wire import JobStatus, SaveState, StageRecord, TeacherStatus
 
 _ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # somebody wanted it to end
 
@@ -18,6 +18,15 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole // 60 % 60} min"
+
+
+def saving_text(said: SaveState) -> str:
+    """Return how far the writing of a state is, e.g. `writing step 12: 0.6 of 1.2 GB`."""
+    if not said.total_bytes:
+        return "beginning to write the newest state"
+    unit, name = (1e9, "GB") if said.total_bytes >= 1e9 else (1e6, "MB")
+    done, total = said.written_bytes / unit, said.total_bytes / unit
+    return f"writing step {said.step}: {done:.1f} of {total:.1f} {name}"
 
 
 def steps_of_total(status: JobStatus) -> str:

@@ -21,6 +21,7 @@ from job_server.job import (
     At,
     Cause,
     CauseKind,
+    Goal,
     Job,
     Keep,
     Member,
@@ -28,7 +29,7 @@ from job_server.job import (
     Pod,
     Stage,
 )
-from job_server.layout import choose_restore, is_on_every_node, lay_out
+from job_server.layout import choose_restore, is_on_every_node, lay_out, unsaved
 from job_server.losses import leave_out_lost
 from job_server.placement import Cluster, find_node
 from job_server.wire import JobState, SlotKind, Way
@@ -174,7 +175,8 @@ def enter_start(work: Work) -> None:
     work.set(coming=stage)
     source = ""
     if restore is not None:
-        source = f" from step {restore.step} of stage {restore.stage}, from memory"
+        place = f"in {restore.path}" if restore.path else "from memory"
+        source = f" from step {restore.step} of stage {restore.stage}, {place}"
     elif job.commits and job.elastic:
         source = " from the checkpoint path, if it holds anything"
     elif job.commits:
@@ -416,7 +418,7 @@ def count(work: Work, cause: Cause) -> None:
     verdict = budget.count(work.job, cause, work.now, ran_s=ran_s)
     work.job = verdict.job
     if verdict.give_up:
-        finish(work, JobState.FAILED, verdict.give_up)
+        fail(work, verdict.give_up)
     elif verdict.job.retry_at > work.now:
         work.note(f"trying again in {verdict.job.retry_at - work.now:.1f} s")
 
@@ -429,6 +431,15 @@ def count_current(work: Work) -> None:
     cause = stage.over
     work.set(current=replace(stage, over=replace(cause, counted=True)))
     count(work, cause)
+
+
+def fail(work: Work, why: str) -> None:
+    """The job cannot go on. What is only in memory is written first: the cause may be mended."""
+    if unsaved(work.job) is None:
+        finish(work, JobState.FAILED, why)
+        return
+    work.set(goal=Goal.FAIL, failed=why, halt=None)
+    work.note(f"failed: {why}; its newest state is written first")
 
 
 def finish(work: Work, state: JobState, reason: str) -> None:

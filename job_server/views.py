@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from job_server.bookkeeping import account_at, script_runs
 from job_server.changes import queued
-from job_server.job import Goal, HaltPhase, Job, Keep, Phase, Pod, Stage, occupied
+from job_server.job import CUT_PHASES, Goal, HaltPhase, Job, Keep, Phase, Pod, Stage, occupied
+from job_server.layout import unsaved
 from job_server.plain import plain_warning
 from job_server.wire import (
     JobPod,
@@ -16,6 +17,7 @@ from job_server.wire import (
     NodePod,
     Order,
     PlanPod,
+    Save,
     StagePlan,
     StageRecord,
     Want,
@@ -36,6 +38,7 @@ def node_pods(job: Job, node_id: str) -> tuple[NodePod, ...]:
     """Return the pods of this job that the node's client is to have."""
     if job.legacy:
         return ()
+    home = _last_saver(job)
     return tuple(
         NodePod(
             pod_id=pod.pod_id,
@@ -45,10 +48,31 @@ def node_pods(job: Job, node_id: str) -> tuple[NodePod, ...]:
             folder=job.spec.folder,
             max_trainers=job.spec.max_trainers,
             grace_s=job.spec.grace_s,
+            save=_save(job, pod),
+            last_save=node_id == home,
         )
         for pod in job.pods
         if pod.site.node_id == node_id and pod.keep is not Keep.RELEASED
     )
+
+
+def _save(job: Job, pod: Pod) -> Save | None:
+    held = job.halt
+    if held is None or held.phase is not HaltPhase.SAVE or held.pod_id != pod.pod_id:
+        return None
+    return held.save
+
+
+def _last_saver(job: Job) -> str | None:
+    """Return the one node whose client, where it is ended, writes the newest state; None: none.
+
+    The one of rank 0, whose trainer writes the checkpoints, unless that holds nothing yet.
+    """
+    source = unsaved(job)
+    holding = {pod.site.node_id for pod in job.pods if source and pod.pod_id in source.pods}
+    stage = job.current
+    ranked = [] if stage is None else [member.pod.node_id for member in stage.members]
+    return next((node_id for node_id in (*ranked, *sorted(holding)) if node_id in holding), None)
 
 
 def _want(pod: Pod) -> Want:
@@ -99,7 +123,7 @@ def _plan(job: Job, stage: Stage) -> StagePlan:
 
 
 def _cutting_for_halt(job: Job) -> bool:
-    cuts = job.halt is not None and job.halt.phase is HaltPhase.CUT
+    cuts = job.halt is not None and job.halt.phase in CUT_PHASES
     return cuts and job.goal is not Goal.RUN
 
 
@@ -175,7 +199,15 @@ def job_status(job: Job, now: float, revision: int) -> JobStatus:
         stages=tuple(_live(job, record) for record in job.records),
         teachers=None,
         warnings=tuple(text for text in (plain_warning(job),) if text),
+        saving=progress.saving if _is_saving(job) else None,
+        saved=job.saved,
     )
+
+
+def _is_saving(job: Job) -> bool:
+    held, said = job.halt, job.progress.saving
+    order = None if held is None else held.save
+    return order is not None and said is not None and said.id == order.id
 
 
 def _live(job: Job, record: StageRecord) -> StageRecord:

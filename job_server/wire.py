@@ -106,6 +106,53 @@ class Node:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """An order to a client: write the newest state that a pod's shim holds as a checkpoint.
+
+    It goes where the training script has its checkpoints; where that cannot be written, or the
+    script has none, to the run folder of the pod.
+    """
+
+    id: int  # another number is another try
+    spare: bool = False  # to the run folder only: another node may write to the script's path
+
+
+class SavePhase(Enum):
+    WRITING = "writing"
+    WRITTEN = "written"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveState:
+    """What has become of a `Save`; also of one that a client began by itself, as it was ended."""
+
+    id: int  # of the order; 0: nobody's
+    phase: SavePhase
+    stage: int = 0  # of the state; 0: not known yet
+    step: int = 0
+    serial: int = 0
+    written_bytes: int = 0  # a number other than the last is a sign of life
+    total_bytes: int = 0
+    path: str = ""  # WRITTEN: the folder of checkpoints, or URL, that it is in
+    spare: bool = False  # WRITTEN: that is a run folder, not where the script has its checkpoints
+    reason: str = ""  # FAILED
+    nothing: bool = False  # FAILED: the shims answer, and hold no state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """The newest state that was written when nobody trained it any more."""
+
+    stage: int
+    step: int
+    serial: int = 0
+    path: str  # folder of checkpoints, or URL
+    node_id: str  # who wrote it; others may not see a local path
+    spare: bool = False  # a run folder, where a start looks only if it is told to
+
+
 class Want(Enum):
     RUN = "run"
     HOLD = "hold"  # stop every process of the pod, keep its shim: it holds a snapshot
@@ -125,6 +172,8 @@ class NodePod:
     grace_s: float = 15.0
     service: str | None = None  # None: not a teacher
     ports: tuple[int, ...] = ()  # of a teacher, on its node's address; trainers' are in the stage
+    save: Save | None = None  # None: nothing is to be written
+    last_save: bool = False  # if the client is ended, it writes the state that its pods hold
 
     def __post_init__(self) -> None:
         check_id("pod_id", self.pod_id)
@@ -162,6 +211,8 @@ class PodState:
     log_path: str = ""
     cpu_percent: float = 0.0
     memory_bytes: int = 0
+    save: SaveState | None = None  # None: nothing was to be written
+    holds: bool = True  # EXITED: its shim is there, with what it holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +279,8 @@ class RestoreFrom:
     # Exactly this state, and every node of the stage has a pod that holds it: nobody needs to ask
     # the others what they have.
     on_every_node: bool = False
+    path: str = ""  # no shim has it: it is a checkpoint below this folder or URL
+    spare: bool = False  # ... which is nobody's checkpoint path: without it all would be lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +308,7 @@ class StagePlan:
     master: str  # "addr:port" of rank 0
     restore_from: RestoreFrom | None = None  # None: checkpoint or afresh
     max_trainers: int
-    durable: bool = False  # with CUT: also write a checkpoint before `drained` (pause, stop)
+    durable: bool = False  # with CUT: nothing follows (pause, stop), no checkpoint may be amid
     patient: bool = False  # with CUT: trainers stay, so none parks amid a step
     cut: int = 0  # CUT: its number in this stage, the lower ones are off; else: all up to it are
     kill_ranks: tuple[tuple[str, int], ...] = ()  # (kill id, rank): SIGKILL that trainer, once
@@ -343,6 +396,7 @@ class PodReport:
     epoch: int = 0
     snapshot: SnapshotRef | None = None  # None: this pod's shim holds none
     kept: bool = False  # DRAINED: a snapshot of just this state is on the pod's node
+    durable: str = ""  # DRAINED: the path of checkpoints that a trainer has written it to; "": none
     rank: int | None = None  # FAILED: whose; None: the launcher's own trouble
     code: int | None = None  # FAILED, EXITED: exit code, negative for a signal
     reason: str = ""
@@ -479,6 +533,7 @@ class JobSpec:
     start_timeout_s: float = 60.0
     expected_nodes: int = 1  # a first start waits for so many, or for start_timeout_s
     grace_s: float = 15.0
+    keep_failed_s: float = 3600.0  # a state that cannot be written stays in memory for so long
     max_failures: int | None = 20  # None: no limit
     max_preemptions: int | None = None
     max_resizes: int | None = None
@@ -507,6 +562,7 @@ class JobSpec:
         check_range("start_timeout_s", self.start_timeout_s, 0, 86400)
         check_range("expected_nodes", self.expected_nodes, 1, 4096)
         check_range("grace_s", self.grace_s, 0, 3600)
+        check_range("keep_failed_s", self.keep_failed_s, 0, 366 * 86400)
         check_range("max_restarts_without_progress", self.max_restarts_without_progress, 1, 10000)
         check_range("demand_timeout_s", self.demand_timeout_s, 1, 366 * 86400)
         check_range("demand_interval_s", self.demand_interval_s, 0.05, 3600)
@@ -544,6 +600,7 @@ _TRAINING_ONLY = {  # field -> its default
     "prepare_timeout_s": 120.0,
     "start_timeout_s": 60.0,
     "expected_nodes": 1,
+    "keep_failed_s": 3600.0,
     "max_resizes": None,
     "take_over": False,
 }
@@ -701,6 +758,8 @@ class JobStatus:
     stages: tuple[StageRecord, ...]
     teachers: TeacherStatus | None  # None: a training
     warnings: tuple[str, ...] = ()  # what goes on, but may not be what its user wants
+    saving: SaveState | None = None  # what is being written now; None: nothing is
+    saved: Saved | None = None  # what was written at the last pause or end; None: nothing was
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

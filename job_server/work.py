@@ -64,7 +64,14 @@ class Work:
                 self.set(**{place: stage})
 
     def move(
-        self, stage: Stage, pod_id: str, at: At, step: int | None = None, *, kept: bool = False
+        self,
+        stage: Stage,
+        pod_id: str,
+        at: At,
+        step: int | None = None,
+        *,
+        kept: bool = False,
+        durable: str = "",
     ) -> None:
         """Record how far a pod is with a stage."""
         held = stage_named(self.job, stage.stage)
@@ -72,7 +79,7 @@ class Work:
         if held is None or member is None:
             return
         step = member.step if step is None else step
-        changed = replace(member, at=at, step=step, kept=kept)
+        changed = replace(member, at=at, step=step, kept=kept, durable=durable)
         self.set_stage(held.with_member(changed))
 
     def is_silent(self, pod: Pod) -> bool:

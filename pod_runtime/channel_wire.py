@@ -87,6 +87,7 @@ class Drained:
     step: int
     id: int | None = None  # of the cut it answers; None: it followed its peers, or does not say
     snapshot: SnapshotRef | None = None  # of this state, on its node; None: there is none
+    durable: str = ""  # the path of checkpoints that it has written this state to; "": none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,7 +110,11 @@ def _drained(run: Run) -> PodReport:
         reason = f"trainers of one pod parked after different steps: {sorted(steps)}"
         return report_on(run, ReportKind.FAILED, reason=reason)
     report = report_on(
-        run, ReportKind.DRAINED, snapshot=run.parked_as, kept=run.parked_as is not None
+        run,
+        ReportKind.DRAINED,
+        snapshot=run.parked_as,
+        kept=run.parked_as is not None,
+        durable=run.durable,
     )
     return replace(report, step=steps.pop())
 

@@ -97,6 +97,7 @@ class Run:
     total_steps: int | None = None  # None: not known
     step_s: float | None = None  # None: too early to say
     metrics: dict[str, float] | None = None  # None: nobody has sent any
+    durable: str = ""  # where a trainer has written what they parked with; "": nowhere
     parked_as: SnapshotRef | None = None  # what its trainers say they put away; None: nothing yet
     previewed: SnapshotRef | None = None  # what its trainers, prepared, were shown last
     done_step: int | None = None  # None: training is not complete
@@ -255,11 +256,14 @@ def heard(pod: Pod, key: Key, rank: int, said: Said) -> Pod:
             run = _with_trainer(run, rank, loaded=True)
         case Stepped():
             run = _stepped(run, rank, said)
-        case Drained(step=step, id=cut_id, snapshot=snapshot):
+        case Drained(step=step, id=cut_id, snapshot=snapshot, durable=durable):
             if cut_id is None or cut_id > run.resumed_id:  # else: that cut is off, it goes on
                 # The ranks agree on the newest cut that any of them knows; ours may be behind.
                 newest = max(run.cut_id, cut_id or 0)
-                run = replace(run, step=max(run.step, step), cut_id=newest, parked_as=snapshot)
+                if not durable and newest == run.cut_id:
+                    durable = run.durable  # another of its trainers has said so
+                run = replace(run, step=max(run.step, step), cut_id=newest)
+                run = replace(run, parked_as=snapshot, durable=durable)
                 run = _with_trainer(run, rank, parked_at=step)
         case Raised(error=error):
             run = _with_trainer(run, rank, error=error)

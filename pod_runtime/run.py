@@ -78,6 +78,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="replace another training that has the folder of checkpoints",
     )
     add("--max_failures", type=int, default=20, help="then the job has failed (20)")
+    add(
+        "--keep_failed_s",
+        type=float,
+        default=3600.0,
+        help="so long does a state stay in memory that cannot be written at the end (3600)",
+    )
     add("--grace_s", type=float, default=15.0, help="from SIGTERM to SIGKILL (15)")
     add("--heartbeat_s", type=float, default=1.0, help="of the job server (1)")
     add("script", help="training script; what follows are its arguments")
@@ -154,6 +160,7 @@ def _spec(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[JobSpec
         max_failures=args.max_failures,
         grace_s=args.grace_s,
         take_over=args.take_over,
+        keep_failed_s=args.keep_failed_s,
     )
     return spec, None if gpus else slots
 

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import random
-import re
 import signal
 import socket
 import sys
@@ -16,19 +15,18 @@ from pathlib import Path
 import pod_runtime
 from job_server.api_client import ApiClient
 from job_server.errors import JobServerError, Rejected, Retryable
+from job_server.text import saving_text
 from job_server.wire import JobSpec, JobState, JobStatus
 from pod_runtime import processes
 from pod_runtime.errors import LaunchError
 from pod_runtime.orphans import remove_shared_memory
-from pod_runtime.run_output import TrainerOutput
 from pod_runtime.run_programs import Program
-from pod_runtime.run_view import Watch, without_end
+from pod_runtime.run_view import PodOutput, Watch
 from pod_runtime.trainers import read_tail
 
 RUN_ID = "EDL_RUN_ID"  # every process of one `edl run` carries it
 _START_S = 30.0
 _LOOK_EVERY_S = 0.1
-_STOP_EXTRA_S = 30.0  # beyond the grace: a durable checkpoint is written first
 _CLIENT_STOP_EXTRA_S = 15.0
 _SERVER_STOP_S = 5.0
 _SHOWN_LINES = 20
@@ -61,7 +59,7 @@ class Session:
         self._server: Program | None = None  # None: not started
         self._client: Program | None = None  # None: not started
         self._interrupts = 0
-        self._output = TrainerOutput(config.folder / "trainers", sys.stdout.buffer)
+        self._output = PodOutput(config.folder / "client" / "pods", sys.stdout.buffer)
 
     def run(self) -> int:
         """Return the exit code.
@@ -77,7 +75,7 @@ class Session:
                 self._end_programs()
             finally:
                 self._kill_rest()
-        self._output.show_new(last=True)
+        self._output.show_new()
         if self._interrupts:
             _show(f"interrupted; logs and state are in {self._config.folder}")
             return INTERRUPTED
@@ -157,26 +155,28 @@ class Session:
     def _watch(self) -> JobStatus | None:
         """Show the job until it has ended; None: it was cut short."""
         watch = Watch(self._connect, self._config.spec.job_id)
-        asked_to_stop_at: float | None = None
+        asked, shown = False, ""
         while True:
             watch.changed.wait(_LOOK_EVERY_S)
             watch.changed.clear()
             status = watch.status
             for event in watch.take_events():
-                _show(without_end(event.text))
+                _show(event.text)
             self._output.show_new()
             if status is not None and status.state.ended:
                 for event in watch.fetch_events():
-                    _show(without_end(event.text))
+                    _show(event.text)
                 return status
             self._look_after_programs()
-            if self._interrupts and asked_to_stop_at is None:
-                _show("stopping the job; Ctrl-C again kills it")
-                asked_to_stop_at = time.monotonic()
-            if asked_to_stop_at is not None:
-                patience_s = self._config.spec.grace_s + _STOP_EXTRA_S
-                if self._interrupts > 1 or time.monotonic() > asked_to_stop_at + patience_s:
-                    return None
+            if self._interrupts and not asked:
+                asked = True
+                _show("stopping the job once its state is written; Ctrl-C again ends it at once")
+            if self._interrupts > 1:
+                _show(_lost(status))
+                return None
+            if asked:
+                # Whoever else wants this ended may kill it any time: so it says how far it is.
+                shown = _show_saving(status, shown)
                 self._ask_to_stop(status)
 
     def _ask_to_stop(self, status: JobStatus | None) -> None:
@@ -215,39 +215,19 @@ class Session:
             _show("the job was cut short")
             return 1
         folder = self._config.folder
-        state, stages = status.state.value, len(status.stages)
-        reason = status.reason.removeprefix(f"{state}: ")
-        failed = status.state is JobState.FAILED
+        state, reason = status.state.value, status.reason
         _show(
-            f"{state} after step {status.step}, {stages} stage{'s' if stages > 1 else ''} and "
-            f"{status.account.total_s:.1f} s{'' if failed else f': {reason}'}"
+            f"{state} after step {status.step}, {len(status.stages)} stages and "
+            f"{status.account.total_s:.1f} s: {reason.removeprefix(f'{state}: ')}"
         )
-        if failed:
-            _show(reason)
-            self._show_end_of(self._culprit(reason))
         _show(f"logs and state in {folder}")
-        return 0 if status.state is JobState.SUCCEEDED else 1
-
-    def _culprit(self, reason: str) -> Path | None:
-        """Return the newest log of the rank that the reason names, else of all; None: no log."""
-        named = re.search(r"\brank (\d+) \(", reason)
-        ranks = (named[1], "*") if named is not None else ("*",)
-        for rank in ranks:
-            logs = (self._config.folder / "trainers").glob(f"trainer_{rank}.stage_*.log")
-            newest = max(logs, key=lambda path: path.stat().st_mtime, default=None)
-            if newest is not None:
-                return newest
-        return None
-
-    def _show_end_of(self, log: Path | None) -> None:
-        """Show the traceback that ended the job, if it is off the screen; else the last lines."""
-        if log is None:
-            return
-        lines = self._output.repeat(log)
-        if lines is None:
-            lines = read_tail(log)[-_SHOWN_LINES:]
-        shown = "".join(f"\n  {line}" for line in lines)
-        _show(f"the end of {log}:{shown}" if shown else f"its output: {log}")
+        if status.state is JobState.SUCCEEDED:
+            return 0
+        logs = sorted((folder / "trainers").glob("*.log"), key=lambda path: path.stat().st_mtime)
+        for path in logs[-1:]:
+            tail = "\n".join(f"  {line}" for line in read_tail(path)[-_SHOWN_LINES:])
+            _show(f"the end of {path}:\n{tail}")
+        return 1
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -263,9 +243,26 @@ class Session:
                 signal.signal(number, handler)
 
 
+def _show_saving(status: JobStatus | None, shown: str) -> str:
+    """Show how far the writing of the state is, where that is news; return what was shown last."""
+    if status is None or status.saving is None:
+        return shown
+    text = saving_text(status.saving)
+    if text != shown:
+        _show(text)
+    return text
+
+
+def _lost(status: JobStatus | None) -> str:
+    if status is None or not status.step:
+        return "ended at once"
+    saved = status.saved
+    if saved is not None and saved.step >= status.step:
+        return f"ended at once; step {saved.step} is in {saved.path}"
+    return f"ended at once: step {status.step} is lost, but for what checkpoints hold"
+
+
 def _show(text: str) -> None:
-    if not text:
-        return
     sys.stdout.write(f"edl: {text}\n")
     sys.stdout.flush()
 

@@ -78,8 +78,9 @@ class Shim:
         """Once no process of the pod is left: does nobody need the segments?"""
         if self.released or not len(self.segments):
             return True
-        lonely = not self._watchers and time.monotonic() - self.asked_at > shim_wire.LINGER_S
-        return lonely or self.signalled
+        # Who stops a whole machine signals all at once: the client is to fetch what is held here.
+        linger_s = shim_wire.SIGNALLED_LINGER_S if self.signalled else shim_wire.LINGER_S
+        return not self._watchers and time.monotonic() - self.asked_at > linger_s
 
     def _woken(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -21,7 +21,8 @@ Requests, each `{"op": ...}`, and their answers:
     watch  exit: true  {"ok": true}, and {"ok": true, "exit": PodExit} once the pod has ended
 
 A shim whose script has ended stays as long as it holds a segment, until `release`, or until
-nobody has asked or watched for `LINGER_S`. A refused request answers {"ok": false, "error": text}.
+nobody has asked or watched for `LINGER_S` (after a SIGTERM to the shim itself for
+`SIGNALLED_LINGER_S`). A refused request answers {"ok": false, "error": text}.
 """
 
 import array
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 LINGER_S = 600.0
+SIGNALLED_LINGER_S = 2.0  # ... where the shim itself was asked to end
 MAX_LINE = 1 << 20
 MAX_FDS = 16
 

@@ -78,6 +78,14 @@ class CheckpointStore:
                     ids.append(CheckpointId(stage, int(match[1])))
         return sorted(ids)
 
+    def is_whole(self, each: CheckpointId) -> bool:
+        """Whether it was committed; what is in it may be damaged since."""
+        return MANIFEST in self.storage.files(each.folder)
+
+    def newest_whole(self) -> CheckpointId | None:
+        """Return the newest one that was committed; None: there is none."""
+        return next((each for each in reversed(self.found()) if self.is_whole(each)), None)
+
     def write(self, image: StateImage) -> CheckpointId:
         """Write one checkpoint and remove those that nobody needs any more.
 

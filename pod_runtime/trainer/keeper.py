@@ -11,7 +11,7 @@ from pod_runtime.trainer.agreement import AgreedCut, Wish
 from pod_runtime.trainer.checkpoint import CheckpointStore
 from pod_runtime.trainer.checkpoint_writer import CheckpointWriter
 from pod_runtime.trainer.errors import CheckpointError, InUseError
-from pod_runtime.trainer.image import StateImage
+from pod_runtime.trainer.image import Places, StateImage
 from pod_runtime.trainer.link import Link, Start
 from pod_runtime.trainer.node_snapshots import NodeSnapshots
 from pod_runtime.trainer.owner_record import State
@@ -197,12 +197,16 @@ class Keeper:
         self._take(Wish(snapshot=1.0, renew=renew))
         self._snapshots.meet()
         kept = self._snapshots.reference()
-        if self._writer is not None and (cut.durable or kept is None):
-            self._write_until_done(cut_id)
+        written = ""
+        if self._writer is not None and kept is None:
+            written = self._write_until_done(cut_id)
+        elif self._writer is not None and cut.durable:
+            # What is in the snapshot is written by another process, which must be alone there.
+            self._wait_for_last()
         if self._owner is not None and cut.halt:
             self._owner.leave(State.PAUSED if cut.halt == "pause" else State.OVER)
         self.note_account()
-        self._link.say("drained", step=step, id=cut_id, snapshot=kept)
+        self._link.say("drained", step=step, id=cut_id, snapshot=kept, durable=written)
         logger.info("parked after step %d for cut %d", step, cut_id)  # others wait for these words
         start = self._link.wait_resume(cut_id)
         if self._owner is not None and cut.halt:
@@ -300,9 +304,13 @@ class Keeper:
         except CheckpointError:
             logger.debug("the checkpoint before this one had failed, as was said then")
 
-    def _write_until_done(self, cut_id: int) -> None:
-        """Write a checkpoint that must exist before `drained` may be said."""
+    def _write_until_done(self, cut_id: int) -> str:
+        """Write a checkpoint that must exist before `drained` may be said; return its path.
+
+        "": the cut was called off before.
+        """
         assert self._link is not None
+        assert self._writer is not None
         while self._link.resumed_id < cut_id:
             try:
                 self.write_checkpoint()
@@ -313,7 +321,8 @@ class Keeper:
                 )
                 self._link.wait(RETRY_S)
             else:
-                return
+                return Places.of(self._writer.store.storage.name, 1, None).checkpoint
+        return ""
 
     def _capture(self) -> StateImage:
         layout = self._adapter.layout()

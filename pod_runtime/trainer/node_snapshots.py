@@ -17,7 +17,7 @@ from job_server.wire import StagePlan
 from pod_runtime.segment_header import SlotHeader, Stamp, read_newest
 from pod_runtime.trainer.adapter import Adapter
 from pod_runtime.trainer.errors import SnapshotError
-from pod_runtime.trainer.image import StateImage, meta_bytes
+from pod_runtime.trainer.image import Places, StateImage, meta_bytes
 from pod_runtime.trainer.layout import Layout
 from pod_runtime.trainer.link import Link
 from pod_runtime.trainer.progress import Progress
@@ -42,13 +42,16 @@ class NodeSnapshots:
         rank: int,
         nodes: Sequence[Sequence[int]],
         segment: Segment | None = None,
+        places: Places | None = None,
     ) -> None:
         """
         Args:
             nodes: the ranks of the stage by node, each node's in ascending order.
             segment: made ahead, by the first rank of its node.
+            places: where a state goes if the job ends; None: nowhere.
         """
         self._adapter, self._progress, self._link = adapter, progress, link
+        self._places = "null" if places is None else json.dumps(places.to_json())
         self._rank = rank
         self._world_size = sum(len(ranks) for ranks in nodes)
         self._node = next(tuple(ranks) for ranks in nodes if rank in ranks)
@@ -265,7 +268,7 @@ class NodeSnapshots:
 
     def _meta(self, layout: Layout) -> bytes:
         scalars = json.dumps(self._adapter.scalars())
-        return meta_bytes(self._progress.status_json(), scalars, layout)
+        return meta_bytes(self._progress.status_json(), scalars, layout, self._places)
 
 
 def _reference(header: SlotHeader) -> dict[str, Any]:

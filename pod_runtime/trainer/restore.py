@@ -17,9 +17,12 @@ from pod_runtime.trainer.image import StateImage, image_from
 from pod_runtime.trainer.loop_status import LoopStatus
 from pod_runtime.trainer.owner import new_run_id
 from pod_runtime.trainer.snapshot import newest_stamp, read_snapshot
+from pod_runtime.trainer.storage import open_storage
 from pod_runtime.trainer.together import wait_together
 
 logger = logging.getLogger(__name__)
+
+_Read = Callable[[], StateImage | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +69,8 @@ def restore(
 
     Args:
         stage: of this stage; only rank 0's counts.
-        wanted: a later step of its stage is as good. None: a checkpoint, or afresh.
+        wanted: a later step of its stage is as good; with `path`, a checkpoint there. None: the
+            newest checkpoint of `store`, or afresh.
         fds: segments that this rank was given.
         store: where checkpoints are; only rank 0 looks.
         kept: this rank goes on with the state that it has; None: it has none.
@@ -102,19 +106,20 @@ def restore(
         if kept is not None and source == rank:
             image = kept.image() or _own_state(adapter, kept.status)
     else:
-        if wanted is not None:
+        if wanted is not None and not wanted.path:
             logger.error(
                 "no pod of this stage holds the snapshot of stage %d, step %d; "
                 "falling back to checkpoints: steps may be redone",
                 wanted.stage,
                 wanted.step,
             )
-        source, from_checkpoint = 0, True
-        found = _load_newest(adapter, store if rank == 0 else None)
-        image = found[0] if found is not None else None
-        if rank == 0 and found is None:
-            if store is not None:
-                store.check_writable()  # now nothing is lost; later, training goes on without
+        mine = store if rank == 0 else None
+        source, read = _find_on_disk(adapter, rank, world_size, wanted, mine)
+        from_checkpoint = wanted is None or not wanted.spare
+        image = _read_together(adapter, read)
+        if rank == 0 and source == 0 and image is None:
+            if mine is not None:
+                mine.check_writable()  # now nothing is lost; later, training goes on without
             fresh = replace(fresh, run_id=new_run_id())
     if world_size == 1:
         if image is None:
@@ -156,12 +161,59 @@ def _restore_here(
     return _restored(image, stage, from_checkpoint=False)
 
 
-def _load_newest(
-    adapter: Adapter, store: CheckpointStore | None
-) -> tuple[StateImage, CheckpointId] | None:
-    """Claim the folder, and read and verify a checkpoint; the other ranks wait for minutes."""
+def _find_on_disk(
+    adapter: Adapter,
+    rank: int,
+    world_size: int,
+    wanted: RestoreFrom | None,
+    store: CheckpointStore | None,
+) -> tuple[int, _Read | None]:
+    """Return the rank that reads the newest checkpoint for all, and how, where it is this one.
+
+    That is rank 0, which knows the script's path, unless the state was written, as the job was
+    paused, to a folder that only one node sees.
+
+    Raises:
+        StateError: no rank sees what the stage is to begin from, nor any other checkpoint.
+    """
+    newest = None if store is None else _newest_of(store)
+    if wanted is None or not wanted.path:
+        return 0, newest
+    named = CheckpointStore(open_storage(wanted.path))
+    told = CheckpointId(wanted.stage, wanted.step)
+    read = None
+    have = np.full((world_size, 2), 0.0)
+    if named.is_whole(told):
+        read = (lambda: named.load(told)) if wanted.spare else _newest_of(named)
+        have[rank] = told.stage, told.step
+    found = None if store is None else store.newest_whole()
+    if found is not None and (read is None or found >= told):
+        read, have[rank] = newest, (found.stage, found.step)
+    adapter.all_reduce(have.reshape(-1))
+    best = max(have.tolist())
+    if not best[0]:
+        raise StateError(
+            f"no trainer sees step {told.step} of stage {told.stage} in {wanted.path}, where it "
+            f"was written; bring that folder back, or start afresh as another job"
+        )
+    if best < [told.stage, told.step]:
+        logger.error("%s/%s is gone: steps are redone", wanted.path, told.folder)
+    source = have.tolist().index(best)
+    return source, read if source == rank else None
+
+
+def _newest_of(store: CheckpointStore) -> _Read:
+    def read() -> StateImage | None:
+        found = store.continue_newest()
+        return None if found is None else found[0]
+
+    return read
+
+
+def _read_together(adapter: Adapter, read: _Read | None) -> StateImage | None:
+    """Claim its folder, read and verify a checkpoint; the other ranks wait for minutes."""
     with ThreadPoolExecutor(1, "checkpoint-reader") as pool:
-        reading = None if store is None else pool.submit(store.continue_newest)
+        reading = None if read is None else pool.submit(read)
         wait_together(adapter, lambda: reading is not None and not reading.done())
         return None if reading is None else reading.result()
 

@@ -15,6 +15,7 @@ from pod_runtime.trainer.agreement import HEADER_SIZE
 from pod_runtime.trainer.checkpoint import CheckpointStore
 from pod_runtime.trainer.checkpoint_writer import CheckpointWriter
 from pod_runtime.trainer.errors import LinkError, PeerLost, SnapshotError, StateError, UsageError
+from pod_runtime.trainer.image import Places
 from pod_runtime.trainer.joining import Joining, group_spec
 from pod_runtime.trainer.keeper import Keeper
 from pod_runtime.trainer.ledger import LedgerFile, RunInfo
@@ -247,6 +248,18 @@ class Entrance:
         )
         return CheckpointStore(storage, keep=settings.keep_checkpoints, owner=owner)
 
+    def _places(self) -> Places:
+        """Return where the state goes if the job ends, for who knows no script."""
+        settings, env, plan = self._settings, self._env, self._plan
+        job = {} if plan is None else {"job_id": plan.job_id, "submitted_at": plan.submitted_at}
+        return Places.of(
+            settings.checkpoint,
+            settings.keep_checkpoints,
+            env.run_dir,
+            server=env.job_server or "",
+            **job,
+        )
+
     def load_again(self) -> None:
         """Take over the state once more: what was done to it since does not count."""
         image = None if self._restored is None else self._restored.image
@@ -410,6 +423,7 @@ class Entrance:
             rank=place.rank,
             nodes=place.nodes,
             segment=self._segment,
+            places=self._places(),
         )
         keeper = Keeper(
             self.adapter,

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 from pod_runtime.trainer.errors import CheckpointError
 
 Chunk = bytes | memoryview
+# On disk so often: else minutes of the last fsync look like a disk that does not answer.
+_SYNC_BYTES = 256 << 20
 
 _LOCK_S = 5.0  # nobody needs it for longer, but one that was stopped amid it may
 _LOCK_PAUSE_S = 0.01
@@ -88,9 +90,15 @@ class LocalStorage:
     def write(self, path: str, chunks: Iterable[Chunk]) -> None:
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
+        waiting = 0
         with target.open("wb") as file:
             for chunk in chunks:
                 file.write(chunk)
+                waiting += len(chunk)
+                if waiting > _SYNC_BYTES:
+                    waiting = 0
+                    file.flush()
+                    os.fdatasync(file.fileno())
             file.flush()
             os.fsync(file.fileno())
 

@@ -16,13 +16,19 @@ def counting_cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
     made: list[Cluster] = []
 
     def make(
-        *, slots: int, samples: int, epochs: int, step_s: float = 0.02, workers: int = 0
+        *,
+        slots: int,
+        samples: int,
+        epochs: int,
+        step_s: float = 0.02,
+        workers: int = 0,
+        checkpoint: str = "--checkpoint {out}/checkpoint",
     ) -> Cluster:
         trainer = ROOT / "tests" / "e2e" / "count_train.py"
         script = (
             "{python} -m pod_runtime.launch --log_dir {out}/log " + str(trainer) + " "
             f"--samples {samples} --epochs {epochs} --step_s {step_s} --workers {workers} "
-            "--checkpoint {out}/checkpoint --out {out}/seen.npy --end {out}/end"
+            f"{checkpoint} --out {{out}}/seen.npy --end {{out}}/end"
         )
         cluster = Cluster(tmp_path / "c", slots=slots, script=script)
         made.append(cluster)

@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--step_s", type=float, default=0.02)
     parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--checkpoint", required=True)
+    parser.add_argument("--checkpoint")
     parser.add_argument("--save_steps", type=int, default=10)
     parser.add_argument("--out", required=True)
     parser.add_argument("--end", type=Path, help="once this file exists, no epoch follows")

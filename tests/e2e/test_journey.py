@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from job_server.wire import JobSpec, JobState, ScriptKind, ScriptSpec, Way
+from pod_runtime.trainer.checkpoint import CheckpointStore
+from pod_runtime.trainer.storage import LocalStorage
 from tests.e2e.cluster import Cluster
 from tests.e2e.test_chaos import finish_and_check
 from tests.support import wait_until
@@ -16,11 +18,14 @@ from tests.support import wait_until
 def test_pause_frees_every_slot_and_resume_redoes_no_step(
     counting_cluster: Callable[..., Cluster],
 ) -> None:
-    cluster = counting_cluster(slots=2, samples=480, epochs=10_000)
+    # Without a checkpoint path: the newest state goes to the run folder, and is found there.
+    cluster = counting_cluster(slots=2, samples=480, epochs=10_000, checkpoint="")
     cluster.submit(JobSpec(job_id="nap", max_pods=2))
     cluster.wait_steps(5)
     cluster.api().pause("nap")
     paused = cluster.wait_for(lambda now: now.state is JobState.PAUSED, "paused")
+    path = cluster.out / "log" / "run" / "checkpoint"
+    assert f"paused; step {paused.step} is in {path}" in paused.reason
     wait_until(lambda: not cluster.trainers() and not cluster.shims(), what="no pod is left")
 
     assert cluster.server is not None
@@ -30,7 +35,32 @@ def test_pause_frees_every_slot_and_resume_redoes_no_step(
     cluster.api().resume("nap")
     resumed = cluster.wait_steps(1)
     assert resumed.redone_steps == 0
-    assert resumed.step > paused.step
+    assert resumed.stages[-1].first_step == paused.step + 1
+    finish_and_check(cluster)
+
+
+@pytest.mark.timeout(900)
+def test_a_whole_stack_that_is_stopped_leaves_its_newest_step_and_goes_on_from_there(
+    counting_cluster: Callable[..., Cluster],
+) -> None:
+    every = "--checkpoint {out}/checkpoint --save_steps 1000000"
+    cluster = counting_cluster(slots=2, samples=4800, epochs=100, checkpoint=every)
+    cluster.submit(JobSpec(job_id="stack", max_pods=2))
+    seen = cluster.wait_steps(5)
+    assert cluster.server is not None
+    assert cluster.client is not None
+    for program in (cluster.client, cluster.server):
+        program.terminate()
+    for program in (cluster.client, cluster.server):
+        assert program.wait(60) == 0
+    wait_until(lambda: not cluster.trainers() and not cluster.shims(), what="no pod is left")
+    newest = CheckpointStore(LocalStorage(cluster.out / "checkpoint")).newest_whole()
+    assert newest is not None
+    assert newest.step >= seen.step
+    cluster.start_server()
+    cluster.start_client()
+    again = cluster.wait_for(lambda now: now.stage > 1 and now.step > newest.step, "it trains")
+    assert again.stages[-1].first_step == newest.step + 1
     finish_and_check(cluster)
 
 

@@ -129,6 +129,7 @@ def test_when_a_shim_is_killed_the_rest_of_its_pod_goes_too(start_client, server
     os.kill(shim_pid(tmp_path), signal.SIGKILL)
     state = server.wait_phase("pod_0_0", PodPhase.EXITED)
     assert state.reason.startswith("shim died")
+    assert not state.holds
     assert is_gone(child)
     assert marked(tmp_path) == []
 

@@ -177,6 +177,7 @@ def test_client_and_shim_killed_the_successor_cleans_up_and_reports(
     start_program("--job_server", url, train)
     state = server.wait_phase("pod_0_0", PodPhase.EXITED)
     assert state.reason.startswith("shim died while no client was there")
+    assert not state.holds
     assert is_gone(child)
 
 

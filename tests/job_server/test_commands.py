@@ -1,5 +1,6 @@
 """What users type, against a real server."""
 
+import contextlib
 import importlib.metadata
 import json
 
@@ -7,9 +8,11 @@ import pytest
 
 from edl.__main__ import VERBS
 from edl.__main__ import main as edl
-from job_server import wire
+from job_server import commands, stages, wire
 from job_server.commands import main
 from tests.job_server.serving import InThread, cpu_node, running_server
+from tests.job_server.test_stages_changes import trains, world
+from tests.job_server.world import World
 from tests.support import free_port, wait_until
 
 
@@ -252,3 +255,58 @@ def test_edl_passes_on_to_the_programs(server, capsys):
     assert "default_job" in capsys.readouterr().out
     assert edl(["server", "--dry_run", "--pod_num_of_node", "2"]) == 0
     assert "0:15:00  remove 1 pod" in capsys.readouterr().out
+
+
+class SimulatedApi:
+    """The API of a job in a simulated cluster, in which time passes while somebody watches."""
+
+    def __init__(self, made: World) -> None:
+        self.made = made
+
+    def _status(self) -> wire.JobStatus:
+        return stages.job_status(self.made.job, self.made.now, 0)
+
+    def pause(self, _job_id: str) -> wire.JobStatus:
+        self.made.send(stages.PauseAsked())
+        return self._status()
+
+    def stop(self, _job_id: str, *, discard: bool) -> wire.JobStatus:
+        self.made.send(stages.StopAsked(discard=discard))
+        return self._status()
+
+    delete = stop
+
+    def watch(self, *_args: object) -> wire.JobStatus:
+        self.made.round()
+        return self._status()
+
+    def events(self, _job_id: str, *, after: int, limit: int) -> tuple[wire.JobEvent, ...]:
+        del limit
+        return tuple(
+            wire.JobEvent(number=number, at=0.0, job_id="job", stage=1, text=text)
+            for number, text in enumerate(self.made.reasons, 1)
+            if number > after
+        )
+
+
+@pytest.mark.parametrize(
+    ("command", "full", "code", "says"),
+    [
+        (["pause", "job"], False, 0, ["writing step 9: ", "step 9 is in /shared/checkpoint"]),
+        (["pause", "job"], True, 1, ["not paused: the state of step 9", "No space left"]),
+        (["stop", "job"], False, 0, ["STOPPED", "/shared/checkpoint"]),
+        (["stop", "job", "--discard"], True, 0, ["is lost: its state was not written", "STOPPED"]),
+        (["delete", "job", "--discard"], True, 0, ["STOPPED"]),
+    ],
+)
+def test_who_pauses_or_ends_a_job_sees_how_far_that_is_and_where_its_state_is(
+    monkeypatch, capsys, command, full, code, says
+):
+    made = trains(world())
+    if full:
+        made.full = {"path", "a", "b"}
+    monkeypatch.setattr(commands, "_client", lambda *_: contextlib.nullcontext(SimulatedApi(made)))
+    assert main(command) == code
+    out, err = capsys.readouterr()
+    for text in says:
+        assert text in out + err, out + err

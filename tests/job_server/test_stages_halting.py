@@ -12,6 +12,10 @@ from tests.job_server.world import World
 PAUSED, STOPPED = JobState.PAUSED, JobState.STOPPED
 
 
+def made_reason(made: World) -> str:
+    return stages.job_status(made.job, made.now, 0).reason
+
+
 def paused(made: World) -> World:
     made.send(PauseAsked())
     made.run_until(PAUSED)
@@ -27,6 +31,7 @@ def test_a_pause_saves_frees_the_slots_and_a_resume_loses_nothing():
     made.run_until(PAUSED)
     step = made.job.progress.step
     assert made.durable == step
+    assert made.reasons[-1].endswith(f"paused; step {step} is in /shared/checkpoint")
     assert not stages.slots_held(made.job)
     assert not any(sim.pods for sim in made.nodes.values())
     made.rounds(20)
@@ -81,7 +86,7 @@ def test_a_pause_does_not_wait_for_ever_for_a_pod_that_cannot_be_reached():
 
 
 def test_a_resume_does_not_start_beside_pods_that_may_still_train():
-    made = trains(world(prepare_timeout_s=3.0))
+    made = trains(world(prepare_timeout_s=3.0, elastic=False))
     made.nodes["a"].link = False  # both pods; they train on
     paused(made)
     made.send(ResumeAsked())
@@ -101,6 +106,7 @@ def test_a_stop_ends_a_running_and_a_paused_job():
     made.rounds(4)
     assert not made.job.pods
     other = paused(trains(world(elastic=False)))
+    assert "saves by itself: EDL cannot know what was saved" in made_reason(other)
     other.send(StopAsked())
     assert other.job.state is STOPPED
 

@@ -177,6 +177,16 @@ def stop(world: World, n: int) -> None:
         world.ask(stages.StopAsked())
 
 
+def stop_at_once(world: World, n: int) -> None:
+    if n % 4 == 0:
+        world.ask(stages.StopAsked(discard=True))
+
+
+def fill_disks(world: World, n: int) -> None:
+    world.full = [{"path"}, {"a"}, {"path", "a", "b"}, set()][n % 4]
+    world.stuck = n == 19
+
+
 def kill(world: World, n: int) -> None:
     pods = [pod.pod_id for pod in world.job.pods] or ["pod_9_9"]
     by_rank = wire.Kill(rank=n % 5)
@@ -217,6 +227,8 @@ TROUBLE = (
     pause,
     resume,
     stop,
+    stop_at_once,
+    fill_disks,
     kill,
 )
 ACTIONS = st.tuples(

@@ -8,6 +8,8 @@ its trainers train, as in an all-reduce; so the world can see when two worlds wo
 from dataclasses import dataclass, field, replace
 
 from job_server import stages, wire
+from job_server.job import HaltPhase
+from job_server.layout import unsaved
 from job_server.stages import Cluster, Event, Job, NodeView
 from job_server.wire import (
     LocalStage,
@@ -16,6 +18,9 @@ from job_server.wire import (
     PodReport,
     PodState,
     ReportKind,
+    Save,
+    SavePhase,
+    SaveState,
     SnapshotRef,
     StagePlan,
     Want,
@@ -87,6 +92,7 @@ class SimPod:
     launcher: Launcher | None = None
     snapshot: SnapshotRef | None = None  # in its shim
     tail: bool = False  # its launcher has exited 0, its script goes on
+    save: SaveState | None = None  # what its client writes of that, or has written
 
     def end(self, code: int | None = None, signal: int | None = None) -> None:
         self.phase, self.code, self.signal, self.launcher = PodPhase.EXITED, code, signal, None
@@ -136,6 +142,11 @@ class World:
         self.tail_code = 0  # of scripts, after their launcher has exited 0
         self.script_fails = 0  # how many more package scripts fail
         self.clients_lie = False  # a pod may live that its client reports as exited
+        self.has_path = True  # the script has a checkpoint path, which all nodes see
+        self.full: set[str] = set()  # nodes that can write nothing; "path": nobody can write there
+        self.save_rounds = 2  # so many reports does the writing of a state take
+        self.stuck = False  # no byte is written any more
+        self.in_run_folders: set[tuple[str, int, int]] = set()  # node, stage, step
 
     # --- the server -----------------------------------------------------------------------------
 
@@ -216,6 +227,7 @@ class World:
                 self.pod_ids.add(pod.pod_id)
         self.check_stages(job)
         self.check_slots(job)
+        self.check_kept(job, before)
         deadline = stages.next_deadline(job, self.now, self.cluster)
         assert deadline is None or deadline > self.now
 
@@ -233,6 +245,23 @@ class World:
             held = [pod.snapshot for pod in self.nodes[node_id].pods.values()]
             wanted = SnapshotRef(stage=source.stage, step=source.step, serial=source.serial)
             assert wanted in held, f"{node_id} has {held}, not {wanted}"
+
+    def check_kept(self, job: Job, before: Job) -> None:
+        """No pause and no end lets go of the newest state, unless somebody asked for that."""
+        if job.discard or before.state.ended:
+            return
+        gone = job.state.ended and job.state is not wire.JobState.SUCCEEDED
+        gone |= job.halt is not None and job.halt.phase is HaltPhase.RELEASE
+        if gone and (before.halt is None or before.halt.phase is not HaltPhase.RELEASE):
+            held = {
+                pod.pod_id
+                for sim in self.nodes.values()
+                for pod in sim.pods.values()
+                if pod.snapshot is not None
+            }
+            pods = tuple(pod for pod in before.pods if pod.pod_id in held)
+            lost = unsaved(replace(before, saved=job.saved, done=job.done, pods=pods))
+            assert lost is None, f"lost: {lost}"
 
     def end_or_now(self, job: Job) -> float:
         return self.now if job.ended_at is None else job.ended_at
@@ -299,6 +328,37 @@ class World:
                     pod.launcher = Launcher(wanted.pod_id)
         elif pod.phase is not PodPhase.EXITED and wanted.want is not Want.RUN:
             pod.end(signal=9) if wanted.want is Want.KILL else pod.end(code=0)
+        if pod is not None:
+            pod.save = self.saved(sim, pod, wanted.save)
+
+    def saved(self, sim: SimNode, pod: SimPod, order: Save | None) -> SaveState | None:
+        """Write a bit more of the state that a pod's shim holds, as ordered."""
+        if order is None:
+            return None
+        state, held = pod.save, pod.snapshot
+        if state is None or state.id != order.id:
+            if held is None:
+                failed, why = SavePhase.FAILED, "it holds nothing"
+                return SaveState(id=order.id, phase=failed, reason=why, nothing=True)
+            return SaveState(
+                id=order.id,
+                phase=SavePhase.WRITING,
+                stage=held.stage,
+                step=held.step,
+                total_bytes=self.save_rounds,
+            )
+        if state.phase is not SavePhase.WRITING or self.stuck:
+            return state
+        if state.written_bytes < self.save_rounds:
+            return replace(state, written_bytes=state.written_bytes + 1)
+        if self.has_path and not order.spare and not {"path", sim.node.node_id} & self.full:
+            self.durable = max(self.durable, state.step)
+            return replace(state, phase=SavePhase.WRITTEN, path="/shared/checkpoint")
+        if sim.node.node_id in self.full:
+            return replace(state, phase=SavePhase.FAILED, reason="No space left on device")
+        self.in_run_folders.add((sim.node.node_id, state.stage, state.step))
+        path = f"/{sim.node.node_id}/run/checkpoint"
+        return replace(state, phase=SavePhase.WRITTEN, path=path, spare=True)
 
     def report(self, sim: SimNode) -> None:
         states = tuple(
@@ -309,6 +369,7 @@ class World:
                 exit_code=pod.code,
                 signal=pod.signal,
                 reason="the package script failed" if pod.code == 3 else "",
+                save=pod.save,
             )
             for pod in sim.pods.values()
         )
@@ -428,8 +489,6 @@ class World:
                 self.going(launcher, run)
                 if run.phase is LocalStage.PARKED:
                     self.tell(pod, plan, ReportKind.DRAINED, once=run.step)
-                if plan.durable:
-                    self.durable = max(self.durable, run.step)
             case _:
                 self.cuts.pop(plan.stage, None)
                 if run.phase is LocalStage.PARKED:
@@ -504,6 +563,10 @@ class World:
         source = plan.restore_from
         if source is None:
             return self.durable
+        if source.path:
+            homes = {(pod.node_id, source.stage, source.step) for pod in plan.pods}
+            assert homes & self.in_run_folders or not source.spare, f"no node has {source}"
+            return max(source.step, self.durable)
         held = [p.snapshot for sim in self.nodes.values() for p in sim.pods.values()]
         wanted = [s for s in held if s and (s.stage, s.step) == (source.stage, source.step)]
         return source.step if wanted else self.durable
@@ -596,7 +659,7 @@ class World:
                     self.tell(pod, run.plan, kind, once=step)
         if parks:
             self.cuts.pop(stage)
-        if step % 7 == 0 and step <= self.total_steps:
+        if step % 7 == 0 and step <= self.total_steps and self.has_path:
             self.durable = max(self.durable, step)
 
     def complete(self, pod: SimPod, launcher: Launcher, run: Run) -> None:
@@ -709,6 +772,8 @@ class World:
         """From now on everybody lives and answers, but for launchers that the server waits for."""
         self.start_server()
         self.script_fails = 0
+        self.full.clear()
+        self.stuck = False
         for sim in self.nodes.values():
             self.power_on(sim)
         current = self.job.current

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from pod_runtime.channel import close_all
+from pod_runtime.segment_header import read_newest
 from pod_runtime.trainer.audit import audit
 from pod_runtime.trainer.checkpoint import CheckpointStore
+from pod_runtime.trainer.last_save import write_state
 from pod_runtime.trainer.storage import open_storage
 from pod_runtime.verify import main as verify
 from pod_runtime.verify import read_ledger
@@ -222,10 +224,14 @@ def test_pausing_leaves_a_checkpoint_that_another_job_continues(launch, tmp_path
     stage.wait_step(1)
     stage.cut(1, durable=True, halt="pause")
     step = stage.drained()
+    stage.end()
+    fd = job.segments[1][-1]  # as the shim that outlives them
+    header = read_newest(fd)
+    assert header is not None
+    assert write_state(fd, header.stamp, spare=False, tell=lambda _: None) == (str(path), False)
     newest = CheckpointStore(open_storage(path)).load_newest()
     assert newest is not None
     assert newest[0].status.step == step
-    stage.end()
 
     # The job keeps its place while it is paused, unless another one is told to replace it.
     refused = launch("counting.py", 2, "refused")

@@ -1,0 +1,127 @@
+"""Have the state that shims hold written as a checkpoint, by a process of its own."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from job_server.wire import Save, SavePhase, SaveState, WireError, decode
+from pod_runtime import env, shim_wire
+
+logger = logging.getLogger(__name__)
+
+MAX_STARTS = 3  # of a writer that dies without a word
+_MARKS = (env.RUN_MARKER, env.POD_ID, "EDL_POD_DIR")  # who ends a pod ends what carries them
+
+
+class Saving:
+    """One try to write a state. Thread-safe; its thread starts the writer and reads what it says.
+
+    The writer dies with this process: the next client of the node starts another one.
+    """
+
+    def __init__(
+        self,
+        order: Save,
+        folders: Sequence[Path],
+        environment: Mapping[str, str],
+        changed: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            folders: of the shims, the newest of whose states is written.
+            environment: of the pod: what its script may need to reach its checkpoints.
+            changed: called when the try is over.
+        """
+        self.order = order
+        self.state = SaveState(id=order.id, phase=SavePhase.WRITING)
+        self._folders = list(folders)
+        self._environment = writer_environment(environment)
+        self._changed = changed
+        self._lock = threading.Lock()  # guards _process and _cancelled
+        self._process: subprocess.Popen[str] | None = None  # None: none runs
+        self._cancelled = False
+        self._thread = threading.Thread(target=self._run, name="saving", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def cancel(self) -> None:
+        """Kill the writer; `is_over` when it is dead. The state stays what it was."""
+        with self._lock:
+            self._cancelled = True
+            if self._process is not None:
+                self._process.kill()
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        why = ""
+        for _ in range(MAX_STARTS):
+            why = self._try()
+            if self._cancelled:
+                return
+            if self.state.phase is not SavePhase.WRITING:
+                break
+            logger.warning("the writer of a checkpoint %s", why)
+        else:
+            self.state = replace(
+                self.state, phase=SavePhase.FAILED, reason=f"the writer {why}, {MAX_STARTS} times"
+            )
+        said = self.state
+        if said.phase is SavePhase.WRITTEN:
+            logger.info("step %d is written to %s", said.step, said.path)
+        else:
+            logger.error("step %d is not written: %s", said.step, said.reason)
+        self._changed()
+
+    def _try(self) -> str:
+        """Run one writer to its end; return how it ended."""
+        command = [sys.executable, "-m", "pod_runtime.save", "--id", str(self.order.id)]
+        command += ["--parent", str(os.getpid()), *(["--spare"] if self.order.spare else [])]
+        command += [str(folder) for folder in self._folders]
+        try:
+            with self._lock:
+                if self._cancelled:
+                    return "was cancelled"
+                process = self._process = subprocess.Popen(
+                    command,
+                    env=self._environment,
+                    cwd="/",
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    start_new_session=True,  # a Ctrl-C is for the client, which decides
+                )
+        except OSError as error:
+            return f"cannot be started: {error}"
+        assert process.stdout is not None
+        words = ""
+        with process.stdout:
+            for line in process.stdout:
+                try:
+                    self.state = decode(SaveState, json.loads(line))
+                except (ValueError, WireError):  # a warning, or the end of a traceback
+                    words = line.strip() or words
+        code = process.wait()
+        with self._lock:
+            self._process = None
+        return f"ended with {code}" + (f": {words}" if words else "")
+
+
+def writer_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return a pod's environment for a process that is no part of it, and survives its end."""
+    own = {name: value for name, value in environment.items() if name not in _MARKS}
+    root = Path(shim_wire.__file__).resolve().parents[1]
+    if not {"site-packages", "dist-packages"} & set(root.parts):  # a clone, not installed
+        paths = [str(root), environment.get("PYTHONPATH", "")]
+        own["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    return own

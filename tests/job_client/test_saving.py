@@ -1,0 +1,249 @@
+"""States that only shims hold are written: real shims, real segments, real writers."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from job_client.agent import End
+from job_client.saving import Saving
+from job_server.wire import PodPhase, Save, SavePhase, SaveState, Want
+from pod_runtime import shim_wire
+from pod_runtime.segment_header import Stamp
+from pod_runtime.shim_wire import ShimError
+from pod_runtime.trainer.checkpoint import CheckpointId, CheckpointStore
+from pod_runtime.trainer.image import Places, meta_bytes
+from pod_runtime.trainer.owner import Owner, job_holder
+from pod_runtime.trainer.snapshot import Segment
+from pod_runtime.trainer.storage import LocalStorage
+from tests.job_client.conftest import pod
+from tests.pod_runtime.trainer.states import make_image
+from tests.support import wait_until
+
+
+def hold(folder: Path, places: Places | None, *, step: int = 12, fill: float = 1.0) -> None:
+    """Have the shim of `folder` hold a state of stage 3."""
+    image = make_image(stage=3, step=step, fill=fill)
+    meta = meta_bytes(
+        json.dumps(image.status.to_json()),
+        json.dumps(image.scalars),
+        image.layout,
+        "null" if places is None else json.dumps(places.to_json()),
+    )
+    segment = Segment.make(
+        "test", writers=1, meta_bytes=len(meta), data_bytes=image.layout.total_bytes
+    )
+    segment.write_whole(State(image.data), image.layout, Stamp(stage=3, step=step), meta)  # type: ignore[arg-type]
+    described = {"pod_id": folder.name, "stage": 3, "size_bytes": segment.handle.size_bytes}
+    shim_wire.request(folder, {"op": "put", "segment": described}, (segment.fd,))
+    segment.close()
+
+
+class State:
+    """What an adapter does for a segment."""
+
+    def __init__(self, data: memoryview) -> None:
+        self.data = data
+
+    def copy_out(self, target: memoryview, start: int, stop: int) -> None:
+        target[start:stop] = self.data[start:stop]
+
+
+@pytest.fixture
+def shim(tmp_path: Path):
+    """A pod that sleeps, under a shim."""
+    folder = tmp_path / "pod_0"
+    folder.mkdir()
+    command = [sys.executable, "-m", "pod_runtime.shim", "--pod_dir", str(folder), "--"]
+    process = subprocess.Popen([*command, "sleep", "600"], cwd=tmp_path)
+    wait_until(lambda: answers(folder))
+    yield folder
+    shim_wire.request(folder, {"op": "release"})
+    shim_wire.request(folder, {"op": "kill"})
+    process.wait(20)
+
+
+def answers(folder: Path) -> bool:
+    try:
+        shim_wire.request(folder, {"op": "status"})
+    except ShimError:
+        return False
+    return True
+
+
+def places(tmp_path: Path, checkpoint: str = "checkpoint") -> Places:
+    path = str(tmp_path / checkpoint) if checkpoint else None
+    return Places.of(path, 3, tmp_path / "run", job_id="job", submitted_at=1.0)
+
+
+def written(folder: Path, *, spare: bool = False) -> SaveState:
+    saving = Saving(Save(id=7, spare=spare), [folder], dict(os.environ), lambda: None)
+    saving.start()
+    wait_until(lambda: saving.is_over)
+    assert saving.state.id == 7
+    return saving.state
+
+
+def weight_at(path: Path, step: int) -> float:
+    image = CheckpointStore(LocalStorage(path)).load(CheckpointId(3, step))
+    return float(np.frombuffer(image.data, np.float32, count=1)[0])
+
+
+def test_the_newest_state_goes_where_the_script_has_its_checkpoints(shim, tmp_path):
+    hold(shim, places(tmp_path), fill=0.5)
+    said = written(shim)
+    assert said == SaveState(
+        id=7,
+        phase=SavePhase.WRITTEN,
+        stage=3,
+        step=12,
+        written_bytes=said.total_bytes,
+        total_bytes=said.total_bytes,
+        path=str(tmp_path / "checkpoint"),
+    )
+    assert said.total_bytes > 0
+    assert weight_at(tmp_path / "checkpoint", 12) == 0.5
+    again = written(shim)  # it is there: nothing is written twice
+    assert (again.phase, again.path) == (SavePhase.WRITTEN, said.path)
+
+
+@pytest.mark.parametrize("why", ["no path", "full", "told to", "another job's"])
+def test_the_run_folder_takes_what_the_checkpoint_path_does_not(shim, tmp_path, why):
+    if why == "full":
+        (tmp_path / "checkpoint").write_text("a file, so no folder can be made below it")
+    if why == "another job's":
+        storage = LocalStorage(tmp_path / "checkpoint")
+        other = Owner(storage, job_holder("other", 2.0, "http://127.0.0.1:1"))
+        other.claim()
+        other.close()
+    hold(shim, places(tmp_path, "" if why == "no path" else "checkpoint"))
+    said = written(shim, spare=why == "told to")
+    assert (said.phase, said.path) == (SavePhase.WRITTEN, str(tmp_path / "run" / "checkpoint"))
+    assert said.spare
+    assert weight_at(tmp_path / "run" / "checkpoint", 12) == 1.0
+    assert not list(tmp_path.glob("checkpoint/stage_*"))
+
+
+def test_what_can_be_written_nowhere_is_refused_with_both_reasons(shim, tmp_path):
+    for name in ("checkpoint", "run"):
+        (tmp_path / name).write_text("a file")
+    hold(shim, places(tmp_path))
+    said = written(shim)
+    assert said.phase is SavePhase.FAILED
+    assert said.reason.count("not written: ") == 2, said.reason
+    assert (said.stage, said.step) == (3, 12)
+
+
+def test_a_shim_without_a_state_and_a_state_without_places_are_refused(shim):
+    said = written(shim)
+    assert said.phase is SavePhase.FAILED
+    assert said.nothing
+    assert said.reason == "no shim of this node holds a snapshot"
+    hold(shim, None)
+    assert "did not say where to write it" in written(shim).reason
+
+
+def writers() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [each for each in children if "pod_runtime.save" in each.cmdline()]
+
+
+def test_a_writer_that_is_killed_amid_its_work_is_followed_by_another(shim, tmp_path):
+    hold(shim, places(tmp_path))
+    folder = tmp_path / "checkpoint" / CheckpointId(3, 12).folder
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / "train_status.json")  # nobody reads: the writer stays here
+    saving = Saving(Save(id=1), [shim], dict(os.environ), lambda: None)
+    saving.start()
+    tensors = folder / "extra.safetensors"
+    wait_until(lambda: tensors.exists() and writers(), what="the last file before that one")
+    (folder / "train_status.json").unlink()
+    writers()[0].send_signal(signal.SIGKILL)
+    wait_until(lambda: saving.is_over)
+    assert saving.state.phase is SavePhase.WRITTEN
+    assert weight_at(tmp_path / "checkpoint", 12) == 1.0
+
+
+def test_a_writer_that_dies_again_and_again_is_given_up_and_one_that_is_called_off_is_killed(
+    shim, tmp_path
+):
+    environ = {**os.environ, "PYTHONHOME": "/nowhere"}  # no interpreter starts so
+    saving = Saving(Save(id=1), [shim], environ, lambda: None)
+    saving.start()
+    wait_until(lambda: saving.is_over)
+    assert saving.state.phase is SavePhase.FAILED
+    assert "3 times" in saving.state.reason
+    hold(shim, places(tmp_path))
+    folder = tmp_path / "checkpoint" / CheckpointId(3, 12).folder
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / "train_status.json")
+    saving = Saving(Save(id=1), [shim], dict(os.environ), lambda: None)
+    saving.start()
+    wait_until(lambda: (folder / "extra.safetensors").exists())
+    saving.cancel()
+    wait_until(lambda: saving.is_over)
+    assert saving.state.phase is SavePhase.WRITING
+    assert not writers()
+
+
+def test_a_client_writes_what_the_server_orders_and_says_so(start_client, server, tmp_path):
+    start_client()
+    server.want(pod())
+    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    hold(tmp_path / "log" / "pods" / "pod_0_0", places(tmp_path))
+    server.want(pod(want=Want.HOLD))
+    server.wait_phase("pod_0_0", PodPhase.EXITED)
+    server.want(pod(want=Want.HOLD, save=Save(id=4)))
+    state = server.wait_state(
+        "pod_0_0",
+        lambda state: state.save is not None and state.save.phase is SavePhase.WRITTEN,
+        "written",
+    )
+    assert state.save is not None
+    assert (state.save.id, state.save.step) == (4, 12)
+    assert weight_at(tmp_path / "checkpoint", 12) == 1.0
+    server.want(pod(want=Want.HOLD))
+    server.wait_state("pod_0_0", lambda state: state.save is None, "not told to save")
+
+
+def test_a_client_that_is_ended_writes_the_newest_state_and_the_next_one_knows(
+    start_client, server, tmp_path
+):
+    client = start_client()
+    server.want(pod(last_save=True))
+    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    hold(tmp_path / "log" / "pods" / "pod_0_0", places(tmp_path))
+    client.end()
+    assert weight_at(tmp_path / "checkpoint", 12) == 1.0
+    goodbye = server.reports[-1]
+    assert goodbye.leaving
+    (state,) = goodbye.pods
+    assert not state.holds
+    assert state.save is not None
+    assert (state.save.id, state.save.step) == (0, 12)
+    # As after a power cut before the goodbye: the folder is all that the next client has.
+    (tmp_path / "log" / "pods" / "pod_0_0" / "released").unlink()
+    start_client()
+    later = server.wait_phase("pod_0_0", PodPhase.EXITED)
+    assert (later.save, later.holds) == (state.save, False)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_client_that_is_killed_or_not_told_to_writes_nothing_and_says_what_is_lost(
+    start_client, server, tmp_path, caplog, told
+):
+    client = start_client()
+    server.want(pod(last_save=told))
+    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    hold(tmp_path / "log" / "pods" / "pod_0_0", places(tmp_path))
+    with caplog.at_level(logging.ERROR):
+        client.end(End.KILL if told else End.STOP)
+    assert not (tmp_path / "checkpoint").exists()
+    assert ("held in memory is lost" in caplog.text) == told

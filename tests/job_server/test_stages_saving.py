@@ -1,0 +1,311 @@
+"""No pause and no end of a job lets its newest state go, unless somebody wants that."""
+
+from dataclasses import replace
+
+import pytest
+
+from job_server import stages, wire
+from job_server.job import At, HaltPhase
+from job_server.stages import PauseAsked, ResumeAsked, StopAsked
+from job_server.wire import JobState
+from tests.job_server.test_stages_changes import records, trains, world
+from tests.job_server.world import World
+
+PAUSED, STOPPED, FAILED = JobState.PAUSED, JobState.STOPPED, JobState.FAILED
+
+
+def reason(made: World) -> str:
+    return stages.job_status(made.job, made.now, 0).reason
+
+
+def crash(made: World, count: int = 1) -> None:
+    """Kill a trainer of each of the next stages, as soon as it trains."""
+    for _ in range(count):
+        made.run_until(JobState.RUNNING)
+        _, pod, launcher = made.launchers()[0]
+        made.kill_trainer(pod, launcher)
+        made.round()
+
+
+def newest(made: World) -> int:
+    held = [pod.snapshot for sim in made.nodes.values() for pod in sim.pods.values()]
+    return max(ref.step for ref in held if ref is not None)
+
+
+def ahead(made: World) -> World:
+    """Train until memory holds a newer state than any checkpoint."""
+    trains(made)
+    while newest(made) <= made.durable:
+        made.round()
+    return made
+
+
+def saving(made: World) -> None:
+    for _ in range(40):
+        if made.job.halt is not None and made.job.halt.phase is HaltPhase.SAVE:
+            return
+        made.round(0.2)
+    raise AssertionError(made.reasons)
+
+
+def resumes_at(made: World, step: int) -> None:
+    made.send(ResumeAsked())
+    trains(made)
+    assert records(made)[-1].first_step == step + 1
+
+
+def test_a_pause_while_recovering_writes_what_the_shims_hold():
+    made = ahead(world())
+    crash(made)
+    assert made.job.state is JobState.RECOVERING
+    step = newest(made)
+    made.send(PauseAsked())
+    made.run_until(PAUSED)
+    assert made.durable == step
+    assert f"step {step} is in /shared/checkpoint" in reason(made) or made.job.saved is not None
+    resumes_at(made, step)
+
+
+def test_a_trainer_that_dies_in_the_cut_of_a_pause_costs_no_step_that_is_in_memory():
+    made = ahead(world())
+    made.send(PauseAsked())
+    _, pod, launcher = made.launchers()[0]
+    made.kill_trainer(pod, launcher)
+    step = newest(made)
+    made.run_until(PAUSED)
+    resumes_at(made, step)
+
+
+def test_a_trainer_that_dies_while_its_state_is_written_costs_nothing():
+    made = trains(world())
+    made.save_rounds = 20
+    made.send(PauseAsked())
+    saving(made)
+    step = made.job.progress.step
+    _, pod, launcher = made.launchers()[0]
+    made.kill_trainer(pod, launcher)
+    made.run_until(PAUSED)
+    resumes_at(made, step)
+
+
+@pytest.mark.parametrize("asked", [PauseAsked(), StopAsked()])
+def test_a_checkpoint_is_waited_for_as_long_as_its_bytes_grow(asked):
+    made = trains(world(prepare_timeout_s=10.0))
+    made.save_rounds = 200
+    made.send(asked)
+    made.rounds(120)  # a minute
+    assert made.job.state in (JobState.PAUSING, JobState.STOPPING)
+    status = stages.job_status(made.job, made.now, 0)
+    assert status.saving is not None
+    assert 50 < status.saving.written_bytes < status.saving.total_bytes == 200
+    made.run_until(PAUSED, STOPPED)
+    assert made.durable == made.job.progress.step
+
+
+def test_a_pause_without_a_checkpoint_path_goes_to_a_run_folder_and_is_resumed_there():
+    made = world(nodes=3, slots=1, max_pods=1, pods=1)
+    made.has_path = False
+    trains(made)
+    made.send(PauseAsked())
+    made.run_until(PAUSED)
+    step = made.job.progress.step
+    assert reason(made) == f"paused; step {step} is in /a/run/checkpoint"
+    made.nodes["a"].link = False
+    made.rounds(20)
+    made.send(ResumeAsked())
+    made.rounds(10)
+    assert f"step {step} is on node a, in /a/run/checkpoint" in reason(made)
+    made.nodes["a"].link = True
+    trains(made)
+    assert records(made)[-1].first_step == step + 1
+    assert [pod.node_id for pod in stages.running_pods(made.job)] == ["a"]
+
+
+def test_a_pause_that_can_be_written_nowhere_is_called_off_and_the_trainers_go_on():
+    made = trains(world())
+    made.full = {"path", "a", "b"}
+    made.send(PauseAsked())
+    made.run_until(JobState.RUNNING)
+    assert "not paused: the state of step " in reason(made)
+    assert reason(made).endswith("cannot be written: a: No space left on device; the job goes on")
+    before = made.job.progress.step
+    made.rounds(5)
+    assert made.job.progress.step > before
+    assert len(records(made)) == 1
+    made.full = set()
+    made.send(PauseAsked())
+    made.run_until(PAUSED)
+
+
+def test_a_pause_while_recovering_that_can_be_written_nowhere_lets_the_recovery_go_on():
+    made = trains(world())
+    crash(made)
+    made.full = {"path", "a", "b"}
+    made.send(PauseAsked())
+    for _ in range(40):
+        made.round()
+    assert made.job.state is JobState.RUNNING, made.reasons
+    assert any("not paused" in line for line in made.reasons)
+
+
+def test_another_node_writes_to_its_run_folder_where_the_first_cannot():
+    made = trains(world(pods=4, nodes=2))
+    made.full = {"a"}
+    made.send(PauseAsked())
+    made.run_until(PAUSED)
+    step = made.job.progress.step
+    assert made.job.saved == wire.Saved(
+        stage=1, step=step, path="/b/run/checkpoint", node_id="b", spare=True
+    )
+    resumes_at(made, step)
+
+
+def test_a_writer_from_which_no_byte_comes_is_given_up():
+    made = trains(world())
+    made.stuck = True
+    made.send(PauseAsked())
+    made.rounds(30)
+    assert reason(made).startswith("node a writes the state of step ")
+    made.run_until(JobState.RUNNING)
+    assert "not paused" in "".join(made.reasons)
+    assert "nothing was written for 60 s" in "".join(made.reasons)
+
+
+def test_a_job_that_fails_by_its_budgets_writes_what_is_in_memory_first():
+    made = ahead(world(max_failures=0))
+    crash(made)
+    step = newest(made)
+    made.run_until(FAILED)
+    assert made.durable == step
+    assert "max_failures" in reason(made)
+    made.rounds(4)
+    assert not made.job.pods
+
+
+@pytest.mark.parametrize("ended_by", ["room", "time", "discard"])
+def test_a_failed_state_that_cannot_be_written_stays_in_memory_for_a_while(ended_by):
+    made = ahead(world(max_failures=0, keep_failed_s=100.0))
+    made.full = {"path", "a", "b"}
+    crash(made)
+    step = newest(made)
+    made.rounds(60)
+    assert made.job.state is JobState.STOPPING
+    assert f"the state of step {step} is kept in memory for 1 min 40 s" in reason(made)
+    assert "No space left on device" in reason(made)
+    assert "`edl stop job --discard` gives it up" in reason(made)
+    assert not stages.slots_held(made.job).get("a"), "others may have the slots"
+    assert newest(made) == step
+    if ended_by == "room":
+        made.full = set()
+        made.rounds(30)
+        assert made.durable == step
+    elif ended_by == "time":
+        made.rounds(200)
+        assert f"step {made.job.progress.step} is lost" in "".join(made.reasons)
+    else:
+        made.send(StopAsked(discard=True))
+        made.rounds(10)
+        assert f"step {made.job.progress.step} is lost" in "".join(made.reasons)
+    assert made.job.state is FAILED, made.reasons
+    assert "max_failures" in reason(made)
+    made.rounds(4)
+    assert not made.job.pods
+
+
+def test_a_stop_is_never_refused_and_discards_only_when_told_to():
+    made = trains(world())
+    made.full = {"path", "a", "b"}
+    made.send(StopAsked())
+    made.rounds(40)
+    assert made.job.state is JobState.STOPPING
+    assert "kept in memory for 1 h 0 min" in reason(made)
+    step = made.job.progress.step
+    made.send(StopAsked(discard=True))
+    made.run_until(STOPPED)
+    assert f"step {step} is lost: its state was not written" in "".join(made.reasons)
+
+
+def test_a_stop_that_discards_waits_for_nothing():
+    made = trains(world())
+    made.save_rounds = 1000
+    made.send(StopAsked(discard=True))
+    made.rounds(6)
+    assert made.job.state is STOPPED, made.reasons
+    assert made.job.saved is None
+
+
+def test_a_server_that_restarts_while_a_state_is_written_waits_for_the_same_writer():
+    made = trains(world())
+    made.save_rounds = 10
+    made.send(PauseAsked())
+    saving(made)
+    made.rounds(4)
+    held = made.job.halt
+    made.stop_server()
+    made.start_server()
+    assert made.job.halt is not None
+    assert held is not None
+    assert made.job.halt.save == held.save
+    made.run_until(PAUSED)
+    assert made.durable == made.job.progress.step
+
+
+def test_one_node_is_told_to_write_when_it_is_ended_and_the_other_takes_its_place():
+    made = trains(world(pods=4))
+
+    def told() -> list[str]:
+        return [
+            name
+            for name in made.nodes
+            if any(pod.last_save for pod in stages.node_pods(made.job, name))
+        ]
+
+    assert told() == ["a"]
+    made.power_off(made.nodes["a"])
+    made.rounds(20)
+    assert told() == ["b"]
+
+
+def test_what_a_client_wrote_as_it_was_ended_is_where_the_job_goes_on():
+    made = ahead(world())
+    step = newest(made)
+    said = wire.SaveState(
+        id=0,
+        phase=wire.SavePhase.WRITTEN,
+        stage=1,
+        step=step,
+        path="/a/run/checkpoint",
+        spare=True,
+    )
+    states = tuple(
+        wire.PodState(
+            pod_id=pod.pod_id,
+            job_id="job",
+            phase=wire.PodPhase.EXITED,
+            signal=15,
+            save=said,
+            holds=False,
+        )
+        for pod in made.nodes["a"].pods.values()
+    )
+    made.in_run_folders.add(("a", 1, step))
+    made.nodes["a"].pods.clear()
+    made.send(stages.NodeReported("a", states))
+    trains(made)
+    assert records(made)[-1].first_step == step + 1
+    assert f"from step {step} of stage 1, in /a/run/checkpoint" in "".join(made.reasons)
+
+
+def test_trainers_without_memory_for_a_snapshot_have_written_a_checkpoint_or_the_pause_is_off():
+    for durable, state in (("/shared/checkpoint", PAUSED), ("", JobState.RUNNING)):
+        made = trains(world(pods=1))
+        made.send(PauseAsked())
+        stage = made.job.current
+        assert stage is not None
+        member = replace(
+            stage.members[0], at=At.PARKED, step=made.job.progress.step, durable=durable
+        )
+        made.job = replace(made.job, current=stage.with_member(member))
+        made.send(stages.Tick())
+        made.run_until(state)
+        assert (made.job.saved is not None) == bool(durable)

@@ -28,9 +28,12 @@ else
 fi
 source "$recipe" # sets `options`
 
-# Not `exec`: when the pod's shim is killed, this shell dies with it and the launcher lives on for the
-# moment that it needs to clean up.
-python -m pod_runtime.launch --log_dir "${EDL_POD_DIR:-log}/trainers" --log_level 20 \
-    train_with_fleet.py "${options[@]}" \
-    --checkpoint="$checkpoint" --model_save_dir="$keep/output" "$@"
+launch=(python -m pod_runtime.launch --log_dir "${EDL_POD_DIR:-log}/trainers" --log_level 20
+    train_with_fleet.py "${options[@]}"
+    --checkpoint="$checkpoint" --model_save_dir="$keep/output" "$@")
+# Alone, a SIGTERM is for the training, which writes a last checkpoint: this shell would only die of it.
+[ -n "${PADDLE_JOBSERVER:-}" ] || exec "${launch[@]}"
+# In a pod not `exec`: when the pod's shim is killed, this shell dies with it and the launcher lives on
+# for the moment that it needs to clean up.
+"${launch[@]}"
 exit $?

@@ -19,6 +19,7 @@ case " $* " in
     *" --distill_teachers"* | *" --distill_discovery"*) ;;
     *) [ -n "${PADDLE_DISTILL_BALANCE_SERVER:-}" ] || teachers=(--distill_teachers=127.0.0.1:9898) ;;
 esac
-# Not `exec`: see there.
+# `exec` only where it does so, too: see there.
+[ -n "${PADDLE_JOBSERVER:-}" ] || exec "$here/train_pretrain.sh" ${teachers[@]+"${teachers[@]}"} "$@"
 "$here/train_pretrain.sh" ${teachers[@]+"${teachers[@]}"} "$@"
 exit $?

@@ -188,6 +188,24 @@ def test_a_discovery_of_the_environment_will_do(monkeypatch):
     assert parse([TEACH]).distill_teachers is None
 
 
+@pytest.mark.parametrize("script", ["train_pretrain.sh", "scripts/train_student.sh"])
+def test_alone_a_script_becomes_the_training_so_that_signals_reach_it(tmp_path, script):
+    """A container sends its SIGTERM to its first process only."""
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    (bin_folder / "python").write_text("#!/bin/sh\necho pid $$\n")
+    (bin_folder / "python").chmod(0o755)
+    path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
+    for server, alone in ((None, True), ("http://127.0.0.1:1", False)):
+        given = {"PADDLE_JOBSERVER": server} if server is not None else {}
+        with subprocess.Popen(
+            ["bash", str(SCRIPTS.parent / script)], cwd=tmp_path, stdout=subprocess.PIPE,
+            env=environment(PATH=path, **given), text=True,
+        ) as shell:  # fmt: skip
+            said, _ = shell.communicate(timeout=60)
+        assert (f"pid {shell.pid}" in said.splitlines()) == alone, said
+
+
 @pytest.mark.parametrize(
     ("given", "teachers"),
     [

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -20,8 +21,9 @@ from job_server.wire import JobSpec, JobState, JobStatus
 from pod_runtime import processes
 from pod_runtime.errors import LaunchError
 from pod_runtime.orphans import remove_shared_memory
+from pod_runtime.run_output import TrainerOutput
 from pod_runtime.run_programs import Program
-from pod_runtime.run_view import PodOutput, Watch
+from pod_runtime.run_view import Watch, without_end
 from pod_runtime.trainers import read_tail
 
 RUN_ID = "EDL_RUN_ID"  # every process of one `edl run` carries it
@@ -59,7 +61,7 @@ class Session:
         self._server: Program | None = None  # None: not started
         self._client: Program | None = None  # None: not started
         self._interrupts = 0
-        self._output = PodOutput(config.folder / "client" / "pods", sys.stdout.buffer)
+        self._output = TrainerOutput(config.folder / "trainers", sys.stdout.buffer)
 
     def run(self) -> int:
         """Return the exit code.
@@ -75,7 +77,7 @@ class Session:
                 self._end_programs()
             finally:
                 self._kill_rest()
-        self._output.show_new()
+        self._output.show_new(last=True)
         if self._interrupts:
             _show(f"interrupted; logs and state are in {self._config.folder}")
             return INTERRUPTED
@@ -161,11 +163,11 @@ class Session:
             watch.changed.clear()
             status = watch.status
             for event in watch.take_events():
-                _show(event.text)
+                _show(without_end(event.text))
             self._output.show_new()
             if status is not None and status.state.ended:
                 for event in watch.fetch_events():
-                    _show(event.text)
+                    _show(without_end(event.text))
                 return status
             self._look_after_programs()
             if self._interrupts and not asked:
@@ -215,19 +217,39 @@ class Session:
             _show("the job was cut short")
             return 1
         folder = self._config.folder
-        state, reason = status.state.value, status.reason
+        state, stages = status.state.value, len(status.stages)
+        reason = status.reason.removeprefix(f"{state}: ")
+        failed = status.state is JobState.FAILED
         _show(
-            f"{state} after step {status.step}, {len(status.stages)} stages and "
-            f"{status.account.total_s:.1f} s: {reason.removeprefix(f'{state}: ')}"
+            f"{state} after step {status.step}, {stages} stage{'s' if stages > 1 else ''} and "
+            f"{status.account.total_s:.1f} s{'' if failed else f': {reason}'}"
         )
+        if failed:
+            _show(reason)
+            self._show_end_of(self._culprit(reason))
         _show(f"logs and state in {folder}")
-        if status.state is JobState.SUCCEEDED:
-            return 0
-        logs = sorted((folder / "trainers").glob("*.log"), key=lambda path: path.stat().st_mtime)
-        for path in logs[-1:]:
-            tail = "\n".join(f"  {line}" for line in read_tail(path)[-_SHOWN_LINES:])
-            _show(f"the end of {path}:\n{tail}")
-        return 1
+        return 0 if status.state is JobState.SUCCEEDED else 1
+
+    def _culprit(self, reason: str) -> Path | None:
+        """Return the newest log of the rank that the reason names, else of all; None: no log."""
+        named = re.search(r"\brank (\d+) \(", reason)
+        ranks = (named[1], "*") if named is not None else ("*",)
+        for rank in ranks:
+            logs = (self._config.folder / "trainers").glob(f"trainer_{rank}.stage_*.log")
+            newest = max(logs, key=lambda path: path.stat().st_mtime, default=None)
+            if newest is not None:
+                return newest
+        return None
+
+    def _show_end_of(self, log: Path | None) -> None:
+        """Show the traceback that ended the job, if it is off the screen; else the last lines."""
+        if log is None:
+            return
+        lines = self._output.repeat(log)
+        if lines is None:
+            lines = read_tail(log)[-_SHOWN_LINES:]
+        shown = "".join(f"\n  {line}" for line in lines)
+        _show(f"the end of {log}:{shown}" if shown else f"its output: {log}")
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -263,6 +285,8 @@ def _lost(status: JobStatus | None) -> str:
 
 
 def _show(text: str) -> None:
+    if not text:
+        return
     sys.stdout.write(f"edl: {text}\n")
     sys.stdout.flush()
 

@@ -1,17 +1,14 @@
-"""What `edl run` shows: the job's events, its state, and the trainers' output."""
+"""What `edl run` shows of the job itself: its events and its state."""
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from typing import BinaryIO
 
 from job_server.api_client import ApiClient
 from job_server.errors import JobServerError
-from job_server.wire import JobEvent, JobStatus
+from job_server.wire import JobEvent, JobState, JobStatus
 
 _RETRY_S = 0.3
 _POLL_S = 5.0
-_OURS = b"[rank "  # what the launchers print of their trainers' output begins so
 
 
 class Watch:
@@ -71,26 +68,9 @@ class Watch:
                     self.changed.set()
 
 
-class PodOutput:
-    """The trainers' lines out of the pods' logs, in which the launchers' own lines stay."""
-
-    def __init__(self, pods_dir: Path, output: BinaryIO) -> None:
-        self._pods_dir, self._output = pods_dir, output
-        self._read: dict[Path, tuple[int, bytes]] = {}  # bytes read, begun line
-
-    def show_new(self) -> None:
-        """Copy what has been added since the last call."""
-        for path in sorted(self._pods_dir.glob("*/log")):
-            offset, begun = self._read.get(path, (0, b""))
-            try:
-                with path.open("rb") as file:
-                    file.seek(offset)
-                    added = file.read()
-            except OSError:
-                continue
-            *lines, begun_now = (begun + added).split(b"\n")
-            self._read[path] = offset + len(added), begun_now
-            shown = b"".join(line + b"\n" for line in lines if line.startswith(_OURS))
-            if shown:
-                self._output.write(shown)
-        self._output.flush()
+def without_end(text: str) -> str:
+    """Return an event's text without the end of the job, which is told last and once."""
+    for state in JobState:
+        if state.ended:
+            text = text.partition(f"{state.value}: ")[0]
+    return text.removesuffix("; ")

@@ -341,6 +341,8 @@ class Owner:
 
     def _at_exit(self) -> None:
         """A script alone is over when its process ends, and others need not watch for a minute."""
+        if os.getpid() != self.me.pid:  # a fork of the script that ends
+            return
         try:
             found = self.read()
         except CheckpointError:
@@ -407,15 +409,17 @@ def _ask_server(holder: Holder) -> ServerSays:
     """Ask the job server of another holder whether that job goes on."""
     if not holder.server:
         return ServerSays.NOT_ASKED
-    from job_server.api_client import ApiClient, ApiError, ServerAway  # rarely needed
+    from job_server.api_client import ApiClient, ApiError, NotFound, ServerAway  # rarely needed
 
     try:
         with ApiClient(holder.server, timeout_s=_ASK_TIMEOUT_S) as api:
             status = api.status(holder.job)
     except ServerAway:
         return ServerSays.AWAY
+    except NotFound:
+        return ServerSays.FORGOT
     except (ApiError, ValueError):
         return ServerSays.UNKNOWN
     if status.submitted_at != holder.submitted_at:  # another job of that name, or another server
-        return ServerSays.UNKNOWN
+        return ServerSays.FORGOT
     return ServerSays.ENDED if status.state.ended else ServerSays.LIVES

@@ -56,7 +56,8 @@ class ServerSays(Enum):
     LIVES = "lives"  # it runs, waits or is paused
     ENDED = "ended"
     AWAY = "away"  # nobody answers
-    UNKNOWN = "unknown"  # it does not know this job, or wants a token
+    FORGOT = "forgot"  # a server answers that has no such job
+    UNKNOWN = "unknown"  # it wants a token, or is no job server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +100,9 @@ def decide(found: Record | None, me: Holder, facts: Facts, *, take_over: bool) -
         return Act.REFUSE, "trains: it moves the counter in owner.json"
     if facts.process_lives:
         return Act.REFUSE, "trains: its process is alive"
-    # A job whose process has died may be about to start the next one, unless its server died too.
-    on_its_own = not found.holder.job or (facts.server is ServerSays.AWAY and facts.server_is_local)
+    # The server of a job whose process has died may be about to start the next one.
+    gone = facts.server in (ServerSays.AWAY, ServerSays.FORGOT)
+    on_its_own = not found.holder.job or (gone and facts.server_is_local)
     if facts.process_lives is False and on_its_own:
         return Act.CLAIM, "is gone: its process has ended"
     if facts.still_s >= STILL_S:

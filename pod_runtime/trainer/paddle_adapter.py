@@ -109,7 +109,7 @@ class PaddleAdapter:
         if spec.rank:
             wait_for(master, _MASTER_TIMEOUT_S)
         try:
-            with prompt_store(master):
+            with prompt_store(master), paddle_group.own_flags_unsaid():
                 dist.init_parallel_env()
         except RuntimeError as error:
             raise PeerLost(f"the group of {spec.world_size} was not formed: {error}") from error

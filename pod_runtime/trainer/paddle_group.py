@@ -5,8 +5,9 @@ needs the next stage's group while it still trains in the present one. That take
 Paddle's own; so they are looked for, and the version is checked, before anybody relies on them.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ _PRIVATE = {
     parallel_helper: ("_is_parallel_ctx_initialized", "_set_parallel_ctx"),
     groups: ("Group", "_GroupManager", "_add_new_group"),
 }  # fmt: skip
+_SET_BY_US = ("FLAGS_enable_pir_in_executor", "FLAGS_selected_gpus")  # Paddle's import, EDL
 _FIRST_GID = 1000  # Paddle numbers the groups that scripts make from 10 on
 _FORM_TIMEOUT_S = 30  # all ranks have met before: who does not come now has died
 _MEET_TIMEOUT_S = 3600.0  # whoever wants the group calls it off long before
@@ -141,3 +143,17 @@ def adopt(group: NextGroup) -> None:
     groups._add_new_group(group.handle)
     if not parallel_helper._is_parallel_ctx_initialized():
         parallel_helper._set_parallel_ctx(True)
+
+
+@contextlib.contextmanager
+def own_flags_unsaid() -> Iterator[None]:
+    """Within it, `init_parallel_env` lists as modified only flags that the user has modified."""
+    listed = getattr(parallel, "_get_modified_flags", None)
+    if listed is None:
+        yield
+        return
+    parallel._get_modified_flags = lambda: [f for f in listed() if f.name not in _SET_BY_US]
+    try:
+        yield
+    finally:
+        parallel._get_modified_flags = listed

@@ -86,13 +86,44 @@ def test_a_training_succeeds_and_leaves_its_logs_and_no_process(run, tmp_path):
     }
 
 
-def test_a_script_that_fails_ends_with_1_the_reason_and_its_last_lines(run):
-    job = run("--max_failures", "0", "--cpu_slots", "1", TOY, "--fail", "3")
+FAILS = {  # script; how its error is shown; stages; lines of all that is printed
+    "syntax": ("def f(:\n", "train.py:1: SyntaxError: invalid syntax; rank ", 1, 17),
+    "usage": (
+        "from pod_runtime.trainer.errors import UsageError\nraise UsageError('epochs: 0')\n",
+        "train.py:2: UsageError: epochs: 0; rank ",
+        1,
+        17,
+    ),
+    "twice": ("raise RuntimeError('boom')\n", "train.py:1: RuntimeError: boom; rank ", 2, 21),
+}
+
+
+@pytest.mark.parametrize("name", FAILS)
+def test_an_error_that_cannot_go_away_is_final_and_told_once(run, tmp_path, name):
+    text, reason, stages, most = FAILS[name]
+    (tmp_path / "train.py").write_text(text)
+    job = run("--max", "2", "--pods", "2", "--cpu_slots", "2", "train.py")
     assert job.process.wait(60) == 1
     console = job.console()
-    assert "ValueError: the loss is sad at step 3" in console
-    assert re.search(r"edl: FAILED after", console)
-    assert "edl: the end of" in console
+    lines = console.splitlines()
+    assert len(lines) <= most, console
+    shown = [line for line in lines if line.startswith(f"edl: {reason}")]
+    assert len(shown) == 1, console
+    word = "stage" if stages == 1 else "stages"
+    assert f"edl: FAILED after step 0, {stages} {word} and " in console
+    assert console.count("Traceback (most recent") == (name in ("usage", "twice")), console
+    assert not job.left()
+
+
+def test_of_a_trainer_that_was_killed_the_end_of_its_output_is_shown_again(run, tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import os\nprint('about to go', flush=True)\nos.kill(os.getpid(), 11)\n"
+    )
+    job = run("--max_failures", "0", "--cpu_slots", "1", "--max", "1", "train.py")
+    assert job.process.wait(60) == 1
+    console = job.console()
+    assert "edl: failed more than 0 times (max_failures); the last time: rank 0" in console
+    assert re.search(r"edl: the end of \S+/trainer_0.stage_1.log:\n  about to go\n", console)
     assert not job.left()
 
 

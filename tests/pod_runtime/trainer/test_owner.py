@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from job_server.wire import JobSpec
 from pod_runtime import processes
 from pod_runtime.trainer import owner as owner_module
 from pod_runtime.trainer.checkpoint import CheckpointId, CheckpointStore
@@ -33,6 +34,7 @@ from pod_runtime.trainer.owner_record import (
     decide,
 )
 from pod_runtime.trainer.storage import Storage, exclusive, open_storage
+from tests.job_server.serving import running_server
 from tests.pod_runtime.trainer.states import make_image
 from tests.support import wait_until
 
@@ -84,6 +86,12 @@ def server(says: ServerSays, facts: Facts = ELSEWHERE, *, local: bool = True) ->
             server(ServerSays.AWAY, DEAD, local=False),
             Act.WATCH,
             id="its server is out of reach",
+        ),
+        pytest.param(
+            record(JOB), server(ServerSays.FORGOT, DEAD), Act.CLAIM, id="its server began anew"
+        ),
+        pytest.param(
+            record(JOB), server(ServerSays.FORGOT), Act.WATCH, id="another server at that address"
         ),
         pytest.param(record(JOB), server(ServerSays.AWAY, STILL), Act.CLAIM, id="gone for long"),
     ],
@@ -499,7 +507,19 @@ def test_a_server_that_is_away_is_told_from_none():
     assert not look_at(replace(JOB, server="http://[bad")).server_is_local
 
 
+def test_a_job_server_is_asked_whether_the_job_goes_on(tmp_path):
+    with running_server(tmp_path, "--no_job") as server, server.api() as api:
+        job = api.submit(JobSpec(job_id="j1"))
+        theirs = replace(JOB, server=server.url, submitted_at=job.submitted_at)
+        assert look_at(theirs).server is ServerSays.LIVES, "it waits for a node"
+        assert look_at(replace(theirs, submitted_at=1.0)).server is ServerSays.FORGOT
+        assert look_at(replace(theirs, job="j2")).server is ServerSays.FORGOT
+        api.stop("j1")
+        wait_until(lambda: look_at(theirs).server is ServerSays.ENDED)
+
+
 SCRIPT = """
+import os
 import sys
 from pod_runtime.trainer.checkpoint import CheckpointStore
 from pod_runtime.trainer.owner import Owner, this_holder
@@ -508,6 +528,10 @@ storage = open_storage(sys.argv[1])
 owner = Owner(storage, this_holder(plan=None, server=""))
 CheckpointStore(storage, owner=owner).continue_newest()
 print("begun", flush=True)
+if not os.fork():
+    sys.exit()  # a worker of the script, say
+os.wait()
+assert owner.read().state.value == "training"
 input()
 """
 

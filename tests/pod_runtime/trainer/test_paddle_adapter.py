@@ -9,11 +9,13 @@ import paddle
 import paddle.distributed as dist
 import pytest
 from paddle import nn
+from paddle.distributed import parallel
 
 from pod_runtime.trainer.adapter import GroupSpec
 from pod_runtime.trainer.errors import PeerLost, StateError, UsageError
 from pod_runtime.trainer.paddle_adapter import PaddleAdapter
 from pod_runtime.trainer.paddle_gradients import GradientExchange, ShardBuffers
+from pod_runtime.trainer.paddle_group import own_flags_unsaid
 
 HEADER = 3
 pytestmark = pytest.mark.filterwarnings("ignore:When training, we now always track")
@@ -423,3 +425,17 @@ def test_an_optimizer_of_other_parameters_is_refused():
         PaddleAdapter(
             model, paddle.optimizer.SGD(0.1, parameters=other.parameters()), header_size=HEADER
         )
+
+
+def test_flags_that_paddle_or_edl_sets_are_not_listed_as_modified_but_the_users_are():
+    before = paddle.get_flags("FLAGS_benchmark")
+    paddle.set_flags({"FLAGS_benchmark": True})
+    try:
+        with own_flags_unsaid():
+            listed = [flag.name for flag in parallel._get_modified_flags()]
+        assert "FLAGS_benchmark" in listed
+        assert "FLAGS_enable_pir_in_executor" not in listed
+        names = [flag.name for flag in parallel._get_modified_flags()]
+        assert set(listed) <= set(names)
+    finally:
+        paddle.set_flags(before)

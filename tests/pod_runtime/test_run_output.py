@@ -1,0 +1,131 @@
+"""What `edl run` shows of the trainers' logs: everything new, and one traceback only once."""
+
+import io
+from pathlib import Path
+
+import pytest
+
+from pod_runtime.run_output import TrainerOutput
+from pod_runtime.run_view import without_end
+
+TRACE = """Traceback (most recent call last):
+  File "t.py", line 3, in <module>
+    f()
+ValueError: sad
+"""
+OTHER = TRACE.replace("sad", "sadder")
+SYNTAX = """  File "t.py", line 2
+    def f(:
+          ^
+SyntaxError: invalid syntax
+"""
+CHAINED = TRACE + "\nDuring handling of the above exception, another occurred:\n\n" + OTHER
+
+
+class Shown:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.buffer = io.BytesIO()
+        self.output = TrainerOutput(folder, self.buffer)
+
+    def write(self, rank: int, text: str, stage: int = 1) -> Path:
+        path = self.folder / f"trainer_{rank}.stage_{stage}.log"
+        with path.open("a") as log:
+            log.write(text)
+        return path
+
+    def new(self, *, last: bool = False) -> str:
+        """What is shown now, without the prefixes of rank 0."""
+        self.buffer.seek(0)
+        self.buffer.truncate()
+        self.output.show_new(last=last)
+        return self.buffer.getvalue().decode().replace("[rank 0] ", "")
+
+
+@pytest.fixture
+def shown(tmp_path: Path) -> Shown:
+    return Shown(tmp_path)
+
+
+def test_lines_are_shown_with_their_rank_when_they_are_whole(shown):
+    assert shown.new() == ""
+    shown.write(0, "one\ntw")
+    shown.write(11, "eleven\n")
+    (shown.folder / "spares.log").write_text("no trainer\n")
+    assert shown.new() == "one\n[rank 11] eleven\n"
+    shown.write(0, "o\nthree")
+    assert shown.new() == "two\n"
+    assert shown.new(last=True) == "three\n"
+    assert shown.new(last=True) == ""
+
+
+@pytest.mark.parametrize("trace", [TRACE, SYNTAX, CHAINED])
+def test_the_same_traceback_of_other_ranks_and_stages_is_shown_once(shown, trace):
+    shown.write(0, "step 1\n" + trace)
+    shown.write(1, trace)
+    assert shown.new() == "step 1\n" + trace
+    shown.write(0, "step 1\n" + trace, stage=2)
+    shown.write(1, trace, stage=2)
+    assert shown.new() == "step 1\n"
+    assert shown.new(last=True) == ""
+
+
+def test_a_traceback_is_shown_once_although_both_logs_grow_piece_by_piece(shown):
+    said = ""
+    for line in TRACE.splitlines(keepends=True):
+        shown.write(1, line)
+        shown.write(0, line)
+        said += shown.new()
+    said += shown.new(last=True)
+    assert said.count("ValueError: sad") == 1
+    assert said.count("Traceback") == 1
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_another_traceback_is_shown_whole_and_so_is_what_follows_one(shown, last):
+    shown.write(0, TRACE)
+    shown.write(1, OTHER)
+    assert shown.new(last=last).replace("[rank 1] ", "") == TRACE + OTHER
+    shown.write(2, TRACE + "more\n")
+    assert shown.new(last=True).replace("[rank 2] ", "") == TRACE + "more\n"
+
+
+def test_what_a_rank_goes_on_to_say_after_a_traceback_that_it_caught_is_not_lost(shown):
+    shown.write(0, TRACE + "step 2 of rank 0\n")
+    shown.write(1, TRACE)
+    assert shown.new() == TRACE + "step 2 of rank 0\n"
+    shown.write(1, "step 2 of rank 1\n")
+    assert shown.new().replace("[rank 1] ", "") == TRACE + "step 2 of rank 1\n"
+
+
+def test_logs_that_say_the_same_for_ever_are_shown_at_last(shown):
+    both = TRACE + "".join(f"step {number}\n" for number in range(1000))
+    shown.write(0, both)
+    shown.write(1, both)
+    said = shown.new()
+    assert said.count("step 999\n") == 2
+    assert said.count("step 7\n") == 2
+
+
+def test_the_traceback_at_the_end_is_repeated_only_where_it_is_far_away(shown):
+    path = shown.write(0, TRACE)
+    other = shown.write(1, "killed\n")
+    shown.new()
+    assert shown.output.repeat(path) == []
+    assert shown.output.repeat(other) is None
+    shown.write(1, "step\n" * 100)
+    again = shown.write(0, TRACE, stage=2)
+    shown.new(last=True)
+    assert shown.output.repeat(again) == TRACE.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("pod a has finished; SUCCEEDED: all pods have exited with 0", "pod a has finished"),
+        ("FAILED: t.py:2: SyntaxError: invalid syntax", ""),
+        ("stage 1 committed: 2 pods", "stage 1 committed: 2 pods"),
+    ],
+)
+def test_the_end_of_the_job_is_left_to_the_last_lines(text, shown):
+    assert without_end(text) == shown

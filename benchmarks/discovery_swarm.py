@@ -170,7 +170,8 @@ class Teacher:
 
     async def start(self) -> None:
         self.port.open()
-        registrar = Registrar(self._config, PortProbe(self.endpoint))
+        # Nobody answers there who could say whether it is ready.
+        registrar = Registrar(self._config, PortProbe(f"grpc://{self.endpoint}"))
         self._task = asyncio.create_task(registrar.run())
 
     async def die(self) -> None:

@@ -17,7 +17,7 @@ from distill_reader.balance.messages import MAX_INFO
 from distill_reader.balance.names import check_endpoint, check_name
 from distill_reader.balance.places import Place, check_places, places_of
 from distill_reader.balance.redis_registry import redis_address
-from distill_reader.balance.registrar import LEASE_S, RegistrarConfig, register_until
+from distill_reader.balance.registrar import LEASE_S, PortProbe, RegistrarConfig, register_until
 from distill_reader.errors import DistillError, UsageError
 from distill_reader.tokens import read_password, read_token
 
@@ -27,9 +27,9 @@ protocol of DistillReader's (Triton, KServe, Paddle Serving). `edl serve --regis
 by itself."""
 
 _EPILOG = """\
-A teacher whose port is refused is withdrawn at once, one that is silent after some seconds, and
-both are registered again when they answer. This program waits for the teacher, and for the registry
-to come back, for as long as it takes.
+A teacher whose port is refused is withdrawn at once; one that is silent, or says by HTTP that it is
+not ready (/v2/health/ready), after some seconds. It is registered again when it answers. This
+program waits for the teacher, and for the registry to come back, for as long as it takes.
 
 SIGTERM: withdraws the teacher and ends with 0. Exit codes: 0 ended by a signal, 2 wrong arguments.
 """
@@ -92,7 +92,7 @@ async def _register(config: RegistrarConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    await register_until(config, stopping, probes=True)
+    await register_until(config, stopping, PortProbe(config.server))
 
 
 def _level(text: str) -> int | str:

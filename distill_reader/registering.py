@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from distill_reader.balance.names import check_endpoint, check_name
@@ -21,8 +22,12 @@ class RegisterConfig:
     host: str | None  # where students find it; None: at the address that it listens on
     token: str
 
-    def registrar(self, bound: str, port: int) -> RegistrarThread:
-        """Return what does it, for a server that listens there. Raises: UsageError."""
+    def registrar(self, bound: str, port: int, is_ready: Callable[[], bool]) -> RegistrarThread:
+        """Return what does it, for a server that listens there, while it is ready.
+
+        Raises:
+            UsageError: the endpoint is none.
+        """
         host = self.host
         if host is None:
             everywhere = bound in ("0.0.0.0", "::")
@@ -33,7 +38,7 @@ class RegisterConfig:
             server=check_endpoint(f"{host}:{port}", "--advertise"),
             token=self.token,
         )
-        return RegistrarThread(config)
+        return RegistrarThread(config, is_ready)
 
 
 def parse_register(args: argparse.Namespace) -> RegisterConfig | None:

@@ -145,7 +145,7 @@ def _serve(
     try:
         front.bind()  # a port in use is known before the models are loaded
         if register is not None:
-            registrar = register.registrar(*front.address)
+            registrar = register.registrar(*front.address, lambda: service.is_ready)
         service.start()
         front.start()
         host, port = front.address

@@ -29,6 +29,7 @@ _REFUSED_RETRY_S = 5.0
 _LOG_EVERY_S = 10.0
 _PROBE_S = 1.0
 _WITHDRAW_S = 1.5
+_RESTART_S = 2.0  # a teacher that is not ready for so long may just have lost a predictor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +53,10 @@ class _Link(Protocol):
 class Registrar:
     """Belongs to one event loop."""
 
-    def __init__(
-        self, config: RegistrarConfig, is_alive: Callable[[], Awaitable[bool]] | None = None
-    ) -> None:
+    def __init__(self, config: RegistrarConfig, is_alive: Callable[[], Awaitable[bool]]) -> None:
         """
         Args:
-            is_alive: whether the teacher is there; None: it is, while we are.
+            is_alive: whether the teacher is there.
         """
         self._config = config
         self._is_alive = is_alive
@@ -78,7 +77,7 @@ class Registrar:
     async def _step(self) -> float:
         """Do what is due; return when to come again."""
         period_s = self._config.lease_s / _BEATS
-        is_alive = self._is_alive is None or await self._is_alive()
+        is_alive = await self._is_alive()
         place = self._config.places[self._at]
         try:
             async with asyncio.timeout(_ANSWER_S):
@@ -142,27 +141,78 @@ class Registrar:
                 await link.close()
 
 
+class Readiness:
+    """Whether a teacher can answer, by what it says of itself. Bears with a short restart."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ready_s = -_RESTART_S  # when it was ready last
+
+    def note(self, is_ready: bool) -> bool:
+        """Take what it says; return whether it is to be registered."""
+        now = self._clock()
+        if is_ready:
+            self._ready_s = now
+        return now - self._ready_s < _RESTART_S
+
+
 class PortProbe:
-    """Whether somebody listens on a teacher's port."""
+    """Whether somebody listens on a teacher's port, and is ready, where it says whether it is.
+
+    It does where it speaks the Open Inference Protocol by HTTP; other ones are not asked again.
+    """
 
     def __init__(self, server: str) -> None:
         self._address = address_of(server)
+        self._may_say = not server.startswith(("grpc://", "serving"))
+        self._says: bool | None = None  # None: has not been asked since it began to listen
         self._silent = 0  # probes in a row without any answer
+        self._readiness = Readiness()
 
     async def __call__(self) -> bool:
         try:
             async with asyncio.timeout(_PROBE_S):
-                _, writer = await asyncio.open_connection(*self._address)
+                reader, writer = await asyncio.open_connection(*self._address)
         except TimeoutError:
-            self._silent += 1
-            return self._silent < 2  # a host that is busy may be slow once
+            return self._is_slow()
         except OSError:
+            self._says = None
             return False
+        try:
+            status = await self._ask(reader, writer) if self._is_asked else 0
+        except TimeoutError:
+            if self._says:
+                return self._is_slow()
+            status = 0
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
         self._silent = 0
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
-        return True
+        self._says = status in (200, 400, 503)
+        return self._readiness.note(status == 200) if self._says else True
+
+    @property
+    def _is_asked(self) -> bool:
+        return self._may_say and self._says is not False
+
+    @staticmethod
+    async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
+        """Return the status of an answer; 0: it is none. Raises: TimeoutError."""
+        try:
+            async with asyncio.timeout(_PROBE_S):
+                writer.write(b"GET /v2/health/ready HTTP/1.1\r\nHost: teacher\r\n")
+                writer.write(b"Connection: close\r\n\r\n")
+                version, status, *_ = [*(await reader.readline()).split(), b"", b""]
+        except TimeoutError:
+            raise
+        except (OSError, ValueError):  # ended, or a line without an end
+            return 0
+        return int(status) if version.startswith(b"HTTP/1.") and status.isdigit() else 0
+
+    def _is_slow(self) -> bool:
+        self._silent += 1
+        return self._silent < 2  # a host that is busy may be slow once
 
 
 class _DiscoveryLink:
@@ -210,13 +260,15 @@ class _RedisLink:
         await self._registry.close()
 
 
-async def register_until(config: RegistrarConfig, stopping: asyncio.Event, *, probes: bool) -> None:
+async def register_until(
+    config: RegistrarConfig, stopping: asyncio.Event, is_alive: Callable[[], Awaitable[bool]]
+) -> None:
     """Keep a teacher registered until `stopping` is set, then withdraw it.
 
     Args:
-        probes: whether to look if its port answers; else it is there, while we are.
+        is_alive: whether it is there; asked before each beat.
     """
-    registrar = Registrar(config, PortProbe(config.server) if probes else None)
+    registrar = Registrar(config, is_alive)
     task = asyncio.create_task(registrar.run())
     await stopping.wait()
     await end_tasks(task)
@@ -225,8 +277,15 @@ async def register_until(config: RegistrarConfig, stopping: asyncio.Event, *, pr
 class RegistrarThread:
     """Registers a teacher from within its own process, for as long as that lives."""
 
-    def __init__(self, config: RegistrarConfig) -> None:
+    def __init__(self, config: RegistrarConfig, is_ready: Callable[[], bool]) -> None:
+        """
+        Args:
+            is_ready: whether it can answer; called by a thread of its own. A teacher that cannot is
+                withdrawn, and registered again when it can.
+        """
         self._config = config
+        self._is_ready = is_ready
+        self._readiness = Readiness()
         self._lock = threading.Lock()
         self._is_stopped = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -254,7 +313,10 @@ class RegistrarThread:
             if self._is_stopped:
                 return
             self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        await register_until(self._config, self._stopping, probes=False)
+        await register_until(self._config, self._stopping, self._is_alive)
+
+    async def _is_alive(self) -> bool:
+        return self._readiness.note(self._is_ready())
 
 
 def own_address(place: Place) -> str:

@@ -1,6 +1,7 @@
 """`edl discovery`, `edl register` and `edl serve --register`: arguments, and the programs."""
 
 import argparse
+import asyncio
 import json
 import os
 import signal
@@ -11,11 +12,13 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
+import psutil
 import pytest
 
 from distill_reader import discovery, register, registering
 from distill_reader.balance.client import Feeding
 from distill_reader.balance.demand import demand_of
+from distill_reader.balance.registrar import PortProbe, Readiness
 from distill_reader.balance.table import Service, Student
 from distill_reader.errors import UsageError
 from tests.distill_reader.balance.discovery_process import DiscoveryProcess
@@ -116,7 +119,7 @@ def test_a_teacher_says_where_it_is_found(monkeypatch):
         args = parser.parse_args(["--register", "127.0.0.1:7001", *arguments])
         config = registering.parse_register(args)
         assert config is not None
-        return config.registrar(bound, 9292)._config.server
+        return config.registrar(bound, 9292, lambda: True)._config.server
 
     name = ("--service_name", "svc")
     assert endpoint("10.1.2.3", *name) == "10.1.2.3:9292"
@@ -261,3 +264,99 @@ def test_a_port_in_use_ends_it_with_2(run, capsys):
         port = other.getsockname()[1]
         assert discovery.main(["--server", f"127.0.0.1:{port}"]) == 2
     assert f"--server {port}: cannot listen on 127.0.0.1" in capsys.readouterr().err
+
+
+def test_a_teacher_without_a_predictor_is_withdrawn_and_comes_back(run, tmp_path):
+    folder = tmp_path / "toy"
+    folder.mkdir()
+    server = run(LocalDiscovery)
+    student = run(LocalStudent, server.endpoint)
+    teacher = run(
+        Program,
+        *("distill_reader.serve", "--model", str(folder), "--port", "0"),
+        *("--backend", "tests.distill_reader.teacher.toy_backends:sums"),
+        *("--register", server.endpoint, "--service_name", "svc"),
+    )
+    wait_until(lambda: len(student.teachers) == 1, 60)
+    folder.rmdir()  # it cannot be loaded again
+    (predictor,) = psutil.Process(teacher.process.pid).children()
+    predictor.kill()
+    wait_until(lambda: not student.teachers, 60)
+    assert teacher.process.poll() is None
+    folder.mkdir()
+    wait_until(lambda: len(student.teachers) == 1, 60)
+
+
+class Answers:
+    """A port that answers each connection with the same bytes; None: with none, and stays open."""
+
+    def __init__(self, answer: bytes | None) -> None:
+        self.answer = answer
+        self.asked = 0
+        self._kept: list[asyncio.StreamWriter] = []
+
+    async def answer_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.answer is None:
+            self._kept.append(writer)
+            return
+        self.asked += bool(await reader.read(1000))
+        writer.write(self.answer)
+        writer.close()
+
+    def close(self) -> None:
+        for writer in self._kept:
+            writer.close()
+
+
+READY = b"HTTP/1.1 200 OK\r\n\r\n"
+NOT_READY = b"HTTP/1.1 503 Service Unavailable\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answers", "found", "asked"),
+    [
+        pytest.param([READY, READY, READY], [True, True, True], 3, id="ready"),
+        pytest.param([NOT_READY, READY], [False, True], 2, id="loads its models"),
+        pytest.param([READY, NOT_READY, READY], [True, False, True], 3, id="comes back"),
+        pytest.param([b"HTTP/1.1 400 Bad Request\r\n\r\n"], [False], 1, id="as Triton says it"),
+        pytest.param([b"HTTP/1.1 404 Not Found\r\n\r\n"] * 2, [True] * 2, 1, id="another protocol"),
+        pytest.param([b"HTTP/1.1 401 No\r\n\r\n"] * 2, [True] * 2, 1, id="wants a token for it"),
+        pytest.param([b"\0\0\6\4\0\0"] * 2, [True] * 2, 1, id="no HTTP"),
+        pytest.param([b""] * 2, [True] * 2, 1, id="closes"),
+        pytest.param([None, READY], [True, True], 0, id="says nothing"),
+    ],
+)
+def test_a_registrar_asks_teachers_that_can_say_whether_they_are_ready(
+    monkeypatch, answers, found, asked
+):
+    monkeypatch.setattr("distill_reader.balance.registrar._RESTART_S", 1e-9)
+    if None in answers:
+        monkeypatch.setattr("distill_reader.balance.registrar._PROBE_S", 1.0)
+
+    async def look() -> list[bool]:
+        server = Answers(b"")
+        listener = await asyncio.start_server(server.answer_one, "127.0.0.1", 0)
+        port = listener.sockets[0].getsockname()[1]
+        probe = PortProbe(f"127.0.0.1:{port}")
+        results = []
+        for server.answer in answers:
+            results.append(await probe())
+        assert server.asked == asked
+        server.close()
+        listener.close()
+        assert not await probe()
+        return results
+
+    assert asyncio.run(look()) == found
+
+
+def test_a_teacher_that_restarts_a_predictor_stays_and_a_new_one_must_be_ready_first():
+    now = 0.0
+    readiness = Readiness(lambda: now)
+    assert not readiness.note(False)
+    assert readiness.note(True)
+    now = 1.9
+    assert readiness.note(False)
+    now = 2.1
+    assert not readiness.note(False)
+    assert readiness.note(True)

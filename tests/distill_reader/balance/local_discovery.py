@@ -125,7 +125,8 @@ class LocalTeacher(LoopThread):
             token=token,
             lease_s=LEASE_S,
         )
-        self.registrar = _Registrar(self._config, PortProbe(self.endpoint))
+        # Nobody answers there who could say whether it is ready.
+        self.registrar = _Registrar(self._config, PortProbe(f"grpc://{self.endpoint}"))
         self.start()
 
     async def work(self) -> None:

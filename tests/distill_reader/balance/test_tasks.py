@@ -50,9 +50,12 @@ def test_a_registrar_ends_when_its_teacher_is_withdrawn_and_not_before(monkeypat
     link = SlowLink()
     monkeypatch.setattr(Registrar, "_link", lambda self, place: self._links.setdefault(place, link))
 
+    async def alive() -> bool:
+        return True
+
     async def run() -> None:
         config = RegistrarConfig(places=places_of("h:2", "where"), service="svc", server="h:1")
-        task = asyncio.create_task(Registrar(config).run())
+        task = asyncio.create_task(Registrar(config, alive).run())
         while not link.calls:
             await asyncio.sleep(0.01)
         await end_tasks(task)

@@ -42,7 +42,8 @@ class Registered:
                 service="svc",
                 server=self.endpoint,
                 lease_s=20.0,  # does not end because the machine is busy
-            )
+            ),
+            lambda: True,
         )
         self._registrar.start()
 

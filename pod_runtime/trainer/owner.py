@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,6 +18,7 @@ from job_server.wire import StagePlan, WireError, decode, encode
 from pod_runtime import processes
 from pod_runtime.trainer.errors import CheckpointError, InUseError
 from pod_runtime.trainer.owner_record import (
+    STILL_S,
     Act,
     Facts,
     Holder,
@@ -36,6 +37,7 @@ BEAT_S = 10.0  # a sixth of what others wait
 _LOOK_EVERY_S = 1.0
 _READ_TRIES = 3
 _ASK_TIMEOUT_S = 3.0
+_NOTHING = Facts(process_lives=None, server=ServerSays.NOT_ASKED)
 
 
 def this_holder(*, plan: StagePlan | None, server: str) -> Holder:
@@ -73,6 +75,16 @@ def look_at(holder: Holder) -> Facts:
     )
 
 
+@dataclass(slots=True)
+class _Watch:
+    """What was seen so far of another holder."""
+
+    first: Record | None = None  # as it was when the watch began; None: it has not
+    since: float = 0.0  # by our clock
+    facts: Facts = _NOTHING
+    said: str = ""
+
+
 class Owner:
     """The hold of one training on one folder. For the rank that writes there; any thread.
 
@@ -107,6 +119,8 @@ class Owner:
         self._gate = threading.Lock()
         self._stop: threading.Event | None = None  # of the thread that beats; None: there is none
         self._failed = False  # the newest beat; a failure is said once
+        self._has_held = False  # this process has seen the folder to be ours
+        self._watch = _Watch()  # of who has it, while this training goes on from memory
 
     def claim(self) -> str:
         """Take the folder, which may mean to watch another holder for a minute.
@@ -117,26 +131,11 @@ class Owner:
             InUseError: somebody else trains there.
             CheckpointError: the folder cannot be read.
         """
-        watched: Record | None = None  # None: nobody has been looked at yet
-        since, facts = self._clock(), Facts(process_lives=None, server=ServerSays.NOT_ASKED)
-        said = ""
-        while True:
-            found = self._read_patiently()
-            if found is not None and found.holder.id != self.me.id:
-                if watched is None or _who(found) != _who(watched):
-                    watched, since, facts = found, self._clock(), self._look(found.holder)
-                moved, still_s = found.counter != watched.counter, self._clock() - since
-                facts = replace(facts, moved=moved, still_s=still_s)
-            act, reason = self._decide(found, facts)
-            text = "" if found is None or not reason else f"{found.holder} {reason}"
-            if act is Act.WATCH:
-                if text != said:
-                    said = text
-                    logger.warning("checkpoint: %s: %s", self._storage.name, text)
-                self._sleep(_LOOK_EVERY_S)
-            elif self._take(found):
-                self._start(at_once=False)
-                return text
+        watch = _Watch()
+        while (before := self._try(watch)) is None:
+            self._sleep(_LOOK_EVERY_S)
+        self._start(at_once=False)
+        return before
 
     def refuse_early(self) -> None:
         """Raise InUseError where `claim` would without watching anybody; else nothing happens."""
@@ -159,7 +158,9 @@ class Owner:
     def hold(self) -> None:
         """Be the holder, as `stage`; returns at once, what the folder says is seen to beside.
 
-        For a training that holds the folder already, if only through a process of another stage.
+        For a training that goes on from memory: it holds the folder already, through a process of
+        an earlier stage; or it has come to a node whose folder was another's, which is watched
+        as in `claim`, and meanwhile nothing is written there.
         """
         self._state = State.TRAINING
         self._start(at_once=True)
@@ -169,11 +170,17 @@ class Owner:
 
         Raises:
             InUseError: this training was replaced, and must not write.
+            CheckpointError: it is not known yet whether it may.
             OSError: whether it was cannot be found out, or not be written.
         """
         self._raise_if_replaced()
-        self._move_counter()
+        is_ours = self._move_counter()
         self._raise_if_replaced()
+        if not is_ours:
+            raise CheckpointError(
+                f"checkpoint: {self._storage.name} may be in use by another training, which is "
+                f"watched for {STILL_S:g} s; nothing is written there before"
+            )
 
     def commit(self, path: str, content: bytes) -> None:
         """As the storage's `commit`, if the folder is still ours. Raises as `check`, and OSError.
@@ -272,7 +279,7 @@ class Owner:
         with self._gate, exclusive(self._storage):
             if self.read() != found:
                 return False
-            self._expected = found
+            self._expected, self._has_held = found, True
             try:
                 self._write(found)
             except OSError as error:
@@ -283,23 +290,71 @@ class Owner:
                 )  # fmt: skip
         return True
 
-    def _move_counter(self) -> None:
-        """Write that we live, unless somebody else has the folder. Raises OSError."""
+    def _try(self, watch: "_Watch") -> str | None:
+        """Take the folder if that may be; None: who has it must be watched. Raises as `claim`."""
+        found = self._read_patiently()
+        facts = watch.facts
+        if found is not None and found.holder.id != self.me.id:
+            if watch.first is None or _who(found) != _who(watch.first):
+                watch.first, watch.since = found, self._clock()
+                watch.facts = self._look(found.holder)
+            moved, still_s = found.counter != watch.first.counter, self._clock() - watch.since
+            facts = replace(watch.facts, moved=moved, still_s=still_s)
+        act, reason = self._decide(found, facts)
+        text = "" if found is None or not reason else f"{found.holder} {reason}"
+        if act is Act.WATCH:
+            if text != watch.said:
+                watch.said = text
+                logger.warning("checkpoint: %s: %s", self._storage.name, text)
+            return None
+        return text if self._take(found) else None
+
+    def _move_counter(self) -> bool:
+        """Write that we live, unless somebody else has the folder; return whether it is ours.
+
+        Raises:
+            OSError: it could not be read, or written.
+        """
+        if not self._has_held and not self._enter():
+            return False
         with self._gate, exclusive(self._storage):
             if self.replaced_by:
-                return
-            try:
-                found = self.read()
-            except CheckpointError as error:
-                if isinstance(error.__cause__, OSError):
-                    raise error.__cause__ from None
-                found = None  # half written, by nobody who may: ours is put in its place
+                return False
+            found = self._read_whole()
             if self._is_theirs(found):
-                return
+                return False
             if found is not None and found.stage > self.stage and found.holder.id == self.me.id:
                 self.close()  # the process of a later stage does it now
-                return
+                return True
             self._write(found)
+            self._has_held = True
+            return True
+
+    def _enter(self) -> bool:
+        """Return whether the folder may be ours; else whoever has it is watched, or has won."""
+        found = self._read_whole()
+        if found is None or found.holder.id == self.me.id:
+            return True
+        if self.me.id in found.replaced:
+            return not self._is_theirs(found)
+        try:
+            before = self._try(self._watch)
+        except InUseError as error:
+            self.replaced_by = str(error)
+            logger.error("%s", error)
+            return False
+        if before:
+            logger.warning("checkpoint: %s: %s", self._storage.name, before)
+        return before is not None
+
+    def _read_whole(self) -> Record | None:
+        """As `read`, but half a record is none: nobody writes that who may. Raises OSError."""
+        try:
+            return self.read()
+        except CheckpointError as error:
+            if isinstance(error.__cause__, OSError):
+                raise error.__cause__ from None
+            return None
 
     def _is_theirs(self, found: Record | None) -> bool:
         """Return whether somebody else has taken the folder; that is said, and remembered."""
@@ -336,8 +391,8 @@ class Owner:
 
     def _run(self, stop: threading.Event, wait_s: float) -> None:
         while not stop.wait(wait_s) and not self.replaced_by:
-            wait_s = self._beat_s
             self.beat()
+            wait_s = self._beat_s if self._has_held else _LOOK_EVERY_S
 
     def _at_exit(self) -> None:
         """A script alone is over when its process ends, and others need not watch for a minute."""

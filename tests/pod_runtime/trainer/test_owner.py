@@ -338,6 +338,44 @@ def test_a_later_stage_of_the_same_training_moves_the_counter_and_the_older_one_
     assert not owner_of(old).replaced_by
 
 
+def goes_on_from_memory(store: CheckpointStore) -> CheckpointStore:
+    """As rank 0 on another node does, whose folder may have been another's; without the thread."""
+    owner_of(store).stage, owner_of(store).run_id = 5, "mine"
+    owner_of(store).beat()
+    return store
+
+
+@pytest.mark.parametrize("facts", [DEAD, ELSEWHERE], ids=["killed", "gone with its machine"])
+def test_a_folder_of_a_dead_training_is_taken_where_a_training_comes_by(training, time, facts):
+    begin(training("old"))
+    store = goes_on_from_memory(training("a", facts=facts))
+    if facts is ELSEWHERE:
+        time.now += 30
+        with pytest.raises(CheckpointError, match="may be in use by another training"):
+            store.write(image(store, 1))
+        time.now += 30.5
+    store.write(image(store, 2))
+    assert store.found() == [CheckpointId(5, 2)]
+    assert not owner_of(store).replaced_by
+
+
+def test_a_folder_of_a_living_training_is_not_touched_where_a_training_comes_by(training, storage):
+    begin(training("other"))
+    before = storage.read(OWNER)
+    store = goes_on_from_memory(training("a", facts=ALIVE))
+    with pytest.raises(InUseError, match="which trains: its process is alive"):
+        store.write(image(store, 1))
+    assert storage.read(OWNER) == before
+
+
+def test_who_was_replaced_does_not_go_on_from_memory_though_the_other_one_is_dead(training):
+    first = training("a")
+    begin(first)
+    begin(training("b", take_over=True))
+    again = goes_on_from_memory(training("a", facts=DEAD))
+    assert "taken over by pid 1 on host-b" in owner_of(again).replaced_by
+
+
 def test_a_stage_above_that_of_the_one_before_is_wanted(training):
     first = training("a")
     owner_of(first).stage = 4

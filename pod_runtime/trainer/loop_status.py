@@ -26,6 +26,7 @@ class LoopStatus:
     finished: bool = False  # nothing is left to train
     stopped: bool = False  # the script ended the training before its last epoch
     run_id: str = ""  # of the training, through all continuations; "": of a version before
+    terms: str = ""  # what the trainers were told, by `terms.to_text`; "": of a version before
 
     @property
     def epoch(self) -> int:

@@ -31,7 +31,7 @@ from pod_runtime.trainer.settings import LoopSettings
 from pod_runtime.trainer.snapshot import Segment, read_snapshot
 from pod_runtime.trainer.source import DataSource
 from pod_runtime.trainer.storage import open_storage
-from pod_runtime.trainer.terms import check_same_terms
+from pod_runtime.trainer.terms import check_same_terms, check_terms_of_state, to_text
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +112,7 @@ class Entrance:
         self._segment: Segment | None = None  # None: not made ahead of the first snapshot
         self._restored: Restored | None = None  # None: not yet
         self._loaded: Loaded | None = None  # ahead of the commit; None: nothing was
+        self._terms = self._make_terms()  # before a state is loaded: as the script made them
         with self._as_victim():
             self._form_group()
 
@@ -130,8 +131,7 @@ class Entrance:
                 generation=place.stage,
             )
         )
-        terms = self._terms()
-        check_same_terms(self.adapter, terms, rank=place.rank, world_size=place.world_size)
+        check_same_terms(self.adapter, self._terms, rank=place.rank, world_size=place.world_size)
         if self.is_beside:
             # What the first exchange sets up is set up now; nobody contributes anything.
             self.adapter.begin_step()
@@ -173,13 +173,15 @@ class Entrance:
                 os.close(fd)
             if self.is_beside:
                 self._check_clean(restored)
+            if place.joined is not None:
+                check_terms_of_state(restored.status.terms, self._terms, rank=place.rank)
             status = _continued(
                 restored.status,
                 self._settings,
                 self._source,
                 self._run(),
-                others_stay=place.joined is not None,
             )
+            status = replace(status, terms=to_text(self._terms))
             return self._begin(place, restored, status)
 
     def move(self, old: Stage, start: Start) -> Stage:
@@ -351,7 +353,7 @@ class Entrance:
                 f"the prepared trainers have; they are started again without preparation"
             )
 
-    def _terms(self) -> dict[str, Any]:
+    def _make_terms(self) -> dict[str, Any]:
         source = self._source
         return {
             **self._settings.terms(),
@@ -522,23 +524,8 @@ def _continued(
     settings: LoopSettings,
     source: DataSource,
     run: RunInfo,
-    *,
-    others_stay: bool = False,
 ) -> LoopStatus:
-    """Return the status that training goes on from, with this script's number of epochs.
-
-    Args:
-        others_stay: some trainers go on with the number of epochs that the state has.
-
-    Raises:
-        StateError: the state cannot be continued by this script.
-    """
-    if others_stay and run.epochs != status.run.epochs:
-        raise StateError(
-            f"epochs: the trainers that stay were told {status.run.epochs}, this script says "
-            f"{run.epochs}; what is edited while a script trains counts from the next start of "
-            f"all of its trainers"
-        )
+    """Return the status that training goes on from, with this script's number of epochs."""
     check_same_run(
         status, run=run, batch_size=source.batch_size, where=f"the state of step {status.step}"
     )

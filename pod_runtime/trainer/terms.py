@@ -5,6 +5,7 @@ when. Ranks that were told differently would train all the same: on samples that
 never, with gradients of different weights.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from itertools import zip_longest
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pod_runtime.trainer.adapter import Adapter
-from pod_runtime.trainer.errors import UsageError
+from pod_runtime.trainer.errors import StateError, UsageError
 
 _REMEDY = (
     "every trainer has to pass the same: a value that a process makes itself, such as "
@@ -49,6 +50,35 @@ def check_same_terms(
         others = int(np.count_nonzero(found)) - 1
         more = f" ({others} more differ from rank 0, too)" if others else ""
         raise UsageError(f"{text}{more}; {_REMEDY}")
+
+
+def check_terms_of_state(stored: str, terms: Mapping[str, Any], *, rank: int) -> None:
+    """Compare what this rank was told with what those were that made a state, and still train.
+
+    Args:
+        stored: from `to_text`; "": a version before did not write it down.
+
+    Raises:
+        StateError: they differ; all trainers are then started afresh, by the script as it is.
+    """
+    mine = json.loads(to_text(terms))
+    if stored and (first := json.loads(stored)) != mine:
+        raise StateError(
+            f"{_describe(mine, first, rank)}, as all that stay; was the script edited while it "
+            f"trains? That counts from the next start of all of its trainers, which is made now"
+        )
+
+
+def to_text(terms: Mapping[str, Any]) -> str:
+    """Return terms as a state holds them: what is long, as a model, by its checksum."""
+    return json.dumps(
+        {
+            name: hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+            if isinstance(value, list)
+            else value
+            for name, value in terms.items()
+        }
+    )
 
 
 def _from_rank(adapter: Adapter, source: int, text: str | None) -> str:

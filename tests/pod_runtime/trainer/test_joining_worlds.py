@@ -95,6 +95,21 @@ def test_those_that_stay_have_the_state_and_who_comes_new_wants_it_from_its_node
     wait_until(lambda: all(trainer.words("loaded") for trainer in new.trainers[:2]), 60)
 
 
+def test_who_comes_new_with_an_edited_script_trains_with_nobody(training):
+    made = training(2)
+    stage = made.start(1)
+    stage.wait_step(1)
+    new = made.job.join(stage, [0, None], *made.args, "--save_steps", "7")
+    new.wait_prepared()
+    stage.cut(patient=True)
+    new.commit((stage.number, stage.drained()), on_every_node=True)
+    comes = new.trainers[1]
+    assert comes.process.wait(60) == 1
+    text = "save_steps: rank 1 was told 7, rank 0 1000, as all that stay; was the script edited"
+    assert text in comes.log.read_text()
+    assert new.trainers[0].process.wait(60) == 75
+
+
 def test_a_change_that_is_off_costs_no_step_whatever_it_had_come_to(training):
     made = training(3)
     stage = made.start(2)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from threading import Barrier
 from typing import Any
 
@@ -13,10 +12,7 @@ import pytest
 from pod_runtime.trainer.errors import StateError, UsageError
 from pod_runtime.trainer.paddle_state import terms_of
 from pod_runtime.trainer.settings import LoopSettings
-from pod_runtime.trainer.source import make_source
-from pod_runtime.trainer.stage import _continued
-from pod_runtime.trainer.terms import check_same_terms
-from tests.pod_runtime.trainer.states import RUN, make_status
+from pod_runtime.trainer.terms import check_same_terms, check_terms_of_state, to_text
 
 
 class Group:
@@ -130,17 +126,18 @@ def test_models_and_optimizers_that_differ_are_told_apart():
     )
 
 
-def test_a_new_trainer_beside_those_that_stay_has_their_number_of_epochs():
-    status = make_status(step=3)
-    source = make_source(
-        range(100), batch_size=10, shuffle=True, drop_last=False, collate_fn=None, num_workers=0,
-        has_reader=False,
-    )  # fmt: skip
-    told = LoopSettings(**{**settings(), "epochs": 5, "shards": 2})
-    edited = replace(RUN, epochs=5)
-    assert _continued(status, told, source, edited).run.epochs == 5
-    with pytest.raises(StateError, match="that stay were told 4, this script says 5; what is"):
-        _continued(status, told, source, edited, others_stay=True)
+def test_a_new_trainer_beside_those_that_stay_was_told_what_they_were():
+    told = {**settings(), "model": ["weight float32 [3, 4]"], "optimizer": ["SGD"]}
+    stored = to_text(told)
+    assert len(to_text({"model": ["weight"] * 10_000})) < 40, "a state has many of them"
+    check_terms_of_state(stored, told, rank=1)
+    check_terms_of_state("", told, rank=1)
+    with pytest.raises(StateError, match=r"^epochs: rank 1 was told 5, rank 0 3, as all that stay"):
+        check_terms_of_state(stored, {**told, "epochs": 5}, rank=1)
+    others: list[dict[str, Any]] = [{"optimizer": ["Adam"]}, {"model": []}, {"loss": "sum"}]
+    for edited in others:
+        with pytest.raises(StateError, match="was the script edited while it trains"):
+            check_terms_of_state(stored, {**told, **edited}, rank=1)
 
 
 def test_texts_of_any_length_and_kind_are_compared():

@@ -248,7 +248,11 @@ class PaddleAdapter:
         if frozen != self._frozen:
             self._check_closed()
             self._frozen = frozen
+            before = self._exchange
             self._exchange = self._make_exchange(trained_parameters(self._model, self._optimizer))
+            if isinstance(before, OverlappedExchange):
+                assert isinstance(self._exchange, OverlappedExchange)
+                self._exchange.gives_up = before.gives_up
 
     def _what_is_frozen(self) -> list[bool | int]:
         groups = self._optimizer._param_groups  # to which one may have been added

@@ -139,7 +139,7 @@ class OverlappedExchange:
         self._armed = False  # the backward pass of the last shard is running, or was
         self._sent = 0  # buckets
         self._late = False  # a gradient changed after it was sent
-        self._gives_up = False
+        self.gives_up = False  # sends all at the end, as gradients came too late
         self._presence: list[float] = []
 
     @property
@@ -153,7 +153,7 @@ class OverlappedExchange:
         A second one in the same shard changes gradients that were sent: all are sent again then,
         and from then on at the end, as such a script does so in every step.
         """
-        if self._armed or self._gives_up:
+        if self._armed or self.gives_up:
             return
         self._armed = True
         for bucket in self._buckets:
@@ -165,7 +165,7 @@ class OverlappedExchange:
             return
         bucket = self._bucket_of[index]
         if bucket.is_sent:
-            self._late = self._gives_up = True
+            self._late = self.gives_up = True
             return
         bucket.missing.discard(index)
         while self._sent < len(self._buckets) and not self._buckets[self._sent].missing:

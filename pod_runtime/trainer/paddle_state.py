@@ -334,7 +334,7 @@ def optimizer_parameters(optimizer: Any) -> list[Any]:
     """Return the parameters of an optimizer, those of its groups included."""
     found: list[Any] = []
     # A group that is added later is in the second list only; without groups they are one.
-    for entry in optimizer._param_groups or optimizer._parameter_list or []:
+    for entry in getattr(optimizer, "_param_groups", None) or optimizer._parameter_list or []:
         found += entry["params"] if isinstance(entry, dict) else [entry]
     return found
 

@@ -16,6 +16,7 @@ from paddle import nn
 Found = dict[str, dict[str, Any]]  # owner -> attribute -> value
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
+_ALL = "layers"  # stands for all of them
 _LONGEST = 16  # of the lists of such values that are taken
 _OF_LAYERS = frozenset(vars(nn.Layer())) - {"training"}  # the framework's own, of any layer
 # What the framework itself changes, or what the state has besides.
@@ -59,18 +60,33 @@ class Traits:
             }
             if differs:
                 found[owner] = differs
-        return found
+        return self._shortened(found)
+
+    def _shortened(self, found: Found) -> Found:
+        """Say of all layers at once what most of them have: an evaluation mode, nearly always."""
+        modes = {owner: each["training"] for owner, each in found.items() if "training" in each}
+        layers = [owner for owner in self._things if owner.startswith("layer/")]
+        if len(modes) <= len(layers) / 2 or len(set(modes.values())) > 1:
+            return found
+        mode = next(iter(modes.values()))
+        for owner in layers:
+            if owner in modes:
+                del found[owner]["training"]
+            elif self._built.get(owner, {}).get("training") != mode:
+                found.setdefault(owner, {})["training"] = not mode
+        return {_ALL: {"training": mode}} | {owner: each for owner, each in found.items() if each}
 
     def apply(self, changed: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Make all as it was built, but for `changed`; return what of that has no place here."""
         self._things = self._owners()
         for owner, values in self._read().items():
-            wanted = {**self._built.get(owner, {}), **changed.get(owner, {})}
+            every = changed.get(_ALL, {}) if owner.startswith("layer/") else {}
+            wanted = {**self._built.get(owner, {}), **every, **changed.get(owner, {})}
             for name, value in wanted.items():
                 if name not in values or _differ(values[name], value):
                     before = self._built.get(owner, {}).get(name)
                     _set(self._things[owner], name, tuple(value) if _is_tuple(before) else value)
-        return sorted(changed.keys() - self._things.keys())
+        return sorted(changed.keys() - self._things.keys() - {_ALL})
 
     # --- modes
 
@@ -137,7 +153,7 @@ class Traits:
         for name in ("_grad_clip", "regularization"):
             if hasattr(getattr(optimizer, name, None), "__dict__"):
                 found[f"optimizer/{name}"] = getattr(optimizer, name)
-        for index, group in enumerate(optimizer._param_groups or []):
+        for index, group in enumerate(getattr(optimizer, "_param_groups", None) or []):
             if isinstance(group, dict):
                 found[f"optimizer/group {index}"] = group
         scheduler, path = optimizer._learning_rate, "scheduler"
@@ -187,24 +203,15 @@ class Traits:
             hooks = sum(len(layer.__dict__.get(each, ())) for each in _HOOKS)
             found[f"hooks of {who}"] = hooks
             found[f"forward of {who}"] = layer.__dict__.get("forward")
-            for kept in (vars(layer), layer._buffers):
-                for attribute, value in kept.items():
-                    is_kept = kept is layer._buffers and (
-                        attribute not in layer._non_persistable_buffer_names_set
-                    )
-                    if isinstance(value, paddle.Tensor | np.ndarray) and not (
-                        is_kept or attribute in _CACHES
-                    ):
-                        found[f"{attribute} of {who}, a tensor outside of its state_dict"] = (
-                            _version(value)
-                        )
+            for attribute, value in _loose_tensors(layer):
+                found[f"{attribute} of {who}, a tensor outside of its state_dict"] = _version(value)
         optimizer = self._optimizer
-        found["the optimizer's grad_clip"] = type(optimizer._grad_clip)
+        found["the optimizer's grad_clip"] = type(getattr(optimizer, "_grad_clip", None))
         found["the optimizer's weight decay"] = type(getattr(optimizer, "regularization", None))
         found["the optimizer's scheduler"] = type(optimizer._learning_rate)
         found["the optimizer's parameters"] = [
             len(each["params"]) if isinstance(each, dict) else 1
-            for each in optimizer._param_groups or []
+            for each in getattr(optimizer, "_param_groups", None) or []
         ]
         return found
 
@@ -214,6 +221,20 @@ def _attributes(thing: Any) -> dict[str, Any]:
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_post_hooks")
+
+
+def _loose_tensors(layer: Any) -> Iterator[tuple[str, Any]]:
+    """Yield tensors and arrays that no state_dict holds, but for those that are computed."""
+    loose = layer._non_persistable_buffer_names_set
+    buffers = [(name, each) for name, each in layer._buffers.items() if name in loose]
+    for name, value in [*vars(layer).items(), *buffers]:
+        is_tensor = isinstance(value, paddle.Tensor)
+        if not (is_tensor or isinstance(value, np.ndarray)) or name in _CACHES:
+            continue
+        # Of parameters, as by weight_norm, or by the newest forward pass.
+        is_computed = is_tensor and not value.stop_gradient
+        if not is_computed and not any(each.startswith(f"{name}_") for each in layer._parameters):
+            yield name, value
 
 
 def _is_plain(value: Any) -> bool:

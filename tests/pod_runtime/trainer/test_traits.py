@@ -121,6 +121,24 @@ def test_what_a_script_changes_is_carried_and_what_a_process_did_before_is_not()
     assert other.drop.p == 0.9, "a state of the version before says nothing of it"
 
 
+def test_a_large_model_in_evaluation_mode_takes_few_words():
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(50)))
+    model[7].eval()  # so it is built
+    optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    traits = Traits(model, optimizer)
+    model.eval()
+    model[3].train()
+    model[4].note = 1
+    found = traits.changed()
+    assert found == {
+        "layers": {"training": False}, "layer/3": {"training": True}, "layer/4": {"note": 1},
+    }  # fmt: skip
+    model.train()
+    assert traits.changed() == {"layer/7": {"training": True}, "layer/4": {"note": 1}}
+    assert traits.apply(found) == []
+    assert [each.training for each in model] == [index == 3 for index in range(50)]
+
+
 @pytest.mark.parametrize(
     "name",
     ["SGD", "Momentum", "Adagrad", "Adam", "AdamW", "Adamax", "Adadelta", "RMSProp", "Lamb"],
@@ -143,6 +161,23 @@ def test_training_alone_changes_nothing_that_would_have_to_be_carried(name):
             rate.step()
         assert traits.changed() == {}
         assert traits.news() == []
+
+
+def test_what_layers_compute_of_their_parameters_is_no_news():
+    model = nn.Sequential(
+        nn.utils.weight_norm(nn.Linear(4, 4)), nn.utils.spectral_norm(nn.Linear(4, 4))
+    )
+    optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    traits = Traits(model, optimizer)
+    assert traits.news() == []
+    for _ in range(2):
+        model(paddle.ones([2, 4])).mean().backward()
+        optimizer.step()
+        model.eval()
+        model(paddle.ones([2, 4]))
+        assert traits.news() == []
+    model.train()
+    assert traits.changed() == {}
 
 
 def test_what_no_state_can_carry_is_named_once():

@@ -1,7 +1,8 @@
 """Trains two independent towers in float64: a plain one, and one with batch norm and dropout.
 
-Every rank writes down which samples it trained in which step. `--wrong_sample` makes the weight of
-one sample wrong, in its fifth digit.
+A layer of the first is unfrozen on the way; of the second, dropout and batch norm change. Every
+rank writes down which samples it trained in which step. `--wrong_sample` makes the weight of one
+sample wrong, in its fifth digit.
 """
 
 import argparse
@@ -67,7 +68,13 @@ class Towers(nn.Layer):
         return self.plain(inputs), self.noisy(inputs)
 
 
+def freeze(layer: nn.Layer, frozen: bool) -> None:
+    for parameter in layer.parameters():
+        parameter.stop_gradient = frozen
+
+
 model = Towers()
+freeze(model.plain[0], True)
 scheduler = paddle.optimizer.lr.StepDecay(0.05, step_size=5, gamma=0.9)
 optimizer = paddle.optimizer.Momentum(
     scheduler, parameters=model.parameters(), weight_decay=1e-3,
@@ -90,6 +97,12 @@ for epoch in loop.epochs():
         print(json.dumps([step.number, step.sample_ids]), file=ids, flush=True)
         step.update()
         scheduler.step()
+        if step.number == 3:
+            freeze(model.plain[0], False)
+        elif step.number == 5:
+            model.noisy[3].p = 0.2
+        elif step.number == 8:  # until the next epoch begins
+            model.noisy[1].eval()
         if not (step.is_rehearsal or (args.hurry and args.hurry.exists())):
             time.sleep(args.step_s)
     total = loop.evaluate(Noisy(), lambda inputs, _t, _i: {"n": len(inputs)}, batch_size=10)

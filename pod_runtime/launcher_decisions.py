@@ -199,7 +199,7 @@ def _guide(run: Run, pod: Pod) -> tuple[Run, list[Action]]:
     # one is not off.
     off = number - 1 if order is Order.CUT else number
     if off > run.resumed_id:
-        run = replace(run, resumed_id=off, cut_id=max(run.cut_id, off))
+        run = replace(run, resumed_id=off, cut_id=max(run.cut_id, off), durable="")
         run, more = _resume(run, off)
         actions += more
     if order is Order.CUT:

@@ -260,10 +260,8 @@ def heard(pod: Pod, key: Key, rank: int, said: Said) -> Pod:
             if cut_id is None or cut_id > run.resumed_id:  # else: that cut is off, it goes on
                 # The ranks agree on the newest cut that any of them knows; ours may be behind.
                 newest = max(run.cut_id, cut_id or 0)
-                if not durable and newest == run.cut_id:
-                    durable = run.durable  # another of its trainers has said so
-                run = replace(run, step=max(run.step, step), cut_id=newest)
-                run = replace(run, parked_as=snapshot, durable=durable)
+                run = replace(run, step=max(run.step, step), cut_id=newest, parked_as=snapshot)
+                run = replace(run, durable=durable or run.durable)  # one of them writes for all
                 run = _with_trainer(run, rank, parked_at=step)
         case Raised(error=error):
             run = _with_trainer(run, rank, error=error)

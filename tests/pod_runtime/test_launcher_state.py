@@ -226,6 +226,21 @@ def test_a_state_that_is_in_no_snapshot_is_not_shown():
     assert not drained.report.kept
 
 
+def test_where_one_trainer_has_written_the_state_is_told_of_that_cut_only():
+    pod = prepare_beside()
+
+    def told(cut: int, path: str) -> str:
+        pod.told(plan(1, Order.CUT, cut=cut), preparing())
+        pod.say(0, Drained(step=7, id=cut, durable=path))
+        (drained,) = pod.say(1, Drained(step=7, id=cut))
+        assert isinstance(drained, Report)
+        return drained.report.durable
+
+    assert told(1, "/checkpoint") == "/checkpoint"
+    pod.told(plan(1, Order.RESUME, cut=1), preparing())
+    assert told(2, "") == ""
+
+
 def test_an_abandoned_preparation_is_killed_at_once_and_the_stage_in_force_goes_on():
     pod = prepare_beside()
     actions = pod.told(plan(1, Order.GO))

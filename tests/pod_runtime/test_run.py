@@ -7,13 +7,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pod_runtime import processes
+from job_server import stages
+from job_server.wire import JobState
+from pod_runtime import processes, run_session
 from pod_runtime.errors import LaunchError
 from pod_runtime.run import count_gpus, read_config, train_sh
+from tests.job_server.test_stages_changes import trains, world
 from tests.support import wait_until
 
 TOY = str(Path(__file__).with_name("toy_trainer.py"))
@@ -262,3 +266,20 @@ def test_the_launcher_outside_a_pod_is_a_run_of_its_own(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     assert "edl: SUCCEEDED" in result.stdout
     assert (tmp_path / "log" / "latest" / "trainers").is_dir()
+
+
+def test_a_second_ctrl_c_names_what_is_lost_and_the_first_shows_how_far_the_state_is(capsys):
+    made = trains(world())
+    made.send(stages.StopAsked())
+    status = stages.job_status(made.job, made.now, 0)
+    shown = ""
+    while status.state is JobState.STOPPING:
+        shown = run_session._show_saving(status, shown)
+        before = run_session._lost(status)
+        made.round()
+        status = stages.job_status(made.job, made.now, 0)
+    step = status.step
+    assert f"edl: writing step {step}: " in capsys.readouterr().out
+    assert before == f"ended at once; step {step} is in /shared/checkpoint"
+    lost = replace(status, saved=None)
+    assert run_session._lost(lost).startswith(f"ended at once: step {step} is lost")

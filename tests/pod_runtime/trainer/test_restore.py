@@ -1,0 +1,90 @@
+"""Where a stage finds the state that was written as its job was paused; ranks are threads."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from job_server.wire import RestoreFrom
+from pod_runtime.trainer.checkpoint import CheckpointStore
+from pod_runtime.trainer.errors import StateError
+from pod_runtime.trainer.restore import Restored, restore
+from pod_runtime.trainer.storage import LocalStorage
+from tests.pod_runtime.trainer.states import make_image, make_status
+from tests.pod_runtime.trainer.test_terms import Group
+
+WANTED = RestoreFrom(stage=3, step=12, pods=(), path="", spare=True)
+
+
+def store(path: Path, *states: tuple[int, int]) -> CheckpointStore:
+    """Return the checkpoints below `path`, those of these (stage, step) among them."""
+    made = CheckpointStore(LocalStorage(path))
+    for stage, step in states:
+        made.write(make_image(stage=stage, step=step, fill=float(step)))
+    return made
+
+
+def restored(wanted: list[RestoreFrom], own: CheckpointStore | None) -> list[Restored | str]:
+    """Return what each rank restores, or the error that it raises; `own`: the path of rank 0."""
+    group = Group(len(wanted))
+
+    def of_rank(rank: int) -> Restored | str:
+        adapter: Any = group.of_rank(rank)
+        adapter.load = lambda *_: None
+        try:
+            return restore(
+                adapter,
+                rank=rank,
+                world_size=len(wanted),
+                stage=5,
+                wanted=wanted[rank],
+                fds=(),
+                store=own,
+                fresh=make_status(),
+            )
+        except StateError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        return list(pool.map(of_rank, range(len(wanted))))
+
+
+@pytest.mark.parametrize(
+    ("in_path", "came_from", "is_checkpoint"),
+    [
+        pytest.param(None, (3, 12), False, id="the script has no path"),
+        pytest.param([], (3, 12), False, id="nothing is there"),
+        pytest.param([(3, 7), (2, 90)], (3, 12), False, id="what is there is older"),
+        pytest.param([(4, 15)], (4, 15), False, id="what is there is newer"),
+    ],
+)
+def test_a_run_folder_that_one_node_sees_is_read_there_unless_the_path_holds_newer(
+    tmp_path, in_path, came_from, is_checkpoint
+):
+    store(tmp_path / "run", (3, 12))
+    own = None if in_path is None else store(tmp_path / "checkpoint", *in_path)
+    elsewhere = replace(WANTED, path=str(tmp_path / "elsewhere"))
+    found = restored([elsewhere, replace(WANTED, path=str(tmp_path / "run")), elsewhere], own)
+    for each in found:
+        assert isinstance(each, Restored), each
+        assert each.came_from == came_from
+        assert each.from_checkpoint is is_checkpoint
+
+
+def test_a_state_that_no_rank_sees_is_an_error_and_no_fresh_start(tmp_path):
+    lost = replace(WANTED, path=str(tmp_path / "gone"))
+    for each in restored([lost, lost], store(tmp_path / "checkpoint")):
+        assert isinstance(each, str)
+        assert each.startswith("no trainer sees step 12 of stage 3 in ")
+
+
+def test_a_checkpoint_of_the_script_that_was_damaged_gives_way_to_the_one_before(tmp_path):
+    own = store(tmp_path / "checkpoint", (3, 7), (3, 12))
+    damaged = tmp_path / "checkpoint" / "stage_00000003" / "step_0000000012" / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    wanted = replace(WANTED, path=str(tmp_path / "checkpoint"), spare=False)
+    for each in restored([wanted, wanted], own):
+        assert isinstance(each, Restored), each
+        assert (each.came_from, each.from_checkpoint) == ((3, 7), True)

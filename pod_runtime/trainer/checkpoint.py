@@ -102,6 +102,9 @@ class CheckpointStore:
                 self.owner.check()
             if MANIFEST in self.storage.files(made.folder):
                 return made
+        except OSError as error:  # nothing was begun: what is there may be whole
+            raise self._not_written(made, error) from error
+        try:
             write_files(
                 self.storage,
                 made.folder,
@@ -118,11 +121,13 @@ class CheckpointStore:
             )
         except OSError as error:
             remove_checkpoint(self.storage, made)
-            raise CheckpointError(
-                f"{self.storage.name}/{made.folder}: not written: {error.strerror or error}"
-            ) from error
+            raise self._not_written(made, error) from error
         self._clean(made, image.status.run_id)
         return made
+
+    def _not_written(self, made: CheckpointId, error: OSError) -> CheckpointError:
+        why = error.strerror or error
+        return CheckpointError(f"{self.storage.name}/{made.folder}: not written: {why}")
 
     def check_writable(self) -> None:
         """Write and remove a small file: a training that begins would keep nothing otherwise.

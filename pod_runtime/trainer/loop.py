@@ -144,7 +144,8 @@ class Loop:
         self._reader: ShardReader | None = None  # None: nothing has been read yet
         self._open_step = None
         self._drawn: int | None = 0  # this step, by this rank: sum of hashes; None: not known
-        # What `shards` has drawn for the script's own reader, by (epoch, step, shard).
+        # What `shards` has drawn for the script's own reader, by (epoch, step, shard). Another one
+        # for each reader: the one before may still read ahead.
         self._drawn_ahead: dict[tuple[int, int, int], int | None] = {}
         self._step_s = 0.0  # smoothed; 0: no step yet
         self._verdict: Verdict | None = None  # of the newest exchange; None: there was none
@@ -394,11 +395,8 @@ class Loop:
             cursor,
             self._adapter,
             with_ids=with_ids,
-            note=self._note_ahead if self._reader_factory is not None else None,
+            note=partial(_note, self._drawn_ahead) if self._reader_factory is not None else None,
         )
-
-    def _note_ahead(self, item: Item) -> None:
-        self._drawn_ahead[item[:3]] = item.drawn
 
     # --- steps
 
@@ -561,7 +559,7 @@ class Loop:
         cursor, order, source = self._progress.cursor, self._order, self._source
         if self._reader_factory is not None:
             factory = self._reader_factory
-            self._drawn_ahead.clear()
+            self._drawn_ahead = {}
             where = ReadFrom(
                 epoch=cursor.epoch,
                 step=cursor.step,
@@ -624,6 +622,10 @@ def _few(names: list[str]) -> str:
     """Return the first names, and how many more there are."""
     text = ", ".join(names[:3])
     return text if len(names) <= 3 else f"{text} and {len(names) - 3} more"
+
+
+def _note(drawn: dict[tuple[int, int, int], int | None], item: Item) -> None:
+    drawn[item[:3]] = item.drawn
 
 
 def _paddle_adapter(*args: Any, **kwargs: Any) -> Adapter:

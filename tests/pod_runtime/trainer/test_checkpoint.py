@@ -1,5 +1,6 @@
 """Checkpoints: what is on disk is whole or refused, and nothing is lost to retention."""
 
+import errno
 import json
 import logging
 import os
@@ -226,3 +227,18 @@ def test_files_of_strangers_in_the_path_are_left_alone(tmp_path):
     store.write(make_image(step=2))
     assert (tmp_path / "notes").is_dir()
     assert (tmp_path / "stage_1").is_dir()
+
+
+def test_a_checkpoint_that_is_there_outlives_a_disk_too_full_to_say_that_it_is_ours(tmp_path):
+    class Full:
+        """An owner that cannot write that its training lives."""
+
+        def check(self) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    storage = open_storage(tmp_path)
+    CheckpointStore(storage).write(make_image(step=3, fill=2.5))
+    store = CheckpointStore(storage, owner=Full())  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="step_0000000003: not written: No space left"):
+        store.write(make_image(step=3, fill=9.0))
+    assert fill_of(CheckpointStore(storage)) == 2.5

@@ -401,6 +401,7 @@ def test_a_full_disk_stops_no_training_and_what_is_missing_is_written_when_there
     close_files()
     result = audit(*read_ledger(str(tmp_path)))
     assert (result.is_proven, result.steps, result.complete_epochs) == (True, 40, 4)
+    assert result.undrawn == ()
     assert len(caplog.messages) == 2
 
 
@@ -417,6 +418,7 @@ def test_what_a_stage_could_not_write_the_next_one_writes_from_the_state(tmp_pat
     close_files()
     result = audit(*read_ledger(str(tmp_path)))
     assert (result.is_proven, result.steps, len(result.lineage)) == (True, 40, 3)
+    assert result.undrawn == ()
     assert verify([str(tmp_path)]) == 0
 
 
@@ -491,6 +493,7 @@ def test_whichever_line_is_lost_the_next_stage_writes_it_again(tmp_path, number)
     close_files()
     result = audit(*read_ledger(str(tmp_path)))
     assert (result.is_proven, result.steps, len(result.lineage)) == (True, 40, 3)
+    assert result.undrawn == ()
 
 
 def test_a_path_without_anything_is_refused(tmp_path, capsys):

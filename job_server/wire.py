@@ -19,6 +19,7 @@ __all__ = ["WireError", "decode", "encode"]  # the rest is public as well; these
 
 API = "/api/v1"
 SHOWN_CHARS = 300  # of the text of an exception
+MAX_ERROR_CHARS = 4096  # of the same, as it is sent
 MAX_POLL_S = 60.0  # the longest a server holds a long poll
 MAX_RUN_TIME_S = 366 * 86400.0
 MAX_STAGE = 10**12  # what follows it has to be a number of 16 digits, as all in our JSON
@@ -364,6 +365,12 @@ class RaisedError:
     errno: int | None = None  # None: it is no OSError, or one without a number
     at: str = ""  # FILE:LINE of the innermost frame; "": not known
 
+    def __post_init__(self) -> None:
+        if not self.types:
+            raise WireError("types: expected the class of the error, got none")
+        if len(self.types) > 100 or max(len(self.text), *map(len, self.types)) > MAX_ERROR_CHARS:
+            raise WireError(f"text: at most {MAX_ERROR_CHARS} characters, and 100 types")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerError:
@@ -375,8 +382,8 @@ class TrainerError:
     hint: str = ""  # what the trainer adds to explain it
 
     def __post_init__(self) -> None:
-        if not self.chain or not self.chain[0].types:
-            raise WireError("chain: expected an error with its types, got none")
+        if not 1 <= len(self.chain) <= 100:
+            raise WireError(f"chain: expected 1 to 100 errors, got {len(self.chain)}")
 
     def __str__(self) -> str:
         error = self.chain[0]

@@ -1,5 +1,6 @@
 """The trainers' output as `edl run` shows it: line by line, and the same traceback only once."""
 
+import contextlib
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import BinaryIO
 _LOG = re.compile(r"trainer_(\d+)\.stage_(\d+)\.log")
 _LONGEST = 300  # lines of a traceback; what is longer is none
 _KNOWN = 50  # tracebacks that are remembered
+_QUIET = 50  # looks: a log that long without news is looked at only as often
 _NEAR = 40  # lines: what is as near to the end as that is still on the screen
 
 
@@ -27,7 +29,9 @@ class _Block:
 
 @dataclass(slots=True)
 class _Log:
+    prefix: bytes
     offset: int = 0
+    quiet: int = 0  # looks in a row that found nothing new
     begun: bytes = b""  # of a line
     block: _Block | None = None  # None: no traceback has begun
 
@@ -43,21 +47,26 @@ class TrainerOutput:
     def __init__(self, folder: Path, output: BinaryIO) -> None:
         """`folder`: where the logs are; it need not be there yet."""
         self._folder, self._output = folder, output
-        self._logs: dict[Path, _Log] = {}
+        self._logs: dict[Path, _Log] = {}  # in the order in which they are shown
+        self._scanned_at = 0  # when the folder had changed last, as its file system has it
+        self._looks = 0
         self._known: list[_Block] = []
         self._count = 0  # lines shown
 
     def show_new(self, *, last: bool = False) -> None:
         """Show what has been added since the last call; `last`: nothing will be added."""
-        for path in sorted(self._folder.glob("trainer_*.log")):
-            named = _LOG.fullmatch(path.name)
-            if named is not None:
-                self._show_log(path, b"[rank %s] " % named[1].encode(), last)
+        self._find_logs()
+        self._looks += 1
+        for path, log in self._logs.items():
+            # A long run has thousands of logs, and few trainers.
+            if log.quiet < _QUIET or self._looks % _QUIET == 0 or last:
+                self._show_log(path, log, last)
         self._output.flush()
 
     def repeat(self, path: Path) -> list[str] | None:
         """Return the last traceback of a log if it is no longer near; None: it has none."""
-        block = self._logs.get(path, _Log()).block
+        log = self._logs.get(path)
+        block = None if log is None else log.block
         if block is None:
             return None
         shown = next((each for each in self._known if block.lines == each.lines), block)
@@ -65,8 +74,18 @@ class TrainerOutput:
             return []
         return [line.decode(errors="replace") for line in block.lines]
 
-    def _show_log(self, path: Path, prefix: bytes, last: bool) -> None:
-        log = self._logs.setdefault(path, _Log())
+    def _find_logs(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            changed_at = self._folder.stat().st_mtime_ns
+            if changed_at == self._scanned_at:
+                return
+            self._scanned_at = changed_at
+        for path in sorted(self._folder.glob("trainer_*.log")):
+            named = _LOG.fullmatch(path.name)
+            if named is not None and path not in self._logs:
+                self._logs[path] = _Log(b"[rank %s] " % named[1].encode())
+
+    def _show_log(self, path: Path, log: _Log, last: bool) -> None:
         try:
             with path.open("rb") as file:
                 file.seek(log.offset)
@@ -74,17 +93,19 @@ class TrainerOutput:
         except OSError:
             return
         log.offset += len(added)
+        log.quiet = 0 if added else log.quiet + 1
         *lines, log.begun = (log.begun + added).split(b"\n")
         if last and log.begun:
             lines.append(log.begun)
             log.begun = b""
         for line in lines:
-            self._take(log, line, prefix)
-        self._decide(log, prefix, over=last)
+            self._take(log, line)
+        self._decide(log, over=last)
 
-    def _take(self, log: _Log, line: bytes, prefix: bytes) -> None:
+    def _take(self, log: _Log, line: bytes) -> None:
+        prefix = log.prefix
         if _begins(line, amid=log.block is not None):
-            self._decide(log, prefix, over=True)
+            self._decide(log, over=True)
             log.block = _Block(shown=not self._known)
             self._known = [*self._known, log.block][-_KNOWN:]
         block = log.block
@@ -102,14 +123,14 @@ class TrainerOutput:
             self._known = [each for each in self._known if each is not block]
             log.block = None
 
-    def _decide(self, log: _Log, prefix: bytes, *, over: bool) -> None:
+    def _decide(self, log: _Log, *, over: bool) -> None:
         """Show what is held back, if it turns out to be new."""
         block = log.block
         if block is None or block.shown:
             return
         model = self._model_of(block)
         if model is None or (over and len(model.lines) < len(block.lines)):
-            self._show_block(block, prefix)
+            self._show_block(block, log.prefix)
 
     def _model_of(self, block: _Block) -> _Block | None:
         """Return the longest traceback that was shown and that this one is so far the same as."""

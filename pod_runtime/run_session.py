@@ -220,8 +220,9 @@ class Session:
         state, stages = status.state.value, len(status.stages)
         reason = status.reason.removeprefix(f"{state}: ")
         failed = status.state is JobState.FAILED
+        step = f"step {status.step}, " if status.step or failed else ""  # none without the loop
         _show(
-            f"{state} after step {status.step}, {stages} stage{'s' if stages > 1 else ''} and "
+            f"{state} after {step}{stages} stage{'s' if stages > 1 else ''} and "
             f"{status.account.total_s:.1f} s{'' if failed else f': {reason}'}"
         )
         if failed:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _SAY_S = 2.0  # a launcher that does not listen must not hold up the end
 _TEXT_CHARS = 2000
 _CHAIN = 10  # exceptions of one error
+_NAME_CHARS = 300
 _TYPES = 20  # classes of one exception
 _CHANNEL = "EDL_CHANNEL"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -236,15 +237,20 @@ def _describe(error: BaseException, trace: TracebackType | None, cwd: str) -> di
 def _text(error: BaseException) -> str:
     try:
         if isinstance(error, SyntaxError):
-            return str(error.msg)  # where it is stands in `at`
-        return str(error)
+            return _writable(str(error.msg))  # where it is stands in `at`
+        return _writable(str(error))
     except Exception as broken:  # noqa: BLE001  a class of the script that cannot be shown
         return f"(its text cannot be made: {type(broken).__name__})"
 
 
+def _writable(text: str) -> str:
+    """Return a text that everybody can write: names of files may hold bytes that are none."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def _name(kind: type) -> str:
     module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-    return module + kind.__qualname__
+    return _writable(module + kind.__qualname__)[:_NAME_CHARS]
 
 
 def _frames(
@@ -262,7 +268,7 @@ def _frames(
 
 
 def _place(frames: list[tuple[str, str, int]]) -> str:
-    return f"{frames[-1][1]}:{frames[-1][2]}" if frames else ""
+    return _writable(f"{frames[-1][1]}:{frames[-1][2]}") if frames else ""
 
 
 def _where(error: BaseException, trace: TracebackType | None, cwd: str) -> str:

@@ -233,8 +233,12 @@ def test_a_report_of_a_launcher_without_errors_is_read_and_one_with_goes_over_th
     old = encode(report)
     del old["error"]
     assert decode(PodReport, old).error is None
-    with pytest.raises(WireError, match="chain: expected an error"):
+    with pytest.raises(WireError, match="chain: expected 1 to 100 errors, got 0"):
         TrainerError(chain=())
+    with pytest.raises(WireError, match="types: expected the class"):
+        RaisedError(types=())
+    with pytest.raises(WireError, match="text: at most 4096"):
+        RaisedError(types=("ValueError",), text="x" * 5000)
 
 
 def test_a_pod_that_ends_with_2_twice_is_not_started_a_third_time():

@@ -137,6 +137,31 @@ def test_a_script_that_fails_leaves_its_error_as_its_last_words(spares, script):
     assert trainer.last_words() == "ValueError: as it was asked to"
 
 
+ENDS = """
+import os, signal
+for number in (signal.SIGTERM, signal.SIGSEGV):
+    pid = os.fork()
+    if pid == 0:
+        os.kill(os.getpid(), number)
+    print("ended by", os.WTERMSIG(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+def test_a_trainer_with_paddle_says_nothing_of_a_sigterm_and_all_of_a_crash(tmp_path, script):
+    script.write_text(ENDS)
+    spares = Spares(("paddle",), tmp_path / "log")
+    try:
+        ready(spares)
+        assert end(start(spares, script)) == 0
+    finally:
+        spares.end_all()
+    log = (tmp_path / "trainer.log").read_text()
+    quiet, _, loud = log.partition("ended by 15\n")
+    assert quiet == ""
+    assert "`Segmentation fault` is detected" in loud
+    assert loud.endswith("ended by 11\n")
+
+
 def test_a_spare_that_still_imports_is_taken_and_hurries(spares, script):
     spare = spares.start({"PATH": os.environ["PATH"]})
     assert not spare.ready

@@ -208,31 +208,11 @@ def test_a_handler_of_the_script_is_in_force_again_after_paddle_was_imported(scr
     assert (done.returncode, done.stdout) == (5, "")
 
 
-PADDLE_ENDS = """
-import os, signal, sys
-from pod_runtime.trainer_main import keep_sigterm_quiet
-keep_sigterm_quiet()
-import paddle
-for number in (signal.SIGTERM, signal.SIGSEGV):
-    pid = os.fork()
-    if pid == 0:
-        os.kill(os.getpid(), number)
-    print("ended by", os.WTERMSIG(os.waitpid(pid, 0)[1]), flush=True)
-"""
-
-
-def test_paddle_itself_says_nothing_of_sigterm_and_all_of_a_crash():
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PADDLE_ENDS],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-    )
-    quiet, _, loud = done.stdout.partition("ended by 15\n")
-    assert quiet == ""
-    assert "`Segmentation fault` is detected" in loud
-    assert loud.endswith("ended by 11\n")
+def test_names_that_cannot_be_written_and_endless_texts_are_told_all_the_same(script):
+    _, said = script.run("raise ValueError('/no/\\udcff')\n")
+    assert str(said.error) == "train.py:1: ValueError: /no/\\udcff"
+    _, said = script.run("raise ValueError('x' * 10**6)\n")
+    assert len(said.error.chain[0].text) == 2000
 
 
 @pytest.mark.parametrize(

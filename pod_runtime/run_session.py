@@ -162,9 +162,10 @@ class Session:
             watch.changed.wait(_LOOK_EVERY_S)
             watch.changed.clear()
             status = watch.status
-            for event in watch.take_events():
+            events = watch.take_events()
+            self._output.show_new()  # it came before what the events say of it
+            for event in events:
                 _show(without_end(event.text))
-            self._output.show_new()
             if status is not None and status.state.ended:
                 for event in watch.fetch_events():
                     _show(without_end(event.text))

@@ -1,5 +1,6 @@
 """What `edl run` shows of the job itself: its events and its state."""
 
+import re
 import threading
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ from job_server.wire import JobEvent, JobState, JobStatus
 
 _RETRY_S = 0.3
 _POLL_S = 5.0
+_FAILS = re.compile(r"(^|; )failed: .*; (?=its newest state)")
 
 
 class Watch:
@@ -69,7 +71,8 @@ class Watch:
 
 
 def without_end(text: str) -> str:
-    """Return an event's text without the end of the job, which is told last and once."""
+    """Return an event's text without why the job ends, which is told last and once."""
+    text = _FAILS.sub(r"\1", text)
     for state in JobState:
         if state.ended:
             text = text.partition(f"{state.value}: ")[0]

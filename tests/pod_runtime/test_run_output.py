@@ -125,6 +125,15 @@ def test_the_traceback_at_the_end_is_repeated_only_where_it_is_far_away(shown):
         ("pod a has finished; SUCCEEDED: all pods have exited with 0", "pod a has finished"),
         ("FAILED: t.py:2: SyntaxError: invalid syntax", ""),
         ("stage 1 committed: 2 pods", "stage 1 committed: 2 pods"),
+        (
+            "stage 2 is over: boom; failed: boom; twice; its newest state is written first",
+            "stage 2 is over: boom; its newest state is written first",
+        ),
+        ("failed: boom; its newest state is written first", "its newest state is written first"),
+        (
+            "pod a is gone: the package script failed: 3",
+            "pod a is gone: the package script failed: 3",
+        ),
     ],
 )
 def test_the_end_of_the_job_is_left_to_the_last_lines(text, shown):

@@ -4,12 +4,14 @@ DistillError
 ├── UsageError               an argument, option or file is wrong; the text names it and the remedy
 ├── ModelError               a model folder cannot be served; the text names the file
 ├── BadRequest               the teacher cannot answer this request, now or later; names the tensor
-│   └── ModelNotFound        the teacher serves no model of this name; lists those it serves
+│   ├── ModelNotFound        the teacher serves no model of this name; lists those it serves
+│   └── RequestTooLarge      it has more bytes or samples than the teacher takes: fewer may do
 ├── WireError                bytes do not follow the format of the fast path
 ├── ReaderError              the user's generator failed; its exception is the cause
 ├── NoTeacher                no teacher answered for as long as the reader may wait
 └── Retryable                the same request may succeed elsewhere, or later
     ├── TeacherGone          the connection ended, or nobody listens there
+    │   └── TeacherFailed    it says that it failed, not whose fault it was; the connection stands
     ├── TeacherBusy          its queue is full, or it drains; carries how long to stay away
     └── TeacherTimeout       no answer in time
 """
@@ -35,6 +37,10 @@ class ModelNotFound(BadRequest):
     """The teacher serves no model of this name."""
 
 
+class RequestTooLarge(BadRequest):
+    """The request has more bytes or samples than the teacher takes; fewer at once may do."""
+
+
 class WireError(DistillError):
     """Bytes do not follow the format: the other end is no such teacher or student, or broken."""
 
@@ -53,6 +59,14 @@ class Retryable(DistillError):
 
 class TeacherGone(Retryable):
     """The connection ended, or nobody listens there."""
+
+
+class TeacherFailed(TeacherGone):
+    """It answered that it failed, not saying whose fault it was; the connection stands."""
+
+    def __init__(self, text: str, *, tries: int = 1) -> None:
+        super().__init__(text)
+        self.tries = tries  # how often the teacher has tried by itself
 
 
 class TeacherBusy(Retryable):

@@ -27,7 +27,7 @@ _WAITALL = int(socket.MSG_WAITALL)
 _MORE = int(socket.MSG_MORE)
 _SCRATCH_BYTES = 256 << 10
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
-_MIN_RATE = 1 << 20  # bytes per second: what a peer that is slower than this is taken for stalled
+MIN_RATE = 1 << 20  # bytes per second: what a peer that is slower than this is taken for stalled
 
 
 class StreamEnded(DistillError):  # noqa: N818 - named by what is the case
@@ -89,7 +89,7 @@ def _send_some(
     missing = size_bytes - sent
     if missing == 0:
         return
-    deadline = time.monotonic() + timeout_s + missing / _MIN_RATE
+    deadline = time.monotonic() + timeout_s + missing / MIN_RATE
     views = [bytes_of(buffer) for buffer in buffers if _size(buffer)]
     while missing:
         while sent >= len(views[0]):
@@ -115,7 +115,7 @@ def receive(sock: socket.socket, view: memoryview, timeout_s: float) -> None:
     got = receive_some(sock, view, _WAITALL)
     if got == len(view):
         return
-    deadline = time.monotonic() + timeout_s + len(view) / _MIN_RATE
+    deadline = time.monotonic() + timeout_s + len(view) / MIN_RATE
     while got < len(view):
         if time.monotonic() > deadline:
             raise StreamStalled(f"{len(view) - got} bytes did not come in time")
@@ -131,7 +131,7 @@ def receive_bytes(sock: socket.socket, size: int, timeout_s: float) -> bytes:
 
 def skip(sock: socket.socket, size: int, timeout_s: float) -> None:
     """Read `size` bytes and forget them. Raises: StreamEnded, StreamStalled."""
-    deadline = time.monotonic() + timeout_s + size / _MIN_RATE
+    deadline = time.monotonic() + timeout_s + size / MIN_RATE
     scratch = memoryview(bytearray(min(size, _SCRATCH_BYTES)))
     while size:
         if time.monotonic() > deadline:

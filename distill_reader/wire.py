@@ -16,7 +16,8 @@ for the frame that answers it; requests in flight are as many connections. All i
                    If NAMED, an output wanted is a u16 of bytes and its name, which may be that
                    of a form (forms.py); only to a teacher whose model says `takes_forms`
         ANSWER     meta: tensors; payload: their bytes
-        ERROR      meta: JSON {"kind", "text", "delay_s"}
+        ERROR      meta: JSON {"kind", "text"}, with "delay_s" where it is busy, "tries" where it
+                   failed more than once, "too_large": true where fewer samples may do
         SHARE      the next byte carries the descriptor of the student's memory (SCM_RIGHTS)
         SHARED     answers SHARE: the teacher has mapped it
     tensor     index in the model's spec u16, dtype u8, axes u8, offset u64, then u64 per axis;
@@ -37,7 +38,9 @@ from distill_reader.errors import (
     BadRequest,
     DistillError,
     ModelNotFound,
+    RequestTooLarge,
     TeacherBusy,
+    TeacherFailed,
     TeacherGone,
     UsageError,
     WireError,
@@ -76,7 +79,7 @@ _ERRORS: dict[str, type[DistillError]] = {
     "model_not_found": ModelNotFound,
     "busy": TeacherBusy,
     "refused": UsageError,  # the token, the version
-    "failed": TeacherGone,
+    "failed": TeacherFailed,
 }
 
 
@@ -410,6 +413,10 @@ def _error_to_json(error: DistillError) -> dict[str, Any]:
     fields: dict[str, Any] = {"kind": kind, "text": str(error)[:_MAX_TEXT]}
     if isinstance(error, TeacherBusy):
         fields["delay_s"] = error.delay_s
+    if isinstance(error, TeacherFailed):
+        fields["tries"] = error.tries
+    if isinstance(error, RequestTooLarge):  # no kind of its own, which old students take for gone
+        fields["too_large"] = True
     return fields
 
 
@@ -422,4 +429,9 @@ def _error_from_json(value: object) -> DistillError:
         if isinstance(delay_s, int | float) and 0 <= delay_s < 3600:
             return TeacherBusy(text, delay_s=float(delay_s))
         return TeacherBusy(text)
+    if kind == "failed":
+        tries = value.get("tries")
+        return TeacherFailed(text, tries=tries if type(tries) is int and 1 <= tries < 100 else 1)
+    if kind == "bad_request" and value.get("too_large") is True:
+        return RequestTooLarge(text)
     return _ERRORS.get(kind, TeacherGone)(text)

@@ -1,6 +1,7 @@
 """What the reader asks of a connection to a teacher, whatever protocol it speaks."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -8,6 +9,14 @@ import numpy as np
 from distill_reader.specs import ModelSpec
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Of a request, as a teacher announces them."""
+
+    most_bytes: int | None = None  # of all inputs; None: it does not say
+    most_samples: int | None = None
 
 
 class TeacherClient(Protocol):
@@ -22,6 +31,11 @@ class TeacherClient(Protocol):
     @property
     def spec(self) -> ModelSpec:
         """What the model takes and returns, as the teacher said when the connection was made."""
+        ...
+
+    @property
+    def bounds(self) -> Bounds:
+        """What a request may have, as the teacher said likewise."""
         ...
 
     def predict(
@@ -43,7 +57,8 @@ class TeacherClient(Protocol):
 
         Raises:
             TeacherGone, TeacherBusy, TeacherTimeout: another teacher may answer.
-            BadRequest: no teacher will.
+            RequestTooLarge: it will answer fewer samples.
+            BadRequest: this teacher will not; another one might.
         """
         ...
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
 from distill_reader.balance.places import places_of
-from distill_reader.errors import DistillError, TeacherGone, UsageError
+from distill_reader.errors import DistillError, UsageError
 
 _SCHEMES = {  # of an endpoint -> protocol
     "fast": "fast-shm",
@@ -25,10 +25,6 @@ class NotSpoken(DistillError):  # noqa: N818 - named by what is the case
     def __init__(self, text: str, *, is_certain: bool = True) -> None:
         super().__init__(text)
         self.is_certain = is_certain  # not: it said nothing, and may just be slow
-
-
-class TeacherFailed(TeacherGone):
-    """It answered that it failed, not saying whose fault it was; the connection stands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

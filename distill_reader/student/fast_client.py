@@ -12,9 +12,10 @@ import numpy as np
 from distill_reader import stream, wire
 from distill_reader.arena import ALIGNMENT, OwnArena
 from distill_reader.errors import (
-    BadRequest,
     DistillError,
+    RequestTooLarge,
     TeacherBusy,
+    TeacherFailed,
     TeacherGone,
     TeacherTimeout,
     UsageError,
@@ -23,7 +24,7 @@ from distill_reader.errors import (
 from distill_reader.forms import split_name
 from distill_reader.specs import ModelSpec
 from distill_reader.stream import StreamEnded, StreamStalled
-from distill_reader.student.client import Array
+from distill_reader.student.client import Array, Bounds
 from distill_reader.student.endpoints import NotSpoken
 from distill_reader.student.exclusive import Exclusive
 from distill_reader.student.rows import Rows, find_outputs, gather
@@ -62,6 +63,10 @@ class FastClient:
     def spec(self) -> ModelSpec:
         return self._spec
 
+    @property
+    def bounds(self) -> Bounds:
+        return Bounds(most_bytes=self._welcome.max_request_bytes)
+
     def share_memory(self, size_bytes: int, timeout_s: float) -> None:
         """Let requests lie in memory that the teacher maps, from here on; on the unix socket only.
 
@@ -92,7 +97,7 @@ class FastClient:
         rows = gather(self._spec, feeds)
         size = sum(tensor.size_bytes for tensor in rows)
         if size > self._welcome.max_request_bytes:
-            raise BadRequest(
+            raise RequestTooLarge(
                 f"{self.endpoint}: the request has {size} bytes, the teacher takes "
                 f"{self._welcome.max_request_bytes}: send fewer samples at once"
             )
@@ -365,4 +370,6 @@ def _named(endpoint: str, error: DistillError) -> DistillError:
     text = f"{endpoint}: {error}"
     if isinstance(error, TeacherBusy):
         return TeacherBusy(text, delay_s=error.delay_s)
+    if isinstance(error, TeacherFailed):
+        return TeacherFailed(text, tries=error.tries)
     return type(error)(text)

@@ -11,12 +11,14 @@ from distill_reader.errors import (
     BadRequest,
     DistillError,
     ModelNotFound,
+    RequestTooLarge,
     TeacherBusy,
+    TeacherFailed,
     TeacherGone,
     TeacherTimeout,
     UsageError,
 )
-from distill_reader.student.endpoints import NotSpoken, TeacherFailed
+from distill_reader.student.endpoints import NotSpoken
 from distill_reader.student.exclusive import Exclusive
 
 _MAX_MESSAGE_BYTES = 512 << 20
@@ -94,11 +96,13 @@ def _meaning(endpoint: str, error: Any, timeout_s: float) -> DistillError:
         return NotSpoken(text)
     if code is statuses.RESOURCE_EXHAUSTED:
         if "larger than max" in details:
-            return BadRequest(f"{text}: send fewer samples at once")
+            return RequestTooLarge(f"{text}: send fewer samples at once")
         return TeacherBusy(text, delay_s=0.1)
     if code is statuses.NOT_FOUND:
         return ModelNotFound(text)
-    if code in (statuses.INVALID_ARGUMENT, statuses.FAILED_PRECONDITION, statuses.OUT_OF_RANGE):
+    if code is statuses.OUT_OF_RANGE:
+        return RequestTooLarge(text)
+    if code in (statuses.INVALID_ARGUMENT, statuses.FAILED_PRECONDITION):
         return BadRequest(text)
     if code in (statuses.UNAUTHENTICATED, statuses.PERMISSION_DENIED):
         return UsageError(f"{text}; set EDL_TEACHER_TOKEN as on the teacher")

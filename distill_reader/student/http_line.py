@@ -1,9 +1,11 @@
 """A kept-alive HTTP connection to a teacher. Proxies of the environment are never used."""
 
 import http.client
+import io
 import json
 import socket
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -13,12 +15,13 @@ from distill_reader import stream
 from distill_reader.errors import (
     BadRequest,
     ModelNotFound,
+    RequestTooLarge,
     TeacherBusy,
+    TeacherFailed,
     TeacherGone,
     TeacherTimeout,
     UsageError,
 )
-from distill_reader.student.endpoints import TeacherFailed
 from distill_reader.student.exclusive import Exclusive
 
 _MAX_ANSWER_BYTES = 4 << 30
@@ -56,6 +59,8 @@ class HttpLine:
         self.endpoint = endpoint
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._connection = http.client.HTTPConnection(*address, timeout=connect_timeout_s)
+        self._connection.response_class = self._response  # type: ignore[assignment]
+        self._deadline_s = 0.0  # of the answer that is waited for
         self._sock: socket.socket | None = (
             None  # of the connection, also while it is read to its end
         )
@@ -75,6 +80,9 @@ class HttpLine:
         timeout_s: float,
     ) -> HttpAnswer:
         """Send a request whose body is `buffers` one after the other; return the answer.
+
+        Args:
+            timeout_s: for all of the answer; large bodies may take longer if they move.
 
         Raises:
             TeacherGone, TeacherTimeout.
@@ -121,6 +129,8 @@ class HttpLine:
             raise TeacherTimeout(text)
         if status == 404:
             raise ModelNotFound(text)
+        if status == 413:
+            raise RequestTooLarge(f"{text}: send fewer samples at once")
         if 400 <= status < 500:
             raise BadRequest(text)
         raise TeacherFailed(text)
@@ -142,17 +152,22 @@ class HttpLine:
         connection = self._connection
         if connection.sock is None:
             self._connect()
-        connection.sock.settimeout(timeout_s)
+        size = sum(map(len, buffers))
+        self._deadline_s = time.monotonic() + timeout_s + size / stream.MIN_RATE
         connection.putrequest(method, path)
         for name, value in headers.items():
             connection.putheader(name, value)
         if buffers or method == "POST":
-            connection.putheader("Content-Length", str(sum(map(len, buffers))))
+            connection.putheader("Content-Length", str(size))
+        self._set_time_left()
         connection.endheaders()
         for buffer in buffers:
+            self._set_time_left()
             connection.send(buffer)
         response = connection.getresponse()
         try:
+            if response.length is not None:
+                self._deadline_s += response.length / stream.MIN_RATE
             body = _read(response)
         finally:
             response.close()
@@ -162,12 +177,51 @@ class HttpLine:
             body=body,
         )
 
+    def _set_time_left(self) -> None:
+        """Let the next call on the socket wait no longer than there is time for the answer."""
+        left_s = self._deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        if self._sock is not None:
+            self._sock.settimeout(left_s)
+
+    def _response(self, sock: socket.socket, *args: Any, **options: Any) -> Any:
+        return http.client.HTTPResponse(_Timed(sock, self._set_time_left), *args, **options)  # type: ignore[arg-type]
+
     def _wake(self) -> None:
         if self._sock is not None:
             stream.end(self._sock)
 
     def _free(self) -> None:
         self._connection.close()
+
+
+class _Timed:
+    """A socket as http.client reads it, of which each read has the time that is left for all."""
+
+    def __init__(self, sock: socket.socket, set_time_left: Callable[[], None]) -> None:
+        self._sock = sock
+        self._set_time_left = set_time_left
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        return io.BufferedReader(_TimedReader(self._sock.makefile("rb", 0), self._set_time_left))
+
+
+class _TimedReader(io.RawIOBase):
+    def __init__(self, raw: socket.SocketIO, set_time_left: Callable[[], None]) -> None:
+        self._raw = raw
+        self._set_time_left = set_time_left
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        self._set_time_left()
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
 
 
 def _read(response: http.client.HTTPResponse) -> memoryview:

@@ -9,9 +9,15 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from distill_reader import oip_json, oip_messages, protobuf_wire
-from distill_reader.errors import BadRequest, ModelNotFound, TeacherGone, UsageError
+from distill_reader.errors import (
+    BadRequest,
+    ModelNotFound,
+    TeacherFailed,
+    TeacherGone,
+    UsageError,
+)
 from distill_reader.specs import ModelSpec
-from distill_reader.student.client import Array
+from distill_reader.student.client import Array, Bounds
 from distill_reader.student.endpoints import NotSpoken
 from distill_reader.student.http_line import HttpLine
 from distill_reader.student.rows import find_outputs, gather, pick_outputs
@@ -21,6 +27,8 @@ if TYPE_CHECKING:  # who uses HTTP alone loads no gRPC
 
 _SERVICE = f"/{oip_messages.SERVICE}/"
 _READY = "READY"  # state of a model in Triton's repository index
+# Of Triton's ModelConfigResponse and ModelConfig: the numbers of the fields.
+_CONFIG, _MAX_BATCH_SIZE = 1, 4
 
 
 class OipGrpcClient:
@@ -46,6 +54,7 @@ class OipGrpcClient:
             f"{_SERVICE}ModelMetadata", request.SerializeToString(), timeout_s=timeout_s
         )
         self._spec = oip_messages.decode_metadata(answer)
+        self.bounds = Bounds(most_samples=self._max_batch_size(timeout_s))
 
     @property
     def spec(self) -> ModelSpec:
@@ -91,6 +100,26 @@ class OipGrpcClient:
                     names.append(fields.get(1, ""))
         return sorted(set(names))
 
+    def _max_batch_size(self, timeout_s: float) -> int | None:
+        """Return the most samples of a request; None: it does not say. Triton's extension."""
+        request = oip_messages.MESSAGES["ModelMetadataRequest"](name=self._model)
+        try:
+            answer = self._line.call(
+                f"{_SERVICE}ModelConfig", request.SerializeToString(), timeout_s=timeout_s
+            )
+            return next(
+                (
+                    value
+                    for number, kind, config in protobuf_wire.read_fields(memoryview(answer))
+                    if number == _CONFIG and kind == protobuf_wire.BYTES
+                    for field, of, value in protobuf_wire.read_fields(config)
+                    if field == _MAX_BATCH_SIZE and of == protobuf_wire.VARINT and value
+                ),
+                None,
+            )
+        except (NotSpoken, BadRequest, TeacherFailed, protobuf_wire.ProtobufError):
+            return None  # a server of the plain protocol
+
 
 class OipHttpClient:
     """A TeacherClient over HTTP, with binary tensors."""
@@ -120,6 +149,7 @@ class OipHttpClient:
         if answer.status != 200:
             line.refuse(answer)
         self._spec = oip_json.decode_metadata(bytes(answer.body))
+        self.bounds = Bounds(most_samples=self._max_batch_size(timeout_s))
 
     @property
     def spec(self) -> ModelSpec:
@@ -165,6 +195,15 @@ class OipHttpClient:
             return sorted({m["name"] for m in models if m.get("state", _READY) == _READY})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise TeacherGone(f"{self.endpoint}: its list of models: {error}") from error
+
+    def _max_batch_size(self, timeout_s: float) -> int | None:
+        """Return the most samples of a request; None: it does not say. Triton's extension."""
+        answer = self._line.request("GET", f"{self._path}/config", timeout_s=timeout_s)
+        try:
+            most = json.loads(bytes(answer.body))["max_batch_size"]
+        except (ValueError, TypeError, KeyError):
+            return None
+        return most if answer.status == 200 and type(most) is int and most > 0 else None
 
 
 def _only(endpoint: str, names: Sequence[str]) -> str:

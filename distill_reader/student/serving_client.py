@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from distill_reader import serving_messages
-from distill_reader.errors import BadRequest, ModelNotFound, TeacherGone
+from distill_reader.errors import BadRequest, ModelNotFound, TeacherFailed, TeacherGone
 from distill_reader.specs import ModelSpec
-from distill_reader.student.client import Array
-from distill_reader.student.endpoints import NotSpoken, TeacherFailed
+from distill_reader.student.client import Array, Bounds
+from distill_reader.student.endpoints import NotSpoken
 from distill_reader.student.http_line import HttpAnswer, HttpLine
 from distill_reader.student.rows import find_outputs, gather, pick_outputs
 
@@ -59,6 +59,7 @@ class ServingHttpClient:
     """A TeacherClient over HTTP. Nothing is compressed: tensors hardly shrink."""
 
     protocol = "serving-http"
+    bounds = Bounds()  # nobody says
 
     def __init__(self, line: HttpLine, config: ModelSpec | None) -> None:
         """
@@ -111,6 +112,7 @@ class ServingGrpcClient:
     """A TeacherClient over gRPC."""
 
     protocol = "serving-grpc"
+    bounds = Bounds()  # nobody says
 
     def __init__(self, line: "GrpcLine", config: ModelSpec | None) -> None:
         """

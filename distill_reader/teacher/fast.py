@@ -23,6 +23,7 @@ from distill_reader.errors import (
     BadRequest,
     ModelNotFound,
     TeacherBusy,
+    TeacherFailed,
     UsageError,
     WireError,
 )
@@ -295,7 +296,7 @@ class _Connection:
         is_named = bool(head.flags & wire.NAMED_OUTPUTS)
         try:
             answer = self._ask(head, tensors, outputs)
-        except (BadRequest, TeacherBusy) as error:
+        except (BadRequest, TeacherBusy, TeacherFailed) as error:
             self._send(wire.pack_error(head.request_id, error))
             return
         try:

@@ -17,6 +17,7 @@ from distill_reader.errors import (
     BadRequest,
     DistillError,
     ModelNotFound,
+    RequestTooLarge,
     TeacherBusy,
     UsageError,
 )
@@ -182,6 +183,8 @@ def _abort(context: Any, error: DistillError) -> NoReturn:
         context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
     if isinstance(error, ModelNotFound):
         context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+    if isinstance(error, RequestTooLarge):
+        context.abort(grpc.StatusCode.OUT_OF_RANGE, str(error))
     if isinstance(error, BadRequest):
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
     logger.error("gRPC: a request failed: %s", error)

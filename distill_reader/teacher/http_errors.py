@@ -2,7 +2,13 @@
 
 import math
 
-from distill_reader.errors import BadRequest, DistillError, ModelNotFound, TeacherBusy
+from distill_reader.errors import (
+    BadRequest,
+    DistillError,
+    ModelNotFound,
+    RequestTooLarge,
+    TeacherBusy,
+)
 
 
 class HttpError(DistillError):
@@ -35,6 +41,8 @@ def as_http(error: DistillError) -> HttpError:
         return HttpError(503, str(error), headers=headers)
     if isinstance(error, ModelNotFound):
         return HttpError(404, str(error))
+    if isinstance(error, RequestTooLarge):
+        return HttpError(413, str(error))
     if isinstance(error, BadRequest):
         return HttpError(400, str(error))
     return HttpError(500, str(error))

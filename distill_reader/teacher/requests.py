@@ -86,7 +86,8 @@ class Service(Protocol):
     def submit(self, request: InferRequest) -> Future[InferAnswer]:
         """Queue a request. Its buffers belong to the service from here on, also if this raises.
 
-        The future ends with an InferAnswer, or BadRequest (the model refused), TeacherBusy.
+        The future ends with an InferAnswer, or BadRequest (the model refused), TeacherBusy,
+        TeacherFailed (predictors ended while they computed it).
         Cancelling it drops the request if it still waits.
 
         Raises:

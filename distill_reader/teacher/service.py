@@ -19,8 +19,10 @@ from distill_reader.errors import (
     DistillError,
     ModelError,
     ModelNotFound,
+    RequestTooLarge,
     Retryable,
     TeacherBusy,
+    TeacherFailed,
     UsageError,
 )
 from distill_reader.forms import Form
@@ -194,7 +196,7 @@ class PredictorService:
 
     def allocate(self, size_bytes: int) -> Slice:
         if size_bytes > self._config.max_request_bytes:
-            raise BadRequest(
+            raise RequestTooLarge(
                 f"the request has {size_bytes} bytes, at most {self._config.max_request_bytes} "
                 "are taken; send fewer samples at a time, or raise --max_request_mb"
             )
@@ -250,7 +252,7 @@ class PredictorService:
 
     def _allocate(self, size_bytes: int) -> Slice:
         if size_bytes > self._arena.size:
-            raise BadRequest(
+            raise RequestTooLarge(
                 f"the request needs {size_bytes} bytes, the teacher has {self._arena.size} for "
                 "all; send fewer samples at a time"
             )
@@ -405,17 +407,23 @@ class PredictorService:
             piece.item.in_flight -= 1
         for waiting in {id(piece.item): piece.item for piece in batch.pieces}.values():
             waiting.deaths += is_suspect
+            error: DistillError | None
             if self._is_closed:
-                text = "the teacher ends"
+                error = TeacherBusy("the teacher ends", delay_s=_READY_AGAIN_S)
             elif waiting.deaths >= _DEATHS:
-                text = f"{waiting.deaths} predictors ended while they computed this request"
+                error = TeacherFailed(
+                    f"model {batch.model.name}: {waiting.deaths} predictors ended while they "
+                    "computed this request; the teacher's log says how: memory that ran out, or "
+                    "a value that the model cannot take",
+                    tries=waiting.deaths,
+                )
             elif waiting.is_over:
-                text = ""  # it has its end; only its memory is to be given back
+                error = None  # it has its end; only its memory is to be given back
             else:
                 continue
             waiting.is_over = True
             self._queue.remove(waiting)
-            ended.append((waiting, TeacherBusy(text, delay_s=_READY_AGAIN_S)))
+            ended.append((waiting, error))
         self._put_back_alone(batch)
         return ended
 

@@ -13,8 +13,9 @@ from distill_reader.errors import (
     BadRequest,
     DistillError,
     ModelNotFound,
+    RequestTooLarge,
     TeacherBusy,
-    TeacherGone,
+    TeacherFailed,
     UsageError,
     WireError,
 )
@@ -161,8 +162,10 @@ def test_a_hello_ends_a_line_so_that_an_http_server_answers_it():
         (ModelNotFound("no m"), ModelNotFound),
         (TeacherBusy("full", delay_s=0.75), TeacherBusy),
         (UsageError("token"), UsageError),
-        (DistillError("else"), TeacherGone),
-        (WireError("else"), TeacherGone),
+        (DistillError("else"), TeacherFailed),
+        (WireError("else"), TeacherFailed),
+        (TeacherFailed("twice", tries=2), TeacherFailed),
+        (RequestTooLarge("1 MiB"), RequestTooLarge),
     ],
 )
 def test_an_error_arrives_as_what_it_is(error, kind):

@@ -8,7 +8,7 @@ import numpy as np
 
 from distill_reader.errors import BadRequest, DistillError, TeacherGone, TeacherTimeout
 from distill_reader.specs import ModelSpec, TensorSpec
-from distill_reader.student.client import Array
+from distill_reader.student.client import Array, Bounds
 from distill_reader.student.rows import gather
 
 SPEC = ModelSpec(
@@ -43,8 +43,11 @@ class FakeTeacher:
         self.spec = spec
         self.compute = compute
         self.delay_s = delay_s
+        self.bounds = Bounds()  # what it announces
         self.refuse_with: Callable[[], DistillError | None] = lambda: None  # of predict
         self.connect_with: Callable[[], DistillError | None] = lambda: None
+        self.connects_anyway = False  # though it hangs
+        self.is_free_s: float | None = None  # when; None: it computes any number at once
         self.lock = threading.Lock()
         self.running = threading.Event()
         self.running.set()
@@ -72,6 +75,10 @@ class FakeTeacher:
         """Hang, as SIGSTOP makes a process."""
         self.running.clear()
 
+    def computes_in_turn(self) -> None:
+        """Compute one request after the other, as a device does."""
+        self.is_free_s = 0.0
+
     def go_on(self) -> None:
         self.running.set()
 
@@ -80,7 +87,7 @@ class FakeTeacher:
         if error is not None:
             raise error
         with self.lock:
-            if not self.is_alive or not self.running.is_set():
+            if not self.is_alive or not (self.running.is_set() or self.connects_anyway):
                 raise TeacherGone(f"{self.endpoint}: nobody listens")
             client = FakeClient(self)
             self.clients.add(client)
@@ -97,6 +104,7 @@ class FakeClient:
         self.teacher = teacher
         self.endpoint = teacher.endpoint
         self.spec = teacher.spec
+        self.bounds = teacher.bounds
         self.closed = threading.Event()
 
     def predict(
@@ -109,8 +117,13 @@ class FakeClient:
             teacher.requests.append([len(array) for array in rows[0].arrays])
             teacher.in_flight += 1
             teacher.most_in_flight = max(teacher.most_in_flight, teacher.in_flight)
+            delay_s = teacher.delay_s
+            if teacher.is_free_s is not None:
+                now = time.monotonic()
+                teacher.is_free_s = max(now, teacher.is_free_s) + delay_s
+                delay_s = teacher.is_free_s - now
         try:
-            if self.closed.wait(teacher.delay_s):
+            if self.closed.wait(delay_s):
                 raise TeacherGone(f"{self.endpoint}: closed")
             while not teacher.running.wait(0.01):
                 if self.closed.is_set():

@@ -5,6 +5,7 @@ They serve the model of local_teacher.SPEC. Nothing of ours is used but its func
 
 import json
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -79,6 +80,8 @@ OIP = _messages(
         ],
         "ModelIndex": [("name", 1, "one", "string"), ("state", 3, "one", "string")],
         "RepositoryIndexResponse": [("models", 1, "many", "ModelIndex")],
+        "ModelConfig": [("name", 1, "one", "string"), ("max_batch_size", 4, "one", "int32")],
+        "ModelConfigResponse": [("config", 1, "one", "ModelConfig")],
         "ServerLiveResponse": [("live", 1, "one", "bool")],
     },
 )
@@ -128,6 +131,7 @@ class OipGrpcTeacher:
         models: tuple[str, ...] | None = ("sums",),  # what it lists; None: it cannot
         typed: bool = False,  # answers with typed contents
         before: Callable[[Any], object] = lambda _context: None,  # of an inference
+        max_batch_size: int | None = None,  # of the model; None: it does not say
     ) -> None:
         self._models, self._typed, self._before = models, typed, before
         self.metadata: list[dict[str, str]] = []  # of the calls
@@ -138,6 +142,11 @@ class OipGrpcTeacher:
             "ModelMetadata": self._describe,
             "ModelInfer": self._infer,
         }
+        if max_batch_size is not None:
+            config = OIP["ModelConfig"](name="sums", max_batch_size=max_batch_size)
+            methods["ModelConfig"] = lambda _request, _context: OIP["ModelConfigResponse"](
+                config=config
+            )
         if models is not None:
             methods["RepositoryIndex"] = self._list
         handlers = {
@@ -217,7 +226,15 @@ class HttpTeacher:
                     self.send_header(name, value)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
-                self.wfile.write(content)
+                if "X-Drip" in headers:  # seconds between two bytes, while somebody reads
+                    for byte in content:
+                        try:
+                            self.wfile.write(bytes((byte,)))
+                        except OSError:
+                            break
+                        time.sleep(float(headers["X-Drip"]))
+                else:
+                    self.wfile.write(content)
                 if headers.get("X-Hang-Up"):
                     self.close_connection = True
 

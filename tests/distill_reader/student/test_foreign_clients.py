@@ -12,7 +12,9 @@ from distill_reader.errors import (
     BadRequest,
     DistillError,
     ModelNotFound,
+    RequestTooLarge,
     TeacherBusy,
+    TeacherFailed,
     TeacherGone,
     TeacherTimeout,
     UsageError,
@@ -20,7 +22,6 @@ from distill_reader.errors import (
 from distill_reader.specs import ModelSpec, TensorSpec
 from distill_reader.student.client import Array, TeacherClient
 from distill_reader.student.connect import connect
-from distill_reader.student.endpoints import TeacherFailed
 from tests.distill_reader.student.foreign_teachers import (
     Answer,
     HttpTeacher,
@@ -193,7 +194,8 @@ def test_proxies_of_the_environment_are_not_used(run, monkeypatch):
     [
         (grpc.StatusCode.INVALID_ARGUMENT, "tensor image is odd", BadRequest),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "queue is full", TeacherBusy),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max", BadRequest),
+        (grpc.StatusCode.OUT_OF_RANGE, "too many bytes", RequestTooLarge),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max", RequestTooLarge),
         (grpc.StatusCode.NOT_FOUND, "unloaded", ModelNotFound),
         (grpc.StatusCode.UNAVAILABLE, "down", TeacherGone),
         (grpc.StatusCode.INTERNAL, "CUDA", TeacherFailed),
@@ -215,11 +217,12 @@ def test_what_a_grpc_status_means(run, code, details, error):
     [
         (400, BadRequest),
         (404, ModelNotFound),
-        (413, BadRequest),
+        (422, BadRequest),
         (401, UsageError),
         (429, TeacherBusy),
         (503, TeacherBusy),
         (504, TeacherTimeout),
+        (413, RequestTooLarge),
         (500, TeacherFailed),
     ],
 )
@@ -277,6 +280,36 @@ def test_an_answer_that_is_none_is_a_teacher_that_is_gone(run, fields, content):
     with pytest.raises(TeacherGone, match="its answer"):
         client.predict(feeds(2), [], timeout_s=30)
     client.close()
+
+
+def test_an_http_answer_that_drips_is_late_as_a_whole(run):
+    def answer(method: str, path: str, headers: Any, body: bytes) -> Reply:
+        if path.endswith("/infer"):
+            return 200, {"X-Drip": "0.02"}, bytes(100_000)
+        return answer_oip(method, path, headers, body)
+
+    client = connect(f"http://{run(HttpTeacher(answer)).endpoint}")
+    with pytest.raises(TeacherTimeout, match=r"no answer within 0\.3 s"):
+        client.predict(feeds(2), [], timeout_s=0.3)  # whole it would take half an hour
+    client.close()
+
+
+def test_the_most_samples_of_a_request_are_what_the_models_configuration_says(run):
+    def answer(method: str, path: str, headers: Any, body: bytes) -> Reply:
+        if path.endswith("/config"):
+            return 200, {}, b'{"name": "sums", "max_batch_size": 8}'
+        return answer_oip(method, path, headers, body)
+
+    for endpoint, most in (
+        (f"http://{run(HttpTeacher(answer)).endpoint}", 8),
+        (f"http://{run(HttpTeacher(answer_oip)).endpoint}", None),
+        (f"grpc://{run(OipGrpcTeacher(max_batch_size=8)).endpoint}", 8),
+        (f"grpc://{run(OipGrpcTeacher(max_batch_size=0)).endpoint}", None),
+        (f"grpc://{run(OipGrpcTeacher()).endpoint}", None),
+    ):
+        client = connect(endpoint)
+        assert client.bounds.most_samples == most
+        client.close()
 
 
 @pytest.fixture

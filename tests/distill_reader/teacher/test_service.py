@@ -23,6 +23,7 @@ from distill_reader.errors import (
     ModelError,
     ModelNotFound,
     TeacherBusy,
+    TeacherFailed,
     UsageError,
 )
 from distill_reader.teacher.backend import Array, Device
@@ -332,7 +333,7 @@ def test_a_request_that_ends_predictors_fails_and_its_neighbours_do_not(service,
     futures = [ask(service, images(first)) for first in firsts]
     for first, future in zip(firsts, futures, strict=True):
         if first == mood:
-            with pytest.raises(TeacherBusy, match="2 predictors ended"):
+            with pytest.raises(TeacherFailed, match="2 predictors ended"):
                 future.result(WAIT_S)
         else:
             assert_sums(outputs(future), images(first))
@@ -462,7 +463,7 @@ def test_predictors_killed_under_load_leave_no_request_wrong_or_without_answer(f
             try:
                 assert_sums(outputs(ask(service, image)), image)
                 answered[number] += 1
-            except TeacherBusy:  # both that tried it were killed: a student asks again
+            except TeacherFailed:  # both that tried it were killed: a student asks again
                 continue
             except (AssertionError, DistillError) as error:
                 wrong.append(error)

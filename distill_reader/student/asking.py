@@ -10,6 +10,7 @@ from distill_reader.student.client import Array
 from distill_reader.student.feed import Request
 from distill_reader.student.items import Signature
 from distill_reader.student.labels import Labels
+from distill_reader.student.options import Padding
 
 _Change = Callable[[Array], Array]
 
@@ -24,6 +25,7 @@ class Asking:
         sent: Sequence[str],
         labels: Labels,
         wire_ins: Sequence[tuple[str, str]] = (),
+        padding: Padding | None = None,
     ) -> None:
         """
         Args:
@@ -35,12 +37,15 @@ class Asking:
 
         Raises:
             BadRequest: the model takes an input that has no field, lacks an output, or cannot
-                take or send it in the type that is asked for.
+                take or send it in the type that is asked for; or nobody has said whether an
+                output is as long as the fields that are padded.
         """
         self.endpoint = endpoint
         self.spec = spec
         self.labels = labels
         self.columns, self.served = labels.asked(endpoint, spec)
+        if padding is not None and padding.outputs is None and spec.outputs:
+            self._check_lengths([spec.output(name) for name in labels.predicts])
         self._sent = tuple(sent)
         self._wire_ins = dict(wire_ins)
         self._inputs: list[tuple[int, str, TensorSpec | None]] = []
@@ -109,6 +114,15 @@ class Asking:
         text = str(error)
         return error if self.endpoint in text else type(error)(f"{self.endpoint}: {text}")
 
+    def _check_lengths(self, outputs: Sequence[TensorSpec]) -> None:
+        for tensor in outputs:
+            if tensor.shape and tensor.shape[0] < 0:
+                raise BadRequest(
+                    f"{self.endpoint}: output {tensor.name} may be as long as the padded fields: "
+                    f"say set_padding(outputs=[{tensor.name!r}]) to have it cut again, or "
+                    "outputs=[] to have it as it comes"
+                )
+
     def _wire_of(self, field: str, tensor: TensorSpec | None) -> str:
         """Return the dtype in which a field goes; "": as the model has it.
 
@@ -176,6 +190,22 @@ class Asking:
             assert accepted is not None
             return _change(np.dtype(np.uint8), accepted.shape, dtype, shape)
         return _change(np.dtype(tensor.dtype), tensor.shape, dtype, shape)
+
+
+def is_another(one: ModelSpec, other: ModelSpec) -> bool | None:
+    """Return whether two teachers serve different models or versions; None: they do not say.
+
+    Names alone prove nothing: where nobody gives one, it is that of a folder.
+    """
+    if one.digest and other.digest:
+        return one.digest != other.digest
+    if one.version != other.version:
+        return True
+    return False if one.name == other.name else None
+
+
+def version_of(spec: ModelSpec) -> str:
+    return f"model {spec.name}, version {spec.digest or spec.version or 'unknown'}"
 
 
 def _normalizes(tensor: TensorSpec) -> bool:

@@ -2,22 +2,34 @@
 
     generator -> add -> waiting pieces -> take -> request -> answered -> ready items -> pop
 
-A request may be with two teachers (hedged); its first answer counts. What is held between `add`
-and the consumer's next `pop` is bounded in bytes.
+Pieces of one shape are joined, wherever they wait: items are put in order again by `pop`. A request
+may be with two teachers (hedged); its first answer counts. Pieces that teachers have refused, or
+failed to answer, are in trouble: each is asked by itself, until one answers or `judge` finds that
+none will. What is held between `add` and the consumer's next `pop` is bounded in bytes.
 """
 
+from bisect import insort
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
 
-from distill_reader.errors import DistillError
+from distill_reader.errors import BadRequest
 from distill_reader.student.client import Array
 from distill_reader.student.items import Item, Piece, Signature
+from distill_reader.student.tries import Blame, Tries
 
 _FIRST_PART = 8  # of the bound on memory, what may be held before the first answer
 # Of what is joined otherwise, what is joined of a lost teacher's pieces: the consumer waits for
 # the first of them, and the others' answers behind it do not help.
 _OVERDUE_PART = 4
+
+# Where samples of several shapes wait, what is joined of one at least: a batch of most teachers.
+# The consumer waits for a request of each shape, so that all of them together are to be no more
+# than one would be otherwise.
+_LEAST_OF_A_SHAPE = 64
+
+_place = attrgetter("place")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +45,9 @@ class Limits:
 class Request:
     """Pieces that agree in shape, to be answered together."""
 
-    __slots__ = ("holders", "is_answered", "is_hedged", "pieces", "samples", "signature")
+    __slots__ = (
+        "hedged_to", "holders", "is_answered", "is_hedged", "pieces", "samples", "signature",
+    )  # fmt: skip
 
     def __init__(self, pieces: list[Piece], signature: Signature, samples: int) -> None:
         self.pieces = pieces
@@ -41,7 +55,12 @@ class Request:
         self.samples = samples
         self.holders: list[str] = []  # endpoints of the teachers that have it
         self.is_hedged = False  # was offered to a second teacher
+        self.hedged_to: Collection[str] | None = None  # those that may take it then; None: any
         self.is_answered = False  # or refused: what others say does not count
+
+    @property
+    def size_bytes(self) -> int:
+        return sum([piece.size_bytes for piece in self.pieces])
 
     def feeds(self, place: int) -> list[Array]:
         """Return the arrays of the sent field at `place` (among the sent ones)."""
@@ -56,9 +75,12 @@ class Feed:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._order: deque[Item] = deque()  # not popped yet, as the generator yielded them
-        self._waiting: deque[Piece] = deque()
+        self._waiting: dict[Signature, deque[Piece]] = {}  # in order; none is empty
+        self._troubled: list[Piece] = []  # in order
+        self._able: Collection[str] = ()  # teachers that may be asked, now or soon
         self._hedges: deque[Request] = deque()
         self._added = 0  # items, ever
+        self._answers = 0  # requests, ever
         self._held_bytes = 0
         self._popped_bytes = 0  # of the items that the consumer works on
         self._output_bytes: int | None = None  # of one sample's predictions; None: not known yet
@@ -91,8 +113,13 @@ class Feed:
         item.charge_bytes += item.samples * item.output_bytes
         self._held_bytes += item.charge_bytes
         self._order.append(item)
+        waiting = self._waiting
         for piece in item.pieces:
-            self._waiting.append(piece)
+            queue = waiting.get(piece.signature)
+            if queue is None:
+                waiting[piece.signature] = deque((piece,))
+            else:
+                queue.append(piece)
             self.waiting_bytes += piece.size_bytes
             self.waiting_samples += piece.samples
         item.pieces = []
@@ -113,7 +140,31 @@ class Feed:
 
     @property
     def has_waiting(self) -> bool:
-        return bool(self._waiting)
+        return bool(self._waiting or self._troubled)
+
+    def has_waiting_for(self, teacher: str) -> bool:
+        """Return whether `take` would find something."""
+        return bool(self._waiting) or self._troubled_for(teacher) is not None
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether any teacher has answered anything."""
+        return self._answers > 0
+
+    @property
+    def has_troubled(self) -> bool:
+        """Whether `judge` is to be called, as time goes by."""
+        return bool(self._troubled)
+
+    @property
+    def shapes(self) -> int:
+        """How many sorts of samples wait that cannot share a request."""
+        return len(self._waiting)
+
+    def is_first(self, request: Request) -> bool:
+        """Return whether the consumer waits for this request before anything else."""
+        first = next((item for item in self._order if item.missing), None)
+        return any(piece.item is first for piece in request.pieces)
 
     @property
     def held_bytes(self) -> int:
@@ -130,52 +181,56 @@ class Feed:
         return any(item.missing and item.error is None for item in self._order)
 
     def take(self, limits: Limits, teacher: str) -> Request | None:
-        """Return the next request, from now on with `teacher`; None: nothing waits."""
-        waiting = self._waiting
-        pieces: list[Piece] = []
-        samples = size_bytes = 0
-        while waiting:
-            piece = waiting[0]
-            part = _OVERDUE_PART if pieces and pieces[0].is_overdue else 1
-            if pieces and not (
-                piece.signature == pieces[0].signature
-                and _fits(
-                    limits, part * (samples + piece.samples), part * (size_bytes + piece.size_bytes)
-                )
-            ):
-                break
-            waiting.popleft()
-            self.waiting_bytes -= piece.size_bytes
-            self.waiting_samples -= piece.samples
-            most = _most_samples(limits, piece)
-            if piece.samples > most:  # only ever the first one
-                piece, rest = piece.cut(most)
-                self._put_back(rest)
-                pieces.append(piece)
-                samples = piece.samples
-                break
-            pieces.append(piece)
-            samples += piece.samples
-            size_bytes += piece.size_bytes
-        if not pieces:
+        """Return the next request, from now on with `teacher`; None: nothing waits for it."""
+        troubled = self._troubled_for(teacher) if self._troubled else None
+        if troubled is not None:
+            self._troubled.remove(troubled)
+            piece = self._cut_off(troubled, limits)
+            return self._request([piece], piece.samples, piece.size_bytes, teacher)
+        if not self._waiting:
             return None
-        request = Request(pieces, pieces[0].signature, samples)
-        request.holders.append(teacher)
-        return request
+        queue = self._first_queue()
+        piece = queue.popleft()
+        first = self._cut_off(piece, limits)
+        pieces = [first]
+        samples, size_bytes = first.samples, first.size_bytes
+        if first is piece:
+            part = _OVERDUE_PART if first.is_overdue else 1
+            if limits.join_samples is not None and len(self._waiting) > 1:
+                of_each = max(_LEAST_OF_A_SHAPE, limits.join_samples // len(self._waiting))
+                limits = replace(limits, join_samples=min(limits.join_samples, of_each))
+            while queue and _fits(
+                limits,
+                part * (samples + queue[0].samples),
+                part * (size_bytes + queue[0].size_bytes),
+            ):
+                piece = queue.popleft()
+                pieces.append(piece)
+                samples += piece.samples
+                size_bytes += piece.size_bytes
+        if not queue:
+            del self._waiting[first.signature]
+        return self._request(pieces, samples, size_bytes, teacher)
 
-    def hedge(self, request: Request) -> None:
-        """Offer a request that is late to the other teachers as well."""
-        request.is_hedged = True
-        self._hedges.append(request)
+    def hedge(self, request: Request, to: Collection[str] | None = None) -> None:
+        """Offer a request that is late to other teachers as well; again: to these instead."""
+        request.hedged_to = to
+        if not request.is_hedged:
+            request.is_hedged = True
+            self._hedges.append(request)
+
+    def is_offered(self, request: Request) -> bool:
+        """Return whether it was hedged, and nobody has taken it yet."""
+        return request in self._hedges
 
     def has_hedge(self, teacher: str) -> bool:
         """Return whether `take_hedge` would find one."""
-        return any(teacher not in request.holders for request in self._hedges)
+        return any(_may_hedge(request, teacher) for request in self._hedges)
 
     def take_hedge(self, teacher: str) -> Request | None:
         """Return a late request that is with others, from now on with `teacher` too."""
         for request in self._hedges:
-            if teacher not in request.holders:
+            if _may_hedge(request, teacher):
                 self._hedges.remove(request)
                 request.holders.append(teacher)
                 return request
@@ -187,6 +242,7 @@ class Feed:
         if request.is_answered:
             return False
         self._settle(request)
+        self._answers += 1
         columns = tuple(outputs)
         per_sample = sum([output.nbytes for output in columns]) // request.samples
         self._output_bytes = per_sample
@@ -203,11 +259,20 @@ class Feed:
             begin += piece.samples
         return True
 
-    def give_back(self, request: Request, teacher: str) -> None:
-        """Let others answer it; its samples go in front of all that are behind them."""
+    def give_back(
+        self, request: Request, teacher: str, blame: Blame | None = None, now: float = 0.0
+    ) -> None:
+        """Let others answer it; its samples go in front of all that are behind them.
+
+        Args:
+            blame: what became of it at `now`; None: the request is not what is at fault.
+        """
         request.holders.remove(teacher)
         if request.is_answered:
             return
+        if blame is not None:
+            for piece in request.pieces:
+                self._tries(piece, now).blame(teacher, blame)
         if request.holders:
             request.is_hedged = request in self._hedges  # may be offered again
             return
@@ -216,24 +281,60 @@ class Feed:
             piece.is_overdue = True
             self._put_back(piece)
 
-    def refused(self, request: Request, error: DistillError, teacher: str) -> list[Request]:
-        """Note that no teacher will answer it.
+    def refused(
+        self, request: Request, error: BadRequest, teacher: str, now: float = 0.0
+    ) -> list[Request]:
+        """Note that this teacher will not answer it.
 
         Returns:
             Requests to ask one by one, now with `teacher`: of several items only one may be at
-            fault. Empty: the item is found, and its consumer will see `error`.
+            fault. Empty: others may be asked, if `judge` finds some; if not, the item's consumer
+            will see `error`.
         """
         request.holders.remove(teacher)
         if request.is_answered:
             return []
-        self._settle(request)
         if len(request.pieces) == 1:
-            request.pieces[0].item.error = error
+            self._tries(request.pieces[0], now).refused(teacher, error)
+            if not request.holders:
+                self._settle(request)
+                self._put_back(request.pieces[0])
             return []
+        self._settle(request)
         singles = [Request([piece], request.signature, piece.samples) for piece in request.pieces]
         for single in singles:
             single.holders.append(teacher)
         return singles
+
+    def too_large(self, request: Request, teacher: str) -> bool:
+        """Have its samples wait again, to be asked in smaller requests; False: there is one."""
+        if request.samples == 1:
+            return False
+        request.holders.remove(teacher)
+        if not request.is_answered and not request.holders:
+            self._settle(request)
+            pieces = request.pieces
+            if len(pieces) == 1:
+                pieces = list(pieces[0].cut(request.samples // 2))
+            for piece in reversed(pieces):
+                self._put_back(piece)
+        return True
+
+    def judge(self, able: Collection[str], now: float) -> None:
+        """Find out who may still answer what is in trouble, and raise what nobody will.
+
+        Args:
+            able: teachers that may be asked, now or soon.
+        """
+        self._able = able
+        for piece in list(self._troubled):
+            assert piece.tries is not None
+            error = piece.tries.verdict(str(piece), able, self._answers, now)
+            if error is not None:
+                piece.item.error = error
+                self._troubled.remove(piece)
+                self.waiting_bytes -= piece.size_bytes
+                self.waiting_samples -= piece.samples
 
     def fail(self, error: Exception) -> None:
         """Raise `error` where there is no answer, behind the items that have one."""
@@ -301,6 +402,7 @@ class Feed:
         """Let go of all items, for nobody wants them any more."""
         self._order.clear()
         self._waiting.clear()
+        self._troubled.clear()
         self._hedges.clear()
         self.waiting_bytes = self.waiting_samples = 0
 
@@ -319,6 +421,7 @@ class Feed:
             item.missing = 0
             item.answers = []
         self._waiting.clear()
+        self._troubled.clear()
         self.waiting_bytes = self.waiting_samples = 0
 
     def _settle(self, request: Request) -> None:
@@ -326,20 +429,65 @@ class Feed:
         if request.is_hedged and request in self._hedges:
             self._hedges.remove(request)
 
+    def _tries(self, piece: Piece, now: float) -> Tries:
+        if piece.tries is None:
+            piece.tries = Tries(self._answers, now)
+        return piece.tries
+
+    def _troubled_for(self, teacher: str) -> Piece | None:
+        for piece in self._troubled:
+            if piece.tries is not None and piece.tries.may_ask(teacher, self._able):
+                return piece
+        return None
+
+    def _first_queue(self) -> deque[Piece]:
+        """Return what waits beside the piece that comes first."""
+        queues = self._waiting.values()
+        if len(queues) == 1:
+            return next(iter(queues))
+        return min(queues, key=lambda queue: queue[0].place)
+
+    def _request(self, pieces: list[Piece], samples: int, size_bytes: int, teacher: str) -> Request:
+        self.waiting_samples -= samples
+        self.waiting_bytes -= size_bytes
+        request = Request(pieces, pieces[0].signature, samples)
+        request.holders.append(teacher)
+        return request
+
+    def _cut_off(self, piece: Piece, limits: Limits) -> Piece:
+        """Return what a request may have of a piece that was taken; the rest waits again."""
+        most = _most_samples(limits, piece)
+        if piece.samples <= most:
+            return piece
+        head, rest = piece.cut(most)
+        self.waiting_bytes -= rest.size_bytes
+        self.waiting_samples -= rest.samples
+        self._put_back(rest)
+        return head
+
     def _put_back(self, piece: Piece) -> None:
         """Have a piece wait again, in the order of the items: the consumer waits for the first.
 
         What waits is in that order, so only pieces that came back as well are looked at.
         """
-        if not piece.item.missing:
+        if not piece.item.missing or piece.item.error is not None:
             return
-        place, waiting = 0, self._waiting
-        own = (piece.item.number, piece.first)
-        while place < len(waiting) and (waiting[place].item.number, waiting[place].first) < own:
-            place += 1
-        waiting.insert(place, piece)
         self.waiting_bytes += piece.size_bytes
         self.waiting_samples += piece.samples
+        if piece.tries is not None and piece.tries.is_alone:
+            insort(self._troubled, piece, key=_place)
+            return
+        queue = self._waiting.setdefault(piece.signature, deque())
+        own, place = piece.place, 0
+        while place < len(queue) and queue[place].place < own:
+            place += 1
+        queue.insert(place, piece)
+
+
+def _may_hedge(request: Request, teacher: str) -> bool:
+    return teacher not in request.holders and (
+        request.hedged_to is None or teacher in request.hedged_to
+    )
 
 
 def _fits(limits: Limits, samples: int, size_bytes: int) -> bool:

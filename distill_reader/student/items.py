@@ -8,9 +8,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from distill_reader.errors import UsageError
+from distill_reader.errors import BadRequest, UsageError
 from distill_reader.student.client import Array
 from distill_reader.student.label_index import Keys
+from distill_reader.student.options import Padding
+from distill_reader.student.tries import Tries
 
 # Type and shape of one sample of each sent field: only samples that agree share a request.
 Signature = tuple[tuple[Any, tuple[int, ...]], ...]
@@ -21,7 +23,9 @@ _ITEM_BYTES = 1024  # what an item costs beside its arrays
 class Piece:
     """Samples of one item that go in one request."""
 
-    __slots__ = ("first", "is_overdue", "item", "rows", "samples", "signature", "size_bytes")
+    __slots__ = (
+        "first", "is_overdue", "item", "rows", "samples", "signature", "size_bytes", "tries",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -39,6 +43,16 @@ class Piece:
         self.signature = signature
         self.size_bytes = size_bytes
         self.is_overdue = False  # a teacher that had it is lost
+        self.tries: Tries | None = None  # that ended without an answer; None: there were none
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where it comes in the generator's order."""
+        return self.item.number, self.first
+
+    def __str__(self) -> str:
+        last = self.first + self.samples - 1
+        return f"item {self.item.number}, samples {self.first} to {last} of {self.item.samples}"
 
     def cut(self, samples: int) -> tuple["Piece", "Piece"]:
         """Return the first `samples` (fewer than there are), and the rest."""
@@ -74,6 +88,7 @@ class Item:
         "error",
         "fields",
         "keys",
+        "lengths",
         "missing",
         "number",
         "output_bytes",
@@ -87,6 +102,7 @@ class Item:
         self.number = 0  # its place in the generator's order, once it is added
         self.missing = samples  # samples without an answer; 0: may be yielded
         self.pieces: list[Piece] = []  # until they are sent
+        self.lengths: list[int] = []  # of padded fields: of each sample, or of the batch
         self.keys: Keys | None = None  # of its samples in a cache; None: there is none
         # (first sample of the item, how many, the request's outputs, where they begin there)
         self.answers: list[tuple[int, int, tuple[Array, ...], int]] = []
@@ -103,6 +119,7 @@ class Item:
         """Return another item of the same fields and rows, to be answered by others."""
         twin = Item(self.fields, self.samples)
         twin.keys, twin.charge_bytes = self.keys, self.charge_bytes
+        twin.lengths = self.lengths
         twin.pieces = [
             Piece(twin, each.first, each.samples, each.rows, each.signature, each.size_bytes)
             for each in self.pieces
@@ -157,17 +174,33 @@ class Kind(Protocol):
 class _Fields:
     """Which fields are sent; shared by the kinds."""
 
-    def __init__(self, sent: tuple[tuple[int, str], ...], fields: int, predicts: int) -> None:
+    def __init__(
+        self,
+        sent: tuple[tuple[int, str], ...],
+        fields: int,
+        predicts: int,
+        padding: Padding | None = None,
+        outputs: Sequence[str] = (),
+    ) -> None:
         """
         Args:
             sent: places and names of the fields that may be sent.
             fields: least number of fields of a tuple.
             predicts: number of predictions.
+            padding: of fields that are sent; None: as they are.
+            outputs: the output of each prediction, where there is padding.
         """
         self._sent = sent
         self._places = [place for place, _ in sent]
         self._fields = fields
+        self._outputs = tuple(outputs)
         self._no_predictions = (None,) * predicts
+        self._padding = padding
+        names = [name for _, name in sent]
+        values = () if padding is None else padding.values
+        self._padded = [(names.index(name), name, value) for name, value in values]
+        cut = () if padding is None else padding.outputs or ()
+        self._cut = [place for place, name in enumerate(outputs) if name in cut]
 
     def _take(self, given: Any) -> tuple[tuple[Any, ...], list[Array]]:
         """Return the fields as they are yielded, and the arrays of those that are sent."""
@@ -208,6 +241,56 @@ class _Fields:
             return given
         return (*given[:place], array, *given[place + 1 :])
 
+    def _pad(self, item: Item, arrays: list[Array], axis: int) -> None:
+        """Make the padded fields of one sample, or of a batch, longer.
+
+        Raises:
+            UsageError: one has no such axis, another length, or no such value.
+        """
+        padding = self._padding
+        if padding is None:
+            return
+        lengths = []
+        for index, name, value in self._padded:
+            array = arrays[index]
+            if array.ndim <= axis:
+                raise UsageError(f"field {name}: has no axis to pad, its samples are numbers")
+            lengths.append(array.shape[axis])
+            if lengths[-1] != lengths[0]:
+                raise UsageError(
+                    f"fields {self._padded[0][1]} and {name}: padded fields of a sample must be "
+                    f"equally long, got {lengths[0]} and {lengths[-1]}"
+                )
+            shape = list(array.shape)
+            shape[axis] = padding.length(lengths[0])
+            if shape[axis] != lengths[0]:
+                if array.dtype.kind != "f" and np.asarray(value).astype(array.dtype) != value:
+                    raise UsageError(f"padding: {name} is {array.dtype}, which has no {value}")
+                longer = np.full(shape, value, array.dtype)
+                longer[(slice(None),) * axis + (slice(lengths[0]),)] = array
+                arrays[index] = longer
+        item.lengths.append(lengths[0])
+
+    def _cut_to(self, length: int, rows: Sequence[Any], axis: int) -> tuple[Any, ...]:
+        """Return predictions, those that are as long as the padded fields cut to `length`.
+
+        Raises:
+            BadRequest: one is not as long.
+        """
+        cut = list(rows)
+        assert self._padding is not None
+        padded = self._padding.length(length)
+        for place in self._cut:
+            shape = cut[place].shape
+            if len(shape) <= axis or shape[axis] != padded:
+                raise BadRequest(
+                    f"padding: output {self._outputs[place]}: expected a value for each of "
+                    f"{padded} positions, got shape {list(shape[axis:])} per sample: leave it out "
+                    "of set_padding(outputs=)"
+                )
+            cut[place] = cut[place][(slice(None),) * axis + (slice(length),)]
+        return tuple(cut)
+
     def _of_kind(self) -> str:
         return "see set_sample_generator, set_sample_list_generator and set_batch_generator"
 
@@ -228,6 +311,8 @@ class BatchKind(_Fields):
     def item(self, given: Any) -> Item:
         """See Kind."""
         fields, arrays = self._take(given)
+        item = Item(fields, 0)
+        self._pad(item, arrays, 1)
         signature = []
         samples = -1
         size_bytes = 0
@@ -240,7 +325,7 @@ class BatchKind(_Fields):
             size_bytes += array.nbytes
         if not samples:
             raise UsageError("reader: it yielded a batch without samples; leave it out")
-        item = Item(fields, samples)
+        item.samples = item.missing = samples
         rows = tuple([[array] for array in arrays])
         item.pieces.append(Piece(item, 0, samples, rows, tuple(signature), size_bytes))
         item.charge_bytes = size_bytes + self._other_bytes(fields) + _ITEM_BYTES
@@ -248,7 +333,8 @@ class BatchKind(_Fields):
 
     def result(self, item: Item) -> Any:
         """See Kind."""
-        return item.fields + item.columns()
+        columns = item.columns()
+        return item.fields + (self._cut_to(item.lengths[0], columns, 1) if self._cut else columns)
 
     def column(self, item: Item, place: int) -> Any:
         """See Kind."""
@@ -281,6 +367,7 @@ class SampleKind(_Fields):
         """See Kind."""
         fields, arrays = self._take(given)
         item = Item(fields, 1)
+        self._pad(item, arrays, 0)
         piece = _piece_of_one(item, arrays)
         item.pieces.append(piece)
         item.charge_bytes = piece.size_bytes + self._other_bytes(fields) + _ITEM_BYTES
@@ -289,7 +376,8 @@ class SampleKind(_Fields):
     def result(self, item: Item) -> Any:
         """See Kind."""
         _, _, outputs, begin = item.answers[0]
-        return (*item.fields, *[output[begin] for output in outputs])
+        rows = [output[begin] for output in outputs]
+        return (*item.fields, *(self._cut_to(item.lengths[0], rows, 0) if self._cut else rows))
 
     def without_predictions(self, item: Item) -> Any:
         """See Kind."""
@@ -320,6 +408,7 @@ class SampleListKind(_Fields):
             fields, arrays = self._take(one)
             samples.append(fields)
             other_bytes += self._other_bytes(fields)
+            self._pad(item, arrays, 0)
             of_this = tuple([(array.dtype, array.shape) for array in arrays])
             if of_this != signature and run:
                 item.pieces.append(_piece_of_run(item, len(samples) - 1 - len(run), run, signature))
@@ -336,8 +425,11 @@ class SampleListKind(_Fields):
         samples: list[Any] = list(item.fields)
         for first, count, outputs, begin in item.answers:
             for offset in range(count):
-                place = begin + offset
-                samples[first + offset] += tuple([output[place] for output in outputs])
+                place, sample = begin + offset, first + offset
+                rows = tuple([output[place] for output in outputs])
+                samples[sample] += (
+                    self._cut_to(item.lengths[sample], rows, 0) if self._cut else rows
+                )
         return samples
 
     def without_predictions(self, item: Item) -> Any:

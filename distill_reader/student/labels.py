@@ -52,10 +52,22 @@ class Labels:
         ]
 
     @property
+    def predicts(self) -> tuple[str, ...]:
+        return self._predicts
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """The output of each array that the user gets."""
+        is_sparse = self._top_k is not None and not self._top_k.dense
+        counts = [2 if is_top and is_sparse else 1 for is_top in self._is_top]
+        return tuple(
+            name for name, count in zip(self._predicts, counts, strict=True) for _ in range(count)
+        )
+
+    @property
     def count(self) -> int:
         """How many arrays the user gets."""
-        is_sparse = self._top_k is not None and not self._top_k.dense
-        return sum(2 if is_top and is_sparse else 1 for is_top in self._is_top)
+        return len(self.arrays)
 
     @property
     def asks_forms(self) -> bool:

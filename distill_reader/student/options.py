@@ -50,6 +50,32 @@ class TopK:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Padding:
+    """Which fields are made longer, so that samples of different lengths share a request."""
+
+    values: tuple[tuple[str, float], ...]  # field, and what is behind its end
+    multiple_of: int  # the lengths there are
+    outputs: tuple[str, ...] | None = None  # cut to the length before; None: nobody has said
+
+    def __post_init__(self) -> None:
+        if type(self.multiple_of) is not int or self.multiple_of < 1:
+            raise UsageError(
+                f"padding: multiple_of: expected an integer of 1 or more, got {self.multiple_of!r}"
+            )
+        for name, value in self.values:
+            if not isinstance(value, int | float):
+                raise UsageError(f"padding: {name}: expected a number, got {value!r}")
+
+    def length(self, length: int) -> int:
+        """Return how long a sample of this length becomes."""
+        return max(1, -(-length // self.multiple_of)) * self.multiple_of
+
+    def identity(self) -> tuple[tuple[str, str], ...]:
+        """Return what of it may change predictions, for the key of a cache."""
+        return tuple((name, f"{value} to {self.multiple_of}") for name, value in self.values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
     """Where soft labels are kept, and what tells samples apart."""
 

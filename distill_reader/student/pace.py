@@ -1,5 +1,7 @@
 """What a teacher has shown of its speed, and what follows for the requests it gets. Pure."""
 
+import math
+
 # A request is joined until it takes so long: enough to hide what a request costs, too little for
 # a slow teacher to hold things up. What a lost teacher had comes behind what the others have, so
 # that some of these times are how long nothing comes when one dies. Between the two it stays: a
@@ -13,9 +15,9 @@ _MOST_SAMPLES = 1 << 16
 _SMOOTHING = 0.2
 _HEDGE_FACTOR = 4.0  # times what was learned: late, not merely slow
 _HEDGE_FLOOR_S = 0.25  # below it, a busy host makes anybody late
-_HEDGE_UNKNOWN_S = 5.0  # a first answer may include loading and tuning kernels
+_HEDGE_UNKNOWN_S = 5.0  # a first answer may include loading and tuning kernels, and take far longer
 _DROP_FACTOR = 3.0  # times the hedge's delay, when another has answered instead
-_TIMEOUT_UNKNOWN_S = 120.0
+_TIMEOUT_UNKNOWN_S = 600.0  # engines are built and models compiled with a first answer
 _TIMEOUT_FACTOR = 50.0
 _TIMEOUT_FLOOR_S = 10.0
 
@@ -76,6 +78,12 @@ class Pace:
             self._join_samples = max(_LEAST_SAMPLES, self._join_samples // 2)
         self.depth = self._trial.next_depth(self.depth, samples, now)
 
+    def overdue(self, samples: int, took_s: float) -> None:
+        """Note that it was given up after this time: it is not as fast as was thought."""
+        if self.is_known:
+            scale = max(1.0, samples / self._mean_samples)
+            self._mean_s = max(self._mean_s, took_s / scale)
+
     def starved(self) -> None:
         """Note that it waited for work: what it does now is not all it could."""
         self._trial.spoil()
@@ -88,14 +96,19 @@ class Pace:
         return (self._mean_s + 2 * self._deviation_s) * scale
 
     def hedge_after_s(self, samples: int) -> float:
-        """Return after what time a request is sent to another teacher as well."""
+        """Return after what time a request is late."""
         expected_s = self.expected_s(samples)
         if expected_s is None:
             return _HEDGE_UNKNOWN_S
         return max(_HEDGE_FLOOR_S, _HEDGE_FACTOR * expected_s)
 
     def drop_after_s(self, samples: int) -> float:
-        """Return after what time it is given up, when another has answered in its place."""
+        """Return after what time it is given up, when another has answered in its place.
+
+        For ever, while its pace is not known: then there is `timeout_s`.
+        """
+        if not self.is_known:
+            return math.inf
         return _DROP_FACTOR * self.hedge_after_s(samples)
 
     def timeout_s(self, samples: int) -> float:
@@ -104,6 +117,18 @@ class Pace:
         if expected_s is None:
             return _TIMEOUT_UNKNOWN_S
         return max(_TIMEOUT_FLOOR_S, _TIMEOUT_FACTOR * expected_s)
+
+
+def is_worth_hedging(own: Pace, other: Pace, samples: int, took_s: float) -> bool:
+    """Return whether a request that one teacher has had for `took_s` is given to another as well.
+
+    It must be late, and the other one known to be sooner: how long the first will need is not
+    known any more, or not yet.
+    """
+    other_s = other.expected_s(samples)
+    if other_s is None or took_s <= own.hedge_after_s(samples):
+        return False
+    return took_s > (other_s if own.is_known else _HEDGE_FACTOR * other_s)
 
 
 class _Trial:

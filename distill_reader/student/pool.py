@@ -16,18 +16,25 @@ from dataclasses import dataclass
 from distill_reader.errors import (
     BadRequest,
     DistillError,
+    RequestTooLarge,
     Retryable,
     TeacherBusy,
+    TeacherFailed,
+    TeacherGone,
+    TeacherTimeout,
 )
-from distill_reader.student.asking import Asking
+from distill_reader.specs import ModelSpec
+from distill_reader.student.asking import Asking, is_another, version_of
 from distill_reader.student.client import TeacherClient
 from distill_reader.student.feed import Feed, Limits, Request
 from distill_reader.student.label_cache import LabelCache
 from distill_reader.student.labels import Labels
 from distill_reader.student.meter import Meter
+from distill_reader.student.options import Padding
 from distill_reader.student.pace import Pace
-from distill_reader.student.roster import Flight, Roster, Teacher
+from distill_reader.student.roster import MOST, Flight, Roster, Teacher
 from distill_reader.student.supervisor import Supervisor
+from distill_reader.student.tries import Blame
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +43,9 @@ _MOST_BACKOFF_S = 0.5  # a refused connection costs little, and a teacher that i
 _REFUSED_BACKOFF_S = 5.0  # it answers, but not us
 _GROW_PERIOD_S = 5.0  # behind a further connection that failed
 _MOST_REST_S = 1.0  # of a teacher that says again and again that it is busy
+_FAILED_REST_S = (0.25, 4.0)  # of one that fails: at first, and where it does nothing else
+_MANY_SHAPES, _MANY_SINGLES = 8, 100  # waiting; requests of one sample in a row
+_TIMEOUT_LOSSES = 3  # connections lost, as which a timeout counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +55,10 @@ class PoolSettings:
     limits: Limits
     no_teacher_timeout_s: float | None  # None: for ever
     skips: bool  # behind that time, instead of raising
+    timeout_s: float | None = None  # for an answer; None: as a teacher's pace suggests
+    hedges: bool = True  # whether late requests are sent to a second teacher
+    mixes_versions: bool = False  # whether teachers of different models may answer
+    padding: Padding | None = None  # None: fields are as long as they are
     wire_ins: tuple[tuple[str, str], ...] = ()  # field and dtype of what is sent in another type
     cache: LabelCache | None = None  # None: labels are not kept
     name: str = ""  # of the service, where there are several
@@ -87,10 +101,16 @@ class TeacherPool:
             lock,
             ready,
             call=self.call,
+            tend=self._tend,
+            report=self._meter.set_unusable,
+            hedges=settings.hedges,
             timeout_s=settings.no_teacher_timeout_s,
             skips=settings.skips,
             name=settings.name,
         )
+        self._singles = 0  # requests of one sample, in a row
+        self._has_warned = False  # of those
+        self._met: tuple[str, ModelSpec] | None = None  # the first teacher and what it serves
         self._threads: set[threading.Thread] = set()
         self._numbers = itertools.count()
 
@@ -112,6 +132,7 @@ class TeacherPool:
             for teacher in leaving:
                 logger.info("teacher %s is not in the list any more", teacher.endpoint)
                 teacher.wake.notify_all()
+            self._judge()
             self._changed.notify_all()
             self._supervisor.look()
 
@@ -149,6 +170,7 @@ class TeacherPool:
                 teacher.wake.notify_all()
             self._changed.notify_all()
             self._supervisor.close()
+            self._meter.set_unusable(())
         for client in clients:
             client.close()
 
@@ -173,6 +195,11 @@ class TeacherPool:
         """Return a connection, for which it may wait long; None: this thread is not needed."""
         while True:
             with self._lock:
+                pause_s = teacher.opens_after_s - time.monotonic()
+                if pause_s > 0:  # a connection was lost again, and no answer came in between
+                    pause_s *= random.uniform(0.8, 1.2)
+                    self._changed.wait_for(lambda: self._is_over(teacher), pause_s)
+                    teacher.opens_after_s = 0.0
                 if self._is_over(teacher):
                     teacher.threads -= 1
                     return None
@@ -187,7 +214,10 @@ class TeacherPool:
                     settings.sent,
                     settings.labels,
                     settings.wire_ins,
+                    settings.padding,
                 )
+                if not settings.mixes_versions:
+                    self._meet(teacher, client.spec)
                 if settings.cache is not None:
                     settings.cache.meet(teacher.endpoint, client.spec)
             except DistillError as error:
@@ -199,9 +229,38 @@ class TeacherPool:
             with self._lock:
                 if not self._is_over(teacher) and its_round == teacher.round:
                     teacher.clients.add(client)
+                    bounds = client.bounds
+                    teacher.most_bytes = min(teacher.most_bytes, bounds.most_bytes or MOST)
+                    teacher.most_samples = min(teacher.most_samples, bounds.most_samples or MOST)
                     self._set_connected(teacher, client)
                     return client, asking, its_round
             client.close()
+
+    def _meet(self, teacher: Teacher, spec: ModelSpec) -> None:
+        """Keep to the model that was met first: labels of two are not to be told apart.
+
+        Raises:
+            BadRequest: this is another one.
+        """
+        with self._lock:
+            if self._met is None or not (self._feed.has_answers or self._roster.connected):
+                self._met = teacher.endpoint, spec
+            endpoint, first = self._met
+            differs = is_another(first, spec)
+            if differs is None and teacher.failures == 0 and not teacher.clients:
+                logger.warning(
+                    "teacher %s serves %s, and %s %s: whether that is the same, they do not say",
+                    teacher.endpoint,
+                    version_of(spec),
+                    endpoint,
+                    version_of(first),
+                )
+            if differs:
+                raise BadRequest(
+                    f"{teacher.endpoint}: serves {version_of(spec)}; this iteration began with "
+                    f"{version_of(first)} of {endpoint}, and does not mix them: serve one of them "
+                    "everywhere, or say set_mixed_versions(True)"
+                )
 
     def _stays_after(self, teacher: Teacher, error: DistillError) -> bool:
         """Note a failed connection, and wait; return whether to try again."""
@@ -218,6 +277,7 @@ class TeacherPool:
                     teacher.about(error),
                 )
             teacher.trouble = error
+            self._judge()
             self._supervisor.look()
             delay_s = min(_FIRST_BACKOFF_S * 2 ** min(teacher.failures, 10), _MOST_BACKOFF_S)
             if isinstance(error, TeacherBusy):
@@ -237,30 +297,33 @@ class TeacherPool:
                 flight = self._next(teacher, its_round)
             if flight is None:
                 return None
+            blame = None
             try:
                 self._ask(teacher, client, asking, flight)
+            except TeacherFailed as error:
+                blame = Blame(text=teacher.about(error), failed=error.tries)
+                self._rest(teacher, flight, error)
             except TeacherBusy as error:
-                self._rest(teacher, error)
+                self._rest(teacher, flight, error)
             except Retryable as error:
+                blame = self._blame_for_loss(teacher, flight, error)
                 return _without_frames(error)
             finally:
-                self._land(teacher, flight)
+                self._land(teacher, flight, blame)
             del flight  # nor its arrays, while this thread waits for the next one
 
     def _ask(self, teacher: Teacher, client: TeacherClient, asking: Asking, flight: Flight) -> None:
         """Have all of `flight` answered or refused. Raises: Retryable."""
         while flight.left:
             request = flight.request
-            timeout_s = teacher.pace.timeout_s(request.samples)
+            timeout_s = self._timeout_s(teacher, request)
             try:
                 answer = client.predict(asking.feeds(request), asking.columns, timeout_s=timeout_s)
                 columns = asking.outputs(answer, request.samples)
                 outputs = asking.restore(columns)
             except BadRequest as error:
                 with self._lock:
-                    singles = self._feed.refused(request, asking.named(error), teacher.endpoint)
-                    flight.settled(singles, time.monotonic())
-                    self._ready.notify()
+                    self._refuse(teacher, flight, asking.named(error))
                 continue
             cache = self._settings.cache
             if cache is not None and not request.is_answered:
@@ -269,8 +332,8 @@ class TeacherPool:
             with self._lock:
                 now = time.monotonic()
                 teacher.pace.answered(request.samples, now - flight.since_s, now)
-                teacher.failures = 0
-                teacher.rest_s = 0.0
+                if teacher.has_answered(now) or self._supervisor.has_given_up:
+                    self._resume()
                 flight.answered += request.samples
                 flight.settled([], now)
                 self._feed.answered(request, outputs, teacher.endpoint)
@@ -278,14 +341,73 @@ class TeacherPool:
                     self._ready.notify()
                 self._grow(teacher)
 
-    def _land(self, teacher: Teacher, flight: Flight) -> None:
+    def _timeout_s(self, teacher: Teacher, request: Request) -> float:
+        """Return how long to wait for an answer, behind those that the teacher owes already."""
+        if self._settings.timeout_s is not None:
+            return self._settings.timeout_s
+        timeout_s = teacher.pace.timeout_s(request.samples)
+        return timeout_s if teacher.pace.is_known else timeout_s * max(1, len(teacher.flights))
+
+    def _refuse(self, teacher: Teacher, flight: Flight, error: BadRequest) -> None:
+        """Have what was refused asked of others, or in parts. The caller has the lock."""
+        request, now = flight.request, time.monotonic()
+        singles: list[Request] = []
+        is_cut = False
+        if isinstance(error, RequestTooLarge):
+            is_cut = self._feed.too_large(request, teacher.endpoint)
+            if is_cut:
+                teacher.most_bytes = min(teacher.most_bytes, max(1, request.size_bytes // 2))
+                logger.info("teacher %s", teacher.about(f"{error}; requests are smaller now"))
+        if not is_cut:
+            singles = self._feed.refused(request, error, teacher.endpoint, now)
+        flight.settled(singles, now)
+        self._judge()
+        self._ready.notify()
+
+    def _blame_for_loss(self, teacher: Teacher, flight: Flight, error: Retryable) -> Blame | None:
+        """Return what a lost connection says about the request; None: nothing."""
+        is_late = isinstance(error, TeacherTimeout)
+        with self._lock:
+            if flight.is_given_up or self._is_over(teacher) or not flight.left:
+                return None  # another request's connection was lost, and this one closed with it
+            if is_late:
+                took_s = time.monotonic() - flight.since_s
+                teacher.pace.overdue(flight.request.samples, took_s)
+            if is_late or teacher.failures:
+                teacher.is_asked_in_vain(flight.since_s)
+        return Blame(text=teacher.about(error), lost=_TIMEOUT_LOSSES if is_late else 1)
+
+    def _land(self, teacher: Teacher, flight: Flight, blame: Blame | None) -> None:
+        """Give back what has no answer; `blame` is for the request that was asked last."""
         with self._lock:
             teacher.flights.remove(flight)
             self._meter.answered(teacher.endpoint, flight.answered)
-            for request in reversed(flight.left):
-                self._feed.give_back(request, teacher.endpoint)
+            now = time.monotonic()
+            for place, request in reversed(list(enumerate(flight.left))):
+                its = blame if place == 0 else None
+                self._feed.give_back(request, teacher.endpoint, its, now)
             if flight.left:
+                self._judge()
                 self.call()
+
+    def _judge(self) -> None:
+        """Find out who may answer what is in trouble. The caller has the lock."""
+        if self._feed.has_troubled:
+            now = time.monotonic()
+            self._feed.judge(self._roster.able(now), now)
+            if self._feed.is_ready:
+                self._ready.notify()
+            self._supervisor.look_soon()
+            self.call()
+
+    def _tend(self, now: float) -> bool:
+        """Do what falls due without an event; return whether more will. For the supervisor."""
+        self._judge()
+        lacking = [teacher for teacher in self._roster.wanted if not teacher.threads]
+        for teacher in lacking:
+            if now >= teacher.grows_after_s:
+                self._start_teacher_thread(teacher)
+        return bool(lacking)
 
     def _next(self, teacher: Teacher, its_round: int) -> Flight | None:
         """Wait for a request; None: this connection is not needed. The caller has the lock."""
@@ -305,7 +427,7 @@ class TeacherPool:
                     self._meter.asked(teacher.endpoint)
                     self._supervisor.look_soon()
                     return flight
-                if not self._feed.has_waiting:
+                if not self._feed.has_waiting_for(teacher.endpoint):
                     teacher.pace.starved()
             else:
                 self._pass_on(teacher)
@@ -332,15 +454,17 @@ class TeacherPool:
         feed, in_flight = self._feed, len(teacher.flights)
         if feed.has_hedge(teacher.endpoint):
             return True
-        if not feed.has_waiting or in_flight >= teacher.pace.depth:
+        if not feed.has_waiting_for(teacher.endpoint) or in_flight >= teacher.pace.depth:
             return False
         limits = self._settings.limits
         return (
             in_flight == 0
             or feed.is_blocked
             or feed.is_ended
-            or feed.waiting_bytes >= limits.join_bytes
-            or feed.waiting_samples >= min(teacher.pace.join_samples, limits.samples or 1 << 30)
+            or feed.has_troubled
+            or feed.waiting_bytes >= min(limits.join_bytes, teacher.most_bytes)
+            or feed.waiting_samples
+            >= min(teacher.pace.join_samples, limits.samples or MOST, teacher.most_samples)
         )
 
     def _take(self, teacher: Teacher) -> Request | None:
@@ -350,24 +474,50 @@ class TeacherPool:
         if request is not None:
             return request
         limits = self._settings.limits
-        return self._feed.take(
+        request = self._feed.take(
             Limits(
-                join_bytes=limits.join_bytes,
-                most_bytes=limits.most_bytes,
-                samples=limits.samples,
+                join_bytes=min(limits.join_bytes, teacher.most_bytes),
+                most_bytes=min(limits.most_bytes, teacher.most_bytes),
+                samples=min(limits.samples or MOST, teacher.most_samples),
                 join_samples=teacher.pace.join_samples if limits.samples is None else None,
             ),
             teacher.endpoint,
         )
+        if request is not None:
+            self._note_size(request)
+        return request
+
+    def _note_size(self, request: Request) -> None:
+        """Say once that samples do not share requests, if it stays so."""
+        if request.samples > 1 or self._feed.shapes < _MANY_SHAPES:
+            self._singles = 0
+            return
+        self._singles += 1
+        if self._singles == _MANY_SINGLES and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "samples are sent one by one, for hardly two that wait agree in shape: "
+                "set_padding lets them share requests"
+            )
 
     # --- what becomes of teachers; in their threads
 
-    def _rest(self, teacher: Teacher, error: TeacherBusy) -> None:
+    def _rest(self, teacher: Teacher, flight: Flight, error: TeacherBusy | TeacherFailed) -> None:
+        """Leave a teacher alone for a while that is busy, or fails: for longer, again and again."""
         with self._lock:
-            teacher.rest_s = min(max(error.delay_s, 2 * teacher.rest_s), _MOST_REST_S)
-            teacher.rest_until_s = time.monotonic() + teacher.rest_s
-            if teacher.rest_s == _MOST_REST_S:
+            if isinstance(error, TeacherBusy):
+                rest_s = min(max(error.delay_s, 2 * teacher.rest_s), _MOST_REST_S)
+            else:
+                first_s, most_s = _FAILED_REST_S
+                rest_s = min(max(first_s, 4 * teacher.rest_s), most_s)
+            teacher.rest_s = rest_s
+            teacher.rest_until_s = time.monotonic() + rest_s
+            is_new = teacher.is_asked_in_vain(flight.since_s)
+            if is_new and isinstance(error, TeacherFailed):
+                logger.warning("teacher %s", teacher.about(error))
+            elif rest_s == _MOST_REST_S and str(teacher.trouble) != str(error):
                 logger.info("teacher %s", teacher.about(error))
+            teacher.trouble = _without_frames(error)
             teacher.pace.starved()
 
     def _lose(self, teacher: Teacher, its_round: int, error: DistillError) -> None:
@@ -378,6 +528,7 @@ class TeacherPool:
             logger.warning("lost teacher %s", teacher.about(error))
             teacher.trouble = error
             clients = self._roster.give_up(teacher, time.monotonic())
+            self._judge()
             self._supervisor.look()
         for client in clients:
             client.close()
@@ -396,18 +547,37 @@ class TeacherPool:
         if not teacher.is_connected:
             logger.info("teacher %s is connected by %s", teacher.endpoint, client.protocol)
             teacher.is_connected = True
-            teacher.trouble = None
-            self._feed.resume()
+            if not teacher.is_fruitless:  # else only an answer shows that it is back
+                teacher.trouble = teacher.absent_since_s = None
+                self._resume()
+            self._judge()
         self._grow(teacher)
+
+    def _resume(self) -> None:
+        self._supervisor.has_given_up = False
+        self._feed.resume()
 
     def _grow(self, teacher: Teacher) -> None:
         if teacher.threads < teacher.pace.depth and time.monotonic() >= teacher.grows_after_s:
             self._start_teacher_thread(teacher)
 
     def _start_teacher_thread(self, teacher: Teacher) -> None:
+        """Add a connection, if the system has a thread for it; if not, later."""
         teacher.threads += 1
         name = f"edl-teacher-{teacher.endpoint}-{next(self._numbers)}"
-        self._start_thread(lambda: self._run(teacher), name)
+        try:
+            self._start_thread(lambda: self._run(teacher), name)
+        except RuntimeError as error:  # a limit on processes
+            teacher.threads -= 1
+            teacher.grows_after_s = time.monotonic() + _GROW_PERIOD_S
+            logger.warning(
+                "teacher %s: asked by %d connections, and no more now: %s",
+                teacher.endpoint,
+                teacher.threads,
+                error,
+            )
+            if not teacher.threads:
+                teacher.trouble = TeacherGone(f"{teacher.endpoint}: nobody to ask it: {error}")
 
     def _start_thread(self, run: Callable[[], None], name: str) -> None:
         def run_and_leave() -> None:
@@ -422,8 +592,8 @@ class TeacherPool:
                     self._threads.discard(thread)
 
         thread = threading.Thread(target=run_and_leave, name=name, daemon=True)
+        thread.start()  # the caller has the lock, for which the thread waits before it leaves
         self._threads.add(thread)
-        thread.start()
 
 
 def _without_frames(error: Retryable) -> Retryable:

@@ -130,6 +130,25 @@ class DistillReader:
         """
         return self._set(no_teacher_timeout_s=no_teacher_timeout_s, no_teacher_policy=policy)
 
+    def set_timeout(self, timeout_s: float | None) -> Self:
+        """Say how long an answer may take; then the request goes to another teacher.
+
+        Args:
+            timeout_s: None, as by default: 10 minutes for the first answers of a teacher, then
+                50 times what is usual for it, and 10 s at least.
+        """
+        return self._set(answer_timeout_s=timeout_s)
+
+    def set_hedging(self, hedging: bool) -> Self:
+        """Say whether a request that is late is sent to a second teacher as well: by default,
+        where that one is known to be sooner, and nothing else waits for it."""
+        return self._set(hedging=hedging)
+
+    def set_mixed_versions(self, mixed_versions: bool) -> Self:
+        """Say whether teachers that serve different models, or versions of one, may answer in one
+        iteration. By default those that differ from the first one are left out."""
+        return self._set(mixed_versions=mixed_versions)
+
     def set_max_memory(self, mebibytes: int) -> Self:
         """Bound what is held between generator and consumer: 256 MiB by default."""
         return self._set(max_memory_bytes=mebibytes << 20)
@@ -176,6 +195,40 @@ class DistillReader:
             wire_ins=options.check_wire_ins(ins, names),
             wire_predicts=options.check_wire_predicts(predicts),
         )
+
+    def set_padding(
+        self,
+        fields: str | Mapping[str, float] | None,
+        value: float = 0,
+        *,
+        multiple_of: int = 64,
+        outputs: Sequence[str] | None = None,
+    ) -> Self:
+        """Send samples of different lengths as long as the next multiple, so that they share
+        requests: only what agrees in shape is computed together. You get the fields as they were.
+
+        The model must give the same for a padded sample: most want the mask as a field of its own.
+
+        Args:
+            fields: the one whose first axis (behind the samples, in batches) differs in length;
+                or several that agree in it, each with what to put behind its end. None: pad
+                nothing, as by default.
+            value: what to put behind the end of the one.
+            outputs: those with a value for each position, which are cut to the sample's length;
+                the others come as they are. None: there are none; refused where a teacher says
+                that one may be.
+        """
+        if fields is None:
+            return self._set(padding=None)
+        values = {fields: value} if isinstance(fields, str) else fields
+        if isinstance(outputs, str):
+            raise UsageError(f"padding: outputs: expected a list of names, got {outputs!r}")
+        padding = options.Padding(
+            values=tuple(values.items()),
+            multiple_of=multiple_of,
+            outputs=None if outputs is None else tuple(outputs),
+        )
+        return self._set(padding=padding)
 
     def set_top_k(
         self,
@@ -316,7 +369,9 @@ class DistillReader:
         self, settings: ReaderSettings, sources: Mapping[str, TeacherSource]
     ) -> Iterator[Any]:
         labels = Labels(settings.predicts, settings.wire_predicts, settings.top_k)
-        kind: Kind = KINDS[self._kind](settings.sent, len(settings.ins), labels.count)
+        kind: Kind = KINDS[self._kind](
+            settings.sent, len(settings.ins), labels.count, settings.padding, labels.arrays
+        )
         session = Session(
             self._generator,
             kind,

@@ -82,6 +82,10 @@ class Services:
                     limits=_limits(settings),
                     no_teacher_timeout_s=settings.no_teacher_timeout_s,
                     skips=settings.no_teacher_policy == "skip",
+                    timeout_s=settings.answer_timeout_s,
+                    hedges=settings.hedging,
+                    mixes_versions=settings.mixed_versions,
+                    padding=settings.padding,
                     cache=self._cache(settings, labels, name),
                     name=name,
                 ),
@@ -103,18 +107,15 @@ class Services:
         if settings.cache is None:
             return None
         known = self[name]
-        key = (
-            os.getpid(),
-            settings.cache,
-            settings.sent,
-            settings.wire_ins,
-            str(labels.identity()),
-        )
+        wire_ins = settings.wire_ins
+        if settings.padding is not None:
+            wire_ins += settings.padding.identity()
+        key = (os.getpid(), settings.cache, settings.sent, wire_ins, str(labels.identity()))
         if known.cache is None or known.cache_key != key:
             known.cache = LabelCache(
                 settings.cache,
                 labels,
-                settings.wire_ins,
+                wire_ins,
                 sent=[field for _, field in settings.sent],
                 scope=name,
             )

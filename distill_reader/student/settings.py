@@ -9,7 +9,14 @@ from distill_reader.balance.names import check_name
 from distill_reader.balance.places import places_of
 from distill_reader.errors import UsageError
 from distill_reader.student.endpoints import servers_of
-from distill_reader.student.options import CacheOptions, Kind, Member, TopK, check_wire_ins
+from distill_reader.student.options import (
+    CacheOptions,
+    Kind,
+    Member,
+    Padding,
+    TopK,
+    check_wire_ins,
+)
 
 # Where the original looks for a client prototxt that nobody named.
 DEFAULT_CONF_FILE = Path("serving_conf", "serving_client_conf.prototxt")
@@ -30,6 +37,10 @@ class ReaderSettings:
     require_max_teacher: int = 1  # of a discovery service; a fixed list is used whole
     no_teacher_timeout_s: float | None = None  # None: wait for ever
     no_teacher_policy: Policy = "raise"
+    answer_timeout_s: float | None = None  # None: as each teacher's pace suggests
+    hedging: bool = True  # late requests are sent to a second teacher
+    mixed_versions: bool = False  # teachers of different models may answer in one iteration
+    padding: Padding | None = None  # None: samples are sent as long as they are
     max_memory_bytes: int = 256 << 20  # of samples and predictions between generator and consumer
     discovery_servers: tuple[str, ...] = ()  # (): no discovery service
     service_name: str | None = None  # of its teachers; None: no discovery service
@@ -48,12 +59,12 @@ class ReaderSettings:
         ):
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(f"{name}: expected an integer of 1 or more, got {value!r}")
-        timeout_s = self.no_teacher_timeout_s
-        if timeout_s is not None and not timeout_s > 0:
-            raise UsageError(
-                f"no_teacher_timeout_s: expected seconds > 0, or None to wait for ever, "
-                f"got {timeout_s}"
-            )
+        for name, timeout_s, none in (
+            ("no_teacher_timeout_s", self.no_teacher_timeout_s, "to wait for ever"),
+            ("timeout_s", self.answer_timeout_s, "for what a teacher's pace suggests"),
+        ):
+            if timeout_s is not None and not 0 < timeout_s < float("inf"):
+                raise UsageError(f"{name}: expected seconds > 0, or None {none}, got {timeout_s}")
         if self.no_teacher_policy not in ("raise", "skip"):
             raise UsageError(f"policy: expected 'raise' or 'skip', got {self.no_teacher_policy!r}")
         if self.discovery_servers:
@@ -64,6 +75,7 @@ class ReaderSettings:
         self._check_cache()
         check_wire_ins(dict(self.wire_ins), [name for _, name in self.sent])
         self._check_members()
+        self._check_padding()
         if self.top_k is not None:
             unknown = set(self.top_k.predicts or ()) - set(self.predicts)
             if unknown:
@@ -85,6 +97,21 @@ class ReaderSettings:
                 )
         if not self.sent:
             raise UsageError("ins: besides the cache's id and variant a field must be named")
+
+    def _check_padding(self) -> None:
+        if self.padding is None:
+            return
+        sent = [name for _, name in self.sent]
+        for what, names, known in (
+            ("fields", [name for name, _ in self.padding.values], sent),
+            ("outputs", self.padding.outputs or (), self.predicts),
+        ):
+            unknown = sorted(set(names) - set(known))
+            if unknown:
+                raise UsageError(
+                    f"padding: {what}: {unknown[0]!r} is none of those there are: "
+                    f"{', '.join(known)}"
+                )
 
     def _check_members(self) -> None:
         if not self.members:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from distill_reader.errors import BadRequest, NoTeacher
 from distill_reader.student.feed import Feed, Limits, Request
 from distill_reader.student.items import BatchKind, Item, SampleListKind
+from distill_reader.student.tries import Blame, Tries
 
 KIND = BatchKind(((0, "x"),), 1, 1)
 ROW = 8  # bytes of a sample
@@ -92,6 +93,33 @@ def test_samples_of_different_shapes_or_types_do_not_share_a_request():
     for array in (np.zeros((2, 3)), np.zeros((2, 3)), np.zeros((2, 4)), np.zeros((2, 4), "f4")):
         feed.add(KIND.item((array,)))
     assert [sizes(take(feed)) for _ in range(3)] == [[2, 2], [2], [2]]
+
+
+def test_samples_of_one_shape_share_a_request_wherever_they_wait():
+    kind = SampleListKind(((0, "x"),), 1, 1)
+    feed = Feed(1 << 20)
+    given = [[(np.full(1 + (i + j) % 3, 1.0),) for j in range(6)] for i in range(8)]
+    for samples in given:
+        feed.add(kind.item(samples))
+    requests = []
+    while (request := feed.take(WIDE, "a")) is not None:
+        requests.append(request)
+    assert [request.samples for request in requests] == [16, 16, 16]
+    for request in reversed(requests):
+        feed.answered(request, (np.concatenate(request.feeds(0)).sum(axis=1),), "a")
+    found = [[total for _, total in kind.result(each)] for each in feed.pop(1 << 30)]
+    assert found == [[len(x) for (x,) in samples] for samples in given]
+
+
+def test_of_many_shapes_no_one_is_joined_so_far_that_the_first_item_waits_for_it():
+    kind = SampleListKind(((0, "x"),), 1, 1)
+    feed = Feed(10 << 20)
+    for index in range(4000):
+        feed.add(kind.item([(np.zeros(1 + index % 10),)]))
+    request = take(feed, Limits(join_bytes=1 << 20, most_bytes=1 << 20, join_samples=1000))
+    assert request.samples == 100
+    request = take(feed, Limits(join_bytes=1 << 20, most_bytes=1 << 20, join_samples=300))
+    assert request.samples == 64
 
 
 def test_answers_in_any_order_come_out_in_the_generators_order():
@@ -190,10 +218,69 @@ def test_of_a_refused_request_each_item_is_asked_alone_and_the_one_at_fault_rais
     assert [single.samples for single in singles] == [1, 1, 1]
     feed.answered(singles[0], answer(singles[0]), "a")
     assert feed.refused(singles[1], BadRequest("tensor x"), "a") == []
+    feed.judge(["a"], 0.0)
     feed.answered(singles[2], answer(singles[2]), "a")
     assert popped(feed) == [[0]]
     with pytest.raises(BadRequest, match="tensor x"):
         feed.pop(1)
+
+
+def test_what_one_teacher_refuses_is_asked_of_another_and_an_error_when_there_is_none():
+    feed = Feed(1 << 20)
+    feed.add(item(7))
+    assert feed.refused(take(feed), BadRequest("a: no"), "a") == []
+    feed.judge(["a", "b"], 0.0)
+    assert not feed.has_waiting_for("a")
+    request = take(feed, teacher="b")
+    assert feed.refused(request, BadRequest("b: no"), "b") == []
+    feed.judge(["a", "b"], 1.0)
+    with pytest.raises(BadRequest, match=r"item 0, samples 0 to 0 of 1: no .*: a: no; b: no"):
+        feed.pop(1)
+
+
+@pytest.mark.parametrize(
+    ("blames", "able", "answers", "now", "is_over"),
+    [
+        ([Blame(text="a: 500", failed=1)] * 3, "a", 0, 5.0, False),
+        ([Blame(text="a: 500", failed=1)] * 4, "a", 0, 5.0, True),
+        ([Blame(text="a: two ended", failed=2)] * 2, "a", 0, 5.0, True),
+        ([Blame(text="a: reset", lost=1)] * 7, "a", 9, 5.0, False),
+        ([Blame(text="a: reset", lost=1)] * 8, "a", 9, 5.0, True),
+        ([Blame(text="a: reset", lost=1)] * 20, "a", 0, 5.0, False),  # nobody gets anything
+        ([Blame(text="a: reset", lost=1)] * 20, "a", 0, 500.0, True),
+        ([Blame(text="a: late", lost=3)] * 3, "a", 1, 5.0, True),
+    ],
+)
+def test_after_how_many_tries_nobody_is_asked_any_more(blames, able, answers, now, is_over):
+    tries = Tries(0, 0.0)
+    for blame in blames:
+        tries.blame("a", blame)
+    assert (tries.verdict("item 6", able, answers, now) is not None) is is_over
+
+
+def test_who_has_failed_is_asked_again_only_when_no_other_teacher_is_left():
+    tries = Tries(0, 0.0)
+    tries.blame("a", Blame(text="a: 500", failed=1))
+    assert not tries.may_ask("a", ["a", "b"])
+    assert tries.may_ask("b", ["a", "b"])
+    assert tries.may_ask("a", ["a"])
+    tries.blame("b", Blame(text="b: 500", failed=1))
+    assert tries.may_ask("a", ["a", "b"])
+    tries.refused("b", BadRequest("b: no"))
+    assert not tries.may_ask("b", ["a", "b"])
+
+
+def test_a_request_that_is_too_large_waits_again_in_two_parts():
+    feed = Feed(1 << 20)
+    feed.add(item(1, 2, 3, 4))
+    assert feed.too_large(take(feed), "a")
+    small = Limits(join_bytes=2 * ROW, most_bytes=2 * ROW)
+    requests = [take(feed, small, "b") for _ in range(2)]
+    for request in requests:
+        feed.answered(request, answer(request), "b")
+    assert popped(feed) == [[1, 2, 3, 4]]
+    feed.add(item(5))
+    assert not feed.too_large(take(feed), "a")
 
 
 def test_the_generators_error_comes_behind_its_last_item():
@@ -333,10 +420,13 @@ def test_whatever_happens_to_requests_each_sample_comes_out_once_and_in_order(
     to_add = list(expected)
     flights: list[tuple[Request, str]] = []
     found: list[list[float]] = []
+    blamed = 0
     for _ in range(10_000):
         if feed.is_done:
             break
-        moves: list[Any] = ["take", "pop"] + ["answer", "lose", "hedge", "refuse"] * bool(flights)
+        moves: list[Any] = ["take", "pop"] + ["answer", "lose", "hedge", "refuse", "part"] * bool(
+            flights
+        )
         moves += ["add"] if to_add else ([] if feed.is_ended else ["end"])
         move = chance.choice(moves)
         if move == "add":
@@ -355,7 +445,13 @@ def test_whatever_happens_to_requests_each_sample_comes_out_once_and_in_order(
             if move == "answer":
                 feed.answered(request, answer(request), teacher)
             elif move == "lose":
-                feed.give_back(request, teacher)
+                blamed += 1  # fewer than would be too many
+                blame = Blame(text=teacher, lost=1) if blamed < 8 else None
+                feed.give_back(request, teacher, blame, 0.0)
+                feed.judge("abc", 0.0)
+            elif move == "part":
+                if not feed.too_large(request, teacher):
+                    flights.append((request, teacher))
             elif move == "refuse" and len(request.pieces) > 1:
                 singles = feed.refused(request, BadRequest("one of them"), teacher)
                 flights += [(single, teacher) for single in singles]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distill_reader.student.pace import LEAST_DEPTH, MOST_DEPTH, Pace
+from distill_reader.student.pace import LEAST_DEPTH, MOST_DEPTH, Pace, is_worth_hedging
 
 
 class Teacher:
@@ -96,6 +96,44 @@ def test_what_is_late_follows_what_is_usual():
     assert teacher.pace.hedge_after_s(1) == teacher.pace.hedge_after_s(2)
     assert teacher.pace.drop_after_s(2) > teacher.pace.hedge_after_s(2)
     assert teacher.pace.timeout_s(2) > teacher.pace.drop_after_s(2)
+
+
+def test_a_teacher_whose_pace_is_not_known_is_not_dropped_before_the_timeout():
+    pace = Pace()
+    pace.answered(1, 100.0, 100.0)
+    assert pace.drop_after_s(1) == float("inf")
+    assert pace.timeout_s(1) >= 600
+
+
+def test_who_was_given_up_gets_more_time_the_next_time():
+    teacher = Teacher(rate=1000)
+    teacher.run(10, samples=16)
+    before_s = teacher.pace.drop_after_s(16)
+    teacher.pace.overdue(16, 30.0)
+    assert teacher.pace.is_known
+    assert teacher.pace.drop_after_s(16) >= 30.0 > before_s
+
+
+@pytest.mark.parametrize(
+    ("own_s", "other_s", "took_s", "is_worth"),
+    [
+        (None, None, 1000.0, False),  # of nobody it is known how long it takes
+        (None, 0.1, 4.0, False),
+        (None, 0.1, 6.0, True),
+        (None, 16.0, 40.0, False),  # as slow as this one may be
+        (0.1, None, 10.0, False),
+        (0.1, 0.1, 0.2, False),
+        (0.1, 0.1, 2.0, True),
+        (10.0, 20.0, 30.0, False),
+        (0.1, 20.0, 10.0, False),  # it would come later
+    ],
+)
+def test_when_a_late_request_is_worth_another_teacher(own_s, other_s, took_s, is_worth):
+    own, other = Pace(), Pace()
+    for pace, answer_s in ((own, own_s), (other, other_s)):
+        for place in range(30 if answer_s else 0):
+            pace.answered(1, answer_s, float(place))
+    assert is_worth_hedging(own, other, 1, took_s) is is_worth
 
 
 def test_nobody_is_late_within_a_moment():

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,13 +15,18 @@ import pytest
 from distill_reader.errors import (
     BadRequest,
     NoTeacher,
+    RequestTooLarge,
     TeacherBusy,
+    TeacherFailed,
     TeacherGone,
     UsageError,
 )
+from distill_reader.student import pace
+from distill_reader.student.client import Bounds
 from distill_reader.student.feed import Limits
 from distill_reader.student.items import BatchKind
 from distill_reader.student.labels import Labels
+from distill_reader.student.meter import Meter
 from distill_reader.student.pool import PoolSettings
 from distill_reader.student.session import Service, Session
 from distill_reader.student.source import FixedTeachers
@@ -57,6 +63,10 @@ class Reading:
         limits: Limits = WIDE,
         timeout_s: float | None = None,
         skips: bool = False,
+        max_bytes: int = 1 << 20,
+        answer_timeout_s: float | None = None,
+        meter: Meter | None = None,
+        **settings: Any,
     ) -> None:
         self.teachers = Teachers(*teachers)
         self.batches = batches
@@ -73,11 +83,14 @@ class Reading:
                         limits=limits,
                         no_teacher_timeout_s=timeout_s,
                         skips=skips,
+                        timeout_s=answer_timeout_s,
+                        **settings,
                     ),
                     paces={},
+                    meter=meter,
                 )
             ],
-            max_bytes=1 << 20,
+            max_bytes=max_bytes,
             connect=self.teachers.connect,
         )
         self.found: list[tuple[int, Any]] = []
@@ -357,6 +370,344 @@ def test_whatever_teachers_do_each_item_comes_once_and_in_order(read, seed: int)
         teacher.go_on()
     source.tell([teacher.endpoint for teacher in teachers])
     reading.finish()
+
+
+# --- requests that nobody can compute
+
+
+@pytest.fixture
+def hurried(monkeypatch) -> None:
+    """Pauses a tenth as long."""
+    monkeypatch.setattr("distill_reader.student.pool._FAILED_REST_S", (0.025, 0.4))
+    monkeypatch.setattr("distill_reader.student.roster._MOST_PAUSE_S", 0.5)
+
+
+def failing_at(teacher: FakeTeacher, index: int, error: Callable[[], Exception]) -> list[int]:
+    """Have `teacher` fail what has this index in it; return the sizes of the requests it failed."""
+    compute = teacher.compute
+    failed: list[int] = []
+
+    def picky(inputs):
+        (image,) = inputs.values()
+        if (image == index).any():
+            failed.append(len(image))
+            raise error()
+        return compute(inputs)
+
+    teacher.compute = picky
+    return failed
+
+
+@pytest.mark.parametrize(
+    ("error", "tries"),
+    [
+        (lambda: TeacherFailed("HTTP 500: CUDA out of memory"), 4),
+        (lambda: TeacherFailed("HTTP 500: CUDA out of memory; twice", tries=2), 2),
+        (lambda: TeacherGone("reset by peer: CUDA out of memory"), 8),
+    ],
+    ids=["fails", "predictors end", "connections end"],
+)
+def test_a_request_that_no_teacher_can_compute_is_an_error_that_names_item_and_teachers(
+    read, hurried, error, tries
+):
+    one, two = FakeTeacher("a:1"), FakeTeacher("b:1")
+    failed = [failing_at(teacher, 6, error) for teacher in (one, two)]
+    reading = read(one, two, batches=40, limits=Limits(join_bytes=1, most_bytes=1 << 20))
+    wait_until(lambda: reading.error)
+    assert [index for index, _ in reading.found] == list(range(6))
+    with pytest.raises(
+        BadRequest, match=r"item 6, samples 0 to 3 of 4: no teacher can compute it: .*CUDA"
+    ) as caught:
+        raise reading.error
+    assert "a:1" in str(caught.value)
+    assert "b:1" in str(caught.value)
+    # Some tries are not counted: of connections that are closed with another one.
+    assert sum(map(len, failed)) <= 2 * (tries + 1)
+
+
+def test_a_teacher_that_fails_keeps_its_connection_and_is_left_alone_for_a_while(read, hurried):
+    teacher = FakeTeacher("a:1")
+    fails = iter([None] * 5 + [TeacherFailed("HTTP 500")] * 3)
+    teacher.refuse_with = lambda: next(fails, None)
+    reading = read(teacher, batches=50)
+    reading.finish()
+    assert teacher.connections <= 6
+
+
+def test_what_one_teacher_fails_another_one_answers(read, hurried, caplog):
+    broken, well = FakeTeacher("a:1"), FakeTeacher("b:1", delay_s=0.002)
+    broken.refuse_with = lambda: TeacherFailed("HTTP 500: broken")
+    reading = read(broken, well, batches=200, limits=Limits(join_bytes=1, most_bytes=1 << 20))
+    reading.finish()
+    assert caplog.text.count("HTTP 500: broken") <= 1 + caplog.text.count("answered nothing")
+
+
+def test_of_joined_items_only_the_one_at_fault_is_an_error(read, hurried):
+    teacher = FakeTeacher("a:1", delay_s=0.001)
+    failing_at(teacher, 6, lambda: TeacherFailed("a:1: HTTP 500"))
+    reading = read(teacher, batches=12)
+    wait_until(lambda: reading.error)
+    assert [index for index, _ in reading.found] == list(range(6))
+    assert "item 6" in str(reading.error)
+
+
+def test_a_teacher_whose_connections_break_at_each_request_is_not_asked_without_a_pause(
+    read, monkeypatch
+):
+    monkeypatch.setattr("distill_reader.student.tries._OUTAGE_S", 1e9)
+    teacher = FakeTeacher("a:1")
+    teacher.refuse_with = lambda: TeacherGone("reset by peer")
+    reading = read(teacher, batches=3)
+    wait_until(lambda: len(teacher.requests) >= 4)
+    began_s, asked = time.monotonic(), len(teacher.requests)
+    wait_until(lambda: len(teacher.requests) >= asked + 3)
+    assert time.monotonic() - began_s > 0.2
+    teacher.refuse_with = lambda: None
+    reading.finish()
+
+
+# --- refusals
+
+
+def test_what_one_teacher_refuses_another_one_may_take(read):
+    picky, other = FakeTeacher("a:1"), FakeTeacher("b:1", delay_s=0.002)
+    picky.refuse_with = lambda: BadRequest("tensor image: of this size is none")
+    reading = read(picky, other, batches=50)
+    reading.finish()
+    assert picky.requests
+
+
+def test_what_all_teachers_refuse_is_an_error_that_names_them(read):
+    one, two = FakeTeacher("a:1"), FakeTeacher("b:1")
+    for teacher in (one, two):
+        failing_at(teacher, 7, lambda: BadRequest("tensor image: 7 is no pixel"))
+    reading = read(one, two, batches=20)
+    wait_until(lambda: reading.error)
+    assert [index for index, _ in reading.found] == list(range(7))
+    assert isinstance(reading.error, BadRequest)
+    assert "tensor image: 7 is no pixel" in str(reading.error)
+
+
+def test_a_teacher_gets_no_more_at_once_than_it_announces(read):
+    small, large = FakeTeacher("a:1", delay_s=0.001), FakeTeacher("b:1", delay_s=0.001)
+    small.bounds = Bounds(most_bytes=100, most_samples=3)  # 24 bytes a sample
+    reading = read(small, large, batches=200)
+    reading.finish()
+    assert max(map(sum, small.requests)) <= 3
+    assert max(map(sum, large.requests)) > 4
+
+
+def test_a_request_that_is_too_large_is_asked_in_parts(read):
+    teacher = FakeTeacher("a:1")
+    compute = teacher.compute
+
+    def small(inputs):
+        (image,) = inputs.values()
+        if len(image) > 3:
+            raise RequestTooLarge("a:1: HTTP 413")
+        return compute(inputs)
+
+    teacher.compute = small
+    reading = read(teacher, batches=100)
+    reading.finish()
+    assert sum(sum(each) > 3 for each in teacher.requests) < 20  # then it is known
+
+
+def test_a_sample_that_is_too_large_for_one_teacher_goes_to_another(read):
+    small, large = FakeTeacher("a:1"), FakeTeacher("b:1", delay_s=0.002)
+
+    def refuse(_inputs):
+        raise RequestTooLarge("a:1: HTTP 413")
+
+    small.compute = refuse
+    reading = read(small, large, batches=20)
+    reading.finish()
+
+
+# --- teachers that are connected and give nothing
+
+
+def test_a_teacher_that_is_busy_for_ever_is_no_teacher(read, monkeypatch, caplog):
+    monkeypatch.setattr("distill_reader.student.roster.UNUSABLE_S", 0.2)
+    meter = Meter()
+    busy = FakeTeacher("a:1", delay_s=0.002)
+    reading = read(busy, timeout_s=1.0, meter=meter)
+    reading.more(20)
+    busy.refuse_with = lambda: TeacherBusy("no predictor runs", delay_s=0.05)
+    wait_until(lambda: reading.error)
+    with pytest.raises(NoTeacher, match=r"no teacher for 1 s \(a:1: no predictor runs"):
+        raise reading.error
+    assert re.search(r"teacher a:1 has answered nothing for \d s \(no predictor", caplog.text)
+    meter.waits()
+    wait_until(lambda: meter.read() is not None)
+    reading_of_meter = meter.read()
+    assert reading_of_meter is not None
+    assert reading_of_meter.unusable == ("a:1",)
+
+
+def test_samples_are_skipped_while_the_teacher_is_busy_and_asked_for_when_it_is_not(
+    read, monkeypatch
+):
+    monkeypatch.setattr("distill_reader.student.supervisor._TRIAL_S", 0.1)
+    busy = FakeTeacher("a:1", delay_s=0.002)
+    reading = read(busy, timeout_s=0.3, skips=True)
+    reading.more(20)
+    busy.refuse_with = lambda: TeacherBusy("no predictor runs", delay_s=0.05)
+    wait_until(lambda: reading.found[-1][1] is None)
+    busy.refuse_with = lambda: None
+    wait_until(lambda: reading.found[-1][1] is not None)
+    reading.finish()
+
+
+# --- versions
+
+
+def other_version(digest: str = "", version: str = "1") -> FakeTeacher:
+    spec = replace(FakeTeacher("x:1").spec, digest=digest, version=version)
+    return FakeTeacher(f"{digest}{version}:1", spec, delay_s=0.002)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_mixed"),
+    [
+        (other_version("d1"), other_version("d2"), False),
+        (other_version(version="1"), other_version(version="2"), False),
+        (other_version("d3", "1"), other_version("", "1"), True),
+    ],
+    ids=["digests", "versions", "of one nothing is known"],
+)
+def test_teachers_of_two_versions_do_not_answer_in_one_iteration(
+    read, caplog, one, other, is_mixed
+):
+    source = ToldTeachers(one.endpoint)
+    reading = read(one, other, source=source)
+    reading.more(5)
+    source.tell([one.endpoint, other.endpoint])
+    if is_mixed:
+        wait_until(lambda: other.requests)
+    else:
+        wait_until(lambda: "does not mix them" in caplog.text)
+        assert not other.requests
+    reading.finish()
+
+
+def test_that_only_names_of_models_differ_is_said_once_and_refused_by_nobody(read, caplog):
+    one, other = FakeTeacher("a:1", delay_s=0.002), FakeTeacher("b:1", delay_s=0.002)
+    other.spec = replace(other.spec, name="twice")
+    reading = read(one, other)
+    wait_until(lambda: one.most_in_flight > 1 and other.most_in_flight > 1)
+    reading.finish()
+    assert caplog.text.count("whether that is the same") == 1
+
+
+def test_versions_are_mixed_where_the_user_says_so(read):
+    one, other = other_version("d1"), other_version("d2")
+    reading = read(one, other, mixes_versions=True)
+    wait_until(lambda: one.requests and other.requests)
+    reading.finish()
+
+
+def test_if_only_another_version_is_left_the_consumer_hears_why(read):
+    one, other = other_version("d1"), other_version("d2")
+    source = ToldTeachers(one.endpoint)
+    reading = read(one, other, source=source)
+    reading.more(5)
+    source.tell([other.endpoint])
+    wait_until(lambda: reading.error)
+    with pytest.raises(BadRequest, match=r"version d2; this iteration began with .*version d1"):
+        raise reading.error
+
+
+# --- threads
+
+
+def test_a_thread_that_cannot_be_started_costs_a_connection_not_the_epoch(
+    read, monkeypatch, caplog
+):
+    monkeypatch.setattr("distill_reader.student.pool._GROW_PERIOD_S", 0.1)
+    start = threading.Thread.start
+    names: list[str] = []
+
+    def scarce(thread: threading.Thread) -> None:
+        if thread.name.startswith("edl-teacher"):
+            names.append(thread.name)
+            if len(names) in (2, 3, 4):
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    one, two = FakeTeacher("a:1", delay_s=0.005), FakeTeacher("b:1", delay_s=0.005)
+    reading = read(one, two, limits=Limits(join_bytes=1, most_bytes=1 << 20))
+    wait_until(lambda: one.requests and two.requests)
+    wait_until(lambda: len(names) > 5)
+    reading.finish()
+    assert "no more now: can't start new thread" in caplog.text
+
+
+# --- slow teachers
+
+
+@pytest.fixture
+def quick(monkeypatch) -> None:
+    """All times of pace.py and of the supervisor a fiftieth."""
+    for name in ("_HEDGE_FLOOR_S", "_HEDGE_UNKNOWN_S", "_TIMEOUT_UNKNOWN_S", "_TIMEOUT_FLOOR_S",
+                 "_GROWS_BELOW_S", "_SHRINKS_ABOVE_S"):  # fmt: skip
+        value = getattr(pace, name)
+        monkeypatch.setattr(pace, name, value / 50)
+    monkeypatch.setattr("distill_reader.student.supervisor.TICK_S", 0.005)
+
+
+@pytest.mark.parametrize("seconds", [16, 8, 4])
+def test_slow_teachers_compute_nothing_twice_and_are_not_dropped(read, quick, caplog, seconds: int):
+    one, two = (FakeTeacher(name, delay_s=seconds / 50) for name in ("a:1", "b:1"))
+    for teacher in (one, two):
+        teacher.computes_in_turn()
+    reading = read(one, two, batches=12, limits=Limits(join_bytes=1, most_bytes=1 << 20))
+    reading.finish()
+    assert one.samples + two.samples == 4 * 12
+    assert min(one.samples, two.samples) >= 4 * 4  # both are busy
+    assert "dropped" not in caplog.text
+    assert "lost" not in caplog.text
+
+
+def test_a_slow_teacher_beside_a_fast_one_adds_to_it(read, quick, caplog):
+    fast, slow = FakeTeacher("a:1", delay_s=10 / 50), FakeTeacher("b:1", delay_s=20 / 50)
+    for teacher in (fast, slow):
+        teacher.computes_in_turn()
+    reading = read(fast, slow, batches=12, limits=Limits(join_bytes=1, most_bytes=1 << 20))
+    reading.finish()
+    assert fast.samples + slow.samples == 4 * 12
+    assert slow.samples >= 4 * 2
+    assert "dropped" not in caplog.text
+
+
+def test_a_dropped_teacher_is_logged_once(read, quick, caplog):
+    hung, other = FakeTeacher("a:1", delay_s=0.002), FakeTeacher("b:1", delay_s=0.002)
+    reading = read(hung, other)
+    wait_until(lambda: len(hung.requests) > 5)
+    hung.stop()
+    wait_until(lambda: "is dropped" in caplog.text)
+    reading.more(100)
+    hung.go_on()
+    reading.finish()
+    assert caplog.text.count("a:1 is dropped") <= 2
+
+
+def test_nothing_is_asked_twice_where_hedging_is_off(read, quick):
+    hung, other = FakeTeacher("a:1", delay_s=0.002), FakeTeacher("b:1", delay_s=0.002)
+    reading = read(hung, other, hedges=False, timeout_s=None)
+    wait_until(lambda: len(hung.requests) > 5)
+    reading.finish()
+    assert hung.samples + other.samples == 4 * len(reading.found)
+
+
+def test_the_users_timeout_counts_for_every_answer(read):
+    hung, other = FakeTeacher("a:1"), FakeTeacher("b:1", delay_s=0.005)
+    hung.stop()
+    hung.connects_anyway = True
+    reading = read(hung, other, batches=300, answer_timeout_s=0.3, hedges=False)
+    reading.finish()
+    hung.go_on()
 
 
 def test_waiting_costs_no_time_of_the_processor(read):

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 
 from distill_reader import DistillReader
 from distill_reader.errors import BadRequest, NoTeacher, ReaderError, UsageError
+from distill_reader.specs import ModelSpec, TensorSpec
 from tests.distill_reader.student.fake_teachers import FakeTeacher, Teachers
 from tests.distill_reader.student.teacher_process import ROOT, TeacherProcess
 from tests.support import wait_until
@@ -150,6 +152,103 @@ def test_two_readers_do_not_mix(make):
 def test_a_reader_may_be_iterated_over_twice_at_once(make):
     reader = make(*two()).set_batch_generator(lambda: ((image(1, 2), i) for i in range(50)))
     assert [a[1] == b[1] for a, b in zip(reader(), reader(), strict=True)] == [True] * 50
+
+
+# --- samples of different lengths
+
+TOKENS = ModelSpec(
+    name="tokens",
+    inputs=(
+        TensorSpec(name="ids", dtype="int64", shape=(-1,)),
+        TensorSpec(name="mask", dtype="float32", shape=(-1,)),
+    ),
+    outputs=(
+        TensorSpec(name="total", dtype="int64", shape=(1,)),
+        TensorSpec(name="doubled", dtype="int64", shape=(-1,)),
+    ),
+)
+
+
+def tokens(inputs: Any) -> Any:
+    ids, mask = inputs["ids"], inputs["mask"]
+    total = np.where(mask > 0, ids, 0).sum(axis=1, keepdims=True)
+    return {"total": total, "doubled": 2 * ids}
+
+
+def sentence(index: int) -> tuple[np.ndarray, np.ndarray]:
+    length = 1 + 7 * index % 50
+    return np.full(length, index, np.int64), np.ones(length, np.float32)
+
+
+def check_sentence(index: int, given: Any) -> None:
+    ids, mask, total, doubled = given
+    np.testing.assert_array_equal(ids, sentence(index)[0])
+    assert mask.shape == ids.shape
+    assert total.tolist() == [index * len(ids)]
+    np.testing.assert_array_equal(doubled, 2 * ids)
+
+
+def padding_reader(make: Any) -> tuple[FakeTeacher, DistillReader]:
+    teacher = FakeTeacher("a:1", TOKENS, tokens, delay_s=0.001)
+    reader = make(teacher, ins=("ids", "mask"), predicts=("total", "doubled"))
+    return teacher, reader.set_padding({"ids": 9, "mask": 0}, multiple_of=16, outputs=["doubled"])
+
+
+def test_padded_samples_share_requests_and_come_back_as_long_as_they_were(make):
+    teacher, reader = padding_reader(make)
+    found = list(reader.set_sample_generator(lambda: map(sentence, range(400)))())
+    for index, given in enumerate(found):
+        check_sentence(index, given)
+    assert len(found) == 400
+    assert len(teacher.requests) < 100
+
+
+def test_padded_lists_and_batches_come_back_as_long_as_they_were(make):
+    _, reader = padding_reader(make)
+    lists = [[sentence(10 * index + at) for at in range(10)] for index in range(20)]
+    for index, samples in enumerate(reader.set_sample_list_generator(lists)()):
+        for at, given in enumerate(samples):
+            check_sentence(10 * index + at, given)
+    batches = [tuple(np.stack([field] * 3) for field in sentence(index)) for index in range(20)]
+    for index, columns in enumerate(reader.set_batch_generator(batches)()):
+        for sample in range(3):
+            check_sentence(index, [column[sample] for column in columns])
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "words"),
+    [
+        ({"fields": "ids", "value": 0.5}, [sentence(1)], "ids is int64, which has no 0.5"),
+        (
+            {"fields": {"ids": 0, "mask": 0}},
+            [(np.zeros(3, np.int64), np.zeros(4, np.float32))],
+            "ids and mask: .* equally long, got 3 and 4",
+        ),
+        (
+            {"fields": "ids", "outputs": ["doubled", "total"]},
+            [sentence(1)],
+            "output total: expected a value for each of 64 positions",
+        ),
+        ({"fields": "ids", "outputs": None}, [sentence(1)], "doubled may be as long as the padded"),
+    ],
+)
+def test_what_cannot_be_padded_is_an_error(make, options, given, words):
+    teacher = FakeTeacher("a:1", TOKENS, lambda inputs: tokens({**inputs, "mask": inputs["ids"]}))
+    teacher.spec = replace(TOKENS, inputs=TOKENS.inputs[:1])
+    reader = make(teacher, ins=("ids", "mask"), predicts=("total", "doubled"))
+    if len(options["fields"]) == 2:
+        teacher.spec = TOKENS
+    reader.set_padding(**{"outputs": ["doubled"], **options}).set_sample_generator(given)
+    with pytest.raises((UsageError, BadRequest), match=words):
+        list(reader())
+
+
+def test_that_samples_are_sent_one_by_one_is_said_once(make, caplog):
+    teacher = FakeTeacher("a:1", TOKENS, tokens, delay_s=0.0005)
+    reader = make(teacher, ins=("ids", "mask"), predicts=("total",))
+    lengths = [(np.zeros(n, np.int64), np.zeros(n, np.float32)) for n in range(1, 400)]
+    list(reader.set_sample_generator(lengths)())
+    assert caplog.text.count("set_padding lets them share requests") == 1
 
 
 # --- memory
@@ -288,6 +387,10 @@ def test_setters_return_the_reader_and_the_configuration_can_be_printed(make, ca
     assert reader.set_require_max_teacher(3) is reader
     assert reader.set_no_teacher_timeout(None) is reader
     assert reader.set_max_memory(64) is reader
+    assert reader.set_timeout(300) is reader
+    assert reader.set_hedging(False) is reader
+    assert reader.set_mixed_versions(True) is reader
+    assert reader.set_padding("image") is reader
     assert reader.set_batch_generator(list) is reader
     reader.print_config()
     printed = capsys.readouterr().out
@@ -313,6 +416,16 @@ def test_setters_return_the_reader_and_the_configuration_can_be_printed(make, ca
         (
             lambda: DistillReader(["image"], ["total"]).set_no_teacher_timeout(1, "wait"),
             "policy: ",
+        ),
+        (lambda: DistillReader(["image"], ["total"]).set_timeout(0), "timeout_s: expected seconds"),
+        (lambda: DistillReader(["image"], ["total"]).set_padding("ids"), "padding: fields: 'ids'"),
+        (
+            lambda: DistillReader(["ids"], ["total"]).set_padding("ids", outputs=["x"]),
+            "padding: outputs: 'x'",
+        ),
+        (
+            lambda: DistillReader(["ids"], ["total"]).set_padding("ids", multiple_of=0),
+            "padding: multiple_of",
         ),
     ],
 )

@@ -1,0 +1,98 @@
+"""What teachers have said to samples that none has answered yet, and when that is enough. Pure."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from distill_reader.errors import BadRequest
+
+# A request is given up behind so many tries of any teachers. A teacher of ours that says that
+# predictors ended under it counts as often as they did.
+_MOST_FAILED = 4
+_MOST_REFUSED = 3  # teachers
+_MOST_LOST = 8  # connections while they computed it; a timeout counts as several
+_OUTAGE_S = 120.0  # connections that are lost for less may be the network's fault, or a restart's
+_ALONE_LOST = 2  # from here on it is asked by itself, for it may be what ends connections
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blame:
+    """How one try ended without an answer."""
+
+    text: str  # names the teacher
+    failed: int = 0  # tries of which the teacher said that they failed
+    lost: int = 0  # connections lost, weighted
+
+
+class Tries:
+    """Those of one piece."""
+
+    __slots__ = ("_answers", "_count", "_failed", "_lost", "_refusals", "_said", "_since_s")
+
+    def __init__(self, answers: int, now: float) -> None:
+        """
+        Args:
+            answers: that all teachers have given so far, to anything.
+        """
+        self._answers = answers
+        self._since_s = now
+        self._refusals: dict[str, BadRequest] = {}  # by teacher: it will not answer
+        self._said: dict[str, str] = {}  # by teacher: what came last in place of an answer
+        self._failed = self._lost = self._count = 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is to be asked by itself: others shall not share its fate."""
+        return bool(self._refusals) or self._failed > 0 or self._lost >= _ALONE_LOST
+
+    def refused(self, teacher: str, error: BadRequest) -> None:
+        self._refusals[teacher] = error
+
+    def blame(self, teacher: str, blame: Blame) -> None:
+        self._said[teacher] = blame.text
+        self._count += 1
+        self._failed += blame.failed
+        self._lost += blame.lost
+
+    def may_ask(self, teacher: str, able: Collection[str]) -> bool:
+        """Return whether this teacher is to be asked now.
+
+        One that has failed is only where no other of `able` is left to try.
+        """
+        if teacher in self._refusals:
+            return False
+        return teacher not in self._said or all(
+            other in self._refusals or other in self._said for other in able
+        )
+
+    def verdict(
+        self, what: str, able: Collection[str], answers: int, now: float
+    ) -> BadRequest | None:
+        """Return why nobody is to be asked any more; None: somebody may still answer.
+
+        Args:
+            what: names the samples.
+            able: teachers that may be asked, now or soon.
+            answers: that all teachers have given so far, to anything: others are answered
+                meanwhile where this one is at fault.
+        """
+        refusals = list(self._refusals.values())
+        if refusals and (
+            len(refusals) >= _MOST_REFUSED or all(each in self._refusals for each in able)
+        ):
+            if len(refusals) == 1 and not self._said:
+                return refusals[0]
+            return BadRequest(
+                f"{what}: no teacher takes it: {'; '.join([*map(str, refusals), *self._texts])}"
+            )
+        is_at_fault = answers > self._answers or now - self._since_s >= _OUTAGE_S
+        if self._failed < _MOST_FAILED and not (self._lost >= _MOST_LOST and is_at_fault):
+            return None
+        return BadRequest(
+            f"{what}: no teacher can compute it: {'; '.join([*self._texts, *map(str, refusals)])} "
+            f"(tried {self._count} times). If teachers run out of memory: smaller "
+            "batches, or set_teacher_batch_size; if they need longer: set_timeout"
+        )
+
+    @property
+    def _texts(self) -> list[str]:
+        return [text for teacher, text in self._said.items() if teacher not in self._refusals]

@@ -133,6 +133,9 @@ async def _serve(config: Config, listener: socket.socket) -> int:
     sys.stdout.flush()
     ended = asyncio.create_task(stopping.wait())
     done, _ = await asyncio.wait([ended, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    for task in done - {ended}:
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("a part of the server has ended", exc_info=task.exception())
     await end_tasks(ended, *tasks)
     await registry.close()
     logger.info("ended")

@@ -8,9 +8,10 @@ import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 _LOOK_EVERY_S = 0.1
+_AGAIN_S = 1.0  # after output that could not be written
 _CHUNK_BYTES = 1 << 16
 _LONGEST_LINE = 1 << 16  # a longer one is shown in parts
 
@@ -28,7 +29,10 @@ class Console:
     """Follows log files; `follow` and `finish` may be called by any one thread."""
 
     def __init__(self, output: BinaryIO | None = None) -> None:
-        self._output = output if output is not None else sys.stdout.buffer
+        # Without a buffer of its own: after a full disk it is known what was written.
+        buffer: Any = sys.stdout.buffer
+        self._output: Any = output if output is not None else getattr(buffer, "raw", buffer)
+        self._unsent = b""
         self._tails: list[_Tail] = []
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -53,12 +57,18 @@ class Console:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        try:
-            while not self._stop.wait(_LOOK_EVERY_S):
-                self._show_new()
-            self._show_new(last=True)
-        except (OSError, ValueError):
-            return  # nobody reads our output any more; the files have it all
+        wait_s = _LOOK_EVERY_S
+        last = False
+        while not last:
+            last = self._stop.wait(wait_s)
+            wait_s = _LOOK_EVERY_S
+            try:
+                self._send()
+                self._show_new(last)
+            except (BrokenPipeError, ValueError):
+                return  # nobody reads our output any more; the files have it all
+            except OSError:  # a full disk; the files have it all, and later the output may as well
+                wait_s = _AGAIN_S
 
     def _show_new(self, last: bool = False) -> None:
         with self._lock:
@@ -89,5 +99,14 @@ class Console:
             tail.partial = b""
         if lines:
             # One write for many lines: those of several launchers on one terminal stay whole.
-            self._output.write(b"".join(tail.prefix + line + b"\n" for line in lines))
-            self._output.flush()
+            self._unsent += b"".join(tail.prefix + line + b"\n" for line in lines)
+            self._send()
+
+    def _send(self) -> None:
+        """Write what is due; what could not be written, and only that, stays due."""
+        while self._unsent:
+            written = self._output.write(self._unsent)
+            if written is None:
+                raise BlockingIOError("the output takes nothing now")
+            self._unsent = self._unsent[written:]
+        self._output.flush()

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from pod_runtime.run_view import patient_output
+
 _LOG = re.compile(r"trainer_(\d+)\.stage_(\d+)\.log")
 _LONGEST = 300  # lines of a traceback; what is longer is none
 _KNOWN = 50  # tracebacks that are remembered
@@ -61,7 +63,8 @@ class TrainerOutput:
             # A long run has thousands of logs, and few trainers.
             if log.quiet < _QUIET or self._looks % _QUIET == 0 or last:
                 self._show_log(path, log, last)
-        self._output.flush()
+        with patient_output():
+            self._output.flush()
 
     def repeat(self, path: Path) -> list[str] | None:
         """Return the last traceback of a log if it is no longer near; None: it has none."""
@@ -143,7 +146,8 @@ class TrainerOutput:
         block.shown, block.at = True, self._count
 
     def _show(self, lines: list[bytes], prefix: bytes) -> None:
-        self._output.write(b"".join(prefix + line + b"\n" for line in lines))
+        with patient_output():
+            self._output.write(b"".join(prefix + line + b"\n" for line in lines))
         self._count += len(lines)
 
 

@@ -23,7 +23,7 @@ from pod_runtime.errors import LaunchError
 from pod_runtime.orphans import remove_shared_memory
 from pod_runtime.run_output import TrainerOutput
 from pod_runtime.run_programs import Program
-from pod_runtime.run_view import Watch, without_end
+from pod_runtime.run_view import Watch, patient_output, without_end
 from pod_runtime.trainers import read_tail
 
 RUN_ID = "EDL_RUN_ID"  # every process of one `edl run` carries it
@@ -289,8 +289,9 @@ def _lost(status: JobStatus | None) -> str:
 def _show(text: str) -> None:
     if not text:
         return
-    sys.stdout.write(f"edl: {text}\n")
-    sys.stdout.flush()
+    with patient_output():
+        sys.stdout.write(f"edl: {text}\n")
+        sys.stdout.flush()
 
 
 def _free_port() -> int:

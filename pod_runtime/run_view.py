@@ -1,14 +1,19 @@
 """What `edl run` shows of the job itself: its events and its state."""
 
+import contextlib
+import logging
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from job_server.api_client import ApiClient
 from job_server.errors import JobServerError
 from job_server.wire import JobEvent, JobState, JobStatus
 
+logger = logging.getLogger(__name__)
+
 _RETRY_S = 0.3
+_AGAIN_S = 2.0
 _POLL_S = 5.0
 _FAILS = re.compile(r"(^|; )failed: .*; (?=its newest state)")
 
@@ -23,7 +28,9 @@ class Watch:
         self._events: list[JobEvent] = []
         self._closed = threading.Event()
         for work in (self._follow_status, self._follow_events):
-            threading.Thread(target=work, name=work.__name__, daemon=True).start()
+            threading.Thread(
+                target=self._keep, args=(work,), name=work.__name__, daemon=True
+            ).start()
 
     def take_events(self) -> list[JobEvent]:
         """Return the events that came since the last call."""
@@ -40,6 +47,14 @@ class Watch:
                 return [*seen, *api.events(self._job_id, after=after)]
         except JobServerError:
             return seen  # they are in the server's database
+
+    def _keep(self, work: Callable[[], None]) -> None:
+        while not self._closed.is_set():
+            try:
+                work()
+            except Exception:  # a thread that ends would leave `edl run` to wait for ever
+                logger.exception("following the job failed; trying again")
+                self._closed.wait(_AGAIN_S)
 
     def _follow_status(self) -> None:
         with self._connect() as api:
@@ -77,3 +92,18 @@ def without_end(text: str) -> str:
         if state.ended:
             text = text.partition(f"{state.value}: ")[0]
     return text.removesuffix("; ")
+
+
+@contextlib.contextmanager
+def patient_output() -> Iterator[None]:
+    """Let a full disk behind our output end no training: the logs and the server have it all.
+
+    Raises:
+        BrokenPipeError: who reads our output has gone.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError:
+        return

@@ -55,13 +55,20 @@ class DemandPoster:
     async def run(self) -> None:
         """Work until cancelled. A job server that is away is told again when it is back."""
         while True:
-            services = self._balancer.look.services.items()
-            demands = [demand_of(name, service) for name, service in services]
-            trouble = await asyncio.get_running_loop().run_in_executor(None, self._post, demands)
+            try:
+                trouble = await self._tell()
+            except Exception:  # a defect here must end neither the demand nor the discovery server
+                logger.exception("the demand cannot be told to the job server; trying again")
+                trouble = ""
             if trouble and time.monotonic() - self._logged_s >= _LOG_EVERY_S:
                 self._logged_s = time.monotonic()
                 logger.warning("the demand cannot be told to the job server: %s", trouble)
             await asyncio.sleep(_PERIOD_S)
+
+    async def _tell(self) -> str:
+        services = self._balancer.look.services.items()
+        demands = [demand_of(name, service) for name, service in services]
+        return await asyncio.get_running_loop().run_in_executor(None, self._post, demands)
 
     def _post(self, demands: Sequence[dict[str, Any] | None]) -> str:
         """Return what went wrong; "": nothing. Runs in a thread."""

@@ -253,14 +253,21 @@ class RedisRegistry:
     async def watch(self, changed: Callable[[], None]) -> None:
         """See Registry."""
         while True:
-            with contextlib.suppress(*self._errors):  # whoever calls the others says so
-                async with self._clients[self._at].pubsub() as channel:
-                    await channel.subscribe(_CHANNEL)
-                    at = self._at
-                    while at == self._at:
-                        if await channel.get_message(timeout=1.0) is not None:
-                            changed()
+            try:
+                await self._watch_one(changed)
+            except self._errors:
+                pass  # whoever calls the others says so
+            except Exception:  # else nobody would hear of changes any more, and not know it
+                logger.exception("listening for changes in Redis failed; trying again")
             await asyncio.sleep(_WATCH_PAUSE_S)
+
+    async def _watch_one(self, changed: Callable[[], None]) -> None:
+        async with self._clients[self._at].pubsub() as channel:
+            await channel.subscribe(_CHANNEL)
+            at = self._at
+            while at == self._at:
+                if await channel.get_message(timeout=1.0) is not None:
+                    changed()
 
     async def close(self) -> None:
         """See Registry."""

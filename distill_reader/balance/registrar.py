@@ -70,7 +70,12 @@ class Registrar:
         """Work until cancelled; then withdraw."""
         try:
             while True:
-                await asyncio.sleep(await self._step())
+                try:
+                    pause_s = await self._step()
+                except Exception:  # nothing may end this loop: the teacher would never come back
+                    logger.exception("registering failed; trying again")
+                    pause_s = _RETRY_S
+                await asyncio.sleep(pause_s)
         finally:
             await finish(self._end())
 

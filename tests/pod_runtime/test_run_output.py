@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from job_server.api_client import ApiClient
+from pod_runtime import run_session, run_view
 from pod_runtime.run_output import TrainerOutput
 from pod_runtime.run_view import without_end
+from tests.support import wait_until
 
 TRACE = """Traceback (most recent call last):
   File "t.py", line 3, in <module>
@@ -138,3 +141,30 @@ def test_the_traceback_at_the_end_is_repeated_only_where_it_is_far_away(shown):
 )
 def test_the_end_of_the_job_is_left_to_the_last_lines(text, shown):
     assert without_end(text) == shown
+
+
+def test_a_full_disk_behind_the_output_ends_no_training(tmp_path, monkeypatch):
+    (tmp_path / "trainer_0.stage_1.log").write_text("one\n" * 10_000)
+    with open("/dev/full", "wb") as full:
+        TrainerOutput(tmp_path, full).show_new()
+        with pytest.raises(OSError, match="No space"):  # what Python itself still has to say
+            full.close()
+    with open("/dev/full", "w") as full_text:
+        monkeypatch.setattr("sys.stdout", full_text)
+        run_session._show("job server: started again")
+        monkeypatch.undo()
+        with pytest.raises(OSError, match="No space"):
+            full_text.close()
+
+
+def test_following_a_job_goes_on_after_a_defect(monkeypatch):
+    monkeypatch.setattr(run_view, "_AGAIN_S", 0.01)
+    connects: list[int] = []
+
+    def connect() -> ApiClient:
+        connects.append(1)
+        raise RuntimeError("a defect")
+
+    watch = run_view.Watch(connect, "job")
+    wait_until(lambda: len(connects) > 4)  # both threads, more than once
+    watch._closed.set()

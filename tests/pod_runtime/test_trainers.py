@@ -1,5 +1,6 @@
 """Starting trainers, what their logs say, what the console shows, and what dead ones leave."""
 
+import errno
 import io
 import os
 import signal
@@ -7,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -185,6 +187,41 @@ def test_a_console_that_nobody_reads_does_not_stop_the_launcher(tmp_path):
         console.finish(0.2)  # the pipe is full: it returns nevertheless
         os.close(read)
         console.finish(10)
+
+
+class FullDisk(io.RawIOBase):
+    """A file that takes `room` bytes, and then says that there is no space."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.held, self.refused = room, b"", 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        taken = bytes(data)[: self.room]
+        if not taken:
+            self.refused += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.held, self.room = self.held + taken, self.room - len(taken)
+        return len(taken)
+
+
+def test_a_console_whose_disk_was_full_shows_the_rest_once_there_is_room(tmp_path):
+    log = tmp_path / "log"
+    log.write_bytes(b"".join(b"line %d\n" % number for number in range(100)))
+    output = FullDisk(room=33)
+    console = Console(output)  # type: ignore[arg-type]
+    console.follow(log, 0, 0)
+    wait_until(lambda: output.refused > 0)
+    output.room = 1_000_000
+    wait_until(lambda: output.held.endswith(b"line 99\n"))
+    with log.open("ab") as file:
+        file.write(b"more\n")
+    console.ended(log)
+    console.finish(10)
+    lines = [b"[rank 0] line %d" % number for number in range(100)]
+    assert output.held.splitlines() == [*lines, b"[rank 0] more"]
 
 
 def test_a_dead_trainers_helpers_are_killed_and_those_of_a_living_one_are_not(tmp_path):

@@ -1,7 +1,9 @@
 """Tasks that end, and goodbyes that are said to the end."""
 
 import asyncio
+from collections.abc import Callable
 
+from distill_reader.balance import demand, redis_registry, registrar
 from distill_reader.balance.places import places_of
 from distill_reader.balance.registrar import Registrar, RegistrarConfig
 from distill_reader.balance.tasks import end_tasks, finish
@@ -62,3 +64,70 @@ def test_a_registrar_ends_when_its_teacher_is_withdrawn_and_not_before(monkeypat
 
     asyncio.run(run())
     assert link.calls[-2:] == ["withdraw", "close"]
+
+
+def test_a_registrar_goes_on_after_a_defect_of_its_probe_or_its_link(monkeypatch):
+    monkeypatch.setattr(registrar, "_RETRY_S", 0.01)
+    link = SlowLink()
+    monkeypatch.setattr(Registrar, "_link", lambda self, place: self._links.setdefault(place, link))
+    probes: list[int] = []
+
+    async def probe() -> bool:
+        probes.append(1)
+        if len(probes) < 3:
+            raise UnicodeError("label too long")  # what a resolver makes of a long name
+        return True
+
+    async def run() -> None:
+        config = RegistrarConfig(places=places_of("h:2", "where"), service="svc", server="h:1")
+        task = asyncio.create_task(Registrar(config, probe).run())
+        await until(lambda: bool(link.calls))
+        await end_tasks(task)
+
+    asyncio.run(run())
+
+
+def test_a_defect_in_telling_the_demand_ends_neither_that_nor_the_server(monkeypatch, caplog):
+    monkeypatch.setattr(demand, "_PERIOD_S", 0.01)
+    looks: list[int] = []
+
+    class Odd:
+        @property
+        def look(self) -> None:
+            looks.append(1)
+            raise ZeroDivisionError("a defect")
+
+    async def run() -> None:
+        poster = demand.DemandPoster(Odd(), "http://127.0.0.1:1", "")  # type: ignore[arg-type]
+        task = asyncio.create_task(poster.run())
+        await until(lambda: len(looks) > 2)
+        assert not task.done()
+        await end_tasks(task)
+
+    asyncio.run(run())
+    assert "cannot be told" in caplog.text
+
+
+def test_who_listens_for_changes_in_redis_goes_on_after_a_defect(monkeypatch):
+    monkeypatch.setattr(redis_registry, "_WATCH_PAUSE_S", 0.01)
+    calls: list[int] = []
+
+    async def watch_one(self: object, changed: object) -> None:
+        calls.append(1)
+        raise RuntimeError("another coroutine is already waiting")
+
+    monkeypatch.setattr(redis_registry.RedisRegistry, "_watch_one", watch_one)
+
+    async def run() -> None:
+        address = redis_registry.redis_address("redis://127.0.0.1:1", "")
+        task = asyncio.create_task(redis_registry.RedisRegistry([address]).watch(lambda: None))
+        await until(lambda: len(calls) > 2)
+        await end_tasks(task)
+
+    asyncio.run(run())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)

@@ -98,11 +98,13 @@ class Adapter(Protocol):
         learning rate, scheduler, and modes, flags and options of layers and optimizer.
         """
 
-    def watch_modes(self) -> None:
-        """Begin to see which layers' modes (training or evaluation) the script sets."""
+    def watch(self) -> None:
+        """Begin to see which layers' modes (training or evaluation) the script sets, and more."""
 
-    def modes_set(self) -> dict[str, bool]:
-        """Return, by layer, what it has set them to since; watch no longer."""
+    def watched(self) -> tuple[dict[str, bool], bool]:
+        """Return, by layer, what it has set them to since, and whether it has changed anything
+        else of the plain part of the state; watch no longer.
+        """
 
     def set_modes(self, modes: Mapping[str, bool]) -> None:
         """Set the modes of these layers."""

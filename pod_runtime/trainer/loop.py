@@ -14,7 +14,7 @@ from pod_runtime.trainer.adapter import Adapter
 from pod_runtime.trainer.agreement import Verdict
 from pod_runtime.trainer.batches import rank_shards
 from pod_runtime.trainer.drawn import add
-from pod_runtime.trainer.errors import PeerLost, StageChanged, UsageError
+from pod_runtime.trainer.errors import PeerLost, StageChanged, StateError, UsageError
 from pod_runtime.trainer.evaluation import Fn, evaluate
 from pod_runtime.trainer.link import Start
 from pod_runtime.trainer.readers import (
@@ -156,6 +156,7 @@ class Loop:
         self._is_restored = False  # and the script has not come to where the state goes on
         self._watches_modes = False
         self._modes: dict[str, bool] = {}  # that the body of the epoch set before the state came
+        self._has_set_more = False  # and not only these
         self._is_noted = False  # what the model is like before the first step
         self._epoch: Epoch | None = None  # None: none was asked for
         self._stage = None
@@ -205,13 +206,21 @@ class Loop:
 
     def _note_modes(self) -> None:
         if self._watches_modes:
-            self._watches_modes, self._modes = False, self._adapter.modes_set()
+            self._watches_modes = False
+            self._modes, self._has_set_more = self._adapter.watched()
 
     def _begin_amid_body(self) -> None:
         """The state has just been loaded, and the body of its epoch has begun before that."""
-        if self._progress.cursor.step == 0:
-            self._is_restored = False
-            self._adapter.set_modes(self._modes)
+        if self._progress.cursor.step:
+            return
+        if self._has_set_more and self._progress.cursor.global_step:
+            raise StateError(
+                f"before its first step, epoch {self._progress.cursor.epoch} has set the learning "
+                f"rate, a scheduler, flags or options, and the state that it begins from has come "
+                f"after that; the prepared trainers are started again without preparation"
+            )
+        self._is_restored = False
+        self._adapter.set_modes(self._modes)
 
     def _adopt(self, stage: Stage) -> None:
         self._stage, self._progress, self._member = stage, stage.progress, stage.member
@@ -284,7 +293,7 @@ class Loop:
                 self._go_on(with_steps=False)
             else:
                 self._watches_modes = True
-                self._adapter.watch_modes()
+                self._adapter.watch()
             yield epoch
             progress = self._enter().progress
             if progress.is_finished:  # as it was when this stage began, and it had a rehearsal

@@ -193,11 +193,11 @@ class PaddleAdapter:
     def load_again(self) -> None:
         self._state.load_again()
 
-    def watch_modes(self) -> None:
-        self._state.traits.watch_modes()
+    def watch(self) -> None:
+        self._state.watch()
 
-    def modes_set(self) -> dict[str, bool]:
-        return self._state.traits.modes_set()
+    def watched(self) -> tuple[dict[str, bool], bool]:
+        return self._state.watched()
 
     def set_modes(self, modes: Mapping[str, bool]) -> None:
         self._state.traits.set_modes(modes)

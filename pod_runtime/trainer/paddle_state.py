@@ -51,6 +51,7 @@ class PaddleState:
         self._names: dict[str, str] = {}  # accumulator's variable name -> structured name
         self.traits = Traits(model, optimizer)
         self._loaded: Mapping[str, Any] = {}  # the scalars that were taken over last
+        self._watched: Mapping[str, Any] = {}  # as they were when `watch` was called
         self._layout: Layout | None = None  # None: to be made
         self._layout_key: object = None
         self._tensors: list[Any] = []
@@ -136,6 +137,22 @@ class PaddleState:
         if self._loaded:
             self._load_rate(self._loaded)
             self._load_traits()
+
+    def watch(self) -> None:
+        """Begin to see what the script sets before the state is there."""
+        self._watched = self._without_modes()
+        self.traits.watch_modes()
+
+    def watched(self) -> tuple[dict[str, bool], bool]:
+        """Return the modes that were set since, even to what they were, and whether more was."""
+        return self.traits.modes_set(), self._without_modes() != self._watched
+
+    def _without_modes(self) -> dict[str, Any]:
+        found = self.scalars()
+        for values in found["traits"].values():
+            values.pop("training", None)
+        found["traits"] = {owner: values for owner, values in found["traits"].items() if values}
+        return found
 
     def _load_traits(self) -> None:
         if "traits" not in self._loaded:  # a state of the version before

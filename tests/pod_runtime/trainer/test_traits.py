@@ -318,6 +318,26 @@ def test_every_step_is_made_as_in_a_training_without_changes(name, is_beside, be
     assert changed.seen == alone.seen
 
 
+@pytest.mark.parametrize(("stop_at", "is_refused"), [(2, False), (3, True), (4, False)])
+def test_a_body_that_has_begun_before_a_state_from_between_two_epochs_begins_again(
+    stop_at, is_refused, beside, tmp_path
+):
+    def step_rate(_model: Any, optimizer: Any, _epoch: int) -> None:
+        optimizer._learning_rate.step()
+
+    alone = Script(body=step_rate, asks=False)
+    alone.run(None)
+    changed = Script(body=step_rate, asks=False)
+    changed.run(tmp_path, stop_at)
+    beside(True)
+    if is_refused:
+        with pytest.raises(elastic.StateError, match=r"epoch 1 has set the learning rate.*without"):
+            changed.run(tmp_path)
+        beside(False)
+    changed.run(tmp_path)
+    assert changed.seen == alone.seen
+
+
 def test_changes_that_get_lost_are_told_before_the_first_change(caplog):
     script = Script(
         step=lambda model, _o, number: (

@@ -19,6 +19,7 @@ from job_client.home import Home
 from job_client.link import Api, Callbacks, Link, find_job
 from job_client.pods import Host, Pod
 from job_client.reconcile import KillPod, PodKey, ReleasePod, StartPod, StopPod, plan_changes
+from job_client.saving import Saving
 from job_client.wake import Bell
 from job_server.text import saving_text
 from job_server.wire import (
@@ -203,12 +204,15 @@ class Agent:
         if fresh:
             table = processes.read_all()
             self._usage = self._inventory.usage(self._held_slots())
+        usage = self._usage
+        if self._end not in (None, End.KEEP):  # nothing is to be placed here any more
+            usage = tuple(replace(each, stranger="its client, which ends") for each in usage)
         with self._lock:
             pods = list(self._pods.values())
         return NodeReport(
             node_id=self._node_id,
             pods=tuple(pod.state(table) for pod in pods),
-            slots=self._usage,
+            slots=usage,
         )
 
     def _changed(self) -> None:
@@ -294,15 +298,18 @@ class Agent:
         """
         plan = self._plan
         wanted = {pod.job_id for pod in plan.pods if pod.last_save} if plan is not None else set()
+        begun: list[tuple[str, list[Pod], Saving]] = []
         for job_id in sorted(wanted):
             pods = [pod for key, pod in self._pods.items() if key[0] == job_id]
             if pods:
-                self._save_last(job_id, pods)
+                saving = pods[0].saving(Save(id=0), [pod.folder for pod in pods])
+                logger.info("job %s: writing its newest state; a second signal ends this", job_id)
+                saving.start()
+                begun.append((job_id, pods, saving))
+        for job_id, pods, saving in begun:
+            self._follow_last(job_id, pods, saving)
 
-    def _save_last(self, job_id: str, pods: list[Pod]) -> None:
-        saving = pods[0].saving(Save(id=0), [pod.folder for pod in pods])
-        logger.info("job %s: writing its newest state; a second signal ends this", job_id)
-        saving.start()
+    def _follow_last(self, job_id: str, pods: list[Pod], saving: Saving) -> None:
         said, grown_at = saving.state, time.monotonic()
         shown_at = grown_at
         while not saving.is_over:

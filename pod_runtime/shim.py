@@ -106,7 +106,8 @@ class Shim:
         try:
             shim_wire.write_json(self.pod_dir / "exit.json", _exit_json(ended))
         except OSError as error:  # disk full, folder gone: who watches is told over the socket
-            sys.stderr.write(f"shim: exit.json not written: {error}\n")
+            with contextlib.suppress(OSError):  # the pod's log is on that disk as well
+                sys.stderr.write(f"shim: exit.json not written: {error}\n")
 
     # --- connections
 

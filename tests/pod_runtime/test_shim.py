@@ -415,3 +415,13 @@ def test_the_shim_loads_neither_framework_nor_numpy_nor_psutil():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_a_full_disk_behind_its_log_does_not_end_the_shim_of_a_pod_that_has_ended(tmp_path):
+    folder = tmp_path / "pod"
+    (folder / "exit.json").mkdir(parents=True)  # it cannot be written
+    argv = [sys.executable, "-m", "pod_runtime.shim", "--pod_dir", str(folder), "--", "true"]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(argv, cwd=tmp_path, stderr=full, timeout=60, check=False)
+    assert ended.returncode != 1  # by an error; Python says 120 of what it could not write itself
+    assert not (folder / "sock").exists()

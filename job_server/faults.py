@@ -17,7 +17,7 @@ from job_server.job import Fault
 from job_server.wire import RaisedError, TrainerError
 
 USAGE_EXIT = 2  # argparse's, and by custom: the command line is wrong
-TEXT_CHARS = 400
+TEXT_CHARS = 600  # of an exception and what explains it
 
 _AT_ONCE = frozenset(
     {

@@ -11,7 +11,8 @@ from pod_runtime.run_view import patient_output
 _LOG = re.compile(r"trainer_(\d+)\.stage_(\d+)\.log")
 _LONGEST = 300  # lines of a traceback; what is longer is none
 _KNOWN = 50  # tracebacks that are remembered
-_QUIET = 50  # looks: a log that long without news is looked at only as often
+_STAGES = 3  # the newest so many are looked at each time, ...
+_RARELY = 10  # ... the others only every so many times
 _NEAR = 40  # lines: what is as near to the end as that is still on the screen
 
 
@@ -32,8 +33,8 @@ class _Block:
 @dataclass(slots=True)
 class _Log:
     prefix: bytes
+    stage: int
     offset: int = 0
-    quiet: int = 0  # looks in a row that found nothing new
     begun: bytes = b""  # of a line
     block: _Block | None = None  # None: no traceback has begun
 
@@ -52,6 +53,7 @@ class TrainerOutput:
         self._logs: dict[Path, _Log] = {}  # in the order in which they are shown
         self._scanned_at = 0  # when the folder had changed last, as its file system has it
         self._looks = 0
+        self._newest = 0  # stage
         self._known: list[_Block] = []
         self._count = 0  # lines shown
 
@@ -60,8 +62,8 @@ class TrainerOutput:
         self._find_logs()
         self._looks += 1
         for path, log in self._logs.items():
-            # A long run has thousands of logs, and few trainers.
-            if log.quiet < _QUIET or self._looks % _QUIET == 0 or last:
+            # A long run has thousands of logs; mostly those of the newest stages are written to.
+            if log.stage > self._newest - _STAGES or self._looks % _RARELY == 0 or last:
                 self._show_log(path, log, last)
         with patient_output():
             self._output.flush()
@@ -86,7 +88,8 @@ class TrainerOutput:
         for path in sorted(self._folder.glob("trainer_*.log")):
             named = _LOG.fullmatch(path.name)
             if named is not None and path not in self._logs:
-                self._logs[path] = _Log(b"[rank %s] " % named[1].encode())
+                self._logs[path] = _Log(b"[rank %s] " % named[1].encode(), int(named[2]))
+                self._newest = max(self._newest, int(named[2]))
 
     def _show_log(self, path: Path, log: _Log, last: bool) -> None:
         try:
@@ -96,7 +99,6 @@ class TrainerOutput:
         except OSError:
             return
         log.offset += len(added)
-        log.quiet = 0 if added else log.quiet + 1
         *lines, log.begun = (log.begun + added).split(b"\n")
         if last and log.begun:
             lines.append(log.begun)

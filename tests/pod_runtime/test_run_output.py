@@ -62,6 +62,16 @@ def test_lines_are_shown_with_their_rank_when_they_are_whole(shown):
     assert shown.new(last=True) == ""
 
 
+def test_a_trainer_that_stays_for_many_stages_is_still_heard(shown):
+    shown.write(0, "one\n")
+    for stage in range(2, 30):
+        shown.write(1, "", stage)
+    said = shown.new()
+    shown.write(0, "two\n")
+    said += "".join(shown.new() for _ in range(10))
+    assert said == "one\ntwo\n"
+
+
 @pytest.mark.parametrize("trace", [TRACE, SYNTAX, CHAINED])
 def test_the_same_traceback_of_other_ranks_and_stages_is_shown_once(shown, trace):
     shown.write(0, "step 1\n" + trace)

@@ -204,7 +204,7 @@ class Keeper:
             # What is in the snapshot is written by another process, which must be alone there.
             self._wait_for_last()
         if self._owner is not None and cut.halt:
-            self._owner.leave(State.PAUSED if cut.halt == "pause" else State.OVER)
+            self._owner.leave(State.PAUSED if cut.halt == "pause" else State.STOPPING)
         self.note_account()
         self._link.say("drained", step=step, id=cut_id, snapshot=kept, durable=written)
         logger.info("parked after step %d for cut %d", step, cut_id)  # others wait for these words

@@ -208,9 +208,10 @@ class Owner:
             self._failed = False
 
     def leave(self, state: State) -> None:
-        """Say that this training is paused or over; what cannot be written is only logged."""
+        """Say how this training ends; what cannot be written is only logged."""
         self._state = state
-        self.close()
+        if state is not State.STOPPING:
+            self.close()
         self.beat()
 
     def close(self) -> None:

@@ -34,7 +34,8 @@ class State(Enum):
 
     TRAINING = "training"
     PAUSED = "paused"  # keeps its place, and moves no counter
-    OVER = "over"  # it has finished, or was stopped
+    STOPPING = "stopping"  # parked for good; its newest state may still be written
+    OVER = "over"  # it has finished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +98,13 @@ def decide(found: Record | None, me: Holder, facts: Facts, *, take_over: bool) -
     if facts.server is ServerSays.LIVES:
         return Act.REFUSE, "has not ended, as its server says"
     if facts.moved:
-        return Act.REFUSE, "trains: it moves the counter in owner.json"
+        return Act.REFUSE, "trains, or is being stopped: it moves the counter in owner.json"
     if facts.process_lives:
-        return Act.REFUSE, "trains: its process is alive"
+        return Act.REFUSE, "trains, or is being stopped: its process is alive"
     # The server of a job whose process has died may be about to start the next one.
     gone = facts.server in (ServerSays.AWAY, ServerSays.FORGOT)
     on_its_own = not found.holder.job or (gone and facts.server_is_local)
+    on_its_own = on_its_own or found.state is State.STOPPING
     if facts.process_lives is False and on_its_own:
         return Act.CLAIM, "is gone: its process has ended"
     if facts.still_s >= STILL_S:

@@ -66,6 +66,11 @@ def server(says: ServerSays, facts: Facts = ELSEWHERE, *, local: bool = True) ->
         pytest.param(record(), replace(STILL, still_s=59.9), Act.WATCH, id="not yet a minute"),
         pytest.param(record(), STILL, Act.CLAIM, id="it stood still for a minute"),
         pytest.param(record(), replace(STILL, moved=True), Act.REFUSE, id="it moves"),
+        pytest.param(record(JOB, State.STOPPING), ALIVE, Act.REFUSE, id="its state is written"),
+        pytest.param(record(JOB, State.STOPPING), DEAD, Act.CLAIM, id="stopped"),
+        pytest.param(
+            record(JOB, State.STOPPING), server(ServerSays.LIVES, DEAD), Act.REFUSE, id="stopping"
+        ),
         pytest.param(record(state=State.PAUSED), STILL, Act.REFUSE, id="paused"),
         pytest.param(record(state=State.PAUSED), DEAD, Act.REFUSE, id="paused, no process"),
         pytest.param(
@@ -202,7 +207,7 @@ def test_a_second_training_is_refused_before_its_first_step_while_the_first_one_
     with pytest.raises(InUseError) as refused:
         begin(training("b"))
     text = str(refused.value)
-    assert "of pid 1 on host-a, which trains: it moves the counter" in text
+    assert "of pid 1 on host-a, which trains, or is being stopped: it moves the counter" in text
     assert "this is pid 1 on host-b" in text
     assert "another checkpoint path" in text
     assert "--take_over" in text
@@ -323,6 +328,17 @@ def test_a_paused_training_keeps_its_place_until_it_goes_on_or_is_taken_over(tra
         begin(training("a", facts=ALIVE))
 
 
+def test_a_training_that_is_being_stopped_is_seen_to_live_until_it_has_ended(training, time):
+    first = training("a")
+    run = begin(first)
+    owner_of(first).leave(State.STOPPING)
+    time.meanwhile = owner_of(first).beat
+    with pytest.raises(InUseError, match="is being stopped: it moves the counter"):
+        begin(training("b"))
+    first.write(image(first, 6))  # as the job client does in the place of its trainers
+    assert begin(training("b", facts=DEAD)) == run
+
+
 def test_a_later_stage_of_the_same_training_moves_the_counter_and_the_older_one_does_not(
     training, storage
 ):
@@ -363,7 +379,7 @@ def test_a_folder_of_a_living_training_is_not_touched_where_a_training_comes_by(
     begin(training("other"))
     before = storage.read(OWNER)
     store = goes_on_from_memory(training("a", facts=ALIVE))
-    with pytest.raises(InUseError, match="which trains: its process is alive"):
+    with pytest.raises(InUseError, match="is being stopped: its process is alive"):
         store.write(image(store, 1))
     assert storage.read(OWNER) == before
 
@@ -586,7 +602,7 @@ def test_scripts_alone_see_each_others_end(tmp_path):
     assert first.stdout.readline() == "begun\n"
     second = start()
     _out, err = second.communicate()
-    assert "trains: its process is alive" in err
+    assert "its process is alive" in err
     first.kill()
     first.communicate()
     third = start()  # at once: its process is gone

@@ -14,6 +14,7 @@ from paddle.nn import functional
 # Values and indices of the top k, (..., k) each, as `set_top_k(dense=False)` hands them out.
 TopTensors = tuple[Tensor, Tensor]
 
+_NO_SHARE = 1e-30  # Paddle's exp(-inf) is not 0 everywhere
 _HALVES = (paddle.float16, paddle.bfloat16)
 
 
@@ -35,7 +36,7 @@ def soft_cross_entropy(student_logits: Tensor, soft_labels: Tensor | TopTensors)
     if isinstance(soft_labels, tuple | list):
         return _top_cross_entropy(log_shares, *_checked_top(student_logits, soft_labels))
     _check_same_shape(student_logits, "soft_labels", soft_labels)
-    return -(_fixed(soft_labels, log_shares) * log_shares).sum(axis=-1).mean()
+    return -_expected(_fixed(soft_labels, log_shares), log_shares).mean()
 
 
 def kl_divergence(
@@ -63,8 +64,7 @@ def kl_divergence(
     else:
         _check_same_shape(student_logits, "teacher_logits", teacher_logits)
     wanted = _log_softmax(_fixed(teacher_logits, log_shares) / temperature)
-    divergence = (wanted.exp() * (wanted - log_shares)).sum(axis=-1).mean()
-    return divergence * temperature**2
+    return _expected(wanted.exp(), wanted - log_shares).mean() * temperature**2
 
 
 def distillation_loss(
@@ -125,12 +125,28 @@ def _fixed(values: Tensor, like: Tensor) -> Tensor:
 def _top_cross_entropy(log_shares: Tensor, values: Tensor, indices: Tensor) -> Tensor:
     values = _fixed(values, log_shares)
     own = paddle.take_along_axis(log_shares, indices, -1)
-    entropy = (values * own).sum(axis=-1)
-    others = log_shares.shape[-1] - indices.shape[-1]
-    if others:
+    entropy = _expected(values, own)
+    if log_shares.shape[-1] > indices.shape[-1]:
         rest = (1 - values.sum(axis=-1)).clip(min=0)
-        entropy += rest * (log_shares.sum(axis=-1) - own.sum(axis=-1)) / others
+        # A class that the student rules out is none that the rest could be spread over.
+        total, classes = _finite_sum(log_shares)
+        own_total, own_classes = _finite_sum(own)
+        entropy += rest * (total - own_total) / (classes - own_classes).clip(min=1)
     return -entropy.mean()
+
+
+def _expected(shares: Tensor, values: Tensor) -> Tensor:
+    """Return the sum of shares * values over the last axis. What has no share adds nothing, though
+    it be infinite: a class that is ruled out, by logits of -inf."""
+    has_share = shares > _NO_SHARE
+    return (shares * paddle.where(has_share, values, paddle.zeros_like(values))).sum(axis=-1)
+
+
+def _finite_sum(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum over the last axis of what is finite, and how many these are."""
+    is_finite = paddle.isfinite(values)
+    kept = paddle.where(is_finite, values, paddle.zeros_like(values))
+    return kept.sum(axis=-1), is_finite.astype(values.dtype).sum(axis=-1)
 
 
 def _checked_top(student_logits: Tensor, top: Sequence[Tensor]) -> TopTensors:

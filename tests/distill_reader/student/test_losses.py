@@ -186,3 +186,61 @@ def test_a_top_of_another_shape_is_refused(loss, values, indices):
     pair = tensor(np.zeros(values)), tensor(np.zeros(indices, np.int64))
     with pytest.raises(ValueError, match="soft labels: expected values and indices"):
         loss(tensor(LOGITS), pair)
+
+
+INF = float("inf")
+MASKED = np.where(np.arange(4) == 3, -INF, TEACHER_LOGITS)
+STUDENT_MASKED = np.where(np.arange(4) == 3, -INF, LOGITS)
+
+
+def places(*classes: int):
+    return tensor(np.tile(classes, (5, 1)))
+
+
+@pytest.mark.parametrize("student", [LOGITS, STUDENT_MASKED], ids=["whole", "masked student"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(
+            lambda logits, of: kl_divergence(logits, of(MASKED), temperature=3.0), id="kl"
+        ),
+        pytest.param(
+            lambda logits, of: kl_divergence(logits, (of(MASKED[:, 2:]), places(2, 3))),
+            id="kl, top 2, one of them masked",
+        ),
+        pytest.param(lambda logits, of: soft_cross_entropy(logits, of(softmax(MASKED))), id="soft"),
+        pytest.param(
+            lambda logits, of: soft_cross_entropy(
+                logits, (of(softmax(MASKED)[:, :3]), places(0, 1, 2))
+            ),
+            id="soft, top 3, the other one masked",
+        ),
+        pytest.param(
+            lambda logits, of: soft_cross_entropy(
+                logits, (of(softmax(MASKED)[:, [0, 3]]), places(0, 3))
+            ),
+            id="soft, top 2, one of them masked",
+        ),
+        pytest.param(
+            lambda logits, of: distillation_loss(
+                logits, of(softmax(MASKED)), tensor(np.zeros(5, int)), temperature=2.0
+            ),
+            id="mixed",
+        ),
+    ],
+)  # fmt: skip
+def test_losses_are_finite_where_the_teacher_rules_a_class_out(loss, dtype, student):
+    logits = tensor(student.astype("float32" if dtype == "float16" else dtype), learns=True)
+    found = loss(logits, lambda values: tensor(values.astype(dtype)))
+    found.backward()
+    assert np.isfinite(found.item())
+    assert np.isfinite(logits.grad.numpy()).all()
+
+
+def test_a_class_that_the_teacher_rules_out_adds_nothing():
+    shares = softmax(MASKED)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        parts = shares * (np.log(shares) - np.log(softmax(LOGITS)))
+    expected = np.where(shares > 0, parts, 0).sum(axis=1).mean()
+    assert kl_divergence(tensor(LOGITS), tensor(MASKED)).item() == pytest.approx(expected)

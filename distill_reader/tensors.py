@@ -146,3 +146,13 @@ def _little_endian(array: Array, dtype: np.dtype[Any]) -> Array:
     if array.flags.c_contiguous and array.dtype == dtype:
         return array
     return np.ascontiguousarray(array, dtype)
+
+
+def array_of(tensor: Any) -> Array:
+    """Return the values of a framework's tensor. Floats that numpy has not (bfloat16, float8), of
+    which Paddle gives the bits as integers, become float32: they keep their value."""
+    dtype = str(getattr(tensor, "dtype", ""))
+    if "bfloat16" not in dtype and "float8" not in dtype:
+        return np.asarray(tensor.numpy())
+    cast = tensor.float if hasattr(tensor, "float") else lambda: tensor.astype("float32")
+    return np.asarray(cast().numpy())

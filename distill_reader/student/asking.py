@@ -168,6 +168,13 @@ class Asking:
                 "pixels, which the teacher normalizes; yield those, or leave out "
                 "set_wire_dtype(ins='uint8')"
             )
+        is_for_floats = tensor is not None and np.dtype(tensor.dtype).kind == "f"
+        if dtype == np.uint16 and is_for_floats:
+            raise BadRequest(
+                f"{self.endpoint}: field {name} is uint16, and the model takes floats: if these "
+                "are the bits of bfloat16, as Paddle's numpy() gives them, yield the tensor itself "
+                "or cast it before; if they are numbers, yield them as float32"
+            )
         if wire != "uint8" == dtype.name and tensor is not None and _normalizes(tensor):
             raise BadRequest(
                 f"{self.endpoint}: field {name} is uint8, and the teacher offers to normalize "

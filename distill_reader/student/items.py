@@ -13,6 +13,7 @@ from distill_reader.student.client import Array
 from distill_reader.student.label_index import Keys
 from distill_reader.student.options import Padding
 from distill_reader.student.tries import Tries
+from distill_reader.tensors import array_of
 
 # Type and shape of one sample of each sent field: only samples that agree share a request.
 Signature = tuple[tuple[Any, tuple[int, ...]], ...]
@@ -229,15 +230,15 @@ class _Fields:
         """
         place, name = self._sent[index]
         value = given[place]
-        to_numpy = getattr(value, "numpy", None)
+        is_tensor = hasattr(value, "numpy")
         try:
-            array = np.asarray(value if to_numpy is None else to_numpy())
-        except (ValueError, TypeError) as error:
+            array = array_of(value) if is_tensor else np.asarray(value)
+        except (ValueError, TypeError, RuntimeError) as error:
             raise UsageError(f"field {name}: cannot be made an array: {error}") from error
         if array.dtype == object:
             raise UsageError(f"field {name}: its values differ in shape; {self._of_kind()}")
         arrays[index] = array
-        if to_numpy is not None:
+        if is_tensor:
             return given
         return (*given[:place], array, *given[place + 1 :])
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from distill_reader.errors import UsageError
+from distill_reader.tensors import array_of
 
 Keys = np.ndarray[tuple[int, int], np.dtype[np.uint64]]  # (N, 2)
 Numbers = np.ndarray[tuple[int], np.dtype[Any]]
@@ -130,8 +131,7 @@ def _hash(one: object, variant: object) -> Sequence[int]:
 
 
 def _column(what: str, values: Any, samples: int, *, may_repeat: bool = False) -> Any:
-    to_numpy = getattr(values, "numpy", None)
-    array = np.asarray(values if to_numpy is None else to_numpy())
+    array = array_of(values) if hasattr(values, "numpy") else np.asarray(values)
     if may_repeat and array.size == 1:
         array = np.broadcast_to(array.reshape(1), samples)
     elif array.size == samples:

@@ -67,6 +67,14 @@ def test_types_that_fit_into_the_models_are_changed(dtype: str):
     assert array.dtype == np.float32
 
 
+def test_16_bits_without_a_sign_may_be_those_of_bfloat16_and_are_refused_for_floats():
+    with pytest.raises(BadRequest, match=r"t:1: field image is uint16, .* bits of bfloat16.* cast"):
+        fed(asking(), np.ones((2, 1, 2, 2), np.uint16))
+    words = np.ones((2, 7), np.uint16)
+    (sent,) = fed(asking(OPEN, ("words",)), words)["words"]
+    assert sent.dtype == np.int64
+
+
 def test_types_that_do_not_fit_are_left_for_the_client_to_refuse():
     given = np.zeros((2, 1, 2, 2), np.int64)
     assert fed(asking(), given)["image"][0] is given

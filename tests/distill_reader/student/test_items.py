@@ -20,6 +20,10 @@ class Tensor:
     def numpy(self) -> np.ndarray:
         return self.array
 
+    @property
+    def dtype(self) -> object:
+        return self.array.dtype
+
 
 def rows(item: Item) -> list[np.ndarray]:
     (piece,) = item.pieces
@@ -124,3 +128,26 @@ def test_sent_fields_of_a_batch_must_be_equally_long():
     kind = BatchKind(((0, "a"), (1, "b")), 2, 1)
     with pytest.raises(UsageError, match=r"fields a and b: .* got 2 and 3"):
         kind.item((np.zeros(2), np.zeros(3)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "int64"])
+def test_a_tensor_of_paddle_is_sent_by_its_values(dtype: str):
+    paddle = pytest.importorskip("paddle")
+    given = paddle.to_tensor([[1.0, -2.0, 0.5]]).astype(dtype)
+    (array,) = rows(BATCH.item((7, given)))
+    assert array.astype("float64").tolist() == [[1.0, -2.0, 0.0 if dtype == "int64" else 0.5]]
+    assert array.dtype == (dtype if dtype in ("float16", "int64") else "float32")
+
+
+def test_a_tensor_of_torch_in_bfloat16_is_sent_by_its_values():
+    class BFloat16(Tensor):
+        dtype = "torch.bfloat16"
+
+        def numpy(self) -> np.ndarray:
+            raise TypeError("Got unsupported ScalarType BFloat16")
+
+        def float(self) -> Tensor:
+            return Tensor(self.array)
+
+    (array,) = rows(BATCH.item((7, BFloat16(IMAGE.astype("float32")))))
+    assert array.tolist() == IMAGE.tolist()

@@ -25,6 +25,8 @@ from distill_reader.oip_messages import (
 from distill_reader.serving_json import parse_json
 from distill_reader.specs import ModelSpec
 from distill_reader.tensors import (
+    BFLOAT16,
+    OIP_TO_NUMPY,
     Array,
     Rows,
     cast_numbers,
@@ -33,6 +35,7 @@ from distill_reader.tensors import (
     numpy_dtype,
     oip_datatype,
     raw_bytes,
+    view_bfloat16,
     view_bytes,
 )
 
@@ -155,16 +158,17 @@ def encode_metadata(spec: ModelSpec, platform: str) -> dict[str, Any]:
 
 
 def decode_metadata(body: bytes) -> ModelSpec:
-    """Return the model that metadata describe.
-
-    Raises:
-        BadRequest: malformed, or a type that numpy has not.
-    """
+    """Return the model that metadata describe. Raises: BadRequest: malformed."""
     document = parse_json(body)
     versions = document.get("versions") or [""]
     tensors = {
         kind: tuple(
-            spec_of(_name_of(tensor, kind), _text(tensor, "datatype"), _shape_of(tensor))
+            spec_of(
+                _name_of(tensor, kind),
+                _text(tensor, "datatype"),
+                _shape_of(tensor),
+                is_output=kind == "outputs",
+            )
             for tensor in _objects(document, kind)
         )
         for kind in ("inputs", "outputs")
@@ -205,7 +209,12 @@ def _decode_tensors(head: dict[str, Any], kind: str, rest: memoryview) -> dict[s
         name = _name_of(tensor, kind)
         if name in arrays:
             raise BadRequest(f"tensor {name}: came twice")
-        dtype = numpy_dtype(name, _text(tensor, "datatype"))
+        datatype = _text(tensor, "datatype")
+        is_bfloat16 = kind == "outputs" and datatype == BFLOAT16
+        # Of an answer what can be read: others nobody asked for.
+        is_skipped = kind == "outputs" and datatype not in OIP_TO_NUMPY and not is_bfloat16
+        unknown = np.dtype("float32" if is_bfloat16 else "void")
+        dtype = unknown if is_bfloat16 or is_skipped else numpy_dtype(name, datatype)
         shape = _shape_of(tensor)
         parameters = _parameters(tensor)
         for parameter in parameters:
@@ -217,9 +226,12 @@ def _decode_tensors(head: dict[str, Any], kind: str, rest: memoryview) -> dict[s
                     f"tensor {name}: binary_data_size is {str(size)[:80]}, "
                     f"{len(rest)} bytes are left"
                 )
-            arrays[name] = view_bytes(name, rest[:size], dtype, shape)
-            rest = rest[size:]
-        else:
+            data, rest = rest[:size], rest[size:]
+            if is_bfloat16:
+                arrays[name] = view_bfloat16(name, data, shape)
+            elif not is_skipped:
+                arrays[name] = view_bytes(name, data, dtype, shape)
+        elif not is_skipped:
             arrays[name] = _decode_data(name, tensor.get("data"), dtype, shape)
     if len(rest):
         raise BadRequest(f"{len(rest)} bytes are left behind the last tensor")

@@ -18,8 +18,10 @@ from distill_reader.protobuf_schema import message_classes
 from distill_reader.protobuf_wire import PackedNumbers, ProtobufError
 from distill_reader.specs import Accepted, ModelSpec, TensorSpec
 from distill_reader.tensors import (
+    BFLOAT16,
     MAX_AXES,
     NUMPY_TO_OIP,
+    OIP_TO_NUMPY,
     Array,
     Rows,
     cast_numbers,
@@ -28,6 +30,7 @@ from distill_reader.tensors import (
     numpy_dtype,
     oip_datatype,
     raw_bytes,
+    view_bfloat16,
     view_bytes,
 )
 
@@ -209,11 +212,7 @@ def encode_metadata(spec: ModelSpec, platform: str) -> bytes:
 
 
 def decode_metadata(message: bytes) -> ModelSpec:
-    """Return the model that a ModelMetadataResponse describes.
-
-    Raises:
-        BadRequest: malformed, or a type that numpy has not.
-    """
+    """Return the model that a ModelMetadataResponse describes. Raises: BadRequest: malformed."""
     response = MESSAGES["ModelMetadataResponse"]()
     try:
         response.ParseFromString(message)
@@ -222,8 +221,12 @@ def decode_metadata(message: bytes) -> ModelSpec:
     spec = ModelSpec(
         name=response.name,
         version=response.versions[-1] if response.versions else "",
-        inputs=tuple(spec_of(t.name, t.datatype, t.shape) for t in response.inputs),
-        outputs=tuple(spec_of(t.name, t.datatype, t.shape) for t in response.outputs),
+        inputs=tuple(
+            spec_of(t.name, t.datatype, t.shape, is_output=False) for t in response.inputs
+        ),
+        outputs=tuple(
+            spec_of(t.name, t.datatype, t.shape, is_output=True) for t in response.outputs
+        ),
     )
     return with_properties(spec, dict(response.properties))
 
@@ -280,16 +283,27 @@ def with_properties(spec: ModelSpec, properties: Mapping[str, Any]) -> ModelSpec
     )
 
 
-def spec_of(name: str, datatype: str, shape: Sequence[int]) -> TensorSpec:
+def spec_of(name: str, datatype: str, shape: Sequence[int], *, is_output: bool) -> TensorSpec:
     """Return a tensor that metadata describe; axis 0 of `shape` counts samples.
 
-    Raises:
-        BadRequest: numpy has no such type.
+    One that cannot be used, as an output that is text, says so to who wants it: others do not care.
     """
+    dtype, unusable = OIP_TO_NUMPY.get(datatype, "void"), ""
+    if datatype == BFLOAT16 and is_output:
+        dtype = "float32"
+    if dtype == "void":
+        unusable = f"is {datatype}, and only {', '.join(OIP_TO_NUMPY)} and outputs in BF16 are read"
+    elif not shape or shape[0] not in (-1, 1):
+        dtype = "void"
+        unusable = (
+            f"has the shape {list(shape)}, of which axis 0 does not count samples: serve the model "
+            "with a batch axis (Triton: max_batch_size above 0, or -1 as the first of dims)"
+        )
     return TensorSpec(
         name=name,
-        dtype=numpy_dtype(name, datatype).name,
+        dtype=dtype,
         shape=tuple(int(length) for length in shape[1:]),
+        unusable=unusable,
     )
 
 
@@ -329,7 +343,7 @@ def _decode(
                 wanted.append(_decode_wanted(pb.read_bytes(value)))
             if max(len(tensors), len(raw), len(wanted)) > MAX_TENSORS:
                 raise ProtobufError(f"more than {MAX_TENSORS} tensors")
-        arrays = _find_arrays(tensors, raw)
+        arrays = _find_arrays(tensors, raw, is_answer=wanted_number is None)
     except ProtobufError as error:
         raise BadRequest(f"the message is malformed: {error}") from error
     return {
@@ -381,7 +395,10 @@ def check_parameter(tensor: str, name: str) -> None:
         )
 
 
-def _find_arrays(tensors: list[_Tensor], raw: list[memoryview]) -> dict[str, Array]:
+def _find_arrays(
+    tensors: list[_Tensor], raw: list[memoryview], *, is_answer: bool
+) -> dict[str, Array]:
+    """Return the arrays by name; of an answer those that can be read: others nobody asked for."""
     if raw and len(raw) != len(tensors):
         raise BadRequest(
             f"{len(tensors)} tensors have {len(raw)} raw contents; if one is raw, all must be"
@@ -390,6 +407,11 @@ def _find_arrays(tensors: list[_Tensor], raw: list[memoryview]) -> dict[str, Arr
     for place, tensor in enumerate(tensors):
         if tensor.name in arrays:
             raise BadRequest(f"tensor {tensor.name}: came twice")
+        if is_answer and tensor.datatype == BFLOAT16 and raw:
+            arrays[tensor.name] = view_bfloat16(tensor.name, raw[place], tensor.shape)
+            continue
+        if is_answer and tensor.datatype not in OIP_TO_NUMPY:
+            continue
         dtype = numpy_dtype(tensor.name, tensor.datatype)
         if not raw:
             arrays[tensor.name] = _typed_contents(tensor)

@@ -24,6 +24,8 @@ class TensorSpec:
     shape: tuple[int, ...]  # of one sample; -1: any length
     variable: str = ""  # the model's own name; "": the same
     accepts: tuple[Accepted, ...] = ()  # of an input: what else it may come as
+    # Of a foreign teacher's: why it can be neither sent nor read; `dtype` is "void". "": it can.
+    unusable: str = ""
 
     def __post_init__(self) -> None:
         if not self.variable:

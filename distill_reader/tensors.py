@@ -27,6 +27,7 @@ OIP_TO_NUMPY = {
     "FP32": "float32",
     "FP64": "float64",
 }
+BFLOAT16 = "BF16"  # which numpy has not; read as float32
 NUMPY_TO_OIP = {numpy_name: name for name, numpy_name in OIP_TO_NUMPY.items()}
 
 
@@ -82,6 +83,16 @@ def view_bytes(tensor: str, data: memoryview, dtype: np.dtype[Any], shape: Seque
             f"{len(data)} came"
         )
     return np.ndarray(tuple(shape), dtype, data)
+
+
+def view_bfloat16(tensor: str, data: memoryview, shape: Sequence[int]) -> Array:
+    """Return the values of bfloat16 as float32, of which they are the upper halves.
+
+    Raises:
+        BadRequest: `data` has not as many bytes as the shape needs; names the tensor.
+    """
+    halves = view_bytes(tensor, data, np.dtype("<u2"), shape)
+    return (halves.astype("<u4") << 16).view("<f4")
 
 
 def join_rows(tensor: str, rows: Rows) -> tuple[np.dtype[Any], tuple[int, ...], list[Array]]:

@@ -53,6 +53,10 @@ class Asking:
         if not spec.inputs:
             self._inputs = [(place, name, None) for place, name in enumerate(sent)]
         for tensor in spec.inputs:
+            if tensor.unusable:
+                raise BadRequest(
+                    f"{endpoint}: model {spec.name}: input {tensor.name} {tensor.unusable}"
+                )
             names = [name for name in sent if name in (tensor.name, tensor.variable)]
             if not names:
                 raise BadRequest(

@@ -121,9 +121,12 @@ class Labels:
         if not spec.outputs:
             return None
         try:
-            return spec.output(name)
+            tensor = spec.output(name)
         except BadRequest as error:
             raise BadRequest(f"{endpoint}: predicts: {error}") from None
+        if tensor.unusable:
+            raise BadRequest(f"{endpoint}: predicts: output {name} {tensor.unusable}")
+        return tensor
 
     def _wire_of(self, tensor: TensorSpec | None) -> str:
         """Return the dtype to ask for; "": as it is served."""

@@ -72,7 +72,7 @@ def find_outputs(spec: ModelSpec, fetch: Sequence[str]) -> dict[str, str]:
         BadRequest: the model has no such output.
     """
     if not fetch:
-        return {tensor.name: tensor.name for tensor in spec.outputs}
+        return {tensor.name: tensor.name for tensor in spec.outputs if not tensor.unusable}
     return {name: _wire_name(spec, name) if spec.outputs else name for name in fetch}
 
 

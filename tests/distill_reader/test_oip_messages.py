@@ -3,6 +3,7 @@
 import contextlib
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,9 @@ from distill_reader import oip_json, oip_messages
 from distill_reader.errors import BadRequest
 from distill_reader.oip_messages import MESSAGES
 from distill_reader.specs import Accepted, ModelSpec, TensorSpec
+from distill_reader.student.asking import Asking
+from distill_reader.student.labels import Labels
+from distill_reader.student.rows import find_outputs
 from distill_reader.tensors import OIP_TO_NUMPY
 
 SPEC = ModelSpec(
@@ -322,3 +326,91 @@ def test_metadata_of_ours_say_what_else_is_taken_and_those_of_others_do_not(prot
 def test_any_properties_say_something_or_are_refused(properties):
     with contextlib.suppress(BadRequest):
         assert oip_messages.with_properties(SPEC, properties).outputs == SPEC.outputs
+
+
+# --- foreign models
+
+
+def metadata(**tensors: tuple[str, list[int]]) -> bytes:
+    """Of a model that takes `x`, by name its other tensors' types and shapes."""
+    tensor = oip_messages.MESSAGES["ModelMetadataResponse.TensorMetadata"]
+    described = {"x": ("FP32", [-1, 2]), **tensors}
+    found = [tensor(name=n, datatype=d, shape=s) for n, (d, s) in described.items()]
+    message = oip_messages.MESSAGES["ModelMetadataResponse"]
+    return bytes(message(name="m", inputs=found[:1], outputs=found[1:]).SerializeToString())
+
+
+def metadata_json(**tensors: tuple[str, list[int]]) -> bytes:
+    described = {"x": ("FP32", [-1, 2]), **tensors}
+    found = [{"name": n, "datatype": d, "shape": s} for n, (d, s) in described.items()]
+    return json.dumps({"name": "m", "inputs": found[:1], "outputs": found[1:]}).encode()
+
+
+OUTPUTS: dict[str, Any] = {
+    "score": ("FP32", [-1, 3]),
+    "label": ("BYTES", [-1, 1]),
+    "half": ("BF16", [-1, 2]),
+    "flat": ("FP32", [16]),
+}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(oip_messages.decode_metadata(metadata(**OUTPUTS)), id="grpc"),
+        pytest.param(oip_json.decode_metadata(metadata_json(**OUTPUTS)), id="http"),
+    ],
+)
+def test_a_tensor_that_cannot_be_read_matters_to_who_wants_it_alone(spec):
+    assert list(find_outputs(spec, [])) == ["score", "half"]
+    asking = Asking("t:1", spec, ("x",), Labels(("score", "half"), "", None))
+    assert asking.columns == ("score", "half")
+    assert spec.output("half").dtype == "float32"
+    for name, words in (
+        ("label", "t:1: predicts: output label is BYTES, and only BOOL, .* are read"),
+        ("flat", r"output flat has the shape \[16\], of which axis 0 does not .* max_batch_size"),
+    ):
+        with pytest.raises(BadRequest, match=words):
+            Asking("t:1", spec, ("x",), Labels((name,), "", None))
+
+
+@pytest.mark.parametrize(
+    ("datatype", "shape", "words"),
+    [
+        ("BYTES", [-1, 1], "model m: input x is BYTES, and only"),
+        ("BF16", [-1, 2], "input x is BF16, and only"),
+        ("FP32", [16], r"input x has the shape \[16\], of which axis 0 does not count samples"),
+        ("FP32", [], r"input x has the shape \[\], of which"),
+    ],
+)
+def test_an_input_that_cannot_be_sent_is_refused_by_name(datatype, shape, words):
+    spec = oip_messages.decode_metadata(metadata(x=(datatype, shape), score=("FP32", [-1, 3])))
+    with pytest.raises(BadRequest, match=words):
+        Asking("t:1", spec, ("x",), Labels(("score",), "", None))
+
+
+def test_bfloat16_is_read_and_text_that_nobody_asked_for_is_passed_over():
+    values = np.array([[1.0, -2.5], [0.0, 3e38]], np.float32)
+    halves = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    message = Response(model_name="m", raw_output_contents=[b"\1\0\0\0a", halves])
+    message.outputs.add(name="label", datatype="BYTES", shape=[1, 1])
+    message.outputs.add(name="half", datatype="BF16", shape=[2, 2])
+    head = {
+        "outputs": [
+            {"name": n, "datatype": d, "shape": s, "parameters": {"binary_data_size": size}}
+            for n, d, s, size in (("label", "BYTES", [1, 1], 5), ("half", "BF16", [2, 2], 8))
+        ]
+        + [{"name": "text", "datatype": "BYTES", "shape": [1], "data": ["a"]}]
+    }
+    text = json.dumps(head).encode()
+    for outputs in (
+        oip_messages.decode_response(message.SerializeToString()).outputs,
+        oip_json.decode_response(text + b"\1\0\0\0a" + halves, len(text)).outputs,
+    ):
+        assert list(outputs) == ["half"]
+        assert outputs["half"].dtype == np.float32
+        found: Any = outputs["half"]
+        np.testing.assert_allclose(found, list(values), rtol=2**-7)
+    request = Request(raw_input_contents=[halves])
+    request.inputs.add(name="x", datatype="BF16", shape=[2, 2])
+    refuse("tensor x: datatype 'BF16' is none of", request)  # a teacher of ours takes none

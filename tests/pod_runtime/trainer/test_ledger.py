@@ -19,7 +19,7 @@ from pod_runtime.trainer.checkpoint import CheckpointStore
 from pod_runtime.trainer.drawn import hash_samples
 from pod_runtime.trainer.ledger import Ledger, LedgerFile, Row, StageEntry, read_lines
 from pod_runtime.trainer.loop_status import LoopStatus
-from pod_runtime.trainer.progress import Progress, scaling_for
+from pod_runtime.trainer.progress import Progress, fresh_status, scaling_for
 from pod_runtime.trainer.storage import open_storage
 from pod_runtime.verify import main as verify
 from pod_runtime.verify import read_ledger
@@ -227,6 +227,30 @@ def test_what_was_drawn_for_steps_that_are_done_again_does_not_count(tmp_path, k
     train(begin(status, 2, tmp_path / "other"), 40 - kept)
     close_files()
     assert audit(*read_ledger(str(tmp_path / "other"))).is_proven == (kept == 0)
+
+
+@pytest.mark.parametrize("policy", ["fixed_global", "linear"])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_what_was_drawn_is_proven_with_short_batches_and_batches_of_other_sizes(
+    tmp_path, drop_last, policy
+):
+    run = replace(RUN, drop_last=drop_last)
+    status = fresh_status(run=run, batch_size=7, shards=4, reference_world=1)
+    for number, (world, steps) in enumerate([(1, 10), (2, 3), (4, 9), (1, 30)], 1):
+        scaling = scaling_for(status, policy, world_size=world, warmup_steps=0)
+        progress = Progress(status, scaling, stage=number, steps_per_epoch=None)
+        OPENED.append(LedgerFile(tmp_path))
+        came_from = (status.stage, status.step) if status.stage else None
+        progress.begin_stage(came_from, OPENED[-1])
+        status = train(progress, steps)
+        train(progress, 2)  # of no avail: the next stage begins before them
+    close_files()
+    for result in (
+        audit(*read_ledger(str(tmp_path))),
+        audit(run, {entry.stage: entry for entry in progress.status().ledger}),
+    ):
+        assert result.is_proven, (result.problems, result.gaps)
+        assert (result.undrawn, result.complete_epochs > 2) == ((), True)
 
 
 def test_steps_of_an_earlier_version_are_read_and_named_as_not_proven_to_the_last(tmp_path, capsys):

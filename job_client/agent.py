@@ -181,6 +181,7 @@ class Agent:
             port_high=high,
             job_id=self._job_id,
             stop_after_s=self._config.stop_after_s,
+            saves=True,
             folders=(
                 () if self._config.jobs_dir is None else folders.list_jobs(self._config.jobs_dir)
             ),

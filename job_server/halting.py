@@ -11,6 +11,7 @@ from dataclasses import replace
 from job_server.deadlines import SAVE_STALL_S, halt_deadline, save_deadline
 from job_server.job import OVER, STOPPED, At, Goal, Halt, HaltPhase, Keep, Phase, Pod, Stage
 from job_server.layout import newest_in_memory, unsaved
+from job_server.placement import find_node
 from job_server.text import duration
 from job_server.transitions import (
     abandon,
@@ -149,7 +150,7 @@ def _await_save(work: Work, held: Halt) -> None:
         _end(work)
     elif (parked := _parked_without_snapshot(work)) is not None:
         _end_without_snapshot(work, parked)
-    elif source is None:
+    elif source is None or not _has_saver(work, source):
         _end(work)
     elif held.save is None:
         _order_save(work, held, source)
@@ -207,6 +208,12 @@ def _order_save(work: Work, held: Halt, source: RestoreFrom) -> None:
     else:
         why = held.why_not or "no client of a node that holds it answers"
         _not_saved(work, replace(held, why_not=why), source)
+
+
+def _has_saver(work: Work, source: RestoreFrom) -> bool:
+    """Whether a client may write the state, if perhaps not now."""
+    nodes = [find_node(work.cluster, pod.site.node_id) for pod in _savers(work, source)]
+    return any(view is None or view.node.saves for view in nodes)
 
 
 def _savers(work: Work, source: RestoreFrom) -> list[Pod]:
@@ -321,8 +328,10 @@ def _after_end(work: Work) -> None:
     """No trainer is left: save what was not saved before, then let the pods go."""
     source = unsaved(work.job)
     if source is not None and not work.job.discard:
-        _to(work, HaltPhase.SAVE)
-        return
+        if _has_saver(work, source):
+            _to(work, HaltPhase.SAVE)
+            return
+        work.note("its job clients are of a version that writes no states; trainers may have")
     _to(work, HaltPhase.RELEASE)
     for pod in work.job.pods:
         work.release(pod.pod_id)

@@ -85,6 +85,7 @@ class Node:
     job_id: str | None = None  # the one job it serves; None: any job whose folder it has
     folders: tuple[str, ...] = ()  # jobs it can run by `--jobs_dir`; unused where job_id is set
     stop_after_s: float | None = None  # None: its pods keep running while the server is away
+    saves: bool = False  # it understands `NodePod.save`; clients of the version before do not
 
     def __post_init__(self) -> None:
         check_id("node_id", self.node_id)

@@ -9,7 +9,7 @@ from job_server.job import At, HaltPhase
 from job_server.stages import PauseAsked, ResumeAsked, StopAsked
 from job_server.wire import JobState
 from tests.job_server.test_stages_changes import records, trains, world
-from tests.job_server.world import World
+from tests.job_server.world import World, node
 
 PAUSED, STOPPED, FAILED = JobState.PAUSED, JobState.STOPPED, JobState.FAILED
 
@@ -309,3 +309,13 @@ def test_trainers_without_memory_for_a_snapshot_have_written_a_checkpoint_or_the
         made.send(stages.Tick())
         made.run_until(state)
         assert (made.job.saved is not None) == bool(durable)
+
+
+@pytest.mark.parametrize(("asked", "state"), [(PauseAsked(), PAUSED), (StopAsked(), STOPPED)])
+def test_clients_of_the_version_before_are_not_waited_for(asked, state):
+    spec = wire.JobSpec(job_id="job", max_pods=2, overlap="off")
+    made = trains(World(spec, (node("a", saves=False),), total_steps=400))
+    made.send(asked)
+    made.rounds(12)
+    assert made.job.state is state, made.reasons
+    assert "of a version that writes no states" in "".join(made.reasons)

@@ -36,6 +36,7 @@ def node(
     *,
     job_id: str | None = "job",
     stop_after_s: float | None = None,
+    saves: bool = True,
 ) -> wire.Node:
     return wire.Node(
         node_id=name,
@@ -45,6 +46,7 @@ def node(
         port_high=20000 + 8 * slots - 1,
         job_id=job_id,
         stop_after_s=stop_after_s,
+        saves=saves,
     )
 
 
@@ -257,7 +259,7 @@ class World:
                 pod.pod_id
                 for sim in self.nodes.values()
                 for pod in sim.pods.values()
-                if pod.snapshot is not None
+                if pod.snapshot is not None and sim.node.saves
             }
             pods = tuple(pod for pod in before.pods if pod.pod_id in held)
             lost = unsaved(replace(before, saved=job.saved, done=job.done, pods=pods))

@@ -131,7 +131,9 @@ class LabelCache:
                 )
             self._known_signature = piece.signature
         for number, check in checks.items():
-            if (_check_input(item.pieces, number) or 1) != check:
+            own = _check_input(item.pieces, number) or 1
+            # A text is as long as the longest of its batch: where it was not, nothing is known.
+            if own >> 32 == check >> 32 and own != check:
                 raise self._other_inputs(
                     f"were made of other inputs: that of sample {number} of this batch, at least, "
                     "has changed"
@@ -160,10 +162,11 @@ class LabelCache:
             )
             store.add(np.concatenate(keys), columns, served, inputs)
 
-    def _describe(self, signature: Signature) -> tuple[tuple[str, str, int], ...]:
+    def _describe(self, signature: Signature) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+        """Return what samples are. The first axis of two or less may be a text's length."""
         return tuple(
             [
-                (name, dtype.name, len(shape))
+                (name, dtype.name, (-1, *shape[1:]) if 1 <= len(shape) <= 2 else shape)
                 for name, (dtype, shape) in zip(self._sent, signature, strict=True)
             ]
         )
@@ -178,17 +181,18 @@ class LabelCache:
 
 
 def _check_input(pieces: Sequence[Piece], row: int) -> int:
-    """Return the checksum of the inputs of one row, counted over all pieces."""
+    """Return the checksums of the inputs of one row, counted over all pieces: of shapes in the
+    upper 32 bits, and of values."""
     for piece, end in zip(pieces, accumulate(piece.samples for piece in pieces), strict=True):
         if row < end:
-            check = 0
+            shapes = values = 0
             at = row - (end - piece.samples)
             for arrays in piece.rows:
                 is_each = len(arrays) == piece.samples
                 sample = np.asarray(arrays[at][0] if is_each else arrays[0][at])
-                check = zlib.crc32(f"{sample.dtype.str}{sample.shape}".encode(), check)
-                check = zlib.crc32(_part(sample), check)
-            return check
+                shapes = zlib.crc32(f"{sample.dtype.str}{sample.shape}".encode(), shapes)
+                values = zlib.crc32(_part(sample), values)
+            return shapes << 32 | values
     raise IndexError(row)
 
 
@@ -202,8 +206,8 @@ def _part(sample: Any) -> Any:
     return b"".join(data[at : at + _BLOCK].data for at in range(0, len(data), step * _BLOCK))
 
 
-def _shown(inputs: Sequence[tuple[str, str, int]]) -> str:
-    return ", ".join(f"{name} ({dtype}, {axes} axes)" for name, dtype, axes in inputs)
+def _shown(inputs: Sequence[tuple[str, str, tuple[int, ...]]]) -> str:
+    return ", ".join(f"{name} ({dtype} {list(shape)})" for name, dtype, shape in inputs)
 
 
 def _runs(mask: Any) -> list[tuple[int, int]]:

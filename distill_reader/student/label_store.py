@@ -40,7 +40,7 @@ FORMAT = 1
 _KEY = np.dtype([("variant", "<u8"), ("id", "<u8"), ("check", "<u4"), ("mark", "<u4")])
 _MARK = 0x4C44_4531  # of every key: a page that was never written has none
 _GUARD = 64  # of so many rows, one has a checksum of its input: the first one; a power of two
-_INPUT = struct.Struct("<I")  # 0: not known, as of what an older release kept
+_INPUT = struct.Struct("<Q")  # 0: not known, as of what an older release kept
 _LOCK_WAIT_S = 2.0  # a label that is not kept is asked for again: nobody waits long for that
 _LOCK_LOOK_S = 0.005
 
@@ -51,8 +51,9 @@ class Layout:
 
     columns: tuple[tuple[str, tuple[int, ...]], ...]  # dtype and shape of one sample
     served: tuple[Served, ...]  # what the columns are of
-    # Name, dtype and number of axes of each input; (): not known, as an older release made it.
-    inputs: tuple[tuple[str, str, int], ...] = ()
+    # Name, dtype and shape of a sample of each input, -1 where samples differ; (): not known, as an
+    # older release made it.
+    inputs: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
 
     @property
     def row_bytes(self) -> int:
@@ -93,7 +94,10 @@ class Layout:
         return Layout(
             columns=tuple((str(dtype), tuple(shape)) for dtype, shape in fields["columns"]),
             served=tuple(map(Served.from_json, fields["served"])),
-            inputs=tuple((str(n), str(d), int(a)) for n, d, a in fields.get("inputs", ())),
+            inputs=tuple(
+                (str(name), str(dtype), tuple(map(int, shape)))
+                for name, dtype, shape in fields.get("inputs", ())
+            ),
         )
 
 
@@ -101,8 +105,8 @@ class Layout:
 class Inputs:
     """What teachers were given."""
 
-    layout: tuple[tuple[str, str, int], ...]  # see Layout
-    check: Callable[[int], int]  # row -> checksum of its inputs, 32 bits
+    layout: tuple[tuple[str, str, tuple[int, ...]], ...]  # see Layout
+    check: Callable[[int], int]  # row -> checksum of its inputs, 64 bits
 
 
 class LabelStore:

@@ -25,7 +25,7 @@ def labels(ids: Any) -> list[Any]:
 
 def add(store: LabelStore, ids: Any) -> int:
     served = (Served(dtype="float32"), Served(dtype="int64"))
-    inputs = Inputs(layout=(("x", "int64", 0),), check=lambda row: 7 * int(ids[row]))
+    inputs = Inputs(layout=(("x", "int64", ()),), check=lambda row: 7 * int(ids[row]))
     return store.add(make_keys(ids, None, len(ids)), labels(ids), served, inputs)
 
 

@@ -207,7 +207,7 @@ def test_labels_of_other_data_are_not_found_where_it_has_a_name(make: Make, tmp_
     ("other", "words"),
     [
         (images([4, 5, 6]), "other inputs: that of sample 0 of this batch"),
-        (images([1, 2, 3]).astype(np.float64), r"made of image \(float32, 2 axes\), and the"),
+        (images([1, 2, 3]).astype(np.float64), r"made of image \(float32 \[-1, 3\]\), and the"),
     ],
 )
 def test_labels_of_other_inputs_are_refused_with_the_remedy(make, tmp_path, other, words):
@@ -217,6 +217,19 @@ def test_labels_of_other_inputs_are_refused_with_the_remedy(make, tmp_path, othe
     again = make(FakeTeacher("a:1", V1)).set_cache(tmp_path)
     with pytest.raises(UsageError, match=rf"{words}.* set_cache\(data=\.\.\.\).* remove"):
         totals(again.set_batch_generator([(other, ids, 0)]))
+
+
+def test_a_text_may_be_as_long_as_the_longest_of_its_batch(make: Make, tmp_path: Path):
+    """Lengths follow from who else is in the batch, labels do not; equal lengths are compared."""
+    ids = np.arange(3)
+    reader = make(FakeTeacher("a:1", V1)).set_cache(tmp_path)
+    expected = totals(reader.set_batch_generator([(images([1, 2, 3]), ids, 0)]))
+    longer = np.concatenate([images([1, 2, 3]), np.zeros((3, 5, 3), np.float32)], axis=1)
+    assert totals(reader.set_batch_generator([(longer, ids, 0)])) == expected
+    with pytest.raises(UsageError, match="has changed"):
+        totals(reader.set_batch_generator([(images([4, 5, 6]), ids, 0)]))
+    with pytest.raises(UsageError, match=r"the reader's are image \(float32 \[-1, 9\]\)"):
+        totals(reader.set_batch_generator([(np.zeros((3, 2, 9), np.float32), ids, 0)]))
 
 
 def test_inputs_are_compared_in_all_kinds_of_generators_and_requests(make: Make, tmp_path: Path):

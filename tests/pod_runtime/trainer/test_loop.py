@@ -177,7 +177,7 @@ def test_a_disk_that_is_full_to_the_end_costs_a_training_nothing(
             assert verify([str(disk / folder)]) == 0
         assert capsys.readouterr().out.count("epochs 0-39: each of 20 samples") == 2
     finally:
-        subprocess.run(["umount", str(disk)], check=True)
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)  # a failed test has files open
 
 
 def fill(path: Path) -> None:

@@ -88,6 +88,7 @@ class Engine:
         self.fleet = Fleet(heartbeat_s)
         self.jobs: dict[str, Entry] = {}
         self.unreadable: dict[str, str] = {}  # job id -> why; its row stays as it is
+        self._aside: dict[str, AnyJob] = {}  # what of those is known to be on the nodes
         self.slots_moved = False  # settle() has something to do
         self._timer_wakes = threading.Condition(self.lock)
         self._timer = threading.Thread(target=self._run_timer, name="timer", daemon=True)
@@ -96,6 +97,17 @@ class Engine:
         self._load()
 
     def _load(self) -> None:
+        for stored in self.store.jobs():
+            try:
+                job = kinds.decode_job(stored.data)
+            except wire.WireError as error:
+                self.unreadable[stored.job_id] = str(error)
+                held = kinds.pods_of_unreadable(stored.data)
+                if held is not None:
+                    self._aside[stored.job_id] = held
+                logger.error("%s", unreadable_text(stored.job_id, str(error)))
+                continue
+            self.add(job, forget=stored.forget, last_event=stored.last_event)
         for data in self.store.nodes():
             try:
                 node = wire.decode(wire.Node, data)
@@ -103,14 +115,6 @@ class Engine:
                 logger.error("a node in the database cannot be read and is left out: %s", error)
                 continue
             self.fleet.nodes[node.node_id] = self.known(node)
-        for stored in self.store.jobs():
-            try:
-                job = kinds.decode_job(stored.data)
-            except wire.WireError as error:
-                self.unreadable[stored.job_id] = str(error)
-                logger.error("%s", unreadable_text(stored.job_id, str(error)))
-                continue
-            self.add(job, forget=stored.forget, last_event=stored.last_event)
 
     def start(self) -> None:
         """Tell the loaded jobs that the server was away, and start the clock. Takes the lock."""
@@ -346,8 +350,10 @@ class Engine:
     def cluster(self, entry: Entry) -> Cluster:
         """Return the nodes as this job's placement sees them."""
         others = [other for other in self.jobs.values() if other is not entry]
+        aside = self._aside.values()
         return self.fleet.cluster(
-            [other.slots for other in others], [other.ports for other in others]
+            [*(other.slots for other in others), *map(kinds.slots_held, aside)],
+            [*(other.ports for other in others), *map(kinds.ports_held, aside)],
         )
 
     def claims(self) -> Claims:
@@ -413,6 +419,16 @@ class Engine:
         self.slots_moved = True
         logger.info("job %s: forgotten", job_id)
 
+    def drop_unreadable(self, job_id: str) -> None:
+        """Forget a job that was put aside; its clients stop its pods."""
+        self.store.delete_job(job_id)
+        del self.unreadable[job_id]
+        if self._aside.pop(job_id, None) is not None:
+            for node_id, known in self.fleet.nodes.items():
+                known.plan.publish(self._plan(node_id))
+            self.slots_moved = True
+        logger.info("job %s, which could not be read: forgotten", job_id)
+
     def add_node(self, node: wire.Node) -> KnownNode:
         """Add a node, or replace what it said before."""
         self.store.save_node(node.node_id, wire.encode(node))
@@ -437,7 +453,8 @@ class Engine:
         self.slots_moved = True
 
     def known(self, node: wire.Node) -> KnownNode:
-        plan: Topic[Plan] = Topic((), self._plan_body, self.watchers, self.first_revision())
+        pods = self._plan(node.node_id)
+        plan: Topic[Plan] = Topic(pods, self._plan_body, self.watchers, self.first_revision())
         return KnownNode(node=node, seen_at=self.now(), plan=plan)
 
     def first_revision(self) -> int:
@@ -445,7 +462,8 @@ class Engine:
         return int(self.now() * 1000)
 
     def _plan(self, node_id: str) -> Plan:
-        plans = (entry.node_pods.get(node_id, ()) for entry in self.jobs.values())
+        plans = [entry.node_pods.get(node_id, ()) for entry in self.jobs.values()]
+        plans += [kinds.node_pods(job, node_id) for job in self._aside.values()]
         return tuple(pod for pods in plans for pod in pods)
 
     # --- bodies; called by topics, without the lock ----------------------------------------------

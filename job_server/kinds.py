@@ -12,9 +12,9 @@ from job_server import stages, teacher_job, teacher_views, teachers
 from job_server.claims import Claims, bar, shortage
 from job_server.codec import decode
 from job_server.events import Event
-from job_server.job import Job
+from job_server.job import Job, Pod
 from job_server.placement import Cluster
-from job_server.teacher_job import TeacherJob
+from job_server.teacher_job import TeacherJob, TeacherPod
 from job_server.views import PodView
 from job_server.wire import JobKind, JobSpec, JobStatus, Node, NodePod, PlanPod, WireError
 
@@ -40,6 +40,19 @@ def decode_job(data: Any) -> AnyJob:
     if spec.get("kind") == JobKind.TEACHER.value:
         return decode(TeacherJob, data)
     return decode(Job, data)
+
+
+def pods_of_unreadable(data: Any) -> AnyJob | None:
+    """Return a job of its spec and pods alone, for these to be left in peace; None: not even that
+    can be read.
+    """
+    try:
+        job = new_job(decode(JobSpec, data["spec"]), 0.0)
+        if isinstance(job, TeacherJob):
+            return replace(job, pods=decode(tuple[TeacherPod, ...], data["pods"]))
+        return replace(job, pods=decode(tuple[Pod, ...], data["pods"]))
+    except (WireError, LookupError, TypeError):
+        return None
 
 
 def step(

@@ -135,8 +135,8 @@ class Service:
         engine = self._engine
         with engine.lock:
             if job_id in engine.unreadable:
-                engine.store.delete_job(job_id)
-                del engine.unreadable[job_id]
+                engine.drop_unreadable(job_id)
+                engine.settle()
                 raise NotFound(f"job_id: job {job_id!r}, which could not be read, was deleted")
             entry = self._entry(job_id)
             if not entry.forget:

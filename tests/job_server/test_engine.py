@@ -55,6 +55,34 @@ def test_a_job_that_cannot_be_read_is_put_aside_and_the_others_go_on(tmp_path, c
         assert client.post("/api/v1/jobs", json={"job_id": "a"}).status_code == 201
 
 
+@pytest.mark.parametrize("kind", ["training", "teacher"])
+def test_the_pods_of_a_job_that_cannot_be_read_are_left_in_peace_until_it_is_deleted(
+    tmp_path, kind
+):
+    path = tmp_path / "server.db"
+
+    def pods(service: Service) -> list[str]:
+        plan = browse(service).get("/api/v1/nodes/node-a/plan").get_json()
+        return [pod["job_id"] for pod in plan["pods"]]
+
+    with open_service(path, now=lambda: 1_000_000.0) as service:
+        service.submit(SPEC if kind == "training" else teachers("digits", "soft"))
+        service.register(cpu_node())
+        had = pods(service)
+        assert had
+        assert set(had) == {"digits"}
+    store = Store(str(path))
+    store._db.execute("UPDATE jobs SET data = json_set(data, '$.goal', 'to be the best')")
+    store.close()
+    with open_service(path, now=lambda: 1_000_000.0) as service:
+        assert pods(service) == had
+        service.register(cpu_node(job_id=None, folders=("other",)))
+        service.submit(wire.JobSpec(job_id="other", folder="other", max_pods=2, min_pods=2))
+        assert pods(service) == had  # its slots are taken
+        assert "was deleted" in browse(service).delete("/api/v1/jobs/digits").text
+        wait_until(lambda: set(pods(service)) == {"other"})
+
+
 def test_an_estimate_that_an_older_version_wrote_as_infinity_is_read_as_none(tmp_path):
     path = tmp_path / "server.db"
     with open_service(path) as service:

@@ -113,6 +113,7 @@ class _Student:
         client.tell_again()
 
     def remove(self, source: DynamicSource) -> None:
+        lingers = True
         with self._lock:
             self._sources.discard(source)
             if not self._sources and self._client is not None and os.getpid() == self._pid:
@@ -120,7 +121,12 @@ class _Student:
                 timer.daemon = True
                 timer.name = "edl-discovery-linger"
                 self._set_timer(timer)
-                timer.start()
+                try:
+                    timer.start()
+                except RuntimeError:  # a limit on threads
+                    lingers = False
+        if not lingers:
+            self._leave()
 
     def stop(self, *, wait: bool = True) -> None:
         """Leave now."""

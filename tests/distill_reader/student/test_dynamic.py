@@ -13,7 +13,7 @@ from distill_reader import Discovered, DistillReader
 from distill_reader.balance.places import places_of
 from distill_reader.balance.registrar import RegistrarConfig, RegistrarThread
 from distill_reader.balance.table import Student
-from distill_reader.errors import NoTeacher, UsageError
+from distill_reader.errors import NoTeacher, TeacherBusy, UsageError
 from distill_reader.specs import ModelSpec, TensorSpec
 from distill_reader.student import dynamic
 from distill_reader.student.meter import Meter
@@ -114,6 +114,26 @@ def test_teachers_that_join_are_used_and_those_that_leave_are_not(discovery, rea
     batches.is_over.set()
     for image, _, double in results:
         np.testing.assert_array_equal(double, 2 * image)
+
+
+def test_a_student_whose_teacher_is_busy_for_ever_gets_another_one(
+    discovery, reader, run, monkeypatch
+):
+    monkeypatch.setattr("distill_reader.student.roster.UNUSABLE_S", 0.3)
+    both = [run(Registered, discovery.endpoint) for _ in range(2)]
+    wait_until(lambda: len(discovery.teachers()) == 2)
+    reader.set_dynamic_teacher(discovery.endpoint, "svc", 1)
+    batches = Batches()
+    results = reader.set_batch_generator(batches)()
+    at = take(results, 10)
+    used, other = sorted(both, key=lambda each: -each.answers)
+    assert not other.answers
+    used.service.refuse_with = TeacherBusy("no predictor of the teacher runs", delay_s=0.05)
+    while not other.answers:
+        at = take(results, 1, at)
+    batches.is_over.set()
+    take(results, 1, at)
+    results.close()
 
 
 def test_between_two_epochs_it_stays_a_student_and_keeps_its_teachers(discovery, reader, run):

@@ -216,51 +216,49 @@ class TeacherPool:
                     settings.wire_ins,
                     settings.padding,
                 )
-                if not settings.mixes_versions:
-                    self._meet(teacher, client.spec)
                 if settings.cache is not None:
                     settings.cache.meet(teacher.endpoint, client.spec)
+                with self._lock:
+                    if not self._is_over(teacher) and its_round == teacher.round:
+                        self._meet(teacher, client.spec)
+                        self._set_connected(teacher, client)
+                        return client, asking, its_round
             except DistillError as error:
                 if client is not None:
                     client.close()
                 if not self._stays_after(teacher, error):
                     return None
                 continue
-            with self._lock:
-                if not self._is_over(teacher) and its_round == teacher.round:
-                    teacher.clients.add(client)
-                    bounds = client.bounds
-                    teacher.most_bytes = min(teacher.most_bytes, bounds.most_bytes or MOST)
-                    teacher.most_samples = min(teacher.most_samples, bounds.most_samples or MOST)
-                    self._set_connected(teacher, client)
-                    return client, asking, its_round
             client.close()
 
     def _meet(self, teacher: Teacher, spec: ModelSpec) -> None:
         """Keep to the model that was met first: labels of two are not to be told apart.
 
+        The caller has the lock, until the teacher is connected.
+
         Raises:
             BadRequest: this is another one.
         """
-        with self._lock:
-            if self._met is None or not (self._feed.has_answers or self._roster.connected):
-                self._met = teacher.endpoint, spec
-            endpoint, first = self._met
-            differs = is_another(first, spec)
-            if differs is None and teacher.failures == 0 and not teacher.clients:
-                logger.warning(
-                    "teacher %s serves %s, and %s %s: whether that is the same, they do not say",
-                    teacher.endpoint,
-                    version_of(spec),
-                    endpoint,
-                    version_of(first),
-                )
-            if differs:
-                raise BadRequest(
-                    f"{teacher.endpoint}: serves {version_of(spec)}; this iteration began with "
-                    f"{version_of(first)} of {endpoint}, and does not mix them: serve one of them "
-                    "everywhere, or say set_mixed_versions(True)"
-                )
+        if self._settings.mixes_versions:
+            return
+        if self._met is None or not (self._feed.has_answers or self._roster.connected):
+            self._met = teacher.endpoint, spec
+        endpoint, first = self._met
+        differs = is_another(first, spec)
+        if differs is None and teacher.failures == 0 and not teacher.clients:
+            logger.warning(
+                "teacher %s serves %s, and %s %s: whether that is the same, they do not say",
+                teacher.endpoint,
+                version_of(spec),
+                endpoint,
+                version_of(first),
+            )
+        if differs:
+            raise BadRequest(
+                f"{teacher.endpoint}: serves {version_of(spec)}; this iteration began with "
+                f"{version_of(first)} of {endpoint}, and does not mix them: serve one of them "
+                "everywhere, or say set_mixed_versions(True)"
+            )
 
     def _stays_after(self, teacher: Teacher, error: DistillError) -> bool:
         """Note a failed connection, and wait; return whether to try again."""
@@ -544,6 +542,10 @@ class TeacherPool:
         return self._is_closing or not teacher.is_wanted
 
     def _set_connected(self, teacher: Teacher, client: TeacherClient) -> None:
+        teacher.clients.add(client)
+        bounds = client.bounds
+        teacher.most_bytes = min(teacher.most_bytes, bounds.most_bytes or MOST)
+        teacher.most_samples = min(teacher.most_samples, bounds.most_samples or MOST)
         if not teacher.is_connected:
             logger.info("teacher %s is connected by %s", teacher.endpoint, client.protocol)
             teacher.is_connected = True

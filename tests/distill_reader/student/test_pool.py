@@ -1,5 +1,6 @@
 """Teachers of this process that die, hang, refuse and come back, under a whole session."""
 
+import contextlib
 import itertools
 import random
 import re
@@ -589,6 +590,24 @@ def test_teachers_of_two_versions_do_not_answer_in_one_iteration(
         wait_until(lambda: "does not mix them" in caplog.text)
         assert not other.requests
     reading.finish()
+
+
+def test_of_two_versions_that_are_connected_at_the_same_time_one_is_left_out(read, caplog):
+    both = other_version("d1"), other_version("d2")
+    together = threading.Barrier(2)
+
+    def connect_together() -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(20)
+
+    for teacher in both:
+        teacher.connect_with = connect_together
+    reading = read(*both)
+    wait_until(lambda: "does not mix them" in caplog.text)
+    together.abort()
+    reading.more(20)
+    reading.finish()
+    assert sorted(bool(teacher.requests) for teacher in both) == [False, True]
 
 
 def test_that_only_names_of_models_differ_is_said_once_and_refused_by_nobody(read, caplog):

@@ -1,5 +1,6 @@
 """What the server lives through: full disks, defects, jobs that cannot be read, a late clock."""
 
+import dataclasses
 import subprocess
 import sys
 import textwrap
@@ -259,24 +260,25 @@ def test_rules_that_undo_each_other_are_named_with_the_job_and_stop_no_other(mon
         assert client.post("/api/v1/jobs/digits/resize", json={"pods": 1}).status_code == 200
 
 
-def test_a_job_that_cannot_be_written_does_not_keep_a_nodes_report_from_the_others(monkeypatch):
+def test_a_job_that_cannot_be_written_does_not_keep_a_nodes_report_from_the_others():
     with open_service(now=lambda: 1_000_000.0) as service:
-        service.submit(teachers("a", "soft"))
-        service.submit(teachers("b", "hard"))
+        for job_id, name in (("a", "soft"), ("b", "hard")):
+            service.submit(dataclasses.replace(teachers(job_id, name), folder="x"))
         service.register(cpu_node(job_id=None, folders=("x",)))
-        service.register(cpu_node(job_id="b"))
         client = browse(service)
         plan: Any = client.get("/api/v1/nodes/node-a/plan").get_json()
-        (pod,) = plan["pods"]
+        assert [pod["job_id"] for pod in plan["pods"]] == ["a", "b"]
+        states = tuple(
+            wire.PodState(pod_id=pod["pod_id"], job_id=pod["job_id"], phase=wire.PodPhase.RUNNING)
+            for pod in plan["pods"]
+        )
         service._engine.store._db.execute(
             "CREATE TRIGGER busy BEFORE UPDATE ON jobs WHEN new.job_id = 'a'"
             " BEGIN SELECT RAISE(FAIL, 'disk full'); END"
         )
-        state = wire.PodState(pod_id=pod["pod_id"], job_id="b", phase=wire.PodPhase.RUNNING)
-        other = wire.PodState(pod_id=pod["pod_id"], job_id="a", phase=wire.PodPhase.RUNNING)
-        entry = service._engine.jobs["a"]
-        entry.node_pods["node-a"] = ()
-        report = wire.NodeReport(node_id="node-a", pods=(state, other))
-        client.post("/api/v1/nodes/node-a/report", json=wire.encode(report))
-        status = client.get("/api/v1/jobs/b").get_json()
-        assert status["pods"][0]["phase"] == "running"
+        report = wire.encode(wire.NodeReport(node_id="node-a", pods=states))
+        assert client.post("/api/v1/nodes/node-a/report", json=report).status_code == 503
+        phases = [
+            client.get(f"/api/v1/jobs/{job_id}").get_json()["pods"][0]["phase"] for job_id in "ab"
+        ]
+        assert phases == ["starting", "running"]

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from distill_reader.errors import (
     BadRequest,
@@ -46,6 +47,8 @@ _MOST_REST_S = 1.0  # of a teacher that says again and again that it is busy
 _FAILED_REST_S = (0.25, 4.0)  # of one that fails: at first, and where it does nothing else
 _MANY_SHAPES, _MANY_SINGLES = 8, 100  # waiting; requests of one sample in a row
 _TIMEOUT_LOSSES = 3  # connections lost, as which a timeout counts
+
+_Error = TypeVar("_Error", bound=DistillError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,10 +360,33 @@ class TeacherPool:
                 teacher.most_bytes = min(teacher.most_bytes, max(1, request.size_bytes // 2))
                 logger.info("teacher %s", teacher.about(f"{error}; requests are smaller now"))
         if not is_cut:
-            singles = self._feed.refused(request, error, teacher.endpoint, now)
+            if self._is_taken_by_others(teacher, request, now):
+                for each in reversed(flight.left):
+                    self._feed.give_back(each, teacher.endpoint)
+                flight.left = []
+                self._rest(teacher, flight, error)
+                self.call()
+                return
+            blamed = _without_frames(error)
+            singles = self._feed.refused(request, blamed, teacher.endpoint, now)
         flight.settled(singles, now)
         self._judge()
         self._ready.notify()
+
+    def _is_taken_by_others(self, teacher: Teacher, request: Request, now: float) -> bool:
+        """Note a refusal; return whether it is the teacher's own: it has answered nothing since it
+        refused another request, and somebody else has. Then nothing is known of the samples.
+
+        Of some teachers that refuse all, who has answered last finds no such other one.
+        """
+        if teacher.refused_s is None:
+            teacher.refused_s = now
+            return False
+        return all(piece.tries is None for piece in request.pieces) and any(
+            other.answered_s > teacher.refused_s
+            for other in self._roster.wanted
+            if other is not teacher and other.is_able(now)
+        )
 
     def _blame_for_loss(self, teacher: Teacher, flight: Flight, error: Retryable) -> Blame | None:
         """Return what a lost connection says about the request; None: nothing."""
@@ -500,8 +526,11 @@ class TeacherPool:
 
     # --- what becomes of teachers; in their threads
 
-    def _rest(self, teacher: Teacher, flight: Flight, error: TeacherBusy | TeacherFailed) -> None:
-        """Leave a teacher alone for a while that is busy, or fails: for longer, again and again."""
+    def _rest(
+        self, teacher: Teacher, flight: Flight, error: TeacherBusy | TeacherFailed | BadRequest
+    ) -> None:
+        """Leave a teacher alone for a while that is busy, fails, or refuses what others take: for
+        longer, again and again."""
         with self._lock:
             if isinstance(error, TeacherBusy):
                 rest_s = min(max(error.delay_s, 2 * teacher.rest_s), _MOST_REST_S)
@@ -511,7 +540,7 @@ class TeacherPool:
             teacher.rest_s = rest_s
             teacher.rest_until_s = time.monotonic() + rest_s
             is_new = teacher.is_asked_in_vain(flight.since_s)
-            if is_new and isinstance(error, TeacherFailed):
+            if is_new and not isinstance(error, TeacherBusy):
                 logger.warning("teacher %s", teacher.about(error))
             elif rest_s == _MOST_REST_S and str(teacher.trouble) != str(error):
                 logger.info("teacher %s", teacher.about(error))
@@ -598,7 +627,7 @@ class TeacherPool:
         self._threads.add(thread)
 
 
-def _without_frames(error: Retryable) -> Retryable:
+def _without_frames(error: _Error) -> _Error:
     """Return it without where it came through: those frames hold the request's arrays and the
     memory of the connection, and the frame that keeps the error would keep itself alive."""
     error.__cause__ = error.__context__ = None

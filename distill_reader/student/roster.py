@@ -55,7 +55,9 @@ class Teacher:
         self.rest_until_s = 0.0  # 0: it does not rest
         self.rest_s = 0.0  # of its last rest, if it was busy or failed ever since
         self.opens_after_s = 0.0  # when to open a connection again, behind one that was lost
+        self.listed_s = 0.0  # when it came to the list
         self.answered_s = 0.0  # its last answer
+        self.refused_s: float | None = None  # its first refusal behind that; None: there is none
         # Since when it is of no use: not connected, or answers nothing; None: it is.
         self.absent_since_s: float | None = None
         self.is_fruitless = False  # a connection alone does not make it useful again
@@ -74,6 +76,7 @@ class Teacher:
     def has_answered(self, now: float) -> bool:
         """Note an answer; return whether there was none for long."""
         self.answered_s = now
+        self.refused_s = None
         self.failures = 0
         self.rest_s = 0.0
         self.is_fruitless = self.is_reported = False
@@ -155,6 +158,7 @@ class Roster:
                 pace.starved()
                 teacher = self.by_endpoint[endpoint] = Teacher(endpoint, pace, self._lock)
                 teacher.absent_since_s = self._since_s
+                teacher.listed_s = now
                 new.append(teacher)
         leaving = []
         for endpoint in self.by_endpoint.keys() - set(endpoints):
@@ -185,7 +189,7 @@ class Roster:
         for teacher in self.wanted:
             since_s = teacher.missing_since_s(now)
             most_s = _SILENT_S if teacher.absent_since_s is None else UNUSABLE_S
-            if since_s is not None and now - since_s >= most_s:
+            if since_s is not None and now - max(since_s, teacher.listed_s) >= most_s:
                 found.append(teacher)
         return found
 

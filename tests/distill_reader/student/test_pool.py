@@ -1,11 +1,13 @@
 """Teachers of this process that die, hang, refuse and come back, under a whole session."""
 
 import contextlib
+import gc
 import itertools
 import random
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,6 +31,7 @@ from distill_reader.student.items import BatchKind
 from distill_reader.student.labels import Labels
 from distill_reader.student.meter import Meter
 from distill_reader.student.pool import PoolSettings
+from distill_reader.student.roster import UNUSABLE_S, Roster
 from distill_reader.student.session import Service, Session
 from distill_reader.student.source import FixedTeachers
 from tests.distill_reader.student.fake_teachers import FakeTeacher, Teachers
@@ -277,6 +280,15 @@ def test_the_log_says_what_is_waited_for(read, caplog, monkeypatch):
     wait_until(lambda: "still looking (a:1: nobody listens)" in caplog.text)
 
 
+def test_a_teacher_that_is_listed_late_has_time_to_connect():
+    """Nobody was listed for long: that is not the fault of who comes then."""
+    roster = Roster(threading.RLock(), {}, 0.0)
+    roster.update(["a:1"], 60.0)
+    assert roster.alone_since_s(61.0) == 0.0
+    assert roster.unusable(61.0) == []
+    assert roster.unusable(60.0 + UNUSABLE_S) == list(roster.wanted)
+
+
 def test_teachers_may_come_and_go_while_reading(read):
     first, second = FakeTeacher("a:1", delay_s=0.002), FakeTeacher("b:1", delay_s=0.002)
     source = ToldTeachers("a:1")
@@ -476,6 +488,53 @@ def test_what_one_teacher_refuses_another_one_may_take(read):
     reading = read(picky, other, batches=50)
     reading.finish()
     assert picky.requests
+
+
+def test_a_teacher_that_refuses_what_others_take_takes_no_requests_apart(read, caplog):
+    """One that answers at once that it will not is free for the next one before all others."""
+    refuses, takes = FakeTeacher("a:1"), FakeTeacher("b:1", delay_s=0.01)
+    takes.computes_in_turn()
+    refuses.refuse_with = lambda: BadRequest("only longer ones")
+    reading = read(refuses, takes)
+    reading.more(2000)
+    reading.finish()
+    assert sum(map(len, takes.requests)) > 4 * len(takes.requests)  # items are joined
+    assert len(refuses.requests) < 100
+    assert caplog.text.count("a:1: only longer ones") <= 2
+
+
+def test_teachers_that_come_to_refuse_everything_are_asked_no_more_than_each_once(read):
+    teachers = [FakeTeacher(f"{name}:1", delay_s=0.002) for name in "abc"]
+    reading = read(*teachers)
+    wait_until(lambda: all(len(teacher.requests) > 5 for teacher in teachers))
+    for teacher in teachers:
+        teacher.refuse_with = lambda: BadRequest("not any more")
+    wait_until(lambda: reading.error)
+    with pytest.raises(BadRequest, match="no teacher takes it"):
+        raise reading.error
+
+
+def test_refused_requests_are_let_go_without_the_garbage_collector(read):
+    refuses, takes = FakeTeacher("a:1", delay_s=0.001), FakeTeacher("b:1", delay_s=0.001)
+    refuses.refuse_with = lambda: BadRequest("no")
+    made: list[weakref.ref[Any]] = []
+
+    class Watched(Reading):
+        def generate(self) -> Iterator[tuple[Any, int]]:
+            for image, index in super().generate():
+                made.append(weakref.ref(image))
+                yield image, index
+                del image
+
+    gc.disable()
+    try:
+        reading = Watched(refuses, takes, batches=300)
+        reading.finish()
+        alive = sum(each() is not None for each in made)
+    finally:
+        gc.enable()
+    reading.session.close()
+    assert alive < 20
 
 
 def test_what_all_teachers_refuse_is_an_error_that_names_them(read):

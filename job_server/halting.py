@@ -22,7 +22,7 @@ from job_server.transitions import (
     neutral,
     tell_to_end,
 )
-from job_server.wire import JobState, RestoreFrom, Save, Saved, SavePhase, SaveState, Way
+from job_server.wire import JobState, RestoreFrom, Save, Saved, SavePhase, Way
 from job_server.work import Work, client_silent_at, without
 
 SAVE_AGAIN_S = 10.0  # a state that nobody could write is tried again so often
@@ -236,9 +236,6 @@ def _heed_save(work: Work, held: Halt, order: Save, source: RestoreFrom) -> None
         said = None
     why = ""
     if said is not None and said.phase is SavePhase.WRITTEN:
-        if (said.stage, said.step, said.serial) >= (source.stage, source.step, source.serial):
-            _written(work, held, said)
-            return
         why = f"it holds step {said.step} only, not {source.step}"
     elif said is not None and said.phase is SavePhase.FAILED:
         why = said.reason
@@ -256,22 +253,6 @@ def _heed_save(work: Work, held: Halt, order: Save, source: RestoreFrom) -> None
         work.set(halt=replace(held, save=None, pod_id="", tried=held.tried + node, why_not=text))
         if text != held.why_not:
             work.note(f"the state of step {source.step} is not written: {text}", lasting=False)
-
-
-def _written(work: Work, held: Halt, said: SaveState) -> None:
-    pod = work.job.pod(held.pod_id)
-    saved = Saved(
-        stage=said.stage,
-        step=said.step,
-        serial=said.serial,
-        path=said.path,
-        node_id="" if pod is None else pod.site.node_id,
-        spare=said.spare,
-    )
-    work.set(saved=saved)
-    where = f"the run folder of node {saved.node_id}: " if saved.spare else ""
-    work.note(f"the state of step {saved.step} is written to {where}{saved.path}")
-    _end(work)
 
 
 def _not_saved(work: Work, held: Halt, source: RestoreFrom) -> None:

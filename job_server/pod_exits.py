@@ -69,17 +69,24 @@ def _heed_save(work: Work, pod: Pod, said: SaveState | None) -> None:
     if said is None:
         return
     said = replace(said, path=said.path[:PATH_CHARS], reason=said.reason[:SHOWN_CHARS])
-    if held is not None and held.save is not None and said.id == held.save.id:
-        if held.pod_id == pod.pod_id and said != work.job.progress.saving:
+    ordered = held is not None and held.save is not None and said.id == held.save.id
+    if ordered and held is not None and held.pod_id == pod.pod_id:
+        if said != work.job.progress.saving:
             work.progress(saving=said, saving_at=work.now)
-    elif said.id == 0 and said.phase is SavePhase.WRITTEN:
-        _heed_last_save(work, pod, said)
+            _heed_written(work, pod, said)
+    elif said.id == 0:
+        _heed_written(work, pod, said)
 
 
-def _heed_last_save(work: Work, pod: Pod, said: SaveState) -> None:
-    """A client that was ended has written, by itself, what its pods held."""
+def _heed_written(work: Work, pod: Pod, said: SaveState) -> None:
+    """Remember at once where a state is: who wrote it may be gone with the next line.
+
+    Number 0 is what a client that was ended has written by itself.
+    """
     known = work.job.saved
     newest = (said.stage, said.step, said.serial)
+    if said.phase is not SavePhase.WRITTEN:
+        return
     if known is not None and (known.stage, known.step, known.serial) >= newest:
         return
     saved = Saved(
@@ -91,7 +98,12 @@ def _heed_last_save(work: Work, pod: Pod, said: SaveState) -> None:
         spare=said.spare,
     )
     work.set(saved=saved)
-    work.note(f"node {saved.node_id} has written step {saved.step} to {saved.path}", lasting=False)
+    if said.id:
+        where = f"the run folder of node {saved.node_id}: " if saved.spare else ""
+        work.note(f"the state of step {saved.step} is written to {where}{saved.path}")
+    else:
+        text = f"node {saved.node_id} has written step {saved.step} to {saved.path}"
+        work.note(text, lasting=False)
 
 
 def _not_named(work: Work, pod: Pod) -> None:

@@ -273,7 +273,8 @@ def _restarted(work: Work) -> None:
         members = tuple(replace(member, at=At.ABSENT) for member in coming.members)
         changes["coming"] = replace(coming, members=members)
     if job.halt is not None:
-        changes["halt"] = replace(job.halt, since=work.now)
+        kept_since = None if job.halt.kept_since is None else work.now
+        changes["halt"] = replace(job.halt, since=work.now, kept_since=kept_since)
     work.set(heed_from=work.now, **changes)
     work.progress(missing={})
     work.note("the server is back", lasting=False)

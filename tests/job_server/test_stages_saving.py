@@ -296,6 +296,57 @@ def test_what_a_client_wrote_as_it_was_ended_is_where_the_job_goes_on():
     assert f"from step {step} of stage 1, in /a/run/checkpoint" in "".join(made.reasons)
 
 
+def test_the_time_for_which_a_state_is_kept_does_not_pass_while_the_server_is_away():
+    made = ahead(world(keep_failed_s=100.0))
+    made.full = {"path", "a", "b"}
+    made.send(StopAsked())
+    made.rounds(40)
+    made.stop_server()
+    made.pass_time(3600)
+    made.start_server()
+    made.rounds(60)
+    assert made.job.state is JobState.STOPPING, made.reasons
+    made.full = set()
+    made.run_until(STOPPED)
+    assert made.durable == made.job.progress.step
+
+
+@pytest.mark.parametrize("asked", [PauseAsked(), StopAsked()])
+def test_what_was_written_as_ordered_counts_though_its_shim_is_gone_by_then(asked):
+    made = trains(world(nodes=1, pods=1))
+    made.save_rounds = 1000
+    made.send(asked)
+    saving(made)
+    made.rounds(3)
+    (pod,) = made.nodes["a"].pods.values()
+    step = newest(made)
+    said = wire.SaveState(
+        id=made.job.saves,
+        phase=wire.SavePhase.WRITTEN,
+        stage=1,
+        step=step,
+        path="/a/run/checkpoint",
+        spare=True,
+    )
+    state = wire.PodState(
+        pod_id=pod.pod_id,
+        job_id="job",
+        phase=wire.PodPhase.EXITED,
+        signal=15,
+        save=said,
+        holds=False,
+    )
+    made.in_run_folders.add(("a", 1, step))
+    made.nodes["a"].pods.clear()
+    made.send(stages.NodeReported("a", (state,)))
+    made.run_until(PAUSED, STOPPED)
+    assert reason(made).endswith(f"step {step} is in /a/run/checkpoint")
+    assert made.job.saved is not None
+    assert made.job.saved.node_id == "a"
+    if made.job.state is PAUSED:
+        resumes_at(made, step)
+
+
 def test_trainers_without_memory_for_a_snapshot_have_written_a_checkpoint_or_the_pause_is_off():
     for durable, state in (("/shared/checkpoint", PAUSED), ("", JobState.RUNNING)):
         made = trains(world(pods=1))

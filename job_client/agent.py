@@ -295,18 +295,23 @@ class Agent:
         """Write the newest state of each job whose last one this node is to write.
 
         The server may be gone, and whoever ends this client may kill it at any moment: so this
-        begins at once, says how far it is, and goes on while bytes grow.
+        begins at once, says how far it is, and goes on while bytes grow. Where the server has
+        ordered just that, the writer is at work already: two must not be in one folder.
         """
         plan = self._plan
         wanted = {pod.job_id for pod in plan.pods if pod.last_save} if plan is not None else set()
         begun: list[tuple[str, list[Pod], Saving]] = []
         for job_id in sorted(wanted):
             pods = [pod for key, pod in self._pods.items() if key[0] == job_id]
-            if pods:
+            if not pods:
+                continue
+            logger.info("job %s: writing its newest state; a second signal ends this", job_id)
+            at_work = [pod.at_work for pod in pods if pod.at_work is not None]
+            saving = next(iter(at_work), None)
+            if saving is None:
                 saving = pods[0].saving(Save(id=0), [pod.folder for pod in pods])
-                logger.info("job %s: writing its newest state; a second signal ends this", job_id)
                 saving.start()
-                begun.append((job_id, pods, saving))
+            begun.append((job_id, pods, saving))
         for job_id, pods, saving in begun:
             self._follow_last(job_id, pods, saving)
 
@@ -331,8 +336,7 @@ class Agent:
             )  # fmt: skip
             return
         for pod in pods:
-            pod.last_save = saving.state
-            pod_folder.write_saved(pod.folder, saving.state)
+            pod.is_saved(saving.state)
 
     def _stop_all(self) -> bool:
         """Stop every pod and wait until all have exited; return whether all have."""

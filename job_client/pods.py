@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from job_client import folders, pod_folder, shims
@@ -18,7 +18,7 @@ from job_client.gpus import Inventory
 from job_client.pod_folder import ShimProcess
 from job_client.reconcile import LocalPod
 from job_client.saving import Saving
-from job_server.wire import NodePod, PodPhase, PodState, Save
+from job_server.wire import NodePod, PodPhase, PodState, Save, SavePhase, SaveState
 from pod_runtime import env, processes, shim_wire
 from pod_runtime.orphans import noted_forks, remove_shared_memory
 from pod_runtime.processes import Process
@@ -61,7 +61,7 @@ class Pod:
         self._cpu_before: tuple[float, float] | None = None  # (CPU seconds, at); None: no sample
         self._saving: Saving | None = None  # None: nothing is to be written
         self._holds = True  # its shim may be there; False: it is gone, and its memory with it
-        self.last_save = pod_folder.read_saved(folder)  # as its client was ended; None: nothing
+        self._last_save = pod_folder.read_saved(folder)  # as its client was ended; None: nothing
 
     # --- what it is
 
@@ -93,7 +93,7 @@ class Pod:
             log_path=str(self.folder / "log"),
             cpu_percent=cpu_percent,
             memory_bytes=memory_bytes,
-            save=self.last_save if self._saving is None else self._saving.state,
+            save=self._last_save if self._saving is None else self._saving.state,
             holds=self._holds,
         )
 
@@ -184,6 +184,18 @@ class Pod:
     def saving(self, order: Save, folders: list[Path]) -> Saving:
         """Return the writing of what shims of this pod's job hold, not started."""
         return Saving(order, folders, self._environment(), self._host.changed)
+
+    @property
+    def at_work(self) -> Saving | None:
+        """The writing of what the shim holds, if it goes on; None: nobody writes that."""
+        saving = self._saving
+        ended = saving is None or saving.is_over or saving.state.phase is not SavePhase.WRITING
+        return None if ended else saving
+
+    def is_saved(self, state: SaveState) -> None:
+        """Tell from now on, in whatever life of the client, where the last state is."""
+        self._last_save, self._saving = replace(state, id=0), None
+        pod_folder.write_saved(self.folder, self._last_save)
 
     def release(self, reason: str) -> None:
         """Let the shim go, and what it holds with it. Only a pod that has exited."""

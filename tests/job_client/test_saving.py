@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -248,3 +249,54 @@ def test_a_client_that_is_killed_or_not_told_to_writes_nothing_and_says_what_is_
         client.end(End.KILL if told else End.STOP)
     assert not (tmp_path / "checkpoint").exists()
     assert ("held in memory is lost" in caplog.text) == told
+
+
+def test_a_client_that_is_ended_tells_what_it_wrote_at_last_though_an_order_had_failed(
+    start_client, server, tmp_path
+):
+    client = start_client()
+    server.want(pod(last_save=True))
+    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    nowhere = tmp_path / "run"
+    nowhere.write_text("a file where the run folder is to be")
+    hold(tmp_path / "log" / "pods" / "pod_0_0", Places.of(None, 3, nowhere))
+    server.want(pod(want=Want.HOLD, save=Save(id=4), last_save=True))
+    server.wait_state(
+        "pod_0_0",
+        lambda state: state.save is not None and state.save.phase is SavePhase.FAILED,
+        "not written",
+    )
+    nowhere.unlink()
+    client.end()
+    (state,) = server.reports[-1].pods
+    assert state.save is not None
+    assert (state.save.id, state.save.phase, state.save.step) == (0, SavePhase.WRITTEN, 12)
+
+
+def test_a_client_that_is_ended_amid_an_order_to_write_has_one_writer_at_a_time(
+    start_client, server, tmp_path, caplog
+):
+    caplog.set_level(logging.INFO)
+    client = start_client()
+    server.want(pod(last_save=True))
+    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    hold(tmp_path / "log" / "pods" / "pod_0_0", places(tmp_path))
+    folder = tmp_path / "checkpoint" / CheckpointId(3, 12).folder
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / "train_status.json")  # nobody reads: the writer stays here
+    server.want(pod(want=Want.HOLD, save=Save(id=4), last_save=True))
+    server.wait_phase("pod_0_0", PodPhase.EXITED)
+    wait_until(lambda: bool(writers()) and (folder / "extra.safetensors").exists())
+    (first,) = writers()
+    ending = threading.Thread(target=client.end)
+    ending.start()
+    wait_until(lambda: len(writers()) > 1 or "a second signal" in caplog.text)
+    (folder / "train_status.json").unlink()
+    assert writers() == [first]
+    first.kill()  # begun again, and nothing holds it now
+    ending.join(30)
+    assert not ending.is_alive()
+    assert weight_at(tmp_path / "checkpoint", 12) == 1.0
+    (state,) = server.reports[-1].pods
+    assert state.save is not None
+    assert (state.save.id, state.save.phase, state.save.step) == (0, SavePhase.WRITTEN, 12)

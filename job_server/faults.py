@@ -59,6 +59,7 @@ _PASSING_TEXT = re.compile(
     re.IGNORECASE,
 )
 
+_ERRNO = re.compile(r"\[Errno (\d{1,4})\]")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 _PROCESS = re.compile(r"\b(pid|process|thread|port|tid)([ =:#(-]*)\d+", re.IGNORECASE)
 _TEMPORARY = re.compile(r"\btmp[._]?\w{8,10}\b")
@@ -83,7 +84,7 @@ def fault_of(who: str, *, code: int | None, error: TrainerError | None, words: s
             at_once=_is_final(error.chain[0]),
             step=error.step,
         )
-    if code == USAGE_EXIT:
+    if code == USAGE_EXIT and not _may_read_later(words):
         text = f"exited with {code}" + (f": {words}" if words else "")
         return Fault(who=who, text=text[:TEXT_CHARS], mark=normal(text), at_once=True)
     return None
@@ -95,7 +96,7 @@ def fault_of_pod(who: str, *, code: int | None, words: str) -> Fault | None:
     Exit code 2 is also what `tar` and others end with when something passed over them, so it has to
     come twice; the launcher says with it that its own command line is wrong.
     """
-    if code != USAGE_EXIT:
+    if code != USAGE_EXIT or _may_read_later(words):
         return None
     text = f"exited with {code}" + (f": {words}" if words else "")
     return Fault(who=who, text=text[:TEXT_CHARS], mark=normal(text))
@@ -112,6 +113,12 @@ def may_pass(raised: RaisedError) -> bool:
     if any(_PASSING_TYPE.search(name.rpartition(".")[2]) for name in raised.types):
         return True
     return _PASSING_TEXT.search(raised.text) is not None
+
+
+def _may_read_later(words: str) -> bool:
+    """Whether a program ended because it could not read its script just now: Python exits 2 so."""
+    found = _ERRNO.search(words)
+    return found is not None and int(found[1]) not in _LASTING_ERRNOS
 
 
 def find_lasting(faults: tuple[Fault, ...], before: tuple[Fault, ...], *, of_change: bool) -> str:

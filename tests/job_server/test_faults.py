@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from job_server import budget
-from job_server.faults import fault_of, find_lasting, normal
+from job_server.faults import fault_of, fault_of_pod, find_lasting, normal
 from job_server.job import Cause, CauseKind, Fault
 from job_server.wire import (
     JobState,
@@ -104,6 +104,20 @@ def test_of_what_was_not_raised_only_a_wrong_command_line_is_final(code, at_once
     assert (None if fault is None else fault.at_once) is at_once
     if fault is not None:
         assert fault.text == "exited with 2: t.py: error: --lr is required"
+
+
+@pytest.mark.parametrize(
+    ("words", "is_final"),
+    [
+        ("python: can't open file '/nfs/t.py': [Errno 2] No such file or directory", True),
+        ("python: can't open file '/nfs/t.py': [Errno 5] Input/output error", False),
+        ("python: can't open file '/nfs/t.py': [Errno 116] Stale file handle", False),
+        ("t.py: error: argument --lr: invalid float value: '[Errno'", True),
+    ],
+)
+def test_a_script_that_cannot_be_read_just_now_is_no_wrong_command_line(words, is_final):
+    assert (fault_of(WHO, code=2, error=None, words=words) is not None) == is_final
+    assert (fault_of_pod("pod pod_0_0", code=2, words=words) is not None) == is_final
 
 
 def test_the_text_begins_with_the_file_and_line_and_is_one_line():

@@ -30,6 +30,7 @@ from job_server.job import (
     Job,
     Keep,
     Phase,
+    Pod,
     Stage,
 )
 from job_server.layout import choose_restore, make_pods, slots_of_leavers, slots_of_stayers
@@ -49,7 +50,7 @@ from job_server.transitions import (
     fail_coming,
     finish,
 )
-from job_server.wire import JobState, PodPhase, Way
+from job_server.wire import JobState, PodPhase, RestoreFrom, Way
 from job_server.work import Work, fenced_at
 
 MAX_ROUNDS = 100  # far more than any job needs: two rules that undo each other are a defect
@@ -334,7 +335,7 @@ def _begin_start(work: Work) -> None:
     job = work.job
     stay = stay[: job.target]
     source = choose_restore(job)
-    home = "" if source is None or job.saved is None or not source.path else job.saved.node_id
+    home = _home(job, stay, source)
     sites = place(
         job.spec,
         work.cluster,
@@ -370,6 +371,18 @@ def _begin_start(work: Work) -> None:
         cause = current.over if current is not None else None
         reason = "recovery" if cause is None else f"recovery: {cause.text}"
     begin(work, (*stay, *new), way=Way.START, reason=reason, target=job.target)
+
+
+def _home(job: Job, stay: list[Pod], source: RestoreFrom | None) -> str:
+    """Return the node that a start needs to find its state; "": any will do."""
+    if source is None:
+        return ""
+    if source.path:
+        return "" if job.saved is None else job.saved.node_id
+    holders = [pod.site.node_id for pod in job.pods if pod.pod_id in source.pods]
+    if any(pod.site.node_id in holders for pod in stay):
+        return ""
+    return next(iter(holders), "")
 
 
 def _forget_released(work: Work) -> None:

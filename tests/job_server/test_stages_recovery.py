@@ -42,6 +42,21 @@ def test_a_crashed_trainer_costs_steps_but_no_pod():
     assert made.job.redone_steps == second.redone_steps <= 3
 
 
+def test_a_pod_that_is_lost_is_replaced_on_the_node_that_holds_its_state():
+    made = world(nodes=2, slots=1, max_pods=1, pods=1)
+    made.has_path = False
+    cut_link(made, "a")
+    trains(made)
+    made.nodes["a"].link = True
+    made.rounds(4)
+    (pod,) = made.nodes["b"].pods.values()
+    assert pod.snapshot is not None
+    pod.end(code=137)
+    trains(made)
+    assert [each.node_id for each in stages.running_pods(made.job)] == ["b"]
+    assert records(made)[-1].first_step == pod.snapshot.step + 1
+
+
 def test_steps_that_only_the_snapshot_knows_of_belong_to_the_stage_that_made_them():
     made = trains(world())
     crash(made, "pod_1_0")

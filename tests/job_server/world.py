@@ -569,9 +569,11 @@ class World:
             homes = {(pod.node_id, source.stage, source.step) for pod in plan.pods}
             assert homes & self.in_run_folders or not source.spare, f"no node has {source}"
             return max(source.step, self.durable)
-        held = [p.snapshot for sim in self.nodes.values() for p in sim.pods.values()]
-        wanted = [s for s in held if s and (s.stage, s.step) == (source.stage, source.step)]
-        return source.step if wanted else self.durable
+        nodes = {pod.node_id for pod in plan.pods}  # nobody reads another's memory
+        held = [p.snapshot for name in nodes for p in self.nodes[name].pods.values()]
+        # The server may not have heard of the newest.
+        steps = [s.step for s in held if s and s.stage == source.stage and s.step >= source.step]
+        return max(steps, default=self.durable)
 
     def tell(
         self,

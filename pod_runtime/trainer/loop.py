@@ -596,8 +596,14 @@ class Loop:
         if self._reader is not None:
             self._reader.close()
         stage = self._enter()
-        if not stage.is_saved:
-            self._member.write_final()
+        while not stage.is_saved:
+            try:
+                self._member.write_final()
+            except StageChanged as change:
+                self._move(change.start)
+                stage = self._enter()
+            else:
+                break
         self._entrance.close()
         self._finished = True
         stage.keeper.note_account()

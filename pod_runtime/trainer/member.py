@@ -124,9 +124,11 @@ class Member:
         """Have rank 0 write the last checkpoint, again and again until it is there.
 
         Without it the training would have been for nothing: a full disk can be mended, and whoever
-        does not want to can end the job. All ranks call it; they look after each other meanwhile.
+        does not want to can end the job. All ranks call it; they look after each other meanwhile,
+        and park between two tries when a cut is due.
 
         Raises:
+            StageChanged: it goes on in the next stage, which tries again.
             PeerLost: a rank is gone, or this one was told to end.
             InUseError: on rank 0; another training has taken over the folder of checkpoints.
         """
@@ -142,7 +144,10 @@ class Member:
                     "or until you end the job (Ctrl-C, edl stop)", RETRY_S,
                 )  # fmt: skip
             again_at = time.monotonic() + RETRY_S
-            self._wait_while(lambda: time.monotonic() < again_at)  # noqa: B023  called at once
+            self._wait_while(
+                lambda: time.monotonic() < again_at and not self.is_cut  # noqa: B023  called at once
+            )
+            self.meet(may_move=True)
 
     def _wait_while(self, is_busy: Callable[[], bool]) -> None:
         def look() -> bool:

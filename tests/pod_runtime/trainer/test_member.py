@@ -172,22 +172,38 @@ def test_a_trainer_without_launcher_never_parks():
 
 def test_no_rank_is_done_before_the_final_checkpoint_is_written(monkeypatch, caplog):
     monkeypatch.setattr("pod_runtime.trainer.member.RETRY_S", 0.0)
-    still, no, yes, waited = [1.0], [0.0], [1.0], [0.0]
+    still, no, yes, waited, met = [1.0], [0.0], [1.0], [0.0], [0.0]
     member, keeper = make(Group(still, still, no, no))
     member.write_final()
     assert (keeper.started, caplog.text) == (1, "")
 
     # Rank 0 is the peer: it has failed, is waited with, and tries again.
-    member, keeper = make(Group(no, yes, waited, no, no))
+    member, keeper = make(Group(no, yes, waited, met, no, no))
     keeper.writing = iter([False, False])
     member.write_final()
     assert (keeper.started, caplog.text) == (2, "")
 
-    member, keeper = make(Group(no, no, waited, no, no))
+    member, keeper = make(Group(no, no, waited, met, no, no))
     keeper.writing, keeper.failures = iter([False, False]), [True, True, False]
     member.write_final()
     assert keeper.started == 2
     assert "its last checkpoint is not written (see above); make room or mend the" in caplog.text
+
+
+@pytest.mark.parametrize("patient", [False, True])
+def test_a_cut_does_not_wait_for_the_final_checkpoint_of_a_full_disk(patient):
+    written, failed, waited, met, off = [0.0], [0.0], [0.0], [0.0], [0.0] * 7
+    channel = Channel(Cut(id=4, patient=patient))
+    member, keeper = make(Group(written, failed, waited, met, off, written, failed), channel)
+    keeper.writing, keeper.failures = iter([False, False]), [True, True, False]
+    member.write_final()
+    assert (keeper.parked, keeper.started) == ([(4, False, False)], 2)
+
+    member, keeper = make(Group(written, failed, waited, met, off), channel)
+    keeper.writing, keeper.failures, keeper.start = iter([False]), [True], object()
+    with pytest.raises(StageChanged) as caught:
+        member.write_final()
+    assert caught.value.start is keeper.start
 
 
 def test_who_waits_for_the_final_checkpoint_ends_when_it_is_told_to():

@@ -15,7 +15,7 @@ from distill_reader.specs import ModelSpec
 from distill_reader.student.client import Array
 from distill_reader.student.feed import Request
 from distill_reader.student.items import Item, Piece, Signature
-from distill_reader.student.label_store import Inputs, LabelStore
+from distill_reader.student.label_store import Described, Inputs, LabelStore
 from distill_reader.student.labels import Labels, Served
 from distill_reader.student.options import CacheOptions
 
@@ -124,10 +124,13 @@ class LabelCache:
             if piece.signature == self._known_signature:
                 continue
             described = self._describe(piece.signature)
-            if layout.inputs and layout.inputs != described:
+            if layout.inputs and _of_any_length(layout.inputs) == _of_any_length(described):
+                if layout.inputs not in (described, _of_any_length(described)):
+                    return 0  # these labels are as long as their texts, and the texts are others
+            elif layout.inputs:
                 raise self._other_inputs(
-                    f"were made of {_shown(layout.inputs)}, and the reader's are "
-                    f"{_shown(described)}"
+                    f"were made of {_shown(_of_any_length(layout.inputs))}, and the reader's are "
+                    f"{_shown(_of_any_length(described))}"
                 )
             self._known_signature = piece.signature
         for number, check in checks.items():
@@ -156,17 +159,19 @@ class LabelCache:
             if piece.item.keys is not None
         ]
         if store is not None and len(keys) == len(request.pieces):
+            described = self._describe(request.signature)
+            varies = any(each.varies for each in served)
             inputs = Inputs(
-                layout=self._describe(request.signature),
+                layout=described if varies else _of_any_length(described),
                 check=lambda row: _check_input(request.pieces, row),
             )
             store.add(np.concatenate(keys), columns, served, inputs)
 
-    def _describe(self, signature: Signature) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-        """Return what samples are. The first axis of two or less may be a text's length."""
+    def _describe(self, signature: Signature) -> Described:
+        """Return what samples are."""
         return tuple(
             [
-                (name, dtype.name, (-1, *shape[1:]) if 1 <= len(shape) <= 2 else shape)
+                (name, dtype.name, shape)
                 for name, (dtype, shape) in zip(self._sent, signature, strict=True)
             ]
         )
@@ -178,6 +183,16 @@ class LabelCache:
             "preparing its samples, a name of its own by set_cache(data=...); name what random "
             "augmentation follows from by set_cache(variant=...); or remove that folder"
         )
+
+
+def _of_any_length(inputs: Described) -> Described:
+    """Return the same of texts of any length: the first axis of two or less may be one."""
+    return tuple(
+        [
+            (name, dtype, (-1, *shape[1:]) if 1 <= len(shape) <= 2 else shape)
+            for name, dtype, shape in inputs
+        ]
+    )
 
 
 def _check_input(pieces: Sequence[Piece], row: int) -> int:
@@ -206,7 +221,7 @@ def _part(sample: Any) -> Any:
     return b"".join(data[at : at + _BLOCK].data for at in range(0, len(data), step * _BLOCK))
 
 
-def _shown(inputs: Sequence[tuple[str, str, tuple[int, ...]]]) -> str:
+def _shown(inputs: Described) -> str:
     return ", ".join(f"{name} ({dtype} {list(shape)})" for name, dtype, shape in inputs)
 
 

@@ -44,6 +44,9 @@ _INPUT = struct.Struct("<Q")  # 0: not known, as of what an older release kept
 _LOCK_WAIT_S = 2.0  # a label that is not kept is asked for again: nobody waits long for that
 _LOCK_LOOK_S = 0.005
 
+# Name, dtype and shape of a sample of each input, -1 where samples differ.
+Described = tuple[tuple[str, str, tuple[int, ...]], ...]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
@@ -51,9 +54,7 @@ class Layout:
 
     columns: tuple[tuple[str, tuple[int, ...]], ...]  # dtype and shape of one sample
     served: tuple[Served, ...]  # what the columns are of
-    # Name, dtype and shape of a sample of each input, -1 where samples differ; (): not known, as an
-    # older release made it.
-    inputs: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    inputs: Described = ()  # (): not known, as an older release made it
 
     @property
     def row_bytes(self) -> int:
@@ -105,7 +106,7 @@ class Layout:
 class Inputs:
     """What teachers were given."""
 
-    layout: tuple[tuple[str, str, tuple[int, ...]], ...]  # see Layout
+    layout: Described
     check: Callable[[int], int]  # row -> checksum of its inputs, 64 bits
 
 
@@ -282,6 +283,8 @@ class LabelStore:
     ) -> int:
         self._refresh()
         layout = self._layout or self._write_header(columns, served, inputs)
+        if layout is not None and layout.inputs not in ((), inputs.layout):
+            return 0  # texts of another length, and labels of it
         if layout is None or not _fits(layout, columns):
             self._is_full = True
             logger.warning(

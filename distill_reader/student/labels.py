@@ -4,7 +4,7 @@ What comes is kept as it came, narrow, until it is handed out: caches keep it so
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ class Served:
 
     dtype: str
     classes: int = 0  # length of its last axis; 0: not needed
+    varies: bool = False  # in shape from sample to sample, perhaps as the inputs' lengths do
 
     def to_json(self) -> dict[str, Any]:
         return {"dtype": self.dtype, "classes": self.classes}
@@ -99,7 +100,7 @@ class Labels:
             wire = self._wire_of(tensor)
             if not wire and not is_top:
                 names.append(name)
-                served.append(Served(dtype="" if tensor is None else tensor.dtype))
+                served.append(_served(tensor))
                 continue
             if tensor is None or not spec.takes_forms:
                 raise BadRequest(
@@ -110,10 +111,10 @@ class Labels:
             if is_top:
                 classes = self._classes(endpoint, tensor)
                 names += self._top_names(name, wire, classes)
-                served.append(Served(dtype=tensor.dtype, classes=classes))
+                served.append(replace(_served(tensor), classes=classes))
             else:
                 names.append(form_name(name, WHOLE, dtype=wire))
-                served.append(Served(dtype=tensor.dtype))
+                served.append(_served(tensor))
         return tuple(names), tuple(served)
 
     def _output(self, endpoint: str, spec: ModelSpec, name: str) -> TensorSpec | None:
@@ -235,6 +236,12 @@ class Labels:
                 f"{float(mass.min()):.6g} to {float(mass.max()):.6g}); for a teacher that serves "
                 "logits say set_top_k(k, of='logits')"
             )
+
+
+def _served(tensor: TensorSpec | None) -> Served:
+    if tensor is None:
+        return Served(dtype="")
+    return Served(dtype=tensor.dtype, varies=-1 in tensor.shape)
 
 
 def _spread(values: Any, indices: Any, fill: Any, of: Served) -> Array:

@@ -17,6 +17,7 @@ import pytest
 
 from distill_reader import DistillReader
 from distill_reader.errors import BadRequest, NoTeacher, UsageError
+from distill_reader.specs import ModelSpec, TensorSpec
 from tests.distill_reader.student.fake_teachers import SPEC, FakeTeacher, Teachers
 from tests.distill_reader.student.teacher_process import ROOT, TeacherProcess
 
@@ -230,6 +231,31 @@ def test_a_text_may_be_as_long_as_the_longest_of_its_batch(make: Make, tmp_path:
         totals(reader.set_batch_generator([(images([4, 5, 6]), ids, 0)]))
     with pytest.raises(UsageError, match=r"the reader's are image \(float32 \[-1, 9\]\)"):
         totals(reader.set_batch_generator([(np.zeros((3, 2, 9), np.float32), ids, 0)]))
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_labels_that_are_as_long_as_their_text_are_found_for_that_length_alone(
+    make: Make, tmp_path: Path, is_padded: bool
+):
+    words = ModelSpec(
+        name="words",
+        inputs=(TensorSpec(name="image", dtype="float32", shape=(-1,)),),
+        outputs=(TensorSpec(name="total", dtype="float32", shape=(-1,)),),
+        digest="one",
+    )
+    teacher = FakeTeacher("a:1", words, lambda inputs: {"total": inputs["image"] * 2})
+    reader = make(teacher).set_cache(tmp_path)
+    if is_padded:
+        reader.set_padding("image", multiple_of=2, outputs=["total"])
+
+    def texts(*lengths: int) -> Iterator[Any]:
+        for length in lengths:
+            yield np.full((3, length), 5, np.float32), np.array([1, 2, length]), 0
+
+    for _ in range(2):
+        for image, _, _, total in reader.set_batch_generator(texts(6, 3, 6, 9))():
+            np.testing.assert_array_equal(total, 2 * image)
+    assert teacher.samples < 2 * 4 * 3  # of the first length
 
 
 def test_inputs_are_compared_in_all_kinds_of_generators_and_requests(make: Make, tmp_path: Path):

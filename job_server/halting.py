@@ -9,7 +9,19 @@ asked for it wants it discarded.
 from dataclasses import replace
 
 from job_server.deadlines import SAVE_STALL_S, halt_deadline, save_deadline
-from job_server.job import OVER, STOPPED, At, Goal, Halt, HaltPhase, Keep, Phase, Pod, Stage
+from job_server.job import (
+    OVER,
+    STOPPED,
+    At,
+    Goal,
+    Halt,
+    HaltPhase,
+    Keep,
+    ManualChange,
+    Phase,
+    Pod,
+    Stage,
+)
 from job_server.layout import newest_in_memory, unsaved
 from job_server.placement import find_node
 from job_server.text import duration
@@ -34,7 +46,7 @@ def halt(work: Work) -> None:
     if job.goal is Goal.RUN:
         return
     if job.halt is None:
-        work.set(halt=Halt(phase=HaltPhase.WAIT, since=work.now), waiting="", manual=None)
+        work.set(halt=Halt(phase=HaltPhase.WAIT, since=work.now), waiting="")
     held = work.job.halt
     if held is None or held.phase is HaltPhase.DONE:
         _finish_stopped(work)
@@ -92,10 +104,12 @@ def _begin(work: Work, *, late: bool) -> None:
         change = coming.way is not Way.START
         patient = job.goal is not Goal.FAIL and not job.discard and not late
         if change and coming.phase in (Phase.PREPARE, Phase.CUT):
+            _remember_wish(work, coming)
             abandon(work, _why(work))
         elif change and job.elastic and patient:
             return  # its state is only in memory: commit, then cut
         else:
+            _remember_wish(work, coming)
             fail_coming(work, neutral(work, _why(work)))
         return
     if current is None:
@@ -109,6 +123,14 @@ def _begin(work: Work, *, late: bool) -> None:
             work.note(f"cutting stage {current.stage} for a {_word(work)}")
         return
     _end(work)
+
+
+def _remember_wish(work: Work, coming: Stage) -> None:
+    """Let a change that is dropped for a pause hold once the job goes on, as a resize would."""
+    job = work.job
+    if job.goal is Goal.PAUSE and coming.counts and job.manual is None:
+        asked_at_s = job.progress.script_s
+        work.set(manual=ManualChange(pods=coming.target, asked_at_s=asked_at_s))
 
 
 def _end(work: Work) -> None:
@@ -339,6 +361,10 @@ def _await_release(work: Work, *, late: bool) -> None:
     _to(work, HaltPhase.DONE)
     if job.goal is Goal.PAUSE:
         work.note(f"paused{where}")
+        if job.manual is not None:
+            target = job.manual.pods
+            work.set(target=target, manual=None)
+            work.note(f"resize to {target}: holds from the next start on", lasting=False)
     else:
         _finish_stopped(work)
 

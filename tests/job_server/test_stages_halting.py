@@ -175,6 +175,40 @@ def test_a_resize_while_paused_holds_from_the_resume_on():
     assert len(ids(made)) == 3
 
 
+def prepares(made: World) -> None:
+    made.send(ResizeAsked(Resize(pods=3)))
+    made.round(0.2)
+    assert made.job.coming is not None
+
+
+def waits(made: World) -> None:
+    made.send(ResizeAsked(Resize(pods=4)))
+    prepares(made)
+    made.send(ResizeAsked(Resize(pods=3)))
+    assert made.job.manual is not None
+
+
+def due_by_script(made: World) -> None:
+    while made.job.coming is None:
+        made.round(0.2)
+
+
+@pytest.mark.parametrize("asked", [prepares, waits, due_by_script])
+@pytest.mark.parametrize("called_off", [False, True])
+def test_a_resize_that_a_pause_comes_before_is_not_forgotten(asked, called_off):
+    script = ScriptSpec(kind=ScriptKind.TIMELINE, text="- {at: 10s, pods: 3}")
+    made = trains(world(script=script) if asked is due_by_script else world())
+    asked(made)
+    made.full = {"path", "a", "b"} if called_off else set()
+    made.send(PauseAsked())
+    made.run_until(PAUSED, RUNNING)
+    if not called_off:
+        made.send(ResumeAsked())
+    made.rounds(60)
+    assert made.job.state is RUNNING
+    assert len(ids(made)) == 3, made.reasons
+
+
 def test_training_that_completes_during_a_pause_is_not_forgotten():
     made = trains(world(total_steps=9))
     tell_done = [pod.pod_id for pod in stages.running_pods(made.job)]

@@ -134,6 +134,11 @@ def kill_client(world: World, n: int) -> None:
     sims[n % len(sims)].client ^= True
 
 
+def client_leaves(world: World, n: int) -> None:
+    sims = list(world.nodes.values())
+    world.client_leaves(sims[n % len(sims)])
+
+
 def cut_link(world: World, n: int) -> None:
     sims = list(world.nodes.values())
     sims[n % len(sims)].link ^= True
@@ -219,6 +224,7 @@ TROUBLE = (
     hang,
     script_fails,
     kill_client,
+    client_leaves,
     cut_link,
     power,
     server,

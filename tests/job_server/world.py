@@ -362,7 +362,45 @@ class World:
         path = f"/{sim.node.node_id}/run/checkpoint"
         return replace(state, phase=SavePhase.WRITTEN, path=path, spare=True)
 
-    def report(self, sim: SimNode) -> None:
+    def client_leaves(self, sim: SimNode) -> None:
+        """An orderly end: its pods are stopped, the newest state is written, it says goodbye."""
+        if not sim.client:
+            return
+        for pod in sim.pods.values():
+            if pod.phase is not PodPhase.EXITED:
+                pod.end(signal=15)
+        hears = sim.link and self.up and sim.registered
+        if hears:
+            self.report(sim)
+        told = {p.pod_id for p in stages.node_pods(self.job, sim.node.node_id) if p.last_save}
+        held = [p.snapshot for p in sim.pods.values() if p.snapshot is not None]
+        saved = None
+        if told & set(sim.pods) and held and sim.node.node_id not in self.full:
+            newest = max(held, key=lambda ref: (ref.stage, ref.step, ref.serial))
+            spare = not self.has_path or "path" in self.full
+            saved = SaveState(
+                id=0,
+                phase=SavePhase.WRITTEN,
+                stage=newest.stage,
+                step=newest.step,
+                serial=newest.serial,
+                path=f"/{sim.node.node_id}/run/checkpoint" if spare else "/shared/checkpoint",
+                spare=spare,
+            )
+            if spare:
+                self.in_run_folders.add((sim.node.node_id, newest.stage, newest.step))
+            else:
+                self.durable = max(self.durable, newest.step)
+        if hears:
+            self.report(sim, saved, leaving=True)
+            sim.registered = False
+            self.send(stages.NodesChanged())
+        sim.client = False
+        sim.pods.clear()
+
+    def report(
+        self, sim: SimNode, saved: SaveState | None = None, *, leaving: bool = False
+    ) -> None:
         states = tuple(
             PodState(
                 pod_id=pod.pod_id,
@@ -371,7 +409,8 @@ class World:
                 exit_code=pod.code,
                 signal=pod.signal,
                 reason="the package script failed" if pod.code == 3 else "",
-                save=pod.save,
+                save=saved or pod.save,
+                holds=not leaving,
             )
             for pod in sim.pods.values()
         )

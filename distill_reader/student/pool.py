@@ -60,6 +60,7 @@ class PoolSettings:
     skips: bool  # behind that time, instead of raising
     timeout_s: float | None = None  # for an answer; None: as a teacher's pace suggests
     hedges: bool = True  # whether late requests are sent to a second teacher
+    may_get_others: bool = False  # discovery hears which teachers are of no use
     mixes_versions: bool = False  # whether teachers of different models may answer
     padding: Padding | None = None  # None: fields are as long as they are
     wire_ins: tuple[tuple[str, str], ...] = ()  # field and dtype of what is sent in another type
@@ -107,6 +108,7 @@ class TeacherPool:
             tend=self._tend,
             report=self._meter.set_unusable,
             hedges=settings.hedges,
+            may_get_others=settings.may_get_others,
             timeout_s=settings.no_teacher_timeout_s,
             skips=settings.skips,
             name=settings.name,

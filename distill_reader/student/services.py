@@ -6,7 +6,7 @@ from typing import Any
 
 from distill_reader.errors import UsageError
 from distill_reader.student.combine import Combination
-from distill_reader.student.dynamic import DynamicTeachers
+from distill_reader.student.dynamic import DynamicSource, DynamicTeachers
 from distill_reader.student.feed import Limits
 from distill_reader.student.label_cache import LabelCache
 from distill_reader.student.labels import Labels
@@ -84,6 +84,7 @@ class Services:
                     skips=settings.no_teacher_policy == "skip",
                     timeout_s=settings.answer_timeout_s,
                     hedges=settings.hedging,
+                    may_get_others=isinstance(source, DynamicSource),
                     mixes_versions=settings.mixed_versions,
                     padding=settings.padding,
                     cache=self._cache(settings, labels, name),

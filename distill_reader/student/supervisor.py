@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.25  # while requests are in flight; no hedge is due earlier
 _LOG_PERIOD_S = 10.0
 _LOOK_S = 1.0  # while a teacher is not what it should be
+_OTHERS_S = 15.0  # until discovery has given others in place of teachers that refuse
 _TRIAL_S = 2.0  # while samples are skipped, between two that are asked nevertheless
 
 
@@ -35,6 +36,7 @@ class Supervisor:
         timeout_s: float | None,
         skips: bool,
         hedges: bool = True,
+        may_get_others: bool = False,
         name: str = "",
     ) -> None:
         """
@@ -46,6 +48,7 @@ class Supervisor:
             timeout_s: how long to be without a teacher that answers; None: for ever.
             skips: behind that time, instead of raising.
             hedges: whether late requests are sent to a second teacher.
+            may_get_others: whether who knows of other teachers hears the report.
             name: of the service, where there are several.
         """
         self._roster = roster
@@ -58,6 +61,7 @@ class Supervisor:
         self._hedges = hedges
         self._timeout_s = timeout_s
         self._skips = skips
+        self._patience_s = _OTHERS_S if may_get_others else 0.0
         self._of = f" of {name}" if name else ""
         self._again = threading.Condition(lock)
         self._sleeps_long = False  # past the next tick
@@ -200,16 +204,12 @@ class Supervisor:
         since_s = roster.alone_since_s(now)
         if since_s is None:
             return None
-        troubles = [teacher.trouble for teacher in roster.wanted if teacher.refuses]
-        if troubles and troubles[0] is not None and len(troubles) == len(roster.by_endpoint):
-            self.has_given_up = True
-            self._feed.suspend(troubles[0])
-            self._ready.notify()
+        wait_s = self._look_for_refusals(since_s, now)
         if self._timeout_s is None:
-            return _LOG_PERIOD_S
+            return wait_s
         left_s = since_s + self._timeout_s - now
         if left_s > 0:
-            return min(_LOG_PERIOD_S, left_s)
+            return min(wait_s, left_s)
         is_connected = bool(roster.connected)
         if self._skips:
             if self.has_given_up and is_connected and now >= self._trial_s:
@@ -227,3 +227,18 @@ class Supervisor:
         self.has_given_up = True
         self._ready.notify()
         return _TRIAL_S if self._skips and is_connected else _LOG_PERIOD_S
+
+    def _look_for_refusals(self, since_s: float, now: float) -> float:
+        """Raise what teachers say if all that there are refuse; return when to look again."""
+        wanted = list(self._roster.wanted)
+        troubles = [teacher.trouble for teacher in wanted if teacher.refuses]
+        if not troubles or troubles[0] is None or len(troubles) < len(wanted):
+            return _LOG_PERIOD_S
+        newest_s = max(teacher.listed_s for teacher in wanted)
+        left_s = max(since_s, newest_s) + self._patience_s - now
+        if left_s > 0:
+            return min(_LOG_PERIOD_S, left_s)
+        self.has_given_up = True
+        self._feed.suspend(troubles[0])
+        self._ready.notify()
+        return _LOG_PERIOD_S

@@ -5,6 +5,7 @@ import os
 import pickle
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from distill_reader import Discovered, DistillReader
 from distill_reader.balance.places import places_of
 from distill_reader.balance.registrar import RegistrarConfig, RegistrarThread
 from distill_reader.balance.table import Student
-from distill_reader.errors import NoTeacher, TeacherBusy, UsageError
+from distill_reader.errors import BadRequest, NoTeacher, TeacherBusy, UsageError
 from distill_reader.specs import ModelSpec, TensorSpec
 from distill_reader.student import dynamic
 from distill_reader.student.meter import Meter
@@ -134,6 +135,41 @@ def test_a_student_whose_teacher_is_busy_for_ever_gets_another_one(
     batches.is_over.set()
     take(results, 1, at)
     results.close()
+
+
+def test_a_student_that_is_given_one_that_refuses_it_gets_another_one(
+    discovery, reader, run, monkeypatch
+):
+    """As in a rolling update, where the next teacher in line serves another model already."""
+    monkeypatch.setattr("distill_reader.student.roster.UNUSABLE_S", 0.3)
+    three = [run(Registered, discovery.endpoint) for _ in range(3)]
+    wait_until(lambda: len(discovery.teachers()) == 3)
+    reader.set_dynamic_teacher(discovery.endpoint, "svc", 1)
+    batches = Batches()
+    results = reader.set_batch_generator(batches)()
+    at = take(results, 10)
+    used = max(three, key=lambda each: each.answers)
+    first, second = sorted((each for each in three if each is not used), key=lambda e: e.endpoint)
+    first.service.add(replace(SPEC, name="another"))  # whoever names none is refused
+    used.close()
+    while not second.answers:
+        at = take(results, 1, at)
+    assert not first.answers
+    batches.is_over.set()
+    take(results, 1, at)
+    results.close()
+
+
+def test_if_all_that_discovery_has_refuse_the_consumer_hears_why(
+    discovery, reader, run, monkeypatch
+):
+    monkeypatch.setattr("distill_reader.student.supervisor._OTHERS_S", 0.5)
+    teacher = run(Registered, discovery.endpoint)
+    teacher.service.add(replace(SPEC, name="another"))
+    reader.set_dynamic_teacher(discovery.endpoint, "svc", 1)
+    results = reader.set_batch_generator(Batches())()
+    with pytest.raises(BadRequest, match="several models are served"):
+        next(results)
 
 
 def test_between_two_epochs_it_stays_a_student_and_keeps_its_teachers(discovery, reader, run):

@@ -24,9 +24,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from job_server.api_client import ApiClient
-from job_server.errors import JobServerError
-from job_server.wire import JobStatus
+from job_server.api.api_client import ApiClient
+from job_server.api.errors import JobServerError
+from job_server.api.wire import JobStatus
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = ROOT / "resnet50" / "train_with_fleet.py"

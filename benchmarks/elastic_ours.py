@@ -24,9 +24,9 @@ from benchmarks.elastic_jobs import (
     trainer_options,
     wait_port,
 )
-from job_server.api_client import ApiClient
-from job_server.errors import JobServerError
-from job_server.wire import JobEvent, JobSpec, JobStatus, WireError
+from job_server.api.api_client import ApiClient
+from job_server.api.errors import JobServerError
+from job_server.api.wire import JobEvent, JobSpec, JobStatus, WireError
 
 JOB_ID = "bench"
 _PORTS_PER_NODE = 200

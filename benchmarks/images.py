@@ -201,8 +201,8 @@ def train_command(args: argparse.Namespace, out: Path) -> list[str]:
 
 def follow(run: subprocess.Popen[bytes], log: Path) -> Any:
     """Return the job's last status, as its server told it; None if it never did."""
-    from job_server.api_client import ApiClient
-    from job_server.errors import JobServerError
+    from job_server.api.api_client import ApiClient
+    from job_server.api.errors import JobServerError
 
     status, seen = None, 0
     while run.poll() is None:

@@ -45,7 +45,7 @@ from benchmarks.elastic_report import (
     table,
 )
 from benchmarks.stamps import Generation, change, longest_gap, stall_share, steps_redone
-from job_server.errors import JobServerError
+from job_server.api.errors import JobServerError
 
 TWO_NODES = (NodeSpec(slots=1), NodeSpec(slots=1))
 KILLS = {

@@ -40,8 +40,8 @@ from benchmarks.elastic_report import (
     table,
 )
 from benchmarks.stamps import Generation, change, steps_redone
-from job_server.errors import JobServerError
-from job_server.wire import JobState
+from job_server.api.errors import JobServerError
+from job_server.api.wire import JobState
 
 OVERLAPS = {"replace": "on", "drain": "off", "join": "join"}
 OURS = ("replace", "drain", "join", "replace-resnet50", "drain-resnet50", "join-resnet50")

@@ -32,9 +32,9 @@ import numpy as np
 
 from benchmarks.distill_processes import HOST, ROOT, free_port
 from distill_reader import DistillReader
-from job_server.api_client import ApiClient
-from job_server.errors import JobServerError
-from job_server.wire import JobKind, JobSpec
+from job_server.api.api_client import ApiClient
+from job_server.api.errors import JobServerError
+from job_server.api.wire import JobKind, JobSpec
 
 JOB, SERVICE, FOLDER = "teachers", "soft", "teacher"
 SHAPE = (1, 32, 32)

@@ -5,7 +5,7 @@ import importlib.metadata
 import importlib.util
 import sys
 
-_COMMANDS = "job_server.commands"
+_COMMANDS = "job_server.cli.commands"
 
 # verb: (module, what it does). The commands get the verb as well: one module has them all.
 VERBS: dict[str, tuple[str, str]] = {

@@ -21,8 +21,8 @@ from job_client.config import Config
 from job_client.errors import JobClientError, UsageError
 from job_client.gpus import find_inventory
 from job_client.home import Home
-from job_server.api_client import ApiClient
-from job_server.wire import STOP_AFTER_RANGE_S, WireError, check_id
+from job_server.api.api_client import ApiClient
+from job_server.api.wire import STOP_AFTER_RANGE_S, WireError, check_id
 from pod_runtime import env, processes
 
 logger = logging.getLogger("job_client")

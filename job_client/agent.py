@@ -21,8 +21,8 @@ from job_client.pods import Host, Pod
 from job_client.reconcile import KillPod, PodKey, ReleasePod, StartPod, StopPod, plan_changes
 from job_client.saving import Saving
 from job_client.wake import Bell
-from job_server.text import saving_text
-from job_server.wire import (
+from job_server.api.text import saving_text
+from job_server.api.wire import (
     Node,
     NodePlan,
     NodeReport,

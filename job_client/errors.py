@@ -5,7 +5,7 @@
     ├── FatalError        the server refuses this client for good: exit code 1
     └── PodStartError     one pod cannot start: reported as EXITED, the client goes on
 
-What the server answers is `job_server.errors`.
+What the server answers is `job_server.api.errors`.
 """
 
 

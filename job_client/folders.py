@@ -11,7 +11,7 @@ from pathlib import Path
 
 from job_client.config import Config
 from job_client.errors import PodStartError
-from job_server.wire import NodePod, WireError, check_id
+from job_server.api.wire import NodePod, WireError, check_id
 
 logger = logging.getLogger(__name__)
 

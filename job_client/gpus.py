@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from job_client.errors import UsageError
-from job_server.wire import Slot, SlotKind, SlotUsage
+from job_server.api.wire import Slot, SlotKind, SlotUsage
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from job_client import ports
 from job_client.errors import FatalError, JobClientError, UsageError
-from job_server.errors import Conflict, JobServerError, NotFound, Rejected, Retryable
-from job_server.wire import JobKind, JobStatus, Node, NodePlan, NodeReport
+from job_server.api.errors import Conflict, JobServerError, NotFound, Rejected, Retryable
+from job_server.api.wire import JobKind, JobStatus, Node, NodePlan, NodeReport
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ LAST_REPORT_S = 5.0  # how long a goodbye waits for the report under way
 
 
 class Api(Protocol):
-    """What a client asks of a job server; `job_server.api_client.ApiClient` is one."""
+    """What a client asks of a job server; `job_server.api.api_client.ApiClient` is one."""
 
     def register_node(self, node: Node) -> NodePlan: ...
     def node_plan(self, node_id: str, revision: int, timeout_s: float) -> NodePlan: ...

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from job_server.wire import NodePod, SaveState, WireError, decode, encode
+from job_server.api.wire import NodePod, SaveState, WireError, decode, encode
 from pod_runtime import processes, shim_wire
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from job_client.gpus import Inventory
 from job_client.pod_folder import ShimProcess
 from job_client.reconcile import LocalPod
 from job_client.saving import Saving
-from job_server.wire import NodePod, PodPhase, PodState, Save, SavePhase, SaveState
+from job_server.api.wire import NodePod, PodPhase, PodState, Save, SavePhase, SaveState
 from pod_runtime import env, processes, shim_wire
 from pod_runtime.orphans import noted_forks, remove_shared_memory
 from pod_runtime.processes import Process

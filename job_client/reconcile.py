@@ -7,7 +7,7 @@ message or a restart of the client needs no special case.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from job_server.wire import NodePod, PodPhase, Want
+from job_server.api.wire import NodePod, PodPhase, Want
 
 PodKey = tuple[str, str]  # (job_id, pod_id): pod ids are unique within a job only
 

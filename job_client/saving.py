@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from job_server.wire import Save, SavePhase, SaveState, WireError, decode
+from job_server.api.wire import Save, SavePhase, SaveState, WireError, decode
 from pod_runtime import env, shim_wire
 
 logger = logging.getLogger(__name__)

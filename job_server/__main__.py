@@ -4,15 +4,15 @@ import logging
 import os
 import sys
 
-from job_server.app import create_app, version
-from job_server.change_script import parse_script, timeline
-from job_server.config import Config, read_config
-from job_server.errors import ConfigError, Conflict
-from job_server.guard import Guard
-from job_server.http_server import HttpServer
-from job_server.service import Service
-from job_server.store import Store
-from job_server.wire import WireError
+from job_server.api.errors import ConfigError, Conflict
+from job_server.api.wire import WireError
+from job_server.cluster.change_script import parse_script, timeline
+from job_server.server.app import create_app, version
+from job_server.server.config import Config, read_config
+from job_server.server.guard import Guard
+from job_server.server.http_server import HttpServer
+from job_server.server.service import Service
+from job_server.server.store import Store
 
 logger = logging.getLogger("job_server")
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from job_server.wire import SnapshotRef, TrainerError, WireError, decode
+from job_server.api.wire import SnapshotRef, TrainerError, WireError, decode
 from pod_runtime.errors import ChannelError
 
 

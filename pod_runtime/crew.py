@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from job_server.wire import StagePlan
+from job_server.api.wire import StagePlan
 from pod_runtime.console import Console
 from pod_runtime.env import POD_ID, PodEnv, spare_environment, trainer_environment
 from pod_runtime.launcher_state import Key

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from job_server.wire import PlanPod, SlotKind, StagePlan
+from job_server.api.wire import PlanPod, SlotKind, StagePlan
 
 POD_ID = "EDL_POD_ID"
 RUN_MARKER = "EDL_RUN_MARKER"

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from job_server.api_client import ApiClient
+from job_server.api.api_client import ApiClient
 from pod_runtime.crew import LaunchConfig
 from pod_runtime.env import EnvError, PodEnv, checkpoint_path
 from pod_runtime.errors import LaunchError

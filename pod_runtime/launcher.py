@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from job_server.wire import Attach, PodReport, ReportKind, StagePlan, encode
+from job_server.api.wire import Attach, PodReport, ReportKind, StagePlan, encode
 from pod_runtime import launcher_decisions as decisions
 from pod_runtime import launcher_state as state
 from pod_runtime import server_link

@@ -4,7 +4,7 @@ import signal
 from dataclasses import dataclass, replace
 from typing import Any
 
-from job_server.wire import Order, PodReport, SnapshotRef, StagePlan, Way, encode
+from job_server.api.wire import Order, PodReport, SnapshotRef, StagePlan, Way, encode
 from pod_runtime.launcher_reports import due_reports, makes_progress
 from pod_runtime.launcher_state import (
     ELASTIC_GRACE_S,

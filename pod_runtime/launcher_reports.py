@@ -6,7 +6,7 @@ has not been told since the last attach is told. So a server that comes back mis
 
 from dataclasses import replace
 
-from job_server.wire import Attach, LocalStage, Order, PodReport, ReportKind, StagePlan, Way
+from job_server.api.wire import Attach, LocalStage, Order, PodReport, ReportKind, StagePlan, Way
 from pod_runtime.launcher_state import TRAINS, Pod, Run, find_joining, find_run, report_on
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from job_server.wire import (
+from job_server.api.wire import (
     Order,
     PlanPod,
     PodOrders,

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from job_server.wire import (
+from job_server.api.wire import (
     USUAL_SPARES,
     JobSpec,
     ScriptKind,

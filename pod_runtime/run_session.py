@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pod_runtime
-from job_server.api_client import ApiClient
-from job_server.errors import JobServerError, Rejected, Retryable
-from job_server.text import saving_text
-from job_server.wire import JobSpec, JobState, JobStatus
+from job_server.api.api_client import ApiClient
+from job_server.api.errors import JobServerError, Rejected, Retryable
+from job_server.api.text import saving_text
+from job_server.api.wire import JobSpec, JobState, JobStatus
 from pod_runtime import processes
 from pod_runtime.errors import LaunchError
 from pod_runtime.orphans import remove_shared_memory

@@ -6,9 +6,9 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 
-from job_server.api_client import ApiClient
-from job_server.errors import JobServerError
-from job_server.wire import JobEvent, JobState, JobStatus
+from job_server.api.api_client import ApiClient
+from job_server.api.errors import JobServerError
+from job_server.api.wire import JobEvent, JobState, JobStatus
 
 logger = logging.getLogger(__name__)
 

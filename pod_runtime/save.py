@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from job_server.wire import SavePhase, SaveState, encode
+from job_server.api.wire import SavePhase, SaveState, encode
 from pod_runtime.errors import PodRuntimeError
 from pod_runtime.processes import die_with_parent
 from pod_runtime.segment_header import SlotHeader, read_geometry, read_newest, read_slots

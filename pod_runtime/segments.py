@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from job_server.wire import RestoreFrom, SnapshotRef, StagePlan
+from job_server.api.wire import RestoreFrom, SnapshotRef, StagePlan
 from pod_runtime.channel import close_all
 from pod_runtime.channel_wire import SegmentMade, SnapshotMade
 from pod_runtime.launcher_state import own_pod

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from job_server.errors import Gone, NotFound, Rejected, Retryable
-from job_server.wire import Attach, Order, PodOrders, PodReport
+from job_server.api.errors import Gone, NotFound, Rejected, Retryable
+from job_server.api.wire import Attach, Order, PodOrders, PodReport
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ _FIRST_STEP_S = 0.05  # after `go` the cores are the trainers': what comes next 
 
 
 class Api(Protocol):
-    """What of `job_server.api_client.ApiClient` a launcher needs."""
+    """What of `job_server.api.api_client.ApiClient` a launcher needs."""
 
     def attach(self, job_id: str, pod_id: str, attach: Attach, /) -> PodOrders: ...
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from job_server.wire import PlanPod
+from job_server.api.wire import PlanPod
 from pod_runtime.errors import SpawnError
 from pod_runtime.processes import die_with_parent
 from pod_runtime.spares import MARK, Spares

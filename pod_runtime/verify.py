@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from job_server.wire import encode
+from job_server.api.wire import encode
 from pod_runtime.trainer.audit import Audit, Gap, audit
 from pod_runtime.trainer.batches import permutation
 from pod_runtime.trainer.checkpoint import CheckpointStore

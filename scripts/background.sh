@@ -117,9 +117,9 @@ server_answers() {
 import os
 import sys
 
-from job_server.api_client import ApiClient, ApiError
-from job_server.config import ConfigError, read_token
-from job_server.errors import Retryable
+from job_server.api.api_client import ApiClient, ApiError
+from job_server.server.config import ConfigError, read_token
+from job_server.api.errors import Retryable
 
 _, url, *token_file = sys.argv
 try:

@@ -107,7 +107,7 @@ ensure_python() {
         return
     fi
     if [ ! -d "$root/.venv" ] && python="$(command -v python3)" &&
-        (cd / && "$python" -c 'import job_server.app, job_client, pod_runtime' 2>/dev/null); then
+        (cd / && "$python" -c 'import job_server.server.app, job_client, pod_runtime' 2>/dev/null); then
         return
     fi
     ensure_venv examples

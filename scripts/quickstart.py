@@ -21,13 +21,8 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # so that this file also runs by its path
 
-from job_server.api_client import ApiClient, ApiError  # noqa: E402 - after the path
-from job_server.wire import (  # noqa: E402
-    USUAL_SPARES,
-    JobEvent,
-    JobSpec,
-    JobStatus,
-)
+from job_server.api.api_client import ApiClient, ApiError  # noqa: E402 - after the path
+from job_server.api.wire import USUAL_SPARES, JobEvent, JobSpec, JobStatus  # noqa: E402
 from scripts import quickstart_view as view  # noqa: E402
 from scripts.quickstart_io import (  # noqa: E402
     JOB_ID,

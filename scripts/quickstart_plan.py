@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from job_server.wire import JobEvent, JobState, JobStatus, StageRecord, Way
+from job_server.api.wire import JobEvent, JobState, JobStatus, StageRecord, Way
 
 TRAIN_IMAGES, TEST_IMAGES = 1437, 360
 EVALUATION_COST = 1 / 3  # of an image, against training it: forward only

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from job_server.wire import Account, JobState, JobStatus, StageRecord, Way
+from job_server.api.wire import Account, JobState, JobStatus, StageRecord, Way
 from scripts.quickstart_plan import Check, committed
 
 BAR_CELLS = 24

@@ -19,7 +19,7 @@ settings.load_profile("patient")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Collect tests without garbage collection, as `job_server.app` makes its routes.
+    """Collect tests without garbage collection, as `job_server.server.app` makes its routes.
 
     Tests are rewritten by `ast.parse`, which CPython 3.11 breaks off with SystemError when a
     collection amid it formats a traceback, say of a warning that became an error in a finalizer.

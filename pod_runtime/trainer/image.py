@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from job_server.wire import WireError, decode
+from job_server.api.wire import WireError, decode
 from pod_runtime.trainer.errors import StateError
 from pod_runtime.trainer.layout import Layout, layout_from_json
 from pod_runtime.trainer.loop_status import LoopStatus

@@ -9,7 +9,7 @@ import threading
 from collections.abc import MutableMapping
 from typing import Any
 
-from job_server.wire import StagePlan
+from job_server.api.wire import StagePlan
 from pod_runtime.env import stage_environment
 from pod_runtime.trainer.adapter import Adapter, GroupSpec
 from pod_runtime.trainer.errors import LinkError, PeerLost, SnapshotError

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from job_server.codec import decode, encode
+from job_server.api.codec import decode, encode
 from pod_runtime.trainer.drawn import add, from_text, to_text
 
 logger = logging.getLogger(__name__)

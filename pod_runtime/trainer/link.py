@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from job_server.wire import SnapshotRef, StagePlan, WireError, decode
+from job_server.api.wire import SnapshotRef, StagePlan, WireError, decode
 from pod_runtime.segment_header import Stamp
 from pod_runtime.shim_wire import LineSocket, ShimError
 from pod_runtime.trainer.agreement import HALTS

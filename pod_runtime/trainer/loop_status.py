@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from job_server.wire import WireError, decode, encode
+from job_server.api.wire import WireError, decode, encode
 from pod_runtime.trainer.batches import Cursor
 from pod_runtime.trainer.errors import StateError
 from pod_runtime.trainer.ledger import RunInfo, StageEntry

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from job_server.wire import StagePlan
+from job_server.api.wire import StagePlan
 from pod_runtime.segment_header import SlotHeader, Stamp, read_newest
 from pod_runtime.trainer.adapter import Adapter
 from pod_runtime.trainer.errors import SnapshotError

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from job_server.wire import StagePlan, WireError, decode, encode
+from job_server.api.wire import StagePlan, WireError, decode, encode
 from pod_runtime import processes
 from pod_runtime.trainer.errors import CheckpointError, InUseError
 from pod_runtime.trainer.owner_record import (
@@ -465,7 +465,7 @@ def _ask_server(holder: Holder) -> ServerSays:
     """Ask the job server of another holder whether that job goes on."""
     if not holder.server:
         return ServerSays.NOT_ASKED
-    from job_server.api_client import ApiClient, ApiError, NotFound, ServerAway  # rarely needed
+    from job_server.api.api_client import ApiClient, ApiError, NotFound, ServerAway  # rarely needed
 
     try:
         with ApiClient(holder.server, timeout_s=_ASK_TIMEOUT_S) as api:

@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 
-from job_server.wire import encode
+from job_server.api.wire import encode
 from pod_runtime.trainer.batches import BatchPlan, Cursor, next_epoch
 from pod_runtime.trainer.ledger import Ledger, LedgerFile, RunInfo, StageEntry
 from pod_runtime.trainer.loop_status import LoopStatus

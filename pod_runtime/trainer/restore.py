@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from job_server.wire import RestoreFrom
+from job_server.api.wire import RestoreFrom
 from pod_runtime.segment_header import Stamp
 from pod_runtime.trainer.adapter import Adapter
 from pod_runtime.trainer.checkpoint import CheckpointId, CheckpointStore

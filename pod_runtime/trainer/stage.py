@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from job_server.wire import Order, RestoreFrom, StagePlan, Way
+from job_server.api.wire import Order, RestoreFrom, StagePlan, Way
 from pod_runtime.env import TrainerEnv, stage_environment
 from pod_runtime.orphans import note_forks
 from pod_runtime.trainer.adapter import Adapter, GroupSpec, Part

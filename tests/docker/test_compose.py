@@ -13,7 +13,7 @@ import yaml
 
 from distill_reader import discovery, serve
 from job_client.__main__ import parse_args
-from job_server.config import read_config
+from job_server.server.config import read_config
 from tests.docker.compose import DOCKER, ROOT, Service, services, variables
 
 SCRIPT = ROOT / "scripts" / "docker_resnet50.sh"

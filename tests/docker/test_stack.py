@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from job_server.api_client import ApiClient
-from job_server.wire import JobState, JobStatus
+from job_server.api.api_client import ApiClient
+from job_server.api.wire import JobState, JobStatus
 from pod_runtime.verify import main as verify
 from tests.docker.compose import DOCKER, ROOT, Service, services
 from tests.e2e.netns import Network, require_network_namespaces

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import psutil
 
-from job_server.api_client import ApiClient
-from job_server.errors import ServerAway
-from job_server.wire import JobSpec, JobState, JobStatus
+from job_server.api.api_client import ApiClient
+from job_server.api.errors import ServerAway
+from job_server.api.wire import JobSpec, JobState, JobStatus
 from tests.support import free_port, trainer_ports, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]

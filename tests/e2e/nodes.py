@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from job_server.api_client import ApiClient
-from job_server.wire import JobState, JobStatus
+from job_server.api.api_client import ApiClient
+from job_server.api.wire import JobState, JobStatus
 from tests.e2e.cluster import ROOT, Cluster
 from tests.e2e.netns import Network
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from job_server.wire import JobSpec, JobState, Way
+from job_server.api.wire import JobSpec, JobState, Way
 from pod_runtime.orphans import noted_forks
 from tests.e2e.cluster import Cluster
 from tests.e2e.proof import check_counts

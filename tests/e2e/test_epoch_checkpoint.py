@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from job_server.wire import JobSpec, JobState, Way
+from job_server.api.wire import JobSpec, JobState, Way
 from tests.e2e.cluster import ROOT, Cluster
 from tests.support import wait_until
 

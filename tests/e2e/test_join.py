@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from job_server.wire import JobSpec, JobState, Way
+from job_server.api.wire import JobSpec, JobState, Way
 from tests.e2e.cluster import Cluster
 from tests.e2e.test_chaos import finish_and_check
 from tests.support import wait_until

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from job_server.wire import JobSpec, JobState, ScriptKind, ScriptSpec, Way
+from job_server.api.wire import JobSpec, JobState, ScriptKind, ScriptSpec, Way
 from pod_runtime.trainer.checkpoint import CheckpointStore
 from pod_runtime.trainer.storage import LocalStorage
 from tests.e2e.cluster import Cluster

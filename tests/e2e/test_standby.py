@@ -5,7 +5,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from job_server.wire import JobSpec, JobState, JobStatus, StageRecord
+from job_server.api.wire import JobSpec, JobState, JobStatus, StageRecord
 from tests.e2e.cluster import Cluster
 from tests.e2e.test_chaos import finish_and_check
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from job_server.wire import JobSpec, JobState
+from job_server.api.wire import JobSpec, JobState
 from tests.e2e.cluster import ROOT, Cluster
 from tests.support import free_port, wait_until
 

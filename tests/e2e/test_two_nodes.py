@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from job_server.wire import JobSpec, JobState, JobStatus, Way
+from job_server.api.wire import JobSpec, JobState, JobStatus, Way
 from pod_runtime.verify import read_ledger
 from tests.e2e.cluster import ROOT
 from tests.e2e.netns import Network, require_network_namespaces

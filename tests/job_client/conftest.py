@@ -12,8 +12,8 @@ from job_client.agent import Agent, End
 from job_client.config import Config
 from job_client.gpus import CpuSlots
 from job_client.home import Home
-from job_server.errors import NotFound, ServerAway
-from job_server.wire import (
+from job_server.api.errors import NotFound, ServerAway
+from job_server.api.wire import (
     JobStatus,
     Node,
     NodePlan,

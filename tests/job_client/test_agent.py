@@ -9,8 +9,8 @@ import pytest
 
 from job_client.agent import End
 from job_client.errors import FatalError, UsageError
-from job_server.errors import Conflict, Unauthorized
-from job_server.wire import PodPhase, Want
+from job_server.api.errors import Conflict, Unauthorized
+from job_server.api.wire import PodPhase, Want
 from pod_runtime import env, processes, shim_wire
 from tests.job_client.conftest import pod
 from tests.support import wait_until

@@ -6,8 +6,8 @@ import pytest
 
 from job_client.errors import FatalError, UsageError
 from job_client.link import MAX_BACKOFF_S, Backoff, Callbacks, Link, find_job
-from job_server.errors import ServerAway, Unauthorized
-from job_server.wire import JobKind, Node, NodeReport, Slot, SlotKind
+from job_server.api.errors import ServerAway, Unauthorized
+from job_server.api.wire import JobKind, Node, NodeReport, Slot, SlotKind
 from tests.job_client.conftest import FakeServer
 
 

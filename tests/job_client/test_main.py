@@ -15,8 +15,8 @@ import pytest
 
 from job_client.__main__ import is_ours, parse_args, server_url
 from job_client.errors import UsageError
-from job_server.errors import JobServerError, Rejected
-from job_server.wire import Node, NodeReport, PodPhase, decode, encode
+from job_server.api.errors import JobServerError, Rejected
+from job_server.api.wire import Node, NodeReport, PodPhase, decode, encode
 from pod_runtime import env, processes
 from tests.job_client.conftest import FakeServer, kill_all, pod
 from tests.support import wait_until

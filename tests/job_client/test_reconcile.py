@@ -13,7 +13,7 @@ from job_client.reconcile import (
     StopPod,
     plan_changes,
 )
-from job_server.wire import NodePod, PodPhase, Want
+from job_server.api.wire import NodePod, PodPhase, Want
 
 KEY = ("job", "a")
 

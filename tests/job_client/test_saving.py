@@ -15,7 +15,7 @@ import pytest
 
 from job_client.agent import End
 from job_client.saving import Saving
-from job_server.wire import PodPhase, Save, SavePhase, SaveState, Want
+from job_server.api.wire import PodPhase, Save, SavePhase, SaveState, Want
 from pod_runtime import shim_wire
 from pod_runtime.segment_header import Stamp
 from pod_runtime.shim_wire import ShimError

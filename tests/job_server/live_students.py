@@ -6,9 +6,9 @@ import socket
 import threading
 import time
 
-from job_server.api_client import ApiClient
-from job_server.errors import JobServerError
-from job_server.wire import Demand
+from job_server.api.api_client import ApiClient
+from job_server.api.errors import JobServerError
+from job_server.api.wire import Demand
 
 REPORT_S = 0.1
 COMPUTE_S = 0.06  # of a student, per batch: a teacher feeds three

@@ -13,13 +13,13 @@ from typing import Any
 
 from flask.testing import FlaskClient
 
-from job_server.api_client import ApiClient
-from job_server.app import create_app
-from job_server.errors import ServerAway
-from job_server.guard import Guard
-from job_server.service import Service
-from job_server.store import Store
-from job_server.wire import Node, Slot, SlotKind
+from job_server.api.api_client import ApiClient
+from job_server.api.errors import ServerAway
+from job_server.api.wire import Node, Slot, SlotKind
+from job_server.server.app import create_app
+from job_server.server.guard import Guard
+from job_server.server.service import Service
+from job_server.server.store import Store
 from tests.support import free_port, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]

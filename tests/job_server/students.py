@@ -3,8 +3,8 @@
 import random
 from dataclasses import dataclass, field
 
-from job_server.demand import Governor, observe
-from job_server.wire import Demand
+from job_server.api.wire import Demand
+from job_server.teachers.demand import Governor, observe
 
 REPORT_S = 2.0
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from job_server import wire
-from job_server.api_client import ApiClient, server_url
-from job_server.errors import BadRequest, Conflict, Gone, NotFound, ServerAway, Unauthorized
+from job_server.api import wire
+from job_server.api.api_client import ApiClient, server_url
+from job_server.api.errors import BadRequest, Conflict, Gone, NotFound, ServerAway, Unauthorized
 from tests.job_server.serving import InThread, cpu_node, running_server
 from tests.support import free_port, wait_until
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
-from job_server import wire
-from job_server.bodies import MAX_BODY_BYTES
-from job_server.errors import StoreTrouble
-from job_server.guard import Guard
-from job_server.service import Service
-from job_server.store import Store
+from job_server.api import wire
+from job_server.api.bodies import MAX_BODY_BYTES
+from job_server.api.errors import StoreTrouble
+from job_server.server.guard import Guard
+from job_server.server.service import Service
+from job_server.server.store import Store
 from tests.job_server.serving import InThread, browse, cpu_node, open_service
 from tests.support import wait_until
 
@@ -585,16 +585,17 @@ def test_the_page_escapes_what_others_sent(client):
 
 
 def test_importing_the_wire_loads_no_flask():
-    code = "import sys, job_server.wire, job_server.api_client; sys.exit('flask' in sys.modules)"
+    modules = "job_server.api.wire, job_server.api.api_client"
+    code = f"import sys, {modules}; sys.exit('flask' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 AST_IN_FINALIZERS = """
 import ast, gc
-from job_server.app import create_app
-from job_server.guard import Guard
-from job_server.service import Service
-from job_server.store import Store
+from job_server.server.app import create_app
+from job_server.server.guard import Guard
+from job_server.server.service import Service
+from job_server.server.store import Store
 
 class Garbage:
     def __init__(self):

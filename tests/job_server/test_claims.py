@@ -7,14 +7,15 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from job_server import stages, wire
-from job_server.claims import claim, shortage
-from job_server.engine import Engine
-from job_server.errors import BadRequest, Conflict, Gone, NotFound
-from job_server.job import Job
-from job_server.service import Service
-from job_server.store import Store
-from job_server.wire import JobKind, JobSpec, JobState, PodPhase, PodState, Resize
+from job_server.api import wire
+from job_server.api.errors import BadRequest, Conflict, Gone, NotFound
+from job_server.api.wire import JobKind, JobSpec, JobState, PodPhase, PodState, Resize
+from job_server.server.engine import Engine
+from job_server.server.service import Service
+from job_server.server.store import Store
+from job_server.sharing.claims import claim, shortage
+from job_server.training import stages
+from job_server.training.job import Job
 from tests.job_server.serving import cpu_node
 
 FOLDERS = ("train", "teach")

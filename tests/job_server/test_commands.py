@@ -8,8 +8,10 @@ import pytest
 
 from edl.__main__ import VERBS
 from edl.__main__ import main as edl
-from job_server import commands, stages, wire
-from job_server.commands import main
+from job_server.api import wire
+from job_server.cli import commands
+from job_server.cli.commands import main
+from job_server.training import stages
 from tests.job_server.serving import InThread, cpu_node, running_server
 from tests.job_server.test_stages_changes import trains, world
 from tests.job_server.world import World

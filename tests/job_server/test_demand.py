@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from job_server.demand import Governor, no_students, observe
-from job_server.wire import Demand
+from job_server.api.wire import Demand
+from job_server.teachers.demand import Governor, no_students, observe
 from tests.job_server.students import School, Trial
 
 HALF_AN_HOUR = 900  # reports

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from job_server import advance, wire
-from job_server.service import Service
-from job_server.store import Store
-from job_server.work import Work
+from job_server.api import wire
+from job_server.server.service import Service
+from job_server.server.store import Store
+from job_server.training import advance
+from job_server.training.work import Work
 from tests.job_server.serving import ROOT, browse, cpu_node, open_service
 from tests.support import wait_until
 
@@ -104,9 +105,9 @@ def test_the_clock_goes_on_after_a_full_disk_and_then_does_what_was_due(tmp_path
     """In a process of its own: the size limit that stands for the disk holds for all its files."""
     script = """
         import logging, resource, signal, sys, time
-        from job_server import wire
-        from job_server.service import Service
-        from job_server.store import Store
+        from job_server.api import wire
+        from job_server.server.service import Service
+        from job_server.server.store import Store
         from tests.job_server.serving import cpu_node
 
         logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
@@ -164,7 +165,7 @@ def test_the_clock_goes_on_after_a_full_disk_and_then_does_what_was_due(tmp_path
 
 
 def test_a_round_of_the_clock_that_fails_is_logged_and_the_next_one_comes(caplog, monkeypatch):
-    monkeypatch.setattr("job_server.engine.RETRY_S", 0.01)
+    monkeypatch.setattr("job_server.server.engine.RETRY_S", 0.01)
     service = Service(Store(":memory:"))
     forgettable, calls = service._engine.fleet.forgettable, []
 
@@ -211,7 +212,7 @@ def test_a_clock_that_is_late_says_so_and_the_server_is_unwell_until_it_catches_
 
 
 def test_a_job_that_the_database_will_not_forget_is_forgotten_later(monkeypatch):
-    monkeypatch.setattr("job_server.engine.RETRY_S", 0.05)
+    monkeypatch.setattr("job_server.server.engine.RETRY_S", 0.05)
     with open_service() as service:
         service.submit(SPEC)
         service._engine.store._db.execute(

@@ -6,10 +6,7 @@ from typing import Any
 
 import pytest
 
-from job_server import budget
-from job_server.faults import fault_of, fault_of_pod, find_lasting, normal
-from job_server.job import Cause, CauseKind, Fault
-from job_server.wire import (
+from job_server.api.wire import (
     JobState,
     PodReport,
     RaisedError,
@@ -19,6 +16,9 @@ from job_server.wire import (
     decode,
     encode,
 )
+from job_server.training import budget
+from job_server.training.faults import fault_of, fault_of_pod, find_lasting, normal
+from job_server.training.job import Cause, CauseKind, Fault
 from tests.job_server.test_stages_changes import records, resize, tell, trains, world
 from tests.job_server.world import World
 

@@ -15,12 +15,12 @@ from flask.testing import FlaskClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from job_server import wire
-from job_server.guard import Guard
-from job_server.kinds import AnyJob
-from job_server.openapi import OPERATIONS
-from job_server.service import Service
-from job_server.store import Store
+from job_server.api import wire
+from job_server.server.guard import Guard
+from job_server.server.openapi import OPERATIONS
+from job_server.server.service import Service
+from job_server.server.store import Store
+from job_server.sharing.kinds import AnyJob
 from tests.job_server.serving import browse, cpu_node
 
 TOKEN = "correct horse"

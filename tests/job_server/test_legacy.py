@@ -2,9 +2,9 @@
 
 import pytest
 
-from job_server.config import read_config
-from job_server.service import Service
-from job_server.store import Store
+from job_server.server.config import read_config
+from job_server.server.service import Service
+from job_server.server.store import Store
 from tests.job_server.serving import browse, open_service, running_server
 from tests.support import wait_until
 

@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from job_server import wire
 from job_server.__main__ import main
-from job_server.config import read_config
-from job_server.errors import ConfigError
-from job_server.wire import ScriptKind
+from job_server.api import wire
+from job_server.api.errors import ConfigError
+from job_server.api.wire import ScriptKind
+from job_server.server.config import read_config
 from tests.job_server.serving import ROOT, InThread, running_server
 from tests.support import free_port
 

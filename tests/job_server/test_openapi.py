@@ -5,8 +5,8 @@ import re
 import pytest
 from openapi_spec_validator import validate
 
-from job_server import wire
-from job_server.openapi import OPERATIONS, build_openapi
+from job_server.api import wire
+from job_server.server.openapi import OPERATIONS, build_openapi
 from tests.job_server.serving import browse, cpu_node, open_service
 
 

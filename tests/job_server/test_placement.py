@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from job_server.placement import (
+from job_server.api.wire import JobSpec, Node, Slot, SlotKind
+from job_server.cluster.placement import (
     Cluster,
     NodeView,
     Site,
@@ -14,7 +15,6 @@ from job_server.placement import (
     place,
     serves,
 )
-from job_server.wire import JobSpec, Node, Slot, SlotKind
 
 NOW = 100.0
 

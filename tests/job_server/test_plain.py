@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from job_server import stages
-from job_server.deadlines import TELL_WAITING_S
-from job_server.job import Job
-from job_server.plain import LOOP_S
-from job_server.stages import Cluster, NodesChanged, Tick
-from job_server.wire import JobSpec, JobState
+from job_server.api.wire import JobSpec, JobState
+from job_server.training import stages
+from job_server.training.deadlines import TELL_WAITING_S
+from job_server.training.job import Job
+from job_server.training.plain import LOOP_S
+from job_server.training.stages import Cluster, NodesChanged, Tick
 from tests.job_server.test_stages_changes import resize, trains, world
 from tests.job_server.world import World
 

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from job_server import polls
-from job_server.errors import NotFound
-from job_server.polls import Topic, Watchers
+from job_server.api.errors import NotFound
+from job_server.server import polls
+from job_server.server.polls import Topic, Watchers
 from tests.job_server.serving import InThread
 from tests.support import wait_until
 

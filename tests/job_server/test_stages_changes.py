@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from job_server import stages, wire
-from job_server.job import At, Phase
-from job_server.stages import ResizeAsked
-from job_server.wire import (
+from job_server.api import wire
+from job_server.api.wire import (
     JobSpec,
     JobState,
     Order,
@@ -23,6 +21,9 @@ from job_server.wire import (
     Want,
     Way,
 )
+from job_server.training import stages
+from job_server.training.job import At, Phase
+from job_server.training.stages import ResizeAsked
 from tests.job_server.world import World, node
 
 RUNNING, SUCCEEDED = JobState.RUNNING, JobState.SUCCEEDED

@@ -4,10 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from job_server import stages
-from job_server.job import Phase
-from job_server.stages import PauseAsked, Reported, StopAsked
-from job_server.wire import (
+from job_server.api.wire import (
     JobState,
     Order,
     PodPhase,
@@ -17,6 +14,9 @@ from job_server.wire import (
     StagePlan,
     Want,
 )
+from job_server.training import stages
+from job_server.training.job import Phase
+from job_server.training.stages import PauseAsked, Reported, StopAsked
 from tests.job_server.test_stages_changes import RUNNING, ids, records, trains, world
 from tests.job_server.world import World
 

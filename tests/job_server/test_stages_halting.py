@@ -2,10 +2,10 @@
 
 import pytest
 
-from job_server import stages
-from job_server.job import Phase
-from job_server.stages import KillAsked, PauseAsked, ResizeAsked, ResumeAsked, StopAsked
-from job_server.wire import JobState, Kill, Order, ReportKind, Resize, ScriptKind, ScriptSpec
+from job_server.api.wire import JobState, Kill, Order, ReportKind, Resize, ScriptKind, ScriptSpec
+from job_server.training import stages
+from job_server.training.job import Phase
+from job_server.training.stages import KillAsked, PauseAsked, ResizeAsked, ResumeAsked, StopAsked
 from tests.job_server.test_stages_changes import RUNNING, ids, records, tell, trains, world
 from tests.job_server.world import World
 

@@ -3,8 +3,9 @@
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from job_server import stages, wire
-from job_server.wire import LocalStage, PodPhase, ReportKind, SnapshotRef
+from job_server.api import wire
+from job_server.api.wire import LocalStage, PodPhase, ReportKind, SnapshotRef
+from job_server.training import stages
 from tests.job_server.test_stages_changes import trains, world
 from tests.job_server.world import World
 

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from job_server import budget, stages, wire
-from job_server.job import At, Cause, CauseKind
-from job_server.stages import KillAsked, Reported, ResizeAsked
-from job_server.wire import JobState, Kill, PodReport, ReportKind, Resize, Way
+from job_server.api import wire
+from job_server.api.wire import JobState, Kill, PodReport, ReportKind, Resize, Way
+from job_server.training import budget, stages
+from job_server.training.job import At, Cause, CauseKind
+from job_server.training.stages import KillAsked, Reported, ResizeAsked
 from tests.job_server.test_stages_changes import RUNNING, ids, records, tell, trains, world
 from tests.job_server.world import HEARTBEAT_S, World, node
 

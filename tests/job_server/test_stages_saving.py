@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from job_server import stages, wire
-from job_server.job import At, HaltPhase
-from job_server.stages import PauseAsked, ResumeAsked, StopAsked
-from job_server.wire import JobState
+from job_server.api import wire
+from job_server.api.wire import JobState
+from job_server.training import stages
+from job_server.training.job import At, HaltPhase
+from job_server.training.stages import PauseAsked, ResumeAsked, StopAsked
 from tests.job_server.test_stages_changes import records, trains, world
 from tests.job_server.world import World, node
 

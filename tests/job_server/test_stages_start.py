@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
-from job_server import stages, wire
-from job_server.job import MAX_RECORDS, Job
-from job_server.placement import Cluster, NodeView
-from job_server.stages import NodesChanged, ResizeAsked, RunTimeStatic, Tick
-from job_server.wire import JobSpec, JobState, Resize, ScriptKind, ScriptSpec
+from job_server.api import wire
+from job_server.api.wire import JobSpec, JobState, Resize, ScriptKind, ScriptSpec
+from job_server.cluster.placement import Cluster, NodeView
+from job_server.training import stages
+from job_server.training.job import MAX_RECORDS, Job
+from job_server.training.stages import NodesChanged, ResizeAsked, RunTimeStatic, Tick
 from tests.job_server.test_stages_changes import ids, trains, world
 from tests.job_server.world import World, node
 

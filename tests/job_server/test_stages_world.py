@@ -6,8 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from job_server import stages, wire
-from job_server.wire import JobSpec, JobState, LocalStage, ScriptKind, ScriptSpec
+from job_server.api import wire
+from job_server.api.wire import JobSpec, JobState, LocalStage, ScriptKind, ScriptSpec
+from job_server.training import stages
 from tests.job_server.world import Launcher, SimNode, SimPod, World, node
 
 Pick = Callable[[int], int]

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from job_server import stages, wire
-from job_server.job import Stage
-from job_server.losses import MOST_LOSSES, likely_losses
-from job_server.placement import Cluster, NodeView
+from job_server.api import wire
+from job_server.cluster.placement import Cluster, NodeView
+from job_server.training import stages
+from job_server.training.job import Stage
+from job_server.training.losses import MOST_LOSSES, likely_losses
 from tests.job_server.test_stages_changes import RUNNING, records, trains, world
 from tests.job_server.world import World, node
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from job_server.errors import ConfigError, StoreTrouble
-from job_server.store import KEPT_EVENTS, Store
-from job_server.wire import JobEvent
+from job_server.api.errors import ConfigError, StoreTrouble
+from job_server.api.wire import JobEvent
+from job_server.server.store import KEPT_EVENTS, Store
 
 
 def event(number: int, text: str = "said") -> JobEvent:

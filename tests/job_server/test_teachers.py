@@ -5,9 +5,15 @@ from typing import Any
 
 import pytest
 
-from job_server import kinds, teacher_views, teachers, wire
-from job_server.claims import NO_CLAIMS
-from job_server.events import (
+from job_server.api import wire
+from job_server.api.wire import JobKind, JobSpec, JobState, PodPhase, PodState
+from job_server.cluster.placement import Cluster, NodeView
+from job_server.sharing import kinds
+from job_server.sharing.claims import NO_CLAIMS
+from job_server.teachers import machine as teachers
+from job_server.teachers import views as teacher_views
+from job_server.teachers.job import TeacherJob
+from job_server.training.events import (
     Demanded,
     Event,
     KillAsked,
@@ -21,9 +27,6 @@ from job_server.events import (
     StopAsked,
     Tick,
 )
-from job_server.placement import Cluster, NodeView
-from job_server.teacher_job import TeacherJob
-from job_server.wire import JobKind, JobSpec, JobState, PodPhase, PodState
 from tests.job_server.serving import cpu_node
 
 NOW = 1000.0

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from job_server.wire import JobKind, JobSpec, JobState, JobStatus
+from job_server.api.wire import JobKind, JobSpec, JobState, JobStatus
 from tests.job_server.live_students import REPORT_S, Students
 from tests.job_server.serving import ROOT, ServerProcess, running_server
 from tests.support import trainer_ports, wait_until

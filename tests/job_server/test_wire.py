@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from job_server.codec import MAX_INT, WireError, decode
-from job_server.wire import JobSpec, PodReport, check_range
+from job_server.api.codec import MAX_INT, WireError, decode
+from job_server.api.wire import JobSpec, PodReport, check_range
 
 HUGE = 10**400
 

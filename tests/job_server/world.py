@@ -7,11 +7,8 @@ its trainers train, as in an all-reduce; so the world can see when two worlds wo
 
 from dataclasses import dataclass, field, replace
 
-from job_server import stages, wire
-from job_server.job import HaltPhase
-from job_server.layout import unsaved
-from job_server.stages import Cluster, Event, Job, NodeView
-from job_server.wire import (
+from job_server.api import wire
+from job_server.api.wire import (
     LocalStage,
     Order,
     PodPhase,
@@ -26,6 +23,10 @@ from job_server.wire import (
     Want,
     Way,
 )
+from job_server.training import stages
+from job_server.training.job import HaltPhase
+from job_server.training.layout import unsaved
+from job_server.training.stages import Cluster, Event, Job, NodeView
 
 HEARTBEAT_S = 1.0
 

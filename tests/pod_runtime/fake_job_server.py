@@ -6,7 +6,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
-from job_server.wire import (
+from job_server.api.wire import (
     Attach,
     Order,
     PlanPod,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from job_server.wire import Order, PlanPod, SlotKind, StagePlan, Way
+from job_server.api.wire import Order, PlanPod, SlotKind, StagePlan, Way
 from pod_runtime.env import EnvError, PodEnv, TrainerEnv, pod_environment, trainer_environment
 
 POD = PodEnv(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from job_server.wire import (
+from job_server.api.wire import (
     LocalStage,
     Order,
     PlanPod,

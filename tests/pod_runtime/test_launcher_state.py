@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from job_server.wire import (
+from job_server.api.wire import (
     LocalStage,
     Order,
     PlanPod,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from job_server import stages
-from job_server.wire import JobState
+from job_server.api.wire import JobState
+from job_server.training import stages
 from pod_runtime import processes, run_session
 from pod_runtime.errors import LaunchError
 from pod_runtime.run import count_gpus, read_config, train_sh

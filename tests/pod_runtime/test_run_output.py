@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from job_server.api_client import ApiClient
+from job_server.api.api_client import ApiClient
 from pod_runtime import run_session, run_view
 from pod_runtime.run_output import TrainerOutput
 from pod_runtime.run_view import without_end

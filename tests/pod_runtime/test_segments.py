@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from job_server.wire import Order, PlanPod, RestoreFrom, SnapshotRef, StagePlan, Way
+from job_server.api.wire import Order, PlanPod, RestoreFrom, SnapshotRef, StagePlan, Way
 from pod_runtime import shim_wire
 from pod_runtime.channel import close_all
 from pod_runtime.channel_wire import SegmentMade

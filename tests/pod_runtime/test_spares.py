@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from job_server.wire import Order, PodOrders
+from job_server.api.wire import Order, PodOrders
 from pod_runtime import launcher_decisions
 from pod_runtime.launcher_decisions import QUIET_S, WarmSpare
 from pod_runtime.launcher_state import spare_started, spares_counted

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from job_server.wire import PlanPod
+from job_server.api.wire import PlanPod
 from pod_runtime import processes
 from pod_runtime.console import Console
 from pod_runtime.errors import SpawnError

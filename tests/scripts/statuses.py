@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from job_server.wire import Account, JobSpec, JobState, JobStatus, StageRecord, Way
+from job_server.api.wire import Account, JobSpec, JobState, JobStatus, StageRecord, Way
 
 
 def stage(number: int, pods: int, **fields: object) -> StageRecord:

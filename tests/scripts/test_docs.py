@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from job_server.change_script import parse_script
-from job_server.wire import JobSpec, ScriptKind, ScriptSpec, WireError
+from job_server.api.wire import JobSpec, ScriptKind, ScriptSpec, WireError
+from job_server.cluster.change_script import parse_script
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = ROOT / "examples" / "digits"

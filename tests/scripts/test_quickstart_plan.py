@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from job_server.wire import JobEvent, JobState, JobStatus, Way
+from job_server.api.wire import JobEvent, JobState, JobStatus, Way
 from scripts.quickstart_plan import (
     Act,
     Director,

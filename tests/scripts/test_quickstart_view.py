@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from job_server.wire import Account, JobState, Way
+from job_server.api.wire import Account, JobState, Way
 from scripts.quickstart_plan import Check
 from scripts.quickstart_view import (
     Style,

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from job_server.api_client import ApiClient
+from job_server.api.api_client import ApiClient
 from tests.support import free_port, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]

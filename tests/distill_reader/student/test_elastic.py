@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from job_server.wire import JobSpec
+from job_server.api.wire import JobSpec
 from tests.distill_reader.student.teacher_process import TeacherProcess
 from tests.e2e.cluster import ROOT, Cluster
 from tests.e2e.test_chaos import finish_and_check

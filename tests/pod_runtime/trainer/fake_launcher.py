@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from job_server.wire import (
+from job_server.api.wire import (
     Order,
     PlanPod,
     RestoreFrom,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from job_server.wire import Order, PlanPod, StagePlan, Way
+from job_server.api.wire import Order, PlanPod, StagePlan, Way
 from pod_runtime.trainer.adapter import GroupSpec
 from pod_runtime.trainer.errors import LinkError, PeerLost
 from pod_runtime.trainer.joining import MOST_GROUPS, Joining

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from job_server.wire import decode, encode
+from job_server.api.wire import decode, encode
 from pod_runtime.trainer.audit import audit
 from pod_runtime.trainer.batches import Ids, permutation
 from pod_runtime.trainer.checkpoint import CheckpointStore

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from job_server.wire import JobSpec
+from job_server.api.wire import JobSpec
 from pod_runtime import processes
 from pod_runtime.trainer import owner as owner_module
 from pod_runtime.trainer.checkpoint import CheckpointId, CheckpointStore

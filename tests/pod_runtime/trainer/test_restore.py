@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from job_server.wire import RestoreFrom
+from job_server.api.wire import RestoreFrom
 from pod_runtime.trainer.checkpoint import CheckpointStore
 from pod_runtime.trainer.errors import StateError
 from pod_runtime.trainer.restore import Restored, restore

@@ -1,0 +1,108 @@
+"""How durations, steps and tables are written for people. Pure."""
+
+import signal
+from collections.abc import Sequence
+
+from job_server.api.wire import JobStatus, SaveState, StageRecord, TeacherStatus
+
+_ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # somebody wanted it to end
+
+
+def duration(seconds: float) -> str:
+    """Return e.g. `0.4 s`, `12 s`, `3 min 20 s`, `5 h 2 min`."""
+    if seconds < 10:
+        return f"{max(seconds, 0):.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole // 60 % 60} min"
+
+
+def saving_text(said: SaveState) -> str:
+    """Return how far the writing of a state is, e.g. `writing step 12: 0.6 of 1.2 GB`."""
+    if not said.total_bytes:
+        return "beginning to write the newest state"
+    unit, name = (1e9, "GB") if said.total_bytes >= 1e9 else (1e6, "MB")
+    done, total = said.written_bytes / unit, said.total_bytes / unit
+    return f"writing step {said.step}: {done:.1f} of {total:.1f} {name}"
+
+
+def steps_of_total(status: JobStatus) -> str:
+    """Return e.g. `120 of 400 (30 %)`, or the step alone where the total is not known."""
+    if status.total_steps:
+        share = 100 * status.step / status.total_steps
+        return f"{status.step} of {status.total_steps} ({share:.0f} %)"
+    return str(status.step)
+
+
+def steps_of_stage(record: StageRecord) -> str:
+    """Return e.g. `1 to 40`, `41 to ...` while it runs, `-` before its first step."""
+    if record.first_step is None:
+        return "-"
+    return f"{record.first_step} to {'...' if record.last_step is None else record.last_step}"
+
+
+def account_parts(status: JobStatus) -> dict[str, float]:
+    """Return where the job's time went, in seconds by what people call it."""
+    account = status.account
+    return {
+        "training" if status.teachers is None else "serving": account.training_s,
+        "preparing": account.preparing_s,
+        "cutting over": account.cutting_over_s,
+        "recovering": account.recovering_s,
+        "waiting": account.waiting_s,
+        "paused": account.paused_s,
+    }
+
+
+def teacher_facts(teachers: TeacherStatus) -> list[tuple[str, str]]:
+    """Return what is to be said of a job of teachers, as names and values."""
+    demand, age_s = teachers.demand, teachers.demand_age_s
+    said = "never reported"
+    if demand is not None and age_s is not None:
+        said = (
+            f"{demand.students} students, waiting {100 * demand.wait_share:.0f} % of their time, "
+            f"{demand.samples_per_s:,.0f} samples/s; {duration(age_s)} ago"
+        )
+        if demand.teachers is not None:
+            said += f"; {demand.teachers} registered"
+    return [
+        ("service", teachers.service),
+        ("chosen", f"by {teachers.chosen_by}"),
+        ("demand", said),
+    ]
+
+
+def ending(code: int) -> str:
+    """Return e.g. `exited with 3`, `was killed by SIGKILL`, `died of SIGSEGV`.
+
+    Args:
+        code: exit code, negative for a signal.
+    """
+    if code >= 0:
+        return f"exited with {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # real-time signals have no name
+        name = f"signal {-code}"
+    if -code == signal.SIGKILL:
+        return f"was killed by {name}"
+    return f"was ended by {name}" if -code in _ASKED else f"died of {name}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return aligned columns; the last one is not padded. Control characters are made visible."""
+    cells = [[_printable(str(cell)) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    lines = []
+    for row in cells:
+        padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def _printable(text: str) -> str:
+    # What others sent must not move the cursor of a terminal.
+    return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)

@@ -1,0 +1,815 @@
+"""The job server's contract: every type that crosses its wire, and nothing else.
+
+Server, job client, pod runtime and controller import these types from here. Standard library
+only: importing this module never pulls in Flask. JSON is made and checked by `codec`.
+
+The conversation is level-triggered. Clients and launchers long-poll for what should be true now
+(`NodePlan`, `PodOrders`) and report what is true now (`NodeReport`, `Attach`, `PodReport`); every
+message may be repeated, and none carries a difference to an earlier one.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from job_server.api.codec import WireError, decode, encode
+
+__all__ = ["WireError", "decode", "encode"]  # the rest is public as well; these are re-exports
+
+API = "/api/v1"
+SHOWN_CHARS = 300  # of the text of an exception
+MAX_ERROR_CHARS = 4096  # of the same, as it is sent
+MAX_POLL_S = 60.0  # the longest a server holds a long poll
+MAX_RUN_TIME_S = 366 * 86400.0
+MAX_STAGE = 10**12  # what follows it has to be a number of 16 digits, as all in our JSON
+STOP_AFTER_RANGE_S = (0.1, MAX_RUN_TIME_S)
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
+
+
+def check_id(field: str, value: str) -> None:
+    """Refuse ids that could leave a folder or break a path, such as `../x`.
+
+    Raises:
+        WireError: `value` is not 1 to 100 letters, digits, '.', '_' or '-', or begins otherwise.
+    """
+    if not _ID.match(value):
+        shown = value if len(value) <= 60 else value[:57] + "..."
+        raise WireError(
+            f"{field}: {shown!r} is not an id; use 1 to 100 letters, digits, '.', '_' or '-', "
+            "beginning with a letter or digit"
+        )
+
+
+def check_range(field: str, value: float, low: float, high: float) -> None:
+    """Raise a WireError unless low <= value <= high."""
+    if not low <= value <= high:
+        # Not every int can be shown as a float, and a long one fills the screen.
+        shown = f"{value:g}" if abs(value) < 1e300 else "a huge number"
+        raise WireError(f"{field}: must be between {low:g} and {high:g}, got {shown}")
+
+
+# --- nodes: job client <-> server -------------------------------------------------------------
+
+
+class SlotKind(Enum):
+    GPU = "gpu"
+    CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """A place for one trainer: one GPU, or a share of the CPU."""
+
+    index: int  # as NVML numbers GPUs; CPU slots count from 0
+    kind: SlotKind
+    name: str = ""
+    uuid: str = ""
+    memory_bytes: int = 0
+    usable: bool = True
+    reason: str = ""  # why it is not usable
+
+    def __post_init__(self) -> None:
+        check_range("index", self.index, 0, 4095)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """What a job client registers: its slots and where its pods listen."""
+
+    node_id: str
+    addr: str  # address that other nodes' trainers reach
+    slots: tuple[Slot, ...]
+    port_low: int  # first port that trainers of this node may use
+    port_high: int  # last one, inclusive
+    job_id: str | None = None  # the one job it serves; None: any job whose folder it has
+    folders: tuple[str, ...] = ()  # jobs it can run by `--jobs_dir`; unused where job_id is set
+    stop_after_s: float | None = None  # None: its pods keep running while the server is away
+    saves: bool = False  # it understands `NodePod.save`; clients of the version before do not
+
+    def __post_init__(self) -> None:
+        check_id("node_id", self.node_id)
+        if self.job_id is not None:
+            check_id("job_id", self.job_id)
+        if not self.addr or len(self.addr) > 255 or any(c in self.addr for c in " ,/;"):
+            raise WireError(f"addr: expected a host name or an address, got {self.addr[:60]!r}")
+        check_range("port_low", self.port_low, 1024, 65535)
+        check_range("port_high", self.port_high, self.port_low, 65535)
+        if self.stop_after_s is not None:
+            check_range("stop_after_s", self.stop_after_s, *STOP_AFTER_RANGE_S)
+        if not self.slots:
+            raise WireError("slots: a node needs at least one slot")
+        if len({slot.index for slot in self.slots}) != len(self.slots):
+            raise WireError("slots: two slots have the same index")
+        if self.port_high - self.port_low + 1 < 2 * len(self.slots):
+            raise WireError(
+                f"port_high: {self.port_high - self.port_low + 1} ports are too few for "
+                f"{len(self.slots)} slots; give at least two per slot"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """An order to a client: write the newest state that a pod's shim holds as a checkpoint.
+
+    It goes where the training script has its checkpoints; where that cannot be written, or the
+    script has none, to the run folder of the pod.
+    """
+
+    id: int  # another number is another try
+    spare: bool = False  # to the run folder only: another node may write to the script's path
+
+
+class SavePhase(Enum):
+    WRITING = "writing"
+    WRITTEN = "written"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveState:
+    """What has become of a `Save`; also of one that a client began by itself, as it was ended."""
+
+    id: int  # of the order; 0: nobody's
+    phase: SavePhase
+    stage: int = 0  # of the state; 0: not known yet
+    step: int = 0
+    serial: int = 0
+    written_bytes: int = 0  # a number other than the last is a sign of life
+    total_bytes: int = 0
+    path: str = ""  # WRITTEN: the folder of checkpoints, or URL, that it is in
+    spare: bool = False  # WRITTEN: that is a run folder, not where the script has its checkpoints
+    reason: str = ""  # FAILED
+    nothing: bool = False  # FAILED: the shims answer, and hold no state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """The newest state that was written when nobody trained it any more."""
+
+    stage: int
+    step: int
+    serial: int = 0
+    path: str  # folder of checkpoints, or URL
+    node_id: str  # who wrote it; others may not see a local path
+    spare: bool = False  # a run folder, where a start looks only if it is told to
+
+
+class Want(Enum):
+    RUN = "run"
+    HOLD = "hold"  # stop every process of the pod, keep its shim: it holds a snapshot
+    KILL = "kill"  # SIGKILL the whole pod now (a change script or an operator asked for it)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePod:
+    """One pod as its node should have it. A pod that is not named is stopped and released."""
+
+    pod_id: str
+    job_id: str
+    slots: tuple[int, ...]
+    want: Want
+    folder: str | None = None  # subfolder of --jobs_dir; None: the client's own script
+    max_trainers: int = 1
+    grace_s: float = 15.0
+    service: str | None = None  # None: not a teacher
+    ports: tuple[int, ...] = ()  # of a teacher, on its node's address; trainers' are in the stage
+    save: Save | None = None  # None: nothing is to be written
+    last_save: bool = False  # if the client is ended, it writes the state that its pods hold
+
+    def __post_init__(self) -> None:
+        check_id("pod_id", self.pod_id)
+        check_id("job_id", self.job_id)
+        if self.service is not None:
+            check_id("service", self.service)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePlan:
+    """Answer to a client's long poll: all of this node's pods, of all jobs."""
+
+    server_id: str  # changes when the server restarts: register and report again
+    revision: int
+    pods: tuple[NodePod, ...]
+    heartbeat_s: float
+
+
+class PodPhase(Enum):
+    STARTING = "starting"  # package script, shim
+    RUNNING = "running"
+    STOPPING = "stopping"
+    EXITED = "exited"  # no process but, perhaps, the shim that holds a snapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodState:
+    pod_id: str
+    job_id: str
+    phase: PodPhase
+    exit_code: int | None = None  # None: not exited, or ended by a signal
+    signal: int | None = None
+    reason: str = ""
+    last_lines: tuple[str, ...] = ()
+    log_path: str = ""
+    cpu_percent: float = 0.0
+    memory_bytes: int = 0
+    save: SaveState | None = None  # None: nothing was to be written
+    holds: bool = True  # EXITED: its shim is there, with what it holds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotUsage:
+    index: int
+    utilization_percent: float = 0.0
+    memory_used_bytes: int = 0
+    temperature_c: float | None = None  # None: not a GPU, or not known
+    stranger: str = ""  # who else is on it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReport:
+    """Heartbeat of a client, sent every `heartbeat_s` and at once when a pod's phase changes."""
+
+    node_id: str
+    pods: tuple[PodState, ...] = ()
+    slots: tuple[SlotUsage, ...] = ()
+    leaving: bool = False  # the client ends in an orderly way and has stopped its pods
+
+
+# --- stages: launcher <-> server --------------------------------------------------------------
+
+
+class Way(Enum):
+    """How a change of stage happens."""
+
+    START = "start"  # nothing runs: a first start, a resume, a recovery
+    STOP = "stop"  # trainers that never called the elastic loop: SIGTERM, then start again
+    DRAIN = "drain"  # agree on a step, put the state away, then start
+    REPLACE = "replace"  # the next stage's trainers are ready before the cut
+    JOIN = "join"  # trainers that stay form the next group beside the old one
+
+
+class Order(Enum):
+    """What a pod should do about one stage."""
+
+    PREPARE = "prepare"  # be there; no trainer yet, unless the way is replace or join
+    START = "start"  # start this stage's trainers: form the group, restore, then wait for GO
+    GO = "go"  # the stage is committed: train
+    CUT = "cut"  # agree on a step, finish it, put the state away, park
+    RESUME = "resume"  # the change was abandoned: parked trainers go on
+    END = "end"  # the stage is over: stop its trainers, keep the launcher
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotRef:
+    """The newest complete snapshot that a pod's shim holds."""
+
+    stage: int
+    step: int  # global steps committed since the job began
+    digest: str = ""  # of the layout: names, shapes and types
+    serial: int = 0  # states of one stage in order; what follows an epoch shares its last step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreFrom:
+    """Where a stage's state comes from. Without it: the newest intact checkpoint, else afresh."""
+
+    stage: int
+    step: int
+    pods: tuple[str, ...]  # whose shims hold it
+    serial: int = 0  # as of SnapshotRef
+    # Exactly this state, and every node of the stage has a pod that holds it: nobody needs to ask
+    # the others what they have.
+    on_every_node: bool = False
+    path: str = ""  # no shim has it: it is a checkpoint below this folder or URL
+    spare: bool = False  # ... which is nobody's checkpoint path: without it all would be lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanPod:
+    pod_id: str
+    pod_rank: int
+    node_id: str
+    addr: str
+    slots: tuple[int, ...]
+    ranks: tuple[int, ...]
+    ports: tuple[int, ...]  # one per rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """One stage as every pod of it must see it, with this pod's order."""
+
+    job_id: str
+    stage: int
+    flag: int  # the original's count of committed changes; -1 is the first stage
+    way: Way
+    order: Order
+    attempt: int = 0  # +1 whenever ports were dealt anew; a START with a new attempt starts again
+    pods: tuple[PlanPod, ...]
+    master: str  # "addr:port" of rank 0
+    restore_from: RestoreFrom | None = None  # None: checkpoint or afresh
+    max_trainers: int
+    durable: bool = False  # with CUT: nothing follows (pause, stop), no checkpoint may be amid
+    patient: bool = False  # with CUT: trainers stay, so none parks amid a step
+    cut: int = 0  # CUT: its number in this stage, the lower ones are off; else: all up to it are
+    kill_ranks: tuple[tuple[str, int], ...] = ()  # (kill id, rank): SIGKILL that trainer, once
+    policy: str = "fixed_global"  # of the job, for a training script that names none
+    # Sets of pods without any of which the prepared trainers could take over as well: for each
+    # they form a group of all others, beside the one of all.
+    losses: tuple[tuple[str, ...], ...] = ()
+    lost: tuple[str, ...] = ()  # one of `losses`, whose pods are gone: `pods` are the others
+    halt: str = ""  # with CUT: the job is to "pause" or to "stop"; "": neither
+    submitted_at: float = 0.0  # of the job: ids are used again; 0: a server of the version before
+    take_over: bool = False  # of the job
+
+    @property
+    def world_size(self) -> int:
+        return sum(len(pod.ranks) for pod in self.pods)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodOrders:
+    """Answer to a launcher's long poll: at most the stage in force and the one in preparation."""
+
+    server_id: str  # changes when the server restarts: attach again
+    revision: int
+    plans: tuple[StagePlan, ...]
+    heartbeat_s: float
+    leave: bool = False  # no stage needs this pod any more: end the trainers and exit 0
+    spares: int = 0  # warm processes that the launcher is to keep
+
+
+class ReportKind(Enum):
+    READY = "ready"  # PREPARE done: launcher is there (replace, join: trainers are, too)
+    STARTED = "started"  # START: every trainer process has been spawned
+    LOADED = "loaded"  # START: every trainer has formed the group and restored its state
+    FIRST_STEP = "first_step"
+    PROGRESS = "progress"  # heartbeat: step, metrics, newest snapshot
+    DRAINED = "drained"  # CUT done: parked after `step`
+    ENDED = "ended"  # END done: no trainer of that stage is left in this pod
+    FAILED = "failed"  # a trainer died; the launcher has not touched the others
+    PORT_TAKEN = "port_taken"  # START refused: deal new ports
+    CANNOT_JOIN = "cannot_join"  # PREPARE of join refused: change in another way
+    STAGE_TOO_LOW = "stage_too_low"  # the checkpoint path holds stages up to `highest_stage`
+    DONE = "done"  # training is complete and its final checkpoint has its manifest
+    EXITED = "exited"  # the launcher is about to exit with `code`; its script may go on
+    ALIVE = "alive"  # heartbeat where there is no PROGRESS: the launcher lives, no more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaisedError:
+    """One Python exception, as the trainer that it ended described it."""
+
+    types: tuple[str, ...]  # its class, then those it derives from; built-in ones without a module
+    text: str = ""
+    errno: int | None = None  # None: it is no OSError, or one without a number
+    at: str = ""  # FILE:LINE of the innermost frame; "": not known
+
+    def __post_init__(self) -> None:
+        if not self.types:
+            raise WireError("types: expected the class of the error, got none")
+        if len(self.types) > 100 or max(len(self.text), *map(len, self.types)) > MAX_ERROR_CHARS:
+            raise WireError(f"text: at most {MAX_ERROR_CHARS} characters, and 100 types")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerError:
+    """The Python exception that ended a trainer, and where the training then was."""
+
+    chain: tuple[RaisedError, ...]  # itself, then what it was raised from or amid
+    where: str = ""  # FILE:LINE of the innermost frame in the user's own files
+    step: int | None = None  # global steps committed; None: it was not in the elastic loop
+    hint: str = ""  # what the trainer adds to explain it
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.chain) <= 100:
+            raise WireError(f"chain: expected 1 to 100 errors, got {len(self.chain)}")
+
+    def __str__(self) -> str:
+        error = self.chain[0]
+        text = " ".join(error.text.split())[:SHOWN_CHARS]
+        parts = (self.where or error.at, error.types[0].rpartition(".")[2], text)
+        return ": ".join(part for part in parts if part) + (f"; {self.hint}" if self.hint else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodReport:
+    """What a launcher tells. Idempotent, keyed by (pod, stage, kind)."""
+
+    kind: ReportKind
+    stage: int
+    attempt: int = 0
+    step: int = 0  # global steps committed so far
+    epoch: int = 0
+    snapshot: SnapshotRef | None = None  # None: this pod's shim holds none
+    kept: bool = False  # DRAINED: a snapshot of just this state is on the pod's node
+    durable: str = ""  # DRAINED: the path of checkpoints that a trainer has written it to; "": none
+    rank: int | None = None  # FAILED: whose; None: the launcher's own trouble
+    code: int | None = None  # FAILED, EXITED: exit code, negative for a signal
+    reason: str = ""
+    error: TrainerError | None = None  # FAILED: what the trainer said; None: it said nothing
+    peer_lost: bool = False  # FAILED: a victim of another trainer's death, not the cause
+    elastic: bool = False  # a trainer of this stage has called the elastic loop
+    joins: bool = False  # all its trainers can form a next group beside the one they train in
+    highest_stage: int = 0  # STAGE_TOO_LOW
+    total_steps: int | None = None  # None: not known
+    step_s: float | None = None  # mean duration of recent steps; None: no step yet
+    metrics: dict[str, float] | None = None  # None: unchanged
+
+    def __post_init__(self) -> None:
+        check_range("highest_stage", self.highest_stage, 0, MAX_STAGE)
+
+
+class LocalStage(Enum):
+    """Where a launcher is with one stage."""
+
+    IDLE = "idle"  # launcher only
+    STARTING = "starting"
+    LOADED = "loaded"
+    TRAINING = "training"
+    PARKED = "parked"
+    ENDED = "ended"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attach:
+    """A launcher's whole truth; sent first, and again whenever the server has restarted."""
+
+    pod_id: str
+    node_id: str
+    pid: int
+    highest_stage: int = 0  # found in the checkpoint path, 0 for none or unknown
+    stage: int = 0  # the newest stage it has trainers (or had them) for; 0: none yet
+    attempt: int = 0
+    phase: LocalStage = LocalStage.IDLE  # of `stage`
+    step: int = 0
+    snapshot: SnapshotRef | None = None  # None: its shim holds none
+    elastic: bool = False
+    done: bool = False
+    failure: PodReport | None = None  # what it reported last, where phase is FAILED
+
+    def __post_init__(self) -> None:
+        check_id("pod_id", self.pod_id)
+        check_id("node_id", self.node_id)
+        check_range("highest_stage", self.highest_stage, 0, MAX_STAGE)
+        check_range("stage", self.stage, 0, 2 * MAX_STAGE)
+
+
+# --- jobs: users <-> server -------------------------------------------------------------------
+
+
+class JobState(Enum):
+    WAITING = "WAITING"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    PREPARING = "PREPARING"
+    CUTTING_OVER = "CUTTING_OVER"
+    RECOVERING = "RECOVERING"
+    PAUSING = "PAUSING"
+    PAUSED = "PAUSED"
+    STOPPING = "STOPPING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    STOPPED = "STOPPED"
+
+    @property
+    def ended(self) -> bool:
+        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.STOPPED)
+
+
+class JobKind(Enum):
+    TRAINING = "training"
+    TEACHER = "teacher"  # its pods are teacher servers: no stages, no ranks, added one by one
+
+
+class ScriptKind(Enum):
+    NONE = "none"
+    ALTERNATE = "alternate"  # the original's
+    TIMELINE = "timeline"
+    WALK = "walk"
+    TRACE = "trace"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptSpec:
+    """Which changes fall due when. Only the fields of its kind count."""
+
+    kind: ScriptKind = ScriptKind.NONE
+    interval_s: float = 900.0  # alternate, walk: time between changes
+    del_pods: int = 1  # alternate: pods removed in one step
+    add_pods: int = 1  # alternate: pods added in one step
+    text: str = ""  # timeline: YAML; trace: CSV
+    seed: int = 0  # walk
+    min_pods: int = 1  # walk
+    max_pods: int | None = None  # walk; None: the job's
+
+    def __post_init__(self) -> None:
+        check_range("interval_s", self.interval_s, 0.05, 366 * 86400)
+        check_range("del_pods", self.del_pods, 0, 4096)
+        check_range("add_pods", self.add_pods, 0, 4096)
+        check_range("min_pods", self.min_pods, 1, 4096)
+        if self.max_pods is not None:
+            check_range("max_pods", self.max_pods, self.min_pods, 4096)
+        if len(self.text) > 1_000_000:
+            raise WireError(f"text: at most 1000000 characters, got {len(self.text)}")
+
+
+# What our programs ask for where nobody says otherwise. A job of the bare API keeps none.
+USUAL_SPARES = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """What a user submits. Pods count, not slots; a pod has `slots_per_pod` trainers."""
+
+    job_id: str
+    kind: JobKind = JobKind.TRAINING
+    service: str | None = None  # of teachers: the name that students ask for; None: a training
+    min_pods: int = 1  # teachers: 0 means none while there are no students
+    max_pods: int = 1
+    pods: int | None = None  # at the first start; None: max_pods, of teachers min_pods
+    slots_per_pod: int = 1
+    folder: str | None = None  # subfolder of the clients' --jobs_dir; None: their own script
+    script: ScriptSpec = ScriptSpec()
+    policy: str = "fixed_global"
+    overlap: str = "auto"  # on, off, join, auto; `transitions.choose_way` says what they mean
+    spares: int = 0
+    standby: int = 0
+    prepare_timeout_s: float = 120.0
+    start_timeout_s: float = 60.0
+    expected_nodes: int = 1  # a first start waits for so many, or for start_timeout_s
+    grace_s: float = 15.0
+    keep_failed_s: float = 3600.0  # a state that cannot be written stays in memory for so long
+    max_failures: int | None = 20  # None: no limit
+    max_preemptions: int | None = None
+    max_resizes: int | None = None
+    max_restarts_without_progress: int = 3
+    demand_timeout_s: float = 300.0  # teachers: without demand for so long, min_pods are enough
+    demand_interval_s: float = 2.0  # teachers: of several posts in that time, one counts
+    take_over: bool = False  # replace another training that has the folder of checkpoints
+
+    def __post_init__(self) -> None:
+        check_id("job_id", self.job_id)
+        if self.folder is not None:
+            check_id("folder", self.folder)
+        _check_kind(self)
+        check_range("min_pods", self.min_pods, 0 if self.kind is JobKind.TEACHER else 1, 4096)
+        check_range("max_pods", self.max_pods, 1, 4096)
+        if self.max_pods < self.min_pods:
+            raise WireError(
+                f"max_pods: must be at least min_pods ({self.min_pods}), got {self.max_pods}"
+            )
+        if self.pods is not None:
+            check_range("pods", self.pods, self.min_pods, self.max_pods)
+        check_range("slots_per_pod", self.slots_per_pod, 1, 4096)
+        check_range("spares", self.spares, 0, 64)
+        check_range("standby", self.standby, 0, 2)
+        check_range("prepare_timeout_s", self.prepare_timeout_s, 1, 86400)
+        check_range("start_timeout_s", self.start_timeout_s, 0, 86400)
+        check_range("expected_nodes", self.expected_nodes, 1, 4096)
+        check_range("grace_s", self.grace_s, 0, 3600)
+        check_range("keep_failed_s", self.keep_failed_s, 0, 366 * 86400)
+        check_range("max_restarts_without_progress", self.max_restarts_without_progress, 1, 10000)
+        check_range("demand_timeout_s", self.demand_timeout_s, 1, 366 * 86400)
+        check_range("demand_interval_s", self.demand_interval_s, 0.05, 3600)
+        for field in ("max_failures", "max_preemptions", "max_resizes"):
+            value = getattr(self, field)
+            if value is not None:
+                check_range(field, value, 0, 1_000_000)
+        if self.overlap not in ("on", "off", "join", "auto"):
+            raise WireError(f"overlap: expected on, off, join or auto, got {self.overlap!r}")
+        if self.standby and self.overlap in ("off", "join"):
+            raise WireError(
+                f"standby: {self.standby} needs trainers beside those that train, which overlap "
+                f"{self.overlap!r} forbids; use overlap auto or on, or standby 0"
+            )
+        if self.policy not in ("fixed_global", "linear"):
+            raise WireError(f"policy: expected fixed_global or linear, got {self.policy!r}")
+
+    @property
+    def first_pods(self) -> int:
+        if self.pods is not None:
+            return self.pods
+        return self.min_pods if self.kind is JobKind.TEACHER else self.max_pods
+
+    @property
+    def max_trainers(self) -> int:
+        return self.max_pods * self.slots_per_pod
+
+
+_TRAINING_ONLY = {  # field -> its default
+    "script": ScriptSpec(),
+    "policy": "fixed_global",
+    "overlap": "auto",
+    "spares": 0,
+    "standby": 0,
+    "prepare_timeout_s": 120.0,
+    "start_timeout_s": 60.0,
+    "expected_nodes": 1,
+    "keep_failed_s": 3600.0,
+    "max_resizes": None,
+    "take_over": False,
+}
+
+
+def _check_kind(spec: JobSpec) -> None:
+    """Refuse what means nothing for a job of this kind.
+
+    Raises:
+        WireError: a field that only the other kind has is set, or one is missing.
+    """
+    if spec.kind is JobKind.TRAINING:
+        if spec.service is not None:
+            raise WireError(
+                f"service: only jobs of kind teacher serve one, got {spec.service[:60]!r}; "
+                "leave it out, or give the kind"
+            )
+        return
+    if spec.service is None:
+        raise WireError("service: missing; a job of kind teacher names the service of its teachers")
+    check_id("service", spec.service)
+    for field, default in _TRAINING_ONLY.items():
+        if getattr(spec, field) != default:
+            raise WireError(
+                f"{field}: means nothing for a job of kind teacher, whose pods have no stages; "
+                "leave it out"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPod:
+    pod_id: str
+    pod_rank: int
+    node_id: str
+    addr: str
+    slots: tuple[int, ...]
+    ranks: tuple[int, ...]
+    phase: str  # "running", "preparing", "leaving" or "holding"; of teachers also "starting"
+    log_path: str = ""
+    ports: tuple[int, ...] = ()  # teachers: where to listen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRecord:
+    """One attempt, in the order in which they were made."""
+
+    stage: int
+    flag: int
+    way: Way
+    pods: int
+    trainers: int
+    reason: str  # why it was made
+    outcome: str = "preparing"  # "preparing", "committed", "ended" or "abandoned: why"
+    wanted_at: float = 0.0  # all *_at: seconds since 1970
+    committed_at: float | None = None  # None: never
+    first_step_at: float | None = None  # None: not yet
+    ended_at: float | None = None  # None: it runs
+    first_step: int | None = None  # of the job, 1-based; None: no step yet
+    last_step: int | None = None  # None: no step yet
+    pause_s: float | None = None  # last old step's end to first new step's end; None: not known
+    redone_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """Where a job's wall clock went; the parts add up to it."""
+
+    training_s: float = 0.0  # of teachers: with one at least that runs
+    preparing_s: float = 0.0  # training beside a preparation, so slower
+    cutting_over_s: float = 0.0
+    recovering_s: float = 0.0
+    waiting_s: float = 0.0  # for nodes, pods, a first start, an operator, the server
+    paused_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return (
+            self.training_s
+            + self.preparing_s
+            + self.cutting_over_s
+            + self.recovering_s
+            + self.waiting_s
+            + self.paused_s
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What the students of a service report together; posted every 2 s, by a discovery service."""
+
+    service: str
+    students: int
+    wait_share: float  # mean share of their time, 0 to 1, in which they wait for predictions
+    samples_per_s: float  # of all of them
+    teachers: int | None = None  # registered under the service; None: not known
+
+    def __post_init__(self) -> None:
+        check_id("service", self.service)
+        check_range("students", self.students, 0, 1_000_000)
+        check_range("wait_share", self.wait_share, 0, 1)
+        check_range("samples_per_s", self.samples_per_s, 0, 1e15)
+        if self.teachers is not None:
+            check_range("teachers", self.teachers, 0, 1_000_000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemandAnswer:
+    """What becomes of a demand."""
+
+    server_id: str
+    job_id: str
+    running: int  # pods
+    wanted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherStatus:
+    """What only a job of kind teacher has."""
+
+    service: str
+    running: int  # pods that run; others may be starting or leaving
+    wanted: int
+    chosen_by: str  # "demand", or "resize": a user has fixed the number
+    why: str  # the number is what it is
+    demand: Demand | None  # None: none was ever posted
+    demand_age_s: float | None  # None: as above
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStatus:
+    """A job as users see it."""
+
+    job_id: str
+    state: JobState
+    reason: str
+    revision: int
+    spec: JobSpec
+    stage: int
+    flag: int
+    pods: tuple[JobPod, ...]
+    target_pods: int
+    queued_changes: tuple[str, ...]
+    step: int
+    epoch: int
+    total_steps: int | None
+    metrics: dict[str, float]
+    failures: int
+    preemptions: int
+    resizes: int
+    redone_steps: int
+    script_elapsed_s: float
+    estimated_run_time_s: float | None  # from POST job_runtime_static; None: nobody said
+    submitted_at: float  # seconds since 1970
+    account: Account
+    stages: tuple[StageRecord, ...]
+    teachers: TeacherStatus | None  # None: a training
+    warnings: tuple[str, ...] = ()  # what goes on, but may not be what its user wants
+    saving: SaveState | None = None  # what is being written now; None: nothing is
+    saved: Saved | None = None  # what was written at the last pause or end; None: nothing was
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEvent:
+    """A line of a job's life, for `edl events` and the page."""
+
+    number: int
+    at: float  # seconds since 1970
+    job_id: str
+    stage: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resize:
+    pods: int | None  # None: of teachers only, whose number follows the demand again
+    assume_dead: bool = False  # treat the pods that cannot be reached as stopped
+
+    def __post_init__(self) -> None:
+        if self.pods is not None:
+            check_range("pods", self.pods, 1, 4096)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """Exactly one of the two."""
+
+    pod_id: str | None = None  # kill that whole pod; None: a rank is named
+    rank: int | None = None  # kill that trainer; None: a pod is named
+
+    def __post_init__(self) -> None:
+        if (self.pod_id is None) == (self.rank is None):
+            raise WireError("pod_id: name either a pod_id or a rank")
+        if self.pod_id is not None:
+            check_id("pod_id", self.pod_id)
+        if self.rank is not None:
+            check_range("rank", self.rank, 0, 1_000_000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStatus:
+    node: Node
+    alive: bool
+    last_seen_at: float
+    report: dict[str, Any]

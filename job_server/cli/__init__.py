@@ -1,0 +1,1 @@
+"""What users type, over the server's API."""

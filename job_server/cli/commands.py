@@ -1,0 +1,454 @@
+"""What users type: `edl submit`, `status`, `resize` and the like, over the server's API."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from typing import NoReturn
+
+from job_server.api import wire
+from job_server.api.api_client import ApiClient
+from job_server.api.errors import ConfigError, JobServerError, NotFound, Rejected, Retryable
+from job_server.api.text import (
+    account_parts,
+    duration,
+    saving_text,
+    steps_of_stage,
+    steps_of_total,
+    table,
+    teacher_facts,
+)
+from job_server.cli.job_flags import add_job_flags, read_job
+from job_server.cli.logs import log_lines
+from job_server.cluster.change_script import timeline
+from job_server.server.config import read_token
+
+DEFAULT_SERVER = "http://127.0.0.1:8180"
+POLL_S = 30.0
+_ONLY = "may be left out if there is only one"
+
+Handler = Callable[[ApiClient, argparse.Namespace], None]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; return the exit code: 1 the server refused or is away, 2 wrong usage."""
+    try:
+        args = build_parser(os.environ).parse_args(sys.argv[1:] if argv is None else argv)
+    except SystemExit as stop:  # argparse has said why
+        return stop.code if isinstance(stop.code, int) else 1
+    try:
+        if args.verb == "simulate":
+            _simulate(args)
+            return 0
+        token = read_token(args.token_file, os.environ)
+        with _client(args.server, token) as api:
+            handler: Handler = args.handler
+            handler(api, args)
+    except (ConfigError, wire.WireError) as error:
+        return _say(str(error), 2)
+    except Retryable as error:
+        return _say(f"{error}; is it the right --server? `edl server` starts one", 1)
+    except JobServerError as error:
+        return _say(str(error), 1)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `edl events | head`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - stays open: exit flushes it
+        return 0
+    return 0
+
+
+def _say(text: str, code: int) -> int:
+    print(f"edl: {text}", file=sys.stderr)
+    return code
+
+
+def _client(server: str, token: str | None) -> ApiClient:
+    try:
+        return ApiClient(server, token)
+    except ValueError as error:
+        raise ConfigError(f"--server: {error}") from None
+
+
+# --- the command line ---------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}\n")
+
+
+def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+    parser = _Parser(prog="edl", allow_abbrev=False)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
+
+    def verb(name: str, handler: Handler, summary: str) -> argparse.ArgumentParser:
+        sub = verbs.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        sub.set_defaults(handler=handler)
+        sub.add_argument(
+            "--server",
+            "--job_server",
+            default=environ.get("PADDLE_JOBSERVER") or DEFAULT_SERVER,
+            metavar="URL",
+            help="else PADDLE_JOBSERVER, else %(default)s",
+        )
+        sub.add_argument(
+            "--token_file",
+            metavar="FILE",
+            help="the server's token; else EDL_TOKEN_FILE, EDL_TOKEN",
+        )
+        sub.add_argument("--json", action="store_true", help="print what the server answers")
+        return sub
+
+    add_job_flags(verb("submit", _submit, "Add a job."))
+    status = verb("status", _status, "Show all jobs, or one in full.")
+    status.add_argument("job", nargs="?", metavar="JOB")
+    status.add_argument("--follow", action="store_true", help="show changes until the job ends")
+    pods = verb("pods", _pods, "Show where a job's pods are.")
+    pods.add_argument("job", nargs="?", metavar="JOB", help=_ONLY)
+    resize = verb("resize", _resize, "Change the number of a job's pods.")
+    resize.add_argument("job", metavar="JOB")
+    resize.add_argument(
+        "pods", type=_pods_or_auto, metavar="PODS|auto", help="auto: of teachers, by demand again"
+    )
+    resize.add_argument(
+        "--assume_dead", action="store_true", help="treat pods that cannot be reached as stopped"
+    )
+    pause = verb("pause", _end, "Write the newest state, end the job's pods and free their slots.")
+    pause.add_argument("job", metavar="JOB")
+    verb("resume", _resume, "Go on after a pause.").add_argument("job", metavar="JOB")
+    for name, summary in (
+        ("stop", "Write the newest state and end the job."),
+        ("delete", "Stop a job, and forget it when it has ended."),
+    ):
+        end = verb(name, _end, summary)
+        end.add_argument("job", metavar="JOB")
+        end.add_argument(
+            "--discard", action="store_true", help="at once: what is only in memory is lost"
+        )
+    kill = verb("kill", _kill, "SIGKILL a pod or a trainer of a job, as a test.")
+    kill.add_argument("job", metavar="JOB")
+    kill.add_argument("target", metavar="POD|RANK", help="a pod's id, or the number of a rank")
+    logs = verb("logs", _logs, "Print the logs of a job's pods that are on this machine.")
+    logs.add_argument("job", nargs="?", metavar="JOB", help=_ONLY)
+    logs.add_argument("pods", nargs="*", metavar="POD", help="only these")
+    logs.add_argument("--follow", action="store_true", help="go on until the job ends")
+    logs.add_argument("--lines", type=int, default=20, metavar="N", help="the last so many")
+    verb("nodes", _nodes, "Show all nodes.")
+    events = verb("events", _events, "Show what happened to a job.")
+    events.add_argument(
+        "job", nargs="?", metavar="JOB", help="may be left out if there is only one"
+    )
+    events.add_argument("--follow", action="store_true", help="go on until the job ends")
+    simulate = verbs.add_parser(
+        "simulate",
+        help="Print what a change script would do; asks no server.",
+        description="Print what a change script would do; asks no server.",
+        allow_abbrev=False,
+    )
+    add_job_flags(simulate)
+    simulate.add_argument("--json", action="store_true", help="print a list of lines")
+    simulate.add_argument("--until_s", type=float, metavar="S", help="of the script's clock")
+    simulate.add_argument("--count", type=int, default=50, metavar="N", help="changes to show")
+    return parser
+
+
+def _pods_or_auto(text: str) -> int | None:
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number or auto, got {text!r}") from None
+
+
+# --- one function per verb ----------------------------------------------------------------------
+
+
+def _simulate(args: argparse.Namespace) -> None:
+    if args.count < 1:
+        raise ConfigError(f"--count: expected at least 1, got {args.count}")
+    job = read_job(args, default_id="job")
+    lines = timeline(job.script, job, until_s=args.until_s, count=args.count)
+    print(json.dumps(lines, indent=2) if args.json else "\n".join(lines))
+
+
+def _submit(api: ApiClient, args: argparse.Namespace) -> None:
+    _show(api.submit(read_job(args)), args)
+
+
+def _status(api: ApiClient, args: argparse.Namespace) -> None:
+    if args.job is None and not args.follow:
+        jobs = api.jobs()
+        if args.json:
+            print(json.dumps(wire.encode(jobs), indent=2))
+        else:
+            print(_jobs_table(jobs) if jobs else "there is no job; `edl submit` adds one")
+        return
+    status = api.status(_job_id(api, args))
+    if not args.follow:
+        print(json.dumps(wire.encode(status), indent=2) if args.json else _job_text(status))
+        return
+    _show(status, args)
+    while not status.state.ended:
+        before, status = status, api.watch(status.job_id, status.revision, POLL_S)
+        if status.revision != before.revision:
+            _show(status, args)
+
+
+def _pods(api: ApiClient, args: argparse.Namespace) -> None:
+    status = api.status(_job_id(api, args))
+    if args.json:
+        print(json.dumps(wire.encode(status.pods), indent=2))
+    else:
+        print(_pods_table(status) if status.pods else f"no pods: {status.reason}")
+
+
+def _resize(api: ApiClient, args: argparse.Namespace) -> None:
+    _show(api.resize(args.job, args.pods, assume_dead=args.assume_dead), args)
+
+
+def _resume(api: ApiClient, args: argparse.Namespace) -> None:
+    _show(api.resume(args.job), args)
+
+
+def _end(api: ApiClient, args: argparse.Namespace) -> None:
+    """Pause, stop or delete a job; show how far that is until it is done.
+
+    Raises:
+        Rejected: the pause was called off; the text says why.
+    """
+    told = 0  # number of the newest event before
+    if args.verb == "pause":
+        told = max((event.number for event in _events_after(api, args.job, 0)), default=0)
+        status = api.pause(args.job)
+    elif args.verb == "stop":
+        status = api.stop(args.job, discard=args.discard)
+    else:
+        status = api.delete(args.job, discard=args.discard)
+    try:
+        _follow_end(api, args, status, told)
+    except KeyboardInterrupt:
+        more = f"; `edl stop {args.job} --discard` ends it at once" if args.verb != "pause" else ""
+        _say(f"{args.job} goes on {status.state.value.lower()}{more}", 130)
+        raise
+
+
+def _follow_end(
+    api: ApiClient, args: argparse.Namespace, status: wire.JobStatus, told: int
+) -> None:
+    halting = (wire.JobState.PAUSING, wire.JobState.STOPPING)
+    said = ""
+    while status.state in halting:
+        text = status.reason if status.saving is None else saving_text(status.saving)
+        if text != said and not args.json:
+            print(f"{status.job_id}: {text}", flush=True)
+        said = text
+        try:
+            status = api.watch(status.job_id, status.revision, POLL_S)
+        except NotFound:
+            break  # it was deleted, and has ended
+    if args.verb == "pause" and status.state is not wire.JobState.PAUSED:
+        events = _events_after(api, status.job_id, told)
+        whys = [event.text for event in events if "not paused: " in event.text]
+        raise Rejected(whys[-1] if whys else f"not paused: {status.state.value}: {status.reason}")
+    if args.verb == "delete" and status.state in halting:
+        print(json.dumps({"deleted": status.job_id}) if args.json else f"{status.job_id}: deleted")
+    else:
+        _show(status, args)
+
+
+def _kill(api: ApiClient, args: argparse.Namespace) -> None:
+    if args.target.isdecimal():
+        status = api.kill(args.job, rank=int(args.target))
+    else:
+        status = api.kill(args.job, pod_id=args.target)
+    _show(status, args)
+
+
+def _logs(api: ApiClient, args: argparse.Namespace) -> None:
+    if args.lines < 0:
+        raise ConfigError(f"--lines: expected 0 or more, got {args.lines}")
+    job_id = _job_id(api, args)
+    for line in log_lines(api, job_id, args.pods, follow=args.follow, lines=args.lines):
+        print(line, flush=True)
+
+
+def _nodes(api: ApiClient, args: argparse.Namespace) -> None:
+    nodes = api.nodes()
+    if args.json:
+        print(json.dumps(wire.encode(nodes), indent=2))
+        return
+    if not nodes:
+        print("no job client has registered")
+        return
+    now = api.health()["now"]
+    rows = [
+        (
+            known.node.node_id,
+            known.node.addr,
+            f"{sum(slot.usable for slot in known.node.slots)} of {len(known.node.slots)} "
+            f"{known.node.slots[0].kind.value}",
+            known.node.job_id or ", ".join(known.node.folders) or "-",
+            f"{duration(now - known.last_seen_at)} ago" + ("" if known.alive else ", silent"),
+        )
+        for known in nodes
+    ]
+    print(table(("NODE", "ADDRESS", "USABLE SLOTS", "SERVES", "LAST SEEN"), rows))
+
+
+def _events(api: ApiClient, args: argparse.Namespace) -> None:
+    job_id = _job_id(api, args)
+    after = _print_events(api, job_id, 0, args)
+    while args.follow:
+        # The order matters: a job that has not ended now will say one thing more.
+        ended = api.status(job_id).state.ended
+        if not ended:
+            api.events(job_id, after=after, limit=1, timeout_s=POLL_S)
+        after = _print_events(api, job_id, after, args)
+        if ended:
+            return
+
+
+def _print_events(api: ApiClient, job_id: str, after: int, args: argparse.Namespace) -> int:
+    """Print all events above number `after`; return the number of the last."""
+    for event in _events_after(api, job_id, after):
+        after = event.number
+        if args.json:
+            print(json.dumps(wire.encode(event)), flush=True)
+            continue
+        at = datetime.fromtimestamp(event.at, UTC).astimezone()
+        stage = f"stage {event.stage}" if event.stage else ""  # 0: before the first
+        print(f"{at:%Y-%m-%d %H:%M:%S}  {stage:<10} {event.text}", flush=True)
+    return after
+
+
+def _events_after(api: ApiClient, job_id: str, after: int) -> Iterator[wire.JobEvent]:
+    while events := api.events(job_id, after=after, limit=1000):
+        after = events[-1].number
+        yield from events
+
+
+def _job_id(api: ApiClient, args: argparse.Namespace) -> str:
+    """Return the job named, else the only one."""
+    if args.job is not None:
+        return str(args.job)
+    ids = [status.job_id for status in api.jobs()]
+    if len(ids) != 1:
+        raise ConfigError(f"JOB: name one of: {', '.join(ids)}" if ids else "there is no job")
+    return ids[0]
+
+
+# --- what they print ----------------------------------------------------------------------------
+
+
+def _show(status: wire.JobStatus, args: argparse.Namespace) -> None:
+    if args.json:
+        print(json.dumps(wire.encode(status)), flush=True)
+        return
+    training = f", stage {status.stage}, {len(status.pods)} pods, step {steps_of_total(status)}"
+    said = "" if status.teachers is not None else training
+    print(f"{status.job_id}: {status.state.value}{said}: {status.reason}", flush=True)
+
+
+def _jobs_table(jobs: tuple[wire.JobStatus, ...]) -> str:
+    rows = [
+        (
+            job.job_id,
+            job.state.value,
+            f"{len(job.pods)} of {job.target_pods}",
+            "-" if job.teachers is not None else job.stage,
+            "-" if job.teachers is not None else steps_of_total(job),
+            job.reason,
+        )
+        for job in jobs
+    ]
+    return table(("JOB", "STATE", "PODS", "STAGE", "STEP", "REASON"), rows)
+
+
+def _pods_table(status: wire.JobStatus) -> str:
+    if status.teachers is not None:
+        return _teachers_table(status)
+    rows = [
+        (
+            pod.pod_rank,
+            pod.pod_id,
+            pod.node_id,
+            " ".join(map(str, pod.slots)),
+            " ".join(map(str, pod.ranks)),
+            pod.phase,
+            pod.log_path or "-",
+        )
+        for pod in status.pods
+    ]
+    return table(("RANK", "POD", "NODE", "SLOTS", "TRAINERS", "PHASE", "LOG"), rows)
+
+
+def _teachers_table(status: wire.JobStatus) -> str:
+    rows = [
+        (
+            pod.pod_id,
+            pod.node_id,
+            " ".join(map(str, pod.slots)),
+            " ".join(f"{pod.addr}:{port}" for port in pod.ports),
+            pod.phase,
+            pod.log_path or "-",
+        )
+        for pod in status.pods
+    ]
+    return table(("POD", "NODE", "SLOTS", "LISTENS ON", "PHASE", "LOG"), rows)
+
+
+def _job_text(status: wire.JobStatus) -> str:
+    facts = [
+        ("job", status.job_id),
+        ("state", f"{status.state.value}: {status.reason}"),
+        *(("warning", text) for text in status.warnings),
+        ("pods", f"{len(status.pods)} of {status.target_pods} wanted "
+                 f"({status.spec.min_pods} to {status.spec.max_pods})"),
+        *(_training_facts(status) if status.teachers is None else teacher_facts(status.teachers)),
+        ("time", ", ".join(f"{k} {duration(v)}" for k, v in account_parts(status).items()
+                           if v >= 0.05) or "-"),
+    ]  # fmt: skip
+    if status.teachers is None:
+        facts.append(("queued", ", ".join(status.queued_changes) or "-"))
+    else:
+        facts.append(("counted", f"{status.failures} failures, {status.preemptions} preemptions"))
+    stages = [
+        (
+            record.stage,
+            record.way.value,
+            record.pods,
+            steps_of_stage(record),
+            "-" if record.pause_s is None else duration(record.pause_s),
+            record.redone_steps,
+            record.outcome,
+            record.reason,
+        )
+        for record in status.stages
+    ]
+    header = ("STAGE", "WAY", "PODS", "STEPS", "PAUSE", "REDONE", "OUTCOME", "WHY")
+    blocks = ["\n".join(f"{name:<8} {value}" for name, value in facts)]
+    if status.pods:
+        blocks.append(_pods_table(status))
+    if stages:
+        blocks.append(table(header, stages))
+    return "\n\n".join(blocks)
+
+
+def _training_facts(status: wire.JobStatus) -> list[tuple[str, str]]:
+    return [
+        ("step", f"{steps_of_total(status)}, epoch {status.epoch}"),
+        ("metrics", ", ".join(f"{k} {v:.4g}" for k, v in status.metrics.items()) or "-"),
+        ("counted", f"{status.failures} failures, {status.preemptions} preemptions, "
+                    f"{status.resizes} resizes, {status.redone_steps} steps redone"),
+        *([] if status.saving is None else [("saving", saving_text(status.saving))]),
+        *([] if status.saved is None else [("saved", _saved_text(status.saved))]),
+    ]  # fmt: skip
+
+
+def _saved_text(saved: wire.Saved) -> str:
+    where = f", the run folder of node {saved.node_id}" if saved.spare else ""
+    return f"step {saved.step} of stage {saved.stage}, in {saved.path}{where}"

@@ -1,0 +1,176 @@
+"""A job from flags and a YAML file: what `edl submit` and `edl simulate` take."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from job_server.api.errors import ConfigError
+from job_server.api.wire import (
+    USUAL_SPARES,
+    JobKind,
+    JobSpec,
+    ScriptKind,
+    ScriptSpec,
+    WireError,
+    decode,
+    encode,
+)
+from job_server.server.config import read_script_file
+
+_BUDGETS = ("max_failures", "max_preemptions", "max_resizes")
+_SCRIPT_FLAGS = {
+    "time_interval_to_change": "interval_s",
+    "del_pods_one_step": "del_pods",
+    "add_pods_one_step": "add_pods",
+    "walk_seed": "seed",
+}
+
+
+def add_job_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag per field of JobSpec; a flag that is not given leaves the file's value."""
+    add = parser.add_argument
+    add("--job_id", help="name of the job; letters, digits, '.', '_', '-'")
+    add("--file", metavar="JOB.yaml", help="fields of the job; flags stand above it")
+    add("--kind", choices=[kind.value for kind in JobKind], help="training, if not given")
+    add("--service", metavar="NAME", help="of teachers: the name that students ask for")
+    add("--min", "--min_pods", dest="min_pods", type=int, metavar="N", help="fewest pods")
+    add("--max", "--max_pods", dest="max_pods", type=int, metavar="N", help="most pods")
+    add(
+        "--pods",
+        type=int,
+        metavar="N",
+        help="at the first start; else the most, of teachers the fewest",
+    )
+    add("--slots_per_pod", type=int, metavar="N", help="trainers per pod")
+    add("--folder", help="subfolder of the clients' --jobs_dir; else their own script")
+    add("--policy", choices=("fixed_global", "linear"), help="what a change does to the batch")
+    add(
+        "--overlap",
+        choices=("on", "off", "join", "auto"),
+        help="make new trainers ready beside the old; join: keep the old, add only new ones",
+    )
+    add("--spares", type=int, metavar="N", help="warm trainers per pod (1), 150 MB each")
+    add(
+        "--standby",
+        type=int,
+        metavar="N",
+        help="1: a second set of trainers for crashes; 2: and lost pods",
+    )
+    add("--prepare_timeout_s", type=float, metavar="S", help="else a change is abandoned")
+    add(
+        "--take_over",
+        action="store_true",
+        default=None,
+        help="replace another training that has the folder of checkpoints",
+    )
+    add("--start_timeout_s", type=float, metavar="S", help="a first start waits so long for nodes")
+    add("--expected_nodes", type=int, metavar="N", help="a first start waits for so many")
+    add("--grace_s", type=float, metavar="S", help="between SIGTERM and SIGKILL")
+    add(
+        "--keep_failed_s",
+        type=float,
+        metavar="S",
+        help="so long does a state stay in memory that cannot be written at the end (3600)",
+    )
+    for name in _BUDGETS:
+        add(f"--{name}", type=_budget, metavar="N|none", help="then the job has failed")
+    add("--max_restarts_without_progress", type=int, metavar="N", help="then the job has failed")
+    add(
+        "--demand_timeout_s",
+        type=float,
+        metavar="S",
+        help="of teachers: without students for so long, the fewest are enough",
+    )
+    add(
+        "--demand_interval_s", type=float, metavar="S", help="of teachers: a report counts so often"
+    )
+    add(
+        "--change_script",
+        "--timeline",
+        metavar="alternate|none|walk|FILE.yaml|FILE.csv",
+        help="which pods come and go, and when",
+    )
+    add("--time_interval_to_change", type=float, metavar="S", help="of alternate and walk")
+    add("--del_pods_one_step", type=int, metavar="N", help="of alternate")
+    add("--add_pods_one_step", type=int, metavar="N", help="of alternate")
+    add("--walk_seed", type=int, metavar="N", help="of walk")
+
+
+def _budget(text: str) -> int | str:
+    # "none" stands for no limit; None would look like a flag that was not given.
+    return text if text == "none" else int(text)
+
+
+def read_job(args: argparse.Namespace, default_id: str | None = None) -> JobSpec:
+    """Return the job that flags and file describe.
+
+    Args:
+        default_id: where neither names the job; None: that is an error.
+
+    Raises:
+        ConfigError: a file or value is wrong; the text names the flag or field and the remedy.
+    """
+    fields = _read_file(args.file) if args.file else {}
+    for field in dataclasses.fields(JobSpec):
+        given = getattr(args, field.name, None)
+        if given is not None:
+            fields[field.name] = None if given == "none" and field.name in _BUDGETS else given
+    fields["script"] = _script(args, fields.get("script", {}))
+    if fields.get("kind") != JobKind.TEACHER.value:
+        fields.setdefault("spares", USUAL_SPARES)
+    if "job_id" not in fields:
+        if default_id is None:
+            raise ConfigError("--job_id: missing; name the job, or give a --file that does")
+        fields["job_id"] = default_id
+    try:
+        return decode(JobSpec, fields)
+    except WireError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _script(args: argparse.Namespace, from_file: Any) -> Any:
+    named = args.change_script
+    if named is None:
+        script = from_file
+    elif named in (ScriptKind.NONE.value, ScriptKind.ALTERNATE.value, ScriptKind.WALK.value):
+        script = {"kind": named}
+    else:
+        script = encode(read_script_file("--change_script", named))
+    for flag, field in _SCRIPT_FLAGS.items():
+        value = getattr(args, flag)
+        if value is not None:
+            script = {**script, field: value}
+    return script
+
+
+def _read_file(name: str) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--file: {name} cannot be read: {error}") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
+        raise ConfigError(f"--file: {name} line {line}: not YAML: {error.problem}") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"--file: {name}: not YAML: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"--file: {name}: expected fields of a job, such as 'job_id: digits'")
+    _check_keys(name, "", data, JobSpec)
+    if "script" in data:
+        if not isinstance(data["script"], dict):
+            raise ConfigError(f"--file: {name}: script: expected fields, such as 'kind: walk'")
+        _check_keys(name, "script.", data["script"], ScriptSpec)
+    return data
+
+
+def _check_keys(name: str, prefix: str, data: dict[str, Any], kind: type) -> None:
+    # The wire ignores unknown keys for the sake of old programs; a file is written by hand.
+    known = [field.name for field in dataclasses.fields(kind)]
+    for key in data:
+        if key not in known:
+            raise ConfigError(
+                f"--file: {name}: unknown key {f'{prefix}{key}'!r}; known: {', '.join(known)}"
+            )

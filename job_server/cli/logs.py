@@ -1,0 +1,103 @@
+"""`edl logs`: the log files of a job's pods, as far as they are on this machine."""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from job_server.api.api_client import ApiClient
+from job_server.api.errors import ConfigError
+from job_server.api.wire import JobPod
+
+FOLLOW_S = 0.5
+_BLOCK_BYTES = 64 * 1024
+
+
+@dataclass(slots=True)
+class _Tail:
+    """One log file and how far it has been printed."""
+
+    pod_id: str
+    path: Path
+    offset: int
+    rest: bytes = b""  # of a line that is not complete yet
+
+    def read_lines(self, *, last: bool) -> list[str]:
+        """Return the lines that have become complete; with `last`, what is left over, too.
+
+        A file that shrank was begun anew, and is read from its begin.
+        """
+        try:
+            with self.path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self.offset:
+                    self.offset, self.rest = 0, b""
+                file.seek(self.offset)
+                data = file.read()
+        except OSError:  # removed or replaced just now: the next look finds out
+            return []
+        self.offset += len(data)
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        if last and self.rest:
+            lines.append(self.rest)
+        return [line.decode("utf-8", "replace") for line in lines]
+
+
+def log_lines(
+    api: ApiClient, job_id: str, pod_ids: Sequence[str], *, follow: bool, lines: int
+) -> Iterator[str]:
+    """Yield the last `lines` lines of each pod's log; with `follow`, go on until the job ends.
+
+    A pod's lines begin with its id where there are several. `pod_ids`: only these; empty: all.
+
+    Raises:
+        ConfigError: the job has no pod of that name.
+        JobServerError: as ApiClient.
+    """
+    status = api.status(job_id)
+    unknown = set(pod_ids) - {pod.pod_id for pod in status.pods}
+    if unknown:
+        known = ", ".join(pod.pod_id for pod in status.pods) or "none"
+        raise ConfigError(f"POD: {job_id} has no pod {', '.join(sorted(unknown))}; it has: {known}")
+    tails: dict[str, _Tail] = {}
+    said: set[str] = set()
+    while True:
+        for pod in status.pods:
+            if pod.pod_id in tails or (pod_ids and pod.pod_id not in pod_ids):
+                continue
+            tail = _open(pod, lines)
+            if tail is not None:
+                tails[pod.pod_id] = tail
+            elif pod.pod_id not in said:
+                said.add(pod.pod_id)
+                yield _where(pod)
+        last = not follow or status.state.ended
+        for tail in tails.values():
+            prefix = f"[{tail.pod_id}] " if len(tails) > 1 else ""
+            yield from (prefix + line for line in tail.read_lines(last=last))
+        if last:
+            return
+        time.sleep(FOLLOW_S)  # files tell nobody when they grow
+        status = api.status(job_id)
+
+
+def _open(pod: JobPod, lines: int) -> _Tail | None:
+    """Return the log at its last `lines` lines; None: it is not on this machine."""
+    path = Path(pod.log_path)
+    if not pod.log_path or not path.is_file():
+        return None
+    with path.open("rb") as file:
+        begin = end = file.seek(0, os.SEEK_END)
+        tail = b""
+        while begin > 0 and tail.count(b"\n") <= lines:
+            begin = max(begin - _BLOCK_BYTES, 0)
+            file.seek(begin)
+            tail = file.read(end - begin)
+    wanted = tail.splitlines(keepends=True)[-lines:] if lines else []
+    return _Tail(pod_id=pod.pod_id, path=path, offset=end - sum(map(len, wanted)))
+
+
+def _where(pod: JobPod) -> str:
+    if not pod.log_path:
+        return f"[{pod.pod_id}] no log yet; its node {pod.node_id} has named none"
+    return f"[{pod.pod_id}] not on this machine: {pod.log_path} on node {pod.node_id} ({pod.addr})"

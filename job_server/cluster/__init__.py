@@ -1,0 +1,1 @@
+"""Nodes, slots and the schedule of changes. Pure."""

@@ -1,0 +1,194 @@
+"""Decide on which slots of which nodes new pods go, and which ports a stage uses. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from job_server.api.wire import JobSpec, Node
+
+SILENT_HEARTBEATS = 4  # a node or launcher not heard for so many heartbeats counts as silent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeView:
+    """A registered node as one job sees it."""
+
+    node: Node
+    seen_at: float  # seconds, the clock of `now`: its client's last heartbeat
+    taken: frozenset[int] = frozenset()  # slots that other jobs hold
+    ports_taken: frozenset[int] = frozenset()  # ports that other jobs use on its address
+    strangers: Mapping[int, str] = field(default_factory=dict)  # slot -> who else is on it
+    memory_used: Mapping[int, int] = field(default_factory=dict)  # slot -> bytes, of GPUs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """All registered nodes, in the order in which they are to be filled."""
+
+    nodes: tuple[NodeView, ...] = ()
+    heartbeat_s: float = 1.0
+    promised: int = 0  # pods for which teachers are about to leave slots; see `claims`
+
+    @property
+    def silence_s(self) -> float:
+        """How long nobody may be heard before he counts as lost."""
+        return SILENT_HEARTBEATS * self.heartbeat_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Where a pod stands."""
+
+    node_id: str
+    addr: str
+    slots: tuple[int, ...]
+    port_low: int
+    port_high: int
+
+
+def find_node(cluster: Cluster, node_id: str) -> NodeView | None:
+    """Return the view of a node, None where it is not registered."""
+    return next((view for view in cluster.nodes if view.node.node_id == node_id), None)
+
+
+def serves(spec: JobSpec, node: Node) -> bool:
+    """Say whether the node's client was started with what it takes to run this job."""
+    if node.job_id is not None:
+        return node.job_id == spec.job_id
+    return spec.folder is not None and spec.folder in node.folders
+
+
+def is_alive(view: NodeView, now: float, cluster: Cluster) -> bool:
+    return now < view.seen_at + cluster.silence_s
+
+
+def serving_nodes(spec: JobSpec, cluster: Cluster, now: float) -> tuple[NodeView, ...]:
+    """Return the nodes that could start a pod of this job now, whatever is free on them."""
+    return tuple(
+        view for view in cluster.nodes if serves(spec, view.node) and is_alive(view, now, cluster)
+    )
+
+
+def place(
+    spec: JobSpec,
+    cluster: Cluster,
+    now: float,
+    *,
+    count: int,
+    held: Mapping[str, frozenset[int]],
+    leaving: Mapping[str, frozenset[int]],
+    first: str = "",
+) -> tuple[Site, ...]:
+    """Return sites for up to `count` new pods; fewer where not so many slots can be had.
+
+    Nodes are filled in order, a pod's slots are all on one node. Pods that stay are not an
+    argument but for their slots: they stay where they are.
+
+    Args:
+        held: node -> slots that pods of this job keep.
+        leaving: node -> slots of this job's pods that are on their way out. They are used only
+            when nothing else is free: the client starts a pod there once they are released.
+        first: the node that is filled before the others, if it is there.
+    """
+    nodes = sorted(serving_nodes(spec, cluster, now), key=lambda view: view.node.node_id != first)
+    sites: list[Site] = []
+    used: dict[str, frozenset[int]] = dict(held)
+    for second_choice in (False, True):
+        for view in nodes:
+            node = view.node
+            barred = used.get(node.node_id, frozenset())
+            if not second_choice:
+                barred |= leaving.get(node.node_id, frozenset())
+            free = [index for index in usable_slots(view) if index not in barred]
+            while len(sites) < count and len(free) >= spec.slots_per_pod:
+                slots, free = tuple(free[: spec.slots_per_pod]), free[spec.slots_per_pod :]
+                sites.append(
+                    Site(
+                        node_id=node.node_id,
+                        addr=node.addr,
+                        slots=slots,
+                        port_low=node.port_low,
+                        port_high=node.port_high,
+                    )
+                )
+                used[node.node_id] = used.get(node.node_id, frozenset()) | set(slots)
+    return tuple(sites)
+
+
+def usable_slots(view: NodeView) -> list[int]:
+    """Return the slots of a node that this job may use, lowest first."""
+    return sorted(
+        slot.index
+        for slot in view.node.slots
+        if slot.usable and slot.index not in view.taken and slot.index not in view.strangers
+    )
+
+
+def explain_shortage(
+    spec: JobSpec, cluster: Cluster, now: float, *, wanted: int, placeable: int
+) -> str:
+    """Say in one line why only `placeable` of `wanted` pods find a place."""
+    nodes = serving_nodes(spec, cluster, now)
+    if not nodes:
+        silent = [view.node.node_id for view in cluster.nodes if serves(spec, view.node)]
+        if silent:
+            return f"the clients of {_names(silent)} are silent"
+        if spec.folder is None:
+            return f"no job client serves this job; start one with PADDLE_JOB_ID={spec.job_id}"
+        return f"no job client has the folder {spec.folder!r} in its --jobs_dir"
+    parts = []
+    for view in nodes:
+        broken = [slot for slot in view.node.slots if not slot.usable]
+        notes = [
+            f"slot {slot.index} unusable ({slot.reason or 'no reason given'})" for slot in broken
+        ]
+        if view.taken:
+            notes.append(f"{len(view.taken)} taken by other jobs")
+        notes += [f"slot {slot} used by {who}" for slot, who in sorted(view.strangers.items())]
+        text = f"{view.node.node_id} has {len(view.node.slots)} slots"
+        parts.append(text + (f", {', '.join(notes)}" if notes else ""))
+    each = "" if spec.slots_per_pod == 1 else f" of {spec.slots_per_pod} slots each"
+    return f"only {placeable} of {wanted} pods{each} find a place: {'; '.join(parts)}"
+
+
+def deal_ports(
+    sites: Sequence[Site],
+    cluster: Cluster,
+    *,
+    avoid: Mapping[str, frozenset[int]],
+    dealt: Mapping[str, int],
+) -> tuple[tuple[int, ...], ...]:
+    """Return one port per slot of every site, from its node's range.
+
+    Ports rotate through the range, so that one which a dying process still holds is met late.
+
+    Args:
+        avoid: address -> ports of this job's other stages.
+        dealt: node -> the port that was dealt last there.
+    """
+    taken: dict[str, set[int]] = {addr: set(ports) for addr, ports in avoid.items()}
+    for view in cluster.nodes:
+        taken.setdefault(view.node.addr, set()).update(view.ports_taken)
+    dealt_now: dict[str, set[int]] = {}  # address -> ports of the stage that is being made
+    last = dict(dealt)
+    answer = []
+    for site in sites:
+        own = dealt_now.setdefault(site.addr, set())
+        ports: list[int] = []
+        start = last.get(site.node_id, site.port_high) + 1
+        span = site.port_high - site.port_low + 1
+        ring = [site.port_low + (start - site.port_low + i) % span for i in range(span)]
+        # Registration gives a node two ports per slot, so the clean ports suffice, but for
+        # strays of abandoned attempts; those are rather used again than refused.
+        clean = [p for p in ring if p not in taken.get(site.addr, ()) and p not in own]
+        strays = [p for p in ring if p not in clean and p not in own]
+        for port in (clean + strays)[: len(site.slots)]:
+            ports.append(port)
+            own.add(port)
+            last[site.node_id] = port
+        answer.append(tuple(ports))
+    return tuple(answer)
+
+
+def _names(items: Sequence[str]) -> str:
+    shown = ", ".join(items[:5])
+    return shown if len(items) <= 5 else f"{shown} and {len(items) - 5} more"

@@ -1,0 +1,1 @@
+"""The server itself: HTTP, the clock, the store and the nodes."""

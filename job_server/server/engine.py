@@ -1,0 +1,509 @@
+"""All jobs and nodes, and the one way in which they change.
+
+A request, a report, a heartbeat that did not come and a change that fell due are all events. An
+event goes through the state machine, what it changed is written, and only then is anyone told.
+"""
+
+import logging
+import math
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from job_server.api import wire
+from job_server.api.bodies import to_body
+from job_server.api.errors import Conflict, Gone, NotFound, StoreTrouble
+from job_server.cluster.placement import Cluster
+from job_server.server.nodes import Fleet, Held, KnownNode, Plan
+from job_server.server.polls import Topic, Watchers
+from job_server.server.store import Store
+from job_server.sharing import kinds
+from job_server.sharing.claims import NO_CLAIMS, Claims, claim
+from job_server.sharing.kinds import AnyJob
+from job_server.teachers.job import TeacherJob
+from job_server.training import stages
+from job_server.training.job import Job
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 5.0  # a job that has not ended is stepped at least so often
+PROGRESS_WRITE_S = 30.0  # what only progress changed is written at least so often
+RETRY_S = 5.0  # after a step that failed
+LATE_S = TICK_S  # a clock that is later than this says so
+DEAD_AFTER_S = 3 * TICK_S  # ... and than this counts as dead
+MAX_ROUNDS = 10  # of one job giving slots to another; the timer goes on with the rest
+
+
+@dataclass(slots=True)
+class Entry:
+    """A job, what is derived from it, and who waits for that."""
+
+    job: AnyJob
+    spec: wire.JobSpec
+    state: wire.JobState
+    forget: bool  # delete it when it has ended
+    status: Topic[AnyJob]
+    events: Topic[int]  # the number of the newest, which is also the revision
+    due_at: float  # when the timer steps it next
+    written_at: float
+    published_at: float = 0.0
+    defect: str = ""  # what was said last of a step that failed
+    orders: dict[str, Topic[stages.PodView]] = field(default_factory=dict)  # by pod id
+    node_pods: dict[str, Plan] = field(default_factory=dict)  # by node id; registered nodes only
+    slots: Held = field(default_factory=dict)
+    ports: Held = field(default_factory=dict)
+    short_of: int = 0  # pods of a training for which there was no place
+    page: tuple[tuple[int, int, int], bytes] = ((0, 0, 0), b"")  # newest, after, limit: its events
+
+    def topics(self) -> list[Topic[Any]]:
+        return [self.status, self.events, *self.orders.values()]
+
+
+def steady_clock() -> Callable[[], float]:
+    """Return a clock of seconds since 1970 that never jumps while the server runs.
+
+    A wall clock that is set would otherwise look like an hour of silence of every node.
+    """
+    offset = time.time() - time.monotonic()
+    return lambda: time.monotonic() + offset
+
+
+class Engine:
+    """One lock, the jobs behind it, and the timer. Methods are called with `lock` held.
+
+    Raises (all methods that change something):
+        StoreTrouble: it could not be written; nothing was changed.
+    """
+
+    def __init__(
+        self, store: Store, *, heartbeat_s: float, max_watchers: int, now: Callable[[], float]
+    ) -> None:
+        """Load what `store` holds; start() goes on with it. What cannot be read is put aside."""
+        self.server_id = uuid.uuid4().hex[:12]
+        self.now = now
+        self.store = store
+        self.watchers = Watchers(max_watchers)
+        self.lock = threading.RLock()
+        self.fleet = Fleet(heartbeat_s)
+        self.jobs: dict[str, Entry] = {}
+        self.unreadable: dict[str, str] = {}  # job id -> why; its row stays as it is
+        self._aside: dict[str, AnyJob] = {}  # what of those is known to be on the nodes
+        self.slots_moved = False  # settle() has something to do
+        self._timer_wakes = threading.Condition(self.lock)
+        self._timer = threading.Thread(target=self._run_timer, name="timer", daemon=True)
+        self._timer_due = math.inf  # monotonic: when its next round is to begin
+        self._closing = False
+        self._load()
+
+    def _load(self) -> None:
+        for stored in self.store.jobs():
+            try:
+                job = kinds.decode_job(stored.data)
+            except wire.WireError as error:
+                self.unreadable[stored.job_id] = str(error)
+                held = kinds.pods_of_unreadable(stored.data)
+                if held is not None:
+                    self._aside[stored.job_id] = held
+                logger.error("%s", unreadable_text(stored.job_id, str(error)))
+                continue
+            self.add(job, forget=stored.forget, last_event=stored.last_event)
+        for data in self.store.nodes():
+            try:
+                node = wire.decode(wire.Node, data)
+            except wire.WireError as error:  # its client registers it again
+                logger.error("a node in the database cannot be read and is left out: %s", error)
+                continue
+            self.fleet.nodes[node.node_id] = self.known(node)
+
+    def start(self) -> None:
+        """Tell the loaded jobs that the server was away, and start the clock. Takes the lock."""
+        with self.lock:
+            for entry in list(self.jobs.values()):
+                if entry.state.ended and entry.forget:  # killed before it was forgotten
+                    self.drop_unwatched(entry)
+                    continue
+                if not entry.state.ended:
+                    self._step_unwatched(entry, stages.ServerRestarted())
+                self.derive(entry)
+            self.settle()
+        self._timer_due = time.monotonic()
+        self._timer.start()
+
+    def close(self) -> None:
+        """Answer all polls, stop the clock, write what only memory knows. Takes the lock."""
+        with self.lock:
+            if self._closing:
+                return
+            self._closing = True
+            self.watchers.closing = True
+            self._timer_wakes.notify_all()
+            for entry in self.jobs.values():
+                for topic in entry.topics():
+                    topic.wake()
+                if not entry.state.ended:
+                    self._write_progress(entry)
+            for known in self.fleet.nodes.values():
+                known.plan.wake()
+        if self._timer.is_alive():
+            self._timer.join()
+        self.store.close()
+
+    # --- time -----------------------------------------------------------------------------------
+
+    def _run_timer(self) -> None:
+        while True:
+            with self.lock:
+                if self._closing:
+                    return
+                late_s = time.monotonic() - self._timer_due
+                if late_s > LATE_S:
+                    logger.warning(
+                        "the server's clock is %.0f s late: the machine or its disk is too busy, "
+                        "and what was due comes later",
+                        late_s,
+                    )
+                wait_s = self._tick_unwatched()
+                self._timer_due = time.monotonic() + wait_s
+                self._timer_wakes.wait(wait_s)
+
+    def clock_trouble(self) -> str:
+        """Return why nothing falls due any more; "": the clock runs. Needs no lock."""
+        if self._timer.ident is None or self._closing:
+            return ""
+        if not self._timer.is_alive():
+            return "the server's clock has ended: no change, time limit or recovery happens"
+        late_s = time.monotonic() - self._timer_due
+        if late_s > DEAD_AFTER_S:
+            return f"the server's clock is {late_s:.0f} s late: the machine or its disk is too busy"
+        return ""
+
+    def _tick_unwatched(self) -> float:
+        try:
+            return self._tick()
+        except Exception:  # a clock that ends would stop all jobs, and nobody would know
+            logger.exception("a round of the server's clock failed; the next in %g s", RETRY_S)
+            return RETRY_S
+
+    def _tick(self) -> float:
+        """Step what is due; return for how many seconds nothing will be."""
+        now = self.now()
+        for entry in list(self.jobs.values()):
+            if entry.due_at <= now:
+                self._set_due(entry)  # before the step, which may find nothing to change
+                if entry.state.ended and entry.forget:
+                    self.drop_unwatched(entry)
+                else:
+                    self._step_unwatched(entry, stages.Tick())
+        self.settle()
+        for node_id in self.fleet.forgettable(now):
+            logger.info("node %s: silent for an hour and without pods: forgotten", node_id)
+            try:
+                self.remove_node(node_id)
+            except StoreTrouble as error:  # the next round tries again
+                logger.error("node %s: not forgotten: %s", node_id, error)
+        due = [entry.due_at for entry in self.jobs.values()]
+        # Something that is due again at once must not keep the lock.
+        return min(max(min(due, default=math.inf) - self.now(), 0.002), TICK_S)
+
+    def _set_due(self, entry: Entry) -> None:
+        now = self.now()
+        # A job that has ended is due no more, unless it is still to be forgotten.
+        entry.due_at = math.inf if entry.state.ended and not entry.forget else now + TICK_S
+        try:
+            deadline = kinds.next_deadline(entry.job, now, self.cluster(entry))
+        except Exception:  # as in _step_unwatched; the job is stepped every TICK_S all the same
+            logger.exception("job %s: its next deadline is not known", entry.spec.job_id)
+            return
+        if deadline is not None:
+            entry.due_at = min(entry.due_at, deadline)
+
+    def _step_unwatched(self, entry: Entry, event: stages.Event) -> None:
+        """Step where no request waits to be told what goes wrong."""
+        try:
+            self.apply(entry, event)
+        except StoreTrouble as error:
+            logger.error("job %s: %s; trying again in %g s", entry.spec.job_id, error, RETRY_S)
+            entry.due_at = self.now() + RETRY_S
+        except Exception:  # one job's trouble must not stop the clock of all others
+            logger.exception("job %s: a step failed; trying again later", entry.spec.job_id)
+            entry.due_at = self.now() + RETRY_S
+
+    # --- change ---------------------------------------------------------------------------------
+
+    def apply(self, entry: Entry, event: stages.Event) -> None:
+        """Step; write and tell what changed.
+
+        Raises:
+            Conflict: the state machine refused the event.
+        """
+        now = self.now()
+        try:
+            job, reason = kinds.step(entry.job, event, now, self.cluster(entry), self.claims())
+        except stages.Refused as error:
+            raise Conflict(str(error)) from None
+        except Exception as error:  # also said where users look; whoever asked hears of it as well
+            self._say_defect(entry, event, error)
+            raise
+        if job == entry.job:
+            return
+        if kinds.same_but_progress(entry.job, job):
+            entry.job = job
+            self._note_progress(entry, now)
+            self._reset_timer(entry)
+            return
+        job_id = entry.spec.job_id
+        status = kinds.job_status(job, now, entry.status.revision + 1)
+        said: tuple[wire.JobEvent, ...] = ()
+        if reason:
+            number = entry.events.value + 1
+            stage = status.stage
+            said = (wire.JobEvent(number=number, at=now, job_id=job_id, stage=stage, text=reason),)
+            logger.info("job %s stage %d %s: %s", job_id, stage, status.state.value, reason)
+        self.store.save_job(job_id, wire.encode(job), events=said, forget=entry.forget)
+        entry.job, entry.state = job, status.state
+        entry.written_at = entry.published_at = now
+        self.derive(entry)
+        entry.status.publish(job)
+        for told in said:
+            entry.events.publish(told.number)
+        self._reset_timer(entry)
+        if entry.forget and entry.state.ended:
+            self.drop_unwatched(entry)
+
+    def _say_defect(self, entry: Entry, event: stages.Event, error: Exception) -> None:
+        """Note among a job's events that a step failed: it stays as it was. Once per text."""
+        text = f"the server has a defect: {type(event).__name__} is left out: {error}"[:1000]
+        if text == entry.defect:
+            return
+        entry.defect = text
+        logger.error("job %s: %s", entry.spec.job_id, text)
+        number, now = entry.events.value + 1, self.now()
+        stage = kinds.job_status(entry.job, now, 0).stage
+        job_id = entry.spec.job_id
+        said = wire.JobEvent(number=number, at=now, job_id=job_id, stage=stage, text=text)
+        try:
+            self.store.save_job(job_id, wire.encode(entry.job), events=(said,), forget=entry.forget)
+        except StoreTrouble as trouble:
+            logger.error("job %s: that is not written: %s", job_id, trouble)
+            return
+        entry.events.publish(number)
+
+    def _reset_timer(self, entry: Entry) -> None:
+        before = entry.due_at
+        self._set_due(entry)
+        if entry.due_at < before:
+            self._timer_wakes.notify_all()
+
+    def _note_progress(self, entry: Entry, now: float) -> None:
+        # 500 watchers of a job that reports every second would cost a core: progress is told the
+        # more rarely the more watch. Changes of anything else are told at once.
+        if now - entry.published_at >= max(1.0, self.watchers.count / 100):
+            entry.published_at = now
+            entry.status.publish(entry.job)
+        else:
+            entry.status.refresh(entry.job)
+        if now - entry.written_at >= PROGRESS_WRITE_S:
+            self._write_progress(entry)
+
+    def _write_progress(self, entry: Entry) -> None:
+        try:
+            self.store.save_job(
+                entry.spec.job_id, wire.encode(entry.job), forget=entry.forget, durable=False
+            )
+        except StoreTrouble as error:  # at stake: some seconds of the account, no more
+            logger.error("job %s: progress not written: %s", entry.spec.job_id, error)
+        entry.written_at = self.now()
+
+    def derive(self, entry: Entry) -> None:
+        """Bring up to date, and tell, all that follows from a job."""
+        for pod_id, topic in list(entry.orders.items()):
+            orders = kinds.pod_orders(entry.job, pod_id)
+            if orders is None:
+                topic.end(not_wanted(pod_id))
+                del entry.orders[pod_id]
+            elif orders != topic.value:
+                topic.publish(orders)
+        for node_id, known in self.fleet.nodes.items():
+            pods = kinds.node_pods(entry.job, node_id)
+            if entry.node_pods.get(node_id, ()) != pods:
+                entry.node_pods[node_id] = pods
+                known.plan.publish(self._plan(node_id))
+        slots, ports = kinds.slots_held(entry.job), kinds.ports_held(entry.job)
+        short_of = kinds.short_of(entry.job, self.now(), self.cluster(entry))
+        if (slots, ports, short_of) != (entry.slots, entry.ports, entry.short_of):
+            entry.slots, entry.ports, entry.short_of = slots, ports, short_of
+            self.slots_moved = True
+
+    def settle(self) -> None:
+        """Let jobs that wait for slots see what nodes and other jobs offer now."""
+        for _ in range(MAX_ROUNDS):
+            if not self.slots_moved:
+                return
+            self.slots_moved = False
+            for entry in list(self.jobs.values()):
+                if not entry.state.ended:
+                    self._step_unwatched(entry, stages.NodesChanged())
+        if self.slots_moved:
+            logger.warning("slots still move from job to job after %d rounds", MAX_ROUNDS)
+
+    def cluster(self, entry: Entry) -> Cluster:
+        """Return the nodes as this job's placement sees them."""
+        others = [other for other in self.jobs.values() if other is not entry]
+        aside = self._aside.values()
+        return self.fleet.cluster(
+            [*(other.slots for other in others), *map(kinds.slots_held, aside)],
+            [*(other.ports for other in others), *map(kinds.ports_held, aside)],
+        )
+
+    def claims(self) -> Claims:
+        """Return what training jobs are to have before teachers."""
+        jobs = [(entry, entry.job) for entry in self.jobs.values()]
+        teachers = [job for _, job in jobs if isinstance(job, TeacherJob)]
+        if not teachers:
+            return NO_CLAIMS
+        trainings = [
+            (job, self.cluster(entry))
+            for entry, job in jobs
+            # Whether one that has not begun is short of pods may depend on the time as well.
+            if isinstance(job, Job) and (entry.short_of or job.fresh)
+        ]
+        return claim(trainings, teachers, self.now())
+
+    # --- jobs and nodes -------------------------------------------------------------------------
+
+    def add(self, job: AnyJob, *, forget: bool = False, last_event: int = 0) -> Entry:
+        """Take up a job that is written already."""
+        now = self.now()
+        status = kinds.job_status(job, now, 0)
+        entry = Entry(
+            job=job,
+            spec=status.spec,
+            state=status.state,
+            forget=forget,
+            status=Topic(job, self.status_body, self.watchers, self.first_revision()),
+            events=Topic(last_event, _no_body, self.watchers, last_event),
+            due_at=now,
+            written_at=now,
+        )
+        self.jobs[status.job_id] = entry
+        return entry
+
+    def begin(self, entry: Entry) -> None:
+        """Let a new job look at the nodes for the first time."""
+        self.derive(entry)
+        self._step_unwatched(entry, stages.NodesChanged())
+        self.settle()
+        self._timer_wakes.notify_all()
+
+    def drop_unwatched(self, entry: Entry) -> None:
+        """Forget a job; where the database does not, the clock tries again."""
+        try:
+            self.drop(entry)
+        except StoreTrouble as error:
+            logger.error("job %s: not forgotten yet: %s", entry.spec.job_id, error)
+            entry.due_at = self.now() + RETRY_S
+
+    def drop(self, entry: Entry) -> None:
+        """Forget a job; who still asks for it gets a 404."""
+        job_id = entry.spec.job_id
+        self.store.delete_job(job_id)
+        del self.jobs[job_id]
+        gone = NotFound(f"job_id: job {job_id!r} was deleted")
+        for topic in entry.topics():
+            topic.end(gone)
+        for node_id, pods in entry.node_pods.items():
+            known = self.fleet.nodes.get(node_id)
+            if pods and known is not None:
+                known.plan.publish(self._plan(node_id))
+        self.slots_moved = True
+        logger.info("job %s: forgotten", job_id)
+
+    def drop_unreadable(self, job_id: str) -> None:
+        """Forget a job that was put aside; its clients stop its pods."""
+        self.store.delete_job(job_id)
+        del self.unreadable[job_id]
+        if self._aside.pop(job_id, None) is not None:
+            for node_id, known in self.fleet.nodes.items():
+                known.plan.publish(self._plan(node_id))
+            self.slots_moved = True
+        logger.info("job %s, which could not be read: forgotten", job_id)
+
+    def add_node(self, node: wire.Node) -> KnownNode:
+        """Add a node, or replace what it said before."""
+        self.store.save_node(node.node_id, wire.encode(node))
+        known = self.fleet.nodes.get(node.node_id)
+        if known is None:
+            known = self.fleet.nodes[node.node_id] = self.known(node)
+            logger.info("node %s: %d slots at %s", node.node_id, len(node.slots), node.addr)
+        known.node, known.seen_at = node, self.now()
+        for entry in list(self.jobs.values()):
+            self.derive(entry)
+        self.slots_moved = True
+        self.settle()
+        self._timer_wakes.notify_all()
+        return known
+
+    def remove_node(self, node_id: str) -> None:
+        self.store.delete_node(node_id)
+        known = self.fleet.nodes.pop(node_id)
+        known.plan.end(NotFound(f"node_id: {node_id!r} has left; register it"))
+        for entry in self.jobs.values():
+            entry.node_pods.pop(node_id, None)
+        self.slots_moved = True
+
+    def known(self, node: wire.Node) -> KnownNode:
+        pods = self._plan(node.node_id)
+        plan: Topic[Plan] = Topic(pods, self._plan_body, self.watchers, self.first_revision())
+        return KnownNode(node=node, seen_at=self.now(), plan=plan)
+
+    def first_revision(self) -> int:
+        """Return a number above all of an earlier life: a poll that outlived it must not wait."""
+        return int(self.now() * 1000)
+
+    def _plan(self, node_id: str) -> Plan:
+        plans = [entry.node_pods.get(node_id, ()) for entry in self.jobs.values()]
+        plans += [kinds.node_pods(job, node_id) for job in self._aside.values()]
+        return tuple(pod for pods in plans for pod in pods)
+
+    # --- bodies; called by topics, without the lock ----------------------------------------------
+
+    def status_body(self, job: AnyJob, revision: int) -> bytes:
+        return to_body(wire.encode(kinds.job_status(job, self.now(), revision)))
+
+    def orders_body(self, orders: stages.PodView, revision: int) -> bytes:
+        message = wire.PodOrders(
+            server_id=self.server_id,
+            revision=revision,
+            plans=orders.plans,
+            heartbeat_s=self.fleet.heartbeat_s,
+            leave=orders.leave,
+            spares=orders.spares,
+        )
+        return to_body(wire.encode(message))
+
+    def _plan_body(self, pods: Plan, revision: int) -> bytes:
+        plan = wire.NodePlan(
+            server_id=self.server_id,
+            revision=revision,
+            pods=pods,
+            heartbeat_s=self.fleet.heartbeat_s,
+        )
+        return to_body(wire.encode(plan))
+
+
+def unreadable_text(job_id: str, why: str) -> str:
+    return (
+        f"job_id: job {job_id!r} is in the database, but this version cannot read it ({why}); "
+        "use the server that wrote it, or delete the job"
+    )
+
+
+def not_wanted(pod_id: str) -> Gone:
+    return Gone(f"pod_id: {pod_id[:100]!r} is not wanted any more; end its trainers and exit")
+
+
+def _no_body(_value: int, _revision: int) -> bytes:
+    return b""

@@ -1,0 +1,71 @@
+"""Who may ask: the token, and no browser on behalf of another site."""
+
+import hmac
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from flask import Request
+
+from job_server.api.errors import Forbidden, Unauthorized
+from job_server.server.config import is_loopback
+
+LEGACY_PATHS = ("/rest/1.0/get/query_pods", "/rest/1.0/post/job_runtime_static")
+PAGE_PATH = "/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guard:
+    """Checks every request before its route does anything."""
+
+    token: str | None = None  # None: whoever reaches the loopback address may ask
+    insecure_legacy: bool = False  # the original's two routes need no token
+
+    def check(self, request: Request) -> None:
+        """Raise Unauthorized or Forbidden unless this request may go on."""
+        origin = request.headers.get("Origin")
+        if origin is not None and _netloc(origin) != request.host:
+            raise Forbidden(f"Origin: {origin[:100]!r} is another site; ask from a program instead")
+        if self.token is None:
+            # A page of another site may resolve its own name to our address: then Host is that
+            # name. With a token it could not know the token.
+            if not is_loopback(_hostname(request.host)):
+                raise Forbidden(
+                    f"Host: {request.host[:100]!r} is not this machine's loopback address; "
+                    "use 127.0.0.1 or localhost, or start the server with a token"
+                )
+            return
+        if self.insecure_legacy and request.path in LEGACY_PATHS:
+            return
+        if not self._has_token(request):
+            raise Unauthorized(
+                "Authorization: expected 'Bearer TOKEN' with the server's token "
+                "(EDL_TOKEN or --token_file)"
+            )
+
+    def _has_token(self, request: Request) -> bool:
+        given = ""
+        authorization = request.authorization
+        if authorization is not None and authorization.type == "bearer":
+            given = authorization.token or ""
+        elif (
+            authorization is not None
+            and authorization.type == "basic"
+            and request.path == PAGE_PATH  # a browser can ask for a password, not for a bearer
+        ):
+            given = authorization.password or ""
+        expected = (self.token or "").encode()
+        return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), expected)
+
+
+def _netloc(url: str) -> str | None:
+    try:
+        return urlsplit(url).netloc
+    except ValueError:  # `http://[`
+        return None
+
+
+def _hostname(host: str) -> str:
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""

@@ -1,0 +1,388 @@
+"""What the server can be asked, without HTTP: one method per route.
+
+Answers come as bodies that are ready to send, so that many who watch cost one serialisation.
+"""
+
+import logging
+from collections.abc import Callable
+
+from job_server.api import wire
+from job_server.api.bodies import to_body
+from job_server.api.errors import BadRequest, Conflict, Gone, NotFound
+from job_server.cluster.change_script import parse_script
+from job_server.server.engine import Engine, Entry, not_wanted, steady_clock, unreadable_text
+from job_server.server.polls import Answer, Topic
+from job_server.server.store import Store
+from job_server.sharing import kinds
+from job_server.teachers.job import TeacherJob
+from job_server.training import stages
+from job_server.training.events import Demanded
+
+logger = logging.getLogger(__name__)
+
+
+class Service:
+    """All jobs and nodes. Safe to use from any thread.
+
+    Raises (all methods that change something):
+        StoreTrouble: it could not be written; nothing was changed.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        heartbeat_s: float = 3.0,
+        max_watchers: int = 600,
+        now: Callable[[], float] | None = None,
+    ) -> None:
+        """Load what `store` holds. `now`: seconds since 1970, never going back (None: as usual)."""
+        self._engine = Engine(
+            store, heartbeat_s=heartbeat_s, max_watchers=max_watchers, now=now or steady_clock()
+        )
+        self.server_id = self._engine.server_id
+        self.now = self._engine.now
+        self.start = self._engine.start
+        self.close = self._engine.close
+        self.clock_trouble = self._engine.clock_trouble
+
+    # --- jobs, for users ------------------------------------------------------------------------
+
+    def submit(
+        self, spec: wire.JobSpec, *, legacy_nodes: tuple[wire.Node, ...] = ()
+    ) -> tuple[Answer, bool]:
+        """Add a job; return its status and whether it is new (the same spec again is no error).
+
+        Args:
+            legacy_nodes: where its pods run for clients of the original, which register nothing.
+
+        Raises:
+            WireError: its change script is wrong.
+            Conflict: the id is taken by another spec, or the service by another job of teachers.
+        """
+        parse_script(spec.script, spec)
+        engine = self._engine
+        with engine.lock:
+            taken = engine.jobs.get(spec.job_id)
+            if spec.job_id in engine.unreadable:
+                raise Conflict(unreadable_text(spec.job_id, engine.unreadable[spec.job_id]))
+            if taken is not None:
+                if taken.spec != spec:
+                    raise Conflict(
+                        f"job_id: {spec.job_id!r} is taken by a job with another spec; "
+                        "delete that one or choose another id"
+                    )
+                return taken.status.poll(-1, 0), False
+            serving = None if spec.service is None else self._serving(spec.service)
+            if serving is not None:
+                raise Conflict(
+                    f"service: {spec.service!r} is served by job {serving.spec.job_id!r}; "
+                    "stop that one, or name another service"
+                )
+            now = self.now()
+            job = kinds.new_job(spec, now, legacy_nodes=legacy_nodes)
+            event = wire.JobEvent(number=1, at=now, job_id=spec.job_id, stage=0, text="submitted")
+            engine.store.save_job(spec.job_id, wire.encode(job), events=(event,))
+            entry = engine.add(job, last_event=event.number)
+            engine.begin(entry)
+            return entry.status.poll(-1, 0), True
+
+    def job_ids(self) -> list[str]:
+        """Return all ids, in the order of submission."""
+        with self._engine.lock:
+            return list(self._engine.jobs)
+
+    def job(self, job_id: str, revision: int = -1, timeout_s: float = 0.0) -> Answer:
+        """Return a JobStatus; with a timeout, as soon as its revision is not `revision`.
+
+        Raises:
+            NotFound: no such job, or it was deleted meanwhile.
+        """
+        return self._entry(job_id).status.poll(revision, timeout_s)
+
+    def jobs(self) -> Answer:
+        """Return all jobs' JobStatus."""
+        with self._engine.lock:
+            bodies = [entry.status.poll(-1, 0).body for entry in self._engine.jobs.values()]
+        return Answer(body=b'{"jobs":[' + b",".join(bodies) + b"]}")
+
+    def statuses(self) -> list[wire.JobStatus]:
+        """Return all jobs' statuses, for the page."""
+        with self._engine.lock:
+            jobs = [(entry.job, entry.status.revision) for entry in self._engine.jobs.values()]
+        return [kinds.job_status(job, self.now(), revision) for job, revision in jobs]
+
+    def ask(self, job_id: str, event: stages.Event) -> Answer:
+        """Pass on what a user asks of a job; return its JobStatus then.
+
+        Raises:
+            NotFound: no such job.
+            Conflict: the job's state does not allow it.
+        """
+        with self._engine.lock:
+            entry = self._entry(job_id)
+            self._engine.apply(entry, event)
+            self._engine.settle()
+            return self._now(entry)
+
+    def delete(self, job_id: str, *, discard: bool = False) -> Answer:
+        """Stop a job, forget it as soon as it has ended; return its JobStatus.
+
+        Args:
+            discard: as of `StopAsked`.
+
+        Raises:
+            NotFound: no such job, or one that could not be read: now there is no such job.
+        """
+        engine = self._engine
+        with engine.lock:
+            if job_id in engine.unreadable:
+                engine.drop_unreadable(job_id)
+                engine.settle()
+                raise NotFound(f"job_id: job {job_id!r}, which could not be read, was deleted")
+            entry = self._entry(job_id)
+            if not entry.forget:
+                engine.store.save_job(job_id, wire.encode(entry.job), forget=True)
+                entry.forget = True
+            if not entry.state.ended:
+                try:
+                    engine.apply(entry, stages.StopAsked(discard=discard))
+                except Conflict as error:
+                    logger.info("job %s: deleted; %s", job_id, error)
+            answer = self._now(entry)
+            if entry.state.ended and job_id in engine.jobs:
+                engine.drop_unwatched(entry)
+            engine.settle()
+            return answer
+
+    def events(self, job_id: str, *, after: int, limit: int, timeout_s: float) -> Answer:
+        """Return the job's events after number `after`; wait up to `timeout_s` if there are none.
+
+        Raises:
+            NotFound: no such job, or it was deleted meanwhile.
+        """
+        entry = self._entry(job_id)
+        newest = entry.events.revision
+        busy = entry.events.poll(newest if after >= newest else -1, timeout_s).busy
+        with self._engine.lock:
+            key = (entry.events.revision, after, limit)
+            made_for, body = entry.page
+            if made_for != key:  # who follows asks for the same: one query for all of them
+                found = self._engine.store.events(job_id, after=after, limit=limit)
+                body = to_body({"events": wire.encode(found)})
+                entry.page = (key, body)
+        return Answer(body=body, busy=busy)
+
+    def last_events(self, job_id: str, count: int) -> list[wire.JobEvent]:
+        """Return the newest `count` events, oldest first; none for an unknown job."""
+        with self._engine.lock:
+            entry = self._engine.jobs.get(job_id)
+            if entry is None:
+                return []
+            after = max(entry.events.value - count, 0)
+            return self._engine.store.events(job_id, after=after, limit=count)
+
+    def legacy_pods(self, job_id: str | None) -> tuple[str, int, tuple[wire.PlanPod, ...]]:
+        """Return (job id, the original's stage flag, the running pods in pod-rank order).
+
+        Raises:
+            NotFound: no such job, or none at all.
+            BadRequest: no id was given and there are several jobs.
+        """
+        if job_id is None:
+            ids = self._trainings() or self.job_ids()
+            if not ids:
+                raise NotFound("job_id: missing, and there is no job")
+            if len(ids) > 1:
+                raise BadRequest(
+                    f"job_id: missing, and there are several jobs: {', '.join(ids[:20])}"
+                )
+            job_id = ids[0]
+        with self._engine.lock:
+            entry = self._entry(job_id)
+            job, revision = entry.job, entry.status.revision
+        pods = sorted(kinds.running_pods(job), key=lambda pod: pod.pod_rank)
+        return job_id, kinds.job_status(job, self.now(), revision).flag, tuple(pods)
+
+    def _trainings(self) -> list[str]:
+        # Clients of the original know no jobs of teachers.
+        with self._engine.lock:
+            return [
+                job_id
+                for job_id, entry in self._engine.jobs.items()
+                if entry.spec.kind is wire.JobKind.TRAINING
+            ]
+
+    def _entry(self, job_id: str) -> Entry:
+        entry = self._engine.jobs.get(job_id)
+        if job_id in self._engine.unreadable:
+            raise NotFound(unreadable_text(job_id, self._engine.unreadable[job_id]))
+        if entry is None:
+            raise NotFound(f"job_id: there is no job {job_id[:100]!r}")
+        return entry
+
+    def _now(self, entry: Entry) -> Answer:
+        # The topic has ended where the job was forgotten by what was asked.
+        return Answer(body=self._engine.status_body(entry.job, entry.status.revision))
+
+    # --- services, for discovery ----------------------------------------------------------------
+
+    def demand(self, service: str, demand: wire.Demand) -> Answer:
+        """Take in what the students of a service report; return a DemandAnswer.
+
+        Raises:
+            NotFound: no job of teachers serves it.
+        """
+        if demand.service != service:
+            raise BadRequest(
+                f"service: {demand.service!r} is posted at the route of {service[:100]!r}"
+            )
+        engine = self._engine
+        with engine.lock:
+            entry = self._serving(service)
+            if entry is None:
+                raise NotFound(
+                    f"service: no job serves {service[:100]!r}; "
+                    f"`edl submit --kind teacher --service {service[:100]}` adds one"
+                )
+            engine.apply(entry, Demanded(demand))
+            engine.settle()
+            job = entry.job
+            assert isinstance(job, TeacherJob)
+            answer = wire.DemandAnswer(
+                server_id=self.server_id,
+                job_id=job.spec.job_id,
+                running=job.running,
+                wanted=job.wanted,
+            )
+        return Answer(body=to_body(wire.encode(answer)))
+
+    def _serving(self, service: str) -> Entry | None:
+        """Return the job of teachers that serves it; None: there is none that has not ended."""
+        for entry in self._engine.jobs.values():
+            if entry.spec.service == service and not entry.state.ended:
+                return entry
+        return None
+
+    # --- pods, for launchers --------------------------------------------------------------------
+
+    def attach(self, job_id: str, pod_id: str, attach: wire.Attach) -> Answer:
+        """Take in a launcher's whole truth; return its PodOrders.
+
+        Raises:
+            NotFound: no such job.
+            Gone: the pod is not wanted.
+        """
+        if attach.pod_id != pod_id:
+            raise BadRequest(f"pod_id: {attach.pod_id!r} attaches at the route of {pod_id[:100]!r}")
+        with self._engine.lock:
+            entry = self._entry(job_id)
+            self._orders(entry, pod_id)
+            self._engine.apply(entry, stages.Attached(attach))
+            self._engine.settle()
+            return self._orders(entry, pod_id).poll(-1, 0)
+
+    def orders(self, job_id: str, pod_id: str, revision: int, timeout_s: float) -> Answer:
+        """Return PodOrders, as soon as their revision is not `revision`.
+
+        Raises:
+            NotFound: no such job.
+            Gone: the pod is not wanted.
+        """
+        with self._engine.lock:
+            topic = self._orders(self._entry(job_id), pod_id)
+        return topic.poll(revision, timeout_s)
+
+    def report(self, job_id: str, pod_id: str, report: wire.PodReport) -> Answer:
+        """Take in what a launcher reports.
+
+        Raises:
+            NotFound: no such job.
+            Gone: the pod is not wanted.
+        """
+        with self._engine.lock:
+            entry = self._entry(job_id)
+            self._orders(entry, pod_id)
+            self._engine.apply(entry, stages.Reported(pod_id, report))
+            self._engine.settle()
+        return self._heard()
+
+    def _orders(self, entry: Entry, pod_id: str) -> Topic[stages.PodView]:
+        engine = self._engine
+        topic = entry.orders.get(pod_id)
+        if topic is None:
+            orders = kinds.pod_orders(entry.job, pod_id)
+            if orders is None and entry.spec.kind is wire.JobKind.TEACHER:
+                raise Gone(
+                    f"pod_id: {pod_id[:100]!r} is a teacher's: its script runs a teacher server "
+                    "(`edl serve`), not a launcher"
+                )
+            if orders is None:
+                raise not_wanted(pod_id)
+            topic = Topic(orders, engine.orders_body, engine.watchers, engine.first_revision())
+            entry.orders[pod_id] = topic
+        return topic
+
+    # --- nodes, for job clients -----------------------------------------------------------------
+
+    def register(self, node: wire.Node) -> Answer:
+        """Add a node, or replace what it said before; return its NodePlan.
+
+        Raises:
+            Conflict: another live node on the same address deals the same ports.
+        """
+        with self._engine.lock:
+            self._engine.fleet.check_ports(node, self.now())
+            return self._engine.add_node(node).plan.poll(-1, 0)
+
+    def plan(self, node_id: str, revision: int, timeout_s: float) -> Answer:
+        """Return a NodePlan, as soon as its revision is not `revision`.
+
+        Raises:
+            NotFound: the node is not registered.
+        """
+        with self._engine.lock:
+            known = self._engine.fleet.get(node_id)
+        return known.plan.poll(revision, timeout_s)
+
+    def report_node(self, node_id: str, report: wire.NodeReport) -> Answer:
+        """Take in a node's heartbeat.
+
+        Raises:
+            NotFound: the node is not registered.
+        """
+        if report.node_id != node_id:
+            raise BadRequest(
+                f"node_id: {report.node_id!r} reports at the route of {node_id[:100]!r}"
+            )
+        engine = self._engine
+        with engine.lock:
+            if engine.fleet.note_report(node_id, report, self.now()):
+                engine.slots_moved = True
+            trouble: Exception | None = None
+            for entry in list(engine.jobs.values()):
+                pods = tuple(pod for pod in report.pods if pod.job_id == entry.spec.job_id)
+                if pods or entry.node_pods.get(node_id) or node_id in entry.slots:
+                    try:
+                        engine.apply(entry, stages.NodeReported(node_id, pods))
+                    except Exception as error:  # noqa: BLE001 - raised below: the others hear first
+                        trouble = trouble or error
+            if trouble is not None:
+                engine.settle()
+                raise trouble
+            if report.leaving:
+                logger.info("node %s: leaves", node_id)
+                engine.remove_node(node_id)
+            engine.settle()
+        return self._heard()
+
+    def nodes(self) -> Answer:
+        """Return all nodes' NodeStatus."""
+        return Answer(body=to_body({"nodes": wire.encode(self.node_statuses())}))
+
+    def node_statuses(self) -> list[wire.NodeStatus]:
+        with self._engine.lock:
+            return self._engine.fleet.statuses(self.now())
+
+    def _heard(self) -> Answer:
+        return Answer(body=to_body({"server_id": self.server_id}))

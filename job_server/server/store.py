@@ -1,0 +1,224 @@
+"""The server's memory: jobs, nodes and events in one SQLite file, written before anyone is told."""
+
+import json
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from job_server.api import wire
+from job_server.api.errors import ConfigError, StoreTrouble
+
+SCHEMA_VERSION = 1
+KEPT_EVENTS = 10_000  # per job; older ones are forgotten
+
+_SCHEMA = """
+CREATE TABLE jobs (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,  -- in the order of submission
+    job_id TEXT NOT NULL UNIQUE,
+    data TEXT NOT NULL,
+    forget INTEGER NOT NULL DEFAULT 0          -- 1: delete it when it has ended
+);
+CREATE TABLE nodes (node_id TEXT PRIMARY KEY, data TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE events (
+    job_id TEXT NOT NULL,
+    number INTEGER NOT NULL,
+    at REAL NOT NULL,
+    stage INTEGER NOT NULL,
+    text TEXT NOT NULL,
+    PRIMARY KEY (job_id, number)
+) WITHOUT ROWID;
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredJob:
+    job_id: str
+    data: Any  # as save_job was given it; None: what is there is no JSON
+    forget: bool
+    last_event: int  # 0: it has none
+
+
+class Store:
+    """One open database. Safe to use from any thread; only one server may have it open.
+
+    Raises (all methods):
+        StoreTrouble: SQLite could not do it (a full disk); the database is as it was before.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Open or make the database at `path`; ":memory:" keeps nothing.
+
+        Raises:
+            ConfigError: it is in use, no database of ours, or cannot be opened.
+        """
+        self._path = path
+        self._lock = threading.Lock()
+        if path != ":memory:" and not Path(path).absolute().parent.is_dir():
+            raise ConfigError(f"--db: the folder of {path} does not exist; make it first")
+        try:
+            self._db = sqlite3.connect(
+                path, timeout=1.0, isolation_level=None, check_same_thread=False
+            )
+        except sqlite3.Error as error:
+            raise ConfigError(f"--db: cannot open {path}: {error}") from None
+        # A damaged text costs what it belongs to, not the whole answer.
+        self._db.text_factory = lambda data: data.decode("utf-8", "replace")
+        try:
+            self._prepare()
+        except sqlite3.Error as error:
+            self._db.close()
+            if "locked" in str(error):
+                raise ConfigError(
+                    f"--db: {path} is in use by another job server; stop that one or name another"
+                ) from None
+            raise ConfigError(
+                f"--db: {path} cannot be used ({error}); move it away or name another"
+            ) from None
+        except ConfigError:
+            self._db.close()
+            raise
+
+    def _prepare(self) -> None:
+        # Two servers with one database would both decide: the lock is held for good.
+        self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=FULL")
+        with self._transaction(durable=True):
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            if version == 0:
+                for statement in _SCHEMA.split(";"):
+                    self._db.execute(statement)
+                self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+            elif version != SCHEMA_VERSION:
+                raise ConfigError(
+                    f"--db: {self._path} has schema version {version}, this server knows "
+                    f"{SCHEMA_VERSION}; use the server that wrote it, or name another file"
+                )
+
+    @contextmanager
+    def _transaction(self, *, durable: bool) -> Iterator[None]:
+        # NORMAL may lose the newest writes in a power cut, never in a crash of the server.
+        self._db.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+
+    @contextmanager
+    def _writing(self, *, durable: bool) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            try:
+                with self._transaction(durable=durable):
+                    yield self._db
+            except sqlite3.Error as error:
+                raise self._trouble("written", error) from error
+
+    def _read(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        with self._lock:
+            try:
+                return self._db.execute(query, values).fetchall()
+            except sqlite3.Error as error:
+                raise self._trouble("read", error) from error
+
+    def _trouble(self, verb: str, error: sqlite3.Error) -> StoreTrouble:
+        return StoreTrouble(f"the server's database {self._path} cannot be {verb}: {error}", 2.0)
+
+    def jobs(self) -> list[StoredJob]:
+        """Return all jobs in the order of submission."""
+        rows = self._read(
+            "SELECT job_id, data, forget,"
+            " (SELECT coalesce(max(number), 0) FROM events WHERE events.job_id = jobs.job_id)"
+            " FROM jobs ORDER BY number"
+        )
+        return [
+            StoredJob(job_id=job_id, data=_from_text(data), forget=bool(forget), last_event=last)
+            for job_id, data, forget, last in rows
+        ]
+
+    def save_job(
+        self,
+        job_id: str,
+        data: object,
+        *,
+        events: Sequence[wire.JobEvent] = (),
+        forget: bool = False,
+        durable: bool = True,
+    ) -> None:
+        """Write a job whole, and what is to be said about it, in one transaction."""
+        text = _to_text(data)
+        with self._writing(durable=durable) as db:
+            db.execute(
+                "INSERT INTO jobs (job_id, data, forget) VALUES (?, ?, ?)"
+                " ON CONFLICT (job_id) DO UPDATE"
+                " SET data = excluded.data, forget = excluded.forget",
+                (job_id, text, forget),
+            )
+            for event in events:
+                db.execute(
+                    "INSERT INTO events (job_id, number, at, stage, text) VALUES (?, ?, ?, ?, ?)",
+                    (job_id, event.number, event.at, event.stage, event.text),
+                )
+                db.execute(
+                    "DELETE FROM events WHERE job_id = ? AND number <= ?",
+                    (job_id, event.number - KEPT_EVENTS),
+                )
+
+    def delete_job(self, job_id: str) -> None:
+        with self._writing(durable=True) as db:
+            db.execute("DELETE FROM jobs WHERE job_id = ?", (job_id,))
+            db.execute("DELETE FROM events WHERE job_id = ?", (job_id,))
+
+    def events(self, job_id: str, *, after: int, limit: int) -> list[wire.JobEvent]:
+        """Return at most `limit` events whose number is above `after`, oldest first."""
+        rows = self._read(
+            "SELECT number, at, stage, text FROM events WHERE job_id = ? AND number > ?"
+            " ORDER BY number LIMIT ?",
+            job_id,
+            after,
+            limit,
+        )
+        return [
+            wire.JobEvent(number=number, at=at, job_id=job_id, stage=stage, text=text)
+            for number, at, stage, text in rows
+        ]
+
+    def nodes(self) -> list[Any]:
+        """Return what save_node was given; None for what is no JSON."""
+        rows = self._read("SELECT data FROM nodes ORDER BY node_id")
+        return [_from_text(data) for (data,) in rows]
+
+    def save_node(self, node_id: str, data: object) -> None:
+        with self._writing(durable=False) as db:
+            db.execute(
+                "INSERT OR REPLACE INTO nodes (node_id, data) VALUES (?, ?)",
+                (node_id, _to_text(data)),
+            )
+
+    def delete_node(self, node_id: str) -> None:
+        with self._writing(durable=False) as db:
+            db.execute("DELETE FROM nodes WHERE node_id = ?", (node_id,))
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+
+def _to_text(data: object) -> str:
+    """Return what is written; raise a ValueError for what could never be answered as JSON."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False)
+
+
+def _from_text(text: str) -> Any:
+    try:
+        # Version 0.1.0 wrote an estimate of 1e999 s as Infinity: it counts as not told.
+        return json.loads(text, parse_constant=lambda _: None)
+    except (ValueError, RecursionError):
+        return None

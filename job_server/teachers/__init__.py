@@ -1,0 +1,1 @@
+"""The state machine of a job of teachers, and how many it needs. Pure."""

@@ -1,0 +1,140 @@
+"""A job of teachers as the server keeps it: plain values, saved and read back by `codec`.
+
+Pure, and without decisions: `teachers.step` makes the next job from an event, `teacher_views`
+derives what clients and users are told. The counterpart of `job`, without stages and ranks.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from job_server.api.wire import Account, Demand, JobSpec, JobState, PodPhase
+from job_server.cluster.placement import Cluster, Site, find_node
+from job_server.teachers.demand import Governor
+from job_server.training.job import Goal, Keep
+
+EARLY = 0.75  # share of the interval after which the next demand counts: posts are not punctual
+REGISTER_S = 120.0  # how long a pod that runs may take to be in service
+SUSPECT_S = 600.0  # how long slots on which teachers died early are used only where no others are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherPod:
+    """A teacher server that has been given out and is not yet confirmed gone."""
+
+    pod_id: str
+    site: Site
+    ports: tuple[int, ...]
+    given_at: float
+    keep: Keep = Keep.RUN  # never HOLD: a teacher has no state
+    kill: bool = False  # SIGKILL it: an operator asked for it
+    phase: PodPhase | None = None  # as its client said last; None: not yet
+    running_since: float | None = None  # None: it has not run
+    log_path: str = ""
+
+    @property
+    def number(self) -> int:
+        return int(self.pod_id.rpartition("_")[2])
+
+    @property
+    def leaving(self) -> bool:
+        return self.keep is not Keep.RUN
+
+    @property
+    def runs(self) -> bool:
+        return not self.leaving and not self.kill and self.phase is PodPhase.RUNNING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherProgress:
+    """What changes with every report and need not be written each time."""
+
+    governor: Governor
+    demand: Demand | None = None  # None: none was ever posted
+    demand_at: float = 0.0
+    counted_at: float = 0.0  # when a demand last counted
+    asked_at: float = 0.0  # when students were last said to ask
+    missing: Mapping[str, float] = field(default_factory=dict)  # pod -> its client omits it since
+    account: Account = field(default_factory=Account)
+    accrued_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherJob:
+    spec: JobSpec
+    submitted_at: float  # seconds since 1970, as all times here
+    progress: TeacherProgress
+    wanted: int  # teachers; fewer run where there is no place for them
+    why: str = ""  # so many
+    state: JobState = JobState.WAITING
+    reason: str = ""  # for an end, a pause or a failure; "": `why` says it all
+    waiting: str = ""  # why some of those wanted find no place; "": all do
+    goal: Goal = Goal.RUN
+    fixed: int | None = None  # a user's number; None: by demand
+    pods: tuple[TeacherPod, ...] = ()
+    given: int = 0  # pods so far: ids are never reused
+    dealt: Mapping[str, int] = field(default_factory=dict)  # node -> port dealt last
+    suspects: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # slots of early deaths
+    heed_from: float = 0.0  # silence is counted from here at the earliest
+    retry_at: float = 0.0
+    grow_at: float = 0.0  # slots were given back: none are taken again before
+    failed_at: float = 0.0
+    failures: int = 0
+    failures_in_row: int = 0
+    preemptions: int = 0
+    resizes: int = 0
+    ended_at: float | None = None  # None: not ended
+
+    @property
+    def service(self) -> str:
+        return self.spec.service or ""
+
+    @property
+    def staying(self) -> tuple[TeacherPod, ...]:
+        return tuple(pod for pod in self.pods if not pod.leaving)
+
+    @property
+    def running(self) -> int:
+        return sum(pod.runs for pod in self.pods)
+
+    def pod(self, pod_id: str) -> TeacherPod | None:
+        """Return the pod, None where it is unknown or confirmed gone."""
+        return next((pod for pod in self.pods if pod.pod_id == pod_id), None)
+
+
+def same_but_progress(old: TeacherJob, new: TeacherJob) -> bool:
+    """Say whether `new` need not be written: only what every report changes differs."""
+    return replace(old, progress=new.progress) == new
+
+
+def slots_of(pods: tuple[TeacherPod, ...]) -> dict[str, frozenset[int]]:
+    """Return node -> slots on which these pods are or may be."""
+    slots: dict[str, frozenset[int]] = {}
+    for pod in pods:
+        node_id = pod.site.node_id
+        slots[node_id] = slots.get(node_id, frozenset()) | frozenset(pod.site.slots)
+    return slots
+
+
+def silent_at(job: TeacherJob, pod: TeacherPod, cluster: Cluster) -> float:
+    """Return when the pod counts as out of reach if its client is not heard until then."""
+    view = find_node(cluster, pod.site.node_id)
+    seen_at = view.seen_at if view is not None else 0.0
+    return max(seen_at, job.heed_from, pod.given_at) + cluster.silence_s
+
+
+def is_steady(job: TeacherJob, reachable: Sequence[TeacherPod], now: float) -> bool:
+    """Whether what students report now tells of the number of teachers that run.
+
+    A teacher that runs is in service once it has loaded its model and registered. One that never
+    does must not stop the decisions.
+
+    Args:
+        reachable: the pods whose clients are heard; nobody waits for the others.
+    """
+    if any(not pod.runs for pod in reachable):
+        return False
+    demand = job.progress.demand
+    if demand is None or demand.teachers is None or demand.teachers >= len(reachable):
+        return True
+    newest = max((pod.running_since or 0.0 for pod in reachable), default=0.0)
+    return now >= newest + REGISTER_S

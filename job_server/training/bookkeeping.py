@@ -1,0 +1,178 @@
+"""A job's wall clock, its script clock, its state's name and the history of its stages. Pure."""
+
+from dataclasses import replace
+from typing import Any
+
+from job_server.api.wire import Account, JobState, StageRecord, Way
+from job_server.training.job import MAX_RECORDS, Cause, Goal, HaltPhase, Job, Phase, Stage
+from job_server.training.work import Work
+
+CLOCK_RUNS = frozenset(
+    {JobState.RUNNING, JobState.PREPARING, JobState.CUTTING_OVER, JobState.RECOVERING}
+)
+
+
+def accrue(job: Job, now: float, *, restarted: bool = False) -> Job:
+    """Book the time since the last call to what the job did in it.
+
+    A clock that was set back books nothing until it has caught up.
+
+    Args:
+        restarted: nobody served in that time: the script clock stands, and ranks that were
+            parked have waited.
+    """
+    progress = job.progress
+    passed = now - progress.accrued_at
+    if passed <= 0 or job.state.ended:
+        return job
+    bucket = _bucket(job)
+    if restarted and job.state is JobState.CUTTING_OVER:
+        bucket = "waiting_s"
+    account = replace(progress.account, **{bucket: getattr(progress.account, bucket) + passed})
+    script_s = progress.script_s
+    if script_runs(job) and not restarted:
+        script_s += passed
+    return replace(
+        job, progress=replace(progress, account=account, accrued_at=now, script_s=script_s)
+    )
+
+
+def account_at(job: Job, now: float) -> Account:
+    return accrue(job, now).progress.account
+
+
+def script_runs(job: Job) -> bool:
+    """Whether the change script's clock runs: from the first RUNNING on, but not while waiting."""
+    return job.state in CLOCK_RUNS and job.commits > 0
+
+
+def _bucket(job: Job) -> str:
+    match job.state:
+        case JobState.RUNNING:
+            stage = job.current
+            if stage is None or not job.elastic or stage.first_step_at is not None:
+                return "training_s"
+            # Loaded, but the first step is not yet made: the pause still lasts.
+            if stage.way is not Way.START:
+                return "cutting_over_s"
+            return "recovering_s" if job.commits > 1 else "waiting_s"
+        case JobState.PREPARING:
+            return "preparing_s"
+        case JobState.CUTTING_OVER:
+            return "cutting_over_s"
+        case JobState.RECOVERING:
+            return "recovering_s"
+        case JobState.PAUSING | JobState.PAUSED | JobState.STOPPING:
+            return "paused_s"
+        case _:
+            return "waiting_s"
+
+
+def name_state(job: Job) -> JobState:
+    """Return the word for what the job is doing."""
+    if job.state.ended:
+        return job.state
+    if job.goal is not Goal.RUN:
+        if job.goal in (Goal.STOP, Goal.FAIL):
+            return JobState.STOPPING
+        done = job.halt is not None and job.halt.phase is HaltPhase.DONE
+        return JobState.PAUSED if done else JobState.PAUSING
+    if job.legacy:
+        return JobState.RUNNING
+    if job.cut_off or job.waiting:
+        return JobState.WAITING
+    starting = JobState.STARTING if job.fresh else JobState.RECOVERING
+    if job.coming is None:
+        if job.current is None:
+            return JobState.WAITING if job.fresh else JobState.RECOVERING
+        return starting if job.current.over is not None else JobState.RUNNING
+    if job.coming.way is Way.START:
+        return starting
+    if job.coming.phase is Phase.PREPARE:
+        over = job.current is not None and job.current.over is not None
+        if not over and job.coming.stands_by:
+            return JobState.RUNNING
+        return JobState.RECOVERING if over else JobState.PREPARING
+    return JobState.CUTTING_OVER
+
+
+def open_record(work: Work, stage: Stage, trainers: int) -> None:
+    record = StageRecord(
+        stage=stage.stage,
+        flag=work.job.next_flag,
+        way=stage.way,
+        pods=len(stage.members),
+        trainers=trainers,
+        reason=stage.reason,
+        wanted_at=work.now,
+    )
+    work.set(records=(*work.job.records, record)[-MAX_RECORDS:])
+
+
+def update_record(work: Work, number: int, **changes: Any) -> None:
+    work.set(
+        records=tuple(
+            replace(record, **changes) if record.stage == number else record
+            for record in work.job.records
+        )
+    )
+
+
+def close_attempt(work: Work, number: int, why: str) -> None:
+    """Record that a stage will never be committed."""
+    update_record(work, number, outcome=f"abandoned: {why}", ended_at=work.now)
+
+
+def close_stage(work: Work, stage: Stage, outcome: str) -> None:
+    """Record the end of a stage in force, and remember where its steps stopped."""
+    job = work.job
+    record = next((r for r in job.records if r.stage == stage.stage), None)
+    if record is None or record.ended_at is not None:
+        return
+    made_steps = record.first_step is not None
+    update_record(
+        work,
+        stage.stage,
+        outcome=outcome,
+        ended_at=work.now,
+        last_step=job.progress.step if made_steps else None,
+    )
+
+
+def stand_still(work: Work, cause: Cause | None = None) -> None:
+    """Note when training stopped; the first who says so counts."""
+    job = work.job
+    if job.stopped_at is None:
+        at = work.now if cause is None or cause.peer_lost else cause.at
+        work.set(stopped_at=at)
+
+
+def first_step(work: Work, stage: Stage, step: int) -> Stage:
+    """Book the first step of the stage in force: its pause, and what is done again."""
+    job = work.job
+    stage = replace(stage, first_step_at=work.now)
+    redone = max(0, job.line_step - (step - 1)) if job.line_step else 0
+    pause_s = None if job.stopped_at is None else max(0.0, work.now - job.stopped_at)
+    update_record(
+        work,
+        stage.stage,
+        first_step_at=work.now,
+        first_step=step,
+        pause_s=pause_s,
+        redone_steps=redone,
+    )
+    _extend_before(work, stage.stage, step - 1)
+    work.set(redone_steps=job.redone_steps + redone, stopped_at=None)
+    if redone and step == 1:
+        work.note(
+            f"training began again at step 0: what is left of the job held no state of it, in "
+            f"memory or as a checkpoint; {redone} steps are lost"
+        )
+    return stage
+
+
+def _extend_before(work: Work, number: int, restored_step: int) -> None:
+    """The state that a stage began from may hold more steps than a crash let anybody report."""
+    trained = [r for r in work.job.records if r.stage < number and r.last_step is not None]
+    if trained and (trained[-1].last_step or 0) < restored_step:
+        update_record(work, trained[-1].stage, last_step=restored_step)

@@ -1,0 +1,298 @@
+"""Changes of the number of pods: from the script, from users, and growing back. Pure."""
+
+import itertools
+from dataclasses import replace
+
+from job_server.api.wire import Kill, WireError
+from job_server.cluster.change_script import ScriptedChange, pods_after
+from job_server.cluster.placement import explain_shortage, place
+from job_server.training.deadlines import (
+    DUE_SLACK_S,
+    SCRIPT_STORE_S,
+    due_changes,
+    heeded_at,
+    is_regular,
+    scripted,
+    settle_deadline,
+)
+from job_server.training.events import Refused
+from job_server.training.job import At, Goal, Job, Keep, ManualChange, Pod, Stage
+from job_server.training.layout import make_pods, slots_of_leavers, slots_of_stayers
+from job_server.training.transitions import begin, choose_way, dismiss_standby
+from job_server.training.work import Work
+
+SHOWN_CHANGES = 10
+KILL_HEARD_S = 5.0  # until the server knows that what it had killed is dead
+
+
+def may_change(job: Job, now: float) -> bool:
+    """Whether a change can begin now: one at a time, and nothing that is not settled."""
+    stage = job.current
+    if stage is None or job.goal is not Goal.RUN or job.state.ended:
+        return False
+    if job.coming is not None and not job.coming.standby:
+        return False
+    if job.previous is not None or job.done or job.cut_off:
+        return False
+    if stage.over is not None or stage.resuming or stage.finishing or not stage.committed:
+        return False
+    if any(member.at is At.PARKED for member in stage.members):
+        return False
+    if not all(job.usable(pod_id) for pod_id in stage.pod_ids):
+        return False
+    if job.elastic:  # before its first step a stage has nothing to agree on
+        return stage.first_step_at is not None
+    # A first stage is in force as soon as its trainers have been started. To change it by `stop`
+    # at once could cost steps of trainers that were about to call the elastic loop.
+    return job.commits > 1 or now >= settle_deadline(stage)
+
+
+def take_next(work: Work) -> bool:
+    """Begin, or skip with a note, what waits to be changed; False: nothing does.
+
+    What fell due while nothing could be changed becomes one change, to the newest wish.
+    """
+    job = work.job
+    if not may_change(job, work.now):
+        return False
+    due = list(due_changes(job))
+    if due and work.now < heeded_at(job, due[0], work.now):
+        due = []
+    manual = job.manual
+    if manual is not None and manual.asked_at_s > job.progress.script_s + DUE_SLACK_S:
+        manual = None
+    waiting = _in_order(due, manual)
+    if not waiting:
+        return _grow_back(work)
+    if waiting[0].action == "kill":
+        _skip_to(work, len(due))
+        _kill_and_wait(work, _in_order(due, job.manual))
+        return True
+    # Kills keep their place behind the changes before them.
+    ahead, count = _before_a_kill(waiting), len(_before_a_kill(due))
+    if len(ahead) > count:
+        work.set(manual=None)
+    _skip_to(work, count)
+    wanted, why = _add_up(work, ahead)
+    if wanted is not None:
+        change_pods(work, wanted, why)
+    return True
+
+
+def _in_order(due: list[ScriptedChange], manual: ManualChange | None) -> list[ScriptedChange]:
+    """Return all that waits, oldest first: a resize stands where it was asked for."""
+    if manual is None:
+        return due
+    asked_s = manual.asked_at_s + DUE_SLACK_S
+    text = f"resize to {manual.pods}"
+    resize = ScriptedChange(at_s=manual.asked_at_s, action="set", pods=manual.pods, text=text)
+    before = [change for change in due if change.at_s <= asked_s]
+    return [*before, resize, *due[len(before) :]]
+
+
+def _before_a_kill(changes: list[ScriptedChange]) -> list[ScriptedChange]:
+    return list(itertools.takewhile(lambda change: change.action != "kill", changes))
+
+
+def _skip_to(work: Work, count: int) -> None:
+    if count:
+        job = work.job
+        work.set(script_index=job.script_index + count, script_stored_s=job.progress.script_s)
+
+
+def _add_up(work: Work, changes: list[ScriptedChange]) -> tuple[int | None, str]:
+    """Return the number of pods after all of these, and why; None: all of them were skipped."""
+    job, stage = work.job, work.job.current
+    assert stage is not None
+    pods, skipped = len(stage.members), ""
+    heeded: list[str] = []
+    for change in changes:
+        if change.action == "kill":
+            continue
+        wanted = pods_after(change, pods)
+        why_skipped = why_not(job, wanted)
+        if why_skipped:
+            skipped = f"{change.text}: skipped: {why_skipped}"
+        else:
+            pods = wanted
+            heeded.append(change.text)
+    if not heeded:
+        if skipped:
+            work.note(skipped)
+        return None, ""
+    if len(heeded) == 1:
+        return pods, heeded[0]
+    _say_too_short(work, stage)
+    shown = heeded if len(heeded) <= SHOWN_CHANGES else [heeded[0], "...", heeded[-1]]
+    return pods, f"{len(heeded)} changes that fell due meanwhile, as one ({', '.join(shown)})"
+
+
+def _say_too_short(work: Work, stage: Stage) -> None:
+    """Say that the stages of this job start more slowly than its script would change them."""
+    job, began_at = work.job, stage.first_step_at or stage.committed_at
+    record = next((record for record in job.records if record.stage == stage.stage), None)
+    if not is_regular(job) or record is None or began_at is None:
+        return
+    start_s, interval_s = began_at - record.wanted_at, job.spec.script.interval_s
+    if start_s > interval_s:
+        text = (
+            f"the script's interval of {interval_s:g} s is too short for this job: stage "
+            f"{stage.stage} took {start_s:.0f} s to start"
+        )
+        work.note(text, lasting=False)
+
+
+def _kill_and_wait(work: Work, changes: list[ScriptedChange]) -> None:
+    """Kill each target that is due, once; what else is due waits until the job has recovered."""
+    kills = {change.target: change for change in changes if change.action == "kill"}
+    wanted, _ = _add_up(work, changes)
+    for change in kills.values():
+        try:
+            by_rank = change.target.isdigit()
+            kill = Kill(rank=int(change.target)) if by_rank else Kill(pod_id=change.target)
+            kill_now(work, kill)
+        except (Refused, WireError) as refusal:
+            work.note(f"{change.text}: skipped: {refusal}")
+    if wanted is not None:
+        asked_at_s = work.job.progress.script_s + KILL_HEARD_S
+        work.set(manual=ManualChange(pods=wanted, asked_at_s=asked_at_s))
+
+
+def change_pods(work: Work, pods: int, why: str) -> None:
+    """Begin a change to `pods` pods, or note why there is none."""
+    job = work.job
+    stage = job.current
+    assert stage is not None
+    skip = why_not(job, pods)
+    if skip:
+        work.note(f"{why}: skipped: {skip}")
+        return
+    size = len(stage.members)
+    if pods == size:
+        if pods == job.target:
+            work.note(f"{why}: skipped: the job has {pods} pods already")
+        else:
+            work.set(target=pods)
+            work.note(f"{why}: the job has {pods} pods and does not wait for more")
+        return
+    if not _begin_change(work, stage, pods, why, counts=True):
+        work.set(target=pods)
+        shortage = explain_shortage(job.spec, work.cluster, work.now, wanted=pods, placeable=size)
+        work.note(f"{why}: waits for a place: {shortage}")
+
+
+def why_not(job: Job, pods: int) -> str:
+    """Return why the job may not have so many pods; "": it may."""
+    spec = job.spec
+    if pods < max(1, spec.min_pods):
+        return f"{pods} pods are below the job's min_pods ({spec.min_pods})"
+    if pods > spec.max_pods:
+        return f"{pods} pods are above the job's max_pods ({spec.max_pods})"
+    if spec.max_resizes is not None and job.resizes >= spec.max_resizes:
+        return f"the job has been resized {job.resizes} times (max_resizes)"
+    return ""
+
+
+def _begin_change(work: Work, stage: Stage, pods: int, why: str, *, counts: bool) -> bool:
+    """Prepare a stage of up to `pods` pods; False: no new pod finds a place."""
+    job = work.job
+    stay = _survivors(job, stage, pods)
+    sites = place(
+        job.spec,
+        work.cluster,
+        work.now,
+        count=pods - len(stay),
+        held=slots_of_stayers(job),
+        leaving=slots_of_leavers(job),
+    )
+    if pods > len(stay) and not sites:
+        return False
+    stood_by = job.coming is not None and job.coming.standby
+    dismiss_standby(work)
+    new = make_pods(work, sites, len(stay))
+    way = choose_way(work.job, work.cluster, stood_by=stood_by)
+    begin(work, (*stay, *new), way=way, reason=why, target=pods, counts=counts)
+    return True
+
+
+def _survivors(job: Job, stage: Stage, pods: int) -> tuple[Pod, ...]:
+    held = (job.pod(pod_id) for pod_id in stage.pod_ids[:pods])
+    return tuple(pod for pod in held if pod is not None)
+
+
+def _grow_back(work: Work) -> bool:
+    """Take the pods that the job is still short of, where there is a place for them now."""
+    job = work.job
+    stage = job.current
+    if stage is None or len(stage.members) >= job.target or work.now < job.grow_at:
+        return False
+    why = f"growing back to {job.target}"
+    return _begin_change(work, stage, job.target, why, counts=False)
+
+
+def store_script_clock(work: Work) -> None:
+    """Have the script's clock written every few seconds, while there is more of the script."""
+    job = work.job
+    behind_s = job.progress.script_s - job.script_stored_s
+    if behind_s >= SCRIPT_STORE_S and scripted(job) is not None:
+        work.set(script_stored_s=job.progress.script_s)
+
+
+def resize(work: Work, pods: int) -> None:
+    """Take a user's resize: at once where nothing runs, else after what is going on.
+
+    Raises:
+        Refused: the job may never have so many pods.
+    """
+    job = work.job
+    if job.goal in (Goal.STOP, Goal.FAIL):
+        raise Refused(f"pods: the job {job.spec.job_id} is stopping")
+    refusal = why_not(job, pods)
+    if refusal:
+        raise Refused(f"pods: {refusal}")
+    waits = bool(job.waiting) and not job.cut_off  # else the stage in force may go on
+    idle = job.current is None and job.coming is None
+    if idle or waits or job.goal is Goal.PAUSE:
+        work.set(target=pods, manual=None)
+        work.note(f"resize to {pods}: holds from the next start on")
+        return
+    work.set(manual=ManualChange(pods=pods, asked_at_s=job.progress.script_s))
+    if not may_change(job, work.now):
+        text = f"resize to {pods}: waits until what is going on is over"
+        work.note(text, lasting=False)
+
+
+def kill_now(work: Work, kill: Kill) -> None:
+    """Have a pod or a trainer killed; that it dies is then nobody's failure.
+
+    Raises:
+        Refused: there is no such pod or rank now.
+    """
+    job = work.job
+    if kill.pod_id is not None:
+        pod = job.pod(kill.pod_id)
+        if pod is None or not any(stage.member(kill.pod_id) for stage in job.stages):
+            have = ", ".join(job.current.pod_ids) if job.current else "none"
+            raise Refused(f"pod_id: {kill.pod_id!r} does not run; running pods: {have}")
+        if pod.keep is Keep.RUN and not pod.kill:
+            work.set_pod(replace(pod, kill=True, planned=True))
+            work.note(f"killing pod {kill.pod_id} on request", lasting=False)
+        return
+    stage = job.current
+    ranks = sum(len(member.pod.ranks) for member in stage.members) if stage is not None else 0
+    if stage is None or kill.rank is None or kill.rank >= ranks or stage.over is not None:
+        raise Refused(f"rank: {kill.rank} does not run; there are {ranks} ranks now")
+    kill_id = f"kill_{job.kills + 1}"
+    kills = (*stage.kill_ranks, (kill_id, kill.rank))
+    work.set(current=replace(stage, kill_ranks=kills), kills=job.kills + 1)
+    work.note(f"killing rank {kill.rank} on request", lasting=False)
+
+
+def queued(job: Job) -> tuple[str, ...]:
+    """Return what waits, oldest first, as lines for people; the script's changes are one line."""
+    due = [change.text for change in itertools.islice(due_changes(job), SHOWN_CHANGES)]
+    scripted_line = due[0] if len(due) == 1 else f"as one: {', '.join(due)}" if due else ""
+    if len(due) == SHOWN_CHANGES:
+        scripted_line += ", ..."
+    resize_line = "" if job.manual is None else f"resize to {job.manual.pods}"
+    return tuple(line for line in (scripted_line, resize_line) if line)

@@ -1,0 +1,104 @@
+"""Who cannot be reached, and from when on what he does alone cannot count any more. Pure."""
+
+from dataclasses import replace
+
+from job_server.training.job import OVER, STOPPED, At, Cause, CauseKind, Goal, Job, Keep, Pod, Stage
+from job_server.training.transitions import lose
+from job_server.training.work import Work, fenced_at
+
+
+def lose_silent(work: Work) -> None:
+    """Give up pods that cannot be reached, unless none of the stage in force can."""
+    job = work.job
+    current = job.current
+    reachable = current is None or _reaches(work, current)
+    cut_off = not reachable
+    if cut_off != job.cut_off:
+        work.set(cut_off=cut_off)
+        if cut_off:
+            text = f"no pod can be reached: waiting until one answers{_or_stopped(work)}"
+            work.set(waiting=text)
+            work.note(text, lasting=False)
+        else:
+            if job.heed_from < work.now:  # else the server has just come back
+                work.note("a pod answers again", lasting=False)
+            # The others get as long to answer as anybody.
+            work.set(heed_from=work.now, waiting="")
+    for pod in work.job.pods:
+        if pod.keep is Keep.RELEASED or not work.is_silent(pod):
+            continue
+        in_force = current is not None and current.member(pod.pod_id) is not None
+        if (in_force and cut_off) or _waits_to_save(job, pod):
+            continue
+        if pod.keep is Keep.HOLD:
+            work.release(pod.pod_id)
+        elif work.job.pod(pod.pod_id) == pod:
+            lose(work, pod.pod_id, _silent_cause(work, pod), confirmed=False)
+
+
+def _waits_to_save(job: Job, pod: Pod) -> bool:
+    """Whether nothing of the pod is needed but what it holds, once its client answers again."""
+    over = job.current is None or job.current.all_at(*OVER)
+    return job.goal is not Goal.RUN and over and pod.pod_id in job.progress.snapshots
+
+
+def _reaches(work: Work, stage: Stage) -> bool:
+    """Whether a pod of the stage answers, or is known to have stopped: then the stage is over.
+
+    A stage whose ranks were never told GO is over as soon as we say so.
+    """
+    if not stage.committed and work.job.elastic:
+        return True
+    for member in stage.members:
+        pod = work.job.pod(member.pod.pod_id)
+        if member.at in STOPPED or (
+            pod is not None and pod.keep is Keep.RUN and not work.is_silent(pod)
+        ):
+            return True
+    return False
+
+
+def _or_stopped(work: Work) -> str:
+    current = work.job.current
+    pods = [work.job.pod(pod_id) for pod_id in (current.pod_ids if current is not None else ())]
+    fences = [None if pod is None else fenced_at(work.job, pod, work.cluster) for pod in pods]
+    return "" if None in fences else ", or until their clients have stopped them (stop_after)"
+
+
+def _silent_cause(work: Work, pod: Pod) -> Cause:
+    stepped_at = work.job.progress.stepped_at
+    return Cause(
+        kind=CauseKind.PLANNED if pod.planned else CauseKind.PREEMPTION,
+        text=f"neither node {pod.site.node_id} nor the launcher of pod {pod.pod_id} answers",
+        at=work.now if stepped_at is None else min(stepped_at, work.now),
+    )
+
+
+def count_fenced(work: Work) -> None:
+    """Count pods as stopped which their clients have stopped by now, cut off as they are."""
+    job = work.job
+    for stage in job.stages:
+        for member in stage.members:
+            pod = job.pod(member.pod.pod_id)
+            if member.at is At.LOST and pod is not None and _is_fenced(work, pod):
+                work.move(stage, pod.pod_id, At.ENDED)
+                work.note(f"{pod.pod_id} cannot be reached; its client has stopped it by now")
+    if job.cut_off and job.current is not None:
+        _give_up_fenced(work, job.current)
+
+
+def _give_up_fenced(work: Work, stage: Stage) -> None:
+    """End the stage of which no pod can be reached, once all of its pods must have stopped."""
+    pods = [pod for pod_id in stage.pod_ids if (pod := work.job.pod(pod_id)) is not None]
+    if not pods or not all(_is_fenced(work, pod) for pod in pods):
+        return
+    work.set(cut_off=False, waiting="")
+    for pod in pods:
+        cause = _silent_cause(work, pod)
+        text = f"{cause.text}; its client has stopped it by now"
+        lose(work, pod.pod_id, replace(cause, text=text), confirmed=True)
+
+
+def _is_fenced(work: Work, pod: Pod) -> bool:
+    at = fenced_at(work.job, pod, work.cluster)
+    return at is not None and work.now >= at

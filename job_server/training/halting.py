@@ -1,0 +1,378 @@
+"""Pause, stop, and the end of a job that has failed. Pure.
+
+Cut, if it trains; have a client write the newest state that is in memory; end the trainers; release
+the pods. No step of this throws the newest state away: a pause whose state cannot be written is
+called off, any other end keeps the state in memory for `keep_failed_s` and tries again, unless who
+asked for it wants it discarded.
+"""
+
+from dataclasses import replace
+
+from job_server.api.text import duration
+from job_server.api.wire import JobState, RestoreFrom, Save, Saved, SavePhase, Way
+from job_server.cluster.placement import find_node
+from job_server.training.deadlines import SAVE_STALL_S, halt_deadline, save_deadline
+from job_server.training.job import (
+    OVER,
+    STOPPED,
+    At,
+    Goal,
+    Halt,
+    HaltPhase,
+    Keep,
+    ManualChange,
+    Phase,
+    Pod,
+    Stage,
+)
+from job_server.training.layout import newest_in_memory, unsaved
+from job_server.training.transitions import (
+    abandon,
+    cut_for_halt,
+    fail_coming,
+    fail_current,
+    finish,
+    neutral,
+    tell_to_end,
+)
+from job_server.training.work import Work, client_silent_at, without
+
+SAVE_AGAIN_S = 10.0  # a state that nobody could write is tried again so often
+
+
+def halt(work: Work) -> None:
+    """Take a pause or an end one phase further, as far as what is true allows."""
+    job = work.job
+    if job.goal is Goal.RUN:
+        return
+    if job.halt is None:
+        work.set(halt=Halt(phase=HaltPhase.WAIT, since=work.now), waiting="")
+    held = work.job.halt
+    if held is None or held.phase is HaltPhase.DONE:
+        _finish_stopped(work)
+        return
+    late = work.now >= halt_deadline(work.job, held)
+    if held.phase is HaltPhase.WAIT:
+        _begin(work, late=late)
+    elif held.phase is HaltPhase.CUT:
+        _await_cut(work, late=late)
+    elif held.phase is HaltPhase.SAVE:
+        _await_save(work, held)
+    elif held.phase is HaltPhase.END:
+        _await_end(work, late=late)
+    else:
+        _await_release(work, late=late)
+
+
+def _to(work: Work, phase: HaltPhase) -> None:
+    work.set(halt=Halt(phase=phase, since=work.now))
+
+
+def _word(work: Work) -> str:
+    return {Goal.PAUSE: "pause", Goal.STOP: "stop"}.get(work.job.goal, "failure")
+
+
+def _why(work: Work) -> str:
+    return work.job.failed or f"a {_word(work)} was asked for"
+
+
+def _finish_stopped(work: Work) -> None:
+    if work.job.goal is Goal.STOP:
+        finish(work, JobState.STOPPED, f"stopped on request{_where(work)}")
+    elif work.job.goal is Goal.FAIL:
+        finish(work, JobState.FAILED, f"{work.job.failed}{_where(work)}")
+
+
+def _where(work: Work) -> str:
+    """Say where the state is that a pause or an end leaves."""
+    job = work.job
+    saved = job.saved
+    if not job.elastic:
+        at_work = job.current is not None or job.commits
+        return "; the script saves by itself: EDL cannot know what was saved" if at_work else ""
+    step = job.progress.step
+    if job.discard and not job.done and step > (0 if saved is None else saved.step):
+        return f"; step {step} is lost: its state was not written"
+    return "" if saved is None else f"; step {saved.step} is in {saved.path}"
+
+
+def _begin(work: Work, *, late: bool) -> None:
+    """Clear the way: no change in preparation, no rank that is parked for one."""
+    job = work.job
+    coming, current = job.coming, job.current
+    if coming is not None:
+        change = coming.way is not Way.START
+        patient = job.goal is not Goal.FAIL and not job.discard and not late
+        if change and coming.phase in (Phase.PREPARE, Phase.CUT):
+            _remember_wish(work, coming)
+            abandon(work, _why(work))
+        elif change and job.elastic and patient:
+            return  # its state is only in memory: commit, then cut
+        else:
+            _remember_wish(work, coming)
+            fail_coming(work, neutral(work, _why(work)))
+        return
+    if current is None:
+        _after_end(work)
+        return
+    trains = current.over is None and job.elastic and not job.done and not current.finishing
+    if trains and not job.discard and not late:
+        if not current.resuming:
+            _to(work, HaltPhase.CUT)
+            cut_for_halt(work)
+            work.note(f"cutting stage {current.stage} for a {_word(work)}")
+        return
+    _end(work)
+
+
+def _remember_wish(work: Work, coming: Stage) -> None:
+    """Let a change that is dropped for a pause hold once the job goes on, as a resize would."""
+    job = work.job
+    if job.goal is Goal.PAUSE and coming.counts and job.manual is None:
+        asked_at_s = job.progress.script_s
+        work.set(manual=ManualChange(pods=coming.target, asked_at_s=asked_at_s))
+
+
+def _end(work: Work) -> None:
+    _to(work, HaltPhase.END)
+    if work.job.current is not None and work.job.current.over is None:
+        fail_current(work, neutral(work, _why(work)))
+    for stage in (work.job.previous, work.job.current):
+        if stage is not None:
+            tell_to_end(work, stage)
+
+
+def _await_cut(work: Work, *, late: bool) -> None:
+    job = work.job
+    stage = job.current
+    if stage is None or stage.over is not None or job.discard:
+        _end(work)
+        return
+    steps = {member.step for member in stage.members if member.at is At.PARKED}
+    if stage.all_at(At.PARKED, *STOPPED) and len(steps) <= 1:
+        _to(work, HaltPhase.SAVE)
+    elif late:
+        others = [m.pod.pod_id for m in stage.members if m.at not in (At.PARKED, *STOPPED)]
+        text = f"not parked in time: {', '.join(others)}"
+        if job.goal is Goal.PAUSE and newest_in_memory(job) is None:
+            _call_off(work, f"{text}; and nothing is in memory yet")
+            return
+        work.note(f"{text}; what is in no snapshot is done again")
+        _end(work)
+
+
+# --- the newest state ---------------------------------------------------------------------------
+
+
+def _await_save(work: Work, held: Halt) -> None:
+    """Have one client after another write the newest state, until one has."""
+    job = work.job
+    source = unsaved(job)
+    if job.discard:
+        _end(work)
+    elif (parked := _parked_without_snapshot(work)) is not None:
+        _end_without_snapshot(work, parked)
+    elif source is None or not _has_saver(work, source):
+        _end(work)
+    elif held.save is None:
+        _order_save(work, held, source)
+    else:
+        _heed_save(work, held, held.save, source)
+
+
+def _parked_without_snapshot(work: Work) -> Stage | None:
+    """Return the stage that is parked with a state that is in no snapshot; None: it is in one.
+
+    There was no memory for a snapshot.
+    """
+    stage = work.job.current
+    if stage is None or stage.over is not None:
+        return None
+    step = max((member.step for member in stage.members if member.at is At.PARKED), default=0)
+    source = newest_in_memory(work.job)
+    is_kept = source is not None and (source.stage, source.step) >= (stage.stage, step)
+    return None if is_kept else stage
+
+
+def _end_without_snapshot(work: Work, stage: Stage) -> None:
+    wrote = next((member for member in stage.members if member.durable), None)
+    if wrote is not None:
+        saved = Saved(
+            stage=stage.stage,
+            step=wrote.step,
+            path=wrote.durable,
+            node_id=wrote.pod.node_id,
+        )
+        work.set(saved=saved)
+        work.note(f"step {saved.step} is written to {saved.path}")
+    elif work.job.goal is Goal.PAUSE:
+        _call_off(work, "there is no memory for a snapshot, and the script has no checkpoint=")
+        return
+    _end(work)
+
+
+def _order_save(work: Work, held: Halt, source: RestoreFrom) -> None:
+    if held.again_at is not None and work.now < held.again_at:
+        return
+    pods = [pod for pod in _savers(work, source) if pod.site.node_id not in held.tried]
+    heard = [pod for pod in pods if work.now < client_silent_at(work.job, pod, work.cluster)]
+    if heard:
+        # Another node may still be at the script's path, unheard: two would mix their files.
+        order = Save(id=work.job.saves + 1, spare=bool(held.tried))
+        pod = heard[0]
+        changed = replace(held, save=order, pod_id=pod.pod_id, since=work.now, again_at=None)
+        work.set(saves=order.id, halt=changed)
+        work.progress(saving=None, saving_at=work.now)
+        if held.kept_since is None:  # else it was said, and is tried again and again
+            work.note(f"node {pod.site.node_id} writes the state of step {source.step} or later")
+    elif pods and work.now < held.since + SAVE_STALL_S:
+        return  # their clients may answer yet
+    else:
+        why = held.why_not or "no client of a node that holds it answers"
+        _not_saved(work, replace(held, why_not=why), source)
+
+
+def _has_saver(work: Work, source: RestoreFrom) -> bool:
+    """Whether a client may write the state, if perhaps not now."""
+    nodes = [find_node(work.cluster, pod.site.node_id) for pod in _savers(work, source)]
+    return any(view is None or view.node.saves for view in nodes)
+
+
+def _savers(work: Work, source: RestoreFrom) -> list[Pod]:
+    """Return pods that hold the state, one a node; first the node that the trainers save on."""
+    job = work.job
+    stage = job.current
+    ranked = [] if stage is None else [member.pod.node_id for member in stage.members]
+    found: dict[str, Pod] = {}
+    for pod_id in source.pods:
+        pod = job.pod(pod_id)
+        if pod is not None:
+            found.setdefault(pod.site.node_id, pod)
+    first = {node_id: index for index, node_id in reversed(list(enumerate(ranked)))}
+    return sorted(found.values(), key=lambda pod: first.get(pod.site.node_id, len(ranked)))
+
+
+def _heed_save(work: Work, held: Halt, order: Save, source: RestoreFrom) -> None:
+    said = work.job.progress.saving
+    if said is not None and said.id != order.id:
+        said = None
+    why = ""
+    if said is not None and said.phase is SavePhase.WRITTEN:
+        why = f"it holds step {said.step} only, not {source.step}"
+    elif said is not None and said.phase is SavePhase.FAILED:
+        why = said.reason
+    elif held.pod_id not in source.pods:
+        why = "the pod that held it is gone"
+    elif work.now >= save_deadline(work.job, held):
+        why = f"nothing was written for {SAVE_STALL_S:.0f} s"
+    if said is not None and said.nothing:
+        snapshots = without(work.job.progress.snapshots, held.pod_id)
+        work.progress(snapshots=snapshots)
+    if why:
+        pod = work.job.pod(held.pod_id)
+        node = (pod.site.node_id,) if pod is not None else ()
+        text = f"{node[0]}: {why}" if node else why
+        work.set(halt=replace(held, save=None, pod_id="", tried=held.tried + node, why_not=text))
+        if text != held.why_not:
+            work.note(f"the state of step {source.step} is not written: {text}", lasting=False)
+
+
+def _not_saved(work: Work, held: Halt, source: RestoreFrom) -> None:
+    """Nobody could write it: a pause is off, another end keeps it in memory for a while."""
+    job = work.job
+    if job.goal is Goal.PAUSE:
+        _call_off(work, f"the state of step {source.step} cannot be written: {held.why_not}")
+        return
+    if job.current is not None and not job.current.all_at(*OVER):
+        _end(work)  # its pods' slots are others' until it is over; then it is tried again
+        return
+    since = work.now if held.kept_since is None else held.kept_since
+    keep_s = job.spec.keep_failed_s
+    if work.now >= since + keep_s:
+        work.set(discard=True)
+        work.note(f"step {source.step} could not be written for {duration(keep_s)}")
+        return
+    holding = newest_in_memory(job)
+    for pod in job.pods:
+        holds = holding is not None and pod.pod_id in holding.pods
+        work.release(pod.pod_id, Keep.HOLD if holds else Keep.RELEASED)
+    if held.kept_since is None:
+        work.note(
+            f"{f'failed: {job.failed}; ' if job.failed else ''}"
+            f"the state of step {source.step} is kept in memory for {duration(keep_s)}, as it "
+            f"cannot be written: {held.why_not}; it is tried again every {SAVE_AGAIN_S:.0f} s; "
+            f"`edl stop {job.spec.job_id} --discard` gives it up"
+        )
+    again_at = min(work.now + SAVE_AGAIN_S, since + keep_s)
+    work.set(halt=replace(held, tried=(), kept_since=since, again_at=again_at))
+
+
+def _call_off(work: Work, why: str) -> None:
+    """The job goes on: its trainers are parked, or it recovers from what is in memory."""
+    work.set(goal=Goal.RUN, halt=None)
+    work.note(f"not paused: {why}; the job goes on")
+
+
+# --- the end of trainers and pods ---------------------------------------------------------------
+
+
+def _await_end(work: Work, *, late: bool) -> None:
+    stages = [s for s in (work.job.previous, work.job.current) if s is not None]
+    if not late and not all(member.at in OVER for s in stages for member in s.members):
+        return
+    for stage in stages:
+        for member in stage.members:
+            if member.at not in OVER:
+                work.move(stage, member.pod.pod_id, At.LOST)
+    _after_end(work)
+
+
+def _after_end(work: Work) -> None:
+    """No trainer is left: save what was not saved before, then let the pods go."""
+    source = unsaved(work.job)
+    if source is not None and not work.job.discard:
+        if _has_saver(work, source):
+            _to(work, HaltPhase.SAVE)
+            return
+        work.note("its job clients are of a version that writes no states; trainers may have")
+    _to(work, HaltPhase.RELEASE)
+    for pod in work.job.pods:
+        work.release(pod.pod_id)
+
+
+def _await_release(work: Work, *, late: bool) -> None:
+    """Wait until clients have confirmed, but not for those that cannot be reached."""
+    job = work.job
+    for pod in job.pods:
+        if pod.keep is not Keep.RELEASED:
+            work.release(pod.pod_id)
+    job = work.job
+    waits = [pod for pod in job.pods if not work.is_silent(pod)]
+    if waits and not late:
+        return
+    where = _where(work)
+    current = job.current
+    stopped = current is None or any(member.at in STOPPED for member in current.members)
+    if current is not None and not job.elastic:
+        stopped = current.all_at(*STOPPED)
+    if stopped:
+        current = None  # else the next start has to see that the old stage is over
+    work.set(current=current, previous=None, roster=(), fresh=True, served=())
+    _to(work, HaltPhase.DONE)
+    if job.goal is Goal.PAUSE:
+        work.note(f"paused{where}")
+        if job.manual is not None:
+            target = job.manual.pods
+            work.set(target=target, manual=None)
+            work.note(f"resize to {target}: holds from the next start on", lasting=False)
+    else:
+        _finish_stopped(work)
+
+
+def resume(work: Work) -> None:
+    """Start again after a pause."""
+    work.set(goal=Goal.RUN, halt=None, start_since=work.now, retry_at=work.now)
+    current = work.job.current
+    if current is not None and current.over is not None:
+        work.set(current=replace(current, over=replace(current.over, counted=True)))
+    work.note("resumed")

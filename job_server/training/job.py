@@ -1,0 +1,369 @@
+"""A job as the server keeps it: plain values, saved and read back by `job_server.api.codec`.
+
+Pure, and without decisions: `stages.step` makes the next job from an event, `views` derives what
+clients, launchers and users are told.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from job_server.api.wire import (
+    Account,
+    JobSpec,
+    JobState,
+    Node,
+    PlanPod,
+    PodPhase,
+    RestoreFrom,
+    Save,
+    Saved,
+    SaveState,
+    SnapshotRef,
+    StageRecord,
+    Way,
+)
+from job_server.cluster.placement import Site
+
+MAX_RECORDS = 1000  # an overnight script must not grow the job without limit
+
+
+class Keep(Enum):
+    """What is wanted of a pod's processes."""
+
+    RUN = "run"
+    HOLD = "hold"  # no process but the shim with its snapshot
+    RELEASED = "released"  # nothing; kept in the books until its client confirms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pod:
+    """A pod that has been given out and is not yet confirmed gone."""
+
+    pod_id: str
+    site: Site
+    keep: Keep = Keep.RUN
+    kill: bool = False  # SIGKILL it: somebody asked, or it does not end
+    planned: bool = False  # ... and that somebody was a change script or an operator
+    left: bool = False  # its launcher has exited 0; what its script does after that is its own
+    phase: PodPhase | None = None  # as its client said last; None: not yet
+    log_path: str = ""
+
+    @property
+    def usable(self) -> bool:
+        """Whether a next stage may count on it."""
+        return self.keep is Keep.RUN and not self.kill and not self.left
+
+
+class Phase(Enum):
+    """Where a stage is between the decision to make it and its commit."""
+
+    PREPARE = "prepare"
+    CUT = "cut"
+    END = "end"
+    START = "start"
+    COMMITTED = "committed"
+
+
+class At(Enum):
+    """How far a pod is with a stage."""
+
+    ABSENT = "absent"
+    READY = "ready"
+    STARTED = "started"
+    LOADED = "loaded"
+    TRAINING = "training"
+    CUTTING = "cutting"  # told to cut; whether it trains or has parked is not known
+    PARKED = "parked"
+    FAILED = "failed"  # a trainer died; others may be there
+    ENDED = "ended"  # confirmed: no trainer of the stage is left in the pod
+    LEFT = "left"  # the launcher exited 0: the trainers are done, the pod's script may go on
+    FINISHED = "finished"  # the pod exited 0: its training is complete
+    LOST = "lost"  # given up without having been reached
+
+
+STOPPED = frozenset({At.ENDED, At.LEFT, At.FINISHED})  # confirmed: trains no more
+OVER = STOPPED | {At.LOST}  # nothing more is to be waited for
+DONE = (At.LEFT, At.FINISHED)  # nothing is to be started again
+EARLY = (At.ABSENT, At.READY, At.STARTED, At.LOADED, At.TRAINING)  # in this order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    pod: PlanPod
+    at: At = At.ABSENT
+    step: int = 0  # PARKED: after which step
+    kept: bool = False  # PARKED: a snapshot of just this state is on its node
+    durable: str = ""  # PARKED: the path that a trainer of it has written this state to; "": none
+
+
+class CauseKind(Enum):
+    FAILURE = "failure"  # counts against max_failures
+    PREEMPTION = "preemption"  # counts against max_preemptions
+    PLANNED = "planned"  # a kill that a change script or an operator asked for
+    NEUTRAL = "neutral"  # nobody's fault: a burnt stage number, a pause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """An error that would not pass by itself; `faults` says which are."""
+
+    who: str
+    text: str  # FILE:LINE first
+    mark: str  # of two faults the same: it is the same error, at the same step
+    at_once: bool = False  # no second try can end otherwise
+    step: int | None = None  # None: not known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Why a stage is over before its time."""
+
+    kind: CauseKind
+    text: str
+    at: float
+    faults: tuple[Fault, ...] = ()  # of all trainers that failed, the first one first
+    of_change: bool = False  # the stage was a change not yet in force: the old pods may do better
+    peer_lost: bool = False  # a victim spoke; who was the cause is not yet known
+    counted: bool = False  # the budgets know of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    stage: int
+    way: Way
+    phase: Phase
+    since: float  # when the phase began, or the server restarted in it
+    reason: str
+    members: tuple[Member, ...]
+    target: int  # pods that the job is to have once this is committed
+    counts: bool = False  # a requested change: counts as a resize
+    standby: bool = False  # nothing is cut for it: it waits for a crash of the stage in force
+    losses: tuple[tuple[str, ...], ...] = ()  # standby: sets of pods that it can do without
+    lost: tuple[str, ...] = ()  # standby: that of them which is gone
+    attempt: int = 0
+    restore_from: RestoreFrom | None = None  # None: not chosen yet, or the checkpoint
+    base_step: int | None = None  # step that it began from; None: not known
+    over: Cause | None = None  # None: in force, or on its way to be
+    end_since: float | None = None  # when its pods were first told to end it; None: not yet
+    resuming: bool = False  # a cut was called off; not all pods are known to train again
+    cut: int = 0  # how often it was told to cut
+    kill_ranks: tuple[tuple[str, int], ...] = ()
+    committed_at: float | None = None  # None: not committed
+    first_step_at: float | None = None  # None: no step yet
+
+    @property
+    def committed(self) -> bool:
+        return self.committed_at is not None
+
+    @property
+    def pod_ids(self) -> tuple[str, ...]:
+        return tuple(member.pod.pod_id for member in self.members)
+
+    @property
+    def finishing(self) -> bool:
+        return any(member.at in DONE for member in self.members)
+
+    @property
+    def stands_by(self) -> bool:
+        """Ready to take over from a stage that crashes, and costs nothing but memory."""
+        return self.standby and self.phase is Phase.PREPARE and not self.any_at(At.ABSENT)
+
+    def member(self, pod_id: str) -> Member | None:
+        """Return the member by pod id, None where the pod is not of this stage."""
+        return next((m for m in self.members if m.pod.pod_id == pod_id), None)
+
+    def with_member(self, member: Member) -> "Stage":
+        members = tuple(member if m.pod.pod_id == member.pod.pod_id else m for m in self.members)
+        return replace(self, members=members)
+
+    def any_at(self, *places: At) -> bool:
+        return any(member.at in places for member in self.members)
+
+    def all_at(self, *places: At) -> bool:
+        return all(member.at in places for member in self.members)
+
+
+class Goal(Enum):
+    RUN = "run"
+    PAUSE = "pause"
+    STOP = "stop"
+    FAIL = "fail"  # a budget is used up: what is in memory is written first
+
+
+class HaltPhase(Enum):
+    """How far a pause or an end is."""
+
+    WAIT = "wait"  # for a cut that was called off, or a change that is past its drain
+    CUT = "cut"
+    SAVE = "save"  # a client writes the newest state; its trainers are parked, or over
+    END = "end"
+    RELEASE = "release"
+    DONE = "done"
+
+
+CUT_PHASES = (HaltPhase.CUT, HaltPhase.SAVE)  # a stage that is not over is told to cut
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Halt:
+    phase: HaltPhase
+    since: float
+    save: Save | None = None  # SAVE: the try that is made; None: none is
+    pod_id: str = ""  # ... whose client makes it
+    tried: tuple[str, ...] = ()  # SAVE: nodes that could not
+    why_not: str = ""  # ... and what the last of them said
+    again_at: float | None = None  # SAVE: nobody could, and all are asked again; None: not yet
+    kept_since: float | None = None  # since when the state is in memory for want of a place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManualChange:
+    """A resize that waits until what is going on is over."""
+
+    pods: int
+    asked_at_s: float  # on the script's clock: scripted changes due before it go first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What changes with every heartbeat and need not be written each time."""
+
+    step: int = 0
+    best_step: int = 0  # highest ever reached
+    epoch: int = 0
+    total_steps: int | None = None  # None: not known
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    stepped_at: float | None = None  # when a new step was last reported; None: never
+    steps: Mapping[str, int] = field(default_factory=dict)  # pod -> step, of the stage in force
+    snapshots: Mapping[str, SnapshotRef] = field(default_factory=dict)  # pod -> newest
+    heard: Mapping[str, float] = field(default_factory=dict)  # pod -> its launcher was heard
+    joins: Mapping[str, bool] = field(default_factory=dict)  # pod -> its trainers can join
+    missing: Mapping[str, float] = field(default_factory=dict)  # pod -> its client omits it since
+    account: Account = field(default_factory=Account)
+    accrued_at: float = 0.0
+    script_s: float = 0.0  # the change script's clock
+    saving: SaveState | None = None  # as the client says that was told to save; None: nothing yet
+    saving_at: float = 0.0  # when that was last something new
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    spec: JobSpec
+    submitted_at: float  # seconds since 1970, as all times here
+    state: JobState = JobState.WAITING
+    reason: str = ""
+    waiting: str = ""  # why nothing can start; "": something runs or is on its way
+    waiting_told: str = ""  # what an event said of it
+    goal: Goal = Goal.RUN
+    halt: Halt | None = None  # None: neither pausing nor paused nor stopping
+    previous: Stage | None = None  # replace, join: parked until the next one has made a step
+    current: Stage | None = None  # in force, or over and being ended
+    coming: Stage | None = None  # in preparation
+    roster: tuple[str, ...] = ()  # pods that a recovery builds on, in rank order
+    pods: tuple[Pod, ...] = ()
+    target: int = 1
+    next_stage: int = 1
+    commits: int = 0  # committed stages; the original's flag is commits - 2
+    given_ids: tuple[str, ...] = ()  # pod ids given out under the flag `given_flag`
+    given_flag: int = 0
+    dealt: Mapping[str, int] = field(default_factory=dict)  # node -> port dealt last
+    served: tuple[PlanPod, ...] = ()  # the last committed pods
+    legacy_nodes: tuple[Node, ...] = ()  # nodes of original clients only, until ours come
+    elastic: bool = False  # a trainer has called the elastic loop
+    warned: bool = False  # ... and that none has was told
+    done: bool = False  # training is complete, its pods are about to exit
+    fresh: bool = True  # the next start is a first one or follows a pause: no recovery
+    cut_off: bool = False  # no pod of the stage in force can be reached
+    start_since: float = 0.0
+    heed_from: float = 0.0  # silence is counted from here at the earliest
+    retry_at: float = 0.0
+    grow_at: float = 0.0
+    standby_at: float = 0.0  # no standby is prepared before: one failed
+    standby_failures: int = 0  # in a row
+    standby_said: str = ""  # what was told last of where a standby cannot act
+    grow_failures: int = 0
+    failures: int = 0
+    preemptions: int = 0
+    resizes: int = 0
+    failures_in_row: int = 0
+    step_at_failure: int = 0
+    faults: tuple[Fault, ...] = ()  # of the last failure that was counted
+    preemptions_in_row: int = 0
+    step_at_preemption: int = 0
+    redone_steps: int = 0
+    script_index: int = 0
+    script_stored_s: float = 0.0  # what a crash of the server may lose at most is 5 s
+    manual: ManualChange | None = None  # None: no resize waits
+    kills: int = 0
+    stopped_at: float | None = None  # when the last old step ended; None: it trains
+    line_step: int = 0  # the last step of what ran before
+    snapshot_stage: int = 0  # newest stage that has reported a snapshot
+    estimated_run_time_s: float | None = None  # None: nobody said
+    records: tuple[StageRecord, ...] = ()
+    ended_at: float | None = None  # None: not ended
+    saves: int = 0  # orders to save that were given
+    saved: Saved | None = None  # the newest state that was written by such an order
+    discard: bool = False  # who stops it does not want its state
+    failed: str = ""  # FAIL: why
+    progress: Progress = Progress()
+
+    @property
+    def flag(self) -> int:
+        """The original's flag: -1 for the first committed stage, and before it."""
+        return max(self.commits, 1) - 2
+
+    @property
+    def next_flag(self) -> int:
+        return self.commits - 1
+
+    @property
+    def legacy(self) -> bool:
+        return bool(self.legacy_nodes)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return tuple(s for s in (self.previous, self.current, self.coming) if s is not None)
+
+    def pod(self, pod_id: str) -> Pod | None:
+        """Return the pod, None where it is unknown or confirmed gone."""
+        return next((pod for pod in self.pods if pod.pod_id == pod_id), None)
+
+    def usable(self, pod_id: str) -> bool:
+        pod = self.pod(pod_id)
+        return pod is not None and pod.usable
+
+
+def same_but_progress(old: Job, new: Job) -> bool:
+    """Say whether `new` need not be written.
+
+    It need not where only what every heartbeat changes differs, or who of the stage in force has
+    parked: nothing follows from that before all have, and launchers that attach tell it again. (The
+    pause of a change amid which the server is killed then counts from there.)
+    """
+    return _without_parking(replace(old, progress=new.progress)) == _without_parking(new)
+
+
+def _without_parking(job: Job) -> Job:
+    stage = job.current
+    if stage is None or not stage.any_at(At.CUTTING, At.PARKED):
+        return job
+    members = tuple(
+        replace(m, at=At.CUTTING, step=0, kept=False, durable="")
+        if m.at in (At.CUTTING, At.PARKED)
+        else m
+        for m in stage.members
+    )
+    stopped_at = None if stage.any_at(At.PARKED) else job.stopped_at
+    return replace(job, current=replace(stage, members=members), stopped_at=stopped_at)
+
+
+def occupied(pods: Iterable[Pod]) -> dict[str, frozenset[int]]:
+    """Return node -> slots on which processes of these pods are or may be."""
+    slots: dict[str, frozenset[int]] = {}
+    for pod in pods:
+        if pod.keep is Keep.HOLD and pod.phase is PodPhase.EXITED:
+            continue
+        node_id = pod.site.node_id
+        slots[node_id] = slots.get(node_id, frozenset()) | frozenset(pod.site.slots)
+    return slots

@@ -1,0 +1,142 @@
+"""Who stands where: new pods and their ids, ranks, ports, and where a stage's state comes from.
+
+Pure.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from job_server.api.wire import PlanPod, RestoreFrom, Saved
+from job_server.cluster.placement import Site, deal_ports, find_node
+from job_server.training.job import Job, Keep, Pod, Stage, occupied
+from job_server.training.work import Work
+
+
+def make_pods(work: Work, sites: Iterable[Site], first_rank: int) -> tuple[Pod, ...]:
+    """Give out pods with ids that were never given before."""
+    job = work.job
+    flag = max(job.next_flag, 0)
+    given = list(job.given_ids) if job.given_flag == flag else []
+    pods = []
+    for pod_rank, site in enumerate(sites, first_rank):
+        base = pod_id = f"pod_{pod_rank}_{flag}"
+        again = 0
+        while pod_id in given:
+            again += 1
+            pod_id = f"{base}_{again}"
+        given.append(pod_id)
+        pods.append(Pod(pod_id=pod_id, site=site))
+    work.set(pods=(*job.pods, *pods), given_ids=tuple(given), given_flag=flag)
+    return tuple(pods)
+
+
+def lay_out(work: Work, pods: tuple[Pod, ...]) -> tuple[PlanPod, ...]:
+    """Number ranks and deal ports for a stage of these pods."""
+    sites = [current_site(work, pod) for pod in pods]
+    avoid: dict[str, frozenset[int]] = {}
+    for stage in work.job.stages:
+        for member in stage.members:
+            addr = member.pod.addr
+            avoid[addr] = avoid.get(addr, frozenset()) | frozenset(member.pod.ports)
+    ports = deal_ports(sites, work.cluster, avoid=avoid, dealt=work.job.dealt)
+    dealt = dict(work.job.dealt)
+    plan_pods = []
+    next_rank = 0
+    for pod_rank, (pod, site, own_ports) in enumerate(zip(pods, sites, ports, strict=True)):
+        ranks = tuple(range(next_rank, next_rank + len(site.slots)))
+        next_rank += len(ranks)
+        if own_ports:
+            dealt[site.node_id] = own_ports[-1]
+        plan_pods.append(
+            PlanPod(
+                pod_id=pod.pod_id,
+                pod_rank=pod_rank,
+                node_id=site.node_id,
+                addr=site.addr,
+                slots=site.slots,
+                ranks=ranks,
+                ports=own_ports,
+            )
+        )
+    work.set(dealt=dealt)
+    return tuple(plan_pods)
+
+
+def current_site(work: Work, pod: Pod) -> Site:
+    """Return where a pod stands, with the address and ports that its node has registered now."""
+    view = find_node(work.cluster, pod.site.node_id)
+    if view is None:
+        return pod.site
+    node = view.node
+    site = replace(pod.site, addr=node.addr, port_low=node.port_low, port_high=node.port_high)
+    if site != pod.site:
+        work.set_pod(replace(pod, site=site))
+    return site
+
+
+def choose_restore(job: Job) -> RestoreFrom | None:
+    """Return the newest snapshot within reach, or what was written at the last end if that is
+    newer; None: the checkpoint, or afresh.
+    """
+    source, saved = newest_in_memory(job), job.saved
+    if saved is None or (source is not None and not _is_in(source, saved)):
+        return source
+    return RestoreFrom(
+        stage=saved.stage,
+        step=saved.step,
+        serial=saved.serial,
+        pods=(),
+        path=saved.path,
+        spare=saved.spare,
+    )
+
+
+def unsaved(job: Job) -> RestoreFrom | None:
+    """Return the newest state, if only memory holds it; None: there is none to be saved."""
+    source = newest_in_memory(job)
+    if source is None or job.done or (job.saved is not None and _is_in(source, job.saved)):
+        return None
+    return source
+
+
+def _is_in(source: RestoreFrom, saved: Saved) -> bool:
+    """Whether what was saved is as new."""
+    newest = source.stage, source.step, source.serial
+    return (saved.stage, saved.step, saved.serial) >= newest
+
+
+def newest_in_memory(job: Job) -> RestoreFrom | None:
+    """Return the newest snapshot within reach; None: there is none.
+
+    A snapshot of an older stage than the newest that was ever reported is no choice: the
+    checkpoints behind the newest one are newer than it.
+    """
+    within_reach = [
+        ((ref.stage, ref.step, ref.serial), pod.pod_id)
+        for pod in job.pods
+        if pod.keep is not Keep.RELEASED and (ref := job.progress.snapshots.get(pod.pod_id))
+    ]
+    if not within_reach:
+        return None
+    newest, _ = max(within_reach)
+    stage, step, serial = newest
+    if stage < job.snapshot_stage:
+        return None
+    pods = tuple(pod_id for state, pod_id in within_reach if state == newest)
+    return RestoreFrom(stage=stage, step=step, serial=serial, pods=pods)
+
+
+def is_on_every_node(job: Job, stage: Stage, source: RestoreFrom) -> bool:
+    """Whether each node of a stage has a pod whose shim holds the state."""
+    holding = {pod.site.node_id for pod in job.pods if pod.pod_id in source.pods}
+    return all(member.pod.node_id in holding for member in stage.members)
+
+
+def slots_of_stayers(job: Job) -> dict[str, frozenset[int]]:
+    """Return node -> slots of pods that are to run on."""
+    return occupied(pod for pod in job.pods if pod.usable)
+
+
+def slots_of_leavers(job: Job) -> dict[str, frozenset[int]]:
+    """Return node -> slots of pods that are on their way out."""
+    return occupied(pod for pod in job.pods if not pod.usable)

@@ -1,0 +1,247 @@
+"""What clients tell about their pods, and what the end of a pod means. Pure.
+
+A report may be late or come twice: what it says counts only where it is news.
+"""
+
+from dataclasses import replace
+
+from job_server.api.text import ending
+from job_server.api.wire import PodPhase, PodReport, PodState, Saved, SavePhase, SaveState
+from job_server.training.faults import fault_of_pod
+from job_server.training.job import At, Cause, CauseKind, Keep, Phase, Pod, Stage
+from job_server.training.transitions import let_go, lose
+from job_server.training.work import (
+    MISSING_HEARTBEATS,
+    Work,
+    client_silent_at,
+    told_to_end,
+    without,
+)
+
+SIGTERM, SIGKILL = 15, 9
+SHOWN_LINES = 3
+SHOWN_CHARS = 600
+PATH_CHARS = 4096  # no system has longer paths
+
+
+def node_reported(work: Work, node_id: str, states: tuple[PodState, ...]) -> None:
+    """Compare what a client says about its pods with what we know."""
+    named = {state.pod_id: state for state in states}
+    for pod in work.job.pods:
+        if pod.site.node_id != node_id:
+            continue
+        state = named.get(pod.pod_id)
+        if state is None:
+            _not_named(work, pod)
+        else:
+            _named(work, pod, state)
+
+
+def _named(work: Work, pod: Pod, state: PodState) -> None:
+    work.progress(missing=without(work.job.progress.missing, pod.pod_id))
+    if pod.phase is PodPhase.EXITED:
+        _heed_save(work, pod, state.save)
+        if not state.holds and pod.keep is Keep.HOLD:
+            work.drop_pod(pod.pod_id)
+        return  # final; a late report of before changes nothing
+    _heed_save(work, pod, state.save)
+    changed = replace(pod, phase=state.phase, log_path=state.log_path[:PATH_CHARS] or pod.log_path)
+    if changed != pod:
+        work.set_pod(changed)
+    if state.phase is not PodPhase.EXITED:
+        return
+    # Neither code nor signal: the shim itself is gone, and the snapshot with it.
+    holds = state.holds and (state.exit_code is not None or state.signal is not None)
+    if not holds:
+        work.progress(snapshots=without(work.job.progress.snapshots, pod.pod_id))
+    if pod.keep is Keep.RUN:
+        exited(
+            work,
+            changed,
+            code=state.exit_code if state.signal is None else -state.signal,
+            reason=state.reason,
+            lines=state.last_lines,
+            holds=holds,
+        )
+        return
+    _confirm_stopped(work, pod.pod_id)
+    if pod.keep is Keep.RELEASED or not holds:
+        work.drop_pod(pod.pod_id)
+
+
+def _heed_save(work: Work, pod: Pod, said: SaveState | None) -> None:
+    """Remember what has become of the writing of a state."""
+    held = work.job.halt
+    if said is None:
+        return
+    said = replace(said, path=said.path[:PATH_CHARS], reason=said.reason[:SHOWN_CHARS])
+    ordered = held is not None and held.save is not None and said.id == held.save.id
+    if ordered and held is not None and held.pod_id == pod.pod_id:
+        if said != work.job.progress.saving:
+            work.progress(saving=said, saving_at=work.now)
+            _heed_written(work, pod, said)
+    elif said.id == 0:
+        _heed_written(work, pod, said)
+
+
+def _heed_written(work: Work, pod: Pod, said: SaveState) -> None:
+    """Remember at once where a state is: who wrote it may be gone with the next line.
+
+    Number 0 is what a client that was ended has written by itself.
+    """
+    known = work.job.saved
+    newest = (said.stage, said.step, said.serial)
+    if said.phase is not SavePhase.WRITTEN:
+        return
+    if known is not None and (known.stage, known.step, known.serial) >= newest:
+        return
+    saved = Saved(
+        stage=said.stage,
+        step=said.step,
+        serial=said.serial,
+        path=said.path,
+        node_id=pod.site.node_id,
+        spare=said.spare,
+    )
+    work.set(saved=saved)
+    if said.id:
+        where = f"the run folder of node {saved.node_id}: " if saved.spare else ""
+        work.note(f"the state of step {saved.step} is written to {where}{saved.path}")
+    else:
+        text = f"node {saved.node_id} has written step {saved.step} to {saved.path}"
+        work.note(text, lasting=False)
+
+
+def _not_named(work: Work, pod: Pod) -> None:
+    if pod.keep is Keep.RELEASED:
+        _confirm_stopped(work, pod.pod_id)
+        work.drop_pod(pod.pod_id)
+        return
+    if pod.phase is None:
+        return  # its client may not yet have heard of it
+    missing = work.job.progress.missing
+    since = missing.get(pod.pod_id)
+    if since is None:
+        work.progress(missing={**missing, pod.pod_id: work.now})
+    elif work.now >= since + MISSING_HEARTBEATS * work.cluster.heartbeat_s:
+        text = f"the client of {pod.site.node_id} does not know pod {pod.pod_id} any more"
+        lose(work, pod.pod_id, _cause(work, pod, text), confirmed=True)
+        _confirm_stopped(work, pod.pod_id)
+        work.drop_pod(pod.pod_id)
+
+
+def _confirm_stopped(work: Work, pod_id: str) -> None:
+    for stage in work.job.stages:
+        member = stage.member(pod_id)
+        if member is not None and member.at not in (At.ENDED, At.FINISHED):
+            work.move(stage, pod_id, At.ENDED)
+
+
+def exited(
+    work: Work,
+    pod: Pod,
+    *,
+    code: int | None,
+    reason: str,
+    lines: tuple[str, ...] = (),
+    holds: bool = True,
+) -> None:
+    """A pod that was to run has exited: it has finished, or it is lost.
+
+    Args:
+        code: exit code, negative for a signal; None: not known.
+        holds: its shim is still there.
+    """
+    if code == 0 and _finished(work, pod):
+        return
+    how = "is gone" if code is None else ending(code)
+    text = f"pod {pod.pod_id} {how}"
+    if pod.planned:
+        text += ", as requested"
+    elif pod.left:
+        text += " after its trainers were done"
+    elif code == 0:
+        current = work.job.current
+        ending_it = current is not None and told_to_end(current) and current.member(pod.pod_id)
+        if ending_it:
+            text += " while its stage was ended"
+        elif _completing(work, pod) is not None:
+            text += (
+                ", but its training is not known to be complete: its launcher never said how it "
+                "ended. Most likely it was killed and the script went on; begin that with `set -e`"
+            )
+        else:
+            text += " before its trainers had started"
+    if reason and not (pod.planned and code == -SIGKILL):
+        text += f": {reason}"
+    if lines:
+        text += "; last lines: " + " | ".join(line.strip() for line in lines[-SHOWN_LINES:])
+    preempted = code in (-SIGTERM, 128 + SIGTERM)  # somebody else asked it to go
+    cause = _cause(work, pod, text[:SHOWN_CHARS], preempted=preempted)
+    if not pod.left and cause.kind is CauseKind.FAILURE:
+        words = " | ".join(line.strip() for line in lines[-SHOWN_LINES:]) or reason
+        fault = fault_of_pod(f"pod {pod.pod_id}", code=code, words=words)
+        cause = replace(cause, faults=() if fault is None else (fault,))
+    lose(work, pod.pod_id, cause, confirmed=True, holds=holds)
+
+
+def _finished(work: Work, pod: Pod) -> bool:
+    """Enter that a pod has exited 0; False: it had nothing that could have been complete.
+
+    Of an elastic training only its trainers or its launcher can say that it is complete: the
+    script's last line may exit 0 behind a launcher that was killed.
+    """
+    stage = _completing(work, pod)
+    if stage is None and not pod.left:
+        return False
+    if work.job.elastic and not (pod.left or work.job.done):
+        return False
+    if stage is not None:
+        work.move(stage, pod.pod_id, At.FINISHED)
+    let_go(work, pod.pod_id)
+    work.note(f"pod {pod.pod_id} has finished")
+    return True
+
+
+def _completing(work: Work, pod: Pod) -> Stage | None:
+    """Return the stage that a pod completes by exiting 0; None: there is none."""
+    current, coming = work.job.current, work.job.coming
+    if coming is not None and coming.phase is Phase.START and coming.member(pod.pod_id):
+        return coming
+    if current is not None and current.committed and not told_to_end(current):
+        return current if current.member(pod.pod_id) else None
+    return None
+
+
+def launcher_exited(work: Work, pod: Pod, report: PodReport) -> None:
+    """A launcher's 0 says that its trainers are done: the pod's script may go on, say to upload."""
+    if pod.left:
+        return  # told twice, or a later launcher of the same script
+    stage = _completing(work, pod)
+    if report.code != 0 or stage is None:
+        exited(work, pod, code=report.code, reason=report.reason)
+        return
+    work.move(stage, pod.pod_id, At.LEFT)
+    work.set_pod(replace(pod, left=True))
+    work.note(f"the trainers of pod {pod.pod_id} are done; waiting for its script to end")
+
+
+def finish_unsupervised(work: Work) -> None:
+    """Where no client looks after a pod, its launcher's word is the last that is heard of it."""
+    for pod in work.job.pods:
+        if not (pod.left and pod.keep is Keep.RUN):
+            continue
+        if work.now >= client_silent_at(work.job, pod, work.cluster):
+            exited(work, pod, code=0, reason="")
+
+
+def _cause(work: Work, pod: Pod, text: str, *, preempted: bool = False) -> Cause:
+    if pod.planned:
+        return Cause(kind=CauseKind.PLANNED, text=text, at=work.now)
+    kind = CauseKind.PREEMPTION if preempted else CauseKind.FAILURE
+    return Cause(kind=kind, text=text, at=work.now)
+
+
+def preempted(work: Work, pod: Pod, text: str) -> Cause:
+    """Return the loss of a pod as nobody's fault."""
+    return _cause(work, pod, text, preempted=True)

@@ -1,0 +1,78 @@
+"""A second set of trainers that waits for the stage in force to crash. Pure.
+
+With `standby` 1 it takes over with all pods; with 2 also without those of a pod or node that is
+lost: its trainers have formed a group for each of these cases, beside the one of all.
+"""
+
+from dataclasses import replace
+
+from job_server.api.wire import PlanPod, SlotKind, Way
+from job_server.cluster.placement import Cluster, find_node
+from job_server.training.deadlines import STANDBY_AFTER_S, scripted, standby_times
+from job_server.training.losses import MOST_LOSSES, likely_losses
+from job_server.training.transitions import begin, choose_way
+from job_server.training.work import Work
+
+
+def stand_by(work: Work, *, may_begin: bool) -> None:
+    """Prepare the same pods once more, for the case that the stage in force crashes.
+
+    Args:
+        may_begin: a change could begin now.
+    """
+    job = work.job
+    stage = job.current
+    if not job.spec.standby or stage is None or job.coming is not None:
+        return
+    if not may_begin or any(work.now < at for at in standby_times(job)):
+        return
+    change = scripted(job)
+    if change is not None and change.at_s < job.progress.script_s + STANDBY_AFTER_S:
+        return
+    if _why_none(work, choose_way(job, work.cluster)):
+        return
+    pods = tuple(pod for pod_id in stage.pod_ids if (pod := job.pod(pod_id)) is not None)
+    begin(work, pods, way=Way.REPLACE, reason="standby", target=job.target, standby=True)
+    if job.spec.standby > 1:
+        _be_ready_for_losses(work)
+
+
+def _why_none(work: Work, way: Way) -> str:
+    """Return, and say once, why no standby can be prepared; "": one can."""
+    why = {
+        Way.DRAIN: "a GPU of this job has no room for a second trainer beside the first",
+        Way.JOIN: "a GPU of this job has no room for a second trainer beside the first",
+        Way.STOP: "no trainer has called the elastic loop",
+    }.get(way, "")
+    if why:
+        _say_once(work, f"no standby: {why}")
+    return why
+
+
+def _say_once(work: Work, text: str) -> None:
+    if work.job.standby_said != text:
+        work.set(standby_said=text)
+        work.note(text, lasting=False)
+
+
+def _be_ready_for_losses(work: Work) -> None:
+    """Have the trainers of the standby form groups without each of those that may be lost."""
+    stage = work.job.coming
+    if stage is None:
+        return
+    pods = tuple(member.pod for member in stage.members)
+    why = ""
+    if any(_is_on_gpu(work.cluster, pod) for pod in pods):
+        why = "on GPUs groups without a lost pod are not built"
+    elif len(pods) > MOST_LOSSES:
+        why = f"{len(pods)} pods are more than the {MOST_LOSSES} that are provided for"
+    if why:
+        _say_once(work, f"standby 2 acts as 1, for crashes of trainers only: {why}")
+        return
+    work.set(coming=replace(stage, losses=likely_losses(pods)))
+
+
+def _is_on_gpu(cluster: Cluster, pod: PlanPod) -> bool:
+    view = find_node(cluster, pod.node_id)
+    slots = () if view is None else view.node.slots
+    return any(slot.kind is SlotKind.GPU and slot.index in pod.slots for slot in slots)

@@ -1,0 +1,273 @@
+"""What clients, launchers, original clients and users are told: derived from the job, never queued.
+
+Pure; every function takes any job, an ended one included.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from job_server.api.wire import (
+    JobPod,
+    JobStatus,
+    NodePod,
+    Order,
+    PlanPod,
+    Save,
+    StagePlan,
+    StageRecord,
+    Want,
+    Way,
+)
+from job_server.training.bookkeeping import account_at, script_runs
+from job_server.training.changes import queued
+from job_server.training.job import (
+    CUT_PHASES,
+    Goal,
+    HaltPhase,
+    Job,
+    Keep,
+    Phase,
+    Pod,
+    Stage,
+    occupied,
+)
+from job_server.training.layout import unsaved
+from job_server.training.plain import plain_warning
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodView:
+    """What a launcher is told; the shell adds server id and revision."""
+
+    plans: tuple[StagePlan, ...] = ()
+    leave: bool = False
+    spares: int = 0
+
+
+def node_pods(job: Job, node_id: str) -> tuple[NodePod, ...]:
+    """Return the pods of this job that the node's client is to have."""
+    if job.legacy:
+        return ()
+    home = _last_saver(job)
+    return tuple(
+        NodePod(
+            pod_id=pod.pod_id,
+            job_id=job.spec.job_id,
+            slots=pod.site.slots,
+            want=_want(pod),
+            folder=job.spec.folder,
+            max_trainers=job.spec.max_trainers,
+            grace_s=job.spec.grace_s,
+            save=_save(job, pod),
+            last_save=node_id == home,
+        )
+        for pod in job.pods
+        if pod.site.node_id == node_id and pod.keep is not Keep.RELEASED
+    )
+
+
+def _save(job: Job, pod: Pod) -> Save | None:
+    held = job.halt
+    if held is None or held.phase is not HaltPhase.SAVE or held.pod_id != pod.pod_id:
+        return None
+    return held.save
+
+
+def _last_saver(job: Job) -> str | None:
+    """Return the one node whose client, where it is ended, writes the newest state; None: none.
+
+    The one of rank 0, whose trainer writes the checkpoints, unless that holds nothing yet.
+    """
+    source = unsaved(job)
+    holding = {pod.site.node_id for pod in job.pods if source and pod.pod_id in source.pods}
+    stage = job.current
+    ranked = [] if stage is None else [member.pod.node_id for member in stage.members]
+    return next((node_id for node_id in (*ranked, *sorted(holding)) if node_id in holding), None)
+
+
+def _want(pod: Pod) -> Want:
+    if pod.keep is Keep.HOLD:
+        return Want.HOLD
+    return Want.KILL if pod.kill else Want.RUN
+
+
+def pod_orders(job: Job, pod_id: str) -> PodView | None:
+    """Return what the pod's launcher is to do; None: the pod is unknown or not wanted."""
+    pod = job.pod(pod_id)
+    if pod is None or pod.keep is Keep.RELEASED or job.legacy:
+        return None
+    if pod.keep is Keep.HOLD or pod.left:
+        return PodView(leave=True)
+    plans = tuple(
+        plan
+        for stage in job.stages
+        if stage.member(pod_id) is not None and (plan := _plan(job, stage)) is not None
+    )
+    return PodView(plans=plans, spares=job.spec.spares)
+
+
+def _plan(job: Job, stage: Stage) -> StagePlan:
+    first = stage.members[0].pod
+    return StagePlan(
+        job_id=job.spec.job_id,
+        stage=stage.stage,
+        flag=job.flag if stage.committed else job.next_flag,
+        way=stage.way,
+        order=_order(job, stage),
+        attempt=stage.attempt,
+        pods=tuple(member.pod for member in stage.members),
+        master=f"{first.addr}:{first.ports[0]}",
+        restore_from=stage.restore_from,
+        max_trainers=job.spec.max_trainers,
+        durable=_cutting_for_halt(job),
+        patient=_cutting_for_join(job),
+        cut=stage.cut,
+        kill_ranks=stage.kill_ranks,
+        policy=job.spec.policy,
+        losses=stage.losses,
+        lost=stage.lost,
+        halt=job.goal.value if _cutting_for_halt(job) else "",
+        submitted_at=job.submitted_at,
+        take_over=job.spec.take_over,
+    )
+
+
+def _cutting_for_halt(job: Job) -> bool:
+    cuts = job.halt is not None and job.halt.phase in CUT_PHASES
+    return cuts and job.goal is not Goal.RUN
+
+
+def _cutting_for_join(job: Job) -> bool:
+    coming = job.coming
+    return coming is not None and coming.way is Way.JOIN and coming.phase is Phase.CUT
+
+
+def _order(job: Job, stage: Stage) -> Order:
+    if stage.end_since is not None:
+        return Order.END
+    if stage is job.coming:
+        return Order.START if stage.phase is Phase.START else Order.PREPARE
+    if stage is job.previous:
+        return Order.CUT  # parked, until the stage after it has made a step
+    coming = job.coming
+    if _cutting_for_halt(job) or (coming is not None and coming.phase is Phase.CUT):
+        return Order.CUT
+    return Order.RESUME if stage.resuming else Order.GO
+
+
+def running_pods(job: Job) -> tuple[PlanPod, ...]:
+    """Return the pods of the last committed stage in rank order, as original clients see them."""
+    return () if job.state.ended else job.served
+
+
+def slots_held(job: Job) -> Mapping[str, frozenset[int]]:
+    """Return node -> slots that other jobs may not have."""
+    return {} if job.legacy else occupied(job.pods)
+
+
+def ports_held(job: Job) -> Mapping[str, frozenset[int]]:
+    """Return address -> ports that other jobs may not use."""
+    ports: dict[str, frozenset[int]] = {}
+    stages = () if job.state.ended and not job.pods else job.stages
+    for stage in stages:
+        for member in stage.members:
+            addr = member.pod.addr
+            ports[addr] = ports.get(addr, frozenset()) | frozenset(member.pod.ports)
+    return ports
+
+
+def job_status(job: Job, now: float, revision: int) -> JobStatus:
+    """Return the job as users see it at `now`."""
+    progress = job.progress
+    script_s = progress.script_s
+    if script_runs(job):
+        script_s += max(0.0, now - progress.accrued_at)
+    stage = job.current if job.current is not None else job.coming
+    return JobStatus(
+        job_id=job.spec.job_id,
+        state=job.state,
+        reason=job.waiting or job.reason,
+        revision=revision,
+        spec=job.spec,
+        stage=job.next_stage - 1 if stage is None else stage.stage,
+        flag=job.flag,
+        pods=_job_pods(job),
+        target_pods=job.target,
+        queued_changes=queued(job),
+        step=progress.step,
+        epoch=progress.epoch,
+        total_steps=progress.total_steps,
+        metrics=dict(progress.metrics),
+        failures=job.failures,
+        preemptions=job.preemptions,
+        resizes=job.resizes,
+        redone_steps=job.redone_steps,
+        script_elapsed_s=script_s,
+        estimated_run_time_s=job.estimated_run_time_s,
+        submitted_at=job.submitted_at,
+        account=account_at(job, now),
+        stages=tuple(_live(job, record) for record in job.records),
+        teachers=None,
+        warnings=tuple(text for text in (plain_warning(job),) if text),
+        saving=progress.saving if _is_saving(job) else None,
+        saved=job.saved,
+    )
+
+
+def _is_saving(job: Job) -> bool:
+    held, said = job.halt, job.progress.saving
+    order = None if held is None else held.save
+    return order is not None and said is not None and said.id == order.id
+
+
+def _live(job: Job, record: StageRecord) -> StageRecord:
+    """Fill in what is written only when the stage ends."""
+    stage = job.current
+    runs = stage is not None and stage.stage == record.stage and record.ended_at is None
+    if not runs or record.first_step is None:
+        return record
+    return replace(record, last_step=job.progress.step)
+
+
+def _job_pods(job: Job) -> tuple[JobPod, ...]:
+    if job.legacy:
+        return tuple(_shown(pod, "running") for pod in job.served)
+    shown: list[JobPod] = []
+    current, coming = job.current, job.coming
+    for stage in (current, coming):
+        for member in stage.members if stage is not None else ():
+            pod = job.pod(member.pod.pod_id)
+            if pod is None or any(pod.pod_id == other.pod_id for other in shown):
+                continue
+            phase = "running" if stage is current else "preparing"
+            leaves = coming is not None and coming.member(pod.pod_id) is None
+            if not pod.usable or leaves:
+                phase = "holding" if pod.keep is Keep.HOLD else "leaving"
+            shown.append(_shown(member.pod, phase, pod.log_path))
+    for pod in job.pods:
+        if not any(pod.pod_id == other.pod_id for other in shown):
+            plan_pod = PlanPod(
+                pod_id=pod.pod_id,
+                pod_rank=len(shown),
+                node_id=pod.site.node_id,
+                addr=pod.site.addr,
+                slots=pod.site.slots,
+                ranks=(),
+                ports=(),
+            )
+            phase = "holding" if pod.keep is Keep.HOLD else "leaving"
+            shown.append(_shown(plan_pod, phase, pod.log_path))
+    return tuple(shown)
+
+
+def _shown(pod: PlanPod, phase: str, log_path: str = "") -> JobPod:
+    return JobPod(
+        pod_id=pod.pod_id,
+        pod_rank=pod.pod_rank,
+        node_id=pod.node_id,
+        addr=pod.addr,
+        slots=pod.slots,
+        ranks=pod.ranks,
+        phase=phase,
+        log_path=log_path,
+    )

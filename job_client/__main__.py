@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 from job_client import ports
 from job_client.agent import Agent, install_signals, read_token
 from job_client.config import Config
+from job_client.devices.gpus import find_inventory
 from job_client.errors import JobClientError, UsageError
-from job_client.gpus import find_inventory
 from job_client.home import Home
 from job_server.api.api_client import ApiClient
 from job_server.api.wire import STOP_AFTER_RANGE_S, WireError, check_id

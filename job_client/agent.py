@@ -11,15 +11,15 @@ from enum import Enum
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from job_client import folders, pod_folder
 from job_client.config import Config
+from job_client.devices.gpus import Inventory
 from job_client.errors import JobClientError, UsageError
-from job_client.gpus import Inventory
 from job_client.home import Home
 from job_client.link import Api, Callbacks, Link, find_job
-from job_client.pods import Host, Pod
+from job_client.pods import folders, pod_folder
+from job_client.pods.pod import Host, Pod
+from job_client.pods.saving import Saving
 from job_client.reconcile import KillPod, PodKey, ReleasePod, StartPod, StopPod, plan_changes
-from job_client.saving import Saving
 from job_client.wake import Bell
 from job_server.api.text import saving_text
 from job_server.api.wire import (

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from job_client import ports
+from job_client.devices.gpus import GpuSlots, open_nvml
 from job_client.errors import UsageError
-from job_client.gpus import GpuSlots, open_nvml
 
 GIB = 1 << 30
 PADDLE_TIMEOUT_S = 120  # a GPU build on a cold disk takes its time

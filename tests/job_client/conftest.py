@@ -10,7 +10,7 @@ import pytest
 
 from job_client.agent import Agent, End
 from job_client.config import Config
-from job_client.gpus import CpuSlots
+from job_client.devices.gpus import CpuSlots
 from job_client.home import Home
 from job_server.api.errors import NotFound, ServerAway
 from job_server.api.wire import (

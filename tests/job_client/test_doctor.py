@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from job_client import doctor
+from job_client.devices.gpus import GpuSlots
 from job_client.doctor import Verdict
-from job_client.gpus import GpuSlots
 from tests.job_client.test_gpus import FakeNvml, gpu
 
 GIB = doctor.GIB

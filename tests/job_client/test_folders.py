@@ -3,7 +3,7 @@
 import pytest
 
 from job_client.errors import PodStartError
-from job_client.folders import list_jobs, recipe_for
+from job_client.pods.folders import list_jobs, recipe_for
 from tests.job_client.conftest import pod
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from job_client.devices.gpus import CpuSlots, GpuSlots, find_inventory, open_nvml, visible_indices
 from job_client.errors import UsageError
-from job_client.gpus import CpuSlots, GpuSlots, find_inventory, open_nvml, visible_indices
 from job_server.api.wire import SlotKind
 
 GIB = 1 << 30

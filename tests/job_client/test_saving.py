@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from job_client.agent import End
-from job_client.saving import Saving
+from job_client.pods.saving import Saving
 from job_server.api.wire import PodPhase, Save, SavePhase, SaveState, Want
 from pod_runtime import shim_wire
 from pod_runtime.segment_header import Stamp

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from job_client import folders, pod_folder, shims
 from job_client.config import Config
+from job_client.devices.gpus import Inventory
 from job_client.errors import PodStartError
-from job_client.gpus import Inventory
-from job_client.pod_folder import ShimProcess
+from job_client.pods import folders, pod_folder, shims
+from job_client.pods.pod_folder import ShimProcess
+from job_client.pods.saving import Saving
 from job_client.reconcile import LocalPod
-from job_client.saving import Saving
 from job_server.api.wire import NodePod, PodPhase, PodState, Save, SavePhase, SaveState
 from pod_runtime import env, processes, shim_wire
 from pod_runtime.orphans import noted_forks, remove_shared_memory

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from job_client.errors import PodStartError
-from job_client.pod_folder import ShimProcess, read_shim
+from job_client.pods.pod_folder import ShimProcess, read_shim
 from pod_runtime import shim_wire
 from pod_runtime.shim_wire import PodExit, ShimError
 

@@ -1,0 +1,1 @@
+"""The pods of this node: their folders, shims and processes."""

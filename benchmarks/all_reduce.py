@@ -44,7 +44,7 @@ def steps(model: str, all_reduce: str, batch: int, bucket_bytes: int) -> Iterato
 
     from benchmarks.loop_overhead import lenet
     from pod_runtime import elastic
-    from pod_runtime.trainer import paddle_overlap
+    from pod_runtime.trainer.frameworks.paddle import overlap as paddle_overlap
 
     paddle_overlap.BUCKET_BYTES = bucket_bytes
     paddle.seed(1)

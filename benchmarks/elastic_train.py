@@ -15,7 +15,7 @@ from benchmarks.elastic_networks import make_network
 from benchmarks.elastic_task import EPOCH_STEPS, PARAMETERS, TASKS, Task, make_data, parser
 from benchmarks.stamp_files import Stamper
 from pod_runtime import elastic
-from pod_runtime.trainer.keeper import Keeper
+from pod_runtime.trainer.membership.keeper import Keeper
 
 
 class Images(paddle.io.Dataset):  # type: ignore[misc]  # Paddle has no types

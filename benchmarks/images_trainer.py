@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from pod_runtime.env import TrainerEnv
-from pod_runtime.trainer.loop import Loop
-from pod_runtime.trainer.readers import FedReader, InlineReader
+from pod_runtime.trainer.data.readers import FedReader, InlineReader
+from pod_runtime.trainer.loop.loop import Loop
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "resnet50"
 OUT = Path(os.environ["EDL_BENCHMARK_OUT"])

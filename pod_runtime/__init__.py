@@ -10,13 +10,13 @@ from typing import Any
 # name -> (module, attribute in it; None: the module itself)
 _LAZY: dict[str, tuple[str, str | None]] = {
     "elastic": ("pod_runtime.trainer.elastic", None),
-    "TrainStatus": ("pod_runtime.trainer.train_status", "TrainStatus"),
-    "load_checkpoint": ("pod_runtime.trainer.epoch_checkpoint", "load_checkpoint"),
-    "save_checkpoint": ("pod_runtime.trainer.epoch_checkpoint", "save_checkpoint"),
-    "LocalFS": ("pod_runtime.trainer.file_systems", "LocalFS"),
-    "ElasticCheckpoint": ("pod_runtime.trainer.paddle_callback", "ElasticCheckpoint"),
-    "RunLog": ("pod_runtime.trainer.summary", "RunLog"),
-    "HDFSClient": ("pod_runtime.trainer.file_systems", "HDFSClient"),
+    "TrainStatus": ("pod_runtime.trainer.epochs.train_status", "TrainStatus"),
+    "load_checkpoint": ("pod_runtime.trainer.epochs.epoch_checkpoint", "load_checkpoint"),
+    "save_checkpoint": ("pod_runtime.trainer.epochs.epoch_checkpoint", "save_checkpoint"),
+    "LocalFS": ("pod_runtime.trainer.epochs.file_systems", "LocalFS"),
+    "ElasticCheckpoint": ("pod_runtime.trainer.epochs.paddle_callback", "ElasticCheckpoint"),
+    "RunLog": ("pod_runtime.trainer.tensorboard.summary", "RunLog"),
+    "HDFSClient": ("pod_runtime.trainer.epochs.file_systems", "HDFSClient"),
 }
 
 

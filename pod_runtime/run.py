@@ -26,7 +26,7 @@ from job_server.api.wire import (
     check_range,
 )
 from pod_runtime.errors import LaunchError
-from pod_runtime.run_session import RunConfig, Session
+from pod_runtime.local.session import RunConfig, Session
 
 _SCRIPTS = {".yaml": ScriptKind.TIMELINE, ".yml": ScriptKind.TIMELINE, ".csv": ScriptKind.TRACE}
 

@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stage=stamp.stage, step=stamp.step, serial=stamp.serial, total_bytes=header.data_bytes
         )
         # Only now: the client's own interpreter need not have what this imports.
-        from pod_runtime.trainer.last_save import write_state
+        from pod_runtime.trainer.state.last_save import write_state
 
         path, spare = write_state(fd, stamp, spare=args.spare, tell=teller.written)
     except (PodRuntimeError, OSError, ImportError) as error:

@@ -171,7 +171,7 @@ def _of_the_script(trace: TracebackType | None, script: str) -> TracebackType | 
 
 def _ask_loop(name: str, *args: Any) -> Any:
     """Call a function of the elastic loop's module, if the script has imported that."""
-    function = getattr(sys.modules.get("pod_runtime.trainer.loop"), name, None)
+    function = getattr(sys.modules.get("pod_runtime.trainer.loop.loop"), name, None)
     return None if function is None else function(*args)
 
 

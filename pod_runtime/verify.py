@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from job_server.api.wire import encode
-from pod_runtime.trainer.audit import Audit, Gap, audit
-from pod_runtime.trainer.batches import permutation
-from pod_runtime.trainer.checkpoint import CheckpointStore
 from pod_runtime.trainer.errors import ElasticError
-from pod_runtime.trainer.ledger import LEDGER_NAME, RunInfo, StageEntry, read_content
-from pod_runtime.trainer.storage import open_storage
+from pod_runtime.trainer.progress.audit import Audit, Gap, audit
+from pod_runtime.trainer.progress.batches import permutation
+from pod_runtime.trainer.progress.ledger import LEDGER_NAME, RunInfo, StageEntry, read_content
+from pod_runtime.trainer.state.checkpoint import CheckpointStore
+from pod_runtime.trainer.state.storage import open_storage
 
 _SHOWN_IDS = 10
 

@@ -24,7 +24,7 @@ from transforms import mixup
 
 from pod_runtime import elastic
 from pod_runtime.env import TrainerEnv
-from pod_runtime.trainer.summary import RunLog
+from pod_runtime.trainer.tensorboard.summary import RunLog
 
 LEAST_SHARD = 16  # samples: with fewer, batch norm learns badly
 ENV = TrainerEnv.read(os.environ)

@@ -22,7 +22,7 @@ from job_server.api.wire import NodePod, PodPhase, PodState, Save, SavePhase, Sa
 from pod_runtime import env, processes, shim_wire
 from pod_runtime.orphans import noted_forks, remove_shared_memory
 from pod_runtime.processes import Process
-from pod_runtime.shim_log import last_lines
+from pod_runtime.shim.log import last_lines
 from pod_runtime.shim_wire import PodExit, ShimError
 
 logger = logging.getLogger(__name__)

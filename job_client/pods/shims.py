@@ -17,7 +17,7 @@ START_TIMEOUT_S = 30.0  # a machine that swaps is slow, not broken
 # environment runs in the process that everything hangs on. The script's environment is untouched.
 _CODE = (
     "import sys; sys.path.insert(0, {root!r}); "
-    "from pod_runtime.shim import main; sys.exit(main(sys.argv[1:]))"
+    "from pod_runtime.shim.__main__ import main; sys.exit(main(sys.argv[1:]))"
 )
 
 

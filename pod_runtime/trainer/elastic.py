@@ -9,6 +9,8 @@ for epoch in loop.epochs():
         step.update()
 """
 
+from pod_runtime.trainer.data.readers import ReadFrom
+from pod_runtime.trainer.data.step import Epoch, Step
 from pod_runtime.trainer.errors import (
     CheckpointError,
     ElasticError,
@@ -17,10 +19,8 @@ from pod_runtime.trainer.errors import (
     StateError,
     UsageError,
 )
-from pod_runtime.trainer.loop import Loop
-from pod_runtime.trainer.readers import ReadFrom
-from pod_runtime.trainer.scaling import Scale
-from pod_runtime.trainer.step import Epoch, Step
+from pod_runtime.trainer.loop.loop import Loop
+from pod_runtime.trainer.progress.scaling import Scale
 
 __all__ = [
     "CheckpointError",

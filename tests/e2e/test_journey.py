@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from job_server.api.wire import JobSpec, JobState, ScriptKind, ScriptSpec, Way
-from pod_runtime.trainer.checkpoint import CheckpointStore
-from pod_runtime.trainer.storage import LocalStorage
+from pod_runtime.trainer.state.checkpoint import CheckpointStore
+from pod_runtime.trainer.state.storage import LocalStorage
 from tests.e2e.cluster import Cluster
 from tests.e2e.test_chaos import finish_and_check
 from tests.support import wait_until

@@ -19,11 +19,11 @@ from job_server.api.wire import PodPhase, Save, SavePhase, SaveState, Want
 from pod_runtime import shim_wire
 from pod_runtime.segment_header import Stamp
 from pod_runtime.shim_wire import ShimError
-from pod_runtime.trainer.checkpoint import CheckpointId, CheckpointStore
-from pod_runtime.trainer.image import Places, meta_bytes
-from pod_runtime.trainer.owner import Owner, job_holder
-from pod_runtime.trainer.snapshot import Segment
-from pod_runtime.trainer.storage import LocalStorage
+from pod_runtime.trainer.state.checkpoint import CheckpointId, CheckpointStore
+from pod_runtime.trainer.state.image import Places, meta_bytes
+from pod_runtime.trainer.state.owner import Owner, job_holder
+from pod_runtime.trainer.state.snapshot import Segment
+from pod_runtime.trainer.state.storage import LocalStorage
 from tests.job_client.conftest import pod
 from tests.pod_runtime.trainer.states import make_image
 from tests.support import wait_until

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from pod_runtime.channel import Channel, Connection, close_all
-from pod_runtime.channel_wire import Drained, Hello, SegmentMade, Stepped, parse
 from pod_runtime.errors import ChannelError
+from pod_runtime.launcher.channel import Channel, Connection, close_all
+from pod_runtime.launcher.channel_wire import Drained, Hello, SegmentMade, Stepped, parse
 from pod_runtime.shim_wire import LineSocket
 from tests.support import wait_until
 
@@ -129,7 +129,7 @@ def test_a_loss_of_nan_loses_the_metric_and_not_the_trainer():
 
 
 def test_a_process_that_reads_nothing_is_given_up_after_a_while(monkeypatch):
-    monkeypatch.setattr("pod_runtime.channel._SEND_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("pod_runtime.launcher.channel._SEND_TIMEOUT_S", 0.1)
     ours, theirs = socket.socketpair()
     connection = Connection(ours, os.getpid())
     with pytest.raises(TimeoutError):

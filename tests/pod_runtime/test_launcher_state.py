@@ -21,8 +21,8 @@ from job_server.api.wire import (
     TrainerError,
     Way,
 )
-from pod_runtime import launcher_state as state
-from pod_runtime.channel_wire import (
+from pod_runtime.launcher import state
+from pod_runtime.launcher.channel_wire import (
     CannotJoin,
     Done,
     Drained,
@@ -35,7 +35,7 @@ from pod_runtime.channel_wire import (
     StageTooLow,
     Stepped,
 )
-from pod_runtime.launcher_decisions import (
+from pod_runtime.launcher.decisions import (
     Exit,
     Go,
     HaveAtHand,
@@ -51,7 +51,7 @@ from pod_runtime.launcher_decisions import (
     decide,
     next_deadline,
 )
-from pod_runtime.launcher_reports import attach_truth
+from pod_runtime.launcher.reports import attach_truth
 from tests.pod_runtime.fake_job_server import make_plan
 
 NOW = 100.0

@@ -14,8 +14,9 @@ import pytest
 
 from job_server.api.wire import JobState
 from job_server.training import stages
-from pod_runtime import processes, run_session
+from pod_runtime import processes
 from pod_runtime.errors import LaunchError
+from pod_runtime.local import session as run_session
 from pod_runtime.run import count_gpus, read_config, train_sh
 from tests.job_server.test_stages_changes import trains, world
 from tests.support import wait_until

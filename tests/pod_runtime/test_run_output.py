@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from job_server.api.api_client import ApiClient
-from pod_runtime import run_session, run_view
-from pod_runtime.run_output import TrainerOutput
-from pod_runtime.run_view import without_end
+from pod_runtime.local import session as run_session
+from pod_runtime.local import view as run_view
+from pod_runtime.local.output import TrainerOutput
+from pod_runtime.local.view import without_end
 from tests.support import wait_until
 
 TRACE = """Traceback (most recent call last):

@@ -12,8 +12,9 @@ import pytest
 
 from job_server.api.wire import Order, PlanPod, RestoreFrom, SnapshotRef, StagePlan, Way
 from pod_runtime import shim_wire
-from pod_runtime.channel import close_all
-from pod_runtime.channel_wire import SegmentMade
+from pod_runtime.launcher.channel import close_all
+from pod_runtime.launcher.channel_wire import SegmentMade
+from pod_runtime.launcher.segments import Segments
 from pod_runtime.segment_header import (
     Geometry,
     SlotHeader,
@@ -22,7 +23,6 @@ from pod_runtime.segment_header import (
     pack_part,
     read_newest,
 )
-from pod_runtime.segments import Segments
 from pod_runtime.shim_wire import ShimError
 from tests.support import wait_until
 

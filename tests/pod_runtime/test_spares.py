@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from job_server.api.wire import Order, PodOrders
-from pod_runtime import launcher_decisions
-from pod_runtime.launcher_decisions import QUIET_S, WarmSpare
-from pod_runtime.launcher_state import spare_started, spares_counted
+from pod_runtime.launcher import decisions as launcher_decisions
+from pod_runtime.launcher.decisions import QUIET_S, WarmSpare
+from pod_runtime.launcher.spares import MARK, Spares
+from pod_runtime.launcher.state import spare_started, spares_counted
+from pod_runtime.launcher.trainers import TrainerProcess
 from pod_runtime.processes import is_alive, may_raise_priority, read, start_time
-from pod_runtime.spares import MARK, Spares
-from pod_runtime.trainers import TrainerProcess
 from tests.pod_runtime.test_launcher_state import NOW, Simulated, plan, preparing
 from tests.support import wait_until
 
@@ -186,8 +186,8 @@ def test_what_a_trainer_that_was_a_spare_forked_is_found_by_the_spares_mark(scri
 import os, sys, time
 from pathlib import Path
 from pod_runtime import orphans, processes
-from pod_runtime.spares import Spares
-from pod_runtime.trainers import TrainerProcess
+from pod_runtime.launcher.spares import Spares
+from pod_runtime.launcher.trainers import TrainerProcess
 processes.set_child_subreaper()
 spares = Spares((), Path({str(script.parent)!r}))
 spare = spares.start({{}})
@@ -220,7 +220,8 @@ def test_only_what_is_installed_is_imported_ahead(tmp_path, script, module, why)
 
 def test_a_spare_ends_with_its_launcher(tmp_path):
     code = (
-        "import sys, time; from pathlib import Path; from pod_runtime.spares import Spares\n"
+        "import sys, time; from pathlib import Path\n"
+        "from pod_runtime.launcher.spares import Spares\n"
         "s = Spares((), Path(sys.argv[1])); print(s.start({}).process.pid, "
         "flush=True); time.sleep(600)"
     )

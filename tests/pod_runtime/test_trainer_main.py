@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pod_runtime import trainer_main
-from pod_runtime.channel_wire import Raised, parse
+from pod_runtime.launcher.channel_wire import Raised, parse
 
 MAIN = trainer_main.__file__
 

@@ -14,17 +14,17 @@ import pytest
 
 from job_server.api.wire import PlanPod
 from pod_runtime import processes
-from pod_runtime.console import Console
 from pod_runtime.errors import SpawnError
-from pod_runtime.orphans import remove_shared_memory
-from pod_runtime.segments import highest_stage
-from pod_runtime.trainers import (
+from pod_runtime.launcher.console import Console
+from pod_runtime.launcher.segments import highest_stage
+from pod_runtime.launcher.trainers import (
     TrainerProcess,
     essence,
     find_taken_port,
     read_tail,
     with_defaults,
 )
+from pod_runtime.orphans import remove_shared_memory
 from tests.support import free_port, wait_until
 
 
@@ -67,7 +67,7 @@ def test_a_trainer_dies_with_the_process_that_made_it(tmp_path):
     code = f"""
 import os, sys
 from pathlib import Path
-from pod_runtime.trainers import TrainerProcess
+from pod_runtime.launcher.trainers import TrainerProcess
 trainer = TrainerProcess(stage=1, attempt=0, rank=0, argv=["sleep", "600"], env=dict(os.environ),
                          log_path=Path({str(tmp_path / "log")!r}))
 print(trainer.pid, flush=True)
@@ -231,7 +231,7 @@ def test_a_dead_trainers_helpers_are_killed_and_those_of_a_living_one_are_not(tm
 import os, sys
 from pathlib import Path
 from pod_runtime import orphans, processes
-from pod_runtime.trainers import TrainerProcess
+from pod_runtime.launcher.trainers import TrainerProcess
 processes.set_child_subreaper()
 trainers = [
     TrainerProcess(stage=1, attempt=0, rank=rank, argv=[sys.executable, "-c", {helper!r}],
@@ -312,7 +312,7 @@ if __name__ == "__main__":
 import os, sys, time
 from pathlib import Path
 from pod_runtime import orphans, processes
-from pod_runtime.trainers import TrainerProcess
+from pod_runtime.launcher.trainers import TrainerProcess
 processes.set_child_subreaper()
 log = Path({str(tmp_path / "log")!r})
 trainer = TrainerProcess(stage=1, attempt=0, rank=0, argv=[sys.executable, {str(loader)!r}],

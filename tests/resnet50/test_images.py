@@ -13,17 +13,17 @@ import paddle
 import pytest
 from images import DataError, Listing, find_images, make_sets, printable, train_loader_args
 
-from pod_runtime.trainer.batches import BatchPlan, Cursor, rank_shards
-from pod_runtime.trainer.ledger import RunInfo
-from pod_runtime.trainer.paddle_adapter import PaddleAdapter
-from pod_runtime.trainer.readers import (
+from pod_runtime.trainer.data.readers import (
     FedReader,
     InlineReader,
     ShardOrder,
     ShardReader,
     loader_items,
 )
-from pod_runtime.trainer.source import make_source
+from pod_runtime.trainer.data.source import make_source
+from pod_runtime.trainer.frameworks.paddle.adapter import PaddleAdapter
+from pod_runtime.trainer.progress.batches import BatchPlan, Cursor, rank_shards
+from pod_runtime.trainer.progress.ledger import RunInfo
 from tests.resnet50.conftest import CLASSES, FOLDER, encoded, picture
 
 

@@ -11,7 +11,7 @@ import pytest
 from options import parse
 
 from benchmarks import accuracy
-from pod_runtime.trainer.event_file import read_scalars
+from pod_runtime.trainer.tensorboard.event_file import read_scalars
 
 pytestmark = pytest.mark.timeout(300)  # most tests start programs that import Paddle
 

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from pod_runtime.trainer.batches import Cursor
-from pod_runtime.trainer.image import StateImage
 from pod_runtime.trainer.layout import make_layout
-from pod_runtime.trainer.ledger import RunInfo
-from pod_runtime.trainer.loop_status import LoopStatus
-from pod_runtime.trainer.progress import fresh_status
+from pod_runtime.trainer.progress.batches import Cursor
+from pod_runtime.trainer.progress.ledger import RunInfo
+from pod_runtime.trainer.progress.loop_status import LoopStatus
+from pod_runtime.trainer.progress.progress import fresh_status
+from pod_runtime.trainer.state.image import StateImage
 
 RUN = RunInfo(seed=1, epochs=4, dataset_length=100, shuffle=True, drop_last=False)
 

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pod_runtime.trainer.agreement import (
+from pod_runtime.trainer.progress.agreement import (
     HALTS,
     HEADER_SIZE,
     AgreedCut,

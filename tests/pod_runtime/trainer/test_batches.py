@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pod_runtime.trainer.batches import (
+from pod_runtime.trainer.progress.batches import (
     BatchPlan,
     Cursor,
     next_epoch,

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from pod_runtime.trainer.checkpoint import CheckpointId, CheckpointStore
-from pod_runtime.trainer.checkpoint_writer import CheckpointWriter
 from pod_runtime.trainer.errors import CheckpointError
-from pod_runtime.trainer.storage import Storage, open_storage
+from pod_runtime.trainer.state.checkpoint import CheckpointId, CheckpointStore
+from pod_runtime.trainer.state.checkpoint_writer import CheckpointWriter
+from pod_runtime.trainer.state.storage import Storage, open_storage
 from tests.pod_runtime.trainer.states import make_image
 
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pod_runtime.trainer.agreement import HEADER_SIZE, Wish, make_header, read_header
-from pod_runtime.trainer.drawn import (
+from pod_runtime.trainer.progress.agreement import HEADER_SIZE, Wish, make_header, read_header
+from pod_runtime.trainer.progress.drawn import (
     add,
     from_pieces,
     from_text,

@@ -17,7 +17,7 @@ from tests.support import free_port, wait_until
 paddle = pytest.importorskip("paddle")
 
 from pod_runtime import LocalFS, TrainStatus, load_checkpoint, save_checkpoint  # noqa: E402
-from pod_runtime.trainer import epoch_checkpoint  # noqa: E402
+from pod_runtime.trainer.epochs import epoch_checkpoint  # noqa: E402
 from pod_runtime.trainer.errors import (  # noqa: E402
     CheckpointError,
     ElasticError,

@@ -13,11 +13,11 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from pod_runtime import HDFSClient, LocalFS
-from pod_runtime.trainer.client_storage import Retry
-from pod_runtime.trainer.epoch_store import EpochStore
+from pod_runtime.trainer.epochs.client_storage import Retry
+from pod_runtime.trainer.epochs.epoch_store import EpochStore
+from pod_runtime.trainer.epochs.file_systems import storage_for
 from pod_runtime.trainer.errors import CheckpointError, UsageError
-from pod_runtime.trainer.file_systems import storage_for
-from pod_runtime.trainer.storage import LocalStorage, Storage
+from pod_runtime.trainer.state.storage import LocalStorage, Storage
 from tests.pod_runtime.trainer.states import make_image
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from job_server.api.wire import Order, PlanPod, StagePlan, Way
-from pod_runtime.trainer.adapter import GroupSpec
 from pod_runtime.trainer.errors import LinkError, PeerLost
-from pod_runtime.trainer.joining import MOST_GROUPS, Joining
-from pod_runtime.trainer.link import Invitation
-from pod_runtime.trainer.meeting import CalledOffError
+from pod_runtime.trainer.frameworks.adapter import GroupSpec
+from pod_runtime.trainer.frameworks.meeting import CalledOffError
+from pod_runtime.trainer.membership.joining import MOST_GROUPS, Joining
+from pod_runtime.trainer.membership.link import Invitation
 from tests.support import wait_until
 
 POD = PlanPod(

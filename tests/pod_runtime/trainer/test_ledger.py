@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from job_server.api.wire import decode, encode
-from pod_runtime.trainer.audit import audit
-from pod_runtime.trainer.batches import Ids, permutation
-from pod_runtime.trainer.checkpoint import CheckpointStore
-from pod_runtime.trainer.drawn import hash_samples
-from pod_runtime.trainer.ledger import Ledger, LedgerFile, Row, StageEntry, read_lines
-from pod_runtime.trainer.loop_status import LoopStatus
-from pod_runtime.trainer.progress import Progress, fresh_status, scaling_for
-from pod_runtime.trainer.storage import open_storage
+from pod_runtime.trainer.progress.audit import audit
+from pod_runtime.trainer.progress.batches import Ids, permutation
+from pod_runtime.trainer.progress.drawn import hash_samples
+from pod_runtime.trainer.progress.ledger import Ledger, LedgerFile, Row, StageEntry, read_lines
+from pod_runtime.trainer.progress.loop_status import LoopStatus
+from pod_runtime.trainer.progress.progress import Progress, fresh_status, scaling_for
+from pod_runtime.trainer.state.checkpoint import CheckpointStore
+from pod_runtime.trainer.state.storage import open_storage
 from pod_runtime.verify import main as verify
 from pod_runtime.verify import read_ledger
 from tests.pod_runtime.trainer.states import RUN, make_image, make_status

@@ -17,8 +17,8 @@ import pytest
 from paddle import nn
 
 from pod_runtime import elastic
-from pod_runtime.trainer.batches import permutation
-from pod_runtime.trainer.loop import committed_step, explain_error
+from pod_runtime.trainer.loop.loop import committed_step, explain_error
+from pod_runtime.trainer.progress.batches import permutation
 from pod_runtime.verify import main as verify
 from tests.pod_runtime.trainer.fake_launcher import SCRIPTS
 from tests.support import wait_until
@@ -112,7 +112,7 @@ def test_a_reader_that_draws_other_samples_than_the_order_says_is_found(
     def half_of_them_twice(*args: Any) -> Any:
         return permutation(*args) // 2
 
-    monkeypatch.setattr("pod_runtime.trainer.readers.permutation", half_of_them_twice)
+    monkeypatch.setattr("pod_runtime.trainer.data.readers.permutation", half_of_them_twice)
     loop, model = make(checkpoint=tmp_path, num_workers=workers)
     train(loop, model)
     assert verify([str(tmp_path)]) == 1
@@ -122,7 +122,7 @@ def test_a_reader_that_draws_other_samples_than_the_order_says_is_found(
 
 
 def test_the_last_checkpoint_is_tried_again_until_its_path_is_mended(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("pod_runtime.trainer.member.RETRY_S", 0.01)
+    monkeypatch.setattr("pod_runtime.trainer.membership.member.RETRY_S", 0.01)
     path = tmp_path / "ckpt"
     loop, model = make(checkpoint=path, epochs=1)
     in_the_way = path / "stage_00000001"
@@ -147,7 +147,7 @@ def test_the_last_checkpoint_is_tried_again_until_its_path_is_mended(tmp_path, c
 def test_a_disk_that_is_full_to_the_end_costs_a_training_nothing(
     tmp_path, caplog, capsys, monkeypatch
 ):
-    monkeypatch.setattr("pod_runtime.trainer.member.RETRY_S", 0.01)
+    monkeypatch.setattr("pod_runtime.trainer.membership.member.RETRY_S", 0.01)
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]

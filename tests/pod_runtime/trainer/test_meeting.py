@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from pod_runtime.trainer.meeting import CalledOffError, meet
+from pod_runtime.trainer.frameworks.meeting import CalledOffError, meet
 from tests.support import free_port, wait_until
 
 Come = Callable[..., "Future[None]"]

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pod_runtime.trainer.agreement import AgreedCut, Wish
 from pod_runtime.trainer.errors import LinkError, PeerLost, StageChanged
-from pod_runtime.trainer.link import Cut
-from pod_runtime.trainer.member import Member
+from pod_runtime.trainer.membership.link import Cut
+from pod_runtime.trainer.membership.member import Member
+from pod_runtime.trainer.progress.agreement import AgreedCut, Wish
 
 
 class Group:
@@ -101,7 +101,7 @@ def test_a_cut_that_all_ranks_know_to_be_off_by_now_parks_nobody():
 
 def test_a_rank_without_data_shows_itself_before_its_peers_run_into_the_time_out(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("pod_runtime.trainer.member.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("pod_runtime.trainer.membership.member.time.monotonic", lambda: now[0])
     group = Group(COMMITS, COMMITS)
     member, _keeper = make(group)
     for seconds in (0, 4, 4.5, 5):  # silent, silent, shows itself, silent again
@@ -171,7 +171,7 @@ def test_a_trainer_without_launcher_never_parks():
 
 
 def test_no_rank_is_done_before_the_final_checkpoint_is_written(monkeypatch, caplog):
-    monkeypatch.setattr("pod_runtime.trainer.member.RETRY_S", 0.0)
+    monkeypatch.setattr("pod_runtime.trainer.membership.member.RETRY_S", 0.0)
     still, no, yes, waited, met = [1.0], [0.0], [1.0], [0.0], [0.0]
     member, keeper = make(Group(still, still, no, no))
     member.write_final()

@@ -8,9 +8,9 @@ import pytest
 
 from pod_runtime.segment_header import read_geometry, read_slots
 from pod_runtime.trainer.layout import Layout, make_layout
-from pod_runtime.trainer.ledger import LEDGER_NAME, read_lines
-from pod_runtime.trainer.node_snapshots import NodeSnapshots
-from pod_runtime.trainer.progress import Progress
+from pod_runtime.trainer.membership.node_snapshots import NodeSnapshots
+from pod_runtime.trainer.progress.ledger import LEDGER_NAME, read_lines
+from pod_runtime.trainer.progress.progress import Progress
 from tests.pod_runtime.trainer.fake_launcher import FakeLauncher, Stage
 from tests.pod_runtime.trainer.states import make_status
 from tests.pod_runtime.trainer.test_worlds import finish, out

@@ -18,12 +18,12 @@ import pytest
 
 from job_server.api.wire import JobSpec
 from pod_runtime import processes
-from pod_runtime.trainer import owner as owner_module
-from pod_runtime.trainer.checkpoint import CheckpointId, CheckpointStore
-from pod_runtime.trainer.checkpoint_writer import CheckpointWriter
 from pod_runtime.trainer.errors import CheckpointError, InUseError
-from pod_runtime.trainer.owner import OWNER, Owner, job_holder, look_at, this_holder
-from pod_runtime.trainer.owner_record import (
+from pod_runtime.trainer.state import owner as owner_module
+from pod_runtime.trainer.state.checkpoint import CheckpointId, CheckpointStore
+from pod_runtime.trainer.state.checkpoint_writer import CheckpointWriter
+from pod_runtime.trainer.state.owner import OWNER, Owner, job_holder, look_at, this_holder
+from pod_runtime.trainer.state.owner_record import (
     STILL_S,
     Act,
     Facts,
@@ -33,7 +33,7 @@ from pod_runtime.trainer.owner_record import (
     State,
     decide,
 )
-from pod_runtime.trainer.storage import Storage, exclusive, open_storage
+from pod_runtime.trainer.state.storage import Storage, exclusive, open_storage
 from tests.job_server.serving import running_server
 from tests.pod_runtime.trainer.states import make_image
 from tests.support import wait_until
@@ -575,9 +575,9 @@ def test_a_job_server_is_asked_whether_the_job_goes_on(tmp_path):
 SCRIPT = """
 import os
 import sys
-from pod_runtime.trainer.checkpoint import CheckpointStore
-from pod_runtime.trainer.owner import Owner, this_holder
-from pod_runtime.trainer.storage import open_storage
+from pod_runtime.trainer.state.checkpoint import CheckpointStore
+from pod_runtime.trainer.state.owner import Owner, this_holder
+from pod_runtime.trainer.state.storage import open_storage
 storage = open_storage(sys.argv[1])
 owner = Owner(storage, this_holder(plan=None, server=""))
 CheckpointStore(storage, owner=owner).continue_newest()

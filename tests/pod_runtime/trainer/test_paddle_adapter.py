@@ -11,11 +11,11 @@ import pytest
 from paddle import nn
 from paddle.distributed import parallel
 
-from pod_runtime.trainer.adapter import GroupSpec
 from pod_runtime.trainer.errors import PeerLost, StateError, UsageError
-from pod_runtime.trainer.paddle_adapter import PaddleAdapter
-from pod_runtime.trainer.paddle_gradients import GradientExchange, ShardBuffers
-from pod_runtime.trainer.paddle_group import own_flags_unsaid
+from pod_runtime.trainer.frameworks.adapter import GroupSpec
+from pod_runtime.trainer.frameworks.paddle.adapter import PaddleAdapter
+from pod_runtime.trainer.frameworks.paddle.gradients import GradientExchange, ShardBuffers
+from pod_runtime.trainer.frameworks.paddle.group import own_flags_unsaid
 
 HEADER = 3
 pytestmark = pytest.mark.filterwarnings("ignore:When training, we now always track")
@@ -300,7 +300,7 @@ def form_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test plays the other ranks."""
     monkeypatch.setattr(dist, "init_parallel_env", lambda: None)
     monkeypatch.setattr(
-        "pod_runtime.trainer.paddle_adapter.prompt_store", lambda _master: nullcontext()
+        "pod_runtime.trainer.frameworks.paddle.adapter.prompt_store", lambda _master: nullcontext()
     )
 
 
@@ -331,7 +331,8 @@ def test_a_rank_that_does_not_come_in_time_is_told_from_one_that_is_gone(monkeyp
     adapter, _model, _optimizer, _scheduler = make("momentum")
     adapter.form_group(GroupSpec(rank=0, world_size=2, master="127.0.0.1:1", generation=1))
     clock = [0.0]
-    monkeypatch.setattr("pod_runtime.trainer.paddle_adapter.time.monotonic", lambda: clock[0])
+    module = "pod_runtime.trainer.frameworks.paddle.adapter"
+    monkeypatch.setattr(f"{module}.time.monotonic", lambda: clock[0])
     for said, after_s, expected in (
         ("TIMEOUT self_rank", 30.0, "did not come"),
         ("TIMEOUT self_rank", 0.1, "^all-reduce"),  # gloo's word for a dead one on another node

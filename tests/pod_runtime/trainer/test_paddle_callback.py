@@ -15,8 +15,8 @@ from tests.support import free_port
 
 paddle = pytest.importorskip("paddle")
 
+from pod_runtime.trainer.epochs.paddle_callback import ElasticCheckpoint  # noqa: E402
 from pod_runtime.trainer.errors import UsageError  # noqa: E402  needs no Paddle, but the rest does
-from pod_runtime.trainer.paddle_callback import ElasticCheckpoint  # noqa: E402
 
 SCRIPT = Path(__file__).parent / "scripts" / "fit.py"
 EPOCH_STEPS = 12

@@ -9,7 +9,7 @@ import pytest
 from paddle import nn
 
 from pod_runtime import elastic
-from pod_runtime.trainer.paddle_adapter import PaddleAdapter
+from pod_runtime.trainer.frameworks.paddle.adapter import PaddleAdapter
 
 
 @pytest.fixture(autouse=True)

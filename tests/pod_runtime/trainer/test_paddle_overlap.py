@@ -7,11 +7,16 @@ import paddle
 import pytest
 from paddle import nn
 
-from pod_runtime.trainer.adapter import GroupSpec
 from pod_runtime.trainer.errors import PeerLost, UsageError
-from pod_runtime.trainer.paddle_adapter import PaddleAdapter
-from pod_runtime.trainer.paddle_gradients import ShardBuffers
-from pod_runtime.trainer.paddle_overlap import Hooks, OverlappedExchange, ThreadLane, deal
+from pod_runtime.trainer.frameworks.adapter import GroupSpec
+from pod_runtime.trainer.frameworks.paddle.adapter import PaddleAdapter
+from pod_runtime.trainer.frameworks.paddle.gradients import ShardBuffers
+from pod_runtime.trainer.frameworks.paddle.overlap import (
+    Hooks,
+    OverlappedExchange,
+    ThreadLane,
+    deal,
+)
 from tests.pod_runtime.trainer.test_paddle_adapter import form_no_group
 
 HEADER = 3
@@ -157,7 +162,7 @@ def test_a_lost_peer_is_noticed_in_the_thread_and_raised_by_who_waits():
 def test_nothing_else_is_sent_while_gradients_are_on_their_way(monkeypatch):
     form_no_group(monkeypatch)
     monkeypatch.setattr("paddle.distributed.all_reduce", double)
-    monkeypatch.setattr("pod_runtime.trainer.paddle_overlap.BUCKET_BYTES", 1)
+    monkeypatch.setattr("pod_runtime.trainer.frameworks.paddle.overlap.BUCKET_BYTES", 1)
     net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     optimizer = paddle.optimizer.SGD(0.1, parameters=net.parameters())
     adapter = PaddleAdapter(net, optimizer, header_size=HEADER, all_reduce="overlapped")

@@ -9,7 +9,7 @@ pytest.importorskip("paddle", reason="looks at Paddle's store")
 
 from paddle.base import core
 
-from pod_runtime.trainer.paddle_store import prompt_store
+from pod_runtime.trainer.frameworks.paddle.store import prompt_store
 
 
 def no_delay(*connections: socket.socket) -> list[bool]:

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pod_runtime.trainer.batches import BatchPlan, Cursor, rank_shards
+from pod_runtime.trainer.data.readers import FedReader, Item, ShardOrder, ShardPlace, factory_items
+from pod_runtime.trainer.data.streams import KeyedDataset, SampleFetcher, seed_shard
 from pod_runtime.trainer.errors import UsageError
-from pod_runtime.trainer.ledger import RunInfo
-from pod_runtime.trainer.readers import FedReader, Item, ShardOrder, ShardPlace, factory_items
-from pod_runtime.trainer.streams import KeyedDataset, SampleFetcher, seed_shard
+from pod_runtime.trainer.progress.batches import BatchPlan, Cursor, rank_shards
+from pod_runtime.trainer.progress.ledger import RunInfo
 from tests.support import wait_until
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from pod_runtime.processes import descendants
-from pod_runtime.trainer.rehearsal import rehearsal_step
-from pod_runtime.trainer.source import make_source
-from pod_runtime.trainer.step import Step
+from pod_runtime.trainer.data.source import make_source
+from pod_runtime.trainer.data.step import Step
+from pod_runtime.trainer.loop.rehearsal import rehearsal_step
 
 paddle = pytest.importorskip("paddle")
 
@@ -30,7 +30,7 @@ class Numbers:
 
 
 def step_of(dataset: Numbers) -> Step:
-    from pod_runtime.trainer.paddle_adapter import PaddleAdapter
+    from pod_runtime.trainer.frameworks.paddle.adapter import PaddleAdapter
 
     model = paddle.nn.Linear(2, 2)
     optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())

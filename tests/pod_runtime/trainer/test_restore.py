@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from job_server.api.wire import RestoreFrom
-from pod_runtime.trainer.checkpoint import CheckpointStore
 from pod_runtime.trainer.errors import StateError
-from pod_runtime.trainer.restore import Restored, restore
-from pod_runtime.trainer.storage import LocalStorage
+from pod_runtime.trainer.membership.restore import Restored, restore
+from pod_runtime.trainer.state.checkpoint import CheckpointStore
+from pod_runtime.trainer.state.storage import LocalStorage
 from tests.pod_runtime.trainer.states import make_image, make_status
 from tests.pod_runtime.trainer.test_terms import Group
 

@@ -1,6 +1,6 @@
 import pytest
 
-from pod_runtime.trainer.scaling import Scale, first_scaling, rescale, shards_for
+from pod_runtime.trainer.progress.scaling import Scale, first_scaling, rescale, shards_for
 
 
 def grown(policy, *, to: int, step: int = 100, warmup: int = 10, base: int = 64, first: int = 2):

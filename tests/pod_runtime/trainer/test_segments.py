@@ -26,9 +26,9 @@ from pod_runtime.segment_header import (
     read_slots,
 )
 from pod_runtime.trainer.errors import SnapshotError
-from pod_runtime.trainer.image import meta_bytes
 from pod_runtime.trainer.layout import ALIGN, Layout, make_layout, split_bytes
-from pod_runtime.trainer.snapshot import (
+from pod_runtime.trainer.state.image import meta_bytes
+from pod_runtime.trainer.state.snapshot import (
     Handle,
     Segment,
     allocate,
@@ -286,7 +286,7 @@ def test_a_copy_beside_writers_is_never_a_mixture(share):
 
 WRITER = """
 import sys
-from pod_runtime.trainer.snapshot import Handle, Segment
+from pod_runtime.trainer.state.snapshot import Handle, Segment
 from tests.pod_runtime.trainer.test_segments import Numbers, write
 pid, fd, inode, size, length, index = map(int, sys.argv[1:])
 segment = Segment.join(Handle(pid=pid, fd=fd, inode=inode, size_bytes=size))

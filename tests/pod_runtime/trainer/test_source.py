@@ -22,11 +22,11 @@ from paddle.io import (
     random_split,
 )
 
+from pod_runtime.trainer.data.source import make_source
 from pod_runtime.trainer.errors import StateError, UsageError
-from pod_runtime.trainer.ledger import RunInfo
-from pod_runtime.trainer.loop_status import LoopStatus, check_same_run
-from pod_runtime.trainer.progress import fresh_status
-from pod_runtime.trainer.source import make_source
+from pod_runtime.trainer.progress.ledger import RunInfo
+from pod_runtime.trainer.progress.loop_status import LoopStatus, check_same_run
+from pod_runtime.trainer.progress.progress import fresh_status
 
 
 class Numbers(Dataset):

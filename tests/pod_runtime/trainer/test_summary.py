@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pod_runtime.trainer.errors import UsageError
-from pod_runtime.trainer.event_file import (
+from pod_runtime.trainer.tensorboard.event_file import (
     Position,
     Scalar,
     encode_header,
@@ -23,7 +23,7 @@ from pod_runtime.trainer.event_file import (
     masked_crc,
     read_scalars,
 )
-from pod_runtime.trainer.summary import RunLog
+from pod_runtime.trainer.tensorboard.summary import RunLog
 
 
 @dataclass
@@ -131,7 +131,7 @@ def test_any_series_of_restarts_leaves_each_step_once(tmp_path_factory, stages):
 def test_nothing_that_was_noted_is_lost_to_a_sigkill(tmp_path):
     script = """
         import sys, time
-        from pod_runtime.trainer.summary import RunLog
+        from pod_runtime.trainer.tensorboard.summary import RunLog
 
         class Progress:
             rank = epoch = step_count = 0

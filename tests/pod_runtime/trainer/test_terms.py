@@ -10,9 +10,9 @@ import paddle
 import pytest
 
 from pod_runtime.trainer.errors import StateError, UsageError
-from pod_runtime.trainer.paddle_state import terms_of
-from pod_runtime.trainer.settings import LoopSettings
-from pod_runtime.trainer.terms import check_same_terms, check_terms_of_state, to_text
+from pod_runtime.trainer.frameworks.paddle.state import terms_of
+from pod_runtime.trainer.membership.settings import LoopSettings
+from pod_runtime.trainer.membership.terms import check_same_terms, check_terms_of_state, to_text
 
 
 class Group:

@@ -13,9 +13,9 @@ import pytest
 from paddle import nn
 
 from pod_runtime import elastic
-from pod_runtime.trainer.paddle_adapter import PaddleAdapter
-from pod_runtime.trainer.paddle_traits import Traits
-from pod_runtime.trainer.stage import Entrance
+from pod_runtime.trainer.frameworks.paddle.adapter import PaddleAdapter
+from pod_runtime.trainer.frameworks.paddle.traits import Traits
+from pod_runtime.trainer.membership.stage import Entrance
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:When training, we now always track"),

@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pod_runtime.trainer.batches import BatchPlan, Cursor, rank_shards
-from pod_runtime.trainer.ledger import RunInfo
-from pod_runtime.trainer.readers import FedReader, ShardOrder, loader_items
-from pod_runtime.trainer.source import make_source
-from pod_runtime.trainer.worker_errors import (
+from pod_runtime.trainer.data.readers import FedReader, ShardOrder, loader_items
+from pod_runtime.trainer.data.source import make_source
+from pod_runtime.trainer.data.worker_errors import (
     CarryingCollate,
     Failed,
     WorkerTraceback,
     raise_if_failed,
     read_or_fail,
 )
+from pod_runtime.trainer.progress.batches import BatchPlan, Cursor, rank_shards
+from pod_runtime.trainer.progress.ledger import RunInfo
 
 
 class BrokenError(ValueError):
@@ -81,7 +81,7 @@ class Numbers:
 
 
 def test_the_loop_gets_the_error_of_a_real_worker_after_the_batches_before_it():
-    paddle_adapter = pytest.importorskip("pod_runtime.trainer.paddle_adapter")
+    paddle_adapter = pytest.importorskip("pod_runtime.trainer.frameworks.paddle.adapter")
     import paddle
 
     model = paddle.nn.Linear(2, 2)

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pod_runtime.channel import close_all
+from pod_runtime.launcher.channel import close_all
 from pod_runtime.segment_header import read_newest
-from pod_runtime.trainer.audit import audit
-from pod_runtime.trainer.checkpoint import CheckpointStore
-from pod_runtime.trainer.last_save import write_state
-from pod_runtime.trainer.storage import open_storage
+from pod_runtime.trainer.progress.audit import audit
+from pod_runtime.trainer.state.checkpoint import CheckpointStore
+from pod_runtime.trainer.state.last_save import write_state
+from pod_runtime.trainer.state.storage import open_storage
 from pod_runtime.verify import main as verify
 from pod_runtime.verify import read_ledger
 from tests.pod_runtime.trainer.fake_launcher import FakeLauncher, Stage, slots_of

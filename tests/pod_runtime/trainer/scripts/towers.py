@@ -17,7 +17,7 @@ import paddle
 from paddle import nn
 
 from pod_runtime import elastic
-from pod_runtime.trainer import paddle_overlap
+from pod_runtime.trainer.frameworks.paddle import overlap as paddle_overlap
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", type=Path, required=True)

@@ -1,0 +1,112 @@
+"""The socket between a launcher and its trainers: who connects, what has arrived, what is answered.
+
+An abstract unix socket (no file to leave behind) that only processes of the same user may use.
+A trainer connects to NUL + $EDL_CHANNEL.
+"""
+
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from pod_runtime.errors import ChannelError
+from pod_runtime.launcher.channel_wire import Said, parse
+from pod_runtime.shim_wire import LineSocket, ShimError
+
+_SEND_TIMEOUT_S = 2.0  # a trainer that reads nothing for so long, with a full buffer, is stuck
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+class Connection:
+    """One trainer's end. For the launcher's main thread only."""
+
+    def __init__(self, connection: socket.socket, peer_pid: int) -> None:
+        connection.setblocking(False)
+        self._lines = LineSocket(connection)
+        self.peer_pid = peer_pid
+        self.open = True
+
+    def fileno(self) -> int:
+        return self._lines.fileno()
+
+    def messages(self) -> Iterator[tuple[Said, tuple[int, ...]]]:
+        """Yield what has arrived, with descriptors that the caller owns; never waits.
+
+        `open` is false afterwards if the other side has gone.
+
+        Raises:
+            ChannelError: something that is not of the protocol.
+        """
+        while self.open:
+            try:
+                received = self._lines.receive()
+            except BlockingIOError:
+                return
+            except ShimError as error:
+                raise ChannelError(str(error)) from error
+            except OSError:
+                received = None
+            if received is None:
+                self.open = False
+                return
+            message, fds = received
+            try:
+                said = parse(message)
+            except ChannelError:
+                close_all(fds)
+                raise
+            yield said, fds
+
+    def send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+        """Send one message; `fds` stay open here.
+
+        Raises:
+            OSError: the trainer is gone, or has not read for a while.
+        """
+        self._lines.socket.settimeout(_SEND_TIMEOUT_S)
+        try:
+            self._lines.send({**message, "fds": len(fds)}, fds)
+        finally:
+            self._lines.socket.setblocking(False)
+
+    def close(self) -> None:
+        self.open = False
+        self._lines.close()
+
+
+class Channel:
+    """The listening end."""
+
+    def __init__(self, pod_id: str) -> None:
+        # A random part: a later launcher of the same pod must not be found by earlier trainers.
+        self.name = f"edl-{pod_id[:40]}-{os.getpid()}-{secrets.token_hex(8)}"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._listener.bind(f"\0{self.name}")
+        self._listener.listen(128)
+        self._listener.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._listener.fileno()
+
+    def accept(self) -> Connection | None:
+        """Return the next connection; None when there is none, or it is another user's."""
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # nobody waits any more
+            return None
+        packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, uid, _gid = _CREDENTIALS.unpack(packed)
+        if uid != os.getuid():
+            connection.close()
+            return None
+        return Connection(connection, pid)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)

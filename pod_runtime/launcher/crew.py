@@ -1,0 +1,151 @@
+"""A launcher's trainers as one: started, found again by pid, reaped, and cleaned up after."""
+
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from job_server.api.wire import StagePlan
+from pod_runtime.env import POD_ID, PodEnv, spare_environment, trainer_environment
+from pod_runtime.launcher.console import Console
+from pod_runtime.launcher.network import interface_of
+from pod_runtime.launcher.spares import PRELOAD, Spare, Spares
+from pod_runtime.launcher.state import Key
+from pod_runtime.launcher.trainers import TrainerProcess, is_script, with_defaults
+from pod_runtime.orphans import kill_orphans, noted_forks, reap_adopted, remove_shared_memory
+from pod_runtime.processes import read
+
+Name = tuple[Key, int]  # ((stage, attempt), rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchConfig:
+    """What the command line says."""
+
+    command: tuple[str, ...]  # interpreter, script, arguments
+    log_dir: Path
+    run_dir: Path
+    highest_stage: int = 0  # found in the checkpoint path; 0: none, or not known
+    console: bool = True  # show the trainers' output, prefixed
+    preload: tuple[str, ...] = ()  # modules that spares import, besides ours and the framework's
+
+
+class Crew:
+    """The trainers that run. For the launcher's main thread only: they die with that."""
+
+    def __init__(
+        self, config: LaunchConfig, pod_env: PodEnv, environ: Mapping[str, str], channel: str
+    ) -> None:
+        self._config, self._env, self._environ = config, pod_env, environ
+        self._channel = channel
+        self._trainers: dict[Name, TrainerProcess] = {}
+        self._console = Console() if config.console else None
+        self.spares = Spares((*PRELOAD, *config.preload), config.log_dir)
+        self._dead_pids: set[int] = set()  # of ours; what they left in /dev/shm is to go
+
+    def __iter__(self) -> Iterator[TrainerProcess]:
+        return iter(list(self._trainers.values()))
+
+    def start(self, plan: StagePlan, rank: int) -> TrainerProcess:
+        """Start the trainer `rank` of `plan`.
+
+        Raises:
+            SpawnError: it cannot be started.
+        """
+        mine = next((pod.addr for pod in plan.pods if pod.pod_id == self._env.pod_id), None)
+        env = trainer_environment(
+            self._environ,
+            self._env,
+            plan,
+            rank,
+            channel=self._channel,
+            run_dir=self._config.run_dir,
+            interface=None if mine is None else interface_of(mine),
+        )
+        trainer = TrainerProcess(
+            stage=plan.stage,
+            attempt=plan.attempt,
+            rank=rank,
+            argv=self._config.command,
+            env=with_defaults(env),
+            log_path=self._config.log_dir / f"trainer_{rank}.stage_{plan.stage}.log",
+            spares=self.spares,
+        )
+        self._trainers[trainer.key, rank] = trainer
+        if self._console is not None:
+            self._console.follow(trainer.log_path, rank, trainer.log_start)
+        return trainer
+
+    @property
+    def can_warm(self) -> bool:
+        """Whether trainers are Python scripts, which a spare can become."""
+        return is_script(self._config.command)
+
+    def warm_spare(self) -> Spare:
+        """Start a spare. Raises SpawnError."""
+        return self.spares.start(with_defaults(spare_environment(self._environ, self._env)))
+
+    def signal(self, name: Name, signum: signal.Signals) -> None:
+        self._trainers[name].send_signal(signum)
+
+    def move(self, old: Name, new: Name) -> None:
+        """A trainer goes on as one of another stage; its log and its marks stay what they are."""
+        trainer = self._trainers[new] = self._trainers.pop(old)
+        (trainer.stage, trainer.attempt), trainer.rank = new
+
+    def find(self, pid: int) -> Name | None:
+        """Return which trainer `pid`, or an ancestor of it, is; None: no trainer of ours."""
+        by_pid = {trainer.pid: name for name, trainer in self._trainers.items()}
+        while pid > 1 and pid not in by_pid:
+            process = read(pid)
+            pid = 0 if process is None else process.ppid
+        return by_pid.get(pid)
+
+    def renumber(self, key: Key, ranks: Mapping[int, int]) -> None:
+        """Know the trainers of `key` by other ranks, old -> new. Their logs keep their names."""
+        for trainer in self:
+            if trainer.key == key:
+                trainer.rank = ranks.get(trainer.rank, trainer.rank)
+        self._trainers = {(each.key, each.rank): each for each in self}
+
+    def note_children(self) -> None:
+        for trainer in self:
+            trainer.note_children()
+
+    def reap(self, trainer: TrainerProcess) -> int:
+        """Take a dead trainer out; return its exit code. What it left is for `clean_up_after`."""
+        code = trainer.reap()
+        del self._trainers[trainer.key, trainer.rank]
+        if self._console is not None:
+            self._console.ended(trainer.log_path)
+        return code
+
+    def clean_up_after(self, trainer: TrainerProcess) -> None:
+        """Kill and remove what a trainer left that was reaped."""
+        living = {each.pid for each in self} | {each.process.pid for each in self.spares}
+        killed = kill_orphans({POD_ID: self._env.pod_id, **trainer.marks}, living)
+        noted = noted_forks(self._env.pod_dir)
+        self._dead_pids |= killed | noted | trainer.children | {trainer.pid}
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Reap children that became ours when their parent died; remove what the dead left."""
+        ours = {each.pid for each in self} | {each.process.pid for each in self.spares}
+        self._dead_pids |= reap_adopted(ours)
+        if self._dead_pids:
+            remove_shared_memory(self._dead_pids)
+            self._dead_pids.clear()
+
+    def kill_all(self) -> None:
+        """No trainer outlives its launcher, however that ends."""
+        self.spares.end_all()
+        for trainer in self:
+            trainer.send_signal(signal.SIGKILL)
+        for trainer in self:
+            self.reap(trainer)
+            self.clean_up_after(trainer)
+
+    def finish_console(self, timeout_s: float) -> None:
+        """Show the last lines; waits no longer than `timeout_s` for who reads them."""
+        if self._console is not None:
+            self._console.finish(timeout_s)

@@ -1,0 +1,436 @@
+"""Decide what a pod's launcher does now. Pure: what is known and the time come in, actions out."""
+
+import signal
+from dataclasses import dataclass, replace
+from typing import Any
+
+from job_server.api.wire import Order, PodReport, SnapshotRef, StagePlan, Way, encode
+from pod_runtime.launcher.reports import due_reports, makes_progress
+from pod_runtime.launcher.state import (
+    ELASTIC_GRACE_S,
+    TRAINS,
+    Key,
+    Leaving,
+    Pod,
+    Run,
+    Trainer,
+    find_run,
+    new_ranks,
+    renumbered,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spawn:
+    """Start trainers; answered by `spawned`, `refused_ports` or `not_spawned`."""
+
+    plan: StagePlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invite:
+    """Have the trainers of the run `key` join `plan`; answered by `invited`, `refused_ports`."""
+
+    key: Key
+    plan: StagePlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """A trainer goes on as one of another stage, which is told `message`."""
+
+    key: Key
+    rank: int
+    new_key: Key
+    new_rank: int
+    message: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    key: Key
+    rank: int
+    plan: StagePlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Go:
+    """Tell a trainer that was prepared beside an older stage to take over its state and train."""
+
+    key: Key
+    rank: int
+    plan: StagePlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tell:
+    key: Key
+    rank: int
+    message: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renumber:
+    """Trainers have other ranks from now on: their stage does without a pod that was lost."""
+
+    key: Key
+    ranks: dict[int, int]  # old -> new
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmSpare:
+    """Start a spare; answered by `spare_started`, or `spares_counted` if it cannot be started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signal:
+    key: Key
+    rank: int
+    signum: signal.Signals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    report: PodReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HaveAtHand:
+    """Fetch the segments of a stage that is being cut; what was at hand before is let go."""
+
+    plan: StagePlan | None  # None: no stage is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preview:
+    """Show a prepared trainer the state that it will begin from, if the change is committed."""
+
+    key: Key
+    rank: int
+    snapshot: SnapshotRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    code: int
+    reason: str
+    stage: int
+
+
+Action = (
+    Spawn | Renumber | WarmSpare | Invite | Move | Welcome | Go | Tell | Signal | Report
+    | HaveAtHand | Preview | Exit
+)  # fmt: skip
+
+
+QUIET_S = 3.0  # so long has the training to be undisturbed before a spare is started
+
+
+def decide(pod: Pod, now: float) -> tuple[Pod, tuple[Action, ...]]:
+    """Return what should be done at `now` (monotonic seconds), and the pod as it then is.
+
+    Call it after every event, and again after having carried out a `Spawn` or an `Invite`.
+    """
+    actions: list[Action] = []
+    by_key = {(plan.stage, plan.attempt): plan for plan in pod.plans}
+    going = _going(pod)
+    runs: list[Run] = []
+    for run in pod.runs:
+        plan = by_key.get(run.key)
+        over = going is not None or plan is None or plan.order is Order.END
+        run = replace(run, plan=plan or run.plan, ending=run.ending or over)
+        run, ranks = renumbered(run, pod.pod_id)
+        if ranks:
+            actions.append(Renumber(key=run.key, ranks=ranks))
+        run, more = _end(run, now, pod.grace_s, going) if run.ending else _guide(run, pod)
+        actions += more
+        run, more, moved = _join(run, pod)
+        actions += more
+        runs += [run, *moved]
+    pod = _keep(replace(pod, runs=tuple(runs)), by_key)
+    pod, kills = _kill_on_demand(pod)
+    actions += kills
+    if going is None:
+        actions += _spawn(pod)
+        pod, more = _warm(pod, now)
+        actions += more
+    pod, reports = due_reports(pod, now)
+    actions += [Report(report=report) for report in reports]
+    pod, more = _foresee(pod)
+    actions += more
+    pod, more = _preview(pod)  # after the reports: the others wait for those
+    actions += more
+    actions += _exit(pod, going)
+    return pod, tuple(actions)
+
+
+def next_deadline(pod: Pod) -> float | None:
+    """Return when `decide` wants to be called although nothing happens; None: no such time."""
+    times = [
+        trainer.terminated_at + _grace(trainer, pod.grace_s)
+        for run in pod.runs
+        for trainer in run.trainers
+        if trainer.alive and trainer.terminated_at is not None and not trainer.killed
+    ]
+    if any(makes_progress(run) for run in pod.runs):
+        times.append(pod.progress_at)
+    wanted = pod.orders.spares if pod.orders is not None else 0
+    if pod.quiet_since is not None and not pod.warming and pod.spares < wanted:
+        times.append(pod.quiet_since + QUIET_S)
+    if pod.alive_at is not None:
+        times.append(pod.alive_at)
+    return min(times, default=None)
+
+
+def _going(pod: Pod) -> Leaving | None:
+    if pod.leaving is not None:
+        return pod.leaving
+    stages_over = all(plan.order is Order.END for plan in pod.plans)
+    if pod.orders is not None and pod.orders.leave and stages_over:
+        return Leaving(code=0, reason="no stage needs this pod any more")
+    return None
+
+
+def _guide(run: Run, pod: Pod) -> tuple[Run, list[Action]]:
+    """Bring a stage that is not over, and its trainers, in line with its order."""
+    order, number = run.plan.order, run.plan.cut
+    actions: list[Action] = []
+    # Trainers may have parked for a newer cut than we have heard of, by their peers' flag: that
+    # one is not off.
+    off = number - 1 if order is Order.CUT else number
+    if off > run.resumed_id:
+        run = replace(run, resumed_id=off, cut_id=max(run.cut_id, off), durable="")
+        run, more = _resume(run, off)
+        actions += more
+    if order is Order.CUT:
+        run = replace(run, cut_id=max(run.cut_id, number))
+    trainers = []
+    for trainer in run.trainers:
+        if trainer.alive and trainer.elastic:
+            trainer, more = _guide_trainer(run, trainer)
+            actions += more
+        trainers.append(trainer)
+    return replace(run, trainers=tuple(trainers)), actions
+
+
+def _resume(run: Run, off: int) -> tuple[Run, list[Action]]:
+    """Have trainers go on that have parked for the cut `off` or an earlier one."""
+    actions: list[Action] = []
+    trainers = []
+    for trainer in run.trainers:
+        if trainer.alive and trainer.elastic:
+            message = {"do": "resume", "id": off}
+            actions.append(Tell(key=run.key, rank=trainer.rank, message=message))
+        if run.cut_id == off:
+            trainer = replace(trainer, parked_at=None)
+        trainers.append(trainer)
+    return replace(run, trainers=tuple(trainers)), actions
+
+
+def _guide_trainer(run: Run, trainer: Trainer) -> tuple[Trainer, list[Action]]:
+    """What an elastic trainer that is alive should hear now."""
+    key, rank, order = run.key, trainer.rank, run.plan.order
+    actions: list[Action] = []
+    if not trainer.welcomed:
+        actions.append(Welcome(key=key, rank=rank, plan=run.plan))
+        trainer = replace(trainer, welcomed=True)
+    if order in TRAINS and not trainer.told_go:
+        if trainer.prepared:
+            actions.append(Go(key=key, rank=rank, plan=run.plan))
+        else:
+            actions.append(Tell(key=key, rank=rank, message={"do": "go"}))
+        trainer = replace(trainer, told_go=True)
+    if order is Order.CUT and trainer.told_cut < run.cut_id:
+        message = {
+            "do": "cut",
+            "id": run.cut_id,
+            "durable": run.plan.durable,
+            "patient": run.plan.patient,
+            "halt": run.plan.halt,
+        }
+        actions.append(Tell(key=key, rank=rank, message=message))
+        trainer = replace(trainer, told_cut=run.cut_id)
+    return trainer, actions
+
+
+def _join(run: Run, pod: Pod) -> tuple[Run, list[Action], list[Run]]:
+    """Have trainers join a next stage in place, go on as its trainers, or forget about it.
+
+    Returns the run, what is to be done, and the run of the next stage where they go on now.
+    """
+    joining = run.joining
+    plan = next((p for p in pod.plans if p.way is Way.JOIN and p.stage > run.plan.stage), None)
+    key = (plan.stage, plan.attempt) if plan is not None else None
+    stays = run.alive and run.elastic and not run.ending and run.trouble is None
+    actions: list[Action] = []
+    if joining is not None and (joining.key != key or not stays):
+        told = [t.rank for t in run.trainers if t.alive and t.rank in joining.told]
+        actions += [Tell(key=run.key, rank=rank, message={"do": "drop"}) for rank in told]
+        run, joining = replace(run, joining=None), None
+    if plan is None or key is None or not stays or run.plan.order not in TRAINS:
+        return run, actions, []
+    if joining is None:
+        if plan.order is Order.PREPARE and find_run(pod, key) is None:
+            actions.append(Invite(key=run.key, plan=plan))
+        return run, actions, []
+    run = replace(run, joining=replace(joining, plan=plan))
+    if plan.order is Order.PREPARE:
+        run, more = _ask_to_join(run, plan, pod.pod_id)
+        return run, [*actions, *more], []
+    if plan.order in TRAINS and run.formed:
+        run, new, more = _go_on(run, plan, pod)
+        return run, [*actions, *more], [new]
+    return run, actions, []
+
+
+def _ask_to_join(run: Run, plan: StagePlan, pod_id: str) -> tuple[Run, list[Action]]:
+    joining = run.joining
+    assert joining is not None
+    ranks = new_ranks(pod_id, run.plan, plan)
+    actions: list[Action] = []
+    for old in sorted(ranks.keys() - joining.told):
+        message = {"do": "join", "plan": encode(plan), "rank": ranks[old]}
+        actions.append(Tell(key=run.key, rank=old, message=message))
+    return replace(run, joining=replace(joining, told=frozenset(ranks))), actions
+
+
+def _go_on(run: Run, plan: StagePlan, pod: Pod) -> tuple[Run, Run, list[Action]]:
+    """Make the trainers of `run` those of `plan`, which is committed."""
+    ranks = new_ranks(pod.pod_id, run.plan, plan)
+    new = Run(
+        plan=plan,
+        trainers=tuple(
+            Trainer(rank=ranks[t.rank], elastic=True, joins=t.joins, welcomed=True, told_go=True)
+            for t in run.trainers
+        ),
+        step=run.step,
+        epoch=run.epoch,
+        total_steps=run.total_steps,
+    )
+    message = {"do": "go", "plan": encode(plan)}
+    actions: list[Action] = [
+        Move(key=run.key, rank=old, new_key=new.key, new_rank=rank, message=message)
+        for old, rank in ranks.items()
+    ]
+    new, more = _guide(new, pod)
+    return replace(run, trainers=(), joining=None), new, [*actions, *more]
+
+
+def _end(run: Run, now: float, grace_s: float, going: Leaving | None) -> tuple[Run, list[Action]]:
+    """SIGKILL to those that hold nothing; to others SIGTERM, and after the grace SIGKILL."""
+    actions: list[Action] = []
+    trainers = []
+    at_once = going is not None and going.at_once
+    for trainer in run.trainers:
+        if trainer.alive and not trainer.killed:
+            since = trainer.terminated_at
+            late = since is not None and now >= since + _grace(trainer, grace_s)
+            if at_once or late or trainer.parked_at is not None or run.waits:
+                actions.append(Signal(key=run.key, rank=trainer.rank, signum=signal.SIGKILL))
+                trainer = replace(trainer, killed=True)
+            elif since is None:
+                actions.append(Signal(key=run.key, rank=trainer.rank, signum=signal.SIGTERM))
+                trainer = replace(trainer, terminated_at=now)
+        trainers.append(trainer)
+    return replace(run, trainers=tuple(trainers)), actions
+
+
+def _grace(trainer: Trainer, grace_s: float) -> float:
+    return min(grace_s, ELASTIC_GRACE_S) if trainer.elastic else grace_s
+
+
+def _keep(pod: Pod, plans: dict[Key, StagePlan]) -> Pod:
+    """Forget runs that nobody asks for any more, but for the one that says what the pod was."""
+    last = pod.in_force
+    runs = tuple(run for run in pod.runs if run.alive or run.key in plans or run is last)
+    return replace(pod, runs=runs)
+
+
+def _kill_on_demand(pod: Pod) -> tuple[Pod, list[Action]]:
+    """SIGKILL, once each, to the trainers that a change script or an operator wants killed."""
+    actions: list[Action] = []
+    done = set(pod.kills_done)
+    for plan in pod.plans:
+        run = find_run(pod, (plan.stage, plan.attempt))
+        for kill_id, rank in plan.kill_ranks:
+            alive = run is not None and any(t.rank == rank and t.alive for t in run.trainers)
+            if run is not None and alive and kill_id not in done:
+                done.add(kill_id)
+                actions.append(Signal(key=run.key, rank=rank, signum=signal.SIGKILL))
+    return replace(pod, kills_done=frozenset(done)), actions
+
+
+def _spawn(pod: Pod) -> list[Action]:
+    """Start a stage's trainers: beside older ones if its way says so, else when none is left."""
+    for plan in pod.plans:
+        if find_run(pod, (plan.stage, plan.attempt)) is not None:
+            continue
+        stays = plan.way is Way.JOIN and any(other.stage < plan.stage for other in pod.plans)
+        if plan.order is Order.PREPARE and plan.way in (Way.REPLACE, Way.JOIN):
+            if stays:  # its trainers are there already
+                continue
+            # An earlier attempt at this very stage gives way first: it holds what this one needs.
+            if not any(run.alive and run.plan.stage == plan.stage for run in pod.runs):
+                return [Spawn(plan=plan)]
+        elif plan.order is Order.START and not any(run.alive for run in pod.runs):
+            return [Spawn(plan=plan)]
+    return []
+
+
+def _warm(pod: Pod, now: float) -> tuple[Pod, list[Action]]:
+    """Start a missing spare, one at a time, once the training has been undisturbed for a while.
+
+    Its import takes a core for a second: that must not fall into a change, nor into the first
+    steps after one, which are those that everybody waits for.
+    """
+    trains = [run for run in pod.runs if run.alive and makes_progress(run)]
+    settled = all(run in trains or (run.waits and run.prepared) for run in pod.runs)
+    quiet = settled and len(trains) == 1 and trains[0].first_step is not None
+    since = (now if pod.quiet_since is None else pod.quiet_since) if quiet else None
+    pod = replace(pod, quiet_since=since)
+    wanted = pod.orders.spares if pod.orders is not None else 0
+    if since is None or now < since + QUIET_S or pod.warming or pod.spares >= wanted:
+        return pod, []
+    return pod, [WarmSpare()]
+
+
+def _foresee(pod: Pod) -> tuple[Pod, list[Action]]:
+    """Have the state at hand from when a cut is told until the next stage has made a step."""
+    run = next((r for r in pod.runs if _is_cut(r)), None)
+    wanted = None if run is None else (run.key, run.plan.cut)
+    if wanted == pod.at_hand:
+        return pod, []
+    plan = None if run is None else run.plan
+    return replace(pod, at_hand=wanted), [HaveAtHand(plan=plan)]
+
+
+def _is_cut(run: Run) -> bool:
+    return run.plan.order is Order.CUT and run.alive and not run.ending and run.trouble is None
+
+
+def _preview(pod: Pod) -> tuple[Pod, list[Action]]:
+    """Have prepared trainers load what the others parked with, while the server hears of that."""
+    parked = next((r.parked_as for r in pod.runs if r.parked and not r.ending), None)
+    actions: list[Action] = []
+    runs = []
+    for run in pod.runs:
+        if parked is not None and run.waits and run.prepared and not run.ending:
+            if run.previewed != parked:
+                actions += [
+                    Preview(key=run.key, rank=t.rank, snapshot=parked) for t in run.trainers
+                ]
+            run = replace(run, previewed=parked)
+        runs.append(run)
+    return replace(pod, runs=tuple(runs)), actions
+
+
+def _exit(pod: Pod, going: Leaving | None) -> list[Action]:
+    stage = pod.runs[-1].plan.stage if pod.runs else 0
+    if going is not None:
+        if any(run.alive for run in pod.runs):
+            return []
+        return [Exit(code=going.code, reason=going.reason, stage=stage)]
+    newest = pod.in_force
+    if newest is not None and newest.succeeded and not newest.ending:
+        return [Exit(code=0, reason="every trainer has exited with 0", stage=stage)]
+    return []

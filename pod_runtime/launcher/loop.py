@@ -1,0 +1,454 @@
+"""The launcher's event loop: one thread that owns the trainers and carries decisions out.
+
+What to do is decided in `launcher_decisions`; this module only turns what happens on sockets,
+pidfds and signals into events, and actions into system calls.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import queue
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from job_server.api.wire import Attach, PodReport, ReportKind, StagePlan, encode
+from pod_runtime.env import PodEnv
+from pod_runtime.errors import ChannelError, LaunchError, SpawnError
+from pod_runtime.launcher import decisions, server_link, state
+from pod_runtime.launcher.channel import Channel, Connection, close_all
+from pod_runtime.launcher.channel_wire import Hello, Raised, Said, SegmentMade, SnapshotMade
+from pod_runtime.launcher.crew import Crew, LaunchConfig, Name
+from pod_runtime.launcher.reports import attach_truth
+from pod_runtime.launcher.segments import Segments
+from pod_runtime.launcher.server_link import Api, LinkEvent, ServerLink
+from pod_runtime.launcher.spares import Spare
+from pod_runtime.launcher.trainers import TrainerProcess, find_taken_port
+from pod_runtime.processes import set_child_subreaper
+from pod_runtime.shim_wire import LineSocket, ShimError, connect
+
+logger = logging.getLogger(__name__)
+
+_EXIT_FLUSH_S = 30.0  # training is over: the server may take so long to come back and hear it
+_STOP_FLUSH_S = 2.0  # somebody wants us gone
+_CONSOLE_S = 2.0
+_FRESH_SNAPSHOT = (ReportKind.DRAINED, ReportKind.ENDED, ReportKind.FAILED)
+
+
+class Launcher:
+    """One pod's launcher. Construct and run it in the main thread: trainers die with that."""
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        pod_env: PodEnv,
+        environ: Mapping[str, str],
+        connect_server: Callable[[], Api],
+    ) -> None:
+        self._config, self._env = config, pod_env
+        self._pod = state.Pod(
+            pod_id=pod_env.pod_id, node_id=pod_env.node_id, grace_s=pod_env.grace_s
+        )
+        self._connections: dict[Name, Connection] = {}
+        self._exit: decisions.Exit | None = None
+        self._reaped: list[TrainerProcess] = []  # what they left is still to be cleaned up
+        self._inbox: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
+        self._selector = selectors.DefaultSelector()
+        self._channel = Channel(pod_env.pod_id)
+        self._segments = Segments(pod_env.pod_id, pod_env.pod_dir)
+        self._crew = Crew(config, pod_env, environ, self._channel.name)
+        self._truth = self._attach_now()  # replaced as a whole, so other threads may read it
+        self._wake_read, self._wake_write = os.pipe()
+        for fd in (self._wake_read, self._wake_write):
+            os.set_blocking(fd, False)
+        self._link = ServerLink(
+            connect=connect_server,
+            job_id=pod_env.job_id,
+            pod_id=pod_env.pod_id,
+            truth=lambda: dataclasses.replace(self._truth, snapshot=self._segments.newest()),
+            deliver=self._deliver,
+        )
+
+    def run(self) -> int:
+        """Work until the pod is over; return the exit code.
+
+        Raises:
+            LaunchError: there is no shim, or the server refuses this launcher.
+        """
+        set_child_subreaper()
+        shim = self._watch_shim()
+        with self._signals():
+            self._selector.register(self._wake_read, selectors.EVENT_READ, self._on_wake)
+            self._selector.register(self._channel, selectors.EVENT_READ, self._on_connect)
+            self._selector.register(shim, selectors.EVENT_READ, self._on_shim_gone)
+            self._link.start()
+            try:
+                while self._exit is None:
+                    self._wait()
+                    self._settle()
+            finally:
+                self._crew.kill_all()
+                shim.close()
+                self._channel.close()
+        return self._finish(self._exit)
+
+    # --- events -------------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        """Handle what has happened: signals and orders first, deaths last.
+
+        A trainer says why it goes before it goes: its words must be heard before its death.
+        """
+        deadline = decisions.next_deadline(self._pod)
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = [key for key, _ in self._selector.select(timeout)]
+        for key in sorted(ready, key=self._urgency):
+            if isinstance(key.data, TrainerProcess):
+                self._on_death(key.data)
+            elif isinstance(key.data, Connection):
+                self._on_message(key.data)
+            elif isinstance(key.data, Spare):
+                self._on_spare(key.data)
+            else:
+                key.data()
+
+    def _urgency(self, key: selectors.SelectorKey) -> int:
+        if isinstance(key.data, TrainerProcess):
+            return 3
+        if isinstance(key.data, Connection):
+            return 2
+        return 0 if key.data == self._on_wake else 1
+
+    def _on_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for number in os.read(self._wake_read, 4096):
+                if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                    self._on_stop(signal.Signals(number))
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._on_link(self._inbox.get_nowait())
+        self._crew.sweep()
+
+    def _on_stop(self, signum: signal.Signals) -> None:
+        again = self._pod.leaving is not None
+        logger.info("%s: %s", signum.name, "killing the trainers" if again else "ending")
+        leaving = state.Leaving(code=128 + signum, reason=signum.name, at_once=again)
+        self._pod = state.leave(self._pod, leaving)
+
+    def _on_link(self, event: LinkEvent) -> None:
+        match event:
+            case server_link.Attached(orders):
+                self._pod = state.attached(self._pod, orders)
+            case server_link.Ordered(orders):
+                self._pod = state.ordered(self._pod, orders)
+            case server_link.NotWanted(reason):
+                logger.info("the server does not want this pod any more: %s", reason)
+                self._pod = state.leave(self._pod, state.Leaving(code=0, reason=reason))
+            case server_link.Refused(reason):
+                self._pod = state.leave(self._pod, state.Leaving(code=1, reason=reason))
+
+    def _on_shim_gone(self) -> None:
+        logger.error("the pod's shim is gone: ending the trainers")
+        leaving = state.Leaving(code=1, reason="the pod's shim is gone", at_once=True)
+        self._pod = state.leave(self._pod, leaving)
+        for key in [k for k in self._selector.get_map().values() if k.data == self._on_shim_gone]:
+            self._selector.unregister(key.fileobj)
+
+    def _on_connect(self) -> None:
+        while (connection := self._channel.accept()) is not None:
+            self._selector.register(connection, selectors.EVENT_READ, connection)
+
+    def _on_message(self, connection: Connection) -> None:
+        try:
+            for said, fds in connection.messages():
+                try:
+                    self._on_said(connection, said, fds)
+                finally:
+                    close_all(fds)
+        except ChannelError as error:
+            logger.error("a trainer (pid %d) is cut off: %s", connection.peer_pid, error)
+            connection.open = False
+        if not connection.open:
+            self._forget(connection)
+
+    def _on_said(self, connection: Connection, said: Said, fds: tuple[int, ...]) -> None:
+        if isinstance(said, Hello):
+            self._introduce(connection, said)
+        name = self._name_of(connection)
+        if isinstance(said, Raised):
+            name = self._crew.find(connection.peer_pid)
+        if name is None:
+            raise ChannelError(f"{type(said).__name__} from a process that is no trainer of ours")
+        key, rank = name
+        run = state.find_run(self._pod, key)
+        if run is None:
+            return
+        match said:
+            case SegmentMade():
+                if len(fds) != 1:
+                    raise ChannelError(f"segment: expected one descriptor, got {len(fds)}")
+                self._segments.keep(run.plan, said, fds[0])
+            case SnapshotMade():
+                self._segments.complete(run.plan, said)
+            case _:
+                self._pod = state.heard(self._pod, key, rank, said)
+
+    def _introduce(self, connection: Connection, hello: Hello) -> None:
+        """Bind a connection to the trainer that it, or an ancestor of its process, is."""
+        name = self._crew.find(connection.peer_pid)
+        if name is None or (name[0][0], name[1]) != (hello.stage, hello.rank):
+            raise ChannelError(
+                f"hello: pid {connection.peer_pid} is not rank {hello.rank} of stage {hello.stage}"
+            )
+        self._connections[name] = connection
+
+    def _on_death(self, trainer: TrainerProcess) -> None:
+        name = trainer.key, trainer.rank
+        self._on_connect()  # why it ends it has said on a connection of its own
+        keys = list(self._selector.get_map().values())
+        for connection in [each.data for each in keys if isinstance(each.data, Connection)]:
+            if connection.peer_pid == trainer.pid or connection is self._connections.get(name):
+                self._on_message(connection)
+        if name in self._connections:
+            self._forget(self._connections[name])
+        self._selector.unregister(trainer)
+        code = self._crew.reap(trainer)
+        reason = "" if code in (0, -signal.SIGKILL) else trainer.last_words()
+        logger.info(
+            "stage %d: rank %d (pid %d) %s",
+            trainer.stage, trainer.rank, trainer.pid, state.describe_exit(code),
+        )  # fmt: skip
+        self._pod = state.died(self._pod, trainer.key, trainer.rank, code, reason)
+        self._reaped.append(trainer)  # its death is reported first: others wait for that
+
+    def _deliver(self, event: LinkEvent) -> None:
+        """Called by the link's threads."""
+        self._inbox.put(event)
+        with contextlib.suppress(BlockingIOError):  # full: the main thread is to wake anyway
+            os.write(self._wake_write, b"\0")
+
+    # --- actions ------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Decide and act until nothing more follows."""
+        while self._exit is None:
+            self._pod, actions = decisions.decide(self._pod, time.monotonic())
+            self._truth = self._attach_now()  # before anybody hears of it by a report
+            for action in actions:
+                self._act(action)
+            again = decisions.Spawn | decisions.Invite
+            if not any(isinstance(action, again) for action in actions):
+                break
+        while self._reaped:
+            self._crew.clean_up_after(self._reaped.pop())
+
+    def _act(self, action: decisions.Action) -> None:
+        match action:
+            case decisions.Spawn(plan=plan):
+                self._spawn(plan)
+            case decisions.Renumber(key=key, ranks=ranks):
+                self._crew.renumber(key, ranks)
+                self._connections = {
+                    (k, ranks.get(r, r) if k == key else r): connection
+                    for (k, r), connection in self._connections.items()
+                }
+            case decisions.WarmSpare():
+                self._warm_spare()
+            case decisions.Invite(key=key, plan=plan):
+                self._invite(key, plan)
+            case decisions.Move(key=key, rank=rank):
+                self._move((key, rank), (action.new_key, action.new_rank), action.message)
+            case decisions.Welcome(key=key, rank=rank):
+                self._tell_with_state(key, rank, action.plan, {"do": "welcome"})
+            case decisions.Go(plan=plan):
+                logger.info("stage %d: rank %d: go", plan.stage, action.rank)
+                self._tell_with_state(action.key, action.rank, plan, {"do": "go"})
+            case decisions.Tell(key=key, rank=rank, message=message):
+                logger.info("stage %d: rank %d: %s", key[0], rank, message["do"])
+                self._tell(key, rank, message)
+            case decisions.HaveAtHand(plan=plan):
+                self._segments.let_go()
+                if plan is not None:
+                    self._segments.have_at_hand(plan)
+            case decisions.Preview(key=key, rank=rank, snapshot=snapshot):
+                fds = self._segments.show(snapshot)
+                if fds:
+                    message = {"do": "preview", "snapshot": encode(snapshot)}
+                    self._tell(key, rank, message, fds)
+            case decisions.Signal(key=key, rank=rank, signum=signum):
+                logger.info("stage %d: rank %d: %s", key[0], rank, signum.name)
+                self._crew.signal((key, rank), signum)
+            case decisions.Report(report=report):
+                self._report(report)
+            case decisions.Exit():
+                self._exit = action
+
+    def _spawn(self, plan: StagePlan) -> None:
+        mine = state.own_pod(self._env.pod_id, plan)
+        taken = find_taken_port(mine)
+        if taken:
+            logger.warning("stage %d: %s", plan.stage, taken)
+            self._pod = state.refused_ports(self._pod, plan, taken)
+            return
+        logger.info(
+            "stage %d: starting ranks %s of %d, by %s",
+            plan.stage, ",".join(map(str, mine.ranks)), plan.world_size, plan.way.value,
+        )  # fmt: skip
+        started: list[int] = []
+        for rank in mine.ranks:
+            try:
+                trainer = self._crew.start(plan, rank)
+            except SpawnError as error:
+                logger.error("stage %d: %s", plan.stage, error)
+                self._pod = state.not_spawned(self._pod, plan, started, rank, error.reason)
+                return
+            self._count_spares()  # it may have been one, and have its descriptor's number now
+            self._selector.register(trainer, selectors.EVENT_READ, trainer)
+            started.append(rank)
+        self._pod = state.spawned(self._pod, plan)
+
+    def _invite(self, key: state.Key, plan: StagePlan) -> None:
+        taken = find_taken_port(state.own_pod(self._env.pod_id, plan))
+        if taken:
+            logger.warning("stage %d: %s", plan.stage, taken)
+            self._pod = state.refused_ports(self._pod, plan, taken)
+        else:
+            self._pod = state.invited(self._pod, key, plan)
+
+    def _move(self, old: Name, new: Name, message: dict[str, object]) -> None:
+        logger.info("stage %d: rank %d goes on as rank %d of stage %d", old[0][0], old[1], new[1],
+                    new[0][0])  # fmt: skip
+        self._crew.move(old, new)
+        if old in self._connections:
+            self._connections[new] = self._connections.pop(old)
+        self._tell(*new, message)
+
+    def _warm_spare(self) -> None:
+        try:
+            if not self._crew.can_warm:
+                raise SpawnError(-1, "--spares: only Python scripts can be run by a spare")
+            spare = self._crew.warm_spare()
+        except SpawnError as error:
+            logger.warning("no spares: %s", error.reason)
+            self._pod = state.spares_counted(self._pod, sys.maxsize, warming=False)
+            return
+        self._selector.register(spare, selectors.EVENT_READ, spare)
+        self._pod = state.spare_started(self._pod)
+
+    def _on_spare(self, spare: Spare) -> None:
+        """A spare is ready, or has died."""
+        if not spare.hear():
+            logger.warning("a spare (pid %d) has died; its log: spares.log", spare.process.pid)
+            self._selector.unregister(spare)
+            self._crew.spares.drop(spare)
+            # Whatever killed it would kill the next one: there are no more until a change.
+            self._pod = state.spares_counted(self._pod, sys.maxsize, warming=False)
+            return
+        self._count_spares()
+
+    def _count_spares(self) -> None:
+        spares = list(self._crew.spares)
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, Spare) and key.data not in spares:  # a trainer now
+                self._selector.unregister(key.data)
+        warming = any(not spare.ready for spare in spares)
+        self._pod = state.spares_counted(self._pod, len(spares), warming=warming)
+
+    def _tell_with_state(
+        self, key: state.Key, rank: int, plan: StagePlan, message: dict[str, object]
+    ) -> None:
+        """Tell a trainer its plan, with the segments of the state that the plan begins from."""
+        segments, fds = self._segments.for_restore(plan)
+        try:
+            self._tell(key, rank, {**message, "plan": encode(plan), "segments": segments}, fds)
+        finally:
+            close_all(fds)
+
+    def _tell(
+        self, key: state.Key, rank: int, message: dict[str, object], fds: tuple[int, ...] = ()
+    ) -> None:
+        connection = self._connections.get((key, rank))
+        if connection is None:  # it has hung up, so it will exit
+            return
+        try:
+            connection.send(message, fds)
+        except OSError as error:
+            logger.warning("rank %d does not hear %s: %s", rank, message["do"], error)
+            self._forget(connection)
+
+    def _report(self, report: PodReport) -> None:
+        if report.kind is ReportKind.PROGRESS:
+            self._crew.note_children()
+        elif report.kind is not ReportKind.ALIVE:
+            logger.info(
+                "stage %d: %s%s", report.stage, report.kind.value,
+                f": {report.reason}" if report.reason else "",
+            )  # fmt: skip
+        if report.snapshot is not None:
+            snapshot = self._segments.confirm(report.snapshot)
+        elif report.kind in _FRESH_SNAPSHOT:
+            snapshot = self._segments.newest()
+        else:
+            snapshot = self._segments.announced()
+        self._link.send(dataclasses.replace(report, snapshot=snapshot))
+
+    # --- begin and end ------------------------------------------------------------------------
+
+    def _attach_now(self) -> Attach:
+        return attach_truth(self._pod, os.getpid(), self._config.highest_stage)
+
+    def _name_of(self, connection: Connection) -> Name | None:
+        names = (name for name, each in self._connections.items() if each is connection)
+        return next(names, None)
+
+    def _forget(self, connection: Connection) -> None:
+        name = self._name_of(connection)
+        if name is not None:
+            del self._connections[name]
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(connection)
+        connection.close()
+
+    def _watch_shim(self) -> LineSocket:
+        try:
+            shim = connect(self._env.pod_dir)
+            shim.send({"op": "watch", "fds": 0})
+            shim.receive()
+        except ShimError as error:
+            raise LaunchError(
+                f"EDL_POD_DIR: {error}; the launcher is started inside a pod, by the job client"
+            ) from error
+        shim.socket.settimeout(None)
+        return shim
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Turn signals into wake-ups of the event loop."""
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+        before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        woken_before = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(woken_before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _finish(self, exit_now: decisions.Exit) -> int:
+        logger.info("exiting with %d: %s", exit_now.code, exit_now.reason)
+        self._crew.finish_console(_CONSOLE_S)
+        report = PodReport(
+            kind=ReportKind.EXITED,
+            stage=exit_now.stage,
+            code=exit_now.code,
+            reason=exit_now.reason,
+        )
+        self._report(report)
+        patience_s = _EXIT_FLUSH_S if self._pod.leaving is None else _STOP_FLUSH_S
+        if not self._link.flush(patience_s):
+            logger.warning("the job server has not heard that this pod ends: it is away")
+        self._link.close()
+        return exit_now.code

@@ -1,0 +1,163 @@
+"""What a launcher tells the server. Pure.
+
+Reports are not queued when something happens but derived from what is true: whatever is true and
+has not been told since the last attach is told. So a server that comes back misses nothing.
+"""
+
+from dataclasses import replace
+
+from job_server.api.wire import Attach, LocalStage, Order, PodReport, ReportKind, StagePlan, Way
+from pod_runtime.launcher.state import TRAINS, Pod, Run, find_joining, find_run, report_on
+
+
+def due_reports(pod: Pod, now: float) -> tuple[Pod, list[PodReport]]:
+    """Return what is to be told at `now`, and the pod that remembers having told it."""
+    reports: list[PodReport] = []
+    told = set(pod.told)
+    for plan in pod.plans:
+        key = (plan.stage, plan.attempt)
+        run = find_run(pod, key)
+        joining = find_joining(pod, key) if run is None else None
+        for report in _truths(plan, run) if joining is None else _truths_of_join(plan, joining):
+            name = _name(report, run)
+            if name not in told:
+                told.add(name)
+                reports.append(report)
+    moving = [run for run in pod.runs if makes_progress(run)]
+    if moving and now >= pod.progress_at and pod.orders is not None:
+        reports += [report_on(run, ReportKind.PROGRESS) for run in moving]
+        pod = replace(pod, progress_at=now + pod.orders.heartbeat_s)
+    if pod.orders is not None:
+        if not reports and pod.alive_at is not None and now >= pod.alive_at:
+            stage = pod.runs[-1].plan.stage if pod.runs else 0
+            reports.append(PodReport(kind=ReportKind.ALIVE, stage=stage))
+        if reports or pod.alive_at is None:  # to attach was a sign of life as well
+            pod = replace(pod, alive_at=now + pod.orders.heartbeat_s)
+    return replace(pod, told=frozenset(told)), reports
+
+
+def _name(report: PodReport, run: Run | None) -> tuple[object, ...]:
+    """What makes a report another one than those told before."""
+    of_a_cut: tuple[int, ...] = ()
+    if run is not None and report.kind is ReportKind.DRAINED:
+        of_a_cut = (run.cut_id, report.step)
+    elif run is not None and report.kind is ReportKind.PROGRESS:
+        of_a_cut = (run.cut_id,)
+    return (report.kind, report.stage, report.attempt, report.rank, report.code, *of_a_cut)
+
+
+def _truths(plan: StagePlan, run: Run | None) -> list[PodReport]:
+    """What the server wants to hear about `plan`, whether or not it has been told."""
+    if run is None:
+        return _truths_without_trainers(plan)
+    if plan.order is Order.END:
+        return [] if run.alive else [report_on(run, ReportKind.ENDED)]
+    truths: list[PodReport] = []
+    if plan.order is Order.PREPARE and run.prepared and run.trouble is None:
+        truths.append(report_on(run, ReportKind.READY))
+    if plan.order is Order.START and run.trouble is None:
+        truths.append(report_on(run, ReportKind.STARTED))
+    if plan.order is Order.START and run.loaded and run.trouble is None:
+        truths.append(report_on(run, ReportKind.LOADED))
+    if plan.order in TRAINS and run.first_step is not None:
+        # Told late, as after a server's absence, it is still about that step.
+        truths.append(replace(report_on(run, ReportKind.FIRST_STEP), step=run.first_step))
+    if plan.order in TRAINS and run.parked and run.trouble is None:
+        truths.append(_drained(run))  # also before the CUT is heard: its peers' flag was quicker
+    if plan.order is Order.RESUME and run.trouble is None:
+        truths.append(report_on(run, ReportKind.PROGRESS))  # "training again", at once
+    if run.done_step is not None:
+        truths.append(report_on(run, ReportKind.DONE))
+    if run.trouble is not None:
+        truths.append(run.trouble)
+    return truths
+
+
+def _truths_without_trainers(plan: StagePlan) -> list[PodReport]:
+    blank = PodReport(kind=ReportKind.READY, stage=plan.stage, attempt=plan.attempt)
+    if plan.order is Order.PREPARE:
+        return [] if plan.way in (Way.REPLACE, Way.JOIN) else [blank]
+    if plan.order is Order.END:
+        return [replace(blank, kind=ReportKind.ENDED)]
+    if plan.order in TRAINS:
+        reason = f"this launcher has no trainers of stage {plan.stage}: it was started anew"
+        return [replace(blank, kind=ReportKind.FAILED, reason=reason)]
+    return []
+
+
+def _truths_of_join(plan: StagePlan, run: Run) -> list[PodReport]:
+    """What is true of a plan that the trainers of `run` are to join."""
+    joining = run.joining
+    if plan.order is not Order.PREPARE:  # they could not go on, or it is over
+        return _truths_without_trainers(plan)
+    if joining is None or run.trouble is not None:
+        return []
+    report = PodReport(
+        kind=ReportKind.READY,
+        stage=plan.stage,
+        attempt=plan.attempt,
+        elastic=True,
+        joins=run.joins,
+    )
+    if joining.refusal is not None:
+        return [replace(report, kind=ReportKind.CANNOT_JOIN, reason=joining.refusal)]
+    return [report] if run.formed else []
+
+
+def _drained(run: Run) -> PodReport:
+    steps = {t.parked_at for t in run.trainers if t.parked_at is not None}
+    if len(steps) > 1:  # cannot be: they agreed. But then no state is whole, and it must be told
+        reason = f"trainers of one pod parked after different steps: {sorted(steps)}"
+        return report_on(run, ReportKind.FAILED, reason=reason)
+    report = report_on(
+        run,
+        ReportKind.DRAINED,
+        snapshot=run.parked_as,
+        kept=run.parked_as is not None,
+        durable=run.durable,
+    )
+    return replace(report, step=steps.pop())
+
+
+def makes_progress(run: Run) -> bool:
+    """Steps are being made, or, without the elastic loop, may be."""
+    return (
+        run.alive
+        and not run.ending
+        and not run.parked
+        and run.trouble is None
+        and run.plan.order in TRAINS
+        and (run.first_step is not None or not run.elastic)
+    )
+
+
+def attach_truth(pod: Pod, pid: int, highest_stage: int) -> Attach:
+    """Return the whole truth of this launcher, but for the snapshot that its shim holds."""
+    blank = Attach(pod_id=pod.pod_id, node_id=pod.node_id, pid=pid, highest_stage=highest_stage)
+    run = pod.in_force
+    if run is None:
+        return blank
+    # A stage that is only prepared is told of by READY, and by FAILED.
+    phase = _phase(run)
+    return replace(
+        blank,
+        stage=run.plan.stage,
+        attempt=run.plan.attempt,
+        phase=phase,
+        step=run.step,
+        elastic=run.elastic,
+        done=run.done_step is not None,
+        failure=run.trouble if phase is LocalStage.FAILED else None,
+    )
+
+
+def _phase(run: Run) -> LocalStage:
+    if run.trouble is not None and not (run.ending and not run.alive):
+        return LocalStage.FAILED
+    if not run.alive:
+        return LocalStage.ENDED
+    if run.parked:
+        return LocalStage.PARKED
+    if any(trainer.told_go for trainer in run.trainers) or run.plan.order in TRAINS:
+        return LocalStage.TRAINING
+    return LocalStage.LOADED if run.loaded else LocalStage.STARTING

@@ -1,0 +1,177 @@
+"""Snapshot segments: hand them from a trainer to the shims that outlive it, and back.
+
+The launcher holds none itself. A segment goes to the writer's own shim and, where the node has
+another pod in the stage, to that pod's shim too, so that the loss of one pod loses no state.
+"""
+
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from job_server.api.wire import RestoreFrom, SnapshotRef, StagePlan
+from pod_runtime.launcher.channel import close_all
+from pod_runtime.launcher.channel_wire import SegmentMade, SnapshotMade
+from pod_runtime.launcher.state import own_pod
+from pod_runtime.segment_header import SlotHeader, Stamp, read_newest
+from pod_runtime.shim_wire import Segment, ShimError, request, segment_json
+
+logger = logging.getLogger(__name__)
+
+
+class Segments:
+    """This pod's view of the shims on its node; their folders are siblings of `pod_dir`."""
+
+    def __init__(self, pod_id: str, pod_dir: Path) -> None:
+        self._pod_id = pod_id
+        self._pod_dir = pod_dir
+        self._announced: SnapshotRef | None = None  # None: no trainer of ours has made one
+        self._dropped_below = 0
+        self._at_hand: list[tuple[dict[str, object], int]] = []  # segments, and their descriptors
+        self._at_hand_from = ""  # the pod whose shim they are from
+
+    def keep(self, plan: StagePlan, made: SegmentMade, fd: int) -> None:
+        """Have the shims hold a trainer's segment; `fd` stays open here."""
+        segment = Segment(
+            pod_id=self._pod_id,
+            stage=made.stage,
+            size_bytes=made.size_bytes,
+            digest=made.digest,
+        )
+        for pod_id in (self._pod_id, *self._neighbours(plan)[:1]):
+            try:
+                request(self._dir(pod_id), {"op": "put", "segment": segment_json(segment)}, (fd,))
+            except ShimError as error:
+                logger.warning("stage %d: segment not held by %s: %s", made.stage, pod_id, error)
+
+    def complete(self, plan: StagePlan, made: SnapshotMade) -> None:
+        """A slot is complete; with a stage's first, the states of earlier stages are let go."""
+        self._announced = SnapshotRef(
+            stage=made.stage, step=made.step, digest=made.digest, serial=made.serial
+        )
+        if made.stage <= self._dropped_below:
+            return
+        self._dropped_below = made.stage
+        for pod_id in (self._pod_id, *self._neighbours(plan)):
+            try:
+                request(self._dir(pod_id), {"op": "drop", "below_stage": made.stage})
+            except ShimError as error:
+                logger.warning("stage %d: nothing dropped by %s: %s", made.stage, pod_id, error)
+
+    def announced(self) -> SnapshotRef | None:
+        """Return the newest snapshot that a trainer of this pod has announced."""
+        return self._announced
+
+    def have_at_hand(self, plan: StagePlan) -> None:
+        """Fetch what this node holds of a stage that is being cut: then there is no time to ask."""
+        for pod_id in (self._pod_id, *self._neighbours(plan)):
+            self._at_hand = self._fetch(pod_id, plan.stage)
+            if self._at_hand:
+                self._at_hand_from = pod_id
+                return
+
+    def let_go(self) -> None:
+        """Have nothing at hand: a segment's memory is free once nobody holds it any more."""
+        close_all(fd for _, fd in self._at_hand)
+        self._at_hand, self._at_hand_from = [], ""
+
+    def confirm(self, said: SnapshotRef) -> SnapshotRef | None:
+        """Return the newest snapshot that this pod's shim holds; `said`: as trainers say, that one.
+
+        The shim is asked only where what is at hand is another: the segment may be too new.
+        """
+        if any(_ref(header) == said for _, fd in self._at_hand if (header := read_newest(fd))):
+            return said if self._at_hand_from == self._pod_id else None
+        return self.newest()
+
+    def show(self, wanted: SnapshotRef) -> tuple[int, ...]:
+        """Return the descriptor of the segment at hand that holds that; () if none does.
+
+        It stays this object's.
+        """
+        headers = ((fd, read_newest(fd)) for _, fd in self._at_hand)
+        return tuple(fd for fd, header in headers if header and _ref(header) == wanted)
+
+    def newest(self) -> SnapshotRef | None:
+        """Return the newest complete snapshot that this pod's shim holds; asks it. Any thread."""
+        try:
+            _, fds = request(self._pod_dir, {"op": "get", "stage": None})
+        except ShimError as error:
+            logger.warning("cannot ask the shim what it holds: %s", error)
+            return None
+        try:
+            found = [header for fd in fds if (header := read_newest(fd)) is not None]
+        finally:
+            close_all(fds)
+        if not found:
+            return None
+        return _ref(max(found, key=lambda header: header.stamp))
+
+    def for_restore(self, plan: StagePlan) -> tuple[list[dict[str, object]], tuple[int, ...]]:
+        """Return the segments that hold the state to start from, and their descriptors.
+
+        From the own shim, else from another one on this node that the plan names; ([], ()) where
+        there is none: the trainer gets its state from other nodes, or from a checkpoint. The
+        caller closes the descriptors.
+        """
+        source = plan.restore_from
+        if source is None:
+            return [], ()
+        found = [(segment, os.dup(fd)) for segment, fd in self._at_hand if _has(fd, source)]
+        others = [pod_id for pod_id in source.pods if pod_id != self._pod_id]
+        for pod_id in (self._pod_id, *others):
+            if found:
+                break
+            if (self._dir(pod_id) / "sock").exists():  # else: on another node, or gone
+                found = self._fetch(pod_id, source.stage)
+            if source.on_every_node:
+                unfit = [fd for _, fd in found if not _has(fd, source)]
+                found = [(segment, fd) for segment, fd in found if fd not in unfit]
+                close_all(unfit)
+        return [segment for segment, _ in found], tuple(fd for _, fd in found)
+
+    def _fetch(self, pod_id: str, stage: int) -> list[tuple[dict[str, object], int]]:
+        """Return the segments of a stage that a shim holds, with descriptors for the caller."""
+        try:
+            answer, fds = request(self._dir(pod_id), {"op": "get", "stage": stage})
+        except ShimError as error:
+            logger.warning("stage %d: no state from %s: %s", stage, pod_id, error)
+            return []
+        return list(zip(answer["segments"], fds, strict=True))
+
+    def _neighbours(self, plan: StagePlan) -> list[str]:
+        """Return the other pods of `plan` on this node, lowest rank first."""
+        mine = own_pod(self._pod_id, plan)
+        others = [p for p in plan.pods if p.node_id == mine.node_id and p.pod_id != mine.pod_id]
+        return [pod.pod_id for pod in sorted(others, key=lambda pod: pod.pod_rank)]
+
+    def _dir(self, pod_id: str) -> Path:
+        return self._pod_dir if pod_id == self._pod_id else self._pod_dir.parent / pod_id
+
+
+def _has(fd: int, source: RestoreFrom) -> bool:
+    """Whether a segment's newest state is exactly that one."""
+    header = read_newest(fd)
+    wanted = Stamp(stage=source.stage, step=source.step, serial=source.serial)
+    return header is not None and header.stamp == wanted
+
+
+def _ref(header: SlotHeader) -> SnapshotRef:
+    stamp = header.stamp
+    return SnapshotRef(
+        stage=stamp.stage, step=stamp.step, digest=header.digest, serial=stamp.serial
+    )
+
+
+def highest_stage(checkpoint: Path) -> int:
+    """Return the highest stage that a local checkpoint path has a folder of; 0 for none."""
+    try:
+        names: Iterable[str] = os.listdir(checkpoint)
+    except OSError:
+        return 0
+    numbers = [
+        name.removeprefix("stage_")
+        for name in names
+        if name.startswith("stage_") and name.removeprefix("stage_").isdecimal()
+    ]
+    return max((int(number) for number in numbers), default=0)

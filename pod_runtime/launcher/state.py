@@ -1,0 +1,419 @@
+"""What a pod's launcher knows, and how each event changes that. Pure: no clock, no process.
+
+A `Pod` holds the server's orders and, for each attempt at a stage that trainers were started for,
+a `Run`. The functions under "events" return a new `Pod`; `launcher_decisions.decide` says what
+follows from it.
+"""
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from job_server.api.wire import (
+    Order,
+    PlanPod,
+    PodOrders,
+    PodReport,
+    ReportKind,
+    SnapshotRef,
+    StagePlan,
+    TrainerError,
+    Way,
+)
+from pod_runtime.launcher.channel_wire import (
+    CannotJoin,
+    Done,
+    Drained,
+    Formed,
+    Hello,
+    Loaded,
+    Prepared,
+    Raised,
+    Said,
+    StageTooLow,
+    Stepped,
+)
+
+PEER_LOST_EXIT = 75  # what the elastic loop exits with when another trainer has gone
+_PEER_LOST_CODES = (-signal.SIGABRT, -signal.SIGTERM, PEER_LOST_EXIT)  # gloo aborts its process
+ELASTIC_GRACE_S = 3.0  # state of an elastic trainer is in its snapshot: a long grace saves nothing
+
+Key = tuple[int, int]  # (stage, attempt)
+TRAINS = (Order.GO, Order.CUT, Order.RESUME)  # orders of a committed stage
+
+
+# --- what is known ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainer:
+    rank: int
+    code: int | None = None  # None: alive; negative: the signal that ended it
+    elastic: bool = False  # it has said hello
+    joins: bool = False  # it offers to form the next stage's group beside its own
+    welcomed: bool = False
+    prepared: bool = False  # beside an older stage; waits for the state
+    loaded: bool = False
+    told_go: bool = False
+    told_cut: int = 0  # id of the last cut that it was told of; 0: none
+    parked_at: int | None = None  # None: not parked
+    terminated_at: float | None = None  # None: no SIGTERM sent
+    killed: bool = False
+    error: TrainerError | None = None  # what it has raised; None: nothing that it told
+
+    @property
+    def alive(self) -> bool:
+        return self.code is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joining:
+    """The attempt at a next stage that the trainers of a run are to join in place."""
+
+    plan: StagePlan
+    told: frozenset[int] = frozenset()  # ranks, of the run, that were asked to
+    formed: frozenset[int] = frozenset()  # ... that have formed its group
+    refusal: str | None = None  # why one of them does not; None: none has refused
+
+    @property
+    def key(self) -> Key:
+        return self.plan.stage, self.plan.attempt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """This pod's part in one attempt at a stage."""
+
+    plan: StagePlan
+    trainers: tuple[Trainer, ...]
+    trouble: PodReport | None = None  # FAILED, PORT_TAKEN or STAGE_TOO_LOW; None: all is well
+    ending: bool = False
+    cut_id: int = 0  # of the newest cut that anybody has told us of
+    resumed_id: int = 0  # of the newest cut that the trainers were told is off
+    step: int = 0
+    epoch: int = 0
+    first_step: int | None = None  # of this stage; None: not yet
+    total_steps: int | None = None  # None: not known
+    step_s: float | None = None  # None: too early to say
+    metrics: dict[str, float] | None = None  # None: nobody has sent any
+    durable: str = ""  # where a trainer has written what they parked with; "": nowhere
+    parked_as: SnapshotRef | None = None  # what its trainers say they put away; None: nothing yet
+    previewed: SnapshotRef | None = None  # what its trainers, prepared, were shown last
+    done_step: int | None = None  # None: training is not complete
+    joining: Joining | None = None  # None: they were not asked to go on as another stage
+
+    @property
+    def key(self) -> Key:
+        return self.plan.stage, self.plan.attempt
+
+    @property
+    def alive(self) -> bool:
+        return any(trainer.alive for trainer in self.trainers)
+
+    @property
+    def elastic(self) -> bool:
+        return any(trainer.elastic for trainer in self.trainers)
+
+    @property
+    def joins(self) -> bool:
+        """Every trainer offers to go on as one of a next stage."""
+        return bool(self.trainers) and all(trainer.joins for trainer in self.trainers)
+
+    @property
+    def formed(self) -> bool:
+        """Every trainer can go on as one of the stage that it was asked to join."""
+        return self.joining is not None and all(
+            trainer.alive and trainer.rank in self.joining.formed for trainer in self.trainers
+        )
+
+    @property
+    def loaded(self) -> bool:
+        return bool(self.trainers) and all(trainer.loaded for trainer in self.trainers)
+
+    @property
+    def waits(self) -> bool:
+        """Its trainers were started beside an older stage, and none was told to train yet."""
+        beside = self.plan.way in (Way.REPLACE, Way.JOIN)
+        return beside and not any(trainer.told_go for trainer in self.trainers)
+
+    @property
+    def prepared(self) -> bool:
+        return bool(self.trainers) and all(trainer.prepared for trainer in self.trainers)
+
+    @property
+    def parked(self) -> bool:
+        return self.alive and all(t.parked_at is not None or not t.alive for t in self.trainers)
+
+    @property
+    def succeeded(self) -> bool:
+        exited = bool(self.trainers) and all(trainer.code == 0 for trainer in self.trainers)
+        return exited and self.trouble is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """The launcher is to exit once no trainer is left."""
+
+    code: int
+    reason: str
+    at_once: bool = False  # SIGKILL, no grace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pod:
+    pod_id: str
+    node_id: str
+    grace_s: float
+    orders: PodOrders | None = None  # None: the server has not spoken yet
+    runs: tuple[Run, ...] = ()  # oldest first; the newest is kept after its end
+    leaving: Leaving | None = None
+    told: frozenset[tuple[Any, ...]] = frozenset()  # reports made since the last attach
+    kills_done: frozenset[str] = frozenset()
+    progress_at: float = 0.0  # when the next PROGRESS is due
+    spares: int = 0  # warm processes that there are, those that still import included
+    warming: bool = False  # one of them imports
+    quiet_since: float | None = None  # nothing but training happens; None: something else does
+    at_hand: tuple[Key, int] | None = None  # run and cut whose segments are; None: none are
+    alive_at: float | None = None  # when ALIVE is due, if nothing else is told; None: not attached
+
+    @property
+    def plans(self) -> tuple[StagePlan, ...]:
+        return self.orders.plans if self.orders is not None else ()
+
+    @property
+    def in_force(self) -> Run | None:
+        """The newest run that is more than a preparation; else the newest. None: there is none."""
+        newest = self.runs[-1] if self.runs else None
+        return next((run for run in reversed(self.runs) if not run.waits), newest)
+
+
+# --- events -----------------------------------------------------------------------------------
+
+
+def ordered(pod: Pod, orders: PodOrders) -> Pod:
+    """The server has said what should be true now."""
+    return replace(pod, orders=orders)
+
+
+def attached(pod: Pod, orders: PodOrders) -> Pod:
+    """The server has taken our whole truth; what it may have missed is to be told again."""
+    return replace(ordered(pod, orders), told=frozenset())
+
+
+def spawned(pod: Pod, plan: StagePlan) -> Pod:
+    ranks = own_pod(pod.pod_id, plan).ranks
+    run = Run(plan=plan, trainers=tuple(Trainer(rank=rank) for rank in ranks))
+    return replace(pod, runs=(*pod.runs, run))
+
+
+def invited(pod: Pod, key: Key, plan: StagePlan) -> Pod:
+    """The trainers of the run `key` are to join `plan`, whose ports are free."""
+    run = find_run(pod, key)
+    return pod if run is None else _put(pod, replace(run, joining=Joining(plan=plan)))
+
+
+def refused_ports(pod: Pod, plan: StagePlan, reason: str) -> Pod:
+    """A port of `plan` is taken: nothing was started."""
+    return _with_trouble(pod, plan, (), kind=ReportKind.PORT_TAKEN, reason=reason)
+
+
+def not_spawned(pod: Pod, plan: StagePlan, started: Iterable[int], rank: int, reason: str) -> Pod:
+    """Trainer `rank` could not be started; the ranks `started` before it run."""
+    trainers = tuple(Trainer(rank=each) for each in started)
+    return _with_trouble(pod, plan, trainers, kind=ReportKind.FAILED, reason=reason, rank=rank)
+
+
+def heard(pod: Pod, key: Key, rank: int, said: Said) -> Pod:
+    """Trainer `rank` of the attempt `key` has said something about itself."""
+    run = find_run(pod, key)
+    if run is None:
+        return pod
+    match said:
+        case Hello():
+            # Afresh also when a script enters a second loop: it is to be welcomed again.
+            afresh = {"welcomed": False, "prepared": False, "loaded": False, "told_go": False}
+            run = _with_trainer(
+                run, rank, elastic=True, joins=said.joins, parked_at=None, told_cut=0, **afresh
+            )
+        case Prepared():
+            run = _with_trainer(run, rank, prepared=True)
+        case Formed(stage=stage, attempt=attempt):
+            if run.joining is not None and run.joining.key == (stage, attempt):
+                formed = run.joining.formed | {rank}
+                run = replace(run, joining=replace(run.joining, formed=formed))
+        case CannotJoin(stage=stage, attempt=attempt, reason=why):
+            run = _with_trainer(run, rank, joins=False)
+            if run.joining is not None and run.joining.key == (stage, attempt):
+                refusal = run.joining.refusal or f"rank {rank}: {why}"
+                run = replace(run, joining=replace(run.joining, refusal=refusal))
+        case StageTooLow(highest_stage=highest):
+            if run.trouble is None:
+                kind = ReportKind.STAGE_TOO_LOW
+                run = replace(run, trouble=report_on(run, kind, highest_stage=highest))
+        case Loaded(step=step, epoch=epoch):
+            run = replace(run, step=max(run.step, step), epoch=max(run.epoch, epoch))
+            run = _with_trainer(run, rank, loaded=True)
+        case Stepped():
+            run = _stepped(run, rank, said)
+        case Drained(step=step, id=cut_id, snapshot=snapshot, durable=durable):
+            if cut_id is None or cut_id > run.resumed_id:  # else: that cut is off, it goes on
+                # The ranks agree on the newest cut that any of them knows; ours may be behind.
+                newest = max(run.cut_id, cut_id or 0)
+                run = replace(run, step=max(run.step, step), cut_id=newest, parked_as=snapshot)
+                run = replace(run, durable=durable or run.durable)  # one of them writes for all
+                run = _with_trainer(run, rank, parked_at=step)
+        case Raised(error=error):
+            run = _with_trainer(run, rank, error=error)
+        case Done(step=step):
+            run = replace(run, step=max(run.step, step), done_step=step)
+    return _put(pod, run)
+
+
+def died(pod: Pod, key: Key, rank: int, code: int, reason: str) -> Pod:
+    """Trainer `rank` has ended; `reason` is the essence of its last lines.
+
+    What it told itself says more than these, and more than how its process was torn down.
+    """
+    run = find_run(pod, key)
+    if run is None:
+        return pod
+    run = _with_trainer(run, rank, code=code)
+    error = next((t.error for t in run.trainers if t.rank == rank), None)
+    reason = reason if error is None else str(error)
+    if code == 0 and run.waits:
+        reason = "it ended without having trained: did the script leave before its first step?"
+    if (code != 0 or run.waits) and not run.ending and pod.leaving is None:
+        peer_lost = code in _PEER_LOST_CODES and run.plan.world_size > 1 and error is None
+        # The first failure is told, and one more: the cause, where the first was only a victim.
+        if run.trouble is None or (
+            run.trouble.kind is ReportKind.FAILED and run.trouble.peer_lost and not peer_lost
+        ):
+            kind = ReportKind.FAILED
+            trouble = report_on(
+                run, kind, rank=rank, code=code, reason=reason, error=error, peer_lost=peer_lost
+            )
+            run = replace(run, trouble=trouble)
+    return _put(pod, run)
+
+
+def spare_started(pod: Pod) -> Pod:
+    return replace(pod, spares=pod.spares + 1, warming=True)
+
+
+def spares_counted(pod: Pod, count: int, *, warming: bool) -> Pod:
+    """A spare is ready, has died, or became a trainer."""
+    return replace(pod, spares=count, warming=warming)
+
+
+def leave(pod: Pod, leaving: Leaving) -> Pod:
+    """The launcher is to go: a signal, a lost shim, a pod that the server does not know."""
+    if pod.leaving is not None and (pod.leaving.at_once or not leaving.at_once):
+        return pod
+    return replace(pod, leaving=leaving)
+
+
+def _stepped(run: Run, rank: int, said: Stepped) -> Run:
+    # What a script logs before its first step of the stage comes with the step it was restored to.
+    made_one = run.first_step is None and said.step > run.step
+    run = replace(
+        run,
+        step=max(run.step, said.step),
+        epoch=max(run.epoch, said.epoch),
+        first_step=said.step if made_one else run.first_step,
+        total_steps=run.total_steps if said.total_steps is None else said.total_steps,
+        step_s=run.step_s if said.step_s is None else said.step_s,
+    )
+    # One trainer's metrics, not a mixture: those of the pod's lowest rank.
+    if said.metrics is not None and rank == min(t.rank for t in run.trainers):
+        run = replace(run, metrics=said.metrics)
+    parked = next((t.parked_at for t in run.trainers if t.rank == rank), None)
+    if parked is not None and said.step > parked:  # it goes on: its `drained` was for a cut now off
+        run = _with_trainer(run, rank, parked_at=None)
+    return run
+
+
+# --- small helpers ----------------------------------------------------------------------------
+
+
+def own_pod(pod_id: str, plan: StagePlan) -> PlanPod:
+    """Return this pod's part of `plan`.
+
+    Raises:
+        ValueError: the plan does not name the pod; the server sends such plans to nobody.
+    """
+    for pod in plan.pods:
+        if pod.pod_id == pod_id:
+            return pod
+    raise ValueError(f"pods: stage {plan.stage} does not name pod {pod_id}")
+
+
+def new_ranks(pod_id: str, old: StagePlan, new: StagePlan) -> dict[int, int]:
+    """Return old rank -> new rank of the trainers that a pod of both stages has."""
+    return dict(zip(own_pod(pod_id, old).ranks, own_pod(pod_id, new).ranks, strict=True))
+
+
+def renumbered(run: Run, pod_id: str) -> tuple[Run, dict[int, int]]:
+    """Return the run with the ranks that its plan gives it now, and which became which."""
+    if not run.plan.lost:
+        return run, {}
+    ranks = own_pod(pod_id, run.plan).ranks
+    changed = {
+        trainer.rank: rank
+        for trainer, rank in zip(run.trainers, ranks, strict=False)
+        if trainer.rank != rank
+    }
+    trainers = tuple(replace(t, rank=changed.get(t.rank, t.rank)) for t in run.trainers)
+    return replace(run, trainers=trainers), changed
+
+
+def describe_exit(code: int) -> str:
+    """Return an exit code in words."""
+    if code >= 0:
+        return f"exited with {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:  # real-time signals have no name
+        return f"was ended by signal {-code}"
+
+
+def find_joining(pod: Pod, key: Key) -> Run | None:
+    """Return the run whose trainers are to join the attempt `key`; None: there is none."""
+    return next((r for r in pod.runs if r.joining is not None and r.joining.key == key), None)
+
+
+def find_run(pod: Pod, key: Key) -> Run | None:
+    return next((run for run in pod.runs if run.key == key), None)
+
+
+def _put(pod: Pod, run: Run) -> Pod:
+    return replace(pod, runs=tuple(run if each.key == run.key else each for each in pod.runs))
+
+
+def _with_trainer(run: Run, rank: int, **fields: Any) -> Run:
+    trainers = tuple(replace(t, **fields) if t.rank == rank else t for t in run.trainers)
+    return replace(run, trainers=trainers)
+
+
+def _with_trouble(
+    pod: Pod, plan: StagePlan, trainers: tuple[Trainer, ...], kind: ReportKind, **fields: Any
+) -> Pod:
+    run = Run(plan=plan, trainers=trainers)
+    return replace(pod, runs=(*pod.runs, replace(run, trouble=report_on(run, kind, **fields))))
+
+
+def report_on(run: Run, kind: ReportKind, **fields: Any) -> PodReport:
+    """Return a report of `kind` with what is known of the run; `fields` adds to it."""
+    return PodReport(
+        kind=kind,
+        stage=run.plan.stage,
+        attempt=run.plan.attempt,
+        step=run.step,
+        epoch=run.epoch,
+        elastic=run.elastic,
+        joins=run.joins,
+        total_steps=run.total_steps,
+        step_s=run.step_s,
+        metrics=run.metrics,
+        **fields,
+    )

@@ -1,0 +1,161 @@
+"""Start trainers as child processes, and read from their logs why they ended."""
+
+import functools
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from job_server.api.wire import PlanPod
+from pod_runtime.errors import SpawnError
+from pod_runtime.launcher.spares import MARK, Spares
+from pod_runtime.processes import die_with_parent
+
+_TAIL_BYTES = 16384
+_ESSENCE_CHARS = 300
+_TRAINER_MAIN = str(Path(__file__).parents[1] / "trainer_main.py")
+_CCACHE = "ignore:No ccache found"  # Paddle's import says so on every machine without ccache
+
+
+class TrainerProcess:
+    """A running trainer. Made by the launcher's main thread, which it dies with."""
+
+    def __init__(
+        self,
+        *,
+        stage: int,
+        attempt: int,
+        rank: int,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log_path: Path,
+        spares: Spares | None = None,
+    ) -> None:
+        """Start it, from a warm spare if there is one.
+
+        Args:
+            argv: a Python script is run by this interpreter and `trainer_main`.
+
+        Raises:
+            SpawnError: the log cannot be written, or the process not be started.
+        """
+        self.stage, self.attempt, self.rank = stage, attempt, rank
+        self.log_path = log_path
+        # Straight to a file, not through a pipe of ours: nothing is lost when the launcher is
+        # killed, and a slow reader of the console stops no trainer.
+        try:
+            log_path.parent.mkdir(parents=True, exist_ok=True)
+            with log_path.open("ab") as log:
+                self.log_start = log.seek(0, os.SEEK_END)
+                taken = None
+                if spares is not None and is_script(argv):
+                    taken = spares.take(argv[1:], env, log_path)
+                self._process = (
+                    taken.process
+                    if taken is not None
+                    else subprocess.Popen(
+                        [argv[0], _TRAINER_MAIN, *argv[1:]] if is_script(argv) else list(argv),
+                        env=dict(env),
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        preexec_fn=functools.partial(die_with_parent, os.getpid()),
+                    )
+                )
+        except (OSError, subprocess.SubprocessError) as error:
+            raise SpawnError(rank, f"cannot start {argv[0]}: {error}") from error
+        self.pid = self._process.pid
+        # What its forks carry, however late they are: the kernel shows the environment that a
+        # process was started with, and a spare knew neither stage nor rank then.
+        if taken is not None:
+            self.marks = {MARK: taken.mark}
+        else:
+            self.marks = {"EDL_STAGE": str(stage), "PADDLE_TRAINER_ID": str(rank)}
+        self._pidfd = os.pidfd_open(self.pid)
+        self.children: set[int] = set()  # pids of its own children, as far as they were seen
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.stage, self.attempt
+
+    def fileno(self) -> int:
+        """Becomes readable when the trainer ends."""
+        return self._pidfd
+
+    def send_signal(self, signum: signal.Signals) -> None:
+        self._process.send_signal(signum)
+
+    def note_children(self) -> None:
+        """Remember who its children are; what they leave behind can be cleaned up only by pid."""
+        try:
+            listed = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
+        except OSError:
+            return
+        self.children.update(int(pid) for pid in listed.split())
+
+    def reap(self) -> int:
+        """Return the exit code (negative for a signal) of a trainer that has ended."""
+        code = self._process.wait()
+        os.close(self._pidfd)
+        return code
+
+    def last_words(self) -> str:
+        """Return the essence of what it wrote last."""
+        return essence(read_tail(self.log_path, self.log_start))
+
+
+def is_script(argv: Sequence[str]) -> bool:
+    """Whether a command runs a Python script with this interpreter, without options of that."""
+    return argv[0] == sys.executable and len(argv) > 1 and not argv[1].startswith("-")
+
+
+def with_defaults(env: Mapping[str, str]) -> dict[str, str]:
+    """Return a trainer's environment with the settings that a user may have overridden."""
+    warnings = env.get("PYTHONWARNINGS", "")
+    defaults = {"PYTHONUNBUFFERED": "1", "GLOG_minloglevel": "2"}
+    hidden = {"PYTHONWARNINGS": f"{warnings},{_CCACHE}" if warnings else _CCACHE}
+    return {**defaults, **env, **hidden}
+
+
+def find_taken_port(pod: PlanPod) -> str:
+    """Return which of this pod's ports somebody listens on, in words; empty when all are free.
+
+    With SO_REUSEADDR, as the frameworks bind: connections of the last stage that linger in
+    TIME_WAIT are no obstacle.
+    """
+    for port in pod.ports:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+                probe.listen(1)
+            except OSError as error:
+                return f"port {port} cannot be used: {error.strerror or error}"
+    return ""
+
+
+def read_tail(path: Path, start: int = 0) -> list[str]:
+    """Return the last lines of a log, from byte `start` on at most; [] if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(start, size - _TAIL_BYTES))
+            data = file.read()
+    except OSError:
+        return []
+    return data.decode(errors="replace").splitlines()
+
+
+def essence(lines: Sequence[str]) -> str:
+    """Return what says most about the end: the last traceback's error, else the last line."""
+    headers = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent")]
+    if headers:
+        for line in lines[headers[-1] + 1 :]:
+            if line and not line[0].isspace() and re.match(r"[\w.]+(:|$)", line):
+                return line[:_ESSENCE_CHARS]
+    spoken = [line.strip() for line in lines if line.strip()]
+    return spoken[-1][:_ESSENCE_CHARS] if spoken else ""

@@ -1,0 +1,1 @@
+"""`edl run`: server, client and job on this machine."""

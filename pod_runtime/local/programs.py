@@ -1,0 +1,87 @@
+"""The server and the client of `edl run`: child processes, started again when they die."""
+
+import functools
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pod_runtime.errors import LaunchError
+from pod_runtime.launcher.trainers import read_tail
+from pod_runtime.processes import die_with_parent
+
+MAX_RESTARTS = 5  # within one run: a program that dies more often is broken
+_SHOWN_LINES = 10
+
+
+class Program:
+    """One child process, in a session of its own: a Ctrl-C at the terminal is ours alone."""
+
+    def __init__(
+        self, name: str, argv: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path
+    ) -> None:
+        """Start it.
+
+        Raises:
+            LaunchError: it cannot be started.
+        """
+        self.name, self.log = name, log
+        self._argv, self._env, self._cwd = tuple(argv), dict(env), cwd
+        self._restarts = 0
+        self._process = self._start()
+
+    def look_after(self) -> str:
+        """Start it again if it has died; return what happened in words, "" for nothing.
+
+        Raises:
+            LaunchError: it has died too often, or its command line was refused.
+        """
+        code = self._process.poll()
+        if code is None:
+            return ""
+        if code == 2 or self._restarts >= MAX_RESTARTS:
+            raise LaunchError(
+                f"the {self.name} has ended with {code}:\n{self.last_lines()}",
+                2 if code == 2 else 1,
+            )
+        self._restarts += 1
+        # Pauses of 0, 0.2, 0.4, ... s: what made it die may pass.
+        time.sleep(0.2 * (self._restarts - 1))
+        self._process = self._start()
+        return f"the {self.name} has died ({code}) and was started again"
+
+    def stop(self, timeout_s: float) -> bool:
+        """SIGTERM; wait; return whether it has ended."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def last_lines(self) -> str:
+        return "\n".join(f"  {line}" for line in read_tail(self.log)[-_SHOWN_LINES:])
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        try:
+            with self.log.open("ab") as log:
+                return subprocess.Popen(
+                    self._argv,
+                    env=self._env,
+                    cwd=self._cwd,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    # SIGTERM: when `edl run` is killed, the client still stops its pods.
+                    preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGTERM),
+                )
+        except (OSError, subprocess.SubprocessError) as error:
+            raise LaunchError(f"cannot start the {self.name}: {error}") from error

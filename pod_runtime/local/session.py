@@ -1,0 +1,307 @@
+"""One `edl run`, from its folder to the last process: start, watch, stop, clean up."""
+
+import contextlib
+import os
+import random
+import re
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pod_runtime
+from job_server.api.api_client import ApiClient
+from job_server.api.errors import JobServerError, Rejected, Retryable
+from job_server.api.text import saving_text
+from job_server.api.wire import JobSpec, JobState, JobStatus
+from pod_runtime import processes
+from pod_runtime.errors import LaunchError
+from pod_runtime.launcher.trainers import read_tail
+from pod_runtime.local.output import TrainerOutput
+from pod_runtime.local.programs import Program
+from pod_runtime.local.view import Watch, patient_output, without_end
+from pod_runtime.orphans import remove_shared_memory
+
+RUN_ID = "EDL_RUN_ID"  # every process of one `edl run` carries it
+_START_S = 30.0
+_LOOK_EVERY_S = 0.1
+_CLIENT_STOP_EXTRA_S = 15.0
+_SERVER_STOP_S = 5.0
+_SHOWN_LINES = 20
+INTERRUPTED = 130
+# Below those that the kernel gives to connections: none takes it while the server starts, again.
+_SERVER_PORTS = range(10000, 12000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    spec: JobSpec
+    cpu_slots: int | None  # None: the client offers the GPUs
+    script: Path
+    script_args: tuple[str, ...]
+    cwd: Path  # where the trainers run
+    folder: Path  # of this run: logs, database, accounts
+    heartbeat_s: float
+    preload: str | None = None  # modules that spares import; None: none but ours
+
+
+class Session:
+    """Use once. `run` returns when nothing of it is left."""
+
+    def __init__(self, config: RunConfig, train_sh: str, environ: Mapping[str, str]) -> None:
+        self._config, self._train_sh = config, train_sh
+        self._run_id = uuid.uuid4().hex
+        self._env = self._environment(environ)
+        self._port = _free_port()
+        self._url = f"http://127.0.0.1:{self._port}"
+        self._server: Program | None = None  # None: not started
+        self._client: Program | None = None  # None: not started
+        self._interrupts = 0
+        self._output = TrainerOutput(config.folder / "trainers", sys.stdout.buffer)
+
+    def run(self) -> int:
+        """Return the exit code.
+
+        Raises:
+            LaunchError: server or client could not be started, or broke.
+        """
+        self._make_folder()
+        with self._signals():
+            try:
+                self._start()
+                status = self._watch()
+                self._end_programs()
+            finally:
+                self._kill_rest()
+        self._output.show_new(last=True)
+        if self._interrupts:
+            _show(f"interrupted; logs and state are in {self._config.folder}")
+            return INTERRUPTED
+        return self._sum_up(status)
+
+    # --- start --------------------------------------------------------------------------------
+
+    def _environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        env = {**environ, RUN_ID: self._run_id, "PADDLE_JOB_ID": self._config.spec.job_id}
+        for name in ("EDL_TOKEN", "EDL_TOKEN_FILE", "PADDLE_JOBSERVER"):  # of another server
+            env.pop(name, None)
+        root = Path(pod_runtime.__file__).parents[1]
+        if not {"site-packages", "dist-packages"} & set(root.parts):  # a clone, not installed
+            paths = [str(root), env.get("PYTHONPATH", "")]
+            env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        return env
+
+    def _make_folder(self) -> None:
+        folder = self._config.folder
+        try:
+            (folder / "client").mkdir(parents=True)
+            (folder / "train.sh").write_text(self._train_sh)
+            latest = folder.parent / f".latest.{os.getpid()}"
+            latest.symlink_to(folder.name)
+            latest.replace(folder.parent / "latest")
+        except OSError as error:
+            raise LaunchError(f"--log_dir: cannot write {folder}: {error.strerror}", 2) from error
+        _show(f"logs and state in {folder}")
+
+    def _start(self) -> None:
+        folder, spec = self._config.folder, self._config.spec
+        self._server = Program(
+            "job server",
+            [
+                sys.executable, "-m", "job_server", "--no_job", "--bind", "127.0.0.1",
+                "--server_port", str(self._port), "--db", str(folder / "server.db"),
+                "--heartbeat_s", f"{self._config.heartbeat_s:g}",
+            ],
+            self._env, folder, folder / "server.log",
+        )  # fmt: skip
+        self._submit()
+        slots = (
+            [] if self._config.cpu_slots is None else ["--cpu_slots", str(self._config.cpu_slots)]
+        )
+        self._client = Program(
+            "job client",
+            [
+                sys.executable, "-m", "job_client", "--job_server", self._url,
+                "--log_dir", str(folder / "client"), "--pod_path", str(folder / "pods"),
+                "--port_range", "auto", "--grace_s", f"{spec.grace_s:g}", *slots,
+                str(folder / "train.sh"),
+            ],
+            self._env, folder, folder / "client.log",
+        )  # fmt: skip
+        _show(f"watch it at {self._url}/")
+
+    def _submit(self) -> None:
+        deadline = time.monotonic() + _START_S
+        with self._connect() as api:
+            while not self._interrupts:
+                try:
+                    api.submit(self._config.spec)
+                    return
+                except Rejected as error:
+                    raise LaunchError(str(error), 2) from error
+                except Retryable as error:
+                    self._look_after_programs()
+                    if time.monotonic() > deadline:
+                        raise LaunchError(f"the job server does not answer: {error}") from error
+                    time.sleep(_LOOK_EVERY_S)
+
+    def _connect(self) -> ApiClient:
+        return ApiClient(self._url)
+
+    # --- watch --------------------------------------------------------------------------------
+
+    def _watch(self) -> JobStatus | None:
+        """Show the job until it has ended; None: it was cut short."""
+        watch = Watch(self._connect, self._config.spec.job_id)
+        asked, shown = False, ""
+        while True:
+            watch.changed.wait(_LOOK_EVERY_S)
+            watch.changed.clear()
+            status = watch.status
+            events = watch.take_events()
+            self._output.show_new()  # it came before what the events say of it
+            for event in events:
+                _show(without_end(event.text))
+            if status is not None and status.state.ended:
+                for event in watch.fetch_events():
+                    _show(without_end(event.text))
+                return status
+            self._look_after_programs()
+            if self._interrupts and not asked:
+                asked = True
+                _show("stopping the job once its state is written; Ctrl-C again ends it at once")
+            if self._interrupts > 1:
+                _show(_lost(status))
+                return None
+            if asked:
+                # Whoever else wants this ended may kill it any time: so it says how far it is.
+                shown = _show_saving(status, shown)
+                self._ask_to_stop(status)
+
+    def _ask_to_stop(self, status: JobStatus | None) -> None:
+        if status is not None and status.state is JobState.STOPPING:
+            return
+        with self._connect() as api, contextlib.suppress(JobServerError):  # asked again if away
+            api.stop(self._config.spec.job_id)
+
+    def _look_after_programs(self) -> None:
+        for program in (self._server, self._client):
+            happened = program.look_after() if program is not None else ""
+            if happened:
+                _show(happened)
+
+    # --- end ----------------------------------------------------------------------------------
+
+    def _end_programs(self) -> None:
+        """The client first: it stops its pods; then the server."""
+        if self._interrupts > 1:
+            return
+        if self._client is not None:
+            self._client.stop(self._config.spec.grace_s + _CLIENT_STOP_EXTRA_S)
+        if self._server is not None:
+            self._server.stop(_SERVER_STOP_S)
+
+    def _kill_rest(self) -> None:
+        """Nothing that this run has started goes on after it, however it ends."""
+        for program in (self._client, self._server):
+            if program is not None:
+                program.kill()
+        killed = processes.kill_marked(RUN_ID, self._run_id, lambda _pid, _env: False)
+        remove_shared_memory(killed)
+
+    def _sum_up(self, status: JobStatus | None) -> int:
+        if status is None:
+            _show("the job was cut short")
+            return 1
+        folder = self._config.folder
+        state, stages = status.state.value, len(status.stages)
+        reason = status.reason.removeprefix(f"{state}: ")
+        failed = status.state is JobState.FAILED
+        step = f"step {status.step}, " if status.step or failed else ""  # none without the loop
+        _show(
+            f"{state} after {step}{stages} stage{'s' if stages > 1 else ''} and "
+            f"{status.account.total_s:.1f} s{'' if failed else f': {reason}'}"
+        )
+        if failed:
+            _show(reason)
+            self._show_end_of(self._culprit(reason))
+        _show(f"logs and state in {folder}")
+        return 0 if status.state is JobState.SUCCEEDED else 1
+
+    def _culprit(self, reason: str) -> Path | None:
+        """Return the newest log of the rank that the reason names, else of all; None: no log."""
+        named = re.search(r"\brank (\d+) \(", reason)
+        ranks = (named[1], "*") if named is not None else ("*",)
+        for rank in ranks:
+            logs = (self._config.folder / "trainers").glob(f"trainer_{rank}.stage_*.log")
+            newest = max(logs, key=lambda path: path.stat().st_mtime, default=None)
+            if newest is not None:
+                return newest
+        return None
+
+    def _show_end_of(self, log: Path | None) -> None:
+        """Show the traceback that ended the job, if it is off the screen; else the last lines."""
+        if log is None:
+            return
+        lines = self._output.repeat(log)
+        if lines is None:
+            lines = read_tail(log)[-_SHOWN_LINES:]
+        shown = "".join(f"\n  {line}" for line in lines)
+        _show(f"the end of {log}:{shown}" if shown else f"its output: {log}")
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        def handle(_number: int, _frame: object) -> None:
+            self._interrupts += 1
+
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, handle) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _show_saving(status: JobStatus | None, shown: str) -> str:
+    """Show how far the writing of the state is, where that is news; return what was shown last."""
+    if status is None or status.saving is None:
+        return shown
+    text = saving_text(status.saving)
+    if text != shown:
+        _show(text)
+    return text
+
+
+def _lost(status: JobStatus | None) -> str:
+    if status is None or not status.step:
+        return "ended at once"
+    saved = status.saved
+    if saved is not None and saved.step >= status.step:
+        return f"ended at once; step {saved.step} is in {saved.path}"
+    return f"ended at once: step {status.step} is lost, but for what checkpoints hold"
+
+
+def _show(text: str) -> None:
+    if not text:
+        return
+    with patient_output():
+        sys.stdout.write(f"edl: {text}\n")
+        sys.stdout.flush()
+
+
+def _free_port() -> int:
+    """Return a port that nobody uses now.
+
+    Raises:
+        LaunchError: there is none.
+    """
+    for port in random.sample(_SERVER_PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise LaunchError(f"no free port from {_SERVER_PORTS[0]} to {_SERVER_PORTS[-1]}")

@@ -1,0 +1,1 @@
+"""The process that holds one pod. Standard library only."""

@@ -1,0 +1,343 @@
+"""Hold one pod: start its script, pass stops on, let nothing of it survive, keep its snapshots.
+
+    python -m pod_runtime.shim --pod_dir DIR [--detach] -- CMD...
+
+`pod_runtime.shim_wire` is the contract. One thread; standard library only, because it is started
+for every pod and must outlive everything else of it. The script runs in the current folder and
+with the current environment. `--detach` returns as soon as the shim answers on its socket.
+
+The shim is a child subreaper, so every process of the pod, also one that called setsid or lost its
+parent, stays below it; when it has no child left, no process of the pod is left.
+"""
+
+import contextlib
+import fcntl
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pod_runtime import processes, shim_wire
+from pod_runtime.shim.script import Script
+from pod_runtime.shim.segments import Segments
+from pod_runtime.shim_wire import LineSocket, PodExit
+
+DEFAULT_GRACE_S = 15.0
+MAX_GRACE_S = 86400.0
+MAX_CONNECTIONS = 100
+
+
+class UsageError(ValueError):
+    """The command line cannot be right; the text says why."""
+
+
+class Shim:
+    """The event loop around a script and its segments."""
+
+    def __init__(self, pod_dir: Path, script: Script, listener: socket.socket, wake: int) -> None:
+        self.pod_dir = pod_dir
+        self.script = script
+        self.exit: PodExit | None = None  # None: processes of the pod are left
+        self.segments = Segments()
+        self.released = False
+        self.asked_at = time.monotonic()
+        self._watchers: dict[LineSocket, bool] = {}  # True: wants to be told of the exit
+        self._connections: list[LineSocket] = []
+        self._wake = wake
+        self._listener = listener
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, None)
+        self._selector.register(wake, selectors.EVENT_READ, None)
+        self.signalled = False  # the shim itself was asked to end
+
+    def run(self) -> None:
+        """Return when nothing is left to be held."""
+        while True:
+            self._after_reaping()
+            timeout = self.script.tick()
+            if self.exit is not None:
+                if self._finished():
+                    break
+                timeout = shim_wire.LINGER_S / 10
+            for key, _ in self._selector.select(timeout):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj == self._wake:
+                    self._woken()
+                else:
+                    self._serve(key.data)
+        for connection in list(self._connections):
+            self._drop(connection)
+
+    def _finished(self) -> bool:
+        """Once no process of the pod is left: does nobody need the segments?"""
+        if self.released or not len(self.segments):
+            return True
+        # Who stops a whole machine signals all at once: the client is to fetch what is held here.
+        linger_s = shim_wire.SIGNALLED_LINGER_S if self.signalled else shim_wire.LINGER_S
+        return not self._watchers and time.monotonic() - self.asked_at > linger_s
+
+    def _woken(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            if set(os.read(self._wake, 4096)) & {signal.SIGTERM, signal.SIGINT}:
+                self.signalled = True
+                self.script.stop(_grace_of_environment(), "the shim was told to end")
+
+    def _after_reaping(self) -> None:
+        if self.exit is not None:
+            return
+        script = self.script
+        script.reap()
+        if script.wait_status is not None and not script.gone and script.deadline is None:
+            script.stop(_grace_of_environment(), "the script ended and left processes behind")
+        if script.gone:
+            self.exit = script.exit()
+            self._write_exit(self.exit)
+            for watcher, wants_exit in list(self._watchers.items()):
+                if wants_exit:
+                    self._answer(watcher, {"ok": True, "exit": _exit_json(self.exit)})
+
+    def _write_exit(self, ended: PodExit) -> None:
+        try:
+            shim_wire.write_json(self.pod_dir / "exit.json", _exit_json(ended))
+        except OSError as error:  # disk full, folder gone: who watches is told over the socket
+            with contextlib.suppress(OSError):  # the pod's log is on that disk as well
+                sys.stderr.write(f"shim: exit.json not written: {error}\n")
+
+    # --- connections
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # out of descriptors: an idle connection goes, the next try succeeds
+            self._drop_oldest()
+            return
+        connection.setblocking(False)
+        if _peer_uid(connection) not in (os.getuid(), 0):
+            connection.close()
+            return
+        if len(self._connections) >= MAX_CONNECTIONS:
+            self._drop_oldest()
+        line = LineSocket(connection)
+        self._connections.append(line)
+        self._selector.register(connection, selectors.EVENT_READ, line)
+
+    def _drop_oldest(self) -> None:
+        idle = next((c for c in self._connections if c not in self._watchers), None)
+        victim = idle or next(iter(self._connections), None)
+        if victim is not None:
+            self._drop(victim)
+
+    def _drop(self, line: LineSocket) -> None:
+        if line in self._connections:
+            self._connections.remove(line)
+            self._watchers.pop(line, None)
+            self._selector.unregister(line.socket)
+            line.close()
+
+    def _serve(self, line: LineSocket) -> None:
+        try:
+            received = line.receive()
+            while received is not None:
+                message, fds = received
+                self._request(line, message, fds)
+                received = line.pending()
+                if received is None:
+                    return  # not the end, only no further line yet
+            self._drop(line)
+        except BlockingIOError:
+            return
+        # Whatever a request may bring (JSON a thousand brackets deep), the pod goes on.
+        except Exception as error:  # noqa: BLE001
+            self._answer(line, {"ok": False, "error": str(error)})
+            self._drop(line)
+
+    def _answer(self, line: LineSocket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+        try:
+            line.send({**message, "fds": len(fds)}, fds)
+        except OSError:  # gone, or it does not read what it asked for
+            self._drop(line)
+
+    def _request(self, line: LineSocket, message: dict[str, Any], fds: tuple[int, ...]) -> None:
+        self.asked_at = time.monotonic()
+        try:
+            answer, out = self._handle(line, message, fds)
+        except ValueError as error:
+            answer, out = {"ok": False, "error": str(error)}, ()
+        finally:
+            for fd in fds:  # what is kept has been duplicated
+                os.close(fd)
+        self._answer(line, answer, out)
+
+    def _handle(
+        self, line: LineSocket, message: dict[str, Any], fds: tuple[int, ...]
+    ) -> tuple[dict[str, Any], tuple[int, ...]]:
+        """Carry one request out. Raises ValueError with the text of the refusal."""
+        op = message.get("op")
+        if op == "status":
+            return self._status(), ()
+        if op == "stop":
+            grace_s = message.get("grace_s", DEFAULT_GRACE_S)
+            if type(grace_s) not in (int, float) or not 0 <= grace_s <= MAX_GRACE_S:
+                raise ValueError(f"grace_s: expected 0 to {MAX_GRACE_S:g} seconds, got {grace_s!r}")
+            self.script.stop(float(grace_s), "stopped on request")
+        elif op == "kill":
+            self.script.kill("killed on request")
+        elif op == "put":
+            self.segments.put(message.get("segment"), fds)
+        elif op == "get":
+            kept = self.segments.get(message.get("stage"))
+            listed = [shim_wire.segment_json(segment) for segment, _ in kept]
+            return {"ok": True, "segments": listed}, tuple(fd for _, fd in kept)
+        elif op == "drop":
+            self.segments.drop(message.get("below_stage"))
+        elif op == "release":
+            self.segments.clear()
+            self.released = True
+        elif op == "watch":
+            self._watchers[line] = message.get("exit") is True
+            if self._watchers[line] and self.exit is not None:
+                return {"ok": True, "exit": _exit_json(self.exit)}, ()
+        else:
+            raise ValueError(
+                f"op: {op!r} is none of status, stop, kill, put, get, drop, release, watch"
+            )
+        return {"ok": True}, ()
+
+    def _status(self) -> dict[str, Any]:
+        return {
+            "ok": True,
+            "running": self.exit is None,
+            "stopping": self.exit is None and self.script.deadline is not None,
+            "exit": None if self.exit is None else _exit_json(self.exit),
+            "segments": [shim_wire.segment_json(segment) for segment, _ in self.segments.get(None)],
+        }
+
+
+def _exit_json(ended: PodExit) -> dict[str, Any]:
+    return {
+        "code": ended.code,
+        "signal": ended.signal,
+        "reason": ended.reason,
+        "last_lines": list(ended.last_lines),
+    }
+
+
+def _grace_of_environment() -> float:
+    try:
+        return min(max(0.0, float(os.environ.get("EDL_GRACE_S", DEFAULT_GRACE_S))), MAX_GRACE_S)
+    except ValueError:
+        return DEFAULT_GRACE_S
+
+
+def _peer_uid(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int(struct.unpack("3i", credentials)[1])
+
+
+def _lock(pod_dir: Path) -> int:
+    """Make sure that this is the folder's only shim; the lock goes with the process."""
+    fd = os.open(pod_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(f"--pod_dir: {pod_dir} has a running shim already") from None
+    return fd
+
+
+def _parse(argv: list[str]) -> tuple[Path, bool, list[str]]:
+    """Return (pod_dir, detach, command). By hand: argparse would double the time of a start."""
+    usage = "usage: python -m pod_runtime.shim --pod_dir DIR [--detach] -- CMD..."
+    if "--" not in argv:
+        raise UsageError(usage)
+    flags, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+    detach = "--detach" in flags
+    flags = [flag for flag in flags if flag != "--detach"]
+    if len(flags) != 2 or flags[0] != "--pod_dir" or not command:
+        raise UsageError(usage)
+    pod_dir = Path(flags[1]).absolute()
+    if not pod_dir.is_dir():
+        raise UsageError(f"--pod_dir: {pod_dir} is not a folder; make it first")
+    return pod_dir, detach, command
+
+
+def _detach() -> int:
+    """Go on in a child; the parent returns to its caller once the child has written to this fd."""
+    ready, child_ready = os.pipe()
+    if os.fork() == 0:
+        os.close(ready)
+        return child_ready
+    os.close(child_ready)
+    with os.fdopen(ready, "rb") as file:
+        os._exit(0 if file.read() else 1)
+
+
+def _wake_on_signals() -> int:
+    """Return a descriptor that gets a byte with the number of each signal that comes."""
+    wake, wake_write = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    return wake
+
+
+def main(argv: list[str]) -> int:
+    """Run the shim in this process; returns when it is not needed any more."""
+    try:
+        pod_dir, detach, command = _parse(argv)
+        lock = _lock(pod_dir)
+    except UsageError as error:
+        sys.stderr.write(f"shim: {error}\n")
+        return 2
+    ready = _detach() if detach else None
+    with contextlib.suppress(PermissionError):  # a session leader already
+        os.setsid()
+    processes.set_child_subreaper()
+    wake = _wake_on_signals()
+    me = {
+        "pid": os.getpid(),
+        "start_time": processes.start_time(os.getpid()),
+        "pod_id": os.environ.get("EDL_POD_ID", pod_dir.name),
+        "argv": command,
+    }
+    shim_wire.write_json(pod_dir / "shim.json", me)
+    listener = shim_wire.bind(pod_dir)
+    listener.setblocking(False)
+    script = Script(command, pod_dir / "log")
+    if ready is not None:
+        os.write(ready, b"1")
+        os.close(ready)
+        _forget_console(pod_dir / "log")
+    try:
+        Shim(pod_dir, script, listener, wake).run()
+    finally:
+        with contextlib.suppress(OSError):
+            (pod_dir / "sock").unlink()
+        os.close(lock)
+    return 0
+
+
+def _forget_console(log: Path) -> None:
+    """Let go of the caller's pipes; what the shim itself may have to say goes to the pod's log."""
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    try:
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:
+        out = null
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    for fd in {null, out} - {0, 1, 2}:
+        os.close(fd)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,133 @@
+"""The script that a shim holds, with everything that descends from it. Standard library only."""
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+from pod_runtime import processes
+from pod_runtime.shim.log import last_lines
+from pod_runtime.shim_wire import PodExit
+
+KILL_AGAIN_S = 0.1  # a process forked while we killed is met by the next round
+# Python and this program ignore or handle these; the script is to find them as any program does.
+_NOT_FOR_THE_SCRIPT = (
+    signal.SIGPIPE, signal.SIGXFSZ, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM,
+    signal.SIGCHLD,
+)  # fmt: skip
+
+
+class Script:
+    """The pod's script and everything that descends from it."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        self.pid: int | None = None  # None: it could not be started
+        self.wait_status: int | None = None  # None: it runs
+        self.error = ""  # why it could not be started
+        self.deadline: float | None = None  # monotonic; SIGKILL then. None: nobody stops it
+        self.why = ""  # who stops it
+        self.killed = False  # SIGKILL has been sent
+        self.kill_asked = False
+        self.gone = False  # no process of the pod is left
+        self._log = log
+        self._start(command)
+
+    def _start(self, command: list[str]) -> None:
+        parent = os.getpid()
+        report, child_report = os.pipe()  # closed by a successful exec, else says what failed
+        pid = os.fork()
+        if pid == 0:
+            self._become(command, parent, child_report)
+        os.close(child_report)
+        with os.fdopen(report, "rb") as file:
+            self.error = file.read().decode(errors="replace")
+        self.pid = pid
+
+    def _become(self, command: list[str], parent: int, report: int) -> None:
+        """In the child: turn into the script."""
+        try:
+            os.setpgid(0, 0)  # the shim, alone in its group, is never hit by a signal to one
+            processes.die_with_parent(parent)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            for number in _NOT_FOR_THE_SCRIPT:
+                signal.signal(number, signal.SIG_DFL)
+            os.execvp(command[0], command)
+        except OSError as error:
+            os.write(report, f"cannot start {command[0]}: {error.strerror}".encode())
+        finally:
+            os._exit(127)
+
+    def stop(self, grace_s: float, why: str) -> None:
+        """SIGTERM every process of the pod, SIGKILL after `grace_s`; a repeat may shorten that."""
+        deadline = time.monotonic() + grace_s
+        if self.deadline is not None:
+            self.deadline = min(self.deadline, deadline)
+        elif not self.gone:
+            self.deadline, self.why = deadline, why
+            self._signal(signal.SIGTERM)
+            self._signal(signal.SIGCONT)  # a stopped process cannot act on its SIGTERM
+
+    def kill(self, why: str) -> None:
+        if not self.gone:
+            self.deadline, self.why, self.kill_asked = time.monotonic(), why, True
+            self.tick()
+
+    def tick(self) -> float | None:
+        """Do what is due; return the seconds until the next call, None: not before an event."""
+        if self.gone or self.deadline is None:
+            return None
+        left = self.deadline - time.monotonic()
+        if left > 0:
+            return left
+        self.killed = self._signal(signal.SIGKILL) or self.killed
+        return KILL_AGAIN_S
+
+    def _signal(self, number: int) -> bool:
+        """Signal the pod's process groups: unlike one by one, a fork cannot slip through."""
+        own_group = os.getpgid(0)
+        found = processes.descendants(os.getpid())
+        for group in {process.pgid for process in found} - {own_group, 0}:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, number)
+        for process in found:
+            if process.pgid in (own_group, 0):
+                processes.send_signal(process.pid, process.start_time, number)
+        return bool(found)
+
+    def reap(self) -> None:
+        """Wait for every child that has ended, of whatever descent."""
+        while not self.gone:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                self.gone = True
+                return
+            if pid == 0:
+                return
+            if pid == self.pid:
+                self.wait_status = status
+
+    def exit(self) -> PodExit:
+        """Return how the script ended; only once it is gone."""
+        status = 0 if self.wait_status is None else self.wait_status
+        code = os.waitstatus_to_exitcode(status)
+        if self.error:
+            reason = self.error
+        elif code >= 0:
+            reason = f"exited with code {code}"
+        else:
+            reason = f"ended by {signal.Signals(-code).name}"
+        if self.why:
+            reason = f"{self.why}: {reason}"
+        if self.killed and not self.kill_asked:
+            reason += "; what was left after the grace was killed"
+        return PodExit(
+            code=code if code >= 0 else None,
+            signal=-code if code < 0 else None,
+            reason=reason,
+            last_lines=last_lines(self._log),
+        )

@@ -1,0 +1,352 @@
+"""Hand the loop this rank's shards, one after the other, from the cursor on.
+
+InlineReader    a map-style dataset, read in this process
+FedReader       an iterator that may keep us waiting (a loader with workers, a factory of the
+                script's own), read by a thread, so that the loop can look after its peers
+"""
+
+import atexit
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from pod_runtime.trainer.data.source import DataSource
+from pod_runtime.trainer.data.streams import KeyedDataset, SampleFetcher
+from pod_runtime.trainer.data.worker_errors import CarryingCollate, raise_if_failed
+from pod_runtime.trainer.errors import UsageError
+from pod_runtime.trainer.frameworks.adapter import Adapter
+from pod_runtime.trainer.progress.batches import BatchPlan, Cursor, Ids, permutation
+from pod_runtime.trainer.progress.drawn import hash_samples
+from pod_runtime.trainer.progress.ledger import RunInfo
+
+_STOP_PERIOD_S = 0.1
+_CLOSE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPlace:
+    """One shard of one global batch, by its place in the epoch's order."""
+
+    epoch: int
+    step: int  # in the epoch
+    shard: int
+    start: int  # samples [start, stop) of the epoch's permutation
+    stop: int
+
+    @property
+    def samples(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadFrom:
+    """What a reader's factory is called with: the cursor, and which shards this rank computes."""
+
+    epoch: int
+    step: int  # global batches of this epoch that are committed
+    offset: int  # samples of this epoch that are committed
+    global_step: int
+    rank: int
+    world_size: int
+    first_shard: int
+    stop_shard: int  # not included
+    micro_batch: int  # samples of a full shard
+
+
+class ShardOrder:
+    """Which shards this rank computes, in order, and which samples those are."""
+
+    def __init__(self, run: RunInfo, batches: BatchPlan, shards: range) -> None:
+        self.run = run
+        self.batches = batches
+        self.shards = shards
+        self._permutations: dict[int, Ids] = {}
+
+    def of_batch(self, epoch: int, step: int, offset: int) -> list[ShardPlace]:
+        """Return this rank's shards of the batch at `offset`, without empty ones."""
+        start, stop = self.batches.batch(offset)
+        places = []
+        for shard in self.shards:
+            low, high = self.batches.shard(stop - start, shard)
+            if high > low:
+                places.append(
+                    ShardPlace(
+                        epoch=epoch, step=step, shard=shard, start=start + low, stop=start + high
+                    )
+                )
+        return places
+
+    def from_cursor(self, cursor: Cursor) -> Iterator[ShardPlace]:
+        """Yield all shards from the cursor to the end of the training."""
+        epoch, step, offset = cursor.epoch, cursor.step, cursor.offset
+        while epoch < self.run.epochs:
+            while self.batches.steps_left(offset):
+                yield from self.of_batch(epoch, step, offset)
+                offset = self.batches.batch(offset)[1]
+                step += 1
+            epoch, step, offset = epoch + 1, 0, 0
+
+    def ids(self, place: ShardPlace) -> list[int]:
+        """Return the sample ids of a shard; of a stream, its places."""
+        if self.run.dataset_length is None:
+            return list(range(place.start, place.stop))
+        order = self._permutations.get(place.epoch)
+        if order is None:
+            order = permutation(
+                self.run.seed, place.epoch, self.run.dataset_length, self.run.shuffle
+            )
+            # Two: the epoch that trains and the one that is fetched ahead.
+            for old in [each for each in self._permutations if each < place.epoch - 1]:
+                del self._permutations[old]
+            self._permutations[place.epoch] = order
+        found: list[int] = order[place.start : place.stop].tolist()
+        return found
+
+
+class Taken(NamedTuple):
+    """A shard's batch."""
+
+    batch: Any
+    drawn: int | None  # sum of its samples' hashes; None: what they are is not known here
+
+
+class ShardReader(Protocol):
+    """What the loop takes its data from."""
+
+    def take(self, place: ShardPlace, timeout_s: float) -> Taken | None:
+        """Return the batch of this shard, or None if it has not come within `timeout_s`."""
+
+    def close(self) -> None:
+        """Let go of threads and processes."""
+
+
+class InlineReader:
+    """Reads a map-style dataset when it is asked. Never keeps the loop waiting for others."""
+
+    def __init__(
+        self, source: DataSource, order: ShardOrder, adapter: Adapter, *, is_ahead: bool = False
+    ) -> None:
+        self._fetcher = SampleFetcher(source.dataset, adapter, order.run.seed, is_ahead=is_ahead)
+        self._order = order
+        self._collate = source.collate or adapter.collate
+
+    def take(self, place: ShardPlace, timeout_s: float) -> Taken | None:
+        ids = self._order.ids(place)
+        batch = self._collate(self._fetcher.fetch(place.epoch, ids))
+        return Taken(batch, hash_samples(place.epoch, ids))
+
+    def close(self) -> None:
+        pass
+
+
+class Item(NamedTuple):
+    """A shard on its way."""
+
+    epoch: int
+    step: int
+    shard: int
+    batch: Any
+    drawn: int | None = None  # as of `Taken`
+
+
+class FedReader:
+    """A thread moves what an iterator yields into a short queue."""
+
+    def __init__(self, start: Callable[[], Iterator[Item]]) -> None:
+        """`start` is called in the thread, and its iterator closed there."""
+        atexit.register(self.close)  # a thread amid the framework's code spoils a process's end
+        self._queue: queue.Queue[Item | BaseException] = queue.Queue(maxsize=2)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._feed, args=(start,), name="reader", daemon=True
+        )
+        self._thread.start()
+
+    def take(self, place: ShardPlace, timeout_s: float) -> Taken | None:
+        try:
+            item = self._queue.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        wanted = (place.epoch, place.step, place.shard)
+        if isinstance(item, StopIteration):
+            raise UsageError(
+                f"reader: it ended before (epoch, step, shard) {wanted}; it has to go on to the "
+                f"last epoch"
+            )
+        if isinstance(item, BaseException):
+            raise item
+        if item[:3] != wanted:
+            raise UsageError(
+                f"reader: expected (epoch, step, shard) {wanted}, it yielded {item[:3]}; it has to "
+                f"begin at the cursor and keep the order"
+            )
+        found = _length(item.batch)
+        if found is not None and found != place.samples:
+            raise UsageError(
+                f"reader: shard {place.shard} of epoch {place.epoch}, step {place.step} has "
+                f"{place.samples} samples, it yielded {found}"
+            )
+        return Taken(item.batch, item.drawn)
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        self._stop.set()
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _feed(self, start: Callable[[], Iterator[Item]]) -> None:
+        items: Iterator[Item] | None = None
+        try:
+            items = start()
+            for item in items:
+                if not self._put(item):
+                    break
+            else:
+                self._put(StopIteration())
+        except BaseException as error:  # noqa: BLE001  raised again where the loop takes it
+            self._put(error)
+        finally:
+            close = getattr(items, "close", None)
+            if close is not None:
+                close()
+
+    def _put(self, item: Item | BaseException) -> bool:
+        while not self._stop.is_set():
+            try:
+                self._queue.put(item, timeout=_STOP_PERIOD_S)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+
+def loader_items(
+    source: DataSource,
+    order: ShardOrder,
+    cursor: Cursor,
+    adapter: Adapter,
+    *,
+    on_host: bool = False,
+) -> Iterator[Item]:
+    """Return this rank's shards, read by the framework's loader and its worker processes.
+
+    The workers are started here: the main thread's business, as it installs signal handlers.
+
+    Args:
+        on_host: leave batches in the host's memory, whatever device trains.
+    """
+    sent: queue.SimpleQueue[tuple[ShardPlace, int]] = queue.SimpleQueue()
+
+    def batches() -> Iterator[list[Any]]:
+        for place in order.from_cursor(cursor):
+            ids = order.ids(place)
+            sent.put((place, hash_samples(place.epoch, ids)))
+            yield [(place.epoch, sample_id) for sample_id in ids]
+
+    loader = adapter.loader(
+        KeyedDataset(source.dataset, adapter, order.run.seed),
+        batches(),
+        collate=CarryingCollate(source.collate or adapter.collate),
+        options={"num_workers": source.num_workers, **source.worker_options},
+        on_host=on_host,
+    )
+    return (
+        Item(place.epoch, place.step, place.shard, raise_if_failed(batch), drawn)
+        for batch, (place, drawn) in zip(loader, iter(sent.get, None), strict=False)
+    )
+
+
+def factory_items(items: Any) -> Iterator[Item]:
+    """Yield what the script's own reader does, with its fields as one batch."""
+    try:
+        for item in items:
+            if not isinstance(item, tuple | list) or len(item) < 4:
+                raise UsageError(
+                    f"reader: expected (epoch, step, shard, fields...), got {item!r:.80}"
+                )
+            epoch, step, shard, *fields = item
+            yield Item(int(epoch), int(step), int(shard), fields)
+    finally:
+        close = getattr(items, "close", None)
+        if close is not None:
+            close()
+
+
+def _length(batch: Any) -> int | None:
+    """Return the number of samples of a batch's first field; None if that cannot be told."""
+    first = batch
+    while isinstance(first, list | tuple) and first:
+        first = first[0]
+    shape = getattr(first, "shape", None)
+    return int(shape[0]) if shape else None
+
+
+class ShardSource:
+    """This rank's shards of a dataset as a generator: call it, or iterate over it.
+
+    For readers that transform batches on their way, as `DistillReader.set_batch_generator` does.
+    Each item: epoch, step, shard, with `with_ids` the samples' ids, then the collated fields. Made
+    in the main thread, which starts the worker processes where the source has some; iterated over
+    in any.
+    """
+
+    def __init__(
+        self,
+        source: DataSource,
+        order: ShardOrder,
+        cursor: Cursor,
+        adapter: Adapter,
+        *,
+        with_ids: bool = False,
+        note: Callable[[Item], None] | None = None,
+    ) -> None:
+        """`note` is told of each item before it goes on its way."""
+        self._note = note
+        self._source = source
+        self._order = order
+        self._cursor = cursor
+        self._adapter = adapter
+        self._with_ids = with_ids
+        self._by_workers: Iterator[Item] | None = None  # None: no workers, or iterated over
+        if source.num_workers > 0:
+            self._by_workers = self._start_workers()
+
+    def __call__(self) -> Iterator[tuple[Any, ...]]:
+        places = self._order.from_cursor(self._cursor)
+        for item, place in zip(self._items(), places, strict=False):
+            epoch, step, shard, batch, _drawn = item
+            if self._note is not None:
+                self._note(item)
+            fields = batch if isinstance(batch, list | tuple) else [batch]
+            if self._with_ids:
+                assert (place.epoch, place.step, place.shard) == (epoch, step, shard)
+                yield epoch, step, shard, np.array(self._order.ids(place), np.int64), *fields
+            else:
+                yield epoch, step, shard, *fields
+
+    def _items(self) -> Iterator[Item]:
+        if self._source.num_workers > 0:
+            items, self._by_workers = self._by_workers, None
+            yield from self._start_workers() if items is None else items
+            return
+        # Whoever transforms batches on their way reads ahead of the training, in a thread.
+        inline = InlineReader(self._source, self._order, self._adapter, is_ahead=True)
+        for place in self._order.from_cursor(self._cursor):
+            taken = inline.take(place, 0.0)
+            assert taken is not None
+            yield Item(place.epoch, place.step, place.shard, *taken)
+
+    def _start_workers(self) -> Iterator[Item]:
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError(
+                "shards: a DataLoader with workers is started by the main thread, once: call "
+                "loop.shards in the function that is Loop's reader=, which returns an iterator and "
+                "is no generator itself"
+            )
+        return loader_items(self._source, self._order, self._cursor, self._adapter, on_host=True)
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return self()

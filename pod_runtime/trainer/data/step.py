@@ -1,0 +1,172 @@
+"""Epoch and step, as a training script sees them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pod_runtime.trainer.data.readers import ShardPlace
+from pod_runtime.trainer.errors import UsageError
+from pod_runtime.trainer.frameworks.adapter import Adapter
+
+WEIGHTS = ("mean", "sum")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochPlace:
+    number: int
+    first_step: int
+    steps: int
+
+
+class Epoch:
+    """One pass over the data. Iterate over it once: it yields the steps that are left."""
+
+    def __init__(self, find: Callable[[], EpochPlace], run: Callable[[], Any]) -> None:
+        """`find` is called when a question is first asked, and may have to wait for the answer."""
+        self._find = find
+        self._place: EpochPlace | None = None  # None: nobody has asked
+        self._run = run
+
+    def find(self) -> EpochPlace:
+        """Find out which epoch this is, and how much of it is left."""
+        if self._place is None:
+            self._place = self._find()
+        return self._place
+
+    def moved(self, place: EpochPlace) -> None:
+        """The trainer has gone on in another stage, which may cut batches of another size."""
+        if self._place is not None:
+            self._place = replace(self._place, steps=place.steps)
+
+    @property
+    def number(self) -> int:
+        """0-based."""
+        return self.find().number
+
+    @property
+    def first_step(self) -> int:
+        """Of the epoch, 0-based: above 0 after a restore."""
+        return self.find().first_step
+
+    @property
+    def steps(self) -> int:
+        """Global batches of the epoch, those before `first_step` included."""
+        return self.find().steps
+
+    def __iter__(self) -> Iterator["Step"]:
+        steps: Iterator[Step] = self._run()
+        return steps
+
+    def __len__(self) -> int:
+        return self.steps - self.first_step
+
+
+class Step:
+    """One global batch. Iterate over it for this rank's shards, then call `update`."""
+
+    def __init__(
+        self,
+        *,
+        number: Callable[[], int],
+        index: Callable[[], int],
+        places: list[ShardPlace],
+        samples: int,
+        ids: Callable[[ShardPlace], list[int]],
+        adapter: Adapter,
+        loss: str,
+        fetch: Callable[[ShardPlace], Any],
+        update: Callable[["Step"], None],
+        is_rehearsal: bool = False,
+    ) -> None:
+        self._number, self._index = number, index
+        self.samples = samples  # of the global batch
+        self.is_updated = False
+        self.is_rehearsal = is_rehearsal  # it does not count: docs/training-scripts.md
+        self.samples_done = 0  # by this rank
+        self._places = places
+        self._ids = ids
+        self._adapter = adapter
+        self._loss = loss
+        self._fetch = fetch
+        self._update = update
+        self._at = 0  # shards that were handed out
+        self._open = False  # the newest of them is being computed
+        self._shard_samples = 0
+        self._weighed = 0  # shards whose loss went through `backward`
+
+    @property
+    def number(self) -> int:
+        """Global steps before this one, over all epochs; the same in every process."""
+        return self._number()
+
+    @property
+    def index(self) -> int:
+        """Steps of this epoch before this one, those before a restore included."""
+        return self._index()
+
+    @property
+    def sample_ids(self) -> list[int]:
+        """Ids of this rank's samples of the global batch, in order."""
+        return [sample for place in self._places for sample in self._ids(place)]
+
+    @property
+    def shard_samples(self) -> int | None:
+        """How many samples the shard has that is being computed; None: none is."""
+        return self._shard_samples if self._open else None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield each of this rank's shards, collated."""
+        while self._at < len(self._places):
+            place = self._places[self._at]
+            batch = self._fetch(place)
+            self._at += 1
+            self._shard_samples = place.samples
+            self._open = True
+            yield batch
+            self._close_shard()
+        self._close_shard()
+
+    def backward(self, loss: Any) -> None:
+        """Accumulate the gradient of this shard's loss, weighed by its share of the global batch.
+
+        The loss is the mean over the shard, or the sum with `Loop(loss="sum")`.
+
+        Raises:
+            UsageError: no shard is being computed.
+        """
+        if not self._open:
+            raise UsageError(
+                "step.backward(loss): call it inside `for batch in step:`, once per shard or more"
+            )
+        samples = self._shard_samples if self._loss == "mean" else 1
+        is_last = self._at == len(self._places) and not self.is_rehearsal
+        self._adapter.backward(loss, samples / self.samples, is_last)
+        self._weighed = self._at
+
+    def update(self) -> None:
+        """Sum the gradients over all ranks, let the optimizer step, clear the gradients.
+
+        Raises:
+            UsageError: it was called before, or before all shards were computed.
+        """
+        if self.is_updated:
+            raise UsageError("step.update(): called twice in one step")
+        if self._at < len(self._places):
+            raise UsageError(
+                f"step.update(): {self._at} of this rank's {len(self._places)} shards were "
+                f"computed; finish `for batch in step:` before it, without break"
+            )
+        self._close_shard()
+        if self._weighed < self._at:
+            raise UsageError(
+                "step.update(): no gradient came from this step's last shard; write "
+                "step.backward(loss) instead of loss.backward()"
+            )
+        self._update(self)
+        self.is_updated = True
+
+    def _close_shard(self) -> None:
+        if self._open:
+            self._open = False
+            self.samples_done += self._shard_samples
+            self._adapter.end_shard()

@@ -1,0 +1,121 @@
+"""Random numbers that belong to a sample or a shard, not to the process that draws them.
+
+`random`, `numpy.random` and the framework's generators are seeded by (seed, epoch, sample) around
+`dataset[i]`, and by (seed, epoch, step, shard) before a shard's forward pass. So augmentation and
+dropout do not depend on how many trainers there are, nor on how often one was replaced.
+"""
+
+import logging
+import random
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from pod_runtime.trainer.data.worker_errors import read_or_fail
+from pod_runtime.trainer.progress.batches import stream_key
+
+logger = logging.getLogger(__name__)
+
+_OF_SAMPLE = 1  # tells the two kinds of keys apart
+_OF_SHARD = 2
+_PROBE = 20
+
+
+class FrameworkStreams(Protocol):
+    """The part of the adapter that this module needs."""
+
+    def seed(self, key: int) -> None: ...
+
+    def draw(self) -> int: ...
+
+
+def seed_sample(streams: FrameworkStreams, seed: int, epoch: int, sample_id: int) -> None:
+    """Give sample `sample_id` of `epoch` its own streams."""
+    _seed(streams, stream_key(_OF_SAMPLE, seed, epoch, sample_id))
+
+
+def seed_shard(streams: FrameworkStreams, seed: int, epoch: int, step: int, shard: int) -> None:
+    """Give a shard's forward pass its own streams."""
+    _seed(streams, stream_key(_OF_SHARD, seed, epoch, step, shard))
+
+
+class SampleFetcher:
+    """Reads samples of a map-style dataset in this process.
+
+    Seeding costs more than reading a small sample. So it is done only for datasets that draw:
+    that is found out per shard, and the first shard in which the dataset drew is read again.
+    """
+
+    def __init__(
+        self, dataset: Any, streams: FrameworkStreams, seed: int, *, is_ahead: bool = False
+    ) -> None:
+        """
+        Args:
+            is_ahead: read in a thread, ahead of a training that draws from the same streams as
+                soon as it has the first shard. So only that one is watched.
+        """
+        self._dataset = dataset
+        self._streams = streams
+        self._seed = seed
+        self._draws = False  # the dataset has drawn random numbers
+        self._is_ahead = is_ahead
+        self._was_watched = False
+        self._untouched = self._probe()
+
+    def fetch(self, epoch: int, ids: Sequence[int]) -> list[Any]:
+        """Return the samples of `ids`, in order."""
+        dataset = self._dataset
+        if self._is_ahead and self._was_watched and not self._draws:
+            return [dataset[sample_id] for sample_id in ids]
+        if not self._draws:
+            self._was_watched = True
+            _seed(self._streams, _PROBE)
+            samples = [dataset[sample_id] for sample_id in ids]
+            if self._next() == self._untouched:
+                return samples
+            self._draws = True
+            logger.info("the dataset draws random numbers: streams are keyed by sample from now on")
+            if self._is_ahead:
+                logger.warning(
+                    "it does so in a thread beside the training, whose own draws (dropout) "
+                    "are therefore not the same in every run"
+                )
+        samples = []
+        for sample_id in ids:
+            seed_sample(self._streams, self._seed, epoch, sample_id)
+            samples.append(dataset[sample_id])
+        return samples
+
+    def _probe(self) -> tuple[float, float, int]:
+        _seed(self._streams, _PROBE)
+        return self._next()
+
+    def _next(self) -> tuple[float, float, int]:
+        return random.random(), float(np.random.random_sample()), self._streams.draw()
+
+
+class KeyedDataset:
+    """What a loader's workers read: indices are (epoch, sample id), streams are keyed by them.
+
+    A sample that cannot be read is a `worker_errors.Failed`.
+    """
+
+    def __init__(self, dataset: Any, streams: FrameworkStreams, seed: int) -> None:
+        self._dataset = dataset
+        self._streams = streams
+        self._seed = seed
+
+    def __getitem__(self, index: tuple[int, int]) -> Any:
+        epoch, sample_id = index
+        seed_sample(self._streams, self._seed, epoch, sample_id)
+        return read_or_fail(lambda: self._dataset[sample_id])
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+
+def _seed(streams: FrameworkStreams, key: int) -> None:
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+    streams.seed(key)

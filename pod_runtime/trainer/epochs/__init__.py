@@ -1,0 +1,1 @@
+"""The original's calls and `Model.fit`: checkpoints by whole epochs."""

@@ -1,0 +1,170 @@
+"""Checkpoints of trainings that are stopped and started again: one folder per saved place.
+
+PATH/stage_%08d/epoch_%08d_step_%010d_TOKEN/   the epoch and step from which training goes on
+    model.safetensors optimizer.safetensors extra.safetensors train_status.json manifest.json
+
+Each start of the program writes under a stage number of its own, above all that it found. So what a
+program that was cut off still writes lies below what its successor writes, and the token keeps two
+writers of the same place apart. Retention removes only what lies below the newest.
+"""
+
+import logging
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pod_runtime.trainer.errors import CheckpointError, StateError
+from pod_runtime.trainer.layout import Layout
+from pod_runtime.trainer.state.checkpoint_files import MANIFEST, read_files, write_files
+from pod_runtime.trainer.state.stage_folders import (
+    highest_stage,
+    remove_checkpoint,
+    remove_older,
+    stage_folders,
+)
+from pod_runtime.trainer.state.storage import Storage
+
+logger = logging.getLogger(__name__)
+
+_PLACE = re.compile(r"epoch_(\d{8,})_step_(\d{10,})_([0-9a-f]{8})\Z")
+_LOOP_STEP = re.compile(r"step_\d{10,}\Z")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class EpochPlace:
+    """Ordered as checkpoints supersede each other."""
+
+    stage: int
+    epoch: int  # the first that is not completed
+    step: int  # of that epoch, from which training goes on
+    token: str
+
+    @property
+    def folder(self) -> str:
+        return f"stage_{self.stage:08d}/epoch_{self.epoch:08d}_step_{self.step:010d}_{self.token}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochState:
+    """What a checkpoint holds."""
+
+    place: EpochPlace
+    status: dict[str, Any]  # JSON types
+    layout: Layout
+    data: memoryview
+
+
+class EpochStore:
+    """The checkpoints of one training, under one path."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+
+    def highest_stage(self) -> int:
+        """Return the highest stage that has a folder; 0 if none has."""
+        return highest_stage(self.storage)
+
+    def found(self) -> list[EpochPlace]:
+        """Return all folders of checkpoints, whole or torn, oldest first."""
+        places = []
+        for stage, name in stage_folders(self.storage):
+            for folder in self.storage.folders(name):
+                match = _PLACE.match(folder)
+                if match:
+                    places.append(EpochPlace(stage, int(match[1]), int(match[2]), match[3]))
+        return sorted(places)
+
+    def holds_loop_checkpoints(self) -> bool:
+        """Whether the elastic loop, which has another format, has written here."""
+        return any(
+            _LOOP_STEP.match(folder)
+            for _stage, name in stage_folders(self.storage)
+            for folder in self.storage.folders(name)
+        )
+
+    def write(
+        self,
+        *,
+        stage: int,
+        epoch: int,
+        step: int,
+        layout: Layout,
+        data: memoryview,
+        status: Mapping[str, Any],
+        keep: int | None,
+    ) -> EpochPlace:
+        """Write one checkpoint, and remove those that nobody needs any more.
+
+        Args:
+            keep: how many stay, this one included; None: all.
+
+        Raises:
+            CheckpointError: it could not be written; what was begun is removed.
+        """
+        made = EpochPlace(stage, epoch, step, secrets.token_hex(4))
+        try:
+            write_files(
+                self.storage,
+                made.folder,
+                layout=layout,
+                data=data,
+                status=status,
+                head={"stage": stage, "epoch": epoch, "step": step},
+            )
+        except OSError as error:
+            remove_checkpoint(self.storage, made)
+            raise CheckpointError(
+                f"{self.storage.name}/{made.folder}: not written: {error.strerror or error}"
+            ) from error
+        if keep is not None:
+            self._clean(made, keep)
+        return made
+
+    def load_newest(self) -> EpochState | None:
+        """Return the newest intact checkpoint; None if there is none.
+
+        Those that are refused on the way are logged with the reason.
+
+        Raises:
+            CheckpointError: there are complete checkpoints, and none is intact: to start afresh
+                now would throw the training away silently.
+        """
+        places = self.found()
+        while True:
+            loaded, refused = self._newest_of(places)
+            if loaded is not None or not refused:
+                return loaded
+            before, places = places, self.found()
+            if places == before:  # else a writer that is still alive has cleaned up meanwhile
+                raise CheckpointError(
+                    f"{self.storage.name}: none of its checkpoints is intact "
+                    f"({'; '.join(refused)}); repair it, or start afresh with another path"
+                )
+
+    def _newest_of(self, places: list[EpochPlace]) -> tuple[EpochState | None, list[str]]:
+        refused: list[str] = []
+        for place in reversed(places):
+            try:
+                status, layout, data = read_files(self.storage, place.folder)
+            except FileNotFoundError as error:
+                if str(error) == MANIFEST:
+                    logger.info("checkpoint %s is not complete; skipped", place.folder)
+                    continue
+                reason = str(error)
+            except (CheckpointError, StateError, OSError, ValueError) as error:
+                reason = str(error)
+            else:
+                if refused:
+                    logger.warning("falling back to checkpoint %s, which is intact", place.folder)
+                return EpochState(place=place, status=status, layout=layout, data=data), refused
+            refused.append(f"{place.folder}: {reason}")
+            logger.error("checkpoint %s refused: %s", place.folder, reason)
+        return None, refused
+
+    def _clean(self, newest: EpochPlace, keep: int) -> None:
+        try:
+            remove_older(self.storage, [each for each in self.found() if each < newest], keep)
+        except OSError as error:
+            logger.warning("old checkpoints in %s stay: %s", self.storage.name, error)

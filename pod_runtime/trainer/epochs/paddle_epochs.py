@@ -1,0 +1,136 @@
+"""What epoch checkpoints need of Paddle: the state of a program, and whether all ranks agree."""
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+
+from pod_runtime.trainer.errors import StateError, UsageError
+from pod_runtime.trainer.frameworks.paddle.state import PaddleState
+from pod_runtime.trainer.layout import Layout, make_layout, missing_and_surplus
+
+
+class ProgramState:
+    """The parameters and accumulators of a static-graph program, by their names in it."""
+
+    def __init__(self, program: Any, place: Any, optimizer: Any | None) -> None:
+        """Look at `program`, whose executor runs at `place`.
+
+        Args:
+            optimizer: whose learning rate schedule belongs to the state; None: there is none.
+        """
+        self._program, self._place = program, place
+        rate = getattr(optimizer, "_learning_rate", None)
+        self._scheduler = rate if isinstance(rate, paddle.optimizer.lr.LRScheduler) else None
+        self._layout: Layout | None = None  # None: to be made
+        self._arrays: list[Any] = []
+
+    def layout(self) -> Layout:
+        """Return the layout of the state as it is now.
+
+        Raises:
+            UsageError: the startup program has not been run.
+        """
+        arrays = {name: np.asarray(tensor) for name, tensor in self._tensors().items()}
+        self._arrays = list(arrays.values())
+        self._layout = make_layout(
+            [(f"model/{name}", str(array.dtype), array.shape) for name, array in arrays.items()]
+        )
+        return self._layout
+
+    def copy_out(self, target: memoryview) -> None:
+        """Copy what the last `layout()` found into `target`."""
+        assert self._layout is not None
+        for spec, array in zip(self._layout.specs, self._arrays, strict=True):
+            target[spec.offset : spec.offset + spec.size_bytes] = array.tobytes()
+
+    def scalars(self) -> dict[str, Any]:
+        return {} if self._scheduler is None else {"lr_scheduler": self._scheduler.state_dict()}
+
+    def load(self, layout: Layout, data: memoryview, scalars: Mapping[str, Any]) -> None:
+        """Take over a state.
+
+        Raises:
+            StateError: it belongs to another program; nothing has been changed.
+        """
+        tensors = self._tensors()
+        wanted = {f"model/{name}": np.asarray(t).shape for name, t in tensors.items()}
+        difference = missing_and_surplus(layout, wanted)
+        if difference:
+            raise StateError(f"main_program: the state does not fit: {difference}")
+        for spec in layout.specs:
+            piece = data[spec.offset : spec.offset + spec.size_bytes]
+            array = np.frombuffer(piece, spec.dtype).reshape(spec.shape)
+            tensors[spec.name.removeprefix("model/")].set(array.copy(), self._place)
+        if self._scheduler is not None and "lr_scheduler" in scalars:
+            self._scheduler.set_state_dict(dict(scalars["lr_scheduler"]))
+
+    def _tensors(self) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = self._program.state_dict()
+        except (ValueError, RuntimeError) as error:
+            raise UsageError(
+                f"main_program: has no values yet ({error}); run the startup program first"
+            ) from error
+        return found
+
+
+State = PaddleState | ProgramState
+
+
+def open_state(
+    exe: Any, main_program: Any, model: Any, optimizer: Any, scaler: Any, extra: Mapping[str, Any]
+) -> State:
+    """Return what the original's calls save and load.
+
+    Raises:
+        UsageError: it cannot be found out; the text says what to pass.
+    """
+    if model is not None:
+        if optimizer is None:
+            raise UsageError(
+                "optimizer: missing; pass optimizer= beside model=, its momentum is half of the "
+                "state"
+            )
+        inner = model._layers if isinstance(model, paddle.DataParallel) else model
+        return PaddleState(inner, optimizer, scaler, extra)
+    if paddle.in_dynamic_mode():
+        raise UsageError(
+            "model: missing; in dynamic graph an executor knows no parameters: pass model= and "
+            "optimizer="
+        )
+    program = main_program or paddle.static.default_main_program()
+    place = getattr(exe, "place", None)
+    if place is None:
+        raise UsageError(f"exe: expected a paddle.static.Executor, got {type(exe).__name__}")
+    return ProgramState(program, place, optimizer)
+
+
+def check_all_ranks_have(place: tuple[int, int, int, str] | None) -> None:
+    """See that every rank has found the same checkpoint.
+
+    Without a process group nothing is checked: ranks cannot talk.
+
+    Raises:
+        UsageError: they have not.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    numbers = [-1, -1, -1, -1]
+    if place is not None:
+        numbers = [*place[:3], zlib.crc32(place[3].encode())]
+    everyone: list[Any] = []
+    dist.all_gather(everyone, paddle.to_tensor(np.array(numbers, np.int64)))
+    seen = [tuple(int(n) for n in tensor.numpy()) for tensor in everyone]
+    if len(set(seen)) > 1:
+        said = ", ".join(
+            f"rank {rank} {'nothing' if one[0] < 0 else f'epoch {one[1]}'}"
+            for rank, one in enumerate(seen)
+        )
+        raise UsageError(
+            f"path: the trainers found different checkpoints ({said}); it has to be one folder "
+            f"that all nodes share, or a URL"
+        )

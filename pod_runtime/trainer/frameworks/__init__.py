@@ -1,0 +1,1 @@
+"""What the elastic loop needs of a framework, and the adapters that give it."""

@@ -1,0 +1,1 @@
+"""PaddlePaddle behind the loop's `Adapter`."""

@@ -1,0 +1,217 @@
+"""What a script passes, and does to parameters and gradients, that would go wrong in silence.
+
+The loop sums the gradients of one optimizer's parameters. Whatever trains besides would see this
+trainer's part of the samples alone, and differ from rank to rank.
+"""
+
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import nn
+
+from pod_runtime.trainer.errors import UsageError
+from pod_runtime.trainer.frameworks.paddle.state import dtype_name, optimizer_parameters
+from pod_runtime.trainer.layout import ITEM_BYTES
+
+_ONE_OPTIMIZER = (
+    "the loop steps one optimizer: put all layers that are trained into one paddle.nn.Layer (a "
+    "LayerList), and give one optimizer groups of parameters: "
+    "Adam(parameters=[{'params': a.parameters()}, {'params': b.parameters(), "
+    "'learning_rate': 0.1}]). Optimizers that take turns, as in a GAN, are not supported"
+)
+_SAMPLE_BYTES = 64
+_WHOLE_STEPS = 3
+_EVERY = 16  # of the parameters one is looked at, in later steps
+
+
+def check_arguments(model: Any, optimizer: Any, extra: Mapping[str, Any]) -> None:
+    """See that these are one model, one optimizer, and objects that do not train.
+
+    Raises:
+        UsageError: they are not; the text says what to pass.
+    """
+    if isinstance(model, list | tuple | dict):
+        raise UsageError(
+            f"model: expected one paddle.nn.Layer, got a {type(model).__name__}; put the layers "
+            f"into one: paddle.nn.LayerList([encoder, decoder])"
+        )
+    if not isinstance(model, nn.Layer):
+        raise UsageError(f"model: expected a paddle.nn.Layer, got {type(model).__name__}")
+    if not isinstance(optimizer, paddle.optimizer.Optimizer):
+        raise UsageError(
+            f"optimizer: expected one paddle.optimizer.Optimizer, got a "
+            f"{type(optimizer).__name__}; {_ONE_OPTIMIZER}"
+        )
+    inner = [v for v in vars(optimizer).values() if isinstance(v, paddle.optimizer.Optimizer)]
+    if inner:
+        raise UsageError(
+            f"optimizer: {type(optimizer).__name__} holds a {type(inner[0]).__name__}, whose state "
+            f"would be lost when trainers change; pass that optimizer itself"
+        )
+    if type(optimizer).__name__ == "LBFGS":
+        raise UsageError(
+            "optimizer: LBFGS computes the loss itself, several times in a step; the loop steps "
+            "optimizers that take the gradients as they are"
+        )
+    _check_extra(extra, {id(each) for each in model.parameters()})
+
+
+def _check_extra(extra: Mapping[str, Any], known: set[int]) -> None:
+    if not isinstance(extra, Mapping):
+        raise UsageError(f"extra: expected a dict of objects, got {type(extra).__name__}")
+    for name, thing in extra.items():
+        kind = type(thing).__name__
+        if isinstance(thing, paddle.optimizer.Optimizer):
+            raise UsageError(
+                f"extra: {name!r} is an optimizer ({kind}), which would step by this trainer's own "
+                f"gradients; {_ONE_OPTIMIZER}"
+            )
+        if isinstance(thing, paddle.amp.GradScaler):
+            raise UsageError(f"extra: {name!r} is a {kind}; pass it as scaler=")
+        if isinstance(thing, nn.Layer):
+            for path, parameter in thing.named_parameters():
+                if not parameter.stop_gradient and id(parameter) not in known:
+                    raise UsageError(
+                        f"extra: {name!r} is a Layer with a trainable parameter ({path}) that is "
+                        f"not the model's. Is it trained? Then {_ONE_OPTIMIZER}. If not, freeze "
+                        f"it: for p in {name}.parameters(): p.stop_gradient = True"
+                    )
+        for method in ("state_dict", "set_state_dict"):
+            if not callable(getattr(thing, method, None)):
+                raise UsageError(f"extra: {name!r}, a {kind}, has no {method}; give it one")
+
+
+class Unowned:
+    """The model's trainable parameters that the optimizer does not have: nobody may change them.
+
+    Checksums run at the memory's pace, and only over such parameters: most models have none.
+    """
+
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        owned = {id(each) for each in optimizer_parameters(optimizer)}
+        self._named = [(n, p) for n, p in model.named_parameters() if id(p) not in owned]
+        self._sums: dict[str, Any] | None = None  # None: not noted
+
+    @property
+    def names(self) -> list[str]:
+        """Those that are trainable now."""
+        return [name for name, each in self._named if not each.stop_gradient]
+
+    def note(self) -> None:
+        """Remember them as they are, unless that was done."""
+        if self._sums is None:
+            self._sums = self._read()
+
+    def forget(self) -> None:
+        """They have changed rightly."""
+        self._sums = None
+
+    def check(self) -> None:
+        """See that they are as they were noted.
+
+        Raises:
+            UsageError: the script has changed one.
+        """
+        if self._sums is None or not self._named:
+            return
+        now = self._read()
+        for name, value in now.items():
+            if self._sums.get(name, value) != value:
+                raise UsageError(
+                    f"model: {name} has changed, and the loop's optimizer does not have it: a "
+                    f"second optimizer steps by this trainer's own gradients, so trainers differ. "
+                    f"If it is trained, {_ONE_OPTIMIZER}. What the script sets by hand, the same "
+                    f"on every trainer, is frozen before: stop_gradient = True"
+                )
+        self._sums = now
+
+    def _read(self) -> dict[str, Any]:
+        if not self._named:
+            return {}
+        owned = {id(each) for each in optimizer_parameters(self._optimizer)}  # it may get more
+        return {
+            name: _checksum(each)
+            for name, each in self._named
+            if not each.stop_gradient and id(each) not in owned
+        }
+
+
+def _checksum(tensor: Any) -> Any:
+    if not tensor.place.is_cpu_place():  # two numbers cross the bus
+        values = tensor.astype("float64")
+        return float(values.sum()), float(values.abs().sum())
+    tensor = tensor.contiguous()
+    size = ITEM_BYTES[dtype_name(tensor)] * math.prod(tensor.shape)
+    if not size:
+        return 0
+    data = np.frombuffer((ctypes.c_char * size).from_address(tensor.data_ptr()), np.uint8)
+    whole = size // 8 * 8
+    return int(data[:whole].view(np.uint64).sum()), data[whole:].tobytes()
+
+
+class GradientMarks:
+    """Sees whether gradients were touched since a backward pass: they are this rank's part only.
+
+    Paddle counts most changes in place. On the host a few bytes of each tell of the others, as of
+    `parameter.grad = ...`.
+    """
+
+    def __init__(self, parameters: Sequence[Any], on_host: bool) -> None:
+        self._parameters = list(parameters)
+        sizes = [ITEM_BYTES[dtype_name(each)] * math.prod(each.shape) for each in parameters]
+        self._sizes = [min(size, _SAMPLE_BYTES) if on_host else 0 for size in sizes]
+        self._marks: list[tuple[int, Any]] = []  # (place, mark)
+        self._noted = 0  # times that it was for an update
+
+    def note(self, *, for_update: bool) -> None:
+        """Remember gradients as they are.
+
+        Args:
+            for_update: of all parameters in a process's first steps, then of a few in turn: who
+                clips changes all of them. Else the first that there is, which clearing takes away.
+        """
+        count = len(self._parameters)
+        if for_update:
+            self._noted += 1
+            few = self._noted > _WHOLE_STEPS
+            indices = range(self._noted % _EVERY, count, _EVERY) if few else range(count)
+            self._marks = [(index, self._mark(index)) for index in indices]
+            return
+        self._marks = []
+        for index in range(count):
+            mark = self._mark(index)
+            if mark is not None:
+                self._marks = [(index, mark)]
+                return
+
+    def forget(self) -> None:
+        self._marks = []
+
+    def check(self) -> None:
+        """See that what was noted is still so.
+
+        Raises:
+            UsageError: it is not.
+        """
+        for index, mark in self._marks:
+            if self._mark(index) != mark:
+                raise UsageError(
+                    f"gradients: that of {self._parameters[index].name} was changed behind "
+                    f"step.backward(loss). Until step.update() each trainer has a part of the "
+                    f"gradient only, so what is done to it would depend on their number. Clip by "
+                    f"the optimizer (grad_clip=), scale the loss, pass a loss scaler as scaler=; "
+                    f"step.update() clears gradients itself"
+                )
+
+    def _mark(self, index: int) -> Any:
+        grad = self._parameters[index]._grad_ivar()
+        if grad is None or not grad.is_dense():
+            return None
+        address, size = grad.data_ptr(), self._sizes[index]
+        sample = ctypes.string_at(address, size) if size and address else b""
+        return address, grad.inplace_version, sample

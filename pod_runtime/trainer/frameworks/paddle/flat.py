@@ -1,0 +1,155 @@
+"""Many Paddle tensors as one flat one: what gradients and buffers travel in.
+
+On the host bytes are moved by address, which costs a microsecond per tensor; on a device the
+framework's own concatenation and assignment keep everything there.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+
+from pod_runtime.trainer.errors import UsageError
+from pod_runtime.trainer.frameworks.paddle.state import dtype_name
+
+_HALF = ("float16", "bfloat16")
+
+# Where a tensor stands in a flat one: offset, size, and whether it has the flat one's type. Asking
+# a tensor for its type takes longer than copying a small one, so it is asked once.
+Place = tuple[int, int, bool]
+
+
+def flat_dtype(name: str) -> str:
+    """Return the type in which values of type `name` are summed.
+
+    Half precision is summed in float32: sums over ranks must not depend on their number more than
+    rounding does. Whole numbers (counters among the buffers) are summed as float64.
+
+    Raises:
+        UsageError: there is none, as for complex numbers.
+    """
+    if name in _HALF:
+        return "float32"
+    if name in ("float32", "float64"):
+        return name
+    if name.startswith(("int", "uint", "bool")):
+        return "float64"
+    raise UsageError(f"tensors of type {name} cannot be summed over trainers")
+
+
+def lay_out(tensors: Sequence[Any], dtype: str, front: int = 0) -> tuple[list[Place], int]:
+    """Lay tensors one after the other behind `front` elements; return the total, too."""
+    places = []
+    for tensor in tensors:
+        size = int(np.prod(tensor.shape, dtype=np.int64))
+        places.append((front, size, dtype_name(tensor) == dtype))
+        front += size
+    return places, front
+
+
+class HostFlat:
+    """A flat host tensor and the numpy array that shares its memory."""
+
+    def __init__(self, size: int, dtype: str) -> None:
+        self.dtype = dtype
+        self.tensor = paddle.zeros([max(size, 1)], dtype)
+        self._base = self.tensor.data_ptr()
+        self._item = np.dtype(dtype).itemsize
+        memory = (ctypes.c_char * (max(size, 1) * self._item)).from_address(self._base)
+        self.array = np.frombuffer(memoryview(memory), dtype)
+
+    def gather(self, tensors: Sequence[Any | None], places: Sequence[Place]) -> None:
+        """Copy each tensor to its place; None leaves zeros."""
+        base, item, move = self._base, self._item, ctypes.memmove
+        for tensor, (offset, size, is_native) in zip(tensors, places, strict=True):
+            if tensor is None:
+                self.array[offset : offset + size] = 0
+                continue
+            if not is_native:
+                tensor = tensor.astype(self.dtype)
+            if not tensor.is_contiguous():
+                tensor = tensor.contiguous()
+            if size:
+                move(base + offset * item, tensor.data_ptr(), size * item)
+
+    def scatter(self, tensors: Sequence[Any | None], places: Sequence[Place]) -> None:
+        """Copy each place back into its tensor; None is left out."""
+        base, item, move = self._base, self._item, ctypes.memmove
+        for tensor, (offset, size, is_native) in zip(tensors, places, strict=True):
+            if tensor is None or not size:
+                continue
+            if is_native and tensor.is_contiguous():
+                move(tensor.data_ptr(), base + offset * item, size * item)
+            else:
+                piece = self.tensor[offset : offset + size].reshape(tensor.shape)
+                paddle.assign(_converted(piece, dtype_name(tensor)), tensor)
+
+    def write(self, offset: int, values: Any) -> None:
+        """Write consecutive elements (numbers, an array, or another flat's `values`)."""
+        self.array[offset : offset + len(values)] = values
+
+    def values(self, offset: int, size: int) -> Any:
+        """Return elements that support arithmetic; shares memory."""
+        return self.array[offset : offset + size]
+
+    def numbers(self, offset: int, size: int) -> list[float]:
+        return [float(value) for value in self.array[offset : offset + size]]
+
+
+class DeviceFlat:
+    """The same on a device. Every change makes a new flat tensor, so none is copied twice."""
+
+    def __init__(self, size: int, dtype: str) -> None:
+        self.dtype = dtype
+        self.tensor = paddle.zeros([max(size, 1)], dtype)
+
+    def gather(self, tensors: Sequence[Any | None], places: Sequence[Place]) -> None:
+        parts = []
+        for tensor, (offset, size, _is_native) in zip(tensors, places, strict=True):
+            if tensor is None:
+                parts.append((offset, paddle.zeros([size], self.dtype)))
+            else:
+                parts.append((offset, tensor.flatten().astype(self.dtype)))
+        self._replace(parts)
+
+    def scatter(self, tensors: Sequence[Any | None], places: Sequence[Place]) -> None:
+        for tensor, (offset, size, _is_native) in zip(tensors, places, strict=True):
+            if tensor is not None and size:
+                piece = self.tensor[offset : offset + size].reshape(tensor.shape)
+                paddle.assign(_converted(piece, dtype_name(tensor)), tensor)
+
+    def write(self, offset: int, values: Any) -> None:
+        if not isinstance(values, paddle.Tensor):
+            values = paddle.to_tensor(np.asarray(values, self.dtype))
+        if values.shape[0]:
+            self._replace([(offset, values.astype(self.dtype))])
+
+    def values(self, offset: int, size: int) -> Any:
+        return self.tensor[offset : offset + size]
+
+    def numbers(self, offset: int, size: int) -> list[float]:
+        return [float(value) for value in self.tensor[offset : offset + size].numpy()]
+
+    def _replace(self, parts: Sequence[tuple[int, Any]]) -> None:
+        pieces = []
+        at = 0
+        for offset, part in parts:
+            if offset > at:
+                pieces.append(self.tensor[at:offset])
+            pieces.append(part)
+            at = offset + part.shape[0]
+        if at < self.tensor.shape[0]:
+            pieces.append(self.tensor[at:])
+        if pieces:
+            self.tensor = paddle.concat(pieces) if len(pieces) > 1 else pieces[0].clone()
+
+
+Flat = HostFlat | DeviceFlat
+
+
+def _converted(piece: Any, name: str) -> Any:
+    if name.startswith(("int", "uint", "bool")):
+        piece = paddle.round(piece)
+    return piece.astype(name)

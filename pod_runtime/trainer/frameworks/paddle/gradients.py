@@ -1,0 +1,204 @@
+"""Gradients and buffers of a Paddle model within one step: weighed, summed, put back."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import paddle
+from paddle import nn
+
+from pod_runtime.trainer.errors import UsageError
+from pod_runtime.trainer.frameworks.paddle.flat import (
+    DeviceFlat,
+    Flat,
+    HostFlat,
+    Place,
+    flat_dtype,
+    lay_out,
+)
+from pod_runtime.trainer.frameworks.paddle.state import dtype_name, optimizer_parameters
+
+
+class ShardBuffers:
+    """Batch-norm statistics and other buffers: every shard begins with those of the step.
+
+    After the step a buffer is its old value plus the mean, over the shards that are not empty, of
+    the change that each made to it; so it does not matter which rank computed which shard.
+    """
+
+    def __init__(self, model: Any, on_host: bool) -> None:
+        self.tensors = changing_buffers(model)
+        self.dtypes = sorted({flat_dtype(dtype_name(tensor)) for tensor in self.tensors})
+        make = HostFlat if on_host else DeviceFlat
+        self._groups: list[tuple[list[Any], list[Place], Flat, Flat, int]] = []
+        self._changes: dict[str, Any] = {}
+        for dtype in self.dtypes:
+            mine = [each for each in self.tensors if flat_dtype(dtype_name(each)) == dtype]
+            places, size = lay_out(mine, dtype)
+            self._groups.append((mine, places, make(size, dtype), make(size, dtype), size))
+
+    def sizes(self) -> dict[str, int]:
+        """Return how many elements of which type change."""
+        return {start.dtype: size for _t, _p, start, _now, size in self._groups}
+
+    def begin_step(self) -> None:
+        if not self._groups:
+            return
+        with paddle.no_grad():
+            for tensors, places, start, _now, size in self._groups:
+                start.gather(tensors, places)
+                self._changes[start.dtype] = start.values(0, size) * 0
+
+    def end_shard(self) -> None:
+        if not self._groups:
+            return
+        with paddle.no_grad():
+            for tensors, places, start, now, size in self._groups:
+                now.gather(tensors, places)
+                self._changes[start.dtype] += now.values(0, size) - start.values(0, size)
+                start.scatter(tensors, places)
+
+    def changes(self, dtype: str) -> Any:
+        """Return the sum of the changes of this rank's shards."""
+        return self._changes[dtype]
+
+    def apply(self, changes: dict[str, Any], filled_shards: int) -> None:
+        """Move the buffers by `changes` / `filled_shards`."""
+        with paddle.no_grad():
+            for tensors, places, start, now, size in self._groups:
+                now.write(0, start.values(0, size) + changes[start.dtype] / filled_shards)
+                now.scatter(tensors, places)
+
+
+class GradientExchange:
+    """One flat tensor per type: header, presence of each gradient, buffer changes, gradients."""
+
+    def __init__(
+        self, parameters: Sequence[Any], buffers: ShardBuffers, header_size: int, on_host: bool
+    ) -> None:
+        self.parameters = list(parameters)
+        self._buffers = buffers
+        self._header_size = header_size
+        self._presence: list[float] = []
+        dtypes = {flat_dtype(dtype_name(each)) for each in self.parameters} | set(buffers.dtypes)
+        self._groups: list[tuple[list[int], list[Place], Flat, int]] = []
+        make = HostFlat if on_host else DeviceFlat
+        # float64, where there is one, carries the header: its numbers are exact there.
+        for position, dtype in enumerate(sorted(dtypes, reverse=True) or ["float64"]):
+            mine = [
+                index
+                for index, each in enumerate(self.parameters)
+                if flat_dtype(dtype_name(each)) == dtype
+            ]
+            front = header_size + len(self.parameters) if position == 0 else 0
+            changes = buffers.sizes().get(dtype, 0)
+            places, size = lay_out(
+                [self.parameters[index] for index in mine], dtype, front + changes
+            )
+            self._groups.append((mine, places, make(size, dtype), front))
+
+    def run(
+        self, header: Sequence[float], contribute: bool, reduce: Callable[[Any], None]
+    ) -> list[float]:
+        """Sum over all ranks; return the header's sums. The local gradients stay as they are."""
+        with paddle.no_grad():
+            for position, (mine, places, flat, front) in enumerate(self._groups):
+                gather_gradients(self.parameters, mine, places, flat, contribute)
+                if position == 0:
+                    grads = [each.grad if contribute else None for each in self.parameters]
+                    present = [0.0 if grad is None else 1.0 for grad in grads]
+                    flat.write(0, [*header, *present])
+                changes = self._buffers.sizes().get(flat.dtype, 0)
+                if changes:
+                    mine_changed = self._buffers.changes(flat.dtype)
+                    flat.write(front, mine_changed if contribute else mine_changed * 0)
+                reduce(flat.tensor)
+        first = self._groups[0][2]
+        numbers = first.numbers(0, self._header_size + len(self.parameters))
+        self._presence = numbers[self._header_size :]
+        return numbers[: self._header_size]
+
+    def put_back(self, filled_shards: int) -> None:
+        """Replace gradients and buffers by what was summed."""
+        changes = {}
+        with paddle.no_grad():
+            for mine, places, flat, front in self._groups:
+                scatter_gradients(self.parameters, mine, places, flat, self._presence)
+                size = self._buffers.sizes().get(flat.dtype, 0)
+                if size:
+                    changes[flat.dtype] = flat.values(front, size)
+        self._buffers.apply(changes, filled_shards)
+
+
+def gather_gradients(
+    parameters: Sequence[Any],
+    indices: Sequence[int],
+    places: Sequence[Place],
+    flat: Flat,
+    contribute: bool,
+) -> None:
+    """Copy these parameters' gradients to their places; zeros where there is none."""
+    with paddle.no_grad():
+        flat.gather([parameters[index].grad if contribute else None for index in indices], places)
+
+
+def scatter_gradients(
+    parameters: Sequence[Any],
+    indices: Sequence[int],
+    places: Sequence[Place],
+    flat: Flat,
+    presence: Sequence[float],
+) -> None:
+    """Make what was summed these parameters' gradients; `presence` counts ranks that had one."""
+    targets: list[Any | None] = []
+    with paddle.no_grad():
+        for index in indices:
+            parameter = parameters[index]
+            if presence[index] == 0:
+                targets.append(None)  # no shard used it: the optimizer leaves it alone
+                continue
+            if parameter.grad is None:
+                parameter.grad = paddle.zeros(parameter.shape, parameter.dtype)
+            targets.append(parameter.grad)
+        flat.scatter(targets, places)
+
+
+def trained_parameters(model: Any, optimizer: Any) -> list[Any]:
+    """Return what the optimizer trains, in the model's order.
+
+    Raises:
+        UsageError: the model cannot be trained in shards; the text says what to change.
+    """
+    if isinstance(model, paddle.DataParallel):
+        raise UsageError("model: pass the bare model, not paddle.DataParallel: the loop reduces")
+    for name, layer in model.named_sublayers(include_self=True):
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise UsageError(
+                f"model: {name or 'it'} is a SyncBatchNorm, whose statistics depend on the number "
+                f"of trainers; use BatchNorm: the loop merges its statistics per shard"
+            )
+        if isinstance(layer, nn.Embedding) and getattr(layer, "_sparse", False):
+            raise UsageError(f"model: {name} has sparse gradients; create it with sparse=False")
+    trained = [each for each in model.parameters() if not each.stop_gradient]
+    if not trained:
+        raise UsageError("model: none of its parameters is trained (all have stop_gradient)")
+    known = {id(each) for each in optimizer_parameters(optimizer)}
+    owned = [each for each in trained if id(each) in known]
+    if not owned:
+        raise UsageError("optimizer: none of its parameters is one of the model's; pass that model")
+    return owned
+
+
+def changing_buffers(model: Any) -> list[Any]:
+    """Return the tensors that a forward pass may change: batch norm's statistics and buffers.
+
+    Paddle keeps the statistics among the parameters, with stop_gradient.
+    """
+    found: dict[int, Any] = {}
+    for layer in model.sublayers(include_self=True):
+        if isinstance(layer, nn.layer.norm._BatchNormBase | nn.BatchNorm):
+            found |= {id(each): each for each in (layer._mean, layer._variance)}
+    kept = {id(tensor) for tensor in model.state_dict().values()}
+    for _name, buffer in model.named_buffers():
+        if id(buffer) in kept:
+            found[id(buffer)] = buffer
+    return list(found.values())

@@ -1,0 +1,127 @@
+"""Evaluate over all ranks: each takes every world-size-th batch, and sums are added up."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from pod_runtime.trainer.data.source import DataSource
+from pod_runtime.trainer.data.worker_errors import CarryingCollate, CarryingDataset, raise_if_failed
+from pod_runtime.trainer.errors import UsageError
+from pod_runtime.trainer.frameworks.adapter import Adapter
+
+Fn = Callable[..., Mapping[str, Any]]
+
+
+def evaluate(
+    adapter: Adapter,
+    source: DataSource,
+    fn: Fn,
+    *,
+    rank: int,
+    world_size: int,
+    meet: Callable[[], None],
+) -> dict[str, float]:
+    """Return the sums over all batches of what `fn(*batch)` returns.
+
+    Args:
+        source: a map-style dataset; workers read ahead where it has some.
+        fn: gets one collated batch, returns sums (numbers or one-element tensors) by name.
+        meet: called once per round by every rank; may park there.
+
+    Raises:
+        UsageError: `fn` does not return the same names for every batch, or ranks differ in data.
+    """
+    _check_same_data(adapter, source, world_size)
+    length = len(source.dataset)  # type: ignore[arg-type]  # evaluation takes no stream
+    size = source.batch_size
+    batches = length // size if source.drop_last else -(-length // size)
+    mine = [
+        range(number * size, min(length, (number + 1) * size))
+        for number in range(rank, batches, world_size)
+    ]
+    sums: dict[str, float] = {}
+    read = _read(adapter, source, mine)
+    with adapter.evaluation():
+        for first in range(0, batches, world_size):
+            meet()
+            number = first + rank
+            if number >= batches:
+                continue
+            batch = adapter.to_batch(next(read))
+            found = fn(*batch) if isinstance(batch, list | tuple) else fn(batch)
+            _add(sums, found, is_first=number == rank)
+    next(read, None)  # nothing is left: here the framework ends the workers, and not before
+    return _sum_over_ranks(adapter, sums, rank, has_batches=rank < batches)
+
+
+def _read(adapter: Adapter, source: DataSource, batches: list[range]) -> Iterator[Any]:
+    """Yield collated batches, read ahead by workers where the source has some."""
+    collate = source.collate or adapter.collate
+    if not source.num_workers or not batches:
+        for ids in batches:
+            yield collate([source.dataset[index] for index in ids])  # type: ignore[index]
+        return
+    loader = adapter.loader(
+        CarryingDataset(source.dataset),
+        iter([list(ids) for ids in batches]),
+        collate=CarryingCollate(collate),
+        options={"num_workers": source.num_workers, **source.worker_options},
+    )
+    for batch in loader:
+        yield raise_if_failed(batch)
+
+
+def _add(sums: dict[str, float], found: Mapping[str, Any], *, is_first: bool) -> None:
+    if not isinstance(found, Mapping):
+        raise UsageError(
+            f"evaluate: fn must return a dict of sums, it returned {type(found).__name__}"
+        )
+    if is_first:
+        sums.update(dict.fromkeys(found, 0.0))
+    if found.keys() != sums.keys():
+        raise UsageError(
+            f"evaluate: fn must return the same names for every batch, it returned "
+            f"{sorted(found)} after {sorted(sums)}"
+        )
+    for name, value in found.items():
+        sums[name] += float(value.item()) if hasattr(value, "item") else float(value)
+
+
+def _check_same_data(adapter: Adapter, source: DataSource, world_size: int) -> None:
+    """See that all ranks evaluate the same samples, before they meet as often as these need.
+
+    Raises:
+        UsageError: they do not. A rank whose numbers are the mean's by chance learns it from the
+            loss of the others.
+    """
+    mine = np.array([source.length or 0, source.batch_size, source.subset or 0], np.float64)
+    everyone = mine.copy()
+    adapter.all_reduce(everyone)
+    if (everyone != mine * world_size).any():
+        raise UsageError(
+            f"evaluate: the trainers have different data (here {source.length} samples in batches "
+            f"of {source.batch_size}); paddle.io.random_split deals them anew in every process: "
+            f"call paddle.seed(...) before it"
+        )
+
+
+def _sum_over_ranks(
+    adapter: Adapter, sums: dict[str, float], rank: int, *, has_batches: bool
+) -> dict[str, float]:
+    """Add up; a rank that had no batch learns the names from rank 0, which always has the first."""
+    text = json.dumps(sorted(sums)).encode()
+    size = np.array([float(len(text) if rank == 0 else 0)])
+    adapter.all_reduce(size)
+    data = np.zeros(int(size[0]), np.uint8)
+    if rank == 0:
+        data[:] = np.frombuffer(text, np.uint8)
+    adapter.broadcast(data, 0)
+    names: list[str] = json.loads(data.tobytes())
+    if has_batches and names != sorted(sums):
+        raise UsageError(f"evaluate: fn returned {sorted(sums)} here and {names} on rank 0")
+    values = np.array([sums.get(name, 0.0) for name in names])
+    if names:
+        adapter.all_reduce(values)
+    return dict(zip(names, values.tolist(), strict=True))

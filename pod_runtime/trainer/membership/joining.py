@@ -1,0 +1,179 @@
+"""A trainer that stays when the pods change: it forms the next stage's group while it trains.
+
+The group is formed in a thread; everything else, the launcher's messages included, happens in the
+loop's own thread, which calls `poll` once per step.
+"""
+
+import logging
+import threading
+from collections.abc import MutableMapping
+from typing import Any
+
+from job_server.api.wire import StagePlan
+from pod_runtime.env import stage_environment
+from pod_runtime.trainer.errors import LinkError, PeerLost, SnapshotError
+from pod_runtime.trainer.frameworks.adapter import Adapter, GroupSpec
+from pod_runtime.trainer.frameworks.meeting import CalledOffError
+from pod_runtime.trainer.layout import Layout
+from pod_runtime.trainer.membership.link import Invitation, Link
+from pod_runtime.trainer.membership.node_snapshots import make_segment, nodes_of
+from pod_runtime.trainer.state.snapshot import Segment
+
+logger = logging.getLogger(__name__)
+
+MOST_GROUPS = 20  # each leaves some 10 descriptors and 3 threads behind in the framework
+_ATTEMPTS = 16  # numbers set aside for the attempts at one stage
+_END_TIMEOUT_S = 35.0  # longer than the framework waits for a peer that has died
+
+
+class _Attempt:
+    """One group, on its way."""
+
+    def __init__(self, adapter: Adapter, invitation: Invitation, layout: Layout) -> None:
+        """`layout`: of the state as it is now."""
+        self.invitation = invitation
+        self.told = False  # the launcher knows how it ended
+        self.error = ""
+        self.group: Any | None = None  # None: not formed, or no longer wanted
+        self.segment: Segment | None = None  # None: none was made ahead
+        self._adapter, self._layout = adapter, layout
+        self._off = threading.Event()
+        self._gate = threading.Lock()  # around `_is_over` and what follows from it
+        self._is_over = False  # nothing is formed any more
+        self._thread = threading.Thread(target=self._form, name="join", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def call_off(self) -> None:
+        """Let go of what there is; what is still being formed is dropped when it is."""
+        with self._gate:
+            self._off.set()
+            if self._is_over:
+                self._drop()
+
+    def join_thread(self) -> None:
+        self._thread.join(_END_TIMEOUT_S)
+
+    def _form(self) -> None:
+        try:
+            self._make_segment()
+            spec = group_spec(self.invitation.plan, self.invitation.rank)
+            self.group = self._adapter.form_next(spec, self._off.is_set)
+        except CalledOffError:
+            pass
+        except PeerLost as error:
+            self.error = str(error)
+        except Exception as error:  # noqa: BLE001  whatever it is, the training must go on
+            self.error = f"{type(error).__name__}: {error}"
+        with self._gate:
+            self._is_over = True
+            if self._off.is_set():
+                self._drop()
+
+    def _make_segment(self) -> None:
+        """Make room for the snapshots of the next stage, if this trainer leads its node then."""
+        plan, rank = self.invitation.plan, self.invitation.rank
+        node = next(ranks for ranks in nodes_of(plan) if rank in ranks)
+        if rank != node[0]:
+            return
+        try:
+            self.segment = make_segment(plan.stage, len(node), self._layout)
+        except SnapshotError as error:
+            logger.warning("%s", error)  # tried, and said, again at the first snapshot
+
+    def _drop(self) -> None:
+        self.group = None
+        if self.segment is not None:
+            self.segment.close()
+            self.segment = None
+
+
+class Joining:
+    """What a trainer does about the invitations of its launcher. One per process."""
+
+    def __init__(self, adapter: Adapter, link: Link, environ: MutableMapping[str, str]) -> None:
+        self._adapter, self._link, self._environ = adapter, link, environ
+        self._attempt: _Attempt | None = None  # None: nothing is wanted
+        self._called_off: list[_Attempt] = []  # those whose threads were still at it
+        self._begun = 0
+
+    def poll(self) -> None:
+        """Begin, report or call off, as the newest invitation says. Once per step."""
+        wanted = self._link.invitation
+        attempt = self._attempt
+        if attempt is not None and attempt.invitation is not wanted:
+            logger.info("stage %d is off", attempt.invitation.plan.stage)
+            attempt.call_off()
+            self._called_off.append(attempt)
+            self._attempt = attempt = None
+        if wanted is not None and attempt is None:
+            attempt = self._begin(wanted)
+        if attempt is not None and attempt.is_done and not attempt.told:
+            attempt.told = True
+            plan = attempt.invitation.plan
+            if attempt.group is None:
+                self._refuse(plan, attempt.error)
+            else:
+                self._link.say("formed", stage=plan.stage, attempt=plan.attempt)
+
+    def take(self, plan: StagePlan) -> tuple[int, Any, Segment | None]:
+        """Return rank, group and segment in the stage of `plan`, which is committed.
+
+        Raises:
+            LinkError: it has not been formed.
+        """
+        attempt, self._attempt, self._link.invitation = self._attempt, None, None
+        if attempt is None or attempt.group is None or attempt.invitation.plan.stage != plan.stage:
+            raise LinkError(f"go: stage {plan.stage}, of which this trainer has formed no group")
+        if self._begun >= MOST_GROUPS:
+            self._link.say("cannot_join", reason=_used_up())
+        rank = attempt.invitation.rank
+        self._environ.update(stage_environment(plan, rank, self._environ))
+        return rank, attempt.group, attempt.segment
+
+    def close(self) -> None:
+        """Leave no thread in the framework's code: that would spoil the process's end."""
+        attempts = [*self._called_off, *([self._attempt] if self._attempt is not None else [])]
+        for attempt in attempts:
+            attempt.call_off()
+        for attempt in attempts:
+            attempt.join_thread()
+
+    def _begin(self, invitation: Invitation) -> _Attempt | None:
+        plan = invitation.plan
+        why = self._adapter.why_no_second_group()
+        if self._begun >= MOST_GROUPS:
+            why = _used_up()
+        if why:
+            self._link.invitation = None
+            self._refuse(plan, why)
+            return None
+        self._begun += 1
+        self._called_off = [each for each in self._called_off if not each.is_done]
+        logger.info("forming stage %d's group, as rank %d", plan.stage, invitation.rank)
+        self._attempt = _Attempt(self._adapter, invitation, self._adapter.layout())
+        return self._attempt
+
+    def _refuse(self, plan: StagePlan, why: str) -> None:
+        logger.warning("stage %d cannot be joined: %s", plan.stage, why)
+        self._link.say("cannot_join", stage=plan.stage, attempt=plan.attempt, reason=why)
+
+
+def group_spec(plan: StagePlan, rank: int) -> GroupSpec:
+    """Return the group of `plan` as `form_next` is to form it, by those who stay and who come."""
+    return GroupSpec(
+        rank=rank,
+        world_size=plan.world_size,
+        master=plan.master,
+        generation=plan.stage * _ATTEMPTS + plan.attempt,
+    )
+
+
+def _used_up() -> str:
+    return (
+        f"this process has formed {MOST_GROUPS} groups, which the framework never quite lets go "
+        f"of; it is replaced or started anew first"
+    )

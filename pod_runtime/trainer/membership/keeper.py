@@ -1,0 +1,341 @@
+"""Keeps the committed state safe: snapshots in memory, checkpoints on disk, and parking."""
+
+import logging
+import math
+import os
+import time
+
+from pod_runtime.segment_header import Stamp
+from pod_runtime.trainer.errors import CheckpointError, InUseError
+from pod_runtime.trainer.frameworks.adapter import Adapter
+from pod_runtime.trainer.membership.link import Link, Start
+from pod_runtime.trainer.membership.node_snapshots import NodeSnapshots
+from pod_runtime.trainer.membership.restore import Kept
+from pod_runtime.trainer.progress.agreement import AgreedCut, Wish
+from pod_runtime.trainer.progress.progress import Progress
+from pod_runtime.trainer.state.checkpoint import CheckpointStore
+from pod_runtime.trainer.state.checkpoint_writer import CheckpointWriter
+from pod_runtime.trainer.state.image import Places, StateImage
+from pod_runtime.trainer.state.owner_record import State
+from pod_runtime.trainer.state.snapshot import copy_newest
+
+logger = logging.getLogger(__name__)
+
+# Of the training's time that snapshots may take with snapshot_steps="auto"; with those for
+# checkpoints, after first steps and at the ends of epochs it stays below 1 %.
+_STALL_SHARE = 0.004
+_FLUSH_PERIOD_S = 1.0
+RETRY_S = 10.0  # between attempts at a checkpoint that must exist before anything else happens
+
+
+class Keeper:
+    """Decides after every commit what is due, and does it. One per trainer.
+
+    A snapshot is the work of all ranks, so the first rank of each node asks for it in the exchange
+    of the step before (`wish`), and all of them act on what anybody has asked for.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        progress: Progress,
+        *,
+        link: Link | None,
+        snapshots: NodeSnapshots,
+        store: CheckpointStore | None,
+        writer: CheckpointWriter | None = None,
+        save_steps: int,
+        snapshot_steps: int | None,
+    ) -> None:
+        """
+        Args:
+            link: None outside EDL, where nobody parks.
+            store: None: no checkpoints, or not this rank's task.
+            writer: of `store`, of the keeper before; it may still be at work.
+            snapshot_steps: None: as often as keeps the stall below 1 % of the time.
+        """
+        self._adapter = adapter
+        self._progress = progress
+        self._link = link
+        self._snapshots = snapshots
+        self._writer = (writer or CheckpointWriter(store)) if store else None
+        self._owner = None if store is None else store.owner
+        self._save_steps = save_steps
+        self._snapshot_steps = snapshot_steps
+        self._step_s = 0.0  # how long steps take; 0: not known
+        self._next_save = _next_multiple(progress.cursor.global_step, save_steps)
+        self._save_due: Stamp | None = None  # since this state; None: no checkpoint is due
+        self._buffer = bytearray()  # of the checkpoint that is written
+        self._begun_at = self._flushed_at = time.monotonic()
+
+    # --- while training
+
+    def wish(self) -> Wish:
+        """What all ranks should do after the step that they exchange now."""
+        snapshots, progress = self._snapshots, self._progress
+        if not snapshots.is_first:
+            return Wish(renew=snapshots.wants_renewal)
+        if not snapshots.can_take:
+            return Wish(snapshot=snapshots.share)
+        after = progress.batches.advance(progress.cursor)
+        taken = snapshots.taken
+        # At the end of an epoch always: what the script does between its last step and the next
+        # epoch (scheduler, evaluation with other weights) is done again after a restore.
+        must = (
+            taken is None
+            or progress.batches.steps_left(after.offset) == 0
+            or self._save_wants(taken, after.global_step)
+        )
+        may = taken is not None and after.global_step - taken.step >= self._interval()
+        wanted = 1.0 if must else snapshots.share if may else 0.0
+        return Wish(snapshot=wanted, renew=snapshots.wants_renewal)
+
+    def wish_after_epoch(self) -> Wish:
+        """What all ranks should do when the epoch has been committed."""
+        due = self._writer is not None and self._snapshots.can_take
+        return Wish(snapshot=float(due), renew=self._snapshots.wants_renewal)
+
+    def after_step(self, step_s: float, wish: Wish) -> None:
+        """Do what is due after a committed step; `step_s` is how long steps take.
+
+        Raises:
+            InUseError: another training has taken over the folder of checkpoints.
+        """
+        self._step_s = step_s
+        self._end_if_replaced()
+        self._snapshots.settle()
+        now = time.monotonic()
+        if now - self._flushed_at > _FLUSH_PERIOD_S:
+            self._flushed_at = now
+            self._progress.flush_ledger()
+        if wish.snapshot:
+            self._take(wish)
+        step = self._progress.cursor.global_step
+        if step >= self._next_save:
+            self._next_save = _next_multiple(step, self._save_steps)
+            self._save_due = self._snapshots.now
+        if not self._progress.epoch_is_over:  # the epoch's own one comes soon
+            self._start_if_due()
+
+    def after_epoch(self, wish: Wish) -> None:
+        """An epoch has been committed."""
+        if self._progress.is_finished:  # the final one follows
+            return
+        if wish.snapshot:
+            self._take(wish)
+        self._save_due = self._snapshots.now
+        self._start_if_due()
+
+    def rescue(self) -> None:
+        """Have the committed state in memory although a rank is gone.
+
+        The state must be the committed one: no call between an update and its commit.
+        """
+        self._progress.flush_ledger()
+        self._snapshots.rescue()
+
+    @property
+    def is_kept(self) -> bool:
+        """The committed state is in memory already, or cannot be put there."""
+        snapshots = self._snapshots
+        return not snapshots.can_take or snapshots.complete == snapshots.now
+
+    # --- at the end of a stage
+
+    def start_final(self) -> None:
+        """Begin the checkpoint of a training that is complete.
+
+        Raises:
+            InUseError: another training has taken over the folder of checkpoints.
+        """
+        self._end_if_replaced()
+        if self._writer is not None:
+            self._wait_for_last()
+            self._progress.flush_ledger()
+            self._writer.start(self._capture())
+
+    def write_checkpoint(self) -> None:
+        """Write the committed state and wait for it; nothing to do for other ranks than 0.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        if self._writer is None:
+            return
+        self._wait_for_last()
+        self._progress.flush_ledger()
+        self._writer.start(self._snapshots.image() or self._capture())
+        self._writer.finish()
+
+    @property
+    def is_writing(self) -> bool:
+        return self._writer is not None and self._writer.busy
+
+    @property
+    def has_failed(self) -> bool:
+        """The newest checkpoint was not written."""
+        return self._writer is not None and self._writer.has_failed
+
+    def finish_writing(self) -> None:
+        """Wait for a checkpoint in progress. Raises CheckpointError."""
+        if self._writer is not None:
+            self._writer.finish()
+
+    @property
+    def wants_renewal(self) -> bool:
+        """The segment is missing or too small: `park` must be told on all ranks if any says so."""
+        return self._snapshots.wants_renewal
+
+    def park(self, cut: AgreedCut, renew: bool) -> Start | None:
+        """Put the committed state away, say so, and wait until the cut is off (or for the end).
+
+        Returns what a trainer that joins goes on as; None: the cut is off.
+        """
+        assert self._link is not None
+        cut_id = cut.id
+        step = self._progress.cursor.global_step
+        self._take(Wish(snapshot=1.0, renew=renew))
+        self._snapshots.meet()
+        kept = self._snapshots.reference()
+        written = ""
+        if self._writer is not None and kept is None:
+            written = self._write_until_done(cut_id)
+        elif self._writer is not None and cut.durable:
+            # What is in the snapshot is written by another process, which must be alone there.
+            self._wait_for_last()
+        if self._owner is not None and cut.halt:
+            self._owner.leave(State.PAUSED if cut.halt == "pause" else State.STOPPING)
+        self.note_account()
+        self._link.say("drained", step=step, id=cut_id, snapshot=kept, durable=written)
+        logger.info("parked after step %d for cut %d", step, cut_id)  # others wait for these words
+        start = self._link.wait_resume(cut_id)
+        if self._owner is not None and cut.halt:
+            self._owner.hold()
+        if start is None:
+            logger.info("cut %d is off, training goes on after step %d", cut_id, step)
+        return start
+
+    @property
+    def writer(self) -> CheckpointWriter | None:
+        """Writes checkpoints; None: not this rank's task."""
+        return self._writer
+
+    def kept(self) -> Kept:
+        """Return the committed state for a rank that stays to go on with."""
+        return Kept(
+            status=self._progress.status(),
+            stamp=self._snapshots.now,
+            is_in_snapshot=self._snapshots.complete == self._snapshots.now,
+            image=self._snapshots.image,
+        )
+
+    def note_account(self) -> None:
+        """Write down what snapshots have cost this stage so far."""
+        snapshots, elapsed_s = self._snapshots, time.monotonic() - self._begun_at
+        if snapshots.count:
+            self._progress.note_account(
+                snapshots=snapshots.count, stall_s=snapshots.total_s, elapsed_s=elapsed_s
+            )
+            logger.info(
+                "%d snapshots have taken %.3f s of %.1f s",
+                snapshots.count, snapshots.total_s, elapsed_s,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """Let go of the segment; the shims hold it as long as it is needed."""
+        self._snapshots.close()
+
+    # --- how
+
+    def _end_if_replaced(self) -> None:
+        if self._owner is not None and self._owner.replaced_by:
+            raise InUseError(self._owner.replaced_by) from None
+
+    def _take(self, wish: Wish) -> None:
+        self._progress.flush_ledger()
+        self._snapshots.take(wish.renew)
+
+    def _interval(self) -> int:
+        """Return how many steps lie between two snapshots."""
+        if self._snapshot_steps is not None:
+            return self._snapshot_steps
+        if self._step_s <= 0:
+            return 1
+        return max(1, math.ceil(self._snapshots.stall_s / (_STALL_SHARE * self._step_s)))
+
+    def _save_wants(self, taken: Stamp, next_step: int) -> bool:
+        """Whether a checkpoint is due that no snapshot has been taken for."""
+        if self._writer is None or self._writer.busy:
+            return False
+        return next_step >= self._next_save or (
+            self._save_due is not None and taken < self._save_due
+        )
+
+    def _start_if_due(self) -> None:
+        """Begin the checkpoint that is due, unless one is written or its snapshot is to come."""
+        if self._save_due is None or self._writer is None or self._writer.busy:
+            return
+        if not self._snapshots.can_take:
+            self._progress.flush_ledger()
+            self._writer.start(self._capture())
+        else:
+            complete = self._snapshots.complete
+            if complete is None or complete < self._save_due:
+                return
+            fd = os.dup(self._snapshots.fd)  # this segment, even if another takes its place
+            self._writer.start_from(lambda: self._copy(fd))
+        self._save_due = None
+
+    def _copy(self, fd: int) -> StateImage:
+        """Return the newest snapshot, copied beside the training, which goes on writing."""
+        try:
+            image = copy_newest(fd, self._buffer)
+        finally:
+            os.close(fd)
+        if image is None:
+            raise CheckpointError("snapshots followed each other too quickly to copy one")
+        return image
+
+    def _wait_for_last(self) -> None:
+        """Wait for the checkpoint in progress, whatever becomes of it."""
+        assert self._writer is not None
+        try:
+            self._writer.finish()
+        except CheckpointError:
+            logger.debug("the checkpoint before this one had failed, as was said then")
+
+    def _write_until_done(self, cut_id: int) -> str:
+        """Write a checkpoint that must exist before `drained` may be said; return its path.
+
+        "": the cut was called off before.
+        """
+        assert self._link is not None
+        assert self._writer is not None
+        while self._link.resumed_id < cut_id:
+            try:
+                self.write_checkpoint()
+            except CheckpointError as error:
+                self._end_if_replaced()
+                logger.error(
+                    "drained only when a checkpoint is written; again in %g s: %s", RETRY_S, error
+                )
+                self._link.wait(RETRY_S)
+            else:
+                return Places.of(self._writer.store.storage.name, 1, None).checkpoint
+        return ""
+
+    def _capture(self) -> StateImage:
+        layout = self._adapter.layout()
+        if len(self._buffer) != layout.total_bytes:
+            self._buffer = bytearray(layout.total_bytes)
+        self._adapter.copy_out(memoryview(self._buffer))
+        return StateImage(
+            status=self._progress.status(),
+            scalars=self._adapter.scalars(),
+            layout=layout,
+            data=memoryview(self._buffer),
+        )
+
+
+def _next_multiple(step: int, every: int) -> int:
+    return (step // every + 1) * every

@@ -1,0 +1,277 @@
+"""A trainer's end of the channel to its launcher; docs/architecture.md has the messages.
+
+No thread: the loop polls once per step, which costs a system call, and waits here while it is
+parked. The socket closes when the launcher dies; the kernel kills the trainer then, too.
+"""
+
+import os
+import select
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from job_server.api.wire import SnapshotRef, StagePlan, WireError, decode
+from pod_runtime.segment_header import Stamp
+from pod_runtime.shim_wire import LineSocket, ShimError
+from pod_runtime.trainer.errors import LinkError
+from pod_runtime.trainer.progress.agreement import HALTS
+
+_CONNECT_TIMEOUT_S = 30.0
+STEP_PERIOD_S = 0.2  # at most so often does a trainer say `step`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """Who this trainer is, and what it may restore from."""
+
+    plan: StagePlan
+    fds: tuple[int, ...]  # segments, owned by the receiver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What a prepared trainer starts from."""
+
+    plan: StagePlan
+    fds: tuple[int, ...]  # segments, owned by the receiver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preview:
+    """The state that a prepared trainer will start from, if the change is committed."""
+
+    stamp: Stamp
+    fds: tuple[int, ...]  # segments, owned by the receiver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Drain at an agreed step."""
+
+    id: int  # grows from cut to cut
+    durable: bool = False  # a checkpoint is written before `drained`
+    patient: bool = False  # not amid a step, even while that waits for data
+    halt: str = ""  # "pause" or "stop" follows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invitation:
+    """The next stage, which this trainer is to join in place."""
+
+    plan: StagePlan
+    rank: int  # its own in that stage
+
+
+class Link:
+    """The conversation of one trainer in one stage."""
+
+    def __init__(self, name: str, *, rank: int, stage: int, pid: int, joins: bool = False) -> None:
+        """Connect and say hello; `joins`: it can form a next group beside its own.
+
+        Raises:
+            LinkError: nobody listens at the abstract socket `name`.
+        """
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        connection.settimeout(_CONNECT_TIMEOUT_S)
+        try:
+            connection.connect("\0" + name)
+        except OSError as error:
+            connection.close()
+            raise LinkError(
+                f"EDL_CHANNEL: no launcher listens at {name!r}: {error.strerror or error}; "
+                f"unset it to train outside EDL"
+            ) from error
+        connection.settimeout(None)
+        self._lines = LineSocket(connection)
+        self._readable = select.poll()
+        self._readable.register(connection, select.POLLIN)
+        self._writable = select.poll()
+        self._writable.register(connection, select.POLLOUT)
+        self.going = False  # `go` has come
+        self._start: Start | None = None  # what came with it; None: nothing, or not yet
+        self._preview: Preview | None = None  # the newest; None: none, or it has been looked at
+        self.invitation: Invitation | None = None  # None: there is none, or it is off
+        self.cut: Cut | None = None  # the newest one that is not off; None: there is none
+        self.resumed_id = -1  # highest id of a cut that is off
+        self._last_step_at = 0.0
+        self._metrics: dict[str, float] | None = None  # not yet told
+        self.say("hello", rank=rank, stage=stage, pid=pid, joins=joins)
+
+    def say(self, word: str, fds: tuple[int, ...] = (), **fields: Any) -> None:
+        """Send a message.
+
+        Raises:
+            LinkError: the launcher is gone.
+        """
+        message = {"say": word, **fields}
+        if fds:
+            message["fds"] = len(fds)
+        try:
+            self._lines.send(message, fds)
+        except OSError as error:
+            raise LinkError(f"the launcher is gone: {error}") from error
+
+    def wait_welcome(self) -> Welcome:
+        """Wait for the answer to hello.
+
+        Raises:
+            LinkError: the launcher is gone, or its plan is malformed.
+        """
+        while True:
+            message, fds = self._lines.pending() or self._receive()
+            if message.get("do") != "welcome":
+                self._take(message, fds)
+                continue
+            plan = _plan(message, "welcome")
+            return Welcome(plan=plan, fds=fds)
+
+    def close(self) -> None:
+        """Hang up: the script begins another conversation."""
+        self._lines.close()
+
+    def poll(self) -> None:
+        """Take in what has come, without waiting."""
+        while True:
+            received = self._lines.pending()
+            if received is None:
+                if not self._readable.poll(0):
+                    return
+                received = self._receive()
+            self._take(*received)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait for a message, or for `timeout_s` (None: as long as it takes), and take it in."""
+        received = self._lines.pending()
+        if received is None:
+            if not self._readable.poll(None if timeout_s is None else timeout_s * 1000):
+                return
+            received = self._receive()
+        self._take(*received)
+
+    def wait_start(self, look: Callable[[Preview], None]) -> Start:
+        """Wait until the stage that this trainer was prepared for is committed.
+
+        Args:
+            look: called with each preview that comes before.
+
+        Raises:
+            LinkError: the launcher is gone.
+        """
+        while self._start is None:
+            self.wait()
+            preview, self._preview = self._preview, None
+            if preview is not None:
+                if self._start is None:
+                    look(preview)
+                for fd in preview.fds:
+                    os.close(fd)
+        start, self._start = self._start, None
+        return start
+
+    def wait_go(self) -> None:
+        """Wait until the stage is committed. A cut before that means that it was, too."""
+        while not self.going and self.cut is None:
+            self.wait()
+
+    def wait_for_the_end(self) -> NoReturn:
+        """Wait to be ended by the launcher.
+
+        Raises:
+            LinkError: it is gone.
+        """
+        while True:
+            self._receive()
+
+    def wait_resume(self, cut_id: int) -> Start | None:
+        """Stay parked until the cut is off; most trainers are ended while they wait here.
+
+        Returns what a trainer that joins goes on as; None: as what it is.
+        """
+        while self.resumed_id < cut_id and self._start is None:
+            self.wait()
+        start, self._start = self._start, None
+        return start
+
+    def tell_step(
+        self, *, step: int, epoch: int, total_steps: int | None, step_s: float, at_once: bool
+    ) -> None:
+        """Say `step`, unless that was said just now or the launcher does not listen."""
+        now = time.monotonic()
+        if now - self._last_step_at < STEP_PERIOD_S and not at_once:
+            return
+        if not self._writable.poll(0):
+            return  # a stopped launcher must not stop the training
+        self._last_step_at = now
+        fields: dict[str, Any] = {
+            "step": step, "epoch": epoch, "total_steps": total_steps, "step_s": step_s,
+        }  # fmt: skip
+        if self._metrics is not None:
+            fields["metrics"], self._metrics = self._metrics, None
+        self.say("step", **fields)
+
+    def set_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Have the next `step` carry these."""
+        self._metrics = dict(metrics)
+
+    def _receive(self) -> tuple[dict[str, Any], tuple[int, ...]]:
+        try:
+            received = self._lines.receive()
+        except (ShimError, OSError) as error:
+            raise LinkError(f"the launcher's channel broke: {error}") from error
+        if received is None:
+            raise LinkError("the launcher is gone: it closed the channel")
+        return received
+
+    def _take(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+        word, cut_id = message.get("do"), message.get("id")
+        if word == "go":
+            self.going = True
+            if "plan" in message:
+                self._start = Start(plan=_plan(message, "go"), fds=fds)
+                self.cut, self.resumed_id = None, -1  # the stage numbers its own cuts
+        elif word == "preview":
+            self._preview = Preview(stamp=_stamp(message), fds=fds)
+        elif word == "join":
+            self.invitation = _invitation(message)
+        elif word == "drop":
+            self.invitation = None
+        elif word == "cut" and isinstance(cut_id, int):
+            if cut_id > self.resumed_id:
+                self.cut = Cut(
+                    id=cut_id,
+                    durable=message.get("durable") is True,
+                    patient=message.get("patient") is True,
+                    halt=halt if (halt := message.get("halt")) in HALTS else "",
+                )
+        elif word == "resume" and isinstance(cut_id, int):
+            self.resumed_id = max(self.resumed_id, cut_id)
+            if self.cut is not None and self.cut.id <= cut_id:
+                self.cut = None
+        else:
+            raise LinkError(
+                f"do: expected go, cut, resume, join, drop or preview, got {message!r:.90}"
+            )
+
+
+def _invitation(message: Mapping[str, Any]) -> Invitation:
+    plan, rank = _plan(message, "join"), message.get("rank")
+    if type(rank) is not int or not 0 <= rank < plan.world_size:
+        raise LinkError(f"join: rank: expected one of {plan.world_size}, got {rank!r:.40}")
+    return Invitation(plan=plan, rank=rank)
+
+
+def _stamp(message: Mapping[str, Any]) -> Stamp:
+    try:
+        ref = decode(SnapshotRef, message.get("snapshot"), "snapshot")
+    except WireError as error:
+        raise LinkError(f"preview: {error}") from error
+    return Stamp(stage=ref.stage, step=ref.step, serial=ref.serial)
+
+
+def _plan(message: Mapping[str, Any], word: str) -> StagePlan:
+    try:
+        return decode(StagePlan, message.get("plan"), "plan")
+    except WireError as error:
+        raise LinkError(f"{word}: {error}") from error

@@ -1,0 +1,292 @@
+"""This trainer as a member of its stage: what it agrees on with its peers, and when it parks."""
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+import numpy as np
+
+from pod_runtime.trainer.errors import (
+    PEER_LOST_EXIT_CODE,
+    LinkError,
+    PeerLost,
+    StageChanged,
+)
+from pod_runtime.trainer.frameworks.adapter import Adapter
+from pod_runtime.trainer.membership.joining import Joining
+from pod_runtime.trainer.membership.keeper import RETRY_S, Keeper
+from pod_runtime.trainer.membership.link import Link
+from pod_runtime.trainer.membership.together import wait_together
+from pod_runtime.trainer.progress.agreement import (
+    Verdict,
+    Wish,
+    make_ballot,
+    make_header,
+    read_ballots,
+    read_header,
+)
+
+logger = logging.getLogger(__name__)
+
+_PEERS_WAIT_S = 8.0  # a waiting rank shows itself so often; gloo gives its peers up after 30 s
+
+
+class Member:
+    """Agreement with the peers, over whatever the adapter's group is."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        keeper: Keeper,
+        link: Link | None,
+        rank: int,
+        world_size: int,
+        joining: Joining | None = None,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._adapter = adapter
+        self._keeper = keeper
+        self._link = link  # None: outside EDL, where nobody cuts
+        self._joining = joining  # None: as above
+        self._waiting_since: float | None = None  # None: not waiting for data
+        self._is_to_end = False
+        self._gate = threading.Lock()  # around `_waits`; held for good by who ends the process
+        self._waits = False  # in an exchange: the state is the committed one
+
+    def exchange(self, samples: int, drawn: int | None = None) -> Verdict:
+        """Sum gradients with all ranks; returns when all of them had theirs.
+
+        Args:
+            samples: that this rank computed.
+            drawn: sum of their hashes; None: they have none.
+
+        Raises:
+            PeerLost: a rank is gone; the local state is the last committed one.
+        """
+        while True:
+            verdict = self._exchange(samples, drawn, void=False)
+            if not verdict.void:
+                return verdict
+            if verdict.cut:
+                self._park_amid_step()
+
+    def wait_for_data(self) -> None:
+        """Call while data do not come: parks with the others when a cut is due."""
+        now = time.monotonic()
+        if self._waiting_since is None:
+            self._waiting_since = now
+        long = self.world_size > 1 and now - self._waiting_since > _PEERS_WAIT_S
+        interrupts = self.is_cut and not self._is_patient
+        if not (interrupts or long):
+            return
+        self._waiting_since = now
+        if self._exchange(0, None, void=True).cut:
+            self._park_amid_step()
+
+    def have_data(self) -> None:
+        """The wait is over."""
+        self._waiting_since = None
+
+    def meet(self, *, may_move: bool) -> None:
+        """Let all ranks notice a cut at a point that all of them pass, between steps.
+
+        Args:
+            may_move: trainers of the next stage would come by here as well; else a cut for which
+                this trainer would go on in the next stage waits.
+
+        Raises:
+            StageChanged: it goes on in the next stage.
+        """
+        self._end_if_told()
+        if self.any_of_us(self.is_cut and (may_move or not self._is_patient)):
+            self.park()
+
+    def any_of_us(self, mine: bool) -> bool:
+        """Whether any rank says so. All ranks call it."""
+        votes = np.array([float(mine)])
+        self._adapter.all_reduce(votes)
+        return bool(votes[0])
+
+    def end_epoch(self, stop: bool) -> tuple[bool, Wish]:
+        """Agree on whether it was the last one, and on what is done then. All ranks call it."""
+        wish = self._keeper.wish_after_epoch()
+        votes = np.array([float(stop), wish.snapshot, float(wish.renew)])
+        self._adapter.all_reduce(votes)
+        return bool(votes[0]), Wish(snapshot=float(votes[1] >= 1), renew=bool(votes[2]))
+
+    def write_final(self) -> None:
+        """Have rank 0 write the last checkpoint, again and again until it is there.
+
+        Without it the training would have been for nothing: a full disk can be mended, and whoever
+        does not want to can end the job. All ranks call it; they look after each other meanwhile,
+        and park between two tries when a cut is due.
+
+        Raises:
+            StageChanged: it goes on in the next stage, which tries again.
+            PeerLost: a rank is gone, or this one was told to end.
+            InUseError: on rank 0; another training has taken over the folder of checkpoints.
+        """
+        while True:
+            self._keeper.start_final()
+            self._wait_while(lambda: self._keeper.is_writing)
+            if not self.any_of_us(self._keeper.has_failed):
+                return
+            if self._keeper.has_failed:
+                logger.error(
+                    "the training is complete, but its last checkpoint is not written (see above); "
+                    "make room or mend the path: it is tried again every %g s until it is there, "
+                    "or until you end the job (Ctrl-C, edl stop)", RETRY_S,
+                )  # fmt: skip
+            again_at = time.monotonic() + RETRY_S
+            self._wait_while(
+                lambda: time.monotonic() < again_at and not self.is_cut  # noqa: B023  called at once
+            )
+            self.meet(may_move=True)
+
+    def _wait_while(self, is_busy: Callable[[], bool]) -> None:
+        def look() -> bool:
+            self._end_if_told()
+            return is_busy()
+
+        wait_together(self._adapter, look)
+
+    @property
+    def is_cut(self) -> bool:
+        """This rank was told to drain."""
+        if self._link is None:
+            return False
+        self._link.poll()
+        if self._joining is not None:
+            self._joining.poll()
+        return self._link.cut is not None
+
+    @property
+    def _is_patient(self) -> bool:
+        cut = None if self._link is None else self._link.cut
+        return cut is not None and cut.patient
+
+    def park(self) -> None:
+        """Agree with all ranks on the cut, and stay parked until it is off. All ranks call it.
+
+        Returns at once when every rank has heard by now that the cut is off.
+
+        Raises:
+            StageChanged: this trainer goes on in the next stage.
+        """
+        cut = None
+        if self._link is not None:
+            self._link.poll()
+            cut = self._link.cut
+        ballot = make_ballot(
+            self.rank,
+            self.world_size,
+            None if cut is None else cut.id,
+            cut is not None and cut.durable,
+            "" if cut is None else cut.halt,
+        )
+        votes = np.array([*ballot, float(self._keeper.wants_renewal)])
+        self._adapter.all_reduce(votes)
+        *ballots, renew = votes.tolist()
+        agreed = read_ballots(ballots)
+        if agreed is None:
+            logger.info("the cut is off before anybody parked")
+            return
+        if self._link is None:
+            raise LinkError("a peer was told to drain, and this trainer has no launcher")
+        start = self._keeper.park(agreed, renew > 0)
+        if start is not None:
+            raise StageChanged(start)
+
+    def _park_amid_step(self) -> None:
+        try:
+            self.park()
+        except StageChanged as change:
+            text = "go: this trainer was parked amid a step, which it cannot leave"
+            raise LinkError(text) from change
+
+    def end_soon(self) -> None:
+        """End this trainer as a victim: now, or where its state is next known to be whole.
+
+        For a signal handler: between any two lines of the script its model may be in the making,
+        and only in an exchange it is certain to be the committed one.
+        """
+        if self._keeper.is_kept:
+            os._exit(PEER_LOST_EXIT_CODE)
+        self._is_to_end = True
+
+    def end_if_waiting(self) -> None:
+        """End this trainer as a victim if it waits in an exchange. For another thread."""
+        with self._gate:
+            if self._waits:
+                self._leave()
+
+    def _leave(self) -> NoReturn:
+        try:
+            self._keeper.rescue()
+        except LinkError as lost:
+            logger.error("%s", lost)
+        exit_as_victim()
+
+    def _end_if_told(self) -> None:
+        if self._is_to_end:
+            raise PeerLost("told to end, as another trainer of the stage has")
+
+    def end_after_peer_lost(self, error: PeerLost, *, state_is_committed: bool) -> NoReturn:
+        """Put the last committed state away, and exit as a victim.
+
+        Args:
+            state_is_committed: an update that was not committed has not changed the state.
+
+        Raises:
+            PeerLost: outside EDL, where nobody would restart this trainer.
+        """
+        if self._link is None:
+            raise error
+        logger.error("peer lost: %s", error)
+        try:
+            if state_is_committed:
+                self._adapter.drop_step()
+                self._keeper.rescue()
+        except LinkError as lost:
+            logger.error("%s", lost)
+        exit_as_victim()
+
+    def _exchange(self, samples: int, drawn: int | None, *, void: bool) -> Verdict:
+        self._end_if_told()
+        wish = Wish() if void else self._keeper.wish()
+        cut = self.is_cut
+        header = make_header(
+            cut=cut,
+            void=void,
+            samples=samples,
+            wish=wish,
+            patient=self._is_patient,
+            drawn=drawn,
+        )
+        with self._waiting():
+            sums = self._adapter.exchange(header, contribute=not void)
+        return read_header(sums)
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        with self._gate:
+            self._waits = True
+        try:
+            yield
+        finally:
+            with self._gate:
+                self._waits = False
+
+
+def exit_as_victim() -> NoReturn:
+    """End the process at once: the group's threads may hang for ever in an orderly exit."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(PEER_LOST_EXIT_CODE)

@@ -1,0 +1,305 @@
+"""The snapshots of this rank's node, which all ranks on it write together.
+
+The first of them makes the segment and hands it to the launcher; the others open it by the maker's
+process. Every rank of the stage takes part in every snapshot, so each node holds the same states;
+what a rank has written is known to be complete once all ranks have met again after it.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from job_server.api.wire import StagePlan
+from pod_runtime.segment_header import SlotHeader, Stamp, read_newest
+from pod_runtime.trainer.errors import SnapshotError
+from pod_runtime.trainer.frameworks.adapter import Adapter
+from pod_runtime.trainer.layout import Layout
+from pod_runtime.trainer.membership.link import Link
+from pod_runtime.trainer.progress.progress import Progress
+from pod_runtime.trainer.state.image import Places, StateImage, meta_bytes
+from pod_runtime.trainer.state.snapshot import META_RESERVE, Handle, Segment, read_snapshot
+
+logger = logging.getLogger(__name__)
+
+_ANNOUNCE_PERIOD_S = 0.2
+_SMOOTHING = 0.5  # weight of the newest stall
+_DIGEST_DIGITS = 12  # hexadecimal ones of a layout's digest: as many as a float64 holds exactly
+
+
+class NodeSnapshots:
+    """One rank's part. Without a link there are none: outside EDL nobody could hold them."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        progress: Progress,
+        link: Link | None,
+        *,
+        rank: int,
+        nodes: Sequence[Sequence[int]],
+        segment: Segment | None = None,
+        places: Places | None = None,
+    ) -> None:
+        """
+        Args:
+            nodes: the ranks of the stage by node, each node's in ascending order.
+            segment: made ahead, by the first rank of its node.
+            places: where a state goes if the job ends; None: nowhere.
+        """
+        self._adapter, self._progress, self._link = adapter, progress, link
+        self._places = "null" if places is None else json.dumps(places.to_json())
+        self._rank = rank
+        self._world_size = sum(len(ranks) for ranks in nodes)
+        self._node = next(tuple(ranks) for ranks in nodes if rank in ranks)
+        self.share = 1 / len(nodes)  # this node's, of a decision that all nodes have to agree to
+        self._are_alone = all(len(ranks) == 1 for ranks in nodes)
+        self._prepared = segment  # None: nothing was made ahead, or it is in use
+        self._segment: Segment | None = None  # None: there is none, or it is not ours to write
+        self._index = -1  # among the writers
+        self._split = False  # on some node, so ranks have to meet before a snapshot is complete
+        self._taken: Stamp | None = None  # the newest that this rank has written its part of
+        self._unsaid: Stamp | None = None  # the newest that the launcher was not told of
+        self._given = False  # the launcher has the segment
+        self._said_at = 0.0
+        self.wants_renewal = link is not None  # a segment has to be made before the next snapshot
+        self.stall_s = 0.0  # what a snapshot takes; 0: not known
+        self.count, self.total_s = 0, 0.0  # of this stage, the making of segments included
+
+    @property
+    def is_first(self) -> bool:
+        """This rank leads its node's writers."""
+        return self._link is not None and self._rank == self._node[0]
+
+    @property
+    def can_take(self) -> bool:
+        """This node has a segment, or may get one."""
+        return self._segment is not None or self.wants_renewal
+
+    @property
+    def taken(self) -> Stamp | None:
+        """The newest state that was put away here; None: none was, or it cannot be."""
+        return self._taken
+
+    @property
+    def now(self) -> Stamp:
+        """The stamp of the committed state."""
+        progress = self._progress
+        return Stamp(
+            stage=progress.stage, step=progress.cursor.global_step, serial=progress.version
+        )
+
+    def take(self, renew: bool) -> None:
+        """Put this rank's part of the committed state away. All ranks of the stage call it.
+
+        Args:
+            renew: some rank wants renewal; the same on all ranks.
+        """
+        if self._link is None:
+            return
+        begun = time.monotonic()
+        layout = self._adapter.layout()
+        if renew:
+            self._renew(layout)
+        copied_since = time.monotonic()
+        if self._segment is not None and self._taken != self.now:
+            self._write(self._segment, layout)
+            self.count += 1
+            spent = time.monotonic() - copied_since
+            self.stall_s += (spent - self.stall_s) * (_SMOOTHING if self.stall_s else 1.0)
+        self.total_s += time.monotonic() - begun
+        if not self._split:
+            self.settle()
+
+    def settle(self, *, at_once: bool = False) -> None:
+        """Tell the launcher what is complete. All ranks have met since the last `take`."""
+        if self._link is None or self._segment is None or not self.is_first or not self._unsaid:
+            return
+        newest = read_newest(self._segment.fd)
+        if newest is None or newest.stamp < self._unsaid:
+            logger.error(
+                "the snapshot of step %d is incomplete, the ranks of this node disagree about the "
+                "state's layout: do all run the same script?",
+                self._unsaid.step,
+            )
+            self._unsaid, self.wants_renewal = None, True
+            return
+        now = time.monotonic()
+        first = not self._given
+        self._give(newest.digest)
+        if first or at_once or now - self._said_at >= _ANNOUNCE_PERIOD_S:
+            self._said_at, self._unsaid = now, None
+            self._link.say("snapshot", **_reference(newest))
+
+    def meet(self) -> None:
+        """Return when what all ranks have written is complete. All ranks call it."""
+        if self._split:
+            self._adapter.all_reduce(np.zeros(1))
+        self.settle(at_once=True)
+
+    @property
+    def complete(self) -> Stamp | None:
+        """The newest complete snapshot of this node; None: there is none."""
+        return None if self._segment is None else self._segment.newest()
+
+    def reference(self) -> dict[str, Any] | None:
+        """Return what the launcher is told of the committed state; None: it is not kept."""
+        newest = None if self._segment is None else read_newest(self._segment.fd)
+        if newest is None or newest.stamp != self.now:
+            return None
+        return _reference(newest)
+
+    @property
+    def fd(self) -> int:
+        """The segment's descriptor. There must be one: `complete` says so."""
+        assert self._segment is not None
+        return self._segment.fd
+
+    def image(self) -> StateImage | None:
+        """Return the committed state as it stands in the segment; None if it is not complete."""
+        return None if self._segment is None else read_snapshot([self.fd], self.now)
+
+    def rescue(self) -> None:
+        """Put the committed state away alone: a rank is gone, and with it its part."""
+        if self._link is None:
+            return
+        layout = self._adapter.layout()
+        meta = self._meta(layout)
+        if self._segment is None and self.is_first and self.wants_renewal:
+            try:
+                self._segment, self._index = self._make(layout, meta, writers=1), 0
+            except SnapshotError as error:
+                logger.error("%s", error)
+        if self._segment is None or not self._segment.fits(len(meta), layout.total_bytes):
+            return
+        # A complete one was taken where the step had ended; since, the script may have begun the
+        # next: what it does there to the learning rate, say, is done again after a restore.
+        if self.complete != self.now:
+            self._segment.write_whole(self._adapter, layout, self.now, meta)
+        if self.is_first:
+            self._give(layout.digest)
+
+    def close(self) -> None:
+        for segment in (self._segment, self._prepared):
+            if segment is not None:
+                segment.close()
+        self._segment = self._prepared = None
+
+    # --- the segment
+
+    def _write(self, segment: Segment, layout: Layout) -> None:
+        meta = self._meta(layout) if self._index == 0 else b""
+        if not segment.fits(len(meta), layout.total_bytes):
+            self.wants_renewal = True  # before the next one; this one stays incomplete
+            return
+        segment.write_part(self._adapter, layout, self.now, index=self._index, meta=meta)
+        self._taken = self._unsaid = self.now
+
+    def _renew(self, layout: Layout) -> None:
+        """Make a segment for what the state needs now, and see who can write it."""
+        self.wants_renewal, self._given, self._taken = False, False, None
+        old, self._segment = self._segment, None
+        if self.is_first:
+            meta = self._meta(layout)
+            try:
+                self._segment = self._make(layout, meta, writers=len(self._node))
+            except SnapshotError as error:
+                logger.error("%s", error)
+        joined = [self._rank] if self._segment is not None else []
+        if not self._are_alone:
+            joined = self._join(layout)
+        if self._segment is not None:
+            self._index = joined.index(self._rank)
+            if self._index == 0:
+                self._segment.set_writers(len(joined))
+                if old is None:  # nothing is lost by it: the shims may have it before it is full
+                    self._give(layout.digest)
+            else:
+                self._segment.follow_writers(len(joined))
+                self._segment.populate(layout, self._index)
+        if old is not None:
+            old.close()
+
+    def _make(self, layout: Layout, meta: bytes, *, writers: int) -> Segment:
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            if prepared.fits(len(meta), layout.total_bytes):
+                prepared.set_writers(writers)
+                return prepared
+            prepared.close()
+        return make_segment(self._progress.stage, writers, layout, len(meta))
+
+    def _join(self, layout: Layout) -> list[int]:
+        """Open the segment of this node's first rank; return which ranks of the node write it."""
+        mine = self._segment.handle if self._segment is not None else None
+        digest = int(layout.digest[:_DIGEST_DIGITS], 16)
+        handles = np.zeros((self._world_size, 5))
+        if mine is not None:
+            handles[self._rank] = (mine.pid, mine.fd, mine.inode, mine.size_bytes, digest)
+        self._adapter.all_reduce(handles.reshape(-1))
+        pid, fd, inode, size_bytes, wanted = (int(value) for value in handles[self._node[0]])
+        if not self.is_first and pid and wanted == digest:
+            handle = Handle(pid=pid, fd=fd, inode=inode, size_bytes=size_bytes)
+            self._segment = Segment.join(handle)
+            if self._segment is None:
+                logger.warning(
+                    "rank %d cannot open the segment of rank %d, which writes this one's part of "
+                    "the snapshots, too",
+                    self._rank,
+                    self._node[0],
+                )
+        writes = np.zeros(self._world_size)
+        writes[self._rank] = self._segment is not None
+        self._adapter.all_reduce(writes)
+        self._split = int(writes.sum()) > int(np.count_nonzero(handles[:, 0]))
+        return [rank for rank in self._node if writes[rank]]
+
+    def _give(self, digest: str) -> None:
+        """Have the shims hold the segment, in the place of an older one of this stage."""
+        if self._given or self._segment is None or self._link is None:
+            return
+        self._given = True
+        size = self._segment.handle.size_bytes
+        stage = self._progress.stage
+        self._link.say("segment", (self.fd,), stage=stage, size_bytes=size, digest=digest)
+
+    def _meta(self, layout: Layout) -> bytes:
+        scalars = json.dumps(self._adapter.scalars())
+        return meta_bytes(self._progress.status_json(), scalars, layout, self._places)
+
+
+def _reference(header: SlotHeader) -> dict[str, Any]:
+    """Return a snapshot as the launcher and the server name it (`SnapshotRef`)."""
+    stamp = header.stamp
+    return {
+        "stage": stamp.stage,
+        "step": stamp.step,
+        "serial": stamp.serial,
+        "digest": header.digest,
+    }
+
+
+def nodes_of(plan: StagePlan) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each node, in ascending order."""
+    found: dict[str, list[int]] = {}
+    for pod in plan.pods:
+        found.setdefault(pod.node_id, []).extend(pod.ranks)
+    return tuple(tuple(sorted(ranks)) for ranks in found.values())
+
+
+def make_segment(stage: int, writers: int, layout: Layout, meta_size: int = 0) -> Segment:
+    """Return a new segment for a stage's snapshots.
+
+    Raises:
+        SnapshotError: there is no room for it.
+    """
+    meta_size = max(meta_size, len(layout.text) + META_RESERVE)
+    return Segment.make(
+        f"edl-snapshot-{stage}",
+        writers=writers,
+        meta_bytes=meta_size,
+        data_bytes=layout.total_bytes,
+    )

@@ -1,0 +1,538 @@
+"""Become a member of a stage: meet the launcher, form the group, take over the state."""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from job_server.api.wire import Order, RestoreFrom, StagePlan, Way
+from pod_runtime.env import TrainerEnv, stage_environment
+from pod_runtime.orphans import note_forks
+from pod_runtime.trainer.data.source import DataSource
+from pod_runtime.trainer.errors import LinkError, PeerLost, SnapshotError, StateError, UsageError
+from pod_runtime.trainer.frameworks.adapter import Adapter, GroupSpec, Part
+from pod_runtime.trainer.membership.joining import Joining, group_spec
+from pod_runtime.trainer.membership.keeper import Keeper
+from pod_runtime.trainer.membership.link import Link, Preview, Start, Welcome
+from pod_runtime.trainer.membership.member import Member, exit_as_victim
+from pod_runtime.trainer.membership.node_snapshots import NodeSnapshots, make_segment, nodes_of
+from pod_runtime.trainer.membership.restore import Kept, Loaded, Restored, restore
+from pod_runtime.trainer.membership.settings import LoopSettings
+from pod_runtime.trainer.membership.terms import check_same_terms, check_terms_of_state, to_text
+from pod_runtime.trainer.progress.agreement import HEADER_SIZE
+from pod_runtime.trainer.progress.ledger import LedgerFile, RunInfo
+from pod_runtime.trainer.progress.loop_status import LoopStatus, check_same_run
+from pod_runtime.trainer.progress.progress import Progress, fresh_status, scaling_for
+from pod_runtime.trainer.state.checkpoint import CheckpointStore
+from pod_runtime.trainer.state.checkpoint_writer import CheckpointWriter
+from pod_runtime.trainer.state.image import Places
+from pod_runtime.trainer.state.owner import Owner, this_holder
+from pod_runtime.trainer.state.owner_record import State
+from pod_runtime.trainer.state.snapshot import Segment, read_snapshot
+from pod_runtime.trainer.state.storage import open_storage
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What a trainer holds while it trains."""
+
+    adapter: Adapter
+    progress: Progress
+    keeper: Keeper
+    member: Member
+    link: Link | None  # None: outside EDL
+    is_saved: bool  # nothing was left to train, and the state came from an intact checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """This trainer's place in its stage."""
+
+    rank: int
+    world_size: int
+    stage: int  # outside EDL only rank 0's counts
+    max_trainers: int
+    master: str  # "addr:port" of rank 0; "" outside EDL, where the framework knows
+    wanted: RestoreFrom | None  # None: a checkpoint, or afresh; or not yet known
+    policy: str  # of the job
+    link: Link | None
+    nodes: tuple[tuple[int, ...], ...]  # the ranks of each node
+    fds: tuple[int, ...]
+    joined: StagePlan | None = None  # this trainer is new, others stay; None: all are new
+    beside: bool  # an older stage trains: this one is prepared, and told later what to start from
+    parts: tuple[tuple[tuple[str, ...], Part], ...]  # pods that may be lost; who is left then
+
+
+class Entrance:
+    """How this process becomes a member of a stage: in the group first, then with its state.
+
+    In between, where the stage is prepared beside an older one, there is time to rehearse.
+    """
+
+    def __init__(
+        self,
+        settings: LoopSettings,
+        source: DataSource,
+        env: TrainerEnv,
+        make_adapter: Callable[[int], Adapter],
+    ) -> None:
+        """Meet the launcher, and form the group.
+
+        Raises:
+            UsageError: an argument does not fit the model or the stage.
+            LinkError: the launcher is gone.
+            PeerLost: outside EDL, another rank is gone.
+        """
+        self._settings, self._source, self._env = settings, source, env
+        self.adapter = make_adapter(HEADER_SIZE)
+        self._link = None
+        self._joining: Joining | None = None  # None: outside EDL
+        self._joined_group: Any | None = None  # None: it was formed by all together
+        if env.channel is not None:
+            self._link = Link(
+                env.channel,
+                rank=env.rank,
+                stage=env.stage or 0,
+                pid=os.getpid(),
+                joins=not self.adapter.why_no_second_group(),
+            )
+            self._joining = Joining(self.adapter, self._link, os.environ)
+            if env.pod_dir is not None:
+                note_forks(env.pod_dir)
+        welcome = None if self._link is None else self._link.wait_welcome()
+        self._plan = None if welcome is None else welcome.plan
+        self._store = self._open_store(env.rank)
+        self._place = _find_place(env, self._link, welcome, self._store)
+        if self._store is not None and self._store.owner is not None:
+            self._store.owner.stage = self._place.stage
+        self._segment: Segment | None = None  # None: not made ahead of the first snapshot
+        self._restored: Restored | None = None  # None: not yet
+        self._loaded: Loaded | None = None  # ahead of the commit; None: nothing was
+        self._terms = self._make_terms()  # before a state is loaded: as the script made them
+        with self._as_victim():
+            self._form_group()
+
+    def _form_group(self) -> None:
+        place = self._place
+        if place.joined is not None:
+            # As those do that stay: they are amid their steps. Until `go` this is a world of one.
+            spec = group_spec(place.joined, place.rank)
+            self._joined_group = self.adapter.form_next(spec, lambda: False)
+            return
+        self.adapter.form_group(
+            GroupSpec(
+                rank=place.rank,
+                world_size=place.world_size,
+                master=place.master,
+                generation=place.stage,
+            )
+        )
+        check_same_terms(self.adapter, self._terms, rank=place.rank, world_size=place.world_size)
+        if self.is_beside:
+            # What the first exchange sets up is set up now; nobody contributes anything.
+            self.adapter.begin_step()
+            self.adapter.exchange([0.0] * HEADER_SIZE, contribute=False)
+            if place.parts:
+                self.adapter.form_parts([part for _, part in place.parts])
+
+    @property
+    def rank(self) -> int:
+        return self._place.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._place.world_size
+
+    @property
+    def shards(self) -> int:
+        """V, as far as it is known before the state is: a stored one counts more."""
+        return self._settings.shards or self._place.max_trainers
+
+    @property
+    def is_beside(self) -> bool:
+        """An older stage trains while this one is prepared."""
+        return self._place.beside
+
+    def enter(self) -> Stage:
+        """Return when the stage is committed and training may begin.
+
+        Raises:
+            StateError, CheckpointError: the state that is there cannot be continued.
+            and as the constructor.
+        """
+        with self._as_victim():
+            place = self._place
+            if self.is_beside:
+                place = self._wait_for_start()
+            restored = self._restored = self._restore(place, None)
+            for fd in place.fds:
+                os.close(fd)
+            if self.is_beside:
+                self._check_clean(restored)
+            if place.joined is not None:
+                check_terms_of_state(restored.status.terms, self._terms, rank=place.rank)
+            status = _continued(
+                restored.status,
+                self._settings,
+                self._source,
+                self._run(),
+            )
+            status = replace(status, terms=to_text(self._terms))
+            return self._begin(place, restored, status)
+
+    def move(self, old: Stage, start: Start) -> Stage:
+        """Go on as a trainer of the next stage, with the state that is there.
+
+        Raises:
+            UsageError: an argument does not fit the new stage.
+            LinkError: this trainer was not told to join that stage, or the launcher is gone.
+        """
+        assert self._joining is not None
+        plan = self._plan = start.plan
+        for fd in start.fds:
+            os.close(fd)
+        rank, group, self._segment = self._joining.take(plan)
+        self.adapter.adopt(group)
+        place = self._place = replace(
+            self._place,
+            rank=rank,
+            world_size=plan.world_size,
+            stage=plan.stage,
+            max_trainers=plan.max_trainers,
+            master=plan.master,
+            wanted=plan.restore_from,
+            policy=plan.policy,
+            nodes=nodes_of(plan),
+            fds=(),
+            joined=None,
+            beside=False,
+            parts=(),
+        )
+        if rank != 0:
+            self._let_go_of_store()
+        elif self._store is None:
+            self._store = self._open_store(rank)
+        kept = old.keeper.kept()
+        with self._as_victim():
+            restored = self._restore(place, kept)
+        old.progress.close()
+        old.keeper.close()
+        logger.info("goes on as rank %d of %d in stage %d", rank, plan.world_size, plan.stage)
+        return self._begin(place, restored, kept.status, writer=old.keeper.writer)
+
+    def close(self) -> None:
+        """Nothing is to follow: the training is complete."""
+        if self._joining is not None:
+            self._joining.close()
+        if self._store is not None and self._store.owner is not None:
+            self._store.owner.leave(State.OVER)
+
+    def _let_go_of_store(self) -> None:
+        """Another rank writes checkpoints now."""
+        if self._store is not None and self._store.owner is not None:
+            self._store.owner.close()
+        self._store = None
+
+    def _open_store(self, rank: int) -> CheckpointStore | None:
+        """Only rank 0 reads and writes checkpoints; the others get the state from it."""
+        settings, env, plan = self._settings, self._env, self._plan
+        if settings.checkpoint is None or rank != 0:
+            return None
+        storage = open_storage(settings.checkpoint)
+        owner = Owner(
+            storage,
+            this_holder(plan=plan, server=env.job_server or ""),
+            take_over=env.take_over if plan is None else plan.take_over,
+        )
+        return CheckpointStore(storage, keep=settings.keep_checkpoints, owner=owner)
+
+    def _places(self) -> Places:
+        """Return where the state goes if the job ends, for who knows no script."""
+        settings, env, plan = self._settings, self._env, self._plan
+        job = {} if plan is None else {"job_id": plan.job_id, "submitted_at": plan.submitted_at}
+        return Places.of(
+            settings.checkpoint,
+            settings.keep_checkpoints,
+            env.run_dir,
+            server=env.job_server or "",
+            **job,
+        )
+
+    def load_again(self) -> None:
+        """Take over the state once more: what was done to it since does not count."""
+        image = None if self._restored is None else self._restored.image
+        assert image is not None
+        self.adapter.drop_step()
+        self.adapter.load(image.layout, image.data, image.scalars)
+
+    def settled(self) -> None:
+        """Let go of the state that was loaded."""
+        self._loaded = None
+        if self._restored is not None:
+            self._restored = replace(self._restored, image=None)
+
+    def _restore(self, place: _Place, kept: Kept | None) -> Restored:
+        return restore(
+            self.adapter,
+            rank=place.rank,
+            world_size=place.world_size,
+            stage=place.stage,
+            wanted=place.wanted,
+            fds=place.fds,
+            store=self._store,
+            fresh=fresh_status(
+                run=self._run(),
+                batch_size=self._source.batch_size,
+                shards=self.shards,
+                reference_world=place.world_size,
+            ),
+            kept=kept,
+            loaded=self._loaded,
+        )
+
+    def _wait_for_start(self) -> _Place:
+        assert self._link is not None
+        self.adapter.drop_step()
+        node = next(ranks for ranks in self._place.nodes if self.rank in ranks)
+        if self.rank == node[0]:
+            layout = self.adapter.layout()
+            try:
+                self._segment = make_segment(self._place.stage, len(node), layout)
+            except SnapshotError as error:
+                logger.warning("%s", error)  # tried, and said, again at the first snapshot
+        self._link.say("prepared")
+        start = self._link.wait_start(self._load_ahead)
+        self._place = replace(self._place, wanted=start.plan.restore_from, fds=start.fds)
+        if self._joined_group is not None:
+            self.adapter.adopt(self._joined_group)
+        if start.plan.lost:
+            self._do_without_lost(start.plan)
+        return self._place
+
+    def _load_ahead(self, preview: Preview) -> None:
+        """Load what the stage is to begin from, while the others still agree on the change."""
+        image = read_snapshot(preview.fds, preview.stamp)
+        if image is not None:
+            self.adapter.load(image.layout, image.data, image.scalars)
+            self._loaded = Loaded(stamp=preview.stamp, image=image)
+
+    def _do_without_lost(self, plan: StagePlan) -> None:
+        """Become a member of the stage that is left when some of its pods have been lost."""
+        place = self._place
+        losses = [loss for loss, _ in place.parts]
+        if plan.lost not in losses:
+            raise LinkError(f"go: no group was formed without {', '.join(plan.lost)}")
+        index = losses.index(plan.lost)
+        rank = place.parts[index][1].ranks.index(place.rank)
+        spec = GroupSpec(
+            rank=rank, world_size=plan.world_size, master=plan.master, generation=plan.stage
+        )
+        self.adapter.use_part(index, spec)
+        os.environ.update(stage_environment(plan, rank, os.environ))
+        logger.info("goes on as rank %d of %d", rank, plan.world_size)
+        self._place = replace(place, rank=rank, world_size=plan.world_size, nodes=nodes_of(plan))
+        if self._store is None:
+            self._store = self._open_store(rank)
+
+    def _check_clean(self, restored: Restored) -> None:
+        """Whatever a rehearsal left in the state must have been overwritten.
+
+        Raises:
+            StateError: it has not; this trainer is then started afresh.
+        """
+        image = restored.image
+        loaded = set() if image is None else {spec.name for spec in image.layout.specs}
+        rehearsed = sorted({spec.name for spec in self.adapter.layout().specs} - loaded)
+        if rehearsed:
+            raise StateError(
+                f"the state that stage {self._place.stage} begins from lacks {rehearsed[0]}, which "
+                f"the prepared trainers have; they are started again without preparation"
+            )
+
+    def _make_terms(self) -> dict[str, Any]:
+        source = self._source
+        return {
+            **self._settings.terms(),
+            "dataset_length": source.length,
+            "subset": source.subset,
+            "batch_size": source.batch_size,
+            "shuffle": source.shuffle,
+            "drop_last": source.drop_last,
+            **self.adapter.terms(),
+        }
+
+    def _run(self) -> RunInfo:
+        source = self._source
+        return RunInfo(
+            seed=self._settings.seed,
+            epochs=self._settings.epochs,
+            dataset_length=source.length,
+            shuffle=source.shuffle,
+            drop_last=source.drop_last,
+            subset=source.subset,
+        )
+
+    @contextmanager
+    def _as_victim(self) -> Iterator[None]:
+        """End this trainer as a victim when a peer is lost in what is done within."""
+        try:
+            yield
+        except PeerLost as error:
+            if self._link is None:
+                raise
+            logger.error("peer lost while the stage was formed: %s", error)
+            exit_as_victim()
+        except BaseException:
+            self._let_go_of_store()  # a script may catch it, and go on with something else
+            raise
+
+    def _begin(
+        self,
+        place: _Place,
+        restored: Restored,
+        status: LoopStatus,
+        *,
+        writer: CheckpointWriter | None = None,
+    ) -> Stage:
+        settings = self._settings
+        policy = place.policy if settings.policy is None else settings.policy
+        if policy == "fixed_global" and place.max_trainers > status.shards:
+            raise UsageError(
+                f"shards: {status.shards} are too few for the {place.max_trainers} trainers that "
+                f"the job may have; start the training with shards={place.max_trainers} or more, "
+                f"or the job with --max so that there are at most {status.shards} trainers"
+            )
+        progress = Progress(
+            status,
+            scaling_for(
+                status,
+                policy,
+                world_size=place.world_size,
+                warmup_steps=settings.lr_warmup_steps,
+            ),
+            stage=restored.stage,
+            steps_per_epoch=settings.steps_per_epoch,
+        )
+        auto = settings.snapshot_steps == "auto"
+        snapshots = NodeSnapshots(
+            self.adapter,
+            progress,
+            place.link,
+            rank=place.rank,
+            nodes=place.nodes,
+            segment=self._segment,
+            places=self._places(),
+        )
+        keeper = Keeper(
+            self.adapter,
+            progress,
+            link=place.link,
+            snapshots=snapshots,
+            store=self._store,
+            writer=writer,
+            save_steps=settings.save_steps,
+            snapshot_steps=None if auto else int(settings.snapshot_steps),
+        )
+        member = Member(
+            self.adapter, keeper, place.link, place.rank, place.world_size, self._joining
+        )
+        run_dir = self._env.run_dir
+        file = LedgerFile(run_dir) if place.rank == 0 and run_dir is not None else None
+        if place.link is not None:
+            place.link.say("loaded", step=status.step, epoch=status.epoch)
+            place.link.wait_go()
+        if self._store is not None and self._store.owner is not None:
+            self._store.owner.run_id, self._store.owner.stage = status.run_id, restored.stage
+            self._store.owner.hold()
+        # Not before `go`: a stage that is never committed must not appear in the ledger.
+        progress.begin_stage(restored.came_from, file)
+        return Stage(
+            adapter=self.adapter,
+            progress=progress,
+            keeper=keeper,
+            member=member,
+            link=place.link,
+            is_saved=progress.is_finished and restored.from_checkpoint,
+        )
+
+
+def _find_place(
+    env: TrainerEnv, link: Link | None, welcome: Welcome | None, store: CheckpointStore | None
+) -> _Place:
+    highest = store.highest_stage() if store is not None else 0
+    if link is None or welcome is None:
+        return _Place(
+            rank=env.rank,
+            world_size=env.world_size,
+            stage=highest + 1,
+            max_trainers=env.max_trainers or env.world_size,
+            master="",
+            wanted=None,
+            policy="fixed_global",
+            link=None,
+            nodes=tuple((rank,) for rank in range(env.world_size)),
+            fds=(),
+            beside=False,
+            parts=(),
+        )
+    plan = welcome.plan
+    wanted = plan.restore_from
+    if wanted is not None:
+        # Who is welcomed to a stage that trains has a second loop: nobody has that state any more.
+        wanted = replace(wanted, on_every_node=False)
+    if plan.world_size != env.world_size:
+        raise UsageError(
+            f"PADDLE_TRAINERS_NUM: {env.world_size}, the launcher's plan has {plan.world_size} "
+            f"trainers; leave the variables that the launcher sets alone"
+        )
+    if highest >= plan.stage:
+        if store is not None and store.owner is not None:
+            store.owner.refuse_early()  # a higher number would not help
+        # Its checkpoints would be superseded by those that are there: the server deals a higher
+        # number, and this process is ended.
+        link.say("stage_too_low", highest_stage=highest)
+        link.wait_for_the_end()
+    return _Place(
+        rank=env.rank,
+        world_size=env.world_size,
+        stage=plan.stage,
+        max_trainers=plan.max_trainers,
+        master=plan.master,
+        wanted=wanted,
+        policy=plan.policy,
+        link=link,
+        nodes=nodes_of(plan),
+        fds=welcome.fds,
+        joined=plan if plan.way is Way.JOIN and plan.order is Order.PREPARE else None,
+        beside=plan.order is Order.PREPARE,
+        parts=tuple((loss, _part(plan, loss)) for loss in plan.losses),
+    )
+
+
+def _part(plan: StagePlan, loss: tuple[str, ...]) -> Part:
+    """Return who is left of a stage without some of its pods."""
+    left = [pod for pod in plan.pods if pod.pod_id not in loss]
+    return Part(ranks=tuple(rank for pod in left for rank in pod.ranks), addr=left[0].addr)
+
+
+def _continued(
+    status: LoopStatus,
+    settings: LoopSettings,
+    source: DataSource,
+    run: RunInfo,
+) -> LoopStatus:
+    """Return the status that training goes on from, with this script's number of epochs."""
+    check_same_run(
+        status, run=run, batch_size=source.batch_size, where=f"the state of step {status.step}"
+    )
+    if settings.shards is not None and settings.shards != status.shards:
+        raise StateError(
+            f"shards: the state of step {status.step} was made with {status.shards}, this script "
+            f"says {settings.shards}; V is fixed for a run: leave it out, or start afresh with "
+            f"another checkpoint path"
+        )
+    return status.for_run(run)

@@ -1,0 +1,108 @@
+"""What all ranks of a group must have been told alike, compared before they train together.
+
+Each rank decides by itself which samples are its own, how a loss is weighed and what is exchanged
+when. Ranks that were told differently would train all the same: on samples that count twice or
+never, with gradients of different weights.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from pod_runtime.trainer.errors import StateError, UsageError
+from pod_runtime.trainer.frameworks.adapter import Adapter
+
+_REMEDY = (
+    "every trainer has to pass the same: a value that a process makes itself, such as "
+    "int(time.time()), random.random(), a host's name or a count of its files, differs from "
+    "trainer to trainer; write it down once, in the script or its arguments"
+)
+
+
+def check_same_terms(
+    adapter: Adapter, terms: Mapping[str, Any], *, rank: int, world_size: int
+) -> None:
+    """Compare what this rank was told with what rank 0 was. All ranks of the group call it.
+
+    Args:
+        terms: JSON types, by the name that a user knows.
+
+    Raises:
+        UsageError: a rank differs; the same text on every rank, which names the rank, the
+            argument, both values and the remedy.
+        PeerLost: a rank is gone.
+    """
+    if world_size == 1:
+        return
+    mine = json.loads(json.dumps(terms))
+    first = json.loads(_from_rank(adapter, 0, json.dumps(mine) if rank == 0 else None))
+    differs = "" if first == mine else _describe(mine, first, rank)
+    found = np.zeros(world_size)
+    found[rank] = bool(differs)
+    adapter.all_reduce(found)
+    if found.any():
+        source = int(np.flatnonzero(found)[0])
+        text = _from_rank(adapter, source, differs if rank == source else None)
+        others = int(np.count_nonzero(found)) - 1
+        more = f" ({others} more differ from rank 0, too)" if others else ""
+        raise UsageError(f"{text}{more}; {_REMEDY}")
+
+
+def check_terms_of_state(stored: str, terms: Mapping[str, Any], *, rank: int) -> None:
+    """Compare what this rank was told with what those were that made a state, and still train.
+
+    Args:
+        stored: from `to_text`; "": a version before did not write it down.
+
+    Raises:
+        StateError: they differ; all trainers are then started afresh, by the script as it is.
+    """
+    mine = json.loads(to_text(terms))
+    if stored and (first := json.loads(stored)) != mine:
+        raise StateError(
+            f"{_describe(mine, first, rank)}, as all that stay; was the script edited while it "
+            f"trains? That counts from the next start of all of its trainers, which is made now"
+        )
+
+
+def to_text(terms: Mapping[str, Any]) -> str:
+    """Return terms as a state holds them: what is long, as a model, by its checksum."""
+    return json.dumps(
+        {
+            name: hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+            if isinstance(value, list)
+            else value
+            for name, value in terms.items()
+        }
+    )
+
+
+def _from_rank(adapter: Adapter, source: int, text: str | None) -> str:
+    """Return the text of rank `source`; None: this is another one."""
+    data = np.frombuffer((text or "").encode(), np.uint8).copy()
+    size = np.array([data.size], np.int64)
+    adapter.broadcast(size.view(np.uint8), source)
+    if text is None:
+        data = np.zeros(int(size[0]), np.uint8)
+    adapter.broadcast(data, source)
+    return data.tobytes().decode()
+
+
+def _describe(mine: Mapping[str, Any], first: Mapping[str, Any], rank: int) -> str:
+    """Return how this rank's terms differ from those of rank 0, by the first that do."""
+    names = dict.fromkeys((*first, *mine))
+    name = next(each for each in names if mine.get(each) != first.get(each))
+    here, there = mine.get(name), first.get(name)
+    if isinstance(here, list) and isinstance(there, list):
+        return f"{name}: {_first_difference(here, there, rank)}"
+    return f"{name}: rank {rank} was told {here!r}, rank 0 {there!r}"
+
+
+def _first_difference(here: list[Any], there: list[Any], rank: int) -> str:
+    pairs = enumerate(zip_longest(here, there, fillvalue="missing"))
+    index, (mine, first) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+    return f"entry {index} of rank {rank} is {mine!r}, of rank 0 {first!r}"

@@ -1,0 +1,89 @@
+"""What a state says about progress: where training stands, and what decided the batches so far."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from job_server.api.wire import WireError, decode, encode
+from pod_runtime.trainer.errors import StateError
+from pod_runtime.trainer.progress.batches import Cursor
+from pod_runtime.trainer.progress.ledger import RunInfo, StageEntry
+from pod_runtime.trainer.progress.scaling import Scaling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopStatus:
+    """Travels in every snapshot, broadcast and checkpoint."""
+
+    stage: int  # that committed the newest step
+    cursor: Cursor
+    samples_seen: int  # committed, over all epochs
+    shards: int  # V: fixed for the run
+    batch_size: int  # at the reference world
+    run: RunInfo
+    scaling: Scaling
+    ledger: tuple[StageEntry, ...] = ()  # the lineage
+    finished: bool = False  # nothing is left to train
+    stopped: bool = False  # the script ended the training before its last epoch
+    run_id: str = ""  # of the training, through all continuations; "": of a version before
+    terms: str = ""  # what the trainers were told, by `terms.to_text`; "": of a version before
+
+    @property
+    def epoch(self) -> int:
+        return self.cursor.epoch
+
+    @property
+    def step(self) -> int:
+        """Global steps committed since the job began."""
+        return self.cursor.global_step
+
+    @property
+    def world_size(self) -> int:
+        return self.scaling.world_size
+
+    def for_run(self, run: RunInfo) -> Self:
+        """Return the same progress for a script that may ask for another number of epochs.
+
+        A training that was stopped early stays so until a script asks for more epochs than then.
+        """
+        return replace(self, run=run, stopped=self.stopped and run.epochs <= self.run.epochs)
+
+    def to_json(self) -> dict[str, Any]:
+        value: dict[str, Any] = encode(self)
+        return value
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Build from decoded JSON.
+
+        Raises:
+            StateError: a field is missing or malformed; the text names it.
+        """
+        try:
+            return decode(cls, data)
+        except (WireError, ValueError) as error:
+            raise StateError(f"train status: {error}") from error
+
+
+def check_same_run(stored: LoopStatus, *, run: RunInfo, batch_size: int, where: str) -> None:
+    """Refuse to continue a training with other data, or with batches cut in another way.
+
+    Raises:
+        StateError: names the first setting that differs, both values and the remedy.
+    """
+    pairs: list[tuple[str, object, object]] = [("batch_size", stored.batch_size, batch_size)]
+    for name in ("seed", "dataset_length", "shuffle", "drop_last"):
+        pairs.append((name, getattr(stored.run, name), getattr(run, name)))
+    for name, before, now in pairs:
+        if before != now:
+            raise StateError(
+                f"{name}: {where} was made with {before!r}, this script says {now!r}; "
+                f"continue with {name}={before!r}, or start afresh with another checkpoint path"
+            )
+    subsets = stored.run.subset, run.subset
+    if None not in subsets and subsets[0] != subsets[1]:
+        raise StateError(
+            f"train_set: {where} was made with other samples than this script's Subset holds; "
+            f"paddle.io.random_split deals them anew in every process: call paddle.seed(...) "
+            f"before it, or start afresh with another checkpoint path"
+        )

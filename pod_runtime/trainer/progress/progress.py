@@ -1,0 +1,166 @@
+"""Where a training stands: cursor, ledger and scaling, moved by commits."""
+
+import json
+from dataclasses import replace
+
+from job_server.api.wire import encode
+from pod_runtime.trainer.progress.batches import BatchPlan, Cursor, next_epoch
+from pod_runtime.trainer.progress.ledger import Ledger, LedgerFile, RunInfo, StageEntry
+from pod_runtime.trainer.progress.loop_status import LoopStatus
+from pod_runtime.trainer.progress.scaling import Policy, Scaling, first_scaling, rescale, shards_for
+
+
+class Progress:
+    """The mutable part of `LoopStatus`. Every rank keeps an equal one."""
+
+    def __init__(
+        self, before: LoopStatus, scaling: Scaling, *, stage: int, steps_per_epoch: int | None
+    ) -> None:
+        """Continue from `before` as stage `stage`, at the scaling that holds now."""
+        self.stage = stage
+        self.cursor = before.cursor
+        self.scaling = scaling
+        self.batches = BatchPlan(
+            batch_size=scaling.batch_size,
+            shards=shards_for(scaling, before.batch_size, before.shards),
+            dataset_length=before.run.dataset_length,
+            drop_last=before.run.drop_last,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.version = 0  # +1 whenever the committed state becomes another
+        self._before = before
+        self._samples_seen = before.samples_seen
+        self._ledger = Ledger(before.ledger)
+        self._stopped = before.stopped
+
+    @property
+    def run(self) -> RunInfo:
+        return self._before.run
+
+    @property
+    def total_steps(self) -> int:
+        """Global steps of the whole training, as far as the batch size stays."""
+        cursor = self.cursor
+        epochs_after = max(0, self.run.epochs - cursor.epoch - 1)
+        here = self.batches.steps_left(cursor.offset) if cursor.epoch < self.run.epochs else 0
+        return cursor.global_step + here + epochs_after * self.batches.steps_left(0)
+
+    def begin_stage(self, restored_from: tuple[int, int] | None, file: LedgerFile | None) -> None:
+        """Open this stage in the ledger; call when the stage is committed, not before.
+
+        Args:
+            restored_from: (stage, step) of the state it began from; None: afresh.
+            file: where rank 0 writes; None on the others.
+        """
+        entry = StageEntry(
+            stage=self.stage,
+            restored_stage=None if restored_from is None else restored_from[0],
+            restored_step=0 if restored_from is None else restored_from[1],
+            world_size=self.scaling.world_size,
+            batch_size=self.scaling.batch_size,
+            epoch_samples=self.batches.epoch_samples,
+            restored_drawn=self._ledger.newest_drawn,
+        )
+        if file is not None:
+            file.begin_run(self.run, self._ledger.stages, self._before.run_id)
+        self._ledger.begin(entry, file)
+
+    def commit_step(self, drawn: int | None = None) -> None:
+        """The global batch at the cursor counts.
+
+        Args:
+            drawn: sum of its samples' hashes, as all ranks drew them; None: not known.
+        """
+        before = self.cursor
+        _start, stop = self.batches.batch(before.offset)
+        self.cursor = self.batches.advance(before)
+        self._samples_seen += stop - before.offset
+        self._ledger.commit(
+            epoch=before.epoch,
+            step=self.cursor.global_step,
+            start=before.offset,
+            stop=stop,
+            drawn=drawn,
+        )
+        self.version += 1
+
+    def commit_epoch(self) -> None:
+        """The epoch at the cursor is over."""
+        self.cursor = next_epoch(self.cursor)
+        self.version += 1
+
+    def stop(self) -> None:
+        """No further epoch is wanted."""
+        self._stopped = True
+        self.version += 1
+
+    @property
+    def epoch_is_over(self) -> bool:
+        return self.batches.steps_left(self.cursor.offset) == 0
+
+    @property
+    def is_finished(self) -> bool:
+        return self._stopped or self.cursor.epoch >= self.run.epochs
+
+    def flush_ledger(self) -> None:
+        self._ledger.flush()
+
+    def note_account(self, *, snapshots: int, stall_s: float, elapsed_s: float) -> None:
+        """Write what this stage's snapshots have cost so far."""
+        self._ledger.note_account(snapshots=snapshots, stall_s=stall_s, elapsed_s=elapsed_s)
+
+    def note_done(self) -> None:
+        self._ledger.note_done(self.cursor.global_step)
+
+    def close(self) -> None:
+        """Write nothing more to the ledger's file."""
+        self._ledger.close()
+
+    def status(self) -> LoopStatus:
+        """Return what a state of now says."""
+        return replace(self._bare(), ledger=self._ledger.stages)
+
+    def status_json(self) -> str:
+        """Return `status()` as JSON text, without building the ledger's rows anew."""
+        text = json.dumps(encode(self._bare()))
+        assert text.endswith("}")
+        return f'{text[:-1]}, "ledger": {self._ledger.to_json()}}}'
+
+    def _bare(self) -> LoopStatus:
+        return replace(
+            self._before,
+            stage=self.stage,
+            cursor=self.cursor,
+            samples_seen=self._samples_seen,
+            scaling=self.scaling,
+            ledger=(),
+            finished=self.is_finished,
+            stopped=self._stopped,
+        )
+
+
+def fresh_status(*, run: RunInfo, batch_size: int, shards: int, reference_world: int) -> LoopStatus:
+    """Return the status of a training that has not begun."""
+    return LoopStatus(
+        stage=0,
+        cursor=Cursor(),
+        samples_seen=0,
+        shards=shards,
+        batch_size=batch_size,
+        run=run,
+        scaling=first_scaling(batch_size, reference_world),
+    )
+
+
+def scaling_for(
+    before: LoopStatus, policy: Policy, *, world_size: int, warmup_steps: int
+) -> Scaling:
+    """Return what holds when the training of `before` continues on `world_size` trainers."""
+    return rescale(
+        policy,
+        before.scaling,
+        base_batch_size=before.batch_size,
+        world_size=world_size,
+        step=before.step,
+        warmup_steps=warmup_steps,
+    )

@@ -1,0 +1,1 @@
+"""The state of a training, in memory and on disk."""

@@ -1,0 +1,241 @@
+"""The durable state: one folder per (stage, step), whose manifest, written last, is the commit.
+
+PATH/stage_%08d/step_%010d/model.safetensors       parameters and buffers, by structured name
+                           optimizer.safetensors   accumulators and master weights
+                           extra.safetensors       tensors of `extra=`, where there are any
+                           train_status.json       progress, ledger, scheduler, loss scaler
+                           manifest.json           run, time, sizes and SHA-256 of all of these
+PATH/owner.json            which training writes here, and that it lives
+"""
+
+import logging
+import re
+import time
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from pod_runtime.trainer.errors import CheckpointError, StateError
+from pod_runtime.trainer.progress.loop_status import LoopStatus
+from pod_runtime.trainer.state.checkpoint_files import MANIFEST, read_files, read_head, write_files
+from pod_runtime.trainer.state.image import StateImage
+from pod_runtime.trainer.state.owner import Owner
+from pod_runtime.trainer.state.stage_folders import (
+    Place,
+    highest_stage,
+    remove_checkpoint,
+    remove_older,
+    stage_folders,
+)
+from pod_runtime.trainer.state.storage import Storage
+
+logger = logging.getLogger(__name__)
+
+_PROBE = "writable.probe"
+_STEP = re.compile(r"step_(\d{10,})\Z")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CheckpointId:
+    """Ordered as checkpoints supersede each other: by stage, then by step."""
+
+    stage: int
+    step: int
+
+    @property
+    def folder(self) -> str:
+        return f"stage_{self.stage:08d}/step_{self.step:010d}"
+
+
+class CheckpointStore:
+    """The checkpoints of one training, under one path."""
+
+    def __init__(self, storage: Storage, keep: int = 3, owner: Owner | None = None) -> None:
+        """
+        Args:
+            owner: of `storage`; None: this one only reads, or somebody else sees to that.
+        """
+        if keep < 1:
+            raise ValueError(f"keep_checkpoints: must be at least 1, got {keep}")
+        self.storage = storage
+        self.keep = keep
+        self.owner = owner
+
+    def highest_stage(self) -> int:
+        """Return the highest stage that has a folder, torn ones included; 0 if none has.
+
+        Another training's stage counts too: it may be about to make one.
+        """
+        others = 0 if self.owner is None else self.owner.stage_of_others()
+        return max(highest_stage(self.storage), others)
+
+    def found(self) -> list[CheckpointId]:
+        """Return all folders of checkpoints, whole or torn, oldest first."""
+        ids = []
+        for stage, name in stage_folders(self.storage):
+            for folder in self.storage.folders(name):
+                match = _STEP.match(folder)
+                if match:
+                    ids.append(CheckpointId(stage, int(match[1])))
+        return sorted(ids)
+
+    def is_whole(self, each: CheckpointId) -> bool:
+        """Whether it was committed; what is in it may be damaged since."""
+        return MANIFEST in self.storage.files(each.folder)
+
+    def newest_whole(self) -> CheckpointId | None:
+        """Return the newest one that was committed; None: there is none."""
+        return next((each for each in reversed(self.found()) if self.is_whole(each)), None)
+
+    def write(self, image: StateImage) -> CheckpointId:
+        """Write one checkpoint and remove those that nobody needs any more.
+
+        One of this stage and step that is there already stays as it is: it is the same state, but
+        for what the script did since that step, which it does again after a restore.
+
+        Raises:
+            InUseError: another training has taken the folder; nothing more was written.
+            CheckpointError: it could not be written; what was begun is removed.
+        """
+        made = CheckpointId(image.status.stage, image.status.step)
+        try:
+            if self.owner is not None:
+                self.owner.check()
+            if MANIFEST in self.storage.files(made.folder):
+                return made
+        except OSError as error:  # nothing was begun: what is there may be whole
+            raise self._not_written(made, error) from error
+        try:
+            write_files(
+                self.storage,
+                made.folder,
+                layout=image.layout,
+                data=image.data,
+                status={"status": image.status.to_json(), "scalars": image.scalars},
+                head={
+                    "stage": made.stage,
+                    "step": made.step,
+                    "run_id": image.status.run_id,
+                    "written_at": round(time.time(), 3),
+                },
+                commit=None if self.owner is None else self.owner.commit,
+            )
+        except OSError as error:
+            remove_checkpoint(self.storage, made)
+            raise self._not_written(made, error) from error
+        self._clean(made, image.status.run_id)
+        return made
+
+    def _not_written(self, made: CheckpointId, error: OSError) -> CheckpointError:
+        why = error.strerror or error
+        return CheckpointError(f"{self.storage.name}/{made.folder}: not written: {why}")
+
+    def check_writable(self) -> None:
+        """Write and remove a small file: a training that begins would keep nothing otherwise.
+
+        Raises:
+            CheckpointError: nothing can be written there.
+        """
+        try:
+            self.storage.write(_PROBE, [b"made to see whether checkpoints can be written\n"])
+            self.storage.remove(_PROBE)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint: {self.storage.name} cannot be written: {error.strerror or error}; "
+                f"make it writable, or give another path"
+            ) from error
+
+    def continue_newest(self) -> tuple[StateImage, CheckpointId] | None:
+        """Take the folder for this training, and return as `load_newest`; says what goes on.
+
+        Raises:
+            InUseError: another training has the folder.
+            CheckpointError: as `load_newest`.
+        """
+        if self.owner is None:
+            return self.load_newest()
+        before = self.owner.claim()
+        try:
+            found = self.load_newest()
+            self.owner.confirm()
+        except CheckpointError:
+            self.owner.close()
+            raise
+        if found is None:
+            return None
+        image, each = found
+        # What a version before has written has no run: it belongs to whoever goes on with it.
+        run_id = image.status.run_id or self.owner.run_id
+        if before:
+            logger.warning(
+                "checkpoint: goes on with run %s in %s, from step %d, written %s; %s",
+                run_id, self.storage.name, each.step, self._written(each), before,
+            )  # fmt: skip
+        return replace(image, status=replace(image.status, run_id=run_id)), each
+
+    def load_newest(self) -> tuple[StateImage, CheckpointId] | None:
+        """Return the newest intact checkpoint; None if there is none.
+
+        Those that are refused on the way are logged with the reason.
+
+        Raises:
+            CheckpointError: there are complete checkpoints, and none is intact: to start afresh
+                now would throw the training away silently.
+        """
+        refused = []
+        for each in reversed(self.found()):
+            try:
+                image = self.load(each)
+            except FileNotFoundError as error:
+                if str(error) == MANIFEST:  # torn: it was never committed
+                    logger.info("checkpoint %s is not complete; skipped", each.folder)
+                    continue
+                refused.append(f"{each.folder}: {error}")
+                logger.error("checkpoint %s refused: %s", each.folder, error)
+                continue
+            except (CheckpointError, StateError, OSError) as error:
+                refused.append(str(error))
+                logger.error("checkpoint %s refused: %s", each.folder, error)
+                continue
+            if refused:
+                logger.warning("falling back to checkpoint %s, which is intact", each.folder)
+            return image, each
+        if refused:
+            raise CheckpointError(
+                f"{self.storage.name}: none of its checkpoints is intact ({'; '.join(refused)}); "
+                f"repair it, or start afresh with another checkpoint path"
+            )
+        return None
+
+    def load(self, each: CheckpointId) -> StateImage:
+        """Read and verify one checkpoint.
+
+        Raises:
+            FileNotFoundError: with MANIFEST as text where that is missing.
+            CheckpointError, StateError: it is damaged; the text says which file and how.
+        """
+        status, layout, data = read_files(self.storage, each.folder)
+        return StateImage(
+            status=LoopStatus.from_json(status["status"]),
+            scalars=status["scalars"],
+            layout=layout,
+            data=data,
+        )
+
+    def _written(self, each: CheckpointId) -> str:
+        """Return when a checkpoint was written, in words."""
+        at = read_head(self.storage, each.folder).get("written_at")
+        if not isinstance(at, int | float):
+            return "by a version before"
+        return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+    def _clean(self, newest: CheckpointId, run_id: str) -> None:
+        """Remove what is older than `newest`, which is intact, but for the last `keep` - 1."""
+
+        def is_ours(each: Place) -> bool:
+            return read_head(self.storage, each.folder).get("run_id", "") in ("", run_id)
+
+        try:
+            older = [each for each in self.found() if each < newest]
+            remove_older(self.storage, older, self.keep, is_ours)
+        except OSError as error:
+            logger.warning("old checkpoints in %s stay: %s", self.storage.name, error)

@@ -1,0 +1,101 @@
+"""A state as plain memory: what snapshots, broadcasts and checkpoints have in common."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from job_server.api.wire import WireError, decode
+from pod_runtime.trainer.errors import StateError
+from pod_runtime.trainer.layout import Layout, layout_from_json
+from pod_runtime.trainer.progress.loop_status import LoopStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where a state in memory goes when its job ends: written with it, for who knows no script."""
+
+    checkpoint: str  # folder or URL; "": the script has none
+    keep: int = 3  # how many checkpoints stay there
+    run_dir: str = ""  # "": nobody said
+    python: str = ""  # the interpreter, which has what the path needs
+    job_id: str = ""  # whose the folder of checkpoints is, as `owner.job_holder` wants it
+    submitted_at: float = 0.0
+    server: str = ""
+
+    @classmethod
+    def of(cls, checkpoint: str | None, keep: int, run_dir: Path | None, **job: Any) -> Self:
+        """Return them so that they mean the same in any folder; `job`: the last three fields."""
+        path = checkpoint or ""
+        if path and "://" not in path:
+            path = os.path.abspath(path)
+        return cls(
+            checkpoint=path,
+            keep=keep,
+            run_dir="" if run_dir is None else str(run_dir),
+            python=sys.executable or "",
+            **job,
+        )
+
+    @classmethod
+    def from_json(cls, value: object) -> Self | None:
+        """Return what `to_json` made; None for a state of a version that wrote none."""
+        try:
+            return None if value is None else decode(cls, value)
+        except WireError:
+            return None
+
+    def to_json(self) -> Mapping[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateImage:
+    """Tensors as one flat run of bytes, and everything else as JSON types."""
+
+    status: LoopStatus
+    scalars: dict[str, Any]  # learning rate, scheduler, loss scaler, extra
+    layout: Layout
+    data: memoryview  # layout.total_bytes long
+    places: Places | None = None  # None: not of a snapshot, or of an older version's
+
+    def meta(self) -> bytes:
+        return meta_bytes(json.dumps(self.status.to_json()), json.dumps(self.scalars), self.layout)
+
+
+def meta_bytes(
+    status_json: str, scalars_json: str, layout: Layout, places_json: str = "null"
+) -> bytes:
+    """Return the JSON that stands before a state's bytes, padded so that those are aligned."""
+    text = (
+        f'{{"status": {status_json}, "scalars": {scalars_json}, "layout": {layout.text}, '
+        f'"places": {places_json}}}'
+    )
+    data = text.encode()
+    return data.ljust(-(-len(data) // 64) * 64)
+
+
+def image_from(meta: bytes, data: memoryview) -> StateImage:
+    """Build an image from what `meta_bytes` made and the tensors' bytes.
+
+    Raises:
+        StateError: they do not fit each other, or are malformed.
+    """
+    try:
+        value = json.loads(meta)
+        status, scalars, layout = value["status"], value["scalars"], value["layout"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise StateError(f"state: its description is damaged: {error!r}") from error
+    made = layout_from_json(layout)
+    if made.total_bytes != len(data):
+        raise StateError(f"state: {len(data)} bytes, its layout wants {made.total_bytes}")
+    return StateImage(
+        status=LoopStatus.from_json(status),
+        scalars=scalars,
+        layout=made,
+        data=data,
+        places=Places.from_json(value.get("places")),
+    )

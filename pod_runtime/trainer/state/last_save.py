@@ -1,0 +1,81 @@
+"""Write a state that is in memory as a checkpoint, in the place of its trainers. No framework."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from pod_runtime.segment_header import Stamp
+from pod_runtime.trainer.errors import CheckpointError, StateError
+from pod_runtime.trainer.state.checkpoint import CheckpointStore
+from pod_runtime.trainer.state.image import Places, StateImage
+from pod_runtime.trainer.state.owner import Owner, job_holder
+from pod_runtime.trainer.state.snapshot import read_snapshot
+from pod_runtime.trainer.state.storage import Chunk, Storage, open_storage
+
+_PIECE_BYTES = 16 << 20  # a tensor may be larger than what is written in a second
+
+Tell = Callable[[int], None]  # how many bytes have been given to the storage so far
+
+
+def write_state(fd: int, stamp: Stamp, *, spare: bool, tell: Tell) -> tuple[str, bool]:
+    """Write the state `stamp` of a segment where its trainers said, as `write_image`.
+
+    Raises:
+        CheckpointError: it could be written nowhere; the text says why, for each place.
+        StateError: the segment does not hold it, or is damaged.
+    """
+    image = read_snapshot([fd], stamp)
+    if image is None:
+        raise StateError(f"the snapshot of step {stamp.step} cannot be read")
+    if image.places is None:
+        raise StateError("the trainers were of a version that did not say where to write it")
+    return write_image(image, image.places, spare=spare, tell=tell)
+
+
+def write_image(image: StateImage, places: Places, *, spare: bool, tell: Tell) -> tuple[str, bool]:
+    """Write a state; return the path of checkpoints that it is in, and whether that is the spare.
+
+    Args:
+        spare: write to the run folder only.
+
+    Raises:
+        CheckpointError: it could be written nowhere; the text says why, for each place.
+    """
+    paths = [] if spare or not places.checkpoint else [(places.checkpoint, False)]
+    if places.run_dir:
+        paths.append((f"{places.run_dir}/checkpoint", True))
+    whys = [] if paths else ["the state does not say where its run folder is"]
+    for path, is_spare in paths:
+        try:
+            storage = open_storage(path)
+            owner = None
+            if places.job_id and not is_spare:  # as any process of the job; another's is refused
+                me = job_holder(places.job_id, places.submitted_at, places.server)
+                owner = Owner(storage, me)
+            CheckpointStore(_Watched(storage, tell), keep=places.keep, owner=owner).write(image)
+        except (CheckpointError, OSError) as error:
+            whys.append(str(error))
+        else:
+            return path, is_spare
+    raise CheckpointError("; ".join(whys))
+
+
+class _Watched:
+    """A storage that tells how much of what is written it has been given."""
+
+    def __init__(self, storage: Storage, tell: Tell) -> None:
+        self.name = storage.name
+        self.folders, self.files, self.read = storage.folders, storage.files, storage.read
+        self.commit, self.remove = storage.commit, storage.remove
+        self._storage, self._tell = storage, tell
+        self._written = 0
+
+    def write(self, path: str, chunks: Iterable[Chunk]) -> None:
+        self._storage.write(path, self._told(chunks))
+
+    def _told(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+        for chunk in chunks:
+            view = memoryview(chunk)
+            for start in range(0, len(view), _PIECE_BYTES):
+                piece = view[start : start + _PIECE_BYTES]
+                yield piece
+                self._written += len(piece)
+                self._tell(self._written)

@@ -1,0 +1,1 @@
+"""One TensorBoard run of a training."""

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from distill_reader.balance.client import Feeding, StudentClient
-from distill_reader.balance.places import places_of
-from distill_reader.balance.registrar import PortProbe, Registrar, RegistrarConfig
+from distill_reader.balance.registry.places import places_of
+from distill_reader.balance.registry.registrar import PortProbe, Registrar, RegistrarConfig
 
 SERVICE = "swarm"
 LIMIT_S = 60.0  # for anything to come

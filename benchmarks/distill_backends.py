@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from distill_reader.specs import ModelSpec, TensorSpec
-from distill_reader.teacher.backend import Array, Backend, Device
+from distill_reader.model.specs import ModelSpec, TensorSpec
+from distill_reader.teacher.predictor.backend import Array, Backend, Device
 
 CLASSES = 10
 SLOW_S = 0.020 / 16  # per image: the 20 ms per 16 images of the slow teachers

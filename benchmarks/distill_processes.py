@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from distill_reader.errors import DistillError
-from distill_reader.student.connect import connect
+from distill_reader.student.clients.connect import connect
 
 ROOT = Path(__file__).resolve().parents[1]
 HOST = "127.0.0.1"

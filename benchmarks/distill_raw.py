@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.distill_backends import CLASSES, first_values
-from distill_reader.stream import bytes_of
+from distill_reader.protocols.stream import bytes_of
 
 _HEAD = struct.Struct("<qq")  # samples, bytes
 _IOV_MAX = os.sysconf("SC_IOV_MAX")

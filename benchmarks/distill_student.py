@@ -29,7 +29,7 @@ from paddle import nn
 from benchmarks.distill_backends import CLASSES
 from benchmarks.distill_child import batches
 from distill_reader import DistillReader
-from distill_reader.student.losses import soft_cross_entropy
+from distill_reader.student.labels.losses import soft_cross_entropy
 
 BATCH = 64
 SHAPE = (1, 28, 28)

@@ -31,8 +31,8 @@ from benchmarks.distill_processes import Teacher, free_port
 from distill_reader import DistillReader, soft_cross_entropy
 from distill_reader.convert import save_servable
 from distill_reader.errors import DistillError
-from distill_reader.normalization import Normalization
-from distill_reader.student.connect import connect
+from distill_reader.model.normalization import Normalization
+from distill_reader.student.clients.connect import connect
 
 TRAIN = 1437
 _SCALE = 15  # a digit's 0 to 16 as a pixel's 0 to 240

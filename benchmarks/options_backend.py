@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from distill_reader.normalization import Normalization
-from distill_reader.specs import ModelSpec, TensorSpec
-from distill_reader.teacher.backend import Array, Backend, Device
+from distill_reader.model.normalization import Normalization
+from distill_reader.model.specs import ModelSpec, TensorSpec
+from distill_reader.teacher.predictor.backend import Array, Backend, Device
 
 CLASSES = 1000
 SHARE = 0.9  # of the class that is meant

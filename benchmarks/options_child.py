@@ -22,10 +22,11 @@ import numpy as np
 
 from benchmarks.distill_child import busy_s, tree_cpu_s
 from benchmarks.options_backend import MEAN, NORMALIZATION, STD
-from distill_reader import DistillReader, stream
-from distill_reader.normalization import Normalization
+from distill_reader import DistillReader
+from distill_reader.model.normalization import Normalization
+from distill_reader.protocols import stream
 from distill_reader.student import reader as reader_module
-from distill_reader.student.connect import connect
+from distill_reader.student.clients.connect import connect
 
 OPTIONS: dict[str, Callable[[DistillReader], DistillReader]] = {
     "float32": lambda reader: reader,

@@ -10,9 +10,9 @@ from typing import Any
 _LAZY = {  # name -> module
     "Discovered": "distill_reader.student.options",
     "DistillReader": "distill_reader.student.reader",
-    "distillation_loss": "distill_reader.student.losses",
-    "kl_divergence": "distill_reader.student.losses",
-    "soft_cross_entropy": "distill_reader.student.losses",
+    "distillation_loss": "distill_reader.student.labels.losses",
+    "kl_divergence": "distill_reader.student.labels.losses",
+    "soft_cross_entropy": "distill_reader.student.labels.losses",
 }
 
 

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from distill_reader.errors import DistillError, UsageError
-from distill_reader.normalization import (
+from distill_reader.model.normalization import (
     Normalization,
     check_inputs,
     parse_option,
     read_folder,
     write_folder,
 )
-from distill_reader.prototxt import (
+from distill_reader.protocols.prototxt import (
     CLIENT_FILES,
     SERVER_FILES,
     ModelConfig,
@@ -32,8 +32,8 @@ from distill_reader.prototxt import (
     to_text,
     write_config,
 )
-from distill_reader.teacher.model_folder import find_model, make_signature, read_signature
-from distill_reader.teacher.model_program import read_program
+from distill_reader.teacher.predictor.model_folder import find_model, make_signature, read_signature
+from distill_reader.teacher.predictor.model_program import read_program
 
 _MODEL_NAME = "model"  # of the files that save_servable writes
 

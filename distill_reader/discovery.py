@@ -14,11 +14,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distill_reader.balance.demand import DemandPoster
-from distill_reader.balance.memory import MemoryRegistry
 from distill_reader.balance.names import address_of, check_endpoint
-from distill_reader.balance.redis_registry import RedisAddress, RedisRegistry, redis_address
-from distill_reader.balance.server import DiscoveryServer, ServerConfig
+from distill_reader.balance.registry.memory import MemoryRegistry
+from distill_reader.balance.registry.redis_registry import (
+    RedisAddress,
+    RedisRegistry,
+    redis_address,
+)
+from distill_reader.balance.server.demand import DemandPoster
+from distill_reader.balance.server.server import DiscoveryServer, ServerConfig
 from distill_reader.balance.tasks import end_tasks
 from distill_reader.errors import DistillError, UsageError
 from distill_reader.listening import bind, bracketed, is_loopback, raise_file_limit

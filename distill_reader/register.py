@@ -12,12 +12,17 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from distill_reader.balance.messages import LEASE_S as LEASE_BOUNDS_S
-from distill_reader.balance.messages import MAX_INFO
 from distill_reader.balance.names import check_endpoint, check_name
-from distill_reader.balance.places import Place, check_places, places_of
-from distill_reader.balance.redis_registry import redis_address
-from distill_reader.balance.registrar import LEASE_S, PortProbe, RegistrarConfig, register_until
+from distill_reader.balance.registry.places import Place, check_places, places_of
+from distill_reader.balance.registry.redis_registry import redis_address
+from distill_reader.balance.registry.registrar import (
+    LEASE_S,
+    PortProbe,
+    RegistrarConfig,
+    register_until,
+)
+from distill_reader.balance.wire.messages import LEASE_S as LEASE_BOUNDS_S
+from distill_reader.balance.wire.messages import MAX_INFO
 from distill_reader.errors import DistillError, UsageError
 from distill_reader.tokens import read_password, read_token
 

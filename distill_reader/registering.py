@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from distill_reader.balance.names import check_endpoint, check_name
-from distill_reader.balance.places import Place, check_places, places_of
-from distill_reader.balance.registrar import RegistrarConfig, RegistrarThread, own_address
+from distill_reader.balance.registry.places import Place, check_places, places_of
+from distill_reader.balance.registry.registrar import RegistrarConfig, RegistrarThread, own_address
 from distill_reader.errors import UsageError
 from distill_reader.listening import bracketed
 from distill_reader.tokens import read_token

@@ -16,16 +16,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from distill_reader.balance.registrar import RegistrarThread
+from distill_reader.balance.registry.registrar import RegistrarThread
 from distill_reader.errors import DistillError, UsageError
 from distill_reader.listening import bracketed, is_loopback
-from distill_reader.normalization import Normalization, parse_option
+from distill_reader.model.normalization import Normalization, parse_option
+from distill_reader.model.specs import ModelSpec, TensorSpec
 from distill_reader.registering import RegisterConfig, add_register_arguments, parse_register
-from distill_reader.specs import ModelSpec, TensorSpec
-from distill_reader.teacher.backend import Device
 from distill_reader.teacher.front import Front, FrontConfig
-from distill_reader.teacher.limits import FrontLimits
-from distill_reader.teacher.service import PADDLE_BACKEND, PredictorService, ServiceConfig
+from distill_reader.teacher.predictor.backend import Device
+from distill_reader.teacher.protocols.limits import FrontLimits
+from distill_reader.teacher.service.service import PADDLE_BACKEND, PredictorService, ServiceConfig
 from distill_reader.tokens import read_token
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from paddle import nn
 
 from distill_reader.convert import save_servable
 from distill_reader.errors import DistillError
-from distill_reader.normalization import Normalization
-from distill_reader.student.losses import soft_cross_entropy
+from distill_reader.model.normalization import Normalization
+from distill_reader.student.labels.losses import soft_cross_entropy
 from distill_reader.student.reader import DistillReader
 from pod_runtime import elastic
 

@@ -16,21 +16,15 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from distill_reader.balance.balancer import Balancer
-from distill_reader.balance.line import ANSWER_S, Line, ServerAway
-from distill_reader.balance.messages import (
-    REPORT_S,
-    Hello,
-    Report,
-    hello_body,
-    report_body,
-)
 from distill_reader.balance.names import is_endpoint
-from distill_reader.balance.places import DiscoveryAddress, Place
-from distill_reader.balance.redis_registry import RedisAddress, RedisRegistry
+from distill_reader.balance.registry.places import DiscoveryAddress, Place
+from distill_reader.balance.registry.redis_registry import RedisAddress, RedisRegistry
+from distill_reader.balance.server.balancer import Balancer
 from distill_reader.balance.speeds import Measured
 from distill_reader.balance.table import Student
 from distill_reader.balance.tasks import end_tasks, finish
+from distill_reader.balance.wire.line import ANSWER_S, Line, ServerAway
+from distill_reader.balance.wire.messages import REPORT_S, Hello, Report, hello_body, report_body
 from distill_reader.errors import BadRequest, DistillError, Retryable
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from typing import Literal
 
 from distill_reader.balance.names import check_name
 from distill_reader.errors import UsageError
-from distill_reader.forms import MAX_TOP_K
-from distill_reader.student.endpoints import endpoints_of, servers_of
+from distill_reader.model.forms import MAX_TOP_K
+from distill_reader.student.clients.endpoints import endpoints_of, servers_of
 
 IN_DTYPES = ("float16", "uint8")
 PREDICT_DTYPES = ("float16",)

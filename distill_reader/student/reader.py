@@ -7,15 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from distill_reader.balance.places import places_of
+from distill_reader.balance.registry.places import places_of
 from distill_reader.errors import UsageError
-from distill_reader.prototxt import read_config
+from distill_reader.protocols.prototxt import read_config
 from distill_reader.student import options
-from distill_reader.student.client import TeacherClient
-from distill_reader.student.connect import connect
-from distill_reader.student.endpoints import endpoints_of, servers_of
-from distill_reader.student.items import KINDS, Kind
-from distill_reader.student.labels import Labels
+from distill_reader.student.batches.items import KINDS, Kind
+from distill_reader.student.clients.client import TeacherClient
+from distill_reader.student.clients.connect import connect
+from distill_reader.student.clients.endpoints import endpoints_of, servers_of
+from distill_reader.student.labels.labels import Labels
 from distill_reader.student.services import Services, combination_of
 from distill_reader.student.session import Session
 from distill_reader.student.settings import (

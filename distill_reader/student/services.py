@@ -5,15 +5,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from distill_reader.errors import UsageError
-from distill_reader.student.combine import Combination
-from distill_reader.student.dynamic import DynamicSource, DynamicTeachers
-from distill_reader.student.feed import Limits
-from distill_reader.student.label_cache import LabelCache
-from distill_reader.student.labels import Labels
-from distill_reader.student.meter import Meter
+from distill_reader.student.batches.feed import Limits
+from distill_reader.student.batches.meter import Meter
+from distill_reader.student.cache.label_cache import LabelCache
+from distill_reader.student.labels.combine import Combination
+from distill_reader.student.labels.labels import Labels
 from distill_reader.student.options import Member
-from distill_reader.student.pace import Pace
-from distill_reader.student.pool import PoolSettings
+from distill_reader.student.pool.dynamic import DynamicSource, DynamicTeachers
+from distill_reader.student.pool.pace import Pace
+from distill_reader.student.pool.pool import PoolSettings
 from distill_reader.student.session import Service
 from distill_reader.student.settings import ReaderSettings
 from distill_reader.student.source import FixedTeachers, TeacherSource

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from distill_reader.errors import ReaderError, UsageError
-from distill_reader.student.client import Array, TeacherClient
-from distill_reader.student.feed import Feed
-from distill_reader.student.items import Item, Kind
-from distill_reader.student.label_index import make_keys
-from distill_reader.student.meter import Meter
-from distill_reader.student.pace import Pace
-from distill_reader.student.pool import PoolSettings, TeacherPool
+from distill_reader.student.batches.feed import Feed
+from distill_reader.student.batches.items import Item, Kind
+from distill_reader.student.batches.label_index import make_keys
+from distill_reader.student.batches.meter import Meter
+from distill_reader.student.clients.client import Array, TeacherClient
+from distill_reader.student.pool.pace import Pace
+from distill_reader.student.pool.pool import PoolSettings, TeacherPool
 from distill_reader.student.source import TeacherSource
 
 logger = logging.getLogger(__name__)

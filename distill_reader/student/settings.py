@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 from distill_reader.balance.names import check_name
-from distill_reader.balance.places import places_of
+from distill_reader.balance.registry.places import places_of
 from distill_reader.errors import UsageError
-from distill_reader.student.endpoints import servers_of
+from distill_reader.student.clients.endpoints import servers_of
 from distill_reader.student.options import (
     CacheOptions,
     Kind,

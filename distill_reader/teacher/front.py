@@ -20,19 +20,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from distill_reader import oip_messages, serving_messages, wire
 from distill_reader.errors import DistillError
 from distill_reader.listening import bind, raise_file_limit
-from distill_reader.teacher.calls import Calls
-from distill_reader.teacher.fast import FastServer, Limits
-from distill_reader.teacher.grpc_oip import OipGrpc
-from distill_reader.teacher.grpc_relay import GrpcRelay
-from distill_reader.teacher.grpc_server import GrpcServer
-from distill_reader.teacher.grpc_serving import ServingGrpc
-from distill_reader.teacher.http2_frames import PREFACE
-from distill_reader.teacher.http_server import HttpServer
-from distill_reader.teacher.limits import FrontLimits
-from distill_reader.teacher.requests import Service
+from distill_reader.protocols import oip_messages, serving_messages, wire
+from distill_reader.teacher.protocols.calls import Calls
+from distill_reader.teacher.protocols.fast import FastServer, Limits
+from distill_reader.teacher.protocols.grpc_oip import OipGrpc
+from distill_reader.teacher.protocols.grpc_relay import GrpcRelay
+from distill_reader.teacher.protocols.grpc_server import GrpcServer
+from distill_reader.teacher.protocols.grpc_serving import ServingGrpc
+from distill_reader.teacher.protocols.http2_frames import PREFACE
+from distill_reader.teacher.protocols.http_server import HttpServer
+from distill_reader.teacher.protocols.limits import FrontLimits
+from distill_reader.teacher.service.requests import Service
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks import distill_options, options_child
 from benchmarks.options_backend import CLASSES, NORMALIZATION, classify
-from distill_reader.teacher.backend import Device
-from distill_reader.teacher.encodings import decode_input
+from distill_reader.teacher.predictor.backend import Device
+from distill_reader.teacher.predictor.encodings import decode_input
 from tests.distill_reader.student.local_teacher import LocalService, LocalTeacher
 
 SHAPE = (3, 4, 4)

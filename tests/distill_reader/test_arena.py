@@ -10,8 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill_reader import arena as arena_module
-from distill_reader.arena import ALIGNMENT, Arena, ArenaError, ArenaFull, OwnArena, Slice, attach
+from distill_reader.protocols import arena as arena_module
+from distill_reader.protocols.arena import (
+    ALIGNMENT,
+    Arena,
+    ArenaError,
+    ArenaFull,
+    OwnArena,
+    Slice,
+    attach,
+)
 from tests.support import wait_until
 
 PAGE = mmap.PAGESIZE

@@ -7,12 +7,12 @@ import pytest
 
 from distill_reader.convert import convert, main, save_servable
 from distill_reader.errors import UsageError
-from distill_reader.normalization import Normalization
-from distill_reader.prototxt import CLIENT_FILES, SERVER_FILES, read_config
-from distill_reader.teacher.backend import Device
-from distill_reader.teacher.paddle_backend import load
-from distill_reader.teacher.predictor_process import load_models
-from distill_reader.teacher.predictor_wire import Start
+from distill_reader.model.normalization import Normalization
+from distill_reader.protocols.prototxt import CLIENT_FILES, SERVER_FILES, read_config
+from distill_reader.teacher.predictor.backend import Device
+from distill_reader.teacher.predictor.paddle_backend import load
+from distill_reader.teacher.predictor.process import load_models
+from distill_reader.teacher.predictor.wire import Start
 
 INPUTS = {
     "paddle3": "image",
@@ -107,7 +107,7 @@ def test_how_pixels_are_normalized_stays_with_the_model_and_is_part_of_its_versi
     plain = ["--serving_server", str(folder)]
     assert main([*arguments, *plain, "--normalize", "image:mean=0.5:std=0.25"]) == 0
     start = Start(
-        backend="distill_reader.teacher.paddle_backend:load",
+        backend="distill_reader.teacher.predictor.paddle_backend:load",
         models=(("m", str(folder)),),
         device=Device(),
         paths=(),

@@ -17,8 +17,8 @@ import pytest
 
 from distill_reader import discovery, register, registering
 from distill_reader.balance.client import Feeding
-from distill_reader.balance.demand import demand_of
-from distill_reader.balance.registrar import PortProbe, Readiness
+from distill_reader.balance.registry.registrar import PortProbe, Readiness
+from distill_reader.balance.server.demand import demand_of
 from distill_reader.balance.table import Service, Student
 from distill_reader.errors import UsageError
 from tests.distill_reader.balance.discovery_process import DiscoveryProcess
@@ -329,9 +329,9 @@ NOT_READY = b"HTTP/1.1 503 Service Unavailable\r\n\r\n"
 def test_a_registrar_asks_teachers_that_can_say_whether_they_are_ready(
     monkeypatch, answers, found, asked
 ):
-    monkeypatch.setattr("distill_reader.balance.registrar._RESTART_S", 1e-9)
+    monkeypatch.setattr("distill_reader.balance.registry.registrar._RESTART_S", 1e-9)
     if None in answers:
-        monkeypatch.setattr("distill_reader.balance.registrar._PROBE_S", 1.0)
+        monkeypatch.setattr("distill_reader.balance.registry.registrar._PROBE_S", 1.0)
 
     async def look() -> list[bool]:
         server = Answers(b"")

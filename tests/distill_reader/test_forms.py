@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distill_reader.errors import BadRequest
-from distill_reader.forms import (
+from distill_reader.model.forms import (
     INDICES,
     LOG_REST,
     VALUES,
@@ -14,7 +14,7 @@ from distill_reader.forms import (
     parse_form,
     split_name,
 )
-from distill_reader.specs import ModelSpec, TensorSpec
+from distill_reader.model.specs import ModelSpec, TensorSpec
 
 SPEC = ModelSpec(
     name="m",

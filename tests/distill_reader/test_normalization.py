@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distill_reader.errors import BadRequest, ModelError, UsageError
-from distill_reader.normalization import (
+from distill_reader.model.normalization import (
     NORMALIZATION_FILE,
     Normalization,
     check_inputs,
@@ -16,7 +16,7 @@ from distill_reader.normalization import (
     read_folder,
     write_folder,
 )
-from distill_reader.specs import TensorSpec
+from distill_reader.model.specs import TensorSpec
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 IMAGENET = Normalization(mean=MEAN, std=STD, layout="CHW")

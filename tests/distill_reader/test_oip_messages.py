@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill_reader import oip_json, oip_messages
 from distill_reader.errors import BadRequest
-from distill_reader.oip_messages import MESSAGES
-from distill_reader.specs import Accepted, ModelSpec, TensorSpec
-from distill_reader.student.asking import Asking
-from distill_reader.student.labels import Labels
-from distill_reader.student.rows import find_outputs
-from distill_reader.tensors import OIP_TO_NUMPY
+from distill_reader.model.specs import Accepted, ModelSpec, TensorSpec
+from distill_reader.model.tensors import OIP_TO_NUMPY
+from distill_reader.protocols import oip_json, oip_messages
+from distill_reader.protocols.oip_messages import MESSAGES
+from distill_reader.student.clients.rows import find_outputs
+from distill_reader.student.labels.labels import Labels
+from distill_reader.student.pool.asking import Asking
 
 SPEC = ModelSpec(
     name="lenet",

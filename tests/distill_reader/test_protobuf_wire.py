@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill_reader import protobuf_wire as pb
-from distill_reader.protobuf_schema import message_classes
+from distill_reader.protocols import protobuf_wire as pb
+from distill_reader.protocols.protobuf_schema import message_classes
 
 NUMBERS = message_classes(
     "edl_test",

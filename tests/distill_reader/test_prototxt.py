@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distill_reader.errors import UsageError
-from distill_reader.prototxt import (
+from distill_reader.model.specs import ModelSpec, TensorSpec
+from distill_reader.protocols.prototxt import (
     CLIENT_FILES,
     SERVER_FILES,
     ModelConfig,
@@ -20,7 +21,6 @@ from distill_reader.prototxt import (
     to_text,
     write_config,
 )
-from distill_reader.specs import ModelSpec, TensorSpec
 
 UCI = """
 feed_var {

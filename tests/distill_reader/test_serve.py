@@ -14,12 +14,13 @@ import psutil
 import pytest
 import requests
 
-from distill_reader import oip_messages, serve
+from distill_reader import serve
 from distill_reader.errors import UsageError
-from distill_reader.normalization import Normalization
-from distill_reader.serving_messages import MESSAGES
-from distill_reader.specs import ModelSpec, TensorSpec
-from distill_reader.teacher.backend import Device
+from distill_reader.model.normalization import Normalization
+from distill_reader.model.specs import ModelSpec, TensorSpec
+from distill_reader.protocols import oip_messages
+from distill_reader.protocols.serving_messages import MESSAGES
+from distill_reader.teacher.predictor.backend import Device
 from tests.support import standing_still, wait_until
 
 TOYS = "tests.distill_reader.teacher.toy_backends"

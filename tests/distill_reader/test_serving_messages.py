@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill_reader import serving_json, serving_messages
 from distill_reader.errors import BadRequest
-from distill_reader.serving_messages import MESSAGES, ServingResponse, ServingTensor
+from distill_reader.protocols import serving_json, serving_messages
+from distill_reader.protocols.serving_messages import MESSAGES, ServingResponse, ServingTensor
 
 Request, Response = MESSAGES["Request"], MESSAGES["Response"]
 

@@ -4,8 +4,8 @@ import threading
 import numpy as np
 import pytest
 
-from distill_reader import stream
-from distill_reader.stream import StreamEnded, StreamStalled
+from distill_reader.protocols import stream
+from distill_reader.protocols.stream import StreamEnded, StreamStalled
 from tests.support import wait_until
 
 

@@ -5,8 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from distill_reader import tensors
 from distill_reader.errors import BadRequest
+from distill_reader.model import tensors
 
 
 @pytest.mark.parametrize(("datatype", "name"), tensors.OIP_TO_NUMPY.items())

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill_reader import wire
 from distill_reader.errors import (
     BadRequest,
     DistillError,
@@ -19,8 +18,9 @@ from distill_reader.errors import (
     UsageError,
     WireError,
 )
-from distill_reader.specs import Accepted, ModelSpec, TensorSpec
-from distill_reader.wire import Hello, Welcome, WireTensor
+from distill_reader.model.specs import Accepted, ModelSpec, TensorSpec
+from distill_reader.protocols import wire
+from distill_reader.protocols.wire import Hello, Welcome, WireTensor
 
 SPEC = ModelSpec(
     name="m",

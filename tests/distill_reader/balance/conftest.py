@@ -5,7 +5,7 @@ import pytest
 def _soon(monkeypatch):
     """Students report often, so that tests are short; probes bear with a busy machine."""
     monkeypatch.setattr("distill_reader.balance.client.REPORT_S", 0.2)
-    monkeypatch.setattr("distill_reader.balance.registrar._PROBE_S", 20.0)
+    monkeypatch.setattr("distill_reader.balance.registry.registrar._PROBE_S", 20.0)
 
 
 @pytest.fixture(autouse=True)

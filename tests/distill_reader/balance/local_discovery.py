@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from distill_reader.balance.client import Feeding, StudentClient
-from distill_reader.balance.memory import MemoryRegistry
-from distill_reader.balance.messages import HEAD, MAGIC, decode, encode
-from distill_reader.balance.places import places_of
-from distill_reader.balance.redis_registry import RedisRegistry, redis_address
-from distill_reader.balance.registrar import PortProbe, Registrar, RegistrarConfig
-from distill_reader.balance.server import DiscoveryServer, ServerConfig
+from distill_reader.balance.registry.memory import MemoryRegistry
+from distill_reader.balance.registry.places import places_of
+from distill_reader.balance.registry.redis_registry import RedisRegistry, redis_address
+from distill_reader.balance.registry.registrar import PortProbe, Registrar, RegistrarConfig
+from distill_reader.balance.server.server import DiscoveryServer, ServerConfig
 from distill_reader.balance.tasks import end_tasks, finish
+from distill_reader.balance.wire.messages import HEAD, MAGIC, decode, encode
 from tests.support import free_port
 
 LEASE_S = 4.0  # of teachers: does not end because the machine is busy

@@ -6,8 +6,8 @@ import time
 import pytest
 import redis
 
-from distill_reader.balance import balancer
-from distill_reader.balance.places import places_of
+from distill_reader.balance.registry.places import places_of
+from distill_reader.balance.server import balancer
 from tests.distill_reader.balance.discovery_process import DiscoveryProcess
 from tests.distill_reader.balance.local_discovery import (
     LEASE_S,
@@ -73,7 +73,7 @@ def test_a_server_that_hangs_is_left(redis_server, run, monkeypatch):
 
 
 def test_teachers_that_registered_with_a_server_that_hangs_stay(redis_server, run, monkeypatch):
-    monkeypatch.setattr("distill_reader.balance.registrar._ANSWER_S", 0.3)
+    monkeypatch.setattr("distill_reader.balance.registry.registrar._ANSWER_S", 0.3)
     hanging = run(DiscoveryProcess, "--db_endpoints", redis_server.endpoint)
     staying = run(LocalDiscovery, redis_server.url)
     both = f"{hanging.endpoint},{staying.endpoint}"
@@ -115,7 +115,7 @@ def test_the_only_server_is_started_again_and_nothing_moves(run, monkeypatch):
 
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_redis_away_for_longer_than_leases_last_moves_nothing(redis_server, run, how, monkeypatch):
-    monkeypatch.setattr("distill_reader.balance.redis_registry._TIMEOUT_S", 0.5)
+    monkeypatch.setattr("distill_reader.balance.registry.redis_registry._TIMEOUT_S", 0.5)
     monkeypatch.setattr(balancer, "_HOLD_S", 15.0)  # teachers may be slow to come back
     servers = [run(LocalDiscovery, redis_server.url) for _ in range(2)]
     both = ",".join(server.endpoint for server in servers)

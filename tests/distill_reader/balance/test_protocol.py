@@ -9,8 +9,8 @@ import requests
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distill_reader.balance.messages import HEAD, MAGIC, MAX_REQUEST_BYTES, encode
-from distill_reader.balance.server import ServerConfig
+from distill_reader.balance.server.server import ServerConfig
+from distill_reader.balance.wire.messages import HEAD, MAGIC, MAX_REQUEST_BYTES, encode
 from distill_reader.tokens import prove
 from tests.distill_reader.balance.local_discovery import (
     PATIENT,
@@ -205,7 +205,7 @@ class TestPatience:
         assert client.is_ended()
 
     def test_who_stops_amid_a_message_is_dropped(self, client, monkeypatch):
-        monkeypatch.setattr("distill_reader.balance.connection._STALL_S", 0.1)
+        monkeypatch.setattr("distill_reader.balance.wire.connection._STALL_S", 0.1)
         client.send(encode(REGISTER)[:20])
         assert client.is_ended()
 

@@ -3,9 +3,10 @@
 import asyncio
 from collections.abc import Callable
 
-from distill_reader.balance import demand, redis_registry, registrar
-from distill_reader.balance.places import places_of
-from distill_reader.balance.registrar import Registrar, RegistrarConfig
+from distill_reader.balance.registry import redis_registry, registrar
+from distill_reader.balance.registry.places import places_of
+from distill_reader.balance.registry.registrar import Registrar, RegistrarConfig
+from distill_reader.balance.server import demand
 from distill_reader.balance.tasks import end_tasks, finish
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from distill_reader.student.label_index import make_keys
-from distill_reader.student.label_store import Inputs, LabelStore
-from distill_reader.student.labels import Served
+from distill_reader.student.batches.label_index import make_keys
+from distill_reader.student.cache.label_store import Inputs, LabelStore
+from distill_reader.student.labels.labels import Served
 
 IDENTITY = {"version": "1"}
 CLASSES = 50

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from distill_reader.errors import BadRequest, DistillError, TeacherGone, TeacherTimeout
-from distill_reader.specs import ModelSpec, TensorSpec
-from distill_reader.student.client import Array, Bounds
-from distill_reader.student.rows import gather
+from distill_reader.model.specs import ModelSpec, TensorSpec
+from distill_reader.student.clients.client import Array, Bounds
+from distill_reader.student.clients.rows import gather
 
 SPEC = ModelSpec(
     name="double",

@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from distill_reader.student.client import Array
+from distill_reader.student.clients.client import Array
 from tests.distill_reader.student.local_teacher import sums
 
 _LABELS = {"one": 1, "many": 3}

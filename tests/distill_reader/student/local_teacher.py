@@ -10,11 +10,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from distill_reader.arena import ArenaFull, OwnArena, Slice
 from distill_reader.errors import BadRequest, ModelNotFound, TeacherBusy
-from distill_reader.specs import ModelSpec, TensorSpec
-from distill_reader.teacher.fast import FastServer, Limits
-from distill_reader.teacher.requests import Array, InferAnswer, InferRequest, SharedTensor
+from distill_reader.model.specs import ModelSpec, TensorSpec
+from distill_reader.protocols.arena import ArenaFull, OwnArena, Slice
+from distill_reader.teacher.protocols.fast import FastServer, Limits
+from distill_reader.teacher.service.requests import Array, InferAnswer, InferRequest, SharedTensor
 
 Compute = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 

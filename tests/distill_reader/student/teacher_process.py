@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distill_reader.errors import DistillError
-from distill_reader.student.connect import connect
+from distill_reader.student.clients.connect import connect
 from tests.support import free_port, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 
 from distill_reader.errors import BadRequest
-from distill_reader.specs import ModelSpec, TensorSpec
-from distill_reader.student.asking import Asking
-from distill_reader.student.client import Array
-from distill_reader.student.feed import Feed, Limits
-from distill_reader.student.items import BatchKind
-from distill_reader.student.labels import Labels
+from distill_reader.model.specs import ModelSpec, TensorSpec
+from distill_reader.student.batches.feed import Feed, Limits
+from distill_reader.student.batches.items import BatchKind
+from distill_reader.student.clients.client import Array
+from distill_reader.student.labels.labels import Labels
+from distill_reader.student.pool.asking import Asking
 
 SPEC = ModelSpec(
     name="net",

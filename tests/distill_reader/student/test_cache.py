@@ -17,7 +17,7 @@ import pytest
 
 from distill_reader import DistillReader
 from distill_reader.errors import BadRequest, NoTeacher, UsageError
-from distill_reader.specs import ModelSpec, TensorSpec
+from distill_reader.model.specs import ModelSpec, TensorSpec
 from tests.distill_reader.student.fake_teachers import SPEC, FakeTeacher, Teachers
 from tests.distill_reader.student.teacher_process import ROOT, TeacherProcess
 

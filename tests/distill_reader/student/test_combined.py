@@ -13,8 +13,8 @@ import pytest
 
 from distill_reader import Discovered, DistillReader
 from distill_reader.errors import BadRequest, NoTeacher, ReaderError, UsageError
-from distill_reader.specs import ModelSpec, TensorSpec
-from distill_reader.student.combine import Combination
+from distill_reader.model.specs import ModelSpec, TensorSpec
+from distill_reader.student.labels.combine import Combination
 from tests.distill_reader.student.fake_teachers import FakeTeacher, Teachers
 from tests.support import wait_until
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from distill_reader.errors import DistillError, ModelNotFound, TeacherGone, UsageError
-from distill_reader.student import connect as connect_module
-from distill_reader.student.client import TeacherClient
-from distill_reader.student.connect import connect, forget, read_token
-from distill_reader.student.endpoints import Target, parse_endpoint
+from distill_reader.student.clients import connect as connect_module
+from distill_reader.student.clients.client import TeacherClient
+from distill_reader.student.clients.connect import connect, forget, read_token
+from distill_reader.student.clients.endpoints import Target, parse_endpoint
 from tests.distill_reader.student.foreign_teachers import (
     HttpTeacher,
     OipGrpcTeacher,
@@ -235,7 +235,7 @@ def test_where_nobody_listens_the_teacher_is_gone(scheme):
 
 def test_a_student_on_the_fast_path_loads_neither_grpc_nor_protobuf():
     code = (
-        "import sys, distill_reader.student.connect as c\n"
+        "import sys, distill_reader.student.clients.connect as c\n"
         "try: c.connect('127.0.0.1:1')\n"
         "except c.TeacherGone: pass\n"
         "print([m for m in ('grpc', 'google.protobuf', 'paddle') if m in sys.modules])"

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from distill_reader import Discovered, DistillReader
-from distill_reader.balance.places import places_of
-from distill_reader.balance.registrar import RegistrarConfig, RegistrarThread
+from distill_reader.balance.registry.places import places_of
+from distill_reader.balance.registry.registrar import RegistrarConfig, RegistrarThread
 from distill_reader.balance.table import Student
 from distill_reader.errors import BadRequest, NoTeacher, TeacherBusy, UsageError
-from distill_reader.specs import ModelSpec, TensorSpec
-from distill_reader.student import dynamic
-from distill_reader.student.meter import Meter
+from distill_reader.model.specs import ModelSpec, TensorSpec
+from distill_reader.student.batches.meter import Meter
+from distill_reader.student.pool import dynamic
 from tests.distill_reader.balance.local_discovery import LocalDiscovery
 from tests.distill_reader.student.local_teacher import LocalService, LocalTeacher
 from tests.support import wait_until
@@ -120,7 +120,7 @@ def test_teachers_that_join_are_used_and_those_that_leave_are_not(discovery, rea
 def test_a_student_whose_teacher_is_busy_for_ever_gets_another_one(
     discovery, reader, run, monkeypatch
 ):
-    monkeypatch.setattr("distill_reader.student.roster.UNUSABLE_S", 0.3)
+    monkeypatch.setattr("distill_reader.student.pool.roster.UNUSABLE_S", 0.3)
     both = [run(Registered, discovery.endpoint) for _ in range(2)]
     wait_until(lambda: len(discovery.teachers()) == 2)
     reader.set_dynamic_teacher(discovery.endpoint, "svc", 1)
@@ -141,7 +141,7 @@ def test_a_student_that_is_given_one_that_refuses_it_gets_another_one(
     discovery, reader, run, monkeypatch
 ):
     """As in a rolling update, where the next teacher in line serves another model already."""
-    monkeypatch.setattr("distill_reader.student.roster.UNUSABLE_S", 0.3)
+    monkeypatch.setattr("distill_reader.student.pool.roster.UNUSABLE_S", 0.3)
     three = [run(Registered, discovery.endpoint) for _ in range(3)]
     wait_until(lambda: len(discovery.teachers()) == 3)
     reader.set_dynamic_teacher(discovery.endpoint, "svc", 1)
@@ -163,7 +163,7 @@ def test_a_student_that_is_given_one_that_refuses_it_gets_another_one(
 def test_if_all_that_discovery_has_refuse_the_consumer_hears_why(
     discovery, reader, run, monkeypatch
 ):
-    monkeypatch.setattr("distill_reader.student.supervisor._OTHERS_S", 0.5)
+    monkeypatch.setattr("distill_reader.student.pool.supervisor._OTHERS_S", 0.5)
     teacher = run(Registered, discovery.endpoint)
     teacher.service.add(replace(SPEC, name="another"))
     reader.set_dynamic_teacher(discovery.endpoint, "svc", 1)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from distill_reader import stream, wire
 from distill_reader.errors import (
     BadRequest,
     DistillError,
@@ -22,12 +21,13 @@ from distill_reader.errors import (
     TeacherTimeout,
     UsageError,
 )
-from distill_reader.specs import ModelSpec, TensorSpec
-from distill_reader.student import fast_client
-from distill_reader.student.client import Array
-from distill_reader.student.endpoints import NotSpoken
-from distill_reader.student.fast_client import TRANSPORTS, FastClient, open_fast
-from distill_reader.teacher.fast import Limits
+from distill_reader.model.specs import ModelSpec, TensorSpec
+from distill_reader.protocols import stream, wire
+from distill_reader.student.clients import fast_client
+from distill_reader.student.clients.client import Array
+from distill_reader.student.clients.endpoints import NotSpoken
+from distill_reader.student.clients.fast_client import TRANSPORTS, FastClient, open_fast
+from distill_reader.teacher.protocols.fast import Limits
 from tests.distill_reader.student.local_teacher import SPEC, LocalService, LocalTeacher, sums
 from tests.support import wait_until
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distill_reader.errors import BadRequest, NoTeacher
-from distill_reader.student.feed import Feed, Limits, Request
-from distill_reader.student.items import BatchKind, Item, SampleListKind
-from distill_reader.student.tries import Blame, Tries
+from distill_reader.student.batches.feed import Feed, Limits, Request
+from distill_reader.student.batches.items import BatchKind, Item, SampleListKind
+from distill_reader.student.batches.tries import Blame, Tries
 
 KIND = BatchKind(((0, "x"),), 1, 1)
 ROW = 8  # bytes of a sample

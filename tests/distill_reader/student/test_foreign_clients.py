@@ -19,9 +19,9 @@ from distill_reader.errors import (
     TeacherTimeout,
     UsageError,
 )
-from distill_reader.specs import ModelSpec, TensorSpec
-from distill_reader.student.client import Array, TeacherClient
-from distill_reader.student.connect import connect
+from distill_reader.model.specs import ModelSpec, TensorSpec
+from distill_reader.student.clients.client import Array, TeacherClient
+from distill_reader.student.clients.connect import connect
 from tests.distill_reader.student.foreign_teachers import (
     Answer,
     HttpTeacher,

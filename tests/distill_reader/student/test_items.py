@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from distill_reader.errors import UsageError
-from distill_reader.student.items import BatchKind, Item, Kind, SampleKind, SampleListKind
+from distill_reader.student.batches.items import BatchKind, Item, Kind, SampleKind, SampleListKind
 
 SENT = ((1, "image"),)
 BATCH, SAMPLE, SAMPLES = (kind(SENT, 2, 1) for kind in (BatchKind, SampleKind, SampleListKind))

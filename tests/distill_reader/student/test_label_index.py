@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distill_reader.errors import UsageError
-from distill_reader.student.label_index import LabelIndex, make_keys, mix
+from distill_reader.student.batches.label_index import LabelIndex, make_keys, mix
 
 steps = st.lists(
     st.tuples(

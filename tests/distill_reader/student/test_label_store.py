@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from distill_reader.errors import UsageError
-from distill_reader.student import label_space
-from distill_reader.student.label_index import make_keys
-from distill_reader.student.label_store import Inputs, LabelStore
-from distill_reader.student.labels import Served
+from distill_reader.student.batches.label_index import make_keys
+from distill_reader.student.cache import label_space
+from distill_reader.student.cache.label_store import Inputs, LabelStore
+from distill_reader.student.labels.labels import Served
 from tests.distill_reader.student.cache_writer import CLASSES, IDENTITY, add, check
 from tests.distill_reader.student.teacher_process import ROOT
 from tests.support import wait_until
@@ -240,7 +240,7 @@ def test_what_a_remover_left_that_was_killed_is_removed(tmp_path: Path):
 def test_a_process_that_holds_the_lock_and_stands_still_stops_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("distill_reader.student.label_store._LOCK_WAIT_S", 0.05)
+    monkeypatch.setattr("distill_reader.student.cache.label_store._LOCK_WAIT_S", 0.05)
     store = open_store(tmp_path)
     add(store, [1])
     with (store.folder / "lock").open() as other:

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distill_reader.errors import BadRequest, UsageError
-from distill_reader.forms import parse_form
-from distill_reader.specs import ModelSpec, TensorSpec
-from distill_reader.student.labels import Labels
+from distill_reader.model.forms import parse_form
+from distill_reader.model.specs import ModelSpec, TensorSpec
+from distill_reader.student.labels.labels import Labels
 from distill_reader.student.options import TopK
-from distill_reader.teacher.encodings import Encoder
+from distill_reader.teacher.predictor.encodings import Encoder
 
 
 def spec(classes: int = 20, *, takes_forms: bool = True, dtype: str = "float32") -> ModelSpec:

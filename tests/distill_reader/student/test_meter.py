@@ -1,6 +1,6 @@
 """How a reader is fed, by a clock that the test turns."""
 
-from distill_reader.student.meter import Meter
+from distill_reader.student.batches.meter import Meter
 
 
 class Clock:

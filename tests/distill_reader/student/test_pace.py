@@ -2,7 +2,7 @@
 
 import pytest
 
-from distill_reader.student.pace import LEAST_DEPTH, MOST_DEPTH, Pace, is_worth_hedging
+from distill_reader.student.pool.pace import LEAST_DEPTH, MOST_DEPTH, Pace, is_worth_hedging
 
 
 class Teacher:

@@ -24,14 +24,14 @@ from distill_reader.errors import (
     TeacherGone,
     UsageError,
 )
-from distill_reader.student import pace
-from distill_reader.student.client import Bounds
-from distill_reader.student.feed import Limits
-from distill_reader.student.items import BatchKind
-from distill_reader.student.labels import Labels
-from distill_reader.student.meter import Meter
-from distill_reader.student.pool import PoolSettings
-from distill_reader.student.roster import UNUSABLE_S, Roster
+from distill_reader.student.batches.feed import Limits
+from distill_reader.student.batches.items import BatchKind
+from distill_reader.student.batches.meter import Meter
+from distill_reader.student.clients.client import Bounds
+from distill_reader.student.labels.labels import Labels
+from distill_reader.student.pool import pace
+from distill_reader.student.pool.pool import PoolSettings
+from distill_reader.student.pool.roster import UNUSABLE_S, Roster
 from distill_reader.student.session import Service, Session
 from distill_reader.student.source import FixedTeachers
 from tests.distill_reader.student.fake_teachers import FakeTeacher, Teachers
@@ -273,7 +273,7 @@ def test_samples_are_skipped_while_there_is_no_teacher_and_asked_for_again_later
 
 
 def test_the_log_says_what_is_waited_for(read, caplog, monkeypatch):
-    monkeypatch.setattr("distill_reader.student.supervisor._LOG_PERIOD_S", 0.1)
+    monkeypatch.setattr("distill_reader.student.pool.supervisor._LOG_PERIOD_S", 0.1)
     dead = FakeTeacher("a:1")
     dead.kill()
     read(dead)
@@ -391,8 +391,8 @@ def test_whatever_teachers_do_each_item_comes_once_and_in_order(read, seed: int)
 @pytest.fixture
 def hurried(monkeypatch) -> None:
     """Pauses a tenth as long."""
-    monkeypatch.setattr("distill_reader.student.pool._FAILED_REST_S", (0.025, 0.4))
-    monkeypatch.setattr("distill_reader.student.roster._MOST_PAUSE_S", 0.5)
+    monkeypatch.setattr("distill_reader.student.pool.pool._FAILED_REST_S", (0.025, 0.4))
+    monkeypatch.setattr("distill_reader.student.pool.roster._MOST_PAUSE_S", 0.5)
 
 
 def failing_at(teacher: FakeTeacher, index: int, error: Callable[[], Exception]) -> list[int]:
@@ -467,7 +467,7 @@ def test_of_joined_items_only_the_one_at_fault_is_an_error(read, hurried):
 def test_a_teacher_whose_connections_break_at_each_request_is_not_asked_without_a_pause(
     read, monkeypatch
 ):
-    monkeypatch.setattr("distill_reader.student.tries._OUTAGE_S", 1e9)
+    monkeypatch.setattr("distill_reader.student.batches.tries._OUTAGE_S", 1e9)
     teacher = FakeTeacher("a:1")
     teacher.refuse_with = lambda: TeacherGone("reset by peer")
     reading = read(teacher, batches=3)
@@ -588,7 +588,7 @@ def test_a_sample_that_is_too_large_for_one_teacher_goes_to_another(read):
 
 
 def test_a_teacher_that_is_busy_for_ever_is_no_teacher(read, monkeypatch, caplog):
-    monkeypatch.setattr("distill_reader.student.roster.UNUSABLE_S", 0.2)
+    monkeypatch.setattr("distill_reader.student.pool.roster.UNUSABLE_S", 0.2)
     meter = Meter()
     busy = FakeTeacher("a:1", delay_s=0.002)
     reading = read(busy, timeout_s=1.0, meter=meter)
@@ -608,7 +608,7 @@ def test_a_teacher_that_is_busy_for_ever_is_no_teacher(read, monkeypatch, caplog
 def test_samples_are_skipped_while_the_teacher_is_busy_and_asked_for_when_it_is_not(
     read, monkeypatch
 ):
-    monkeypatch.setattr("distill_reader.student.supervisor._TRIAL_S", 0.1)
+    monkeypatch.setattr("distill_reader.student.pool.supervisor._TRIAL_S", 0.1)
     busy = FakeTeacher("a:1", delay_s=0.002)
     reading = read(busy, timeout_s=0.3, skips=True)
     reading.more(20)
@@ -702,7 +702,7 @@ def test_if_only_another_version_is_left_the_consumer_hears_why(read):
 def test_a_thread_that_cannot_be_started_costs_a_connection_not_the_epoch(
     read, monkeypatch, caplog
 ):
-    monkeypatch.setattr("distill_reader.student.pool._GROW_PERIOD_S", 0.1)
+    monkeypatch.setattr("distill_reader.student.pool.pool._GROW_PERIOD_S", 0.1)
     start = threading.Thread.start
     names: list[str] = []
 
@@ -732,7 +732,7 @@ def quick(monkeypatch) -> None:
                  "_GROWS_BELOW_S", "_SHRINKS_ABOVE_S"):  # fmt: skip
         value = getattr(pace, name)
         monkeypatch.setattr(pace, name, value / 50)
-    monkeypatch.setattr("distill_reader.student.supervisor.TICK_S", 0.005)
+    monkeypatch.setattr("distill_reader.student.pool.supervisor.TICK_S", 0.005)
 
 
 @pytest.mark.parametrize("seconds", [16, 8, 4])

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from distill_reader.errors import BadRequest, TeacherGone
-from distill_reader.specs import ModelSpec
-from distill_reader.student.rows import find_outputs, gather, pick_outputs
+from distill_reader.model.specs import ModelSpec
+from distill_reader.student.clients.rows import find_outputs, gather, pick_outputs
 from tests.distill_reader.student.local_teacher import SPEC
 
 UNKNOWN = ModelSpec(name="serving", inputs=(), outputs=())

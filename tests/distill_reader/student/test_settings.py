@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from distill_reader.errors import UsageError
-from distill_reader.student.endpoints import endpoints_of
+from distill_reader.student.clients.endpoints import endpoints_of
 from distill_reader.student.settings import ReaderSettings, with_environment
 
 SETTINGS = ReaderSettings(ins=("image", None), predicts=("score",))

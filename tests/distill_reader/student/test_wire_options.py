@@ -7,7 +7,7 @@ import pytest
 
 from distill_reader import DistillReader
 from distill_reader.errors import BadRequest, UsageError
-from distill_reader.specs import ModelSpec, TensorSpec
+from distill_reader.model.specs import ModelSpec, TensorSpec
 from tests.distill_reader.student.local_teacher import LocalService, LocalTeacher
 from tests.distill_reader.student.teacher_process import TeacherProcess
 

@@ -9,7 +9,7 @@ import pytest
 import requests
 
 from distill_reader.teacher.front import Front, FrontConfig
-from distill_reader.teacher.limits import FrontLimits
+from distill_reader.teacher.protocols.limits import FrontLimits
 from tests.distill_reader.teacher.fake_service import DOUBLE, HALF, FakeService
 from tests.support import wait_until
 

@@ -10,8 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from distill_reader.errors import BadRequest, ModelNotFound, TeacherBusy
-from distill_reader.specs import ModelSpec, TensorSpec
-from distill_reader.teacher.requests import (
+from distill_reader.model.specs import ModelSpec, TensorSpec
+from distill_reader.teacher.service.requests import (
     Array,
     Buffer,
     InferAnswer,

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill_reader.teacher.batching import MAX_PIECES, BatchQueue, Piece
+from distill_reader.teacher.service.batching import MAX_PIECES, BatchQueue, Piece
 
 NOW = 100.0
 LATER = NOW + 1.0  # the timeout

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from distill_reader.errors import BadRequest
-from distill_reader.forms import INDICES, LOG_REST, VALUES, WHOLE, Form
-from distill_reader.normalization import Normalization
-from distill_reader.specs import TensorSpec
-from distill_reader.teacher.encodings import Encoder, decode_input
+from distill_reader.model.forms import INDICES, LOG_REST, VALUES, WHOLE, Form
+from distill_reader.model.normalization import Normalization
+from distill_reader.model.specs import TensorSpec
+from distill_reader.teacher.predictor.encodings import Encoder, decode_input
 
 outputs = hnp.arrays(
     np.float32,

@@ -14,13 +14,13 @@ import numpy as np
 import psutil
 import pytest
 
-from distill_reader import stream, wire
-from distill_reader.arena import OwnArena
 from distill_reader.errors import BadRequest, TeacherGone
-from distill_reader.student.client import Array
-from distill_reader.student.fast_client import open_fast
-from distill_reader.teacher.fast import Limits
-from distill_reader.wire import HEAD, Hello, WireTensor
+from distill_reader.protocols import stream, wire
+from distill_reader.protocols.arena import OwnArena
+from distill_reader.protocols.wire import HEAD, Hello, WireTensor
+from distill_reader.student.clients.client import Array
+from distill_reader.student.clients.fast_client import open_fast
+from distill_reader.teacher.protocols.fast import Limits
 from tests.distill_reader.student.local_teacher import LocalService, LocalTeacher
 from tests.support import wait_until
 

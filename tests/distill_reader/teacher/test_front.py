@@ -10,12 +10,12 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from distill_reader import wire
 from distill_reader.errors import UsageError
-from distill_reader.oip_messages import MESSAGES, SERVICE
+from distill_reader.protocols import wire
+from distill_reader.protocols.oip_messages import MESSAGES, SERVICE
 from distill_reader.teacher.front import Front, FrontConfig
-from distill_reader.teacher.http2_frames import PREFACE
-from distill_reader.teacher.limits import FrontLimits, bearer_matches
+from distill_reader.teacher.protocols.http2_frames import PREFACE
+from distill_reader.teacher.protocols.limits import FrontLimits, bearer_matches
 from tests.distill_reader.teacher.fake_service import FakeService
 from tests.support import free_port, wait_until
 

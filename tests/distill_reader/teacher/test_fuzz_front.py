@@ -23,7 +23,7 @@ import psutil
 import pytest
 import requests
 
-from distill_reader import oip_json, oip_messages, serving_messages, wire
+from distill_reader.protocols import oip_json, oip_messages, serving_messages, wire
 from tests.distill_reader.teacher.test_front import frame, grpc_begin
 from tests.support import wait_until
 

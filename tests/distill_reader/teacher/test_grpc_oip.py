@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from distill_reader.errors import TeacherBusy
-from distill_reader.oip_messages import MESSAGES, SERVICE
-from distill_reader.teacher.limits import FrontLimits
+from distill_reader.protocols.oip_messages import MESSAGES, SERVICE
+from distill_reader.teacher.protocols.limits import FrontLimits
 from tests.support import wait_until
 
 X = np.arange(6, dtype="f4").reshape(2, 3)

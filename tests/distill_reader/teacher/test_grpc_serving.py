@@ -6,7 +6,7 @@ import grpc
 import numpy as np
 import pytest
 
-from distill_reader.serving_messages import MESSAGES, SERVICE
+from distill_reader.protocols.serving_messages import MESSAGES, SERVICE
 
 Request, Response = MESSAGES["Request"], MESSAGES["Response"]
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill_reader.teacher.http2_frames import PREFACE, FrameReader, OpenStreams
+from distill_reader.teacher.protocols.http2_frames import PREFACE, FrameReader, OpenStreams
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PING = 0, 1, 3, 4, 6
 END = 1

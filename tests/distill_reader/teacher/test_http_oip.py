@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distill_reader import oip_json
 from distill_reader.errors import BadRequest, TeacherBusy
-from distill_reader.teacher.limits import FrontLimits
+from distill_reader.protocols import oip_json
+from distill_reader.teacher.protocols.limits import FrontLimits
 from tests.support import wait_until
 
 X = np.arange(6, dtype="f4").reshape(2, 3)

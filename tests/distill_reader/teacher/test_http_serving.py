@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from distill_reader.errors import TeacherBusy
-from distill_reader.serving_messages import MESSAGES, SERVICE
-from distill_reader.teacher.limits import FrontLimits
+from distill_reader.protocols.serving_messages import MESSAGES, SERVICE
+from distill_reader.teacher.protocols.limits import FrontLimits
 
 PATH = "/GeneralModelService/inference"
 PROTO = {"Content-Type": "application/proto"}

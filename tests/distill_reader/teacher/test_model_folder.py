@@ -5,10 +5,15 @@ from pathlib import Path
 import pytest
 
 from distill_reader.errors import ModelError
-from distill_reader.prototxt import SERVER_FILES, ModelConfig, ServedVariable, write_config
-from distill_reader.specs import TensorSpec
-from distill_reader.teacher.model_folder import find_model, make_signature, read_signature
-from distill_reader.teacher.model_program import Program, Variable, read_program
+from distill_reader.model.specs import TensorSpec
+from distill_reader.protocols.prototxt import (
+    SERVER_FILES,
+    ModelConfig,
+    ServedVariable,
+    write_config,
+)
+from distill_reader.teacher.predictor.model_folder import find_model, make_signature, read_signature
+from distill_reader.teacher.predictor.model_program import Program, Variable, read_program
 
 
 def touch(folder: Path, *names: str) -> None:

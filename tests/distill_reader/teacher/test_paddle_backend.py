@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from distill_reader.errors import ModelError, UsageError
-from distill_reader.teacher import predictor_process
-from distill_reader.teacher.backend import Device
-from distill_reader.teacher.paddle_backend import load
-from distill_reader.teacher.predictor_wire import Start
-from distill_reader.teacher.requests import InferRequest
-from distill_reader.teacher.service import PredictorService, ServiceConfig
+from distill_reader.teacher.predictor import process as predictor_process
+from distill_reader.teacher.predictor.backend import Device
+from distill_reader.teacher.predictor.paddle_backend import load
+from distill_reader.teacher.predictor.wire import Start
+from distill_reader.teacher.service.requests import InferRequest
+from distill_reader.teacher.service.service import PredictorService, ServiceConfig
 
 CPU = Device()
 

@@ -5,11 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill_reader.forms import INDICES, LOG_REST, VALUES, WHOLE, Form
-from distill_reader.normalization import Normalization
-from distill_reader.specs import Accepted, ModelSpec, TensorSpec
-from distill_reader.teacher.backend import Device
-from distill_reader.teacher.predictor_wire import (
+from distill_reader.model.forms import INDICES, LOG_REST, VALUES, WHOLE, Form
+from distill_reader.model.normalization import Normalization
+from distill_reader.model.specs import Accepted, ModelSpec, TensorSpec
+from distill_reader.protocols.wire import DTYPES
+from distill_reader.teacher.predictor.backend import Device
+from distill_reader.teacher.predictor.wire import (
     Channel,
     Kind,
     Rows,
@@ -26,7 +27,6 @@ from distill_reader.teacher.predictor_wire import (
     specs_document,
     start_document,
 )
-from distill_reader.wire import DTYPES
 
 places = st.tuples(st.integers(1, 2**31), st.integers(0, 2**40))
 forms = st.builds(

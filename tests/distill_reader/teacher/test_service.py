@@ -16,7 +16,6 @@ import numpy as np
 import psutil
 import pytest
 
-from distill_reader.arena import OwnArena, attach
 from distill_reader.errors import (
     BadRequest,
     DistillError,
@@ -26,9 +25,10 @@ from distill_reader.errors import (
     TeacherFailed,
     UsageError,
 )
-from distill_reader.teacher.backend import Array, Device
-from distill_reader.teacher.requests import Buffer, InferAnswer, InferRequest, SharedTensor
-from distill_reader.teacher.service import PredictorService, ServiceConfig
+from distill_reader.protocols.arena import OwnArena, attach
+from distill_reader.teacher.predictor.backend import Array, Device
+from distill_reader.teacher.service.requests import Buffer, InferAnswer, InferRequest, SharedTensor
+from distill_reader.teacher.service.service import PredictorService, ServiceConfig
 from tests.support import standing_still, wait_until
 
 TOYS = "tests.distill_reader.teacher.toy_backends"
@@ -424,8 +424,8 @@ def open_fds() -> set[str]:
 
 FRONT = """
 import sys, time
-from distill_reader.teacher.backend import Device
-from distill_reader.teacher.service import PredictorService, ServiceConfig
+from distill_reader.teacher.predictor.backend import Device
+from distill_reader.teacher.service.service import PredictorService, ServiceConfig
 
 folder, backend = sys.argv[1:]
 service = PredictorService(

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from distill_reader.errors import BadRequest
-from distill_reader.forms import parse_form
-from distill_reader.teacher.backend import Device
-from distill_reader.teacher.encodings import Encoder
-from distill_reader.teacher.requests import InferRequest
-from distill_reader.teacher.service import PredictorService, ServiceConfig
+from distill_reader.model.forms import parse_form
+from distill_reader.teacher.predictor.backend import Device
+from distill_reader.teacher.predictor.encodings import Encoder
+from distill_reader.teacher.service.requests import InferRequest
+from distill_reader.teacher.service.service import PredictorService, ServiceConfig
 
 TOYS = "tests.distill_reader.teacher.toy_backends"
 WAIT_S = 60.0

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from distill_reader.errors import ModelError
-from distill_reader.specs import ModelSpec, TensorSpec
-from distill_reader.teacher.backend import Array, Backend, Device
-from distill_reader.teacher.digest import digest_of
+from distill_reader.model.specs import ModelSpec, TensorSpec
+from distill_reader.teacher.predictor.backend import Array, Backend, Device
+from distill_reader.teacher.predictor.digest import digest_of
 
 
 def _tensor(name: str, *shape: int, dtype: str = "float32", variable: str = "") -> TensorSpec:

@@ -1,0 +1,1 @@
+"""Where services and teachers are known."""

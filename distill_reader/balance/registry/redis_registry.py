@@ -1,0 +1,368 @@
+"""The registry in Redis, which several discovery servers, and students themselves, share.
+
+    /service/NAME/nodes/ENDPOINT   hash {server, info}, with a lease: the original's, too
+    /service/NAME/students/ID      16 digits of its session, then JSON; with a lease
+    /service/NAME/table            the version in 16 digits, then JSON
+    channel edl:discovery          somebody came, went or was moved: look again
+
+Whoever registers writes key and lease at once; a teacher's key without a lease is one that the
+original's registrar left behind when it died between the two, and does not count.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit
+
+from distill_reader.balance.names import is_endpoint, is_name
+from distill_reader.balance.registry.registry import STUDENT_LEASE_S, RegistryAway
+from distill_reader.balance.table import (
+    Service,
+    Student,
+    Table,
+    student_of,
+    student_text,
+    table_of,
+    table_text,
+)
+from distill_reader.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "/service/"
+_CHANNEL = "edl:discovery"
+# Of a command, and of connecting: a Redis that hangs must be known to, before its leases have ended
+# that nobody could renew.
+_TIMEOUT_S = 1.2
+_TABLE_LEASE_S = 3600.0  # behind its service's last student
+_MAX_KEYS = 100_000  # that are looked at
+_SCAN = 1000  # keys per call
+_DIGITS = 16
+_TURNS = 32  # teachers that are registered at once
+_WATCH_PAUSE_S = 0.5
+_NEEDED = "Redis needs the package redis: pip install 'edl[redis]'"
+
+_PUT_STUDENT = """
+local now = redis.call('GET', KEYS[1])
+if now and string.sub(now, 1, 16) > ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1] .. ARGV[2], 'PX', ARGV[3])
+return 1
+"""
+_DROP_STUDENT = """
+local now = redis.call('GET', KEYS[1])
+if not now or string.sub(now, 1, 16) ~= ARGV[1] then return 0 end
+return redis.call('DEL', KEYS[1])
+"""
+_RESTORE_TEACHER = """
+if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
+redis.call('HSET', KEYS[1], 'server', ARGV[1], 'info', '')
+return redis.call('PEXPIRE', KEYS[1], ARGV[2])
+"""
+_PUT_TABLE = """
+if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+return 1
+"""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RedisAddress:
+    """Where a Redis is, and how to enter."""
+
+    url: str
+
+    @property
+    def address(self) -> tuple[str, int]:
+        parts = urlsplit(self.url)
+        return parts.hostname or "", parts.port or 6379
+
+    def __str__(self) -> str:
+        """Return it without the password: for logs."""
+        host, port = self.address
+        return f"redis at {host}:{port}"
+
+
+def redis_address(text: str, password: str | None = None) -> RedisAddress:
+    """Return where `redis://[[USER]:PASSWORD@]HOST[:PORT][/DB]` (or `HOST:PORT`) is.
+
+    Raises:
+        UsageError: it is no such text.
+    """
+    url = text if "://" in text else f"redis://{text}"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise UsageError(f"{_hidden(text)}: {error}") from error
+    if parts.scheme not in ("redis", "rediss") or not parts.hostname or port == 0:
+        raise UsageError(
+            f"{_hidden(text)}: expected HOST:PORT or redis://[:PASSWORD@]HOST:PORT[/DB]"
+        )
+    if not (parts.path.strip("/") or "0").isdecimal():
+        raise UsageError(f"{_hidden(text)}: the database is a number, got {parts.path!r}")
+    if password and not parts.password:
+        place = parts.netloc.rpartition("@")[2]
+        user = quote(unquote(parts.username or ""), safe="")
+        url = parts._replace(netloc=f"{user}:{quote(password, safe='')}@{place}").geturl()
+    return RedisAddress(url)
+
+
+def _hidden(text: str) -> str:
+    """Return an address without what may be a password."""
+    before, at, place = text.rpartition("@")
+    return f"{before.partition('//')[0]}//...@{place}" if at else text
+
+
+class RedisRegistry:
+    """A Registry. Of several addresses one is used until it fails: they are ways to one Redis."""
+
+    def __init__(self, addresses: Sequence[RedisAddress]) -> None:
+        """Connect later. Raises: UsageError: the package redis is missing."""
+        try:
+            import redis.asyncio  # the one dependency of those who use Redis
+        except ImportError as error:
+            raise UsageError(_NEEDED) from error
+        self._errors: tuple[type[BaseException], ...] = (redis.RedisError, OSError, TimeoutError)
+        self._addresses = tuple(addresses)
+        self._clients = [_client(address) for address in addresses]
+        self._at = 0
+        self._turns = asyncio.Semaphore(_TURNS)
+        self._raw_tables: dict[str, str] = {}  # as they were read; "" or absent: there was none
+
+    async def services(self, own: Collection[str]) -> Mapping[str, Service]:
+        """See Registry.
+
+        The tables are read before the keys are looked for: who comes and is put into a table
+        between the two is not found missing from it, for that table is then not the one here.
+        """
+        names = sorted(own)
+        async with self._redis() as client:
+            texts = await client.mget([_key(name, "table") for name in names]) if names else []
+            keys: set[str] = set()  # a scan may return a key twice
+            async for key in client.scan_iter(match=f"{_PREFIX}*", count=_SCAN):
+                keys.add(key)
+                if len(keys) >= _MAX_KEYS:
+                    logger.warning("%s has more than %d keys of services", self._name, _MAX_KEYS)
+                    break
+            found = [parsed for key in sorted(keys) if (parsed := _parse_key(key)) is not None]
+            nodes = [each for each in found if each[1] == "nodes"]
+            others = [
+                each
+                for each in found
+                if each[1] == "students" or (each[1] == "table" and each[0] not in own)
+            ]
+            pipe = client.pipeline(transaction=False)
+            for service, _, name in nodes:
+                pipe.pttl(_key(service, "nodes", name))
+            if others:
+                pipe.mget([_key(*each) for each in others])
+            answers = await pipe.execute() if found else []
+        values = answers[len(nodes)] if others else []
+        return self._services(
+            [
+                (service, endpoint)
+                for (service, _, endpoint), left_ms in zip(nodes, answers, strict=False)
+                if left_ms > 0  # else it has no lease, or has gone
+            ],
+            [
+                (*each, value)
+                for each, value in [
+                    *(((name, "table", ""), text) for name, text in zip(names, texts, strict=True)),
+                    *zip(others, values, strict=True),
+                ]
+                if value
+            ],
+        )
+
+    async def put_teacher(self, service: str, endpoint: str, info: str, lease_s: float) -> None:
+        """See Registry."""
+        key = _key(service, "nodes", endpoint)
+        async with self._turn(), self._redis() as client:
+            pipe = client.pipeline(transaction=True)
+            pipe.hset(key, mapping={"server": endpoint, "info": info})
+            pipe.pexpire(key, round(lease_s * 1000))
+            created, _ = await pipe.execute()
+            if created:
+                await client.publish(_CHANNEL, service)
+
+    async def drop_teacher(self, service: str, endpoint: str) -> None:
+        """See Registry."""
+        async with self._turn(), self._redis() as client:
+            if await client.delete(_key(service, "nodes", endpoint)):
+                await client.publish(_CHANNEL, service)
+
+    async def put_students(
+        self, students: Sequence[tuple[str, Student]], *, are_new: bool
+    ) -> list[tuple[str, Student]]:
+        """See Registry."""
+        if not students:
+            return []
+        lease_ms = round(STUDENT_LEASE_S * 1000)
+        async with self._redis() as client:
+            pipe = client.pipeline(transaction=False)
+            for service, student in students:
+                key = _key(service, "students", student.student)
+                pipe.eval(
+                    _PUT_STUDENT, 1, key, _digits(student.session), student_text(student), lease_ms
+                )
+            services = sorted({service for service, _ in students})
+            for service in services:
+                pipe.pexpire(_key(service, "table"), round(_TABLE_LEASE_S * 1000))
+                if are_new:
+                    pipe.publish(_CHANNEL, service)
+            answers = await pipe.execute()
+        return [each for each, is_put in zip(students, answers, strict=False) if not is_put]
+
+    async def drop_student(self, service: str, student: Student) -> None:
+        """See Registry."""
+        key = _key(service, "students", student.student)
+        async with self._redis() as client:
+            if await client.eval(_DROP_STUDENT, 1, key, _digits(student.session)):
+                await client.publish(_CHANNEL, service)
+
+    async def restore(self, name: str, service: Service, lease_s: float) -> None:
+        """See Registry."""
+        lease_ms = round(lease_s * 1000)
+        async with self._redis() as client:
+            pipe = client.pipeline(transaction=False)
+            for endpoint in sorted(service.teachers):
+                key = _key(name, "nodes", endpoint)
+                pipe.eval(_RESTORE_TEACHER, 1, key, endpoint, lease_ms)
+            for student in service.students.values():
+                key = _key(name, "students", student.student)
+                text = _digits(student.session) + student_text(student)
+                pipe.set(key, text, px=lease_ms, nx=True)
+            pipe.publish(_CHANNEL, name)
+            await pipe.execute()
+
+    async def put_table(self, service: str, table: Table, before: Table | None) -> bool:
+        """See Registry. What was there is what `services` read last, be it a table or not."""
+        text = _digits(table.version) + table_text(table)
+        known = self._raw_tables.get(service, "")
+        lease_ms = round(_TABLE_LEASE_S * 1000)
+        async with self._redis() as client:
+            is_put = await client.eval(_PUT_TABLE, 1, _key(service, "table"), known, text, lease_ms)
+            if is_put:
+                self._raw_tables[service] = text
+                await client.publish(_CHANNEL, service)
+        return bool(is_put)
+
+    async def watch(self, changed: Callable[[], None]) -> None:
+        """See Registry."""
+        while True:
+            try:
+                await self._watch_one(changed)
+            except self._errors:
+                pass  # whoever calls the others says so
+            except Exception:  # else nobody would hear of changes any more, and not know it
+                logger.exception("listening for changes in Redis failed; trying again")
+            await asyncio.sleep(_WATCH_PAUSE_S)
+
+    async def _watch_one(self, changed: Callable[[], None]) -> None:
+        async with self._clients[self._at].pubsub() as channel:
+            await channel.subscribe(_CHANNEL)
+            at = self._at
+            while at == self._at:
+                if await channel.get_message(timeout=1.0) is not None:
+                    changed()
+
+    async def close(self) -> None:
+        """See Registry."""
+        for client in self._clients:
+            with contextlib.suppress(*self._errors):  # it is over
+                await client.aclose()
+
+    # --- helpers
+
+    @property
+    def _name(self) -> str:
+        return str(self._addresses[self._at])
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Let not all teachers, who may be many, ask at once. Raises: RegistryAway."""
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                await self._turns.acquire()
+        except TimeoutError as error:
+            raise RegistryAway(f"{self._name}: too many teachers at once") from error
+        try:
+            yield
+        finally:
+            self._turns.release()
+
+    @contextlib.asynccontextmanager
+    async def _redis(self) -> AsyncIterator[Any]:
+        at = self._at
+        try:
+            yield self._clients[at]
+        except self._errors as error:
+            name = str(self._addresses[at])
+            if at == self._at:
+                self._at = (at + 1) % len(self._clients)
+            raise RegistryAway(f"{name}: {str(error) or type(error).__name__}") from error
+
+    def _services(
+        self, nodes: Sequence[tuple[str, str]], values: Sequence[tuple[str, str, str, str]]
+    ) -> dict[str, Service]:
+        teachers: dict[str, set[str]] = {}
+        students: dict[str, dict[str, Student]] = {}
+        tables: dict[str, Table | None] = {}
+        self._raw_tables.clear()
+        for service, endpoint in nodes:
+            teachers.setdefault(service, set()).add(endpoint)
+        for service, kind, name, value in values:
+            number, text = value[:_DIGITS], value[_DIGITS:]
+            if kind == "table":
+                self._raw_tables[service] = value
+                tables[service] = table_of(text)
+            elif number.isdecimal():
+                student = student_of(name, int(number), text)
+                if student is not None:
+                    students.setdefault(service, {})[name] = student
+        return {
+            name: Service(
+                teachers=frozenset(teachers.get(name, ())),
+                students=students.get(name, {}),
+                table=tables.get(name),
+            )
+            for name in sorted(teachers.keys() | students.keys())
+        }
+
+
+def _client(address: RedisAddress) -> Any:
+    from redis.asyncio import Redis
+    from redis.asyncio.retry import Retry
+    from redis.backoff import NoBackoff
+
+    return Redis.from_url(
+        address.url,
+        decode_responses=True,
+        encoding_errors="surrogateescape",  # what others wrote must not stop us
+        socket_timeout=_TIMEOUT_S,
+        socket_connect_timeout=_TIMEOUT_S,
+        retry=Retry(NoBackoff(), 0),  # those who call us try again, and know when it is too late
+    )
+
+
+def _key(service: str, kind: str, name: str = "") -> str:
+    return f"{_PREFIX}{service}/{kind}/{name}" if name else f"{_PREFIX}{service}/{kind}"
+
+
+def _parse_key(key: str) -> tuple[str, str, str] | None:
+    """Return service, kind and name ("" of a table); None: it is no key of ours."""
+    service, _, rest = key.removeprefix(_PREFIX).partition("/")
+    kind, _, name = rest.partition("/")
+    is_ours = (
+        (kind == "nodes" and is_endpoint(name))
+        or (kind == "students" and is_name(name))
+        or (kind == "table" and not name)
+    )
+    return (service, kind, name) if is_ours and is_name(service) else None
+
+
+def _digits(number: int) -> str:
+    return f"{number:0{_DIGITS}d}"

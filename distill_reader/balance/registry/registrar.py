@@ -1,0 +1,343 @@
+"""Keeps a teacher registered for as long as it is there, whatever becomes of the registry."""
+
+import asyncio
+import contextlib
+import logging
+import random
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from distill_reader.balance.names import address_of
+from distill_reader.balance.registry.places import DiscoveryAddress, Place
+from distill_reader.balance.registry.redis_registry import RedisRegistry
+from distill_reader.balance.tasks import end_tasks, finish
+from distill_reader.balance.wire.line import Line, ServerAway
+from distill_reader.balance.wire.messages import Beat, beat_body, withdraw_body
+from distill_reader.errors import BadRequest, DistillError, UsageError
+
+logger = logging.getLogger(__name__)
+
+LEASE_S = 2.5  # of a teacher: what dies with its registrar is off the lists then
+_BEATS = 5  # within a lease
+_ANSWER_S = 1.0  # another place must have been asked before the lease ends
+_RETRY_S = 0.5
+_REFUSED_RETRY_S = 5.0
+_LOG_EVERY_S = 10.0
+_PROBE_S = 1.0
+_WITHDRAW_S = 1.5
+_RESTART_S = 2.0  # a teacher that is not ready for so long may just have lost a predictor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegistrarConfig:
+    places: tuple[Place, ...]  # ways to one registry: the first that answers is used
+    service: str
+    server: str  # the teacher's endpoint
+    token: str = ""  # for discovery servers
+    lease_s: float = LEASE_S
+    info: str = ""
+
+
+class _Link(Protocol):
+    """A connection to a registry. Raises: DistillError."""
+
+    async def beat(self) -> None: ...
+    async def withdraw(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+class Registrar:
+    """Belongs to one event loop."""
+
+    def __init__(self, config: RegistrarConfig, is_alive: Callable[[], Awaitable[bool]]) -> None:
+        """
+        Args:
+            is_alive: whether the teacher is there.
+        """
+        self._config = config
+        self._is_alive = is_alive
+        self._links: dict[Place, _Link] = {}
+        self._at = random.randrange(len(config.places))  # teachers spread over the servers
+        self._failures = 0  # in a row
+        self._is_registered = False
+        self._trouble_logged_s = -_LOG_EVERY_S
+
+    async def run(self) -> None:
+        """Work until cancelled; then withdraw."""
+        try:
+            while True:
+                try:
+                    pause_s = await self._step()
+                except Exception:  # nothing may end this loop: the teacher would never come back
+                    logger.exception("registering failed; trying again")
+                    pause_s = _RETRY_S
+                await asyncio.sleep(pause_s)
+        finally:
+            await finish(self._end())
+
+    async def _step(self) -> float:
+        """Do what is due; return when to come again."""
+        period_s = self._config.lease_s / _BEATS
+        is_alive = await self._is_alive()
+        place = self._config.places[self._at]
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                if is_alive:
+                    await self._link(place).beat()
+                elif self._is_registered:
+                    await self._link(place).withdraw()
+        except Exception as error:  # noqa: BLE001
+            # The outermost loop, which nothing may end: the teacher would never come back.
+            await self._note(error, place)
+            self._at = (self._at + 1) % len(self._config.places)
+            self._failures += 1
+            if self._failures < len(self._config.places):
+                return 0.0  # another one may do, before the lease ends
+            retry_s = _REFUSED_RETRY_S if isinstance(error, BadRequest) else _RETRY_S
+            return retry_s * random.uniform(0.5, 1.5)
+        self._failures = 0
+        if is_alive != self._is_registered:
+            logger.log(
+                logging.INFO if is_alive else logging.WARNING,
+                "teacher %s %s service %s at %s",
+                self._config.server,
+                "is registered with" if is_alive else "does not answer: withdrawn from",
+                self._config.service,
+                place,
+            )
+            self._is_registered = is_alive
+        return period_s
+
+    async def _note(self, error: Exception, place: Place) -> None:
+        if isinstance(error, TimeoutError):
+            error = ServerAway(f"{place}: it is silent")
+        if not isinstance(error, DistillError):
+            logger.error("registering failed", exc_info=error)
+        elif self._is_registered or time.monotonic() - self._trouble_logged_s >= _LOG_EVERY_S:
+            self._trouble_logged_s = time.monotonic()
+            logger.warning("teacher %s cannot be registered now: %s", self._config.server, error)
+        self._is_registered = False
+        link = self._links.get(place)
+        if link is not None:
+            await link.close()
+            del self._links[place]
+
+    def _link(self, place: Place) -> _Link:
+        link = self._links.get(place)
+        if link is None:
+            kind = _DiscoveryLink if isinstance(place, DiscoveryAddress) else _RedisLink
+            link = self._links[place] = kind(place, self._config)  # type: ignore[arg-type]
+        return link
+
+    async def _end(self) -> None:
+        place = self._config.places[self._at]
+        try:
+            with contextlib.suppress(DistillError, TimeoutError):  # its lease ends by itself
+                async with asyncio.timeout(_WITHDRAW_S):
+                    if self._is_registered:
+                        await self._link(place).withdraw()
+                        logger.info("teacher %s is withdrawn", self._config.server)
+        finally:
+            for link in self._links.values():
+                await link.close()
+
+
+class Readiness:
+    """Whether a teacher can answer, by what it says of itself. Bears with a short restart."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ready_s = -_RESTART_S  # when it was ready last
+
+    def note(self, is_ready: bool) -> bool:
+        """Take what it says; return whether it is to be registered."""
+        now = self._clock()
+        if is_ready:
+            self._ready_s = now
+        return now - self._ready_s < _RESTART_S
+
+
+class PortProbe:
+    """Whether somebody listens on a teacher's port, and is ready, where it says whether it is.
+
+    It does where it speaks the Open Inference Protocol by HTTP; other ones are not asked again.
+    """
+
+    def __init__(self, server: str) -> None:
+        self._address = address_of(server)
+        self._may_say = not server.startswith(("grpc://", "serving"))
+        self._says: bool | None = None  # None: has not been asked since it began to listen
+        self._silent = 0  # probes in a row without any answer
+        self._readiness = Readiness()
+
+    async def __call__(self) -> bool:
+        try:
+            async with asyncio.timeout(_PROBE_S):
+                reader, writer = await asyncio.open_connection(*self._address)
+        except TimeoutError:
+            return self._is_slow()
+        except OSError:
+            self._says = None
+            return False
+        try:
+            status = await self._ask(reader, writer) if self._is_asked else 0
+        except TimeoutError:
+            if self._says:
+                return self._is_slow()
+            status = 0
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+        self._silent = 0
+        self._says = status in (200, 400, 503)
+        return self._readiness.note(status == 200) if self._says else True
+
+    @property
+    def _is_asked(self) -> bool:
+        return self._may_say and self._says is not False
+
+    @staticmethod
+    async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
+        """Return the status of an answer; 0: it is none. Raises: TimeoutError."""
+        try:
+            async with asyncio.timeout(_PROBE_S):
+                writer.write(b"GET /v2/health/ready HTTP/1.1\r\nHost: teacher\r\n")
+                writer.write(b"Connection: close\r\n\r\n")
+                version, status, *_ = [*(await reader.readline()).split(), b"", b""]
+        except TimeoutError:
+            raise
+        except (OSError, ValueError):  # ended, or a line without an end
+            return 0
+        return int(status) if version.startswith(b"HTTP/1.") and status.isdigit() else 0
+
+    def _is_slow(self) -> bool:
+        self._silent += 1
+        return self._silent < 2  # a host that is busy may be slow once
+
+
+class _DiscoveryLink:
+    def __init__(self, place: DiscoveryAddress, config: RegistrarConfig) -> None:
+        self._place = place
+        self._config = config
+        self._line: Line | None = None  # None: not connected
+
+    async def beat(self) -> None:
+        config = self._config
+        beat = Beat(
+            service=config.service, server=config.server, lease_s=config.lease_s, info=config.info
+        )
+        await (await self._connected()).ask(beat_body(beat))
+
+    async def withdraw(self) -> None:
+        config = self._config
+        line = await self._connected()
+        await line.ask(withdraw_body(config.service, config.server))
+
+    async def close(self) -> None:
+        if self._line is not None:
+            await self._line.close()
+
+    async def _connected(self) -> Line:
+        if self._line is None:
+            self._line = await Line.connect(self._place.endpoint, self._config.token)
+        return self._line
+
+
+class _RedisLink:
+    def __init__(self, place: Place, config: RegistrarConfig) -> None:
+        assert not isinstance(place, DiscoveryAddress)
+        self._config = config
+        self._registry = RedisRegistry([place])
+
+    async def beat(self) -> None:
+        config = self._config
+        await self._registry.put_teacher(config.service, config.server, config.info, config.lease_s)
+
+    async def withdraw(self) -> None:
+        await self._registry.drop_teacher(self._config.service, self._config.server)
+
+    async def close(self) -> None:
+        await self._registry.close()
+
+
+async def register_until(
+    config: RegistrarConfig, stopping: asyncio.Event, is_alive: Callable[[], Awaitable[bool]]
+) -> None:
+    """Keep a teacher registered until `stopping` is set, then withdraw it.
+
+    Args:
+        is_alive: whether it is there; asked before each beat.
+    """
+    registrar = Registrar(config, is_alive)
+    task = asyncio.create_task(registrar.run())
+    await stopping.wait()
+    await end_tasks(task)
+
+
+class RegistrarThread:
+    """Registers a teacher from within its own process, for as long as that lives."""
+
+    def __init__(self, config: RegistrarConfig, is_ready: Callable[[], bool]) -> None:
+        """
+        Args:
+            is_ready: whether it can answer; called by a thread of its own. A teacher that cannot is
+                withdrawn, and registered again when it can.
+        """
+        self._config = config
+        self._is_ready = is_ready
+        self._readiness = Readiness()
+        self._lock = threading.Lock()
+        self._is_stopped = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._thread = threading.Thread(target=self._run, name="registrar", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Withdraw; wait for that, but not for long. Again, or before `start`: nothing."""
+        with self._lock:
+            self._is_stopped = True
+            if self._loop is not None and self._stopping is not None:
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    self._loop.call_soon_threadsafe(self._stopping.set)
+        if self._thread.ident is not None:
+            self._thread.join(2 * _WITHDRAW_S)
+
+    def _run(self) -> None:
+        asyncio.run(self._work())
+
+    async def _work(self) -> None:
+        with self._lock:
+            if self._is_stopped:
+                return
+            self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        await register_until(self._config, self._stopping, self._is_alive)
+
+    async def _is_alive(self) -> bool:
+        return self._readiness.note(self._is_ready())
+
+
+def own_address(place: Place) -> str:
+    """Return the address of this host that `place` would see. Sends nothing.
+
+    Raises:
+        UsageError: there is none.
+    """
+    host, port = place.address
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))
+            found = str(probe.getsockname()[0])
+    except OSError as error:
+        raise UsageError(
+            f"{place}: no address of this host is known there ({error}); name one by --advertise"
+        ) from error
+    return f"[{found}]" if ":" in found else found

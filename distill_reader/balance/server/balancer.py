@@ -1,0 +1,309 @@
+"""Keeps the tables of the services of its own students in force: looks, decides, writes, tells.
+
+Any number of these may work on one registry; each has students of its own (those connected to its
+server). One task does all the work, after every change and twice a second: leases end in silence.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from distill_reader.balance.assign import count_moves
+from distill_reader.balance.registry.registry import Registry, RegistryAway
+from distill_reader.balance.table import Service, Student, Table, guest_table, next_table
+from distill_reader.balance.tasks import end_tasks
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.5
+_GATHER_S = 0.02  # behind a change, for what changes with it
+_COST_FACTOR = 3  # rests so many times as long as a look takes
+_REFRESH_S = 2.0  # of our students' leases
+_RETRY_S = 0.3
+_HOLD_S = 4.0  # behind an outage: for teachers and other servers' students to come back
+_YOUNG_S = 2.5  # a service without a table, of which students know more than the registry
+_LOG_EVERY_S = 10.0
+
+
+@dataclass(slots=True)
+class _Own:
+    """A student of ours."""
+
+    student: Student
+    tell: Callable[[tuple[str, ...]], None]
+    moved: Callable[[], None]
+    told: tuple[str, ...] | None = None  # None: nothing yet
+    is_new: bool = True  # others have not heard of it, or of what it wants now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What was seen last, for people and metrics."""
+
+    services: Mapping[str, Service]
+    away: str | None  # why the registry is not there; None: it is
+
+
+class Balancer:
+    """See the module. Belongs to one event loop."""
+
+    def __init__(self, registry: Registry, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._registry = registry
+        self._clock = clock
+        self._own: dict[tuple[str, str], _Own] = {}
+        self._left: dict[tuple[str, str], Student] = {}  # to be dropped
+        self._changed = asyncio.Event()
+        self._refreshed_s = -_REFRESH_S
+        self._looked_in_s = 0.0  # how long the last look took
+        self._away: str | None = None
+        self._away_logged_s = 0.0
+        self._known: dict[str, Service] = {}  # as it was, and as decided, when last seen
+        self._young_until_s: dict[str, float] = {}
+        self.moves = 0  # links that students got in addition to or in place of others
+        self.tables = 0  # written
+
+    # --- students of ours
+
+    def join(
+        self,
+        service: str,
+        student: Student,
+        tell: Callable[[tuple[str, ...]], None],
+        moved: Callable[[], None],
+    ) -> None:
+        """Look after a student.
+
+        Args:
+            tell: gets its teachers, soon and whenever they change.
+            moved: called when it has come to another server; it counts as having left us.
+        """
+        key = service, student.student
+        self._left.pop(key, None)
+        self._own[key] = _Own(student, tell, moved)
+        self.poke()
+
+    def update(self, service: str, student: Student) -> None:
+        """Take over what a student of ours says of itself, but for what it holds."""
+        own = self._own.get((service, student.student))
+        if own is not None:
+            student = replace(student, held=own.student.held)
+            is_new = _wants(own.student) != _wants(student)
+            own.student = student
+            if is_new:
+                own.is_new = True
+                self.poke()
+
+    def leave(self, service: str, student: Student) -> None:
+        """Let a student go, if it is still the same."""
+        key = service, student.student
+        own = self._own.get(key)
+        if own is not None and own.student.session == student.session:
+            del self._own[key]
+            self._left[key] = own.student
+            known = self._known.get(service)
+            if known is not None:  # nobody waits for it to come back
+                students = {name: each for name, each in known.students.items() if name != key[1]}
+                self._known[service] = replace(known, students=students)
+            self.poke()
+
+    @property
+    def look(self) -> Look:
+        return Look(services=self._known, away=self._away)
+
+    @property
+    def students(self) -> int:
+        """How many are ours."""
+        return len(self._own)
+
+    def poke(self) -> None:
+        """Look soon."""
+        self._changed.set()
+
+    # --- the task
+
+    async def run(self, give_up_after_s: float | None = None) -> None:
+        """Work until cancelled.
+
+        Args:
+            give_up_after_s: how long the registry may be away; None: for ever.
+
+        Raises:
+            RegistryAway: it was longer.
+        """
+        watching = asyncio.create_task(self._registry.watch(self.poke))
+        away_since_s: float | None = None
+        try:
+            while True:
+                began_s = self._clock()
+                try:
+                    await self._work()
+                except Exception as error:
+                    # The outermost loop: a defect here must not leave students without news.
+                    if not isinstance(error, RegistryAway):
+                        logger.exception("looking after the students failed; trying again")
+                    now = self._clock()
+                    away_since_s = now if away_since_s is None else away_since_s
+                    if give_up_after_s is not None and now - away_since_s >= give_up_after_s:
+                        raise
+                    self._note_away(error, now)
+                    self._decide_alone()
+                    await asyncio.sleep(_RETRY_S * random.uniform(0.7, 1.3))
+                    continue
+                away_since_s = None
+                self._looked_in_s = self._clock() - began_s
+                await self._wait()
+        finally:
+            await end_tasks(watching)
+
+    async def _wait(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_TICK_S):
+                await self._changed.wait()
+        await asyncio.sleep(max(_GATHER_S, _COST_FACTOR * self._looked_in_s))
+        self._changed.clear()
+
+    async def _work(self) -> None:
+        await self._put()
+        own_names = {service for service, _ in self._own}
+        services = dict(await self._registry.services(own_names))
+        now = self._clock()
+        stored = {name: service.table for name, service in services.items()}
+        if self._away is not None or self._has_forgotten(stored):
+            services, stored = await self._restore(own_names)
+        # Who joined while we asked is not in the registry yet: others would take him out again.
+        for name in own_names & services.keys():
+            if not self._is_young(name, services[name], now):
+                services[name] = await self._decide(name, services[name], stored.get(name))
+        self._known = services
+        self._tell()
+
+    async def _put(self) -> None:
+        """Tell the registry of our students."""
+        for (service, name), student in list(self._left.items()):
+            await self._registry.drop_student(service, student)
+            self._left.pop((service, name), None)
+        now = self._clock()
+        is_due = now - self._refreshed_s >= _REFRESH_S or self._away is not None
+        new = [(key, own) for key, own in self._own.items() if own.is_new]
+        rest = [(key, own) for key, own in self._own.items() if not own.is_new] if is_due else []
+        for some, are_new in ((new, True), (rest, False)):
+            put = [(service, own.student) for (service, _), own in some]
+            moved = await self._registry.put_students(put, are_new=are_new) if put else []
+            for (_, own), (_, student) in zip(some, put, strict=True):
+                own.is_new = _wants(own.student) != _wants(student)  # it may have said more since
+            for service, student in moved:
+                gone = self._own.get((service, student.student))
+                if gone is not None and gone.student.session == student.session:
+                    del self._own[service, student.student]
+                    gone.moved()
+        if is_due:
+            self._refreshed_s = now
+
+    async def _decide(self, name: str, service: Service, stored: Table | None) -> Service:
+        """Return the service with the table in force, which this may write.
+
+        Args:
+            stored: what the registry has; None: nothing, though we may know a table.
+        """
+        table = next_table(service)
+        if table is stored:
+            return service
+        if not await self._registry.put_table(name, table, stored):
+            self.poke()  # another server was faster: what it wrote is seen next
+            return service
+        before = (service.table or Table()).links
+        moves = count_moves(before, table.links)
+        self.moves += moves
+        self.tables += 1
+        logger.info(
+            "service %s: table %d: %d students, %d teachers, %d links, %d new to their students",
+            name,
+            table.version,
+            len(table.links),
+            len(service.teachers),
+            sum(map(len, table.links.values())),
+            moves,
+        )
+        return replace(service, table=table)
+
+    def _is_young(self, name: str, service: Service, now: float) -> bool:
+        """Whether to wait: the registry has lost its memory, and teachers are about to come back.
+
+        Their students know of them.
+        """
+        if service.table is not None:
+            self._young_until_s.pop(name, None)
+            return False
+        if not any(set(student.held) - service.teachers for student in service.students.values()):
+            return False
+        return now < self._young_until_s.setdefault(name, now + _YOUNG_S)
+
+    def _tell(self) -> None:
+        for (service, name), own in list(self._own.items()):
+            known = self._known.get(service)
+            if known is None or known.table is None:
+                continue
+            links = known.table.links.get(name)
+            if links is not None and links != own.told:
+                own.told = links
+                own.student = replace(own.student, held=links)
+                own.tell(links)
+
+    def _has_forgotten(self, stored: Mapping[str, Table | None]) -> bool:
+        """Whether the registry has lost what it knew, as a Redis that was started anew."""
+        for name in {service for service, _ in self._own}:
+            known = self._known.get(name)
+            if known is not None and known.table is not None and stored.get(name) is None:
+                return True
+        return False
+
+    async def _restore(
+        self, own_names: set[str]
+    ) -> tuple[dict[str, Service], dict[str, Table | None]]:
+        """Put back what was known before; return what there is now, and which tables.
+
+        In the registry itself, so that other servers, who may know less, do not take it off.
+        """
+        for name in own_names & self._known.keys():
+            await self._registry.restore(name, self._known[name], _HOLD_S)
+        if self._away is not None:
+            logger.info("the registry is back")
+        self._away = None
+        services = dict(await self._registry.services(own_names))
+        stored = {name: service.table for name, service in services.items()}
+        for name in own_names & services.keys() & self._known.keys():
+            if services[name].table is None:
+                services[name] = replace(services[name], table=self._known[name].table)
+        return services, stored
+
+    # --- without the registry
+
+    def _note_away(self, error: Exception, now: float) -> None:
+        if self._away is None or now - self._away_logged_s >= _LOG_EVERY_S:
+            logger.warning("the registry is away, students keep their teachers: %s", error)
+            self._away_logged_s = now
+        self._away = str(error)
+
+    def _decide_alone(self) -> None:
+        """Let students that come meanwhile have a teacher, by what was known."""
+        for name in {service for service, _ in self._own}:
+            known = self._known.get(name)
+            if known is None or not known.teachers:
+                continue
+            students = dict(known.students)
+            for (of_service, student), own in self._own.items():
+                if of_service == name:
+                    students[student] = own.student
+            if known.table is None or students.keys() - known.table.links.keys():
+                service = replace(known, students=students)
+                self._known[name] = replace(service, table=guest_table(service))
+        self._tell()
+
+
+def _wants(student: Student) -> tuple[int, tuple[str, ...]]:
+    """Return what others must hear of at once."""
+    return student.require, student.unusable

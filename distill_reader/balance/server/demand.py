@@ -1,0 +1,88 @@
+"""Tells a job server how the students of each service are fed, so that it runs more teachers or
+fewer."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+import requests
+
+from distill_reader.balance.server.balancer import Balancer
+from distill_reader.balance.server.metrics import samples_per_s, wait_share
+from distill_reader.balance.table import Service
+
+logger = logging.getLogger(__name__)
+
+_PERIOD_S = 2.0
+_TIMEOUT_S = 5.0
+_LOG_EVERY_S = 30.0
+
+
+def demand_of(name: str, service: Service) -> dict[str, Any] | None:
+    """Return what the job server is told of a service; None: nothing, for nobody reads. Pure."""
+    students = service.students.values()
+    if all(student.wait_share is None for student in students):
+        return None  # 0 would be that they need no teachers
+    return {
+        "service": name,
+        "students": len(students),
+        "teachers": len(service.teachers),
+        "wait_share": wait_share(service),
+        "samples_per_s": samples_per_s(service),
+    }
+
+
+class DemandPoster:
+    """Belongs to one event loop."""
+
+    def __init__(self, balancer: Balancer, job_server: str, token: str) -> None:
+        """
+        Args:
+            job_server: URL, e.g. http://10.0.0.1:8180.
+            token: its token; "": none.
+        """
+        self._balancer = balancer
+        self._url = job_server.rstrip("/")
+        self._session = requests.Session()
+        self._session.trust_env = False  # proxies are not for our own calls
+        if token:
+            self._session.headers["Authorization"] = f"Bearer {token}"
+        self._logged_s = -_LOG_EVERY_S
+
+    async def run(self) -> None:
+        """Work until cancelled. A job server that is away is told again when it is back."""
+        while True:
+            try:
+                trouble = await self._tell()
+            except Exception:  # a defect here must end neither the demand nor the discovery server
+                logger.exception("the demand cannot be told to the job server; trying again")
+                trouble = ""
+            if trouble and time.monotonic() - self._logged_s >= _LOG_EVERY_S:
+                self._logged_s = time.monotonic()
+                logger.warning("the demand cannot be told to the job server: %s", trouble)
+            await asyncio.sleep(_PERIOD_S)
+
+    async def _tell(self) -> str:
+        services = self._balancer.look.services.items()
+        demands = [demand_of(name, service) for name, service in services]
+        return await asyncio.get_running_loop().run_in_executor(None, self._post, demands)
+
+    def _post(self, demands: Sequence[dict[str, Any] | None]) -> str:
+        """Return what went wrong; "": nothing. Runs in a thread."""
+        trouble = ""
+        for demand in demands:
+            if demand is None:
+                continue
+            url = f"{self._url}/api/v1/services/{demand['service']}/demand"
+            try:
+                answer = self._session.post(url, json=demand, timeout=_TIMEOUT_S)
+            except requests.RequestException as error:
+                return str(error)
+            if answer.status_code == HTTPStatus.NOT_FOUND:
+                logger.debug("%s: %s", url, answer.text[:200])  # not all services are on demand
+            elif not answer.ok:
+                trouble = f"{url}: {answer.status_code} {answer.text[:200]}"
+        return trouble

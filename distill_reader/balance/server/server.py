@@ -1,0 +1,371 @@
+"""The discovery server's port: the original's students, ours, teachers, and HTTP for people."""
+
+import asyncio
+import itertools
+import json
+import logging
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from distill_reader.balance.registry.registry import Registry, RegistryAway
+from distill_reader.balance.server.balancer import Balancer
+from distill_reader.balance.server.metrics import Metrics, describe
+from distill_reader.balance.table import Student
+from distill_reader.balance.tasks import end_tasks, finish
+from distill_reader.balance.wire.connection import Connection, Refused, Stalled
+from distill_reader.balance.wire.messages import (
+    Beat,
+    Heartbeat,
+    Hello,
+    Leave,
+    Meet,
+    Prove,
+    Register,
+    Report,
+    Request,
+    Withdraw,
+    parse,
+)
+from distill_reader.errors import BadRequest
+from distill_reader.tokens import new_nonce, prove, proves, same_token
+
+logger = logging.getLogger(__name__)
+
+_LOG_EVERY_S = 10.0
+_ACCEPT_STEPS = 5  # of the loop, until what it has just accepted is ours: a server that is closed
+# before that loses the socket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Whom a server takes, and for how long it bears with them."""
+
+    token: str = ""  # what those who come must prove to have; "": nothing
+    is_open_to_legacy: bool = False  # the original's students carry no token
+    max_connections: int = 8192
+    first_s: float = 10.0  # until the first message
+    silent_s: float = 8.0  # a student of ours says something every 2 s
+    legacy_silent_s: float = 15.0
+    return_s: float = 2.0  # a student whose connection ended may come back: its place is kept
+    first_list_s: float = 3.0  # the original's student wants its first list as an answer
+
+
+class DiscoveryServer:
+    """Connections of one listener. Belongs to one event loop."""
+
+    def __init__(self, registry: Registry, config: ServerConfig) -> None:
+        self.balancer = Balancer(registry)
+        self.metrics = Metrics(self.balancer, lambda: len(self._tasks))
+        self._registry = registry
+        self._config = config
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._numbers = itertools.count(1)
+        self._leaving: dict[tuple[str, str], asyncio.TimerHandle] = {}
+        self._logged_s = -_LOG_EVERY_S
+        self._is_closing = False
+
+    async def run(self, listener: socket.socket) -> None:
+        """Serve until cancelled."""
+        server = await asyncio.start_server(self._accept, sock=listener, backlog=1024)
+        try:
+            await self.balancer.run()
+        finally:
+            self._is_closing = True
+            asyncio.get_running_loop().remove_reader(listener)
+            try:
+                await finish(_step(_ACCEPT_STEPS))
+            finally:
+                server.close()
+                await end_tasks(*self._tasks)
+
+    # --- a connection
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._is_closing:
+            writer.transport.abort()
+            return
+        if len(self._tasks) >= self._config.max_connections:
+            self._log(f"a connection is refused: {len(self._tasks)} are open")
+            writer.transport.abort()
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        connection = Connection(reader, writer)
+        try:
+            await self._look(connection)
+        except (Stalled, OSError, asyncio.IncompleteReadError) as error:
+            logger.debug("%s is dropped: %s", connection.peer, error)
+        except asyncio.CancelledError:
+            if not self._is_closing:
+                raise
+        finally:
+            self._tasks.discard(task)
+            connection.close()
+
+    async def _look(self, connection: Connection) -> None:
+        """Find out who it is, and go on as they do."""
+        first = await connection.first(self._config.first_s)
+        if first == b"GET ":
+            await self._answer_http(connection)
+            return
+        session = _Session(self, connection)
+        try:
+            await session.run()
+        finally:
+            session.ended()
+
+    async def _answer_http(self, connection: Connection) -> None:
+        path, token = await connection.http_request()
+        content_type = "application/json"
+        if path == "/health":
+            status, body = "200 OK", b'{"status":"ok"}'
+        elif not self._is_welcome(token):
+            status, body = "401 Unauthorized", b'{"error":"Authorization: Bearer TOKEN is wanted"}'
+        elif path == "/metrics":
+            status, body, content_type = "200 OK", self.metrics.text(), Metrics.CONTENT_TYPE
+        elif path == "/services":
+            status = "200 OK"
+            body = json.dumps(describe(self.balancer.look), indent=1).encode() + b"\n"
+        else:
+            status, body = "404 Not Found", b'{"error":"there is /health, /services, /metrics"}'
+        await connection.send_http(status, body, content_type)
+
+    # --- for sessions
+
+    def _is_welcome(self, token: object) -> bool:
+        wanted = self._config.token
+        return not wanted or same_token(token, wanted)
+
+    def check(self, body: Mapping[str, Any], request: Request) -> None:
+        """Raise Refused if who says this does not show the token, as older releases do."""
+        if not self._is_welcome(body.get("token")):
+            raise Refused(
+                "token: this server wants one; set EDL_TEACHER_TOKEN as on the server"
+                + (", or start it with --insecure_legacy" if isinstance(request, Register) else "")
+            )
+
+    async def answer_teacher(self, request: Beat | Withdraw) -> None:
+        """Raises: RegistryAway."""
+        if isinstance(request, Beat):
+            await self._registry.put_teacher(
+                request.service, request.server, request.info, request.lease_s
+            )
+        else:
+            await self._registry.drop_teacher(request.service, request.server)
+
+    def student_came(self, session: "_Session", service: str, student: Student) -> None:
+        timer = self._leaving.pop((service, student.student), None)
+        if timer is not None:
+            timer.cancel()
+        self.balancer.join(service, student, session.tell, session.moved)
+
+    def student_went(self, service: str, student: Student, *, may_return: bool) -> None:
+        if not may_return or self._is_closing:  # another server will have it
+            if not self._is_closing:
+                self.balancer.leave(service, student)
+            return
+        key = service, student.student
+        timer = self._leaving.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+
+        def leave() -> None:
+            self._leaving.pop(key, None)
+            self.balancer.leave(service, student)
+
+        self._leaving[key] = asyncio.get_running_loop().call_later(self._config.return_s, leave)
+
+    @property
+    def config(self) -> ServerConfig:
+        return self._config
+
+    def legacy_name(self) -> str:
+        """Return a name for a student that has none."""
+        return f"legacy-{socket.gethostname()[:40]}-{time.time_ns():x}-{next(self._numbers)}"
+
+    def _log(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self._logged_s >= _LOG_EVERY_S:
+            self._logged_s = now
+            logger.warning("%s", text)
+
+
+async def _step(times: int) -> None:
+    """Let the loop do what is due, so many times."""
+    for _ in range(times):
+        await asyncio.sleep(0)
+
+
+class _Session:
+    """What one connection has said so far."""
+
+    def __init__(self, server: DiscoveryServer, connection: Connection) -> None:
+        self._server = server
+        self._connection = connection
+        self._service = ""
+        self._student: Student | None = None  # None: nobody has introduced itself as one
+        self._is_legacy = False
+        self._teachers: tuple[str, ...] = ()  # as told last
+        self._version = 0  # of `_teachers`
+        self._listed = asyncio.Event()  # there is a first list
+        self._is_known = not server.config.token  # has shown or proved the token
+        self._nonces: tuple[str, str] | None = None  # its and ours; None: it has sent none
+        self._is_over = False
+
+    async def run(self) -> None:
+        config = self._server.config
+        silent_s = config.first_s
+        while not self._is_over:
+            body = await self._connection.receive(silent_s)
+            kind, outcome = "?", "refused"  # labels of counters are not for anybody to make up
+            answer: Mapping[str, Any]
+            try:
+                if isinstance(body, BadRequest):
+                    raise body
+                request = parse(body)
+                kind = str(body["type"])
+                self._check(body, request)
+                answer, outcome = await self._answer(request), "ok"
+            except (BadRequest, Refused, RegistryAway) as error:
+                logger.info("%s: refused: %s", self._connection.peer, error)
+                answer = {"type": "error", "error": str(error)}
+                if isinstance(error, RegistryAway):
+                    answer = {**answer, "retry": True}
+                self._is_over |= isinstance(error, Refused)
+            self._server.metrics.answered(kind, outcome)
+            self._connection.send(answer)
+            silent_s = config.legacy_silent_s if self._is_legacy else config.silent_s
+        await self._connection.drain()
+
+    def ended(self) -> None:
+        """The connection is over."""
+        self._is_over = True
+        if self._student is not None:
+            self._server.student_went(self._service, self._student, may_return=not self._is_legacy)
+
+    def tell(self, teachers: tuple[str, ...]) -> None:
+        """Take a new list; ours hears of it at once, the original's when it asks."""
+        self._teachers = teachers
+        self._version += self._listed.is_set()
+        self._listed.set()
+        if not self._is_legacy and not self._is_over:
+            self._connection.send(
+                {"type": "teachers", "teachers": teachers, "version": self._version}
+            )
+
+    def moved(self) -> None:
+        """The student has come to another server, so this connection is a leftover."""
+        self._student = None
+        self._connection.close()
+
+    # --- answers
+
+    def _check(self, body: Mapping[str, Any], request: Request) -> None:
+        """Raise Refused if who says this may not.
+
+        The original's students may come, ask for news and leave, where the server is open to them;
+        whatever else is said on their connection needs the token like on any other one.
+        """
+        if self._is_known or isinstance(request, Meet | Prove):
+            return
+        is_legacy = isinstance(request, Register) or (
+            self._is_legacy and isinstance(request, Heartbeat | Leave)
+        )
+        if not (is_legacy and self._server.config.is_open_to_legacy):
+            self._server.check(body, request)
+            self._is_known = True
+
+    def _meet(self, request: Meet) -> Mapping[str, Any]:
+        if not self._server.config.token:
+            return {"type": "ok"}
+        self._nonces = request.nonce, new_nonce()
+        return {"type": "challenge", "nonce": self._nonces[1]}
+
+    def _prove(self, request: Prove) -> Mapping[str, Any]:
+        token, nonces, self._nonces = self._server.config.token, self._nonces, None
+        if nonces is None:
+            raise BadRequest("prove: comes behind meet, once")
+        if not proves(request.proof, token, "discovery client", *nonces):
+            raise Refused("token: this server has another one; set EDL_TEACHER_TOKEN as there")
+        self._is_known = True
+        return {"type": "ok", "proof": prove(token, "discovery server", *nonces)}
+
+    async def _answer(self, request: Request) -> Mapping[str, Any]:
+        if isinstance(request, Meet):
+            return self._meet(request)
+        if isinstance(request, Prove):
+            return self._prove(request)
+        if isinstance(request, Beat | Withdraw):
+            await self._server.answer_teacher(request)
+            return {"type": "ok"}
+        if isinstance(request, Register):
+            return await self._answer_register(request)
+        if isinstance(request, Hello):
+            self._come(
+                request.service,
+                Student(
+                    student=request.student,
+                    session=request.session,
+                    require=request.require,
+                    held=request.held,
+                ),
+            )
+            return {"type": "ok"}
+        if self._student is None:
+            raise BadRequest("this connection has not said who it is: register first")
+        if isinstance(request, Heartbeat):
+            if request.version >= self._version:
+                return {"type": "heartbeat"}
+            return {
+                "type": "servers_change",
+                "servers": self._teachers,
+                "version": self._version,
+            }
+        if isinstance(request, Leave):
+            self._server.student_went(self._service, self._student, may_return=False)
+            self._student, self._is_over = None, True
+            return {"type": "ok"}
+        self._report(self._student, request)
+        return {"type": "ok"}
+
+    async def _answer_register(self, request: Register) -> Mapping[str, Any]:
+        self._is_legacy = True
+        name = self._server.legacy_name()
+        self._come(request.service, Student(student=name, session=1, require=request.num))
+        with suppress(TimeoutError):  # then it gets an empty list, and the next one by heartbeat
+            async with asyncio.timeout(self._server.config.first_list_s):
+                await self._listed.wait()
+        self._listed.set()  # what comes now is a change
+        return {
+            "type": "register",
+            "seq": request.seq + 1,
+            "servers": self._teachers,
+            "num": len(self._teachers),
+        }
+
+    def _come(self, service: str, student: Student) -> None:
+        if self._student is not None:
+            raise BadRequest(
+                f"this connection is already that of student {self._student.student} of "
+                f"service {self._service}: open another one"
+            )
+        self._service, self._student = service, student
+        self._server.student_came(self, service, student)
+
+    def _report(self, student: Student, request: Report) -> None:
+        self._student = Student(
+            student=student.student,
+            session=student.session,
+            require=request.require,
+            held=student.held,
+            wait_share=request.wait_share,
+            samples_per_s=request.samples_per_s,
+            measured=request.measured,
+            unusable=request.unusable,
+        )
+        self._server.balancer.update(self._service, self._student)

@@ -1,0 +1,1 @@
+"""What discovery servers, students and teachers say to each other."""

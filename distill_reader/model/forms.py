@@ -1,0 +1,95 @@
+"""How a teacher may be asked for an output other than whole: by a name with a form behind it. Pure.
+
+    NAME@float16                rounded to half precision
+    NAME@topK:values            (N, ..., K) the K largest values of the last axis, largest first
+    NAME@topK:indices           (N, ..., K) int32, where on that axis they are
+    NAME@topK:logrest           (N, ..., 1) the log of the sum of exp over all others; -inf: none
+
+with `:DTYPE` behind values and logrest (float16) and indices (uint16, int32, int64). A name is all
+that every protocol can carry, so that each of them can ask for forms.
+"""
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+from distill_reader.errors import BadRequest
+from distill_reader.model.specs import ModelSpec, TensorSpec
+
+MARK = "@"
+WHOLE, VALUES, INDICES, LOG_REST = "", "values", "indices", "logrest"
+MAX_TOP_K = 65_535
+FLOAT_DTYPES = ("float16",)
+INDEX_DTYPES = ("int32", "uint16", "int64")
+
+_TOP = re.compile(r"top([1-9]\d{0,4}):(values|indices|logrest)(?::(\w+))?")
+
+
+class Form(NamedTuple):  # a tuple: hashed for every request
+    """What is wanted of one output."""
+
+    place: int  # among the spec's outputs
+    part: str  # WHOLE, VALUES, INDICES or LOG_REST
+    top_k: int  # 0 where WHOLE
+    dtype: str  # of what comes
+
+
+def form_name(output: str, part: str = WHOLE, top_k: int = 0, dtype: str = "") -> str:
+    """Return the name to ask by; `dtype` "": that of the output, or int32 of indices."""
+    if part == WHOLE:
+        return f"{output}{MARK}{dtype}" if dtype else output
+    return f"{output}{MARK}top{top_k}:{part}" + (f":{dtype}" if dtype else "")
+
+
+def split_name(spec: ModelSpec, name: str) -> tuple[TensorSpec, str]:
+    """Return the output that a name is about, and the form behind it ("": none).
+
+    Raises:
+        BadRequest: the model has no such output; lists those there are.
+    """
+    output, mark, form = name.rpartition(MARK)
+    if not mark or any(name in (known.name, known.variable) for known in spec.outputs):
+        return spec.output(name), ""
+    return spec.output(output), form
+
+
+def parse_form(spec: ModelSpec, name: str) -> Form:
+    """Return what a name asks for.
+
+    Raises:
+        BadRequest: there is no such output, or it has no such form; says which there are.
+    """
+    output, form = split_name(spec, name)
+    place = spec.outputs.index(output)
+    own = np.dtype(output.dtype).name
+    if not form:
+        return Form(place, WHOLE, 0, own)
+    if np.dtype(own).kind != "f":
+        raise BadRequest(f"output {name}: {output.name} is {own}; forms are of floats only")
+    if form in FLOAT_DTYPES:
+        return Form(place, WHOLE, 0, form)
+    match = _TOP.fullmatch(form)
+    if match is None:
+        raise BadRequest(
+            f"output {name}: no form {form!r}; there are {output.name}{MARK}float16 and "
+            f"{output.name}{MARK}topK:values, :indices and :logrest"
+        )
+    if not output.shape:
+        raise BadRequest(f"output {name}: {output.name} has one value per sample, and no top of it")
+    top_k, part, dtype = int(match[1]), match[2], match[3]
+    if top_k > MAX_TOP_K:
+        raise BadRequest(f"output {name}: K is {top_k}; at most {MAX_TOP_K} can be wanted")
+    known = INDEX_DTYPES if part == INDICES else (own, *FLOAT_DTYPES)
+    if dtype is not None and dtype not in known:
+        raise BadRequest(f"output {name}: {part} come as {' or '.join(known)}, not as {dtype}")
+    return Form(place, part, top_k, dtype or known[0])
+
+
+def form_shape(form: Form, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of one sample of a form, for an output of this shape."""
+    if form.part == WHOLE:
+        return shape
+    if form.part == LOG_REST:
+        return (*shape[:-1], 1)
+    return (*shape[:-1], min(form.top_k, shape[-1]))

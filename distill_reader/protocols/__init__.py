@@ -1,0 +1,1 @@
+"""The protocols between students and teachers, as bytes."""

@@ -1,0 +1,448 @@
+"""Messages of the Open Inference Protocol (KServe v2) over gRPC: ndarrays in, bytes out, and back.
+
+Source: https://github.com/kserve/open-inference-protocol; RepositoryIndex is of Triton's model
+repository extension. Tensors travel as raw contents; typed
+contents are understood. `oip_json.py` has the same over HTTP.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from distill_reader.errors import BadRequest
+from distill_reader.model.specs import Accepted, ModelSpec, TensorSpec
+from distill_reader.model.tensors import (
+    BFLOAT16,
+    MAX_AXES,
+    NUMPY_TO_OIP,
+    OIP_TO_NUMPY,
+    Array,
+    Rows,
+    cast_numbers,
+    count_items,
+    join_rows,
+    numpy_dtype,
+    oip_datatype,
+    raw_bytes,
+    view_bfloat16,
+    view_bytes,
+)
+from distill_reader.protocols import protobuf_wire as pb
+from distill_reader.protocols.protobuf_schema import message_classes
+from distill_reader.protocols.protobuf_wire import PackedNumbers, ProtobufError
+
+SERVICE = "inference.GRPCInferenceService"
+MAX_TENSORS = 1024  # of a request or a response
+# Properties of a model, beside those of other servers.
+_FORMS, _DIGEST, _ACCEPTS = "edl_takes_forms", "edl_digest", "edl_accepts"
+
+_TENSOR = (
+    "string name = 1; string datatype = 2; repeated int64 shape = 3;"
+    "map<string, InferParameter> parameters = 4; InferTensorContents contents = 5"
+)
+_METADATA = "string name = 1; string datatype = 2; repeated int64 shape = 3"
+MESSAGES = message_classes(
+    "inference",
+    {
+        "ServerLiveRequest": "",
+        "ServerLiveResponse": "bool live = 1",
+        "ServerReadyRequest": "",
+        "ServerReadyResponse": "bool ready = 1",
+        "ModelReadyRequest": "string name = 1; string version = 2",
+        "ModelReadyResponse": "bool ready = 1",
+        "ServerMetadataRequest": "",
+        "ServerMetadataResponse": (
+            "string name = 1; string version = 2; repeated string extensions = 3"
+        ),
+        "ModelMetadataRequest": "string name = 1; string version = 2",
+        "ModelMetadataResponse": (
+            "string name = 1; repeated string versions = 2; string platform = 3;"
+            "repeated ModelMetadataResponse.TensorMetadata inputs = 4;"
+            "repeated ModelMetadataResponse.TensorMetadata outputs = 5;"
+            "map<string, string> properties = 6"
+        ),
+        "ModelMetadataResponse.TensorMetadata": _METADATA,
+        "RepositoryIndexRequest": "string repository_name = 1; bool ready = 2",
+        "RepositoryIndexResponse": "repeated RepositoryIndexResponse.ModelIndex models = 1",
+        "RepositoryIndexResponse.ModelIndex": (
+            "string name = 1; string version = 2; string state = 3; string reason = 4"
+        ),
+        "InferParameter": (
+            "oneof: bool bool_param = 1; oneof: int64 int64_param = 2;"
+            "oneof: string string_param = 3; oneof: double double_param = 4;"
+            "oneof: uint64 uint64_param = 5"
+        ),
+        "InferTensorContents": (
+            "repeated bool bool_contents = 1; repeated int32 int_contents = 2;"
+            "repeated int64 int64_contents = 3; repeated uint32 uint_contents = 4;"
+            "repeated uint64 uint64_contents = 5; repeated float fp32_contents = 6;"
+            "repeated double fp64_contents = 7; repeated bytes bytes_contents = 8"
+        ),
+        "ModelInferRequest": (
+            "string model_name = 1; string model_version = 2; string id = 3;"
+            "map<string, InferParameter> parameters = 4;"
+            "repeated ModelInferRequest.InferInputTensor inputs = 5;"
+            "repeated ModelInferRequest.InferRequestedOutputTensor outputs = 6;"
+            "repeated bytes raw_input_contents = 7"
+        ),
+        "ModelInferRequest.InferInputTensor": _TENSOR,
+        "ModelInferRequest.InferRequestedOutputTensor": (
+            "string name = 1; map<string, InferParameter> parameters = 2"
+        ),
+        "ModelInferResponse": (
+            "string model_name = 1; string model_version = 2; string id = 3;"
+            "map<string, InferParameter> parameters = 4;"
+            "repeated ModelInferResponse.InferOutputTensor outputs = 5;"
+            "repeated bytes raw_output_contents = 6"
+        ),
+        "ModelInferResponse.InferOutputTensor": _TENSOR,
+    },
+)
+
+# Where typed contents are: datatype -> field of InferTensorContents and the type it holds.
+_CONTENTS = {
+    "BOOL": (1, "bool"),
+    "INT8": (2, "int32"),
+    "INT16": (2, "int32"),
+    "INT32": (2, "int32"),
+    "INT64": (3, "int64"),
+    "UINT8": (4, "uint32"),
+    "UINT16": (4, "uint32"),
+    "UINT32": (4, "uint32"),
+    "UINT64": (5, "uint64"),
+    "FP32": (6, "float32"),
+    "FP64": (7, "float64"),
+}
+# Parameters that change what is meant, so that ignoring them would answer something else.
+_UNSUPPORTED = ("shared_memory_region", "classification")
+_TENSORS, _WANTED, _RAW_INPUTS = 5, 6, 7  # fields of ModelInferRequest
+_RAW_OUTPUTS = 6  # of ModelInferResponse; its tensors have the number that they have above
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OipRequest:
+    """A request for an inference. Arrays are views of the message that it came in."""
+
+    model: str
+    version: str = ""  # "": whichever
+    request_id: str = ""
+    inputs: Mapping[str, Array]
+    outputs: tuple[str, ...] = ()  # those wanted; empty: all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OipResponse:
+    """The answer to it. Arrays are views of the message that it came in."""
+
+    model: str
+    version: str = ""
+    request_id: str = ""
+    outputs: Mapping[str, Array]
+
+
+@dataclass(slots=True)
+class _Tensor:
+    """A tensor of a message before its bytes are found."""
+
+    name: str = ""
+    datatype: str = ""
+    shape: list[int] = field(default_factory=list)
+    contents: list[memoryview] = field(default_factory=list)  # typed ones
+
+
+def encode_request(
+    model: str,
+    inputs: Mapping[str, Rows],
+    outputs: Sequence[str] = (),
+    *,
+    version: str = "",
+    request_id: str = "",
+) -> bytes:
+    """Return a ModelInferRequest. Raises: BadRequest: a tensor cannot be sent; names it."""
+    parts: list[Any] = [_encode_head(model, version, request_id)]
+    raw: list[Any] = []
+    for name, rows in inputs.items():
+        parts.append(_encode_tensor(_TENSORS, name, rows, _RAW_INPUTS, raw))
+    parts += [pb.write_bytes(_WANTED, pb.write_text(1, name)) for name in outputs]
+    return b"".join([*parts, *raw])
+
+
+def decode_request(message: bytes | memoryview) -> OipRequest:
+    """Return what a ModelInferRequest asks for.
+
+    Raises:
+        BadRequest: malformed, or wants what is not supported; names the tensor.
+    """
+    return OipRequest(**_decode(message, _TENSORS, _RAW_INPUTS, _WANTED))
+
+
+def encode_response(
+    model: str, outputs: Mapping[str, Array], *, version: str = "", request_id: str = ""
+) -> bytes:
+    """Return a ModelInferResponse. Raises: BadRequest: a tensor cannot be sent; names it."""
+    parts: list[Any] = [_encode_head(model, version, request_id)]
+    raw: list[Any] = []
+    for name, array in outputs.items():
+        parts.append(_encode_tensor(_TENSORS, name, array, _RAW_OUTPUTS, raw))
+    return b"".join([*parts, *raw])
+
+
+def decode_response(message: bytes | memoryview) -> OipResponse:
+    """Return what a ModelInferResponse says. Raises: BadRequest: malformed; names the tensor."""
+    found = _decode(message, _TENSORS, _RAW_OUTPUTS, None)
+    del found["outputs"]
+    return OipResponse(outputs=found.pop("inputs"), **found)
+
+
+def encode_metadata(spec: ModelSpec, platform: str) -> bytes:
+    """Return the ModelMetadataResponse of a model; axis 0 of each tensor is -1."""
+    tensor = MESSAGES["ModelMetadataResponse.TensorMetadata"]
+    message = MESSAGES["ModelMetadataResponse"](
+        name=spec.name,
+        versions=[spec.version],
+        platform=platform,
+        inputs=[tensor(**metadata) for metadata in metadata_of(spec.inputs)],
+        outputs=[tensor(**metadata) for metadata in metadata_of(spec.outputs)],
+        properties=properties_of(spec),
+    )
+    return bytes(message.SerializeToString())
+
+
+def decode_metadata(message: bytes) -> ModelSpec:
+    """Return the model that a ModelMetadataResponse describes. Raises: BadRequest: malformed."""
+    response = MESSAGES["ModelMetadataResponse"]()
+    try:
+        response.ParseFromString(message)
+    except DecodeError as error:
+        raise BadRequest(f"the teacher's metadata is malformed: {error}") from error
+    spec = ModelSpec(
+        name=response.name,
+        version=response.versions[-1] if response.versions else "",
+        inputs=tuple(
+            spec_of(t.name, t.datatype, t.shape, is_output=False) for t in response.inputs
+        ),
+        outputs=tuple(
+            spec_of(t.name, t.datatype, t.shape, is_output=True) for t in response.outputs
+        ),
+    )
+    return with_properties(spec, dict(response.properties))
+
+
+def metadata_of(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
+    """Return name, datatype and shape of tensors as the metadata of a model has them."""
+    return [
+        {
+            "name": spec.name,
+            "datatype": NUMPY_TO_OIP.get(spec.dtype, spec.dtype.upper()),
+            "shape": [-1, *spec.shape],
+        }
+        for spec in specs
+    ]
+
+
+def properties_of(spec: ModelSpec) -> dict[str, str]:
+    """Return what the protocol has no field for, for those who know of it: our students."""
+    accepts = {
+        tensor.name: [[form.dtype, list(form.shape)] for form in tensor.accepts]
+        for tensor in spec.inputs
+        if tensor.accepts
+    }
+    properties = {
+        _FORMS: "1" if spec.takes_forms else "",
+        _DIGEST: spec.digest,
+        _ACCEPTS: json.dumps(accepts) if accepts else "",
+    }
+    return {name: text for name, text in properties.items() if text}
+
+
+def with_properties(spec: ModelSpec, properties: Mapping[str, Any]) -> ModelSpec:
+    """Return the spec with what `properties_of` says of it; those of other servers say nothing."""
+    try:
+        accepts = json.loads(properties.get(_ACCEPTS) or "{}")
+        inputs = tuple(
+            replace(
+                tensor,
+                accepts=tuple(
+                    Accepted(dtype=str(dtype), shape=tuple(map(int, shape)))
+                    for dtype, shape in accepts.get(tensor.name, [])
+                    if dtype in NUMPY_TO_OIP
+                ),
+            )
+            for tensor in spec.inputs
+        )
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise BadRequest(f"the teacher's metadata: property {_ACCEPTS}: {error}") from error
+    return replace(
+        spec,
+        inputs=inputs,
+        takes_forms=properties.get(_FORMS) == "1",
+        digest=str(properties.get(_DIGEST, "")),
+    )
+
+
+def spec_of(name: str, datatype: str, shape: Sequence[int], *, is_output: bool) -> TensorSpec:
+    """Return a tensor that metadata describe; axis 0 of `shape` counts samples.
+
+    One that cannot be used, as an output that is text, says so to who wants it: others do not care.
+    """
+    dtype, unusable = OIP_TO_NUMPY.get(datatype, "void"), ""
+    if datatype == BFLOAT16 and is_output:
+        dtype = "float32"
+    if dtype == "void":
+        unusable = f"is {datatype}, and only {', '.join(OIP_TO_NUMPY)} and outputs in BF16 are read"
+    elif not shape or shape[0] not in (-1, 1):
+        dtype = "void"
+        unusable = (
+            f"has the shape {list(shape)}, of which axis 0 does not count samples: serve the model "
+            "with a batch axis (Triton: max_batch_size above 0, or -1 as the first of dims)"
+        )
+    return TensorSpec(
+        name=name,
+        dtype=dtype,
+        shape=tuple(int(length) for length in shape[1:]),
+        unusable=unusable,
+    )
+
+
+def _encode_head(model: str, version: str, request_id: str) -> bytes:
+    return pb.write_text(1, model) + pb.write_text(2, version) + pb.write_text(3, request_id)
+
+
+def _encode_tensor(number: int, name: str, rows: Rows, raw_number: int, raw: list[Any]) -> bytes:
+    """Return the description of a tensor; add its bytes to `raw`."""
+    dtype, shape, arrays = join_rows(name, rows)
+    raw.append(pb.write_head(raw_number, sum(array.nbytes for array in arrays)))
+    raw.extend(raw_bytes(array) for array in arrays)
+    described = (
+        pb.write_text(1, name)
+        + pb.write_text(2, oip_datatype(name, dtype))
+        + pb.write_ints(3, shape)
+    )
+    return pb.write_bytes(number, described)
+
+
+def _decode(
+    message: bytes | memoryview, tensor_number: int, raw_number: int, wanted_number: int | None
+) -> dict[str, Any]:
+    texts = {1: "", 2: "", 3: ""}
+    tensors: list[_Tensor] = []
+    raw: list[memoryview] = []
+    wanted: list[str] = []
+    try:
+        for number, _, value in pb.read_fields(memoryview(message)):
+            if number in texts:
+                texts[number] = pb.read_text(value)
+            elif number == tensor_number:
+                tensors.append(_decode_tensor(pb.read_bytes(value)))
+            elif number == raw_number:
+                raw.append(pb.read_bytes(value))
+            elif number == wanted_number:
+                wanted.append(_decode_wanted(pb.read_bytes(value)))
+            if max(len(tensors), len(raw), len(wanted)) > MAX_TENSORS:
+                raise ProtobufError(f"more than {MAX_TENSORS} tensors")
+        arrays = _find_arrays(tensors, raw, is_answer=wanted_number is None)
+    except ProtobufError as error:
+        raise BadRequest(f"the message is malformed: {error}") from error
+    return {
+        "model": texts[1],
+        "version": texts[2],
+        "request_id": texts[3],
+        "inputs": arrays,
+        "outputs": tuple(wanted),
+    }
+
+
+def _decode_tensor(message: memoryview) -> _Tensor:
+    tensor = _Tensor()
+    for number, wire_type, value in pb.read_fields(message):
+        if number == 1:
+            tensor.name = pb.read_text(value)
+        elif number == 2:
+            tensor.datatype = pb.read_text(value)
+        elif number == 3:
+            pb.read_ints(wire_type, value, tensor.shape, limit=MAX_AXES)
+        elif number == 4:
+            _check_parameter(tensor.name, pb.read_bytes(value))
+        elif number == 5:
+            tensor.contents.append(pb.read_bytes(value))
+    return tensor
+
+
+def _decode_wanted(message: memoryview) -> str:
+    name = ""
+    for number, _, value in pb.read_fields(message):
+        if number == 1:
+            name = pb.read_text(value)
+        elif number == 2:
+            _check_parameter(name, pb.read_bytes(value))
+    return name
+
+
+def _check_parameter(tensor: str, entry: memoryview) -> None:
+    for number, _, value in pb.read_fields(entry):
+        if number == 1:
+            check_parameter(tensor, pb.read_text(value))
+
+
+def check_parameter(tensor: str, name: str) -> None:
+    """Refuse a parameter that must not be ignored. Raises: BadRequest."""
+    if name in _UNSUPPORTED:
+        raise BadRequest(
+            f"tensor {tensor}: parameter {name} is not supported; leave it out and send plain data"
+        )
+
+
+def _find_arrays(
+    tensors: list[_Tensor], raw: list[memoryview], *, is_answer: bool
+) -> dict[str, Array]:
+    """Return the arrays by name; of an answer those that can be read: others nobody asked for."""
+    if raw and len(raw) != len(tensors):
+        raise BadRequest(
+            f"{len(tensors)} tensors have {len(raw)} raw contents; if one is raw, all must be"
+        )
+    arrays: dict[str, Array] = {}
+    for place, tensor in enumerate(tensors):
+        if tensor.name in arrays:
+            raise BadRequest(f"tensor {tensor.name}: came twice")
+        if is_answer and tensor.datatype == BFLOAT16 and raw:
+            arrays[tensor.name] = view_bfloat16(tensor.name, raw[place], tensor.shape)
+            continue
+        if is_answer and tensor.datatype not in OIP_TO_NUMPY:
+            continue
+        dtype = numpy_dtype(tensor.name, tensor.datatype)
+        if not raw:
+            arrays[tensor.name] = _typed_contents(tensor)
+        elif tensor.contents and any(tensor.contents):
+            raise BadRequest(f"tensor {tensor.name}: has raw and typed contents")
+        else:
+            arrays[tensor.name] = view_bytes(tensor.name, raw[place], dtype, tensor.shape)
+    return arrays
+
+
+def _typed_contents(tensor: _Tensor) -> Array:
+    dtype = numpy_dtype(tensor.name, tensor.datatype)
+    if tensor.datatype not in _CONTENTS:
+        raise BadRequest(f"tensor {tensor.name}: {tensor.datatype} must be sent as raw contents")
+    wanted, held = _CONTENTS[tensor.datatype]
+    numbers = PackedNumbers(held)
+    for contents in tensor.contents:
+        for number, wire_type, value in pb.read_fields(contents):
+            if number == wanted:
+                numbers.add(wire_type, value)
+            elif number <= 8 and value:
+                raise BadRequest(
+                    f"tensor {tensor.name}: {tensor.datatype} has its contents in another field"
+                )
+    count = count_items(tensor.name, tensor.shape)
+    if numbers.count() != count:
+        raise BadRequest(
+            f"tensor {tensor.name}: shape {tensor.shape} has {count} elements, "
+            f"{numbers.count()} came"
+        )
+    array = numbers.array()
+    if array.dtype != dtype:  # int32 and uint32 carry the narrow ones
+        array = cast_numbers(tensor.name, array, dtype)
+    return array.reshape(tensor.shape)

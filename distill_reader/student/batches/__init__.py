@@ -1,0 +1,1 @@
+"""What goes in which request, and back in order."""

@@ -1,0 +1,506 @@
+"""Decide what goes in which request, and give answers back in order. Pure: no clock, no threads.
+
+    generator -> add -> waiting pieces -> take -> request -> answered -> ready items -> pop
+
+Pieces of one shape are joined, wherever they wait: items are put in order again by `pop`. A request
+may be with two teachers (hedged); its first answer counts. Pieces that teachers have refused, or
+failed to answer, are in trouble: each is asked by itself, until one answers or `judge` finds that
+none will. What is held between `add` and the consumer's next `pop` is bounded in bytes.
+"""
+
+from bisect import insort
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+
+from distill_reader.errors import BadRequest
+from distill_reader.student.batches.items import Item, Piece, Signature
+from distill_reader.student.batches.tries import Blame, Tries
+from distill_reader.student.clients.client import Array
+
+_FIRST_PART = 8  # of the bound on memory, what may be held before the first answer
+# Of what is joined otherwise, what is joined of a lost teacher's pieces: the consumer waits for
+# the first of them, and the others' answers behind it do not help.
+_OVERDUE_PART = 4
+
+# Where samples of several shapes wait, what is joined of one at least: a batch of most teachers.
+# The consumer waits for a request of each shape, so that all of them together are to be no more
+# than one would be otherwise.
+_LEAST_OF_A_SHAPE = 64
+
+_place = attrgetter("place")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Of one request."""
+
+    join_bytes: int  # pieces are joined up to here
+    most_bytes: int  # a larger piece is split
+    samples: int | None = None  # most there may be; None: any number
+    join_samples: int | None = None  # pieces are joined up to here; None: any number
+
+
+class Request:
+    """Pieces that agree in shape, to be answered together."""
+
+    __slots__ = (
+        "hedged_to", "holders", "is_answered", "is_hedged", "pieces", "samples", "signature",
+    )  # fmt: skip
+
+    def __init__(self, pieces: list[Piece], signature: Signature, samples: int) -> None:
+        self.pieces = pieces
+        self.signature = signature
+        self.samples = samples
+        self.holders: list[str] = []  # endpoints of the teachers that have it
+        self.is_hedged = False  # was offered to a second teacher
+        self.hedged_to: Collection[str] | None = None  # those that may take it then; None: any
+        self.is_answered = False  # or refused: what others say does not count
+
+    @property
+    def size_bytes(self) -> int:
+        return sum([piece.size_bytes for piece in self.pieces])
+
+    def feeds(self, place: int) -> list[Array]:
+        """Return the arrays of the sent field at `place` (among the sent ones)."""
+        if len(self.pieces) == 1:
+            return list(self.pieces[0].rows[place])
+        return [array for piece in self.pieces for array in piece.rows[place]]
+
+
+class Feed:
+    """Everything between the generator and the consumer. The caller has the lock."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._order: deque[Item] = deque()  # not popped yet, as the generator yielded them
+        self._waiting: dict[Signature, deque[Piece]] = {}  # in order; none is empty
+        self._troubled: list[Piece] = []  # in order
+        self._able: Collection[str] = ()  # teachers that may be asked, now or soon
+        self._hedges: deque[Request] = deque()
+        self._added = 0  # items, ever
+        self._answers = 0  # requests, ever
+        self._held_bytes = 0
+        self._popped_bytes = 0  # of the items that the consumer works on
+        self._output_bytes: int | None = None  # of one sample's predictions; None: not known yet
+        self._skips = False
+        self.may_be_alone = False  # items may need no teacher: their absence is no matter itself
+        self.waiting_bytes = 0
+        self.waiting_samples = 0
+        self.is_blocked = False  # the generator waits for room
+        self.is_ended = False  # the generator is at its end
+        self._end_error: Exception | None = None  # what ended it; None: it was done
+        self._error: Exception | None = None  # raised where there is no answer
+        self._absence: Exception | None = None  # likewise, until `resume`
+
+    # --- the generator
+
+    def has_room(self, item: Item) -> bool:
+        """Return whether `item` may be added; always, if nothing else is held."""
+        if not self._held_bytes:
+            return True
+        if self._output_bytes is None:  # nobody knows yet how large predictions are
+            return self._held_bytes + item.charge_bytes <= self._max_bytes // _FIRST_PART
+        charge = item.charge_bytes + item.samples * self._output_bytes
+        return self._held_bytes + charge <= self._max_bytes
+
+    def add(self, item: Item) -> None:
+        """Append an item; its pieces wait for a teacher."""
+        item.number = self._added
+        self._added += 1
+        item.output_bytes = self._output_bytes or 0
+        item.charge_bytes += item.samples * item.output_bytes
+        self._held_bytes += item.charge_bytes
+        self._order.append(item)
+        waiting = self._waiting
+        for piece in item.pieces:
+            queue = waiting.get(piece.signature)
+            if queue is None:
+                waiting[piece.signature] = deque((piece,))
+            else:
+                queue.append(piece)
+            self.waiting_bytes += piece.size_bytes
+            self.waiting_samples += piece.samples
+        item.pieces = []
+        if self._skips:
+            self._let_go(item)
+
+    def expect(self, output_bytes: int) -> None:
+        """Note how large one sample's predictions are, where no teacher has told yet."""
+        if self._output_bytes is None:
+            self._output_bytes = output_bytes
+
+    def end(self, error: Exception | None = None) -> None:
+        """Nothing more comes. `error` is raised behind the last item."""
+        self.is_ended = True
+        self._end_error = error
+
+    # --- teachers
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._waiting or self._troubled)
+
+    def has_waiting_for(self, teacher: str) -> bool:
+        """Return whether `take` would find something."""
+        return bool(self._waiting) or self._troubled_for(teacher) is not None
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether any teacher has answered anything."""
+        return self._answers > 0
+
+    @property
+    def has_troubled(self) -> bool:
+        """Whether `judge` is to be called, as time goes by."""
+        return bool(self._troubled)
+
+    @property
+    def shapes(self) -> int:
+        """How many sorts of samples wait that cannot share a request."""
+        return len(self._waiting)
+
+    def is_first(self, request: Request) -> bool:
+        """Return whether the consumer waits for this request before anything else."""
+        first = next((item for item in self._order if item.missing), None)
+        return any(piece.item is first for piece in request.pieces)
+
+    @property
+    def held_bytes(self) -> int:
+        return self._held_bytes
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether what has no answer is let go, or raised."""
+        return self._skips or self._trouble() is not None
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether an item lacks answers."""
+        return any(item.missing and item.error is None for item in self._order)
+
+    def take(self, limits: Limits, teacher: str) -> Request | None:
+        """Return the next request, from now on with `teacher`; None: nothing waits for it."""
+        troubled = self._troubled_for(teacher) if self._troubled else None
+        if troubled is not None:
+            self._troubled.remove(troubled)
+            piece = self._cut_off(troubled, limits)
+            return self._request([piece], piece.samples, piece.size_bytes, teacher)
+        if not self._waiting:
+            return None
+        queue = self._first_queue()
+        piece = queue.popleft()
+        first = self._cut_off(piece, limits)
+        pieces = [first]
+        samples, size_bytes = first.samples, first.size_bytes
+        if first is piece:
+            part = _OVERDUE_PART if first.is_overdue else 1
+            if limits.join_samples is not None and len(self._waiting) > 1:
+                of_each = max(_LEAST_OF_A_SHAPE, limits.join_samples // len(self._waiting))
+                limits = replace(limits, join_samples=min(limits.join_samples, of_each))
+            while queue and _fits(
+                limits,
+                part * (samples + queue[0].samples),
+                part * (size_bytes + queue[0].size_bytes),
+            ):
+                piece = queue.popleft()
+                pieces.append(piece)
+                samples += piece.samples
+                size_bytes += piece.size_bytes
+        if not queue:
+            del self._waiting[first.signature]
+        return self._request(pieces, samples, size_bytes, teacher)
+
+    def hedge(self, request: Request, to: Collection[str] | None = None) -> None:
+        """Offer a request that is late to other teachers as well; again: to these instead."""
+        request.hedged_to = to
+        if not request.is_hedged:
+            request.is_hedged = True
+            self._hedges.append(request)
+
+    def is_offered(self, request: Request) -> bool:
+        """Return whether it was hedged, and nobody has taken it yet."""
+        return request in self._hedges
+
+    def has_hedge(self, teacher: str) -> bool:
+        """Return whether `take_hedge` would find one."""
+        return any(_may_hedge(request, teacher) for request in self._hedges)
+
+    def take_hedge(self, teacher: str) -> Request | None:
+        """Return a late request that is with others, from now on with `teacher` too."""
+        for request in self._hedges:
+            if _may_hedge(request, teacher):
+                self._hedges.remove(request)
+                request.holders.append(teacher)
+                return request
+        return None
+
+    def answered(self, request: Request, outputs: Sequence[Array], teacher: str) -> bool:
+        """Keep the predictions; return whether they are the first ones."""
+        request.holders.remove(teacher)
+        if request.is_answered:
+            return False
+        self._settle(request)
+        self._answers += 1
+        columns = tuple(outputs)
+        per_sample = sum([output.nbytes for output in columns]) // request.samples
+        self._output_bytes = per_sample
+        begin = 0
+        for piece in request.pieces:
+            item = piece.item
+            if item.missing:  # else: skipped meanwhile
+                if item.output_bytes != per_sample:
+                    more = (per_sample - item.output_bytes) * piece.samples
+                    item.charge_bytes += more
+                    self._held_bytes += more
+                item.answers.append((piece.first, piece.samples, columns, begin))
+                item.missing -= piece.samples
+            begin += piece.samples
+        return True
+
+    def give_back(
+        self, request: Request, teacher: str, blame: Blame | None = None, now: float = 0.0
+    ) -> None:
+        """Let others answer it; its samples go in front of all that are behind them.
+
+        Args:
+            blame: what became of it at `now`; None: the request is not what is at fault.
+        """
+        request.holders.remove(teacher)
+        if request.is_answered:
+            return
+        if blame is not None:
+            for piece in request.pieces:
+                self._tries(piece, now).blame(teacher, blame)
+        if request.holders:
+            request.is_hedged = request in self._hedges  # may be offered again
+            return
+        self._settle(request)
+        for piece in reversed(request.pieces):
+            piece.is_overdue = True
+            self._put_back(piece)
+
+    def refused(
+        self, request: Request, error: BadRequest, teacher: str, now: float = 0.0
+    ) -> list[Request]:
+        """Note that this teacher will not answer it.
+
+        Returns:
+            Requests to ask one by one, now with `teacher`: of several items only one may be at
+            fault. Empty: others may be asked, if `judge` finds some; if not, the item's consumer
+            will see `error`.
+        """
+        request.holders.remove(teacher)
+        if request.is_answered:
+            return []
+        if len(request.pieces) == 1:
+            self._tries(request.pieces[0], now).refused(teacher, error)
+            if not request.holders:
+                self._settle(request)
+                self._put_back(request.pieces[0])
+            return []
+        self._settle(request)
+        singles = [Request([piece], request.signature, piece.samples) for piece in request.pieces]
+        for single in singles:
+            single.holders.append(teacher)
+        return singles
+
+    def too_large(self, request: Request, teacher: str) -> bool:
+        """Have its samples wait again, to be asked in smaller requests; False: there is one."""
+        if request.samples == 1:
+            return False
+        request.holders.remove(teacher)
+        if not request.is_answered and not request.holders:
+            self._settle(request)
+            pieces = request.pieces
+            if len(pieces) == 1:
+                pieces = list(pieces[0].cut(request.samples // 2))
+            for piece in reversed(pieces):
+                self._put_back(piece)
+        return True
+
+    def judge(self, able: Collection[str], now: float) -> None:
+        """Find out who may still answer what is in trouble, and raise what nobody will.
+
+        Args:
+            able: teachers that may be asked, now or soon.
+        """
+        self._able = able
+        for piece in list(self._troubled):
+            assert piece.tries is not None
+            error = piece.tries.verdict(str(piece), able, self._answers, now)
+            if error is not None:
+                piece.item.error = error
+                self._troubled.remove(piece)
+                self.waiting_bytes -= piece.size_bytes
+                self.waiting_samples -= piece.samples
+
+    def fail(self, error: Exception) -> None:
+        """Raise `error` where there is no answer, behind the items that have one."""
+        self._error = error
+
+    def suspend(self, error: Exception) -> None:
+        """Do so until `resume`."""
+        self._absence = error
+
+    def skip(self) -> None:
+        """Let everything that has no answer go without, and what comes until `resume`."""
+        self._skips = True
+        for item in self._order:
+            self._let_go(item)
+
+    def resume(self) -> None:
+        """Ask teachers again, for what comes from now on."""
+        self._skips = False
+        self._absence = None
+
+    # --- the consumer
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `pop` has something to return or raise, or all is done."""
+        if not self._order:
+            return self.is_ended or self._trouble_alone() is not None
+        item = self._order[0]
+        return not item.missing or item.error is not None or self._trouble() is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the generator is at its end, and every item was popped."""
+        return self.is_ended and not self._order
+
+    def pop(self, max_bytes: int) -> list[Item]:
+        """Return items in order, all answered; at least one, up to `max_bytes`.
+
+        What the call before returned counts as consumed. Empty: nothing is ready, or all is done.
+
+        Raises:
+            Exception: what went wrong, at its place in the order.
+        """
+        self._held_bytes -= self._popped_bytes
+        self._popped_bytes = 0
+        order = self._order
+        ready = []
+        while order and not order[0].missing and self._popped_bytes < max_bytes:
+            item = order.popleft()
+            self._popped_bytes += item.charge_bytes
+            ready.append(item)
+        if ready:
+            return ready
+        if self.is_done:
+            error = self._end_error
+        elif order:
+            error = order[0].error or self._trouble()
+        else:
+            error = self._trouble_alone()
+        if error is not None:
+            raise error
+        return ready
+
+    def clear(self) -> None:
+        """Let go of all items, for nobody wants them any more."""
+        self._order.clear()
+        self._waiting.clear()
+        self._troubled.clear()
+        self._hedges.clear()
+        self.waiting_bytes = self.waiting_samples = 0
+
+    # --- helpers
+
+    def _trouble(self) -> Exception | None:
+        return self._error or self._absence
+
+    def _trouble_alone(self) -> Exception | None:
+        """Return what is to be raised though no item lacks an answer."""
+        return self._error if self.may_be_alone else self._trouble()
+
+    def _let_go(self, item: Item) -> None:
+        """Have an item without answer go without; all pieces that wait are of such items."""
+        if item.missing and item.error is None:
+            item.missing = 0
+            item.answers = []
+        self._waiting.clear()
+        self._troubled.clear()
+        self.waiting_bytes = self.waiting_samples = 0
+
+    def _settle(self, request: Request) -> None:
+        request.is_answered = True
+        if request.is_hedged and request in self._hedges:
+            self._hedges.remove(request)
+
+    def _tries(self, piece: Piece, now: float) -> Tries:
+        if piece.tries is None:
+            piece.tries = Tries(self._answers, now)
+        return piece.tries
+
+    def _troubled_for(self, teacher: str) -> Piece | None:
+        for piece in self._troubled:
+            if piece.tries is not None and piece.tries.may_ask(teacher, self._able):
+                return piece
+        return None
+
+    def _first_queue(self) -> deque[Piece]:
+        """Return what waits beside the piece that comes first."""
+        queues = self._waiting.values()
+        if len(queues) == 1:
+            return next(iter(queues))
+        return min(queues, key=lambda queue: queue[0].place)
+
+    def _request(self, pieces: list[Piece], samples: int, size_bytes: int, teacher: str) -> Request:
+        self.waiting_samples -= samples
+        self.waiting_bytes -= size_bytes
+        request = Request(pieces, pieces[0].signature, samples)
+        request.holders.append(teacher)
+        return request
+
+    def _cut_off(self, piece: Piece, limits: Limits) -> Piece:
+        """Return what a request may have of a piece that was taken; the rest waits again."""
+        most = _most_samples(limits, piece)
+        if piece.samples <= most:
+            return piece
+        head, rest = piece.cut(most)
+        self.waiting_bytes -= rest.size_bytes
+        self.waiting_samples -= rest.samples
+        self._put_back(rest)
+        return head
+
+    def _put_back(self, piece: Piece) -> None:
+        """Have a piece wait again, in the order of the items: the consumer waits for the first.
+
+        What waits is in that order, so only pieces that came back as well are looked at.
+        """
+        if not piece.item.missing or piece.item.error is not None:
+            return
+        self.waiting_bytes += piece.size_bytes
+        self.waiting_samples += piece.samples
+        if piece.tries is not None and piece.tries.is_alone:
+            insort(self._troubled, piece, key=_place)
+            return
+        queue = self._waiting.setdefault(piece.signature, deque())
+        own, place = piece.place, 0
+        while place < len(queue) and queue[place].place < own:
+            place += 1
+        queue.insert(place, piece)
+
+
+def _may_hedge(request: Request, teacher: str) -> bool:
+    return teacher not in request.holders and (
+        request.hedged_to is None or teacher in request.hedged_to
+    )
+
+
+def _fits(limits: Limits, samples: int, size_bytes: int) -> bool:
+    return (
+        size_bytes <= limits.join_bytes
+        and (limits.samples is None or samples <= limits.samples)
+        and (limits.join_samples is None or samples <= limits.join_samples)
+    )
+
+
+def _most_samples(limits: Limits, piece: Piece) -> int:
+    """Return how many samples of a piece one request may have, so that the parts are even."""
+    parts = -(-piece.size_bytes // limits.most_bytes)
+    if limits.samples is not None:
+        parts = max(parts, -(-piece.samples // limits.samples))
+    return -(-piece.samples // max(1, min(parts, piece.samples)))

@@ -1,0 +1,460 @@
+"""Turn what the user's generator yields into rows to send, and answers into what the user gets.
+
+Pure, and nothing is copied: rows are the user's arrays, predictions views of a request's answer.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from distill_reader.errors import BadRequest, UsageError
+from distill_reader.model.tensors import array_of
+from distill_reader.student.batches.label_index import Keys
+from distill_reader.student.batches.tries import Tries
+from distill_reader.student.clients.client import Array
+from distill_reader.student.options import Padding
+
+# Type and shape of one sample of each sent field: only samples that agree share a request.
+Signature = tuple[tuple[Any, tuple[int, ...]], ...]
+
+_ITEM_BYTES = 1024  # what an item costs beside its arrays
+
+
+class Piece:
+    """Samples of one item that go in one request."""
+
+    __slots__ = (
+        "first", "is_overdue", "item", "rows", "samples", "signature", "size_bytes", "tries",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        item: "Item",
+        first: int,
+        samples: int,
+        rows: tuple[Sequence[Array], ...],
+        signature: Signature,
+        size_bytes: int,
+    ) -> None:
+        self.item = item
+        self.first = first  # the item's sample that comes first here
+        self.samples = samples
+        self.rows = rows  # of each sent field: one array, or one of length 1 per sample
+        self.signature = signature
+        self.size_bytes = size_bytes
+        self.is_overdue = False  # a teacher that had it is lost
+        self.tries: Tries | None = None  # that ended without an answer; None: there were none
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where it comes in the generator's order."""
+        return self.item.number, self.first
+
+    def __str__(self) -> str:
+        last = self.first + self.samples - 1
+        return f"item {self.item.number}, samples {self.first} to {last} of {self.item.samples}"
+
+    def cut(self, samples: int) -> tuple["Piece", "Piece"]:
+        """Return the first `samples` (fewer than there are), and the rest."""
+        size_bytes = self.size_bytes * samples // self.samples
+        head, tail = [], []
+        for arrays in self.rows:
+            if len(arrays) == self.samples:
+                head.append(arrays[:samples])
+                tail.append(arrays[samples:])
+            else:
+                head.append([arrays[0][:samples]])
+                tail.append([arrays[0][samples:]])
+        rest = self.samples - samples
+        return (
+            Piece(self.item, self.first, samples, tuple(head), self.signature, size_bytes),
+            Piece(
+                self.item,
+                self.first + samples,
+                rest,
+                tuple(tail),
+                self.signature,
+                self.size_bytes - size_bytes,
+            ),
+        )
+
+
+class Item:
+    """What the generator yielded once, and what has been answered of it."""
+
+    __slots__ = (
+        "answers",
+        "charge_bytes",
+        "error",
+        "fields",
+        "keys",
+        "lengths",
+        "missing",
+        "number",
+        "output_bytes",
+        "pieces",
+        "samples",
+    )
+
+    def __init__(self, fields: Any, samples: int) -> None:
+        self.fields = fields
+        self.samples = samples
+        self.number = 0  # its place in the generator's order, once it is added
+        self.missing = samples  # samples without an answer; 0: may be yielded
+        self.pieces: list[Piece] = []  # until they are sent
+        self.lengths: list[int] = []  # of padded fields: of each sample, or of the batch
+        self.keys: Keys | None = None  # of its samples in a cache; None: there is none
+        # (first sample of the item, how many, the request's outputs, where they begin there)
+        self.answers: list[tuple[int, int, tuple[Array, ...], int]] = []
+        self.error: Exception | None = None  # why it has no answer; not None: raise it instead
+        self.charge_bytes = 0  # counted against the bound on memory
+        self.output_bytes = 0  # of one sample's predictions, as far as they are counted in that
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of what is sent, and of the item itself."""
+        return sum(piece.size_bytes for piece in self.pieces) + _ITEM_BYTES
+
+    def twin(self) -> "Item":
+        """Return another item of the same fields and rows, to be answered by others."""
+        twin = Item(self.fields, self.samples)
+        twin.keys, twin.charge_bytes = self.keys, self.charge_bytes
+        twin.lengths = self.lengths
+        twin.pieces = [
+            Piece(twin, each.first, each.samples, each.rows, each.signature, each.size_bytes)
+            for each in self.pieces
+        ]
+        return twin
+
+    def columns(self) -> tuple[Array, ...]:
+        """Return the predictions of all samples, once they are answered."""
+        answers = self.answers
+        if len(answers) == 1:
+            _, samples, outputs, begin = answers[0]
+            if begin == 0 and len(outputs[0]) == samples:
+                return outputs
+            return tuple([output[begin : begin + samples] for output in outputs])
+        answers.sort(key=_first)
+        columns = zip(*[outputs for _, _, outputs, _ in answers], strict=True)
+        spans = [(begin, begin + samples) for _, samples, _, begin in answers]
+        return tuple(
+            [
+                np.concatenate([part[a:b] for part, (a, b) in zip(column, spans, strict=True)])
+                for column in columns
+            ]
+        )
+
+
+class Kind(Protocol):
+    """One of the three forms of the user's generator."""
+
+    name: str
+
+    def item(self, given: Any) -> Item:
+        """Return the item with its pieces.
+
+        Raises:
+            UsageError: `given` is not of this form; says what is.
+        """
+        ...
+
+    def column(self, item: Item, place: int) -> Any:
+        """Return the samples' values of a field that is not sent."""
+        ...
+
+    def result(self, item: Item) -> Any:
+        """Return what the user gets for an item whose samples are all answered."""
+        ...
+
+    def without_predictions(self, item: Item) -> Any:
+        """Return what the user gets where there was no teacher: None for each prediction."""
+        ...
+
+
+class _Fields:
+    """Which fields are sent; shared by the kinds."""
+
+    def __init__(
+        self,
+        sent: tuple[tuple[int, str], ...],
+        fields: int,
+        predicts: int,
+        padding: Padding | None = None,
+        outputs: Sequence[str] = (),
+    ) -> None:
+        """
+        Args:
+            sent: places and names of the fields that may be sent.
+            fields: least number of fields of a tuple.
+            predicts: number of predictions.
+            padding: of fields that are sent; None: as they are.
+            outputs: the output of each prediction, where there is padding.
+        """
+        self._sent = sent
+        self._places = [place for place, _ in sent]
+        self._fields = fields
+        self._outputs = tuple(outputs)
+        self._no_predictions = (None,) * predicts
+        self._padding = padding
+        names = [name for _, name in sent]
+        values = () if padding is None else padding.values
+        self._padded = [(names.index(name), name, value) for name, value in values]
+        cut = () if padding is None else padding.outputs or ()
+        self._cut = [place for place, name in enumerate(outputs) if name in cut]
+
+    def _take(self, given: Any) -> tuple[tuple[Any, ...], list[Array]]:
+        """Return the fields as they are yielded, and the arrays of those that are sent."""
+        if type(given) is not tuple:
+            if not isinstance(given, tuple | list):
+                raise UsageError(
+                    f"reader: expected a tuple of fields, got {type(given).__name__}; "
+                    f"{self._of_kind()}"
+                )
+            given = tuple(given)
+        if len(given) < self._fields:
+            raise UsageError(
+                f"reader: expected {self._fields} fields as in `ins`, got {len(given)}; "
+                f"{self._of_kind()}"
+            )
+        arrays = [given[place] for place in self._places]
+        for index, value in enumerate(arrays):
+            if type(value) is not np.ndarray:
+                given = self._convert(given, arrays, index)
+        return given, arrays
+
+    def _convert(self, given: tuple[Any, ...], arrays: list[Any], index: int) -> tuple[Any, ...]:
+        """Put an array into `arrays`; return the fields, where lists and numbers become arrays.
+
+        A framework's tensor stays what it is for the user, who may want it on its device.
+        """
+        place, name = self._sent[index]
+        value = given[place]
+        is_tensor = hasattr(value, "numpy")
+        try:
+            array = array_of(value) if is_tensor else np.asarray(value)
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise UsageError(f"field {name}: cannot be made an array: {error}") from error
+        if array.dtype == object:
+            raise UsageError(f"field {name}: its values differ in shape; {self._of_kind()}")
+        arrays[index] = array
+        if is_tensor:
+            return given
+        return (*given[:place], array, *given[place + 1 :])
+
+    def _pad(self, item: Item, arrays: list[Array], axis: int) -> None:
+        """Make the padded fields of one sample, or of a batch, longer.
+
+        Raises:
+            UsageError: one has no such axis, another length, or no such value.
+        """
+        padding = self._padding
+        if padding is None:
+            return
+        lengths = []
+        for index, name, value in self._padded:
+            array = arrays[index]
+            if array.ndim <= axis:
+                raise UsageError(f"field {name}: has no axis to pad, its samples are numbers")
+            lengths.append(array.shape[axis])
+            if lengths[-1] != lengths[0]:
+                raise UsageError(
+                    f"fields {self._padded[0][1]} and {name}: padded fields of a sample must be "
+                    f"equally long, got {lengths[0]} and {lengths[-1]}"
+                )
+            shape = list(array.shape)
+            shape[axis] = padding.length(lengths[0])
+            if shape[axis] != lengths[0]:
+                if array.dtype.kind != "f" and np.asarray(value).astype(array.dtype) != value:
+                    raise UsageError(f"padding: {name} is {array.dtype}, which has no {value}")
+                longer = np.full(shape, value, array.dtype)
+                longer[(slice(None),) * axis + (slice(lengths[0]),)] = array
+                arrays[index] = longer
+        item.lengths.append(lengths[0])
+
+    def _cut_to(self, length: int, rows: Sequence[Any], axis: int) -> tuple[Any, ...]:
+        """Return predictions, those that are as long as the padded fields cut to `length`.
+
+        Raises:
+            BadRequest: one is not as long.
+        """
+        cut = list(rows)
+        assert self._padding is not None
+        padded = self._padding.length(length)
+        for place in self._cut:
+            shape = cut[place].shape
+            if len(shape) <= axis or shape[axis] != padded:
+                raise BadRequest(
+                    f"padding: output {self._outputs[place]}: expected a value for each of "
+                    f"{padded} positions, got shape {list(shape[axis:])} per sample: leave it out "
+                    "of set_padding(outputs=)"
+                )
+            cut[place] = cut[place][(slice(None),) * axis + (slice(length),)]
+        return tuple(cut)
+
+    def _of_kind(self) -> str:
+        return "see set_sample_generator, set_sample_list_generator and set_batch_generator"
+
+    def _other_bytes(self, fields: tuple[Any, ...]) -> int:
+        """Return the bytes of arrays that are not sent."""
+        return sum(
+            value.nbytes
+            for place, value in enumerate(fields)
+            if type(value) is np.ndarray and place not in self._places
+        )
+
+
+class BatchKind(_Fields):
+    """Tuples of arrays whose axis 0 counts samples; the predictions are such arrays too."""
+
+    name = "batch"
+
+    def item(self, given: Any) -> Item:
+        """See Kind."""
+        fields, arrays = self._take(given)
+        item = Item(fields, 0)
+        self._pad(item, arrays, 1)
+        signature = []
+        samples = -1
+        size_bytes = 0
+        for index, array in enumerate(arrays):
+            shape = array.shape
+            if not shape or (samples >= 0 and shape[0] != samples):
+                raise self._unequal(index, samples, shape)
+            samples = shape[0]
+            signature.append((array.dtype, shape[1:]))
+            size_bytes += array.nbytes
+        if not samples:
+            raise UsageError("reader: it yielded a batch without samples; leave it out")
+        item.samples = item.missing = samples
+        rows = tuple([[array] for array in arrays])
+        item.pieces.append(Piece(item, 0, samples, rows, tuple(signature), size_bytes))
+        item.charge_bytes = size_bytes + self._other_bytes(fields) + _ITEM_BYTES
+        return item
+
+    def result(self, item: Item) -> Any:
+        """See Kind."""
+        columns = item.columns()
+        return item.fields + (self._cut_to(item.lengths[0], columns, 1) if self._cut else columns)
+
+    def column(self, item: Item, place: int) -> Any:
+        """See Kind."""
+        return item.fields[place]
+
+    def without_predictions(self, item: Item) -> Any:
+        """See Kind."""
+        return item.fields + self._no_predictions
+
+    def _unequal(self, index: int, samples: int, shape: tuple[int, ...]) -> UsageError:
+        name = self._sent[index][1]
+        if not shape:
+            return UsageError(f"field {name}: a batch's field has samples on axis 0, got a number")
+        return UsageError(
+            f"fields {self._sent[0][1]} and {name}: must have equally many samples, got {samples} "
+            f"and {shape[0]}; a field that has no samples is None in `ins`"
+        )
+
+
+class SampleKind(_Fields):
+    """One tuple per sample; the predictions are the sample's rows."""
+
+    name = "sample"
+
+    def column(self, item: Item, place: int) -> Any:
+        """See Kind."""
+        return [item.fields[place]]
+
+    def item(self, given: Any) -> Item:
+        """See Kind."""
+        fields, arrays = self._take(given)
+        item = Item(fields, 1)
+        self._pad(item, arrays, 0)
+        piece = _piece_of_one(item, arrays)
+        item.pieces.append(piece)
+        item.charge_bytes = piece.size_bytes + self._other_bytes(fields) + _ITEM_BYTES
+        return item
+
+    def result(self, item: Item) -> Any:
+        """See Kind."""
+        _, _, outputs, begin = item.answers[0]
+        rows = [output[begin] for output in outputs]
+        return (*item.fields, *(self._cut_to(item.lengths[0], rows, 0) if self._cut else rows))
+
+    def without_predictions(self, item: Item) -> Any:
+        """See Kind."""
+        return item.fields + self._no_predictions
+
+
+class SampleListKind(_Fields):
+    """A list of such tuples per batch."""
+
+    name = "sample list"
+
+    def column(self, item: Item, place: int) -> Any:
+        """See Kind."""
+        return [fields[place] for fields in item.fields]
+
+    def item(self, given: Any) -> Item:
+        """See Kind. Samples that differ in shape or type go in requests of their own."""
+        if not isinstance(given, list | tuple):
+            raise UsageError(
+                f"reader: expected a list of tuples, got {type(given).__name__}; {self._of_kind()}"
+            )
+        samples: list[tuple[Any, ...]] = []
+        item = Item(samples, len(given))
+        run: list[list[Array]] = []  # samples that agree, each with its sent arrays
+        signature: Signature | None = None
+        other_bytes = 0
+        for one in given:
+            fields, arrays = self._take(one)
+            samples.append(fields)
+            other_bytes += self._other_bytes(fields)
+            self._pad(item, arrays, 0)
+            of_this = tuple([(array.dtype, array.shape) for array in arrays])
+            if of_this != signature and run:
+                item.pieces.append(_piece_of_run(item, len(samples) - 1 - len(run), run, signature))
+                run = []
+            signature = of_this
+            run.append(arrays)
+        if run:
+            item.pieces.append(_piece_of_run(item, len(samples) - len(run), run, signature))
+        item.charge_bytes = item.size_bytes + other_bytes
+        return item
+
+    def result(self, item: Item) -> Any:
+        """See Kind."""
+        samples: list[Any] = list(item.fields)
+        for first, count, outputs, begin in item.answers:
+            for offset in range(count):
+                place, sample = begin + offset, first + offset
+                rows = tuple([output[place] for output in outputs])
+                samples[sample] += (
+                    self._cut_to(item.lengths[sample], rows, 0) if self._cut else rows
+                )
+        return samples
+
+    def without_predictions(self, item: Item) -> Any:
+        """See Kind."""
+        return [fields + self._no_predictions for fields in item.fields]
+
+
+def _first(answer: tuple[int, int, tuple[Array, ...], int]) -> int:
+    return answer[0]
+
+
+def _piece_of_one(item: Item, arrays: list[Array]) -> Piece:
+    rows = tuple([[array[None]] for array in arrays])
+    signature = tuple([(array.dtype, array.shape) for array in arrays])
+    return Piece(item, 0, 1, rows, signature, sum([array.nbytes for array in arrays]))
+
+
+def _piece_of_run(
+    item: Item, first: int, run: list[list[Array]], signature: Signature | None
+) -> Piece:
+    assert signature is not None
+    rows = tuple([[array[None] for array in column] for column in zip(*run, strict=True)])
+    size_bytes = len(run) * sum([array.nbytes for array in run[0]])
+    return Piece(item, first, len(run), rows, signature, size_bytes)
+
+
+KINDS = {kind.name: kind for kind in (SampleKind, SampleListKind, BatchKind)}

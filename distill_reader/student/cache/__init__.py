@@ -1,0 +1,1 @@
+"""Soft labels on disk."""

@@ -1,0 +1,252 @@
+"""Soft labels that were answered once: found for the items of a reader, and kept for later ones."""
+
+import logging
+import threading
+import zlib
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distill_reader.errors import BadRequest, UsageError
+from distill_reader.model.specs import ModelSpec
+from distill_reader.student.batches.feed import Request
+from distill_reader.student.batches.items import Item, Piece, Signature
+from distill_reader.student.cache.label_store import Described, Inputs, LabelStore
+from distill_reader.student.clients.client import Array
+from distill_reader.student.labels.labels import Labels, Served
+from distill_reader.student.options import CacheOptions
+
+logger = logging.getLogger(__name__)
+
+_CHECKED_BLOCKS, _BLOCK = 8, 512  # bytes of a sample that are compared
+
+
+class LabelCache:
+    """The labels of one service. Any thread may call it; forked processes make their own."""
+
+    def __init__(
+        self,
+        options: CacheOptions,
+        labels: Labels,
+        wire_ins: Sequence[tuple[str, str]],
+        *,
+        sent: Sequence[str] = (),
+        scope: str = "",
+    ) -> None:
+        """
+        Args:
+            wire_ins: inputs that are rounded give other labels.
+            sent: names of the inputs.
+            scope: of a version that the user gave, where there are several services.
+
+        Raises:
+            UsageError: the folder cannot be used.
+        """
+        self._options = options
+        self._labels = labels
+        self._wire_ins = sorted(map(list, wire_ins))
+        self._sent = tuple(sent)
+        self._known_signature: Signature | None = None  # of items that were compared; None: none
+        self._scope = scope
+        self._lock = threading.Lock()
+        self._version: str | None = None  # None: no teacher has told yet
+        self._store: LabelStore | None = None  # None: as long as that
+        if options.teacher_version is not None:
+            self._open(f"given {options.teacher_version}")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is known of which version labels are wanted."""
+        return self._store is not None
+
+    def __len__(self) -> int:
+        """Return how many samples it holds."""
+        return 0 if self._store is None else len(self._store)
+
+    def meet(self, endpoint: str, spec: ModelSpec) -> None:
+        """Learn the version from a teacher, or see that it serves the one that is known.
+
+        Raises:
+            BadRequest: it serves another one, or does not say which.
+            UsageError: the folder cannot be used.
+        """
+        if self._options.teacher_version is not None:
+            return
+        if not spec.digest:
+            raise BadRequest(
+                f"{endpoint}: does not say which version of the model it serves, so that labels "
+                "cannot be kept for later: name it by set_cache(teacher_version=...), or leave "
+                "out set_cache"
+            )
+        with self._lock:
+            if self._version is None:
+                self._open(spec.digest)
+            elif self._version != spec.digest:
+                raise BadRequest(
+                    f"{endpoint}: serves version {spec.digest} of the model; this reader keeps the "
+                    f"labels of {self._version}, and does not mix them: call set_cache again to "
+                    "begin with the new one"
+                )
+
+    def _open(self, version: str) -> None:
+        identity: dict[str, Any] = {
+            "version": version,
+            "scope": self._scope if version.startswith("given ") else "",
+            "wire_ins": self._wire_ins,
+            **self._labels.identity(),
+        }
+        if self._options.data is not None:  # else as older releases had it
+            identity["data"] = self._options.data
+        root = Path(self._options.folder)
+        self._store = LabelStore(root, identity, max_bytes=self._options.max_bytes)
+        self._version = version
+        logger.info("cache %s: %d labels", self._store.folder, len(self._store))
+
+    def find(self, item: Item) -> int:
+        """Answer what is known of an item; return the bytes of one sample's predictions, 0: none.
+
+        Its pieces are then what is not known. They are all of the item before.
+
+        Raises:
+            UsageError: its labels were made of other inputs.
+        """
+        store = self._store
+        if store is None or item.keys is None or not item.samples:
+            return 0
+        is_there, rows, checks = store.find(item.keys)
+        layout = store.layout
+        if layout is None or not len(rows):
+            return 0
+        for piece in item.pieces:
+            if piece.signature == self._known_signature:
+                continue
+            described = self._describe(piece.signature)
+            if layout.inputs and _of_any_length(layout.inputs) == _of_any_length(described):
+                if layout.inputs not in (described, _of_any_length(described)):
+                    return 0  # these labels are as long as their texts, and the texts are others
+            elif layout.inputs:
+                raise self._other_inputs(
+                    f"were made of {_shown(_of_any_length(layout.inputs))}, and the reader's are "
+                    f"{_shown(_of_any_length(described))}"
+                )
+            self._known_signature = piece.signature
+        for number, check in checks.items():
+            own = _check_input(item.pieces, number) or 1
+            # A text is as long as the longest of its batch: where it was not, nothing is known.
+            if own >> 32 == check >> 32 and own != check:
+                raise self._other_inputs(
+                    f"were made of other inputs: that of sample {number} of this batch, at least, "
+                    "has changed"
+                )
+        arrays = self._labels.restore(layout.split(rows), layout.served)
+        begin = 0
+        for first, samples in _runs(is_there):
+            item.answers.append((first, samples, arrays, begin))
+            begin += samples
+        item.missing -= begin
+        item.pieces = [part for piece in item.pieces for part in _left(piece, is_there)]
+        return sum([array.nbytes for array in arrays]) // begin
+
+    def keep(self, request: Request, columns: Sequence[Array], served: Sequence[Served]) -> None:
+        """Keep the answer to a request; before anybody else has its arrays, or the item's."""
+        store = self._store
+        keys = [
+            piece.item.keys[piece.first : piece.first + piece.samples]
+            for piece in request.pieces
+            if piece.item.keys is not None
+        ]
+        if store is not None and len(keys) == len(request.pieces):
+            described = self._describe(request.signature)
+            varies = any(each.varies for each in served)
+            inputs = Inputs(
+                layout=described if varies else _of_any_length(described),
+                check=lambda row: _check_input(request.pieces, row),
+            )
+            store.add(np.concatenate(keys), columns, served, inputs)
+
+    def _describe(self, signature: Signature) -> Described:
+        """Return what samples are."""
+        return tuple(
+            [
+                (name, dtype.name, shape)
+                for name, (dtype, shape) in zip(self._sent, signature, strict=True)
+            ]
+        )
+
+    def _other_inputs(self, how: str) -> UsageError:
+        assert self._store is not None
+        return UsageError(
+            f"cache: the labels in {self._store.folder} {how}. Give each data set, and each way of "
+            "preparing its samples, a name of its own by set_cache(data=...); name what random "
+            "augmentation follows from by set_cache(variant=...); or remove that folder"
+        )
+
+
+def _of_any_length(inputs: Described) -> Described:
+    """Return the same of texts of any length: the first axis of two or less may be one."""
+    return tuple(
+        [
+            (name, dtype, (-1, *shape[1:]) if 1 <= len(shape) <= 2 else shape)
+            for name, dtype, shape in inputs
+        ]
+    )
+
+
+def _check_input(pieces: Sequence[Piece], row: int) -> int:
+    """Return the checksums of the inputs of one row, counted over all pieces: of shapes in the
+    upper 32 bits, and of values."""
+    for piece, end in zip(pieces, accumulate(piece.samples for piece in pieces), strict=True):
+        if row < end:
+            shapes = values = 0
+            at = row - (end - piece.samples)
+            for arrays in piece.rows:
+                is_each = len(arrays) == piece.samples
+                sample = np.asarray(arrays[at][0] if is_each else arrays[0][at])
+                shapes = zlib.crc32(f"{sample.dtype.str}{sample.shape}".encode(), shapes)
+                values = zlib.crc32(_part(sample), values)
+            return shapes << 32 | values
+    raise IndexError(row)
+
+
+def _part(sample: Any) -> Any:
+    """Return the bytes that are looked at: of a large sample blocks from all over it, for time's
+    sake. Where its preparation has changed, it has changed nearly everywhere."""
+    step = -(-sample.nbytes // (_CHECKED_BLOCKS * _BLOCK))
+    if step <= 1:
+        return sample.tobytes()
+    data = np.ascontiguousarray(sample).reshape(-1).view(np.uint8)
+    return b"".join(data[at : at + _BLOCK].data for at in range(0, len(data), step * _BLOCK))
+
+
+def _shown(inputs: Described) -> str:
+    return ", ".join(f"{name} ({dtype} {list(shape)})" for name, dtype, shape in inputs)
+
+
+def _runs(mask: Any) -> list[tuple[int, int]]:
+    """Return start and length of each run of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]])))
+    return [
+        (int(start), int(end - start)) for start, end in zip(edges[::2], edges[1::2], strict=True)
+    ]
+
+
+def _left(piece: Piece, is_there: Any) -> list[Piece]:
+    """Return the parts of a piece whose samples are not there."""
+    missing = ~is_there[piece.first : piece.first + piece.samples]
+    if missing.all():
+        return [piece]
+    parts = []
+    done = 0
+    for start, samples in _runs(missing):
+        if start > done:
+            _, piece = piece.cut(start - done)
+        if samples < piece.samples:
+            part, piece = piece.cut(samples)
+        else:
+            part = piece
+        parts.append(part)
+        done = start + samples
+    return parts

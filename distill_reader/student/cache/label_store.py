@@ -1,0 +1,421 @@
+"""Soft labels on disk, of one version of one teacher: written once, read ever after, by anybody.
+
+A folder holds `header.json` (what a row is), `rows` and `keys`: row and key n are those of one
+sample. A row is written before its key, and the number of whole keys is the number of rows: so
+whoever is killed amid a write leaves at most a rest that the next one writes over. No file ever
+shrinks, so that nobody's mapping loses its ground. Each key has a checksum of itself and its row,
+for what a machine without power leaves. `inputs` has a checksum of what the teacher was given, for
+one row in 64.
+
+Any number of processes of one machine read and append: `lock` is held for an append, `users` (a
+shared lock) says that the folder is in use.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import mmap
+import os
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distill_reader.errors import UsageError
+from distill_reader.student.batches.label_index import Keys, LabelIndex, mix
+from distill_reader.student.cache import label_space as space
+from distill_reader.student.clients.client import Array
+from distill_reader.student.labels.labels import Served
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+_KEY = np.dtype([("variant", "<u8"), ("id", "<u8"), ("check", "<u4"), ("mark", "<u4")])
+_MARK = 0x4C44_4531  # of every key: a page that was never written has none
+_GUARD = 64  # of so many rows, one has a checksum of its input: the first one; a power of two
+_INPUT = struct.Struct("<Q")  # 0: not known, as of what an older release kept
+_LOCK_WAIT_S = 2.0  # a label that is not kept is asked for again: nobody waits long for that
+_LOCK_LOOK_S = 0.005
+
+# Name, dtype and shape of a sample of each input, -1 where samples differ.
+Described = tuple[tuple[str, str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What a row is."""
+
+    columns: tuple[tuple[str, tuple[int, ...]], ...]  # dtype and shape of one sample
+    served: tuple[Served, ...]  # what the columns are of
+    inputs: Described = ()  # (): not known, as an older release made it
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(
+            int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+            for dtype, shape in self.columns
+        )
+
+    def split(self, rows: Array) -> tuple[Array, ...]:
+        """Return the columns of (N, row_bytes) uint8."""
+        columns = []
+        at = 0
+        for dtype, shape in self.columns:
+            size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+            part = np.ascontiguousarray(rows[:, at : at + size])
+            columns.append(part.view(dtype).reshape(len(rows), *shape))
+            at += size
+        return tuple(columns)
+
+    def join(self, columns: Sequence[Array]) -> Array:
+        """Return (N, row_bytes) uint8."""
+        samples = len(columns[0])
+        parts = [
+            np.ascontiguousarray(column, dtype).reshape(samples, -1).view(np.uint8)
+            for column, (dtype, _) in zip(columns, self.columns, strict=True)
+        ]
+        return np.concatenate(parts, axis=1)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "columns": [[dtype, list(shape)] for dtype, shape in self.columns],
+            "served": [each.to_json() for each in self.served],
+            "inputs": self.inputs,
+        }
+
+    @staticmethod
+    def from_json(fields: Mapping[str, Any]) -> "Layout":
+        return Layout(
+            columns=tuple((str(dtype), tuple(shape)) for dtype, shape in fields["columns"]),
+            served=tuple(map(Served.from_json, fields["served"])),
+            inputs=tuple(
+                (str(name), str(dtype), tuple(map(int, shape)))
+                for name, dtype, shape in fields.get("inputs", ())
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What teachers were given."""
+
+    layout: Described
+    check: Callable[[int], int]  # row -> checksum of its inputs, 64 bits
+
+
+class LabelStore:
+    """One such folder. Its methods may be called from any thread of the process that made it."""
+
+    def __init__(self, root: Path, identity: Mapping[str, Any], *, max_bytes: int) -> None:
+        """Open the folder for this identity below `root`, or make it.
+
+        Args:
+            identity: what decides over the labels; JSON.
+            max_bytes: of all that lies below `root`.
+
+        Raises:
+            UsageError: the folder cannot be used; names it.
+        """
+        self._root = root
+        self._max_bytes = max_bytes
+        self._identity = dict(identity)
+        self._lock = threading.Lock()
+        self._index = LabelIndex()
+        self._count = 0  # keys that are in the index
+        self._layout: Layout | None = None
+        self._rows: mmap.mmap | None = None
+        self._keys: mmap.mmap | None = None
+        self._is_full = False
+        self._is_closed = True  # until it is open
+        self._pid = os.getpid()
+        self._others_bytes: int | None = None  # of the other folders; None: look
+        try:
+            self.folder, self._users = space.enter(root, identity)
+            self._guard = space.open_file(self.folder / "lock")
+            self._files = {name: space.open_file(self.folder / name) for name in ("keys", "rows")}
+            # Not counted against the bound: a byte for 16 rows.
+            self._inputs = space.open_file(self.folder / "inputs")
+        except OSError as error:
+            raise UsageError(
+                f"cache: {error.filename or root}: {error.strerror}; name a folder on a local disk "
+                "that can be written to"
+            ) from error
+        self._is_closed = False
+        try:
+            self._refresh()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def layout(self) -> Layout | None:
+        """What a row is; None: nothing was ever kept here."""
+        return self._layout
+
+    def __len__(self) -> int:
+        """Return how many rows are known; one of those may be there twice."""
+        return self._count
+
+    def find(self, keys: Keys) -> tuple[Any, Array, dict[int, int]]:
+        """Return for each key whether it is there, the rows of those that are, as uint8, and of one
+        in 64 of them the checksum of its input, by its number among the keys."""
+        mixes = mix(keys)
+        nothing = np.zeros(len(keys), bool), np.empty((0, 0), np.uint8), dict[int, int]()
+        with self._lock:
+            if self._is_closed:
+                return nothing
+            places = self._index.find(mixes)
+            if (places < 0).any() and self._refresh():
+                places = self._index.find(mixes)
+            is_there = places >= 0
+            if self._layout is None or not is_there.any():
+                return nothing
+            rows, is_good = self._read(places[is_there], keys[is_there])
+            if not is_good.all():
+                self._index.forget(mixes[is_there][~is_good])
+                is_there[is_there] = is_good
+                rows = rows[is_good]
+            return is_there, rows, self._read_inputs(places, is_there)
+
+    def add(
+        self, keys: Keys, columns: Sequence[Array], served: Sequence[Served], inputs: Inputs
+    ) -> int:
+        """Keep these rows, but for those that are there; return how many were added.
+
+        Where they cannot be kept (the bound, a full disk, others that hold the lock) none are.
+        """
+        with self._lock:
+            if self._is_full or self._is_closed:
+                return 0
+            try:
+                with self._exclusive():
+                    return self._append(keys, columns, tuple(served), inputs)
+            except BlockingIOError:
+                logger.info("cache %s: another process holds it; labels are not kept", self.folder)
+            except OSError as error:
+                self._is_full = True
+                logger.warning("cache %s: no more is kept: %s", self.folder, error)
+        return 0
+
+    def close(self) -> None:
+        """Let go of the files; again: nothing."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._rows = self._keys = None
+            for fd in (*self._files.values(), self._inputs, self._guard, self._users):
+                os.close(fd)
+
+    def __del__(self) -> None:
+        # A fork's copy has another's lock, which a thread of that one may have held.
+        if not getattr(self, "_is_closed", True) and os.getpid() == self._pid:
+            self.close()
+
+    # --- with the lock of this object
+
+    def _refresh(self) -> bool:
+        """Take in what others have appended; return whether they have."""
+        if self._layout is None:
+            self._layout = self._read_header()
+            if self._layout is None:
+                return False
+        # Where power failed there may be keys without rows: those do not count.
+        count = min(
+            os.fstat(self._files["keys"]).st_size // _KEY.itemsize,
+            os.fstat(self._files["rows"]).st_size // self._layout.row_bytes,
+        )
+        if count <= self._count:
+            return False
+        data = os.pread(
+            self._files["keys"],
+            (count - self._count) * _KEY.itemsize,
+            self._count * _KEY.itemsize,
+        )
+        records: Any = np.frombuffer(data[: len(data) // _KEY.itemsize * _KEY.itemsize], _KEY)
+        self._index.add(mix(_keys_of(records)), self._count)
+        self._count += len(records)
+        return True
+
+    def _read(self, places: Any, keys: Keys) -> tuple[Array, Any]:
+        """Return rows, and which of them are whole and belong to the keys."""
+        layout = self._layout
+        assert layout is not None
+        self._keys = self._map("keys", self._keys, _KEY.itemsize)
+        self._rows = self._map("rows", self._rows, layout.row_bytes)
+        all_records: Any = np.frombuffer(self._keys, _KEY, self._count)
+        records = all_records[places]
+        all_rows = np.frombuffer(self._rows, np.uint8, self._count * layout.row_bytes)
+        rows = all_rows.reshape(self._count, layout.row_bytes)[places]
+        is_good = (records["mark"] == _MARK) & (_keys_of(records) == keys).all(axis=1)
+        is_good &= records["check"] == _checks(keys, rows)
+        return rows, is_good
+
+    def _read_inputs(self, places: Any, is_there: Any) -> dict[int, int]:
+        checks = {}
+        for number in np.flatnonzero((places & (_GUARD - 1)) == 0).tolist():
+            if not is_there[number]:
+                continue
+            at = int(places[number]) // _GUARD * _INPUT.size
+            data = os.pread(self._inputs, _INPUT.size, at)
+            if len(data) == _INPUT.size and any(data):
+                (checks[number],) = _INPUT.unpack(data)
+        return checks
+
+    def _map(self, name: str, mapped: mmap.mmap | None, item_bytes: int) -> mmap.mmap:
+        """Return a mapping that reaches to the last row that is known."""
+        size = self._count * item_bytes
+        if mapped is not None and len(mapped) >= size:
+            return mapped
+        # All of the file, which may have grown further: fewer mappings while it grows.
+        size = max(size, os.fstat(self._files[name]).st_size)
+        return mmap.mmap(self._files[name], size, prot=mmap.PROT_READ)
+
+    def _append(
+        self, keys: Keys, columns: Sequence[Array], served: tuple[Served, ...], inputs: Inputs
+    ) -> int:
+        self._refresh()
+        layout = self._layout or self._write_header(columns, served, inputs)
+        if layout is not None and layout.inputs not in ((), inputs.layout):
+            return 0  # texts of another length, and labels of it
+        if layout is None or not _fits(layout, columns):
+            self._is_full = True
+            logger.warning(
+                "cache %s: labels of varying shape are not kept; got %s",
+                self.folder,
+                [list(column.shape[1:]) for column in columns],
+            )
+            return 0
+        _, firsts = np.unique(keys, axis=0, return_index=True)
+        new = np.sort(firsts)
+        new = new[self._index.find(mix(keys[new])) < 0]
+        item_bytes = layout.row_bytes + _KEY.itemsize
+        new = new[: self._room_bytes(len(new) * item_bytes) // item_bytes]
+        if not len(new):
+            return 0
+        keys = keys[new]
+        rows = layout.join([column[new] for column in columns])
+        records = np.zeros(len(new), _KEY)
+        records["variant"], records["id"] = keys[:, 0], keys[:, 1]
+        records["check"], records["mark"] = _checks(keys, rows), _MARK
+        _write(self._files["rows"], rows.tobytes(), self._count * layout.row_bytes)
+        for number in range(-self._count % _GUARD, len(new), _GUARD):
+            check = _INPUT.pack(inputs.check(int(new[number])) or 1)
+            _write(self._inputs, check, (self._count + number) // _GUARD * _INPUT.size)
+        _write(self._files["keys"], records.tobytes(), self._count * _KEY.itemsize)
+        self._index.add(mix(keys), self._count)
+        self._count += len(new)
+        return len(new)
+
+    def _room_bytes(self, more_bytes: int) -> int:
+        """Return how much of `more_bytes` there is room for."""
+        own = sum(os.fstat(fd).st_size for fd in self._files.values())
+        if self._others_bytes is None:
+            self._others_bytes = space.used_bytes(self._root, besides=self.folder)
+        if own + self._others_bytes + more_bytes <= self._max_bytes:
+            return more_bytes
+        space.evict(self._root, self._max_bytes - own - more_bytes, besides=self.folder)
+        self._others_bytes = space.used_bytes(self._root, besides=self.folder)
+        room = self._max_bytes - own - self._others_bytes
+        if room >= more_bytes:
+            return more_bytes
+        self._is_full = True
+        logger.warning(
+            "cache %s: %d MiB are full; no more labels are kept, those that are there stay",
+            self._root,
+            self._max_bytes >> 20,
+        )
+        return max(0, room)
+
+    # --- the header
+
+    def _read_header(self) -> Layout | None:
+        try:
+            text = (self.folder / "header.json").read_text(encoding="utf-8")
+            document, check = json.loads(text)
+            if check != _check_of(document):
+                raise ValueError("it is damaged")
+            if document["format"] != FORMAT or document["identity"] != self._identity:
+                raise ValueError("it is of another release, or of other labels")
+            return Layout.from_json(document)
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
+            raise UsageError(
+                f"cache: {self.folder / 'header.json'}: {error!r}; remove that folder"
+            ) from error
+
+    def _write_header(
+        self, columns: Sequence[Array], served: tuple[Served, ...], inputs: Inputs
+    ) -> Layout | None:
+        """Say what rows are, as the first ones are; under the lock."""
+        layout = Layout(
+            columns=tuple((column.dtype.name, column.shape[1:]) for column in columns),
+            served=served,
+            inputs=inputs.layout,
+        )
+        if not layout.row_bytes:
+            return None
+        document = {"format": FORMAT, "identity": self._identity, **layout.to_json()}
+        draft = self.folder / "header.draft"
+        with draft.open("w", encoding="utf-8") as file:
+            json.dump([document, _check_of(document)], file)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.rename(self.folder / "header.json")
+        self._layout = layout
+        return layout
+
+    @contextlib.contextmanager
+    def _exclusive(self) -> Any:
+        """Hold the lock that all processes share. Raises: BlockingIOError."""
+        deadline = time.monotonic() + _LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(self._guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_LOCK_LOOK_S)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._guard, fcntl.LOCK_UN)
+
+
+def _check_of(document: Any) -> int:
+    return zlib.crc32(json.dumps(document, sort_keys=True).encode())
+
+
+def _fits(layout: Layout, columns: Sequence[Array]) -> bool:
+    return len(columns) == len(layout.columns) and all(
+        column.shape[1:] == shape and column.dtype.kind == np.dtype(dtype).kind
+        for column, (dtype, shape) in zip(columns, layout.columns, strict=True)
+    )
+
+
+def _keys_of(records: Any) -> Keys:
+    keys: Keys = np.stack([records["variant"], records["id"]], axis=1)
+    return keys
+
+
+def _checks(keys: Any, rows: Any) -> Any:
+    crc32 = zlib.crc32
+    return np.array(
+        [crc32(row, crc32(key)) for key, row in zip(keys, rows, strict=True)], np.uint32
+    )
+
+
+def _write(fd: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written

@@ -1,0 +1,1 @@
+"""Connections to teachers, one module for each protocol."""

@@ -1,0 +1,238 @@
+"""Open a client for a teacher, by the protocol that its endpoint names or that it answers to."""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from distill_reader.errors import TeacherGone, TeacherTimeout, UsageError
+from distill_reader.model.specs import ModelSpec
+from distill_reader.student.clients.client import TeacherClient
+from distill_reader.student.clients.endpoints import NotSpoken, Target, parse_endpoint
+from distill_reader.student.clients.fast_client import open_fast
+from distill_reader.student.clients.http_line import HttpLine
+
+logger = logging.getLogger(__name__)
+
+_ORDER = ("fast-shm", "oip-grpc", "oip-http", "serving-http", "serving-grpc")  # of the trials
+_TRIAL_S = 3.0  # for a step of a trial: who speaks another protocol may just say nothing
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """What every way of opening a client needs."""
+
+    target: Target
+    token: str
+    timeout_s: float
+    config: ModelSpec | None  # from a client prototxt; None: there is none
+    is_trial: bool  # nobody said that the teacher speaks this protocol
+
+    @property
+    def step_s(self) -> float:
+        """Seconds for an answer while connecting."""
+        return min(self.timeout_s, _TRIAL_S) if self.is_trial else self.timeout_s
+
+
+_found: dict[tuple[str, int], str] = {}  # address -> protocol that answered
+_found_lock = threading.Lock()
+
+
+def connect(
+    endpoint: str,
+    *,
+    model: str | None = None,
+    protocol: str | None = None,
+    connect_timeout_s: float = 5.0,
+    config: ModelSpec | None = None,
+    token: str | None = None,
+) -> TeacherClient:
+    """Connect to a teacher.
+
+    Args:
+        endpoint: `HOST:PORT` (finds out the protocol), or with a scheme in front: `fast://`,
+            `grpc://` and `http://` (Open Inference Protocol), `serving://` and `serving+grpc://`
+            (Paddle Serving); with `/NAME` behind where the teacher serves several models.
+        model: the same as `/NAME`; None: as the endpoint says.
+        protocol: as a client's attribute `protocol` has it; None: as the endpoint says.
+        connect_timeout_s: for each step of connecting.
+        config: of a client prototxt, for Paddle Serving, which has no metadata; None: there is
+            none, the client's spec is empty there.
+        token: what the teacher wants to see; None: from EDL_TEACHER_TOKEN_FILE
+            or EDL_TEACHER_TOKEN; "": none.
+
+    Raises:
+        UsageError: the endpoint is malformed, the teacher speaks another protocol than was named,
+            wants another token, or does not say which models it has.
+        ModelNotFound: it has no such model.
+        TeacherGone, TeacherTimeout: nobody answers there, or nobody who speaks a protocol of ours.
+        TeacherBusy: it does not take connections now.
+    """
+    target = parse_endpoint(endpoint, model=model, protocol=protocol)
+    call = _Call(
+        target=target,
+        token=read_token(os.environ) if token is None else token,
+        timeout_s=connect_timeout_s,
+        config=config,
+        is_trial=target.protocol is None,
+    )
+    if target.protocol is None:
+        return _find_out(call)
+    try:
+        return _open(target.protocol, call)
+    except NotSpoken as error:
+        if error.is_certain:
+            text = f"{error}: give the endpoint without a protocol, or with another one"
+            raise UsageError(text) from error
+        raise TeacherGone(str(error)) from error
+
+
+def read_token(environ: Mapping[str, str]) -> str:
+    """Return the token that the environment names; "": none. Raises: UsageError."""
+    path = environ.get("EDL_TEACHER_TOKEN_FILE")
+    if not path:
+        return environ.get("EDL_TEACHER_TOKEN", "").strip()
+    try:
+        return Path(path).read_text().strip()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"EDL_TEACHER_TOKEN_FILE: {path}: {error}") from error
+
+
+def forget(endpoint: str) -> None:
+    """Find out anew, with the next `connect`, what an endpoint speaks."""
+    with _found_lock:
+        _found.pop(parse_endpoint(endpoint).address, None)
+
+
+def _find_out(call: _Call) -> TeacherClient:
+    """Try the protocols, first the one that answered last time."""
+    address = call.target.address
+    with _found_lock:
+        known = _found.get(address)
+    order = [known] if known else []
+    order += [protocol for protocol in _ORDER if protocol != known]
+    tried: list[str] = []
+    is_certain = True
+    for protocol in order:
+        began = time.monotonic()
+        try:
+            client = _open(protocol, call)
+        except NotSpoken as error:
+            is_certain = is_certain and error.is_certain
+            tried.append(f"{protocol} ({error}; {time.monotonic() - began:.1f} s)")
+            continue
+        if protocol != known and is_certain:
+            logger.info("%s: speaks %s", call.target.endpoint, client.protocol)
+            with _found_lock:
+                _found[address] = protocol
+        return client
+    with _found_lock:
+        _found.pop(address, None)
+    raise TeacherGone(
+        f"{call.target.endpoint}: somebody listens there, but answers in no protocol of a "
+        f"teacher; tried: {', '.join(tried)}"
+    )
+
+
+def _open(protocol: str, call: _Call) -> TeacherClient:
+    """Open a client of one protocol. Raises: NotSpoken, and what `connect` raises."""
+    return _OPENERS[protocol](call)
+
+
+def _open_fast(transport: str, call: _Call) -> TeacherClient:
+    target = call.target
+    return open_fast(
+        target.endpoint,
+        target.address,
+        model=target.model,
+        token=call.token,
+        timeout_s=call.timeout_s,
+        hello_timeout_s=call.step_s,
+        transport=transport,
+    )
+
+
+# The others are imported when they are used: a student whose teachers speak the fast path loads
+# neither gRPC nor protobuf, which cost half a second.
+
+
+def _open_oip_grpc(call: _Call) -> TeacherClient:
+    from distill_reader.student.clients.grpc_line import GrpcLine
+    from distill_reader.student.clients.oip_client import OipGrpcClient
+
+    line = GrpcLine(call.target.endpoint, call.target.address, token=call.token)
+    return _make(
+        call, lambda: OipGrpcClient(line, call.target.model, timeout_s=call.step_s), line.close
+    )
+
+
+def _open_oip_http(call: _Call) -> TeacherClient:
+    from distill_reader.student.clients.oip_client import OipHttpClient
+
+    line = _http_line(call)
+    return _make(
+        call, lambda: OipHttpClient(line, call.target.model, timeout_s=call.step_s), line.close
+    )
+
+
+def _open_serving_http(call: _Call) -> TeacherClient:
+    from distill_reader.student.clients.serving_client import ServingHttpClient
+
+    line = _http_line(call)
+    client = ServingHttpClient(line, call.config)
+    if call.is_trial:
+        _make(call, lambda: client.probe(timeout_s=call.step_s), line.close)
+    return client
+
+
+def _open_serving_grpc(call: _Call) -> TeacherClient:
+    from distill_reader.student.clients.grpc_line import GrpcLine
+    from distill_reader.student.clients.serving_client import ServingGrpcClient
+
+    line = GrpcLine(call.target.endpoint, call.target.address, token=call.token)
+    client = ServingGrpcClient(line, call.config)
+    _make(call, lambda: client.probe(timeout_s=call.step_s), line.close)
+    return client
+
+
+def _http_line(call: _Call) -> HttpLine:
+    return HttpLine(
+        call.target.endpoint,
+        call.target.address,
+        token=call.token,
+        connect_timeout_s=call.timeout_s,
+    )
+
+
+def _make(call: _Call, make: Callable[[], T], close: Callable[[], None]) -> T:
+    """Return `make()`; close the connection where that fails.
+
+    Raises:
+        NotSpoken: also where a trial ends with a broken connection or with silence.
+    """
+    try:
+        return make()
+    except BaseException as error:
+        close()
+        if call.is_trial and isinstance(error, TeacherGone | TeacherTimeout):
+            is_certain = isinstance(error, TeacherGone)
+            raise NotSpoken(str(error), is_certain=is_certain) from error
+        raise
+
+
+_OPENERS: Mapping[str, Callable[[_Call], TeacherClient]] = {
+    "fast-shm": partial(_open_fast, "shm"),
+    "fast-unix": partial(_open_fast, "unix"),
+    "fast-tcp": partial(_open_fast, "tcp"),
+    "oip-grpc": _open_oip_grpc,
+    "oip-http": _open_oip_http,
+    "serving-http": _open_serving_http,
+    "serving-grpc": _open_serving_grpc,
+}

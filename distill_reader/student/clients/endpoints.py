@@ -1,0 +1,99 @@
+"""What users call a teacher: endpoints, and the protocols behind them. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import unquote, urlsplit
+
+from distill_reader.balance.registry.places import places_of
+from distill_reader.errors import DistillError, UsageError
+
+_SCHEMES = {  # of an endpoint -> protocol
+    "fast": "fast-shm",
+    "grpc": "oip-grpc",
+    "http": "oip-http",
+    "serving": "serving-http",
+    "serving+grpc": "serving-grpc",
+}
+PROTOCOLS = (
+    "fast-shm", "fast-unix", "fast-tcp", "oip-grpc", "oip-http", "serving-http", "serving-grpc",
+)  # fmt: skip
+
+
+class NotSpoken(DistillError):  # noqa: N818 - named by what is the case
+    """Somebody listens there, but does not speak the protocol that was tried."""
+
+    def __init__(self, text: str, *, is_certain: bool = True) -> None:
+        super().__init__(text)
+        self.is_certain = is_certain  # not: it said nothing, and may just be slow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """An endpoint as it was understood."""
+
+    endpoint: str  # as the user wrote it
+    host: str
+    port: int
+    model: str = ""  # "": the only one that is served
+    protocol: str | None = None  # None: found out
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.host, self.port
+
+
+def parse_endpoint(
+    endpoint: str, *, model: str | None = None, protocol: str | None = None
+) -> Target:
+    """Return what an endpoint means. Raises: UsageError."""
+    scheme, mark, rest = endpoint.strip().rpartition("://")
+    if mark and scheme not in _SCHEMES:
+        raise UsageError(
+            f"endpoint {endpoint}: unknown protocol {scheme!r}; possible are "
+            f"{', '.join(f'{name}://' for name in _SCHEMES)}, or none to find out"
+        )
+    if protocol is not None and protocol not in PROTOCOLS:
+        raise UsageError(f"protocol: expected one of {', '.join(PROTOCOLS)}, got {protocol!r}")
+    try:
+        parts = urlsplit(f"//{rest}")
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise UsageError(f"endpoint {endpoint}: {error}") from error
+    is_plain = not (parts.query or parts.fragment or parts.username or parts.password)
+    if not host or not port or not is_plain:
+        raise UsageError(f"endpoint {endpoint}: expected HOST:PORT or HOST:PORT/MODEL")
+    name = unquote(parts.path.strip("/"))
+    if model and name and model != name:
+        raise UsageError(f"endpoint {endpoint}: names the model {name!r}, not {model!r}")
+    return Target(
+        endpoint=endpoint,
+        host=host,
+        port=port,
+        model=name or model or "",
+        protocol=protocol or (_SCHEMES[scheme] if mark else None),
+    )
+
+
+def endpoints_of(teachers: Sequence[str] | str) -> tuple[str, ...]:
+    """Return the endpoints of a list, or of a text with commas.
+
+    Raises:
+        UsageError: none is given, one is empty or there twice.
+    """
+    given = teachers.split(",") if isinstance(teachers, str) else list(teachers)
+    if not all(isinstance(endpoint, str) for endpoint in given):
+        raise UsageError(f"teachers: expected texts such as 'host:9292', got {teachers!r}")
+    endpoints = tuple(endpoint.strip() for endpoint in given)
+    if not endpoints or not all(endpoints):
+        raise UsageError(f"teachers: expected endpoints such as 'host:9292', got {teachers!r}")
+    if len(set(endpoints)) < len(endpoints):
+        raise UsageError(f"teachers: each may be there once, got {', '.join(endpoints)}")
+    return endpoints
+
+
+def servers_of(discovery_servers: Sequence[str] | str) -> tuple[str, ...]:
+    """Return the servers of a list, or of a text with commas. Raises: UsageError."""
+    given = discovery_servers
+    servers = tuple(given.split(",") if isinstance(given, str) else given)
+    places_of(servers, "discovery_servers")
+    return tuple(server.strip() for server in servers)

@@ -1,0 +1,111 @@
+"""A gRPC channel to a teacher that carries bytes. Proxies of the environment are never used."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import numpy as np
+
+from distill_reader.errors import (
+    BadRequest,
+    DistillError,
+    ModelNotFound,
+    RequestTooLarge,
+    TeacherBusy,
+    TeacherFailed,
+    TeacherGone,
+    TeacherTimeout,
+    UsageError,
+)
+from distill_reader.student.clients.endpoints import NotSpoken
+from distill_reader.student.clients.exclusive import Exclusive
+
+_MAX_MESSAGE_BYTES = 512 << 20
+_LARGE_BLOCK_BYTES = 31 << 20  # glibc learns nothing from blocks of 32 MiB and more
+_OPTIONS = (
+    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, not one with all clients
+    ("grpc.enable_retries", 0),
+)
+
+
+class GrpcLine:
+    """One thread calls at a time, any may close. TeacherGone and TeacherTimeout close it."""
+
+    def __init__(self, endpoint: str, address: tuple[str, int], *, token: str) -> None:
+        """Connects with the first call."""
+        _keep_memory_of_messages()
+        self.endpoint = endpoint
+        host, port = address
+        target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._channel = grpc.insecure_channel(target, options=_OPTIONS)
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._calls: dict[str, Callable[..., bytes]] = {}
+        self._line = Exclusive(endpoint, wake=self._channel.close, close=self._channel.close)
+
+    def call(self, method: str, request: bytes, *, timeout_s: float) -> bytes:
+        """Call "/service/method"; return the answer's bytes.
+
+        Raises:
+            NotSpoken: the server does not know the method.
+            TeacherGone, TeacherTimeout, TeacherBusy, BadRequest, UsageError.
+        """
+        call = self._calls.get(method)
+        if call is None:
+            call = self._calls[method] = self._channel.unary_unary(method)
+        with self._line:
+            try:
+                return call(request, timeout=timeout_s, metadata=self._metadata)
+            except grpc.RpcError as error:
+                meaning = _meaning(self.endpoint, error, timeout_s)
+                is_broken = isinstance(meaning, TeacherGone | TeacherTimeout)
+                if is_broken and not isinstance(meaning, TeacherFailed):
+                    self.close()
+                raise meaning from error
+            except ValueError as error:
+                if not self._line.is_closed:
+                    raise
+                raise TeacherGone(f"{self.endpoint}: the connection is closed") from error
+
+    def close(self) -> None:
+        self._line.close()
+
+
+@functools.cache
+def _keep_memory_of_messages() -> None:
+    """Have the C library use the memory of a message again for the next one.
+
+    glibc gives a freed block of megabytes back to the system, and the next one costs a page fault
+    per 4 KiB: a third of what a request costs here. It stops doing so for blocks no larger than
+    one that it has seen freed. Where the C library is another, this does nothing.
+    """
+    block = np.empty(_LARGE_BLOCK_BYTES, np.uint8)  # never touched, so it takes no memory
+    del block
+
+
+def _meaning(endpoint: str, error: Any, timeout_s: float) -> DistillError:
+    code, details = error.code(), str(error.details() or "")[:2000]
+    text = f"{endpoint}: gRPC {code.name}: {details}"
+    statuses = grpc.StatusCode
+    if code is statuses.DEADLINE_EXCEEDED:
+        return TeacherTimeout(f"{endpoint}: no answer within {timeout_s:g} s")
+    if code is statuses.UNIMPLEMENTED:
+        return NotSpoken(text)
+    if code is statuses.RESOURCE_EXHAUSTED:
+        if "larger than max" in details:
+            return RequestTooLarge(f"{text}: send fewer samples at once")
+        return TeacherBusy(text, delay_s=0.1)
+    if code is statuses.NOT_FOUND:
+        return ModelNotFound(text)
+    if code is statuses.OUT_OF_RANGE:
+        return RequestTooLarge(text)
+    if code in (statuses.INVALID_ARGUMENT, statuses.FAILED_PRECONDITION):
+        return BadRequest(text)
+    if code in (statuses.UNAUTHENTICATED, statuses.PERMISSION_DENIED):
+        return UsageError(f"{text}; set EDL_TEACHER_TOKEN as on the teacher")
+    if code in (statuses.INTERNAL, statuses.UNKNOWN, statuses.ABORTED, statuses.DATA_LOSS):
+        return TeacherFailed(text)
+    return TeacherGone(text)

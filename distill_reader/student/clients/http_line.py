@@ -1,0 +1,250 @@
+"""A kept-alive HTTP connection to a teacher. Proxies of the environment are never used."""
+
+import http.client
+import io
+import json
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+
+from distill_reader.errors import (
+    BadRequest,
+    ModelNotFound,
+    RequestTooLarge,
+    TeacherBusy,
+    TeacherFailed,
+    TeacherGone,
+    TeacherTimeout,
+    UsageError,
+)
+from distill_reader.protocols import stream
+from distill_reader.student.clients.exclusive import Exclusive
+
+_MAX_ANSWER_BYTES = 4 << 30
+_MAX_TEXT = 2000  # characters of an error's body
+_JOIN_BUFFERS = 16  # more buffers than this are copied into one: a system call each costs more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpAnswer:
+    """An answer, whatever its status."""
+
+    status: int
+    headers: Mapping[str, str]  # names in lower case
+    body: memoryview
+
+    def text(self) -> str:
+        """Return what it says, shortened; of {"error": TEXT} only the text."""
+        text = bytes(self.body[: 4 * _MAX_TEXT]).decode(errors="replace").strip()
+        try:
+            document = json.loads(text)
+        except (ValueError, RecursionError):
+            return text[:_MAX_TEXT]
+        if isinstance(document, dict) and isinstance(document.get("error"), str):
+            text = document["error"]
+        return text[:_MAX_TEXT]
+
+
+class HttpLine:
+    """One thread asks at a time, any may close. TeacherGone and TeacherTimeout close it."""
+
+    def __init__(
+        self, endpoint: str, address: tuple[str, int], *, token: str, connect_timeout_s: float
+    ) -> None:
+        """Connect. Raises: TeacherGone: nobody listens there."""
+        self.endpoint = endpoint
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._connection = http.client.HTTPConnection(*address, timeout=connect_timeout_s)
+        self._connection.response_class = self._response  # type: ignore[assignment]
+        self._deadline_s = 0.0  # of the answer that is waited for
+        self._sock: socket.socket | None = (
+            None  # of the connection, also while it is read to its end
+        )
+        self._line = Exclusive(endpoint, wake=self._wake, close=self._free)
+        try:
+            self._connect()
+        except OSError as error:
+            raise TeacherGone(f"{endpoint}: {error}") from error
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        buffers: Sequence[Any] = (),
+        headers: Mapping[str, str] | None = None,
+        *,
+        timeout_s: float,
+    ) -> HttpAnswer:
+        """Send a request whose body is `buffers` one after the other; return the answer.
+
+        Args:
+            timeout_s: for all of the answer; large bodies may take longer if they move.
+
+        Raises:
+            TeacherGone, TeacherTimeout.
+        """
+        if len(buffers) > _JOIN_BUFFERS:
+            buffers = [b"".join(buffers)]
+        all_headers = {**self._headers, **(headers or {})}
+        with self._line:
+            try:
+                try:
+                    was_used = self._sock is not None and self._connection.sock is not None
+                    return self._exchange(method, path, buffers, all_headers, timeout_s)
+                except (ConnectionError, http.client.BadStatusLine):
+                    # Servers close connections that were idle for a while: that is no failure.
+                    if not was_used or self._line.is_closed:
+                        raise
+                    self._connection.close()
+                    return self._exchange(method, path, buffers, all_headers, timeout_s)
+            except TimeoutError as error:
+                self.close()
+                text = f"{self.endpoint}: no answer within {timeout_s:g} s"
+                raise TeacherTimeout(text) from error
+            except (OSError, http.client.HTTPException) as error:
+                self.close()
+                raise TeacherGone(
+                    f"{self.endpoint}: {str(error) or type(error).__name__}"
+                ) from error
+            except BaseException:  # KeyboardInterrupt in the middle of an exchange
+                self.close()
+                raise
+
+    def close(self) -> None:
+        self._line.close()
+
+    def refuse(self, answer: HttpAnswer) -> NoReturn:
+        """Raise what an answer means whose status is not 200."""
+        status = answer.status
+        text = f"{self.endpoint}: HTTP {status}: {answer.text()}"
+        if status in (401, 403):
+            raise UsageError(f"{text}; set EDL_TEACHER_TOKEN as on the teacher")
+        if status in (429, 503):
+            raise TeacherBusy(text, delay_s=_delay_of(answer.headers.get("retry-after", "")))
+        if status in (408, 504):
+            raise TeacherTimeout(text)
+        if status == 404:
+            raise ModelNotFound(text)
+        if status == 413:
+            raise RequestTooLarge(f"{text}: send fewer samples at once")
+        if 400 <= status < 500:
+            raise BadRequest(text)
+        raise TeacherFailed(text)
+
+    def _connect(self) -> None:
+        self._connection.connect()
+        self._sock = self._connection.sock
+        if self._line.is_closed:  # while it connected: nobody could wake it
+            raise ConnectionAbortedError("the connection is closed")
+
+    def _exchange(
+        self,
+        method: str,
+        path: str,
+        buffers: Sequence[Any],
+        headers: Mapping[str, str],
+        timeout_s: float,
+    ) -> HttpAnswer:
+        connection = self._connection
+        if connection.sock is None:
+            self._connect()
+        size = sum(map(len, buffers))
+        self._deadline_s = time.monotonic() + timeout_s + size / stream.MIN_RATE
+        connection.putrequest(method, path)
+        for name, value in headers.items():
+            connection.putheader(name, value)
+        if buffers or method == "POST":
+            connection.putheader("Content-Length", str(size))
+        self._set_time_left()
+        connection.endheaders()
+        for buffer in buffers:
+            self._set_time_left()
+            connection.send(buffer)
+        response = connection.getresponse()
+        try:
+            if response.length is not None:
+                self._deadline_s += response.length / stream.MIN_RATE
+            body = _read(response)
+        finally:
+            response.close()
+        return HttpAnswer(
+            status=response.status,
+            headers={name.lower(): value for name, value in response.getheaders()},
+            body=body,
+        )
+
+    def _set_time_left(self) -> None:
+        """Let the next call on the socket wait no longer than there is time for the answer."""
+        left_s = self._deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        if self._sock is not None:
+            self._sock.settimeout(left_s)
+
+    def _response(self, sock: socket.socket, *args: Any, **options: Any) -> Any:
+        return http.client.HTTPResponse(_Timed(sock, self._set_time_left), *args, **options)  # type: ignore[arg-type]
+
+    def _wake(self) -> None:
+        if self._sock is not None:
+            stream.end(self._sock)
+
+    def _free(self) -> None:
+        self._connection.close()
+
+
+class _Timed:
+    """A socket as http.client reads it, of which each read has the time that is left for all."""
+
+    def __init__(self, sock: socket.socket, set_time_left: Callable[[], None]) -> None:
+        self._sock = sock
+        self._set_time_left = set_time_left
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        return io.BufferedReader(_TimedReader(self._sock.makefile("rb", 0), self._set_time_left))
+
+
+class _TimedReader(io.RawIOBase):
+    def __init__(self, raw: socket.SocketIO, set_time_left: Callable[[], None]) -> None:
+        self._raw = raw
+        self._set_time_left = set_time_left
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        self._set_time_left()
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+def _read(response: http.client.HTTPResponse) -> memoryview:
+    length = response.length
+    if length is None:  # in chunks
+        data = response.read(_MAX_ANSWER_BYTES + 1)
+        if len(data) > _MAX_ANSWER_BYTES:
+            raise http.client.HTTPException(f"the answer has more than {_MAX_ANSWER_BYTES} bytes")
+        return memoryview(data)
+    if length > _MAX_ANSWER_BYTES:
+        raise http.client.HTTPException(f"the answer has {length} bytes")
+    body = stream.bytes_of(np.empty(length, np.uint8))
+    got = 0
+    while got < length:
+        count = response.readinto(body[got:])
+        if not count:
+            raise http.client.IncompleteRead(b"", length - got)
+        got += count
+    return body
+
+
+def _delay_of(retry_after: str) -> float:
+    try:
+        return min(max(float(retry_after), 0.0), 60.0)
+    except ValueError:  # none, or a date
+        return 0.1

@@ -1,0 +1,224 @@
+"""Clients of the Open Inference Protocol (KServe v2): Triton, KServe, MLServer, and our teachers.
+
+Source: https://github.com/kserve/open-inference-protocol. A model's metadata give its spec.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from distill_reader.errors import (
+    BadRequest,
+    ModelNotFound,
+    TeacherFailed,
+    TeacherGone,
+    UsageError,
+)
+from distill_reader.model.specs import ModelSpec
+from distill_reader.protocols import oip_json, oip_messages, protobuf_wire
+from distill_reader.student.clients.client import Array, Bounds
+from distill_reader.student.clients.endpoints import NotSpoken
+from distill_reader.student.clients.http_line import HttpLine
+from distill_reader.student.clients.rows import find_outputs, gather, pick_outputs
+
+if TYPE_CHECKING:  # who uses HTTP alone loads no gRPC
+    from distill_reader.student.clients.grpc_line import GrpcLine
+
+_SERVICE = f"/{oip_messages.SERVICE}/"
+_READY = "READY"  # state of a model in Triton's repository index
+# Of Triton's ModelConfigResponse and ModelConfig: the numbers of the fields.
+_CONFIG, _MAX_BATCH_SIZE = 1, 4
+
+
+class OipGrpcClient:
+    """A TeacherClient over gRPC, with raw contents."""
+
+    protocol = "oip-grpc"
+
+    def __init__(self, line: "GrpcLine", model: str, *, timeout_s: float) -> None:
+        """Ask for the model's metadata.
+
+        Args:
+            model: "": the only one, where the teacher lists its models.
+
+        Raises:
+            NotSpoken: the server speaks gRPC, but not this protocol.
+            DistillError: as `predict`; UsageError where the model must be named.
+        """
+        self.endpoint = line.endpoint
+        self._line = line
+        self._model = model or _only(self.endpoint, self._list_models(timeout_s))
+        request = oip_messages.MESSAGES["ModelMetadataRequest"](name=self._model)
+        answer = line.call(
+            f"{_SERVICE}ModelMetadata", request.SerializeToString(), timeout_s=timeout_s
+        )
+        self._spec = oip_messages.decode_metadata(answer)
+        self.bounds = Bounds(most_samples=self._max_batch_size(timeout_s))
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    def predict(
+        self, feeds: Mapping[str, Sequence[Array]], fetch: Sequence[str], *, timeout_s: float
+    ) -> dict[str, Array]:
+        """See TeacherClient."""
+        inputs = {row.name: row.arrays for row in gather(self._spec, feeds)}
+        wanted = find_outputs(self._spec, fetch)
+        request = oip_messages.encode_request(self._model, inputs, _distinct(wanted))
+        try:
+            answer = self._line.call(f"{_SERVICE}ModelInfer", request, timeout_s=timeout_s)
+        except NotSpoken as error:
+            raise TeacherGone(str(error)) from error
+        try:
+            outputs = oip_messages.decode_response(answer).outputs
+        except BadRequest as error:
+            raise TeacherGone(f"{self.endpoint}: its answer: {error}") from error
+        return pick_outputs(self.endpoint, wanted, outputs)
+
+    def close(self) -> None:
+        """See TeacherClient."""
+        self._line.close()
+
+    def _list_models(self, timeout_s: float) -> list[str]:
+        """Return the models that are ready; Triton's extension of the protocol."""
+        try:
+            answer = self._line.call(f"{_SERVICE}RepositoryIndex", b"", timeout_s=timeout_s)
+        except NotSpoken:
+            # A server of the plain protocol has no such list; another server has no ServerLive.
+            self._line.call(f"{_SERVICE}ServerLive", b"", timeout_s=timeout_s)
+            return []
+        names = []
+        for number, _, model in protobuf_wire.read_fields(memoryview(answer)):
+            if number == 1:
+                fields = {
+                    field: protobuf_wire.read_text(value)
+                    for field, _, value in protobuf_wire.read_fields(model)
+                }
+                if fields.get(3, _READY) == _READY:
+                    names.append(fields.get(1, ""))
+        return sorted(set(names))
+
+    def _max_batch_size(self, timeout_s: float) -> int | None:
+        """Return the most samples of a request; None: it does not say. Triton's extension."""
+        request = oip_messages.MESSAGES["ModelMetadataRequest"](name=self._model)
+        try:
+            answer = self._line.call(
+                f"{_SERVICE}ModelConfig", request.SerializeToString(), timeout_s=timeout_s
+            )
+            return next(
+                (
+                    value
+                    for number, kind, config in protobuf_wire.read_fields(memoryview(answer))
+                    if number == _CONFIG and kind == protobuf_wire.BYTES
+                    for field, of, value in protobuf_wire.read_fields(config)
+                    if field == _MAX_BATCH_SIZE and of == protobuf_wire.VARINT and value
+                ),
+                None,
+            )
+        except (NotSpoken, BadRequest, TeacherFailed, protobuf_wire.ProtobufError):
+            return None  # a server of the plain protocol
+
+
+class OipHttpClient:
+    """A TeacherClient over HTTP, with binary tensors."""
+
+    protocol = "oip-http"
+
+    def __init__(self, line: HttpLine, model: str, *, timeout_s: float) -> None:
+        """Ask for the model's metadata.
+
+        Args:
+            model: "": the only one, where the teacher lists its models.
+
+        Raises:
+            NotSpoken: the server speaks HTTP, but not this protocol.
+            DistillError: as `predict`; UsageError where the model must be named.
+        """
+        self.endpoint = line.endpoint
+        self._line = line
+        live = line.request("GET", "/v2/health/live", timeout_s=timeout_s)
+        if live.status in (400, 404, 405, 501):
+            raise NotSpoken(f"{self.endpoint}: HTTP {live.status} for /v2/health/live")
+        if live.status != 200:
+            line.refuse(live)
+        self._model = model or _only(self.endpoint, self._list_models(timeout_s))
+        self._path = f"/v2/models/{quote(self._model, safe='')}"
+        answer = line.request("GET", self._path, timeout_s=timeout_s)
+        if answer.status != 200:
+            line.refuse(answer)
+        self._spec = oip_json.decode_metadata(bytes(answer.body))
+        self.bounds = Bounds(most_samples=self._max_batch_size(timeout_s))
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    def predict(
+        self, feeds: Mapping[str, Sequence[Array]], fetch: Sequence[str], *, timeout_s: float
+    ) -> dict[str, Array]:
+        """See TeacherClient."""
+        inputs = {row.name: row.arrays for row in gather(self._spec, feeds)}
+        wanted = find_outputs(self._spec, fetch)
+        head_length, buffers = oip_json.encode_request(inputs, _distinct(wanted))
+        headers = {
+            "Content-Type": "application/octet-stream",
+            oip_json.HEAD_LENGTH: str(head_length),
+        }
+        answer = self._line.request(
+            "POST", f"{self._path}/infer", buffers, headers, timeout_s=timeout_s
+        )
+        if answer.status != 200:
+            self._line.refuse(answer)
+        try:
+            length = answer.headers.get(oip_json.HEAD_LENGTH.lower())
+            outputs = oip_json.decode_response(answer.body, None if length is None else int(length))
+        except (BadRequest, ValueError) as error:
+            raise TeacherGone(f"{self.endpoint}: its answer: {error}") from error
+        return pick_outputs(self.endpoint, wanted, outputs.outputs)
+
+    def close(self) -> None:
+        """See TeacherClient."""
+        self._line.close()
+
+    def _list_models(self, timeout_s: float) -> list[str]:
+        """Return the models that are ready; Triton's extension of the protocol."""
+        headers = {"Content-Type": "application/json"}
+        answer = self._line.request(
+            "POST", "/v2/repository/index", [b"{}"], headers, timeout_s=timeout_s
+        )
+        if answer.status != 200:
+            return []
+        try:
+            models = json.loads(bytes(answer.body))
+            return sorted({m["name"] for m in models if m.get("state", _READY) == _READY})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise TeacherGone(f"{self.endpoint}: its list of models: {error}") from error
+
+    def _max_batch_size(self, timeout_s: float) -> int | None:
+        """Return the most samples of a request; None: it does not say. Triton's extension."""
+        answer = self._line.request("GET", f"{self._path}/config", timeout_s=timeout_s)
+        try:
+            most = json.loads(bytes(answer.body))["max_batch_size"]
+        except (ValueError, TypeError, KeyError):
+            return None
+        return most if answer.status == 200 and type(most) is int and most > 0 else None
+
+
+def _only(endpoint: str, names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    if names:
+        raise ModelNotFound(
+            f"{endpoint}: serves several models, name one, as {endpoint}/{names[0]}: "
+            f"{', '.join(names)}"
+        )
+    raise UsageError(
+        f"{endpoint}: speaks the Open Inference Protocol and does not list its models: name the "
+        f"model, as {endpoint}/NAME"
+    )
+
+
+def _distinct(wanted: Mapping[str, str]) -> list[str]:
+    return list(dict.fromkeys(wanted.values()))

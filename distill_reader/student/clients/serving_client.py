@@ -1,0 +1,156 @@
+"""Clients of Paddle Serving's GeneralModelService, over HTTP with protobuf and over gRPC.
+
+The protocol has no call for metadata: what the model takes is told by a client prototxt, or
+nobody knows and the arrays go as they are.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from distill_reader.errors import BadRequest, ModelNotFound, TeacherFailed, TeacherGone
+from distill_reader.model.specs import ModelSpec
+from distill_reader.protocols import serving_messages
+from distill_reader.student.clients.client import Array, Bounds
+from distill_reader.student.clients.endpoints import NotSpoken
+from distill_reader.student.clients.http_line import HttpAnswer, HttpLine
+from distill_reader.student.clients.rows import find_outputs, gather, pick_outputs
+
+if TYPE_CHECKING:  # who uses HTTP alone loads no gRPC
+    from distill_reader.student.clients.grpc_line import GrpcLine
+
+_PATH = "/GeneralModelService/inference"
+_METHOD = f"/{serving_messages.SERVICE}/inference"
+_PROTO = "application/proto"
+_UNKNOWN = ModelSpec(name="serving", version="", inputs=(), outputs=())
+
+
+class _Codec:
+    """Requests and answers of one teacher."""
+
+    def __init__(self, endpoint: str, config: ModelSpec | None) -> None:
+        self.endpoint = endpoint
+        self.spec = config or _UNKNOWN
+
+    def encode(
+        self, feeds: Mapping[str, Sequence[Array]], fetch: Sequence[str]
+    ) -> tuple[bytes, dict[str, str]]:
+        """Return the request, and the alias of each output wanted."""
+        # A prototxt leaves out the axes of open length: its shapes are not whole.
+        rows = gather(self.spec, feeds, is_exact=False)
+        wanted = find_outputs(self.spec, fetch)
+        request = serving_messages.encode_request(
+            {row.name: row.arrays for row in rows},
+            list(dict.fromkeys(wanted.values())),
+            names={tensor.name: tensor.variable for tensor in self.spec.inputs},
+        )
+        return request, wanted
+
+    def decode(self, answer: bytes | memoryview, wanted: Mapping[str, str]) -> dict[str, Array]:
+        try:
+            response = serving_messages.decode_response(answer)
+        except BadRequest as error:
+            raise TeacherGone(f"{self.endpoint}: its answer: {error}") from error
+        if response.err_no:
+            raise TeacherFailed(f"{self.endpoint}: error {response.err_no}: {response.err_msg}")
+        return pick_outputs(self.endpoint, wanted, response.arrays())
+
+
+class ServingHttpClient:
+    """A TeacherClient over HTTP. Nothing is compressed: tensors hardly shrink."""
+
+    protocol = "serving-http"
+    bounds = Bounds()  # nobody says
+
+    def __init__(self, line: HttpLine, config: ModelSpec | None) -> None:
+        """
+        Args:
+            config: from the client prototxt; None: nothing is known of the model.
+        """
+        self.endpoint = line.endpoint
+        self._line = line
+        self._codec = _Codec(line.endpoint, config)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """See TeacherClient; without inputs and outputs where there was no config."""
+        return self._codec.spec
+
+    def probe(self, *, timeout_s: float) -> None:
+        """Find out whether the server speaks this protocol.
+
+        Raises:
+            NotSpoken: it does not.
+            TeacherGone, TeacherTimeout.
+        """
+        answer = self._post(b"", timeout_s)
+        if answer.status in (404, 405, 501):
+            raise NotSpoken(f"{self.endpoint}: HTTP {answer.status} for {_PATH}")
+
+    def predict(
+        self, feeds: Mapping[str, Sequence[Array]], fetch: Sequence[str], *, timeout_s: float
+    ) -> dict[str, Array]:
+        """See TeacherClient."""
+        request, wanted = self._codec.encode(feeds, fetch)
+        answer = self._post(request, timeout_s)
+        if answer.status != 200:
+            self._line.refuse(answer)
+        content_type = answer.headers.get("content-type", "").partition(";")[0].strip()
+        if content_type != _PROTO:
+            raise TeacherGone(f"{self.endpoint}: its answer is {content_type!r}, not {_PROTO}")
+        return self._codec.decode(answer.body, wanted)
+
+    def close(self) -> None:
+        """See TeacherClient."""
+        self._line.close()
+
+    def _post(self, body: bytes, timeout_s: float) -> HttpAnswer:
+        headers = {"Content-Type": _PROTO}
+        return self._line.request("POST", _PATH, [body], headers, timeout_s=timeout_s)
+
+
+class ServingGrpcClient:
+    """A TeacherClient over gRPC."""
+
+    protocol = "serving-grpc"
+    bounds = Bounds()  # nobody says
+
+    def __init__(self, line: "GrpcLine", config: ModelSpec | None) -> None:
+        """
+        Args:
+            config: from the client prototxt; None: nothing is known of the model.
+        """
+        self.endpoint = line.endpoint
+        self._line = line
+        self._codec = _Codec(line.endpoint, config)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """See TeacherClient; without inputs and outputs where there was no config."""
+        return self._codec.spec
+
+    def probe(self, *, timeout_s: float) -> None:
+        """Find out whether the server speaks this protocol.
+
+        Raises:
+            NotSpoken: it does not.
+            DistillError: as `predict`, but for what is wrong with an empty request.
+        """
+        try:
+            self._line.call(_METHOD, b"", timeout_s=timeout_s)
+        except (BadRequest, TeacherFailed):  # of the empty request: it knows the method
+            return
+
+    def predict(
+        self, feeds: Mapping[str, Sequence[Array]], fetch: Sequence[str], *, timeout_s: float
+    ) -> dict[str, Array]:
+        """See TeacherClient."""
+        request, wanted = self._codec.encode(feeds, fetch)
+        try:
+            answer = self._line.call(_METHOD, request, timeout_s=timeout_s)
+        except NotSpoken as error:
+            raise ModelNotFound(str(error)) from error
+        return self._codec.decode(answer, wanted)
+
+    def close(self) -> None:
+        """See TeacherClient."""
+        self._line.close()

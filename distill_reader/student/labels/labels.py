@@ -1,0 +1,252 @@
+"""What is asked of teachers for each prediction, and how it becomes what the user gets. Pure.
+
+What comes is kept as it came, narrow, until it is handed out: caches keep it so.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from distill_reader.errors import BadRequest
+from distill_reader.model.forms import INDICES, LOG_REST, VALUES, WHOLE, form_name
+from distill_reader.model.specs import ModelSpec, TensorSpec
+from distill_reader.student.clients.client import Array
+from distill_reader.student.options import TopK
+
+_MASS_TOLERANCE = 2e-2  # by which rounded probabilities may sum to more than 1
+_NOTHING = 1e4  # below the largest logit: its share is 0 at any temperature in use
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What must be known of an output to make it whole again."""
+
+    dtype: str
+    classes: int = 0  # length of its last axis; 0: not needed
+    varies: bool = False  # in shape from sample to sample, perhaps as the inputs' lengths do
+
+    def to_json(self) -> dict[str, Any]:
+        return {"dtype": self.dtype, "classes": self.classes}
+
+    @staticmethod
+    def from_json(fields: Mapping[str, Any]) -> "Served":
+        return Served(dtype=str(fields["dtype"]), classes=int(fields["classes"]))
+
+
+class Labels:
+    """The predictions of a reader."""
+
+    def __init__(self, predicts: Sequence[str], wire_dtype: str, top_k: TopK | None) -> None:
+        """
+        Args:
+            wire_dtype: in which floats come; "": as they are served.
+            top_k: None: all values come.
+        """
+        self._predicts = tuple(predicts)
+        self._wire_dtype = wire_dtype
+        self._top_k = top_k
+        self._is_top = [
+            top_k is not None and (top_k.predicts is None or name in top_k.predicts)
+            for name in predicts
+        ]
+
+    @property
+    def predicts(self) -> tuple[str, ...]:
+        return self._predicts
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """The output of each array that the user gets."""
+        is_sparse = self._top_k is not None and not self._top_k.dense
+        counts = [2 if is_top and is_sparse else 1 for is_top in self._is_top]
+        return tuple(
+            name for name, count in zip(self._predicts, counts, strict=True) for _ in range(count)
+        )
+
+    @property
+    def count(self) -> int:
+        """How many arrays the user gets."""
+        return len(self.arrays)
+
+    @property
+    def asks_forms(self) -> bool:
+        return bool(self._wire_dtype) or any(self._is_top)
+
+    def identity(self) -> dict[str, Any]:
+        """Return what of the options decides over the columns, for the key of a cache."""
+        top = self._top_k
+        return {
+            "predicts": list(self._predicts),
+            "wire_dtype": self._wire_dtype,
+            "top_k": None
+            if top is None
+            else [top.k, self._has_rest, [i for i, is_top in enumerate(self._is_top) if is_top]],
+        }
+
+    # --- asking
+
+    def asked(self, endpoint: str, spec: ModelSpec) -> tuple[tuple[str, ...], tuple[Served, ...]]:
+        """Return the names to ask a teacher by, a column each, and what they are of.
+
+        Raises:
+            BadRequest: the model lacks an output, or cannot send it so; names the remedy.
+        """
+        names: list[str] = []
+        served: list[Served] = []
+        for name, is_top in zip(self._predicts, self._is_top, strict=True):
+            tensor = self._output(endpoint, spec, name)
+            wire = self._wire_of(tensor)
+            if not wire and not is_top:
+                names.append(name)
+                served.append(_served(tensor))
+                continue
+            if tensor is None or not spec.takes_forms:
+                raise BadRequest(
+                    f"{endpoint}: cannot be asked for {'the top' if is_top else wire} of {name}: "
+                    "only teachers of edl can, of a release that has it, by fast://, grpc:// or "
+                    "http://; upgrade it, or leave out set_top_k and set_wire_dtype(predicts=)"
+                )
+            if is_top:
+                classes = self._classes(endpoint, tensor)
+                names += self._top_names(name, wire, classes)
+                served.append(replace(_served(tensor), classes=classes))
+            else:
+                names.append(form_name(name, WHOLE, dtype=wire))
+                served.append(_served(tensor))
+        return tuple(names), tuple(served)
+
+    def _output(self, endpoint: str, spec: ModelSpec, name: str) -> TensorSpec | None:
+        """Return the output; None: the teacher does not say which it has."""
+        if not spec.outputs:
+            return None
+        try:
+            tensor = spec.output(name)
+        except BadRequest as error:
+            raise BadRequest(f"{endpoint}: predicts: {error}") from None
+        if tensor.unusable:
+            raise BadRequest(f"{endpoint}: predicts: output {name} {tensor.unusable}")
+        return tensor
+
+    def _wire_of(self, tensor: TensorSpec | None) -> str:
+        """Return the dtype to ask for; "": as it is served."""
+        if not self._wire_dtype:
+            return ""
+        if tensor is not None and tensor.dtype not in ("float32", "float64"):
+            return ""
+        return self._wire_dtype
+
+    def _classes(self, endpoint: str, tensor: TensorSpec) -> int:
+        top = self._top_k
+        assert top is not None
+        if np.dtype(tensor.dtype).kind != "f" or not tensor.shape:
+            raise BadRequest(
+                f"{endpoint}: output {tensor.name} is {tensor.dtype}{list(tensor.shape)}: "
+                "set_top_k is for floats with an axis of classes; name those by predicts="
+            )
+        last = tensor.shape[-1]
+        if last < 0 and top.classes is None:
+            raise BadRequest(
+                f"{endpoint}: output {tensor.name} does not say how many classes it has: "
+                "set_top_k(classes=...) does"
+            )
+        if top.classes is not None and last not in (-1, top.classes):
+            raise BadRequest(
+                f"{endpoint}: output {tensor.name} has {last} classes, set_top_k says {top.classes}"
+            )
+        return last if last >= 0 else int(top.classes or 0)
+
+    def _top_names(self, name: str, wire: str, classes: int) -> list[str]:
+        top = self._top_k
+        assert top is not None
+        # A class's index fits two bytes nearly always; the form refuses where it does not.
+        index_dtype = "uint16" if classes <= 1 << 16 else ""
+        names = [
+            form_name(name, VALUES, top.k, wire),
+            form_name(name, INDICES, top.k, index_dtype),
+        ]
+        return [*names, form_name(name, LOG_REST, top.k)] if self._has_rest else names
+
+    @property
+    def _has_rest(self) -> bool:
+        """Whether what is left for the others must be told: probabilities sum to 1 anyway."""
+        top = self._top_k
+        return top is not None and top.of == "logits" and top.rest == "uniform"
+
+    # --- handing out
+
+    def restore(self, columns: Sequence[Array], served: Sequence[Served]) -> tuple[Array, ...]:
+        """Return the user's arrays for columns as they came.
+
+        Raises:
+            BadRequest: they are not what the options say that they are.
+        """
+        if not self.asks_forms:
+            return tuple(columns)
+        arrays: list[Array] = []
+        at = 0
+        for name, is_top, of in zip(self._predicts, self._is_top, served, strict=True):
+            if is_top:
+                width = 3 if self._has_rest else 2
+                arrays += self._restore_top(name, columns[at : at + width], of)
+                at += width
+            else:
+                column = columns[at]
+                is_narrow = column.dtype == np.float16 and of.dtype in ("float32", "float64")
+                arrays.append(column.astype(of.dtype) if is_narrow else column)
+                at += 1
+        return tuple(arrays)
+
+    def _restore_top(self, name: str, columns: Sequence[Array], of: Served) -> list[Array]:
+        top = self._top_k
+        assert top is not None
+        values: Any = columns[0].astype(of.dtype)  # a copy: what came may be kept elsewhere
+        indices = columns[1].astype(np.int64)
+        others = of.classes - indices.shape[-1]
+        if indices.size and not 0 <= indices.min() <= indices.max() < of.classes:
+            raise BadRequest(f"{name}: a teacher names a class beyond the {of.classes} there are")
+        if top.of == "logits":
+            if not top.dense:
+                return [values, indices]
+            if top.rest == "uniform" and others:
+                fill: Any = columns[2].astype(of.dtype) - np.log(others)
+            else:
+                fill = values.max(-1, keepdims=True) - _NOTHING
+            return [_spread(values, indices, fill, of)]
+        mass = values.sum(-1, keepdims=True)
+        self._check_mass(name, values, mass)
+        if top.rest == "renormalize" or not others:
+            values /= mass
+            mass = np.ones_like(mass)
+        elif (mass > 1).any():  # by rounding
+            values /= np.maximum(mass, 1)
+        if not top.dense:
+            return [values, indices]
+        fill = np.maximum(1 - mass, 0) / max(others, 1)
+        return [_spread(values, indices, fill, of)]
+
+    def _check_mass(self, name: str, values: Any, mass: Any) -> None:
+        is_fine = values.size == 0 or (
+            values.min() >= 0 and mass.max() <= 1 + _MASS_TOLERANCE and mass.min() > 0
+        )
+        if not is_fine:  # NaN, too
+            raise BadRequest(
+                f"{name}: its largest values are no probabilities (they sum to "
+                f"{float(mass.min()):.6g} to {float(mass.max()):.6g}); for a teacher that serves "
+                "logits say set_top_k(k, of='logits')"
+            )
+
+
+def _served(tensor: TensorSpec | None) -> Served:
+    if tensor is None:
+        return Served(dtype="")
+    return Served(dtype=tensor.dtype, varies=-1 in tensor.shape)
+
+
+def _spread(values: Any, indices: Any, fill: Any, of: Served) -> Array:
+    """Return (..., classes) with `values` at `indices` and `fill` (..., 1) elsewhere."""
+    dense = np.empty((*values.shape[:-1], of.classes), of.dtype)
+    dense[...] = fill
+    np.put_along_axis(dense, indices, values, -1)
+    return dense

@@ -1,0 +1,1 @@
+"""The teachers of one iteration, asked side by side."""

@@ -1,0 +1,177 @@
+"""Where a reader's teachers are, as discovery says: one student for all iterations of a reader."""
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from distill_reader.balance.client import Feeding, StudentClient
+from distill_reader.balance.registry.places import check_places, places_of
+from distill_reader.balance.speeds import Measured
+from distill_reader.student.batches.meter import Meter
+from distill_reader.student.clients.connect import read_token
+
+Tell = Callable[[Sequence[str]], None]
+MakeClient = Callable[[Tell, Sequence[str]], StudentClient]
+
+# Behind an iteration, until others may have its teachers: an evaluation between two epochs, or a
+# change of the pods, shall not move them away and back.
+LINGER_S = 60.0
+
+
+class DynamicTeachers:
+    """A reader's. Copies, as a worker process has them, are students of their own."""
+
+    def __init__(self, meter: Meter, *, linger_s: float = LINGER_S) -> None:
+        self._meter = meter
+        self._linger_s = linger_s
+        self._pid = os.getpid()
+        self._student: _Student | None = None  # None: nobody has asked yet
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return DynamicTeachers, (self._meter,)
+
+    def source(self, servers: tuple[str, ...], service: str, require: int) -> "DynamicSource":
+        """Return the TeacherSource of one iteration.
+
+        Raises:
+            UsageError: the token is wrong, or a package is missing.
+        """
+        places = places_of(servers, "discovery_servers")
+        check_places(places)
+        if os.getpid() != self._pid:
+            self._pid, self._student = os.getpid(), None  # a fork: the thread is the parent's
+        student = self._student
+        if student is None or student.key != (servers, service):
+            if student is not None:
+                student.stop()
+            make = partial(
+                StudentClient,
+                places,
+                service,
+                require=require,
+                token=read_token(os.environ),
+                feeding=partial(_feeding, self._meter),  # which must not keep this object alive
+            )
+            student = self._student = _Student(
+                (servers, service), lambda tell, held: make(tell=tell, held=held), self._linger_s
+            )
+            atexit.register(student.stop)
+            weakref.finalize(self, student.stop, wait=False).atexit = False
+        return DynamicSource(student, require)
+
+
+class DynamicSource:
+    """A TeacherSource: one iteration's."""
+
+    def __init__(self, student: "_Student", require: int) -> None:
+        self._student = student
+        self._require = require
+        self.tell: Tell | None = None  # None: it is over, or has not begun
+
+    def start(self, tell: Tell) -> None:
+        """See TeacherSource."""
+        self.tell = tell
+        self._student.add(self, self._require)
+
+    def stop(self) -> None:
+        """See TeacherSource. A call that is under way finds a pool that closes."""
+        self.tell = None
+        self._student.remove(self)
+
+
+class _Student:
+    """A StudentClient while iterations run, and for a while behind them.
+
+    The lock is never held while others are called that may wait for one of theirs.
+    """
+
+    def __init__(self, key: tuple[tuple[str, ...], str], make: MakeClient, linger_s: float) -> None:
+        self.key = key
+        self._make = make
+        self._linger_s = linger_s
+        self._pid = os.getpid()
+        self._lock = threading.RLock()  # the garbage collector may end an iteration anywhere
+        self._sources: set[DynamicSource] = set()
+        self._client: StudentClient | None = None  # None: it is no student now
+        self._held: Sequence[str] = ()
+        self._timer: threading.Timer | None = None  # None: it does not linger
+
+    def add(self, source: DynamicSource, require: int) -> None:
+        with self._lock:
+            self._sources.add(source)
+            self._set_timer(None)
+            client = self._client
+            if client is None:
+                client = self._client = self._make(self._tell, self._held)
+                client.set_require(require)
+                client.start()
+                return
+        client.set_require(require)
+        client.tell_again()
+
+    def remove(self, source: DynamicSource) -> None:
+        lingers = True
+        with self._lock:
+            self._sources.discard(source)
+            if not self._sources and self._client is not None and os.getpid() == self._pid:
+                timer = threading.Timer(self._linger_s, self._leave)
+                timer.daemon = True
+                timer.name = "edl-discovery-linger"
+                self._set_timer(timer)
+                try:
+                    timer.start()
+                except RuntimeError:  # a limit on threads
+                    lingers = False
+        if not lingers:
+            self._leave()
+
+    def stop(self, *, wait: bool = True) -> None:
+        """Leave now."""
+        atexit.unregister(self.stop)
+        if os.getpid() != self._pid:
+            return  # a fork's copy: the thread is the parent's
+        with self._lock:
+            self._set_timer(None)
+            client, self._client = self._client, None
+        if client is not None:
+            self._held = client.held
+            client.stop(wait=wait)
+
+    def _leave(self) -> None:
+        with self._lock:
+            if self._sources:  # one came as the time was over
+                return
+            client, self._client = self._client, None
+        if client is not None:
+            self._held = client.held
+            client.stop()
+
+    def _tell(self, teachers: Sequence[str]) -> None:
+        with self._lock:
+            tells = [source.tell for source in self._sources]
+        for tell in tells:
+            if tell is not None:
+                tell(teachers)
+
+    def _set_timer(self, timer: threading.Timer | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = timer
+
+
+def _feeding(meter: Meter) -> Feeding:
+    reading = meter.read()
+    if reading is None:
+        return Feeding()
+    return Feeding(
+        wait_share=reading.wait_share,
+        samples_per_s=reading.samples_per_s,
+        measured={
+            teacher: Measured(samples_per_s=rate, busy_share=busy)
+            for teacher, (rate, busy) in reading.teachers.items()
+        },
+        unusable=reading.unusable,
+    )

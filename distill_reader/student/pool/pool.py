@@ -1,0 +1,636 @@
+"""The teachers of one iteration: threads that take requests, ask, and bring answers back.
+
+One thread per request in flight, each with a connection of its own. Teachers pull: a slow one gets
+less by itself. All of them share the feed's lock, and wait without looking; one supervisor thread
+sends late requests to a second teacher, drops those that hang, and says when there is none.
+"""
+
+import itertools
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from distill_reader.errors import (
+    BadRequest,
+    DistillError,
+    RequestTooLarge,
+    Retryable,
+    TeacherBusy,
+    TeacherFailed,
+    TeacherGone,
+    TeacherTimeout,
+)
+from distill_reader.model.specs import ModelSpec
+from distill_reader.student.batches.feed import Feed, Limits, Request
+from distill_reader.student.batches.meter import Meter
+from distill_reader.student.batches.tries import Blame
+from distill_reader.student.cache.label_cache import LabelCache
+from distill_reader.student.clients.client import TeacherClient
+from distill_reader.student.labels.labels import Labels
+from distill_reader.student.options import Padding
+from distill_reader.student.pool.asking import Asking, is_another, version_of
+from distill_reader.student.pool.pace import Pace
+from distill_reader.student.pool.roster import MOST, Flight, Roster, Teacher
+from distill_reader.student.pool.supervisor import Supervisor
+
+logger = logging.getLogger(__name__)
+
+_FIRST_BACKOFF_S = 0.02
+_MOST_BACKOFF_S = 0.5  # a refused connection costs little, and a teacher that is back is found soon
+_REFUSED_BACKOFF_S = 5.0  # it answers, but not us
+_GROW_PERIOD_S = 5.0  # behind a further connection that failed
+_MOST_REST_S = 1.0  # of a teacher that says again and again that it is busy
+_FAILED_REST_S = (0.25, 4.0)  # of one that fails: at first, and where it does nothing else
+_MANY_SHAPES, _MANY_SINGLES = 8, 100  # waiting; requests of one sample in a row
+_TIMEOUT_LOSSES = 3  # connections lost, as which a timeout counts
+
+_Error = TypeVar("_Error", bound=DistillError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSettings:
+    sent: tuple[str, ...]  # names of the fields that may be sent
+    labels: Labels
+    limits: Limits
+    no_teacher_timeout_s: float | None  # None: for ever
+    skips: bool  # behind that time, instead of raising
+    timeout_s: float | None = None  # for an answer; None: as a teacher's pace suggests
+    hedges: bool = True  # whether late requests are sent to a second teacher
+    may_get_others: bool = False  # discovery hears which teachers are of no use
+    mixes_versions: bool = False  # whether teachers of different models may answer
+    padding: Padding | None = None  # None: fields are as long as they are
+    wire_ins: tuple[tuple[str, str], ...] = ()  # field and dtype of what is sent in another type
+    cache: LabelCache | None = None  # None: labels are not kept
+    name: str = ""  # of the service, where there are several
+
+
+class TeacherPool:
+    """See the module. `lock` guards `feed`; conditions on it tell the others what happened."""
+
+    def __init__(
+        self,
+        settings: PoolSettings,
+        feed: Feed,
+        lock: threading.RLock,
+        ready: threading.Condition,
+        *,
+        connect: Callable[[str], TeacherClient],
+        paces: dict[str, Pace],
+        meter: Meter | None = None,
+    ) -> None:
+        """
+        Args:
+            ready: on `lock`; notified when the consumer may find something.
+            paces: by endpoint what earlier iterations learned; is kept up.
+            meter: counts what teachers do; None: nobody wants to know.
+        """
+        self._meter = meter or Meter()
+        self._settings = settings
+        self._feed = feed
+        self._lock = lock
+        self._ready = ready
+        self._connect = connect
+        self._roster = Roster(lock, paces, time.monotonic())
+        self._idle = 0  # threads of all teachers that wait for work
+        self._called: Teacher | None = None  # woken for work, and has not come yet
+        self._is_closing = False
+        self._changed = threading.Condition(lock)  # closing, or a teacher is not wanted any more
+        self._supervisor = Supervisor(
+            self._roster,
+            feed,
+            lock,
+            ready,
+            call=self.call,
+            tend=self._tend,
+            report=self._meter.set_unusable,
+            hedges=settings.hedges,
+            may_get_others=settings.may_get_others,
+            timeout_s=settings.no_teacher_timeout_s,
+            skips=settings.skips,
+            name=settings.name,
+        )
+        self._singles = 0  # requests of one sample, in a row
+        self._has_warned = False  # of those
+        self._met: tuple[str, ModelSpec] | None = None  # the first teacher and what it serves
+        self._threads: set[threading.Thread] = set()
+        self._numbers = itertools.count()
+
+    # --- for the session
+
+    def start(self) -> None:
+        """Start the supervisor."""
+        with self._lock:
+            self._start_thread(self._supervisor.run, "edl-supervisor")
+
+    def set_endpoints(self, endpoints: Sequence[str]) -> None:
+        """Use these teachers from now on. From any thread."""
+        with self._lock:
+            if self._is_closing:
+                return
+            new, leaving = self._roster.update(endpoints, time.monotonic())
+            for teacher in new:
+                self._start_teacher_thread(teacher)
+            for teacher in leaving:
+                logger.info("teacher %s is not in the list any more", teacher.endpoint)
+                teacher.wake.notify_all()
+            self._judge()
+            self._changed.notify_all()
+            self._supervisor.look()
+
+    def call(self) -> None:
+        """Wake a teacher that may take what waits. The caller has the lock."""
+        if not self._idle or self._called is not None:
+            return
+        now = None
+        best = None
+        for teacher in self._roster.wanted:
+            if not teacher.idle or not self._may_take(teacher):
+                continue
+            if teacher.rest_until_s:
+                now = now or time.monotonic()
+                if teacher.rest_until_s > now:
+                    continue
+            if best is None or teacher.pace.sample_s < best.pace.sample_s:
+                best = teacher
+        if best is not None:
+            self._called = best
+            best.wake.notify()
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """Those that have not ended."""
+        with self._lock:
+            return list(self._threads)
+
+    def close(self) -> None:
+        """Let connections and threads end, whatever they do."""
+        with self._lock:
+            self._is_closing = True
+            clients = [client for teacher in self._roster.all for client in teacher.clients]
+            for teacher in self._roster.all:
+                teacher.wake.notify_all()
+            self._changed.notify_all()
+            self._supervisor.close()
+            self._meter.set_unusable(())
+        for client in clients:
+            client.close()
+
+    # --- a teacher's thread
+
+    def _run(self, teacher: Teacher) -> None:
+        while (found := self._open(teacher)) is not None:
+            client, asking, its_round = found
+            try:
+                error = self._serve(teacher, client, asking, its_round)
+            finally:
+                with self._lock:
+                    teacher.clients.discard(client)
+                client.close()
+            if error is not None:
+                self._lose(teacher, its_round, error)
+            with self._lock:
+                if not self._reopens(teacher):
+                    return
+
+    def _open(self, teacher: Teacher) -> tuple[TeacherClient, Asking, int] | None:
+        """Return a connection, for which it may wait long; None: this thread is not needed."""
+        while True:
+            with self._lock:
+                pause_s = teacher.opens_after_s - time.monotonic()
+                if pause_s > 0:  # a connection was lost again, and no answer came in between
+                    pause_s *= random.uniform(0.8, 1.2)
+                    self._changed.wait_for(lambda: self._is_over(teacher), pause_s)
+                    teacher.opens_after_s = 0.0
+                if self._is_over(teacher):
+                    teacher.threads -= 1
+                    return None
+                its_round = teacher.round
+            client = None
+            try:
+                client = self._connect(teacher.endpoint)
+                settings = self._settings
+                asking = Asking(
+                    teacher.endpoint,
+                    client.spec,
+                    settings.sent,
+                    settings.labels,
+                    settings.wire_ins,
+                    settings.padding,
+                )
+                if settings.cache is not None:
+                    settings.cache.meet(teacher.endpoint, client.spec)
+                with self._lock:
+                    if not self._is_over(teacher) and its_round == teacher.round:
+                        self._meet(teacher, client.spec)
+                        self._set_connected(teacher, client)
+                        return client, asking, its_round
+            except DistillError as error:
+                if client is not None:
+                    client.close()
+                if not self._stays_after(teacher, error):
+                    return None
+                continue
+            client.close()
+
+    def _meet(self, teacher: Teacher, spec: ModelSpec) -> None:
+        """Keep to the model that was met first: labels of two are not to be told apart.
+
+        The caller has the lock, until the teacher is connected.
+
+        Raises:
+            BadRequest: this is another one.
+        """
+        if self._settings.mixes_versions:
+            return
+        if self._met is None or not (self._feed.has_answers or self._roster.connected):
+            self._met = teacher.endpoint, spec
+        endpoint, first = self._met
+        differs = is_another(first, spec)
+        if differs is None and teacher.failures == 0 and not teacher.clients:
+            logger.warning(
+                "teacher %s serves %s, and %s %s: whether that is the same, they do not say",
+                teacher.endpoint,
+                version_of(spec),
+                endpoint,
+                version_of(first),
+            )
+        if differs:
+            raise BadRequest(
+                f"{teacher.endpoint}: serves {version_of(spec)}; this iteration began with "
+                f"{version_of(first)} of {endpoint}, and does not mix them: serve one of them "
+                "everywhere, or say set_mixed_versions(True)"
+            )
+
+    def _stays_after(self, teacher: Teacher, error: DistillError) -> bool:
+        """Note a failed connection, and wait; return whether to try again."""
+        with self._lock:
+            if teacher.threads > 1:  # the others will do, and one of them looks for the teacher
+                teacher.threads -= 1
+                teacher.grows_after_s = time.monotonic() + _GROW_PERIOD_S
+                return False
+            teacher.failures += 1
+            if str(error) != str(teacher.trouble):
+                logger.log(
+                    logging.WARNING if not isinstance(error, Retryable) else logging.INFO,
+                    "teacher %s",
+                    teacher.about(error),
+                )
+            teacher.trouble = error
+            self._judge()
+            self._supervisor.look()
+            delay_s = min(_FIRST_BACKOFF_S * 2 ** min(teacher.failures, 10), _MOST_BACKOFF_S)
+            if isinstance(error, TeacherBusy):
+                delay_s = max(delay_s, min(error.delay_s, _MOST_REST_S))
+            elif not isinstance(error, Retryable):
+                delay_s = _REFUSED_BACKOFF_S
+            delay_s *= random.uniform(0.8, 1.2)  # many students lost the same teacher
+            self._changed.wait_for(lambda: self._is_over(teacher), delay_s)
+            return True
+
+    def _serve(
+        self, teacher: Teacher, client: TeacherClient, asking: Asking, its_round: int
+    ) -> Retryable | None:
+        """Ask until the connection fails; return how. None: it is not needed any more."""
+        while True:
+            with self._lock:
+                flight = self._next(teacher, its_round)
+            if flight is None:
+                return None
+            blame = None
+            try:
+                self._ask(teacher, client, asking, flight)
+            except TeacherFailed as error:
+                blame = Blame(text=teacher.about(error), failed=error.tries)
+                self._rest(teacher, flight, error)
+            except TeacherBusy as error:
+                self._rest(teacher, flight, error)
+            except Retryable as error:
+                blame = self._blame_for_loss(teacher, flight, error)
+                return _without_frames(error)
+            finally:
+                self._land(teacher, flight, blame)
+            del flight  # nor its arrays, while this thread waits for the next one
+
+    def _ask(self, teacher: Teacher, client: TeacherClient, asking: Asking, flight: Flight) -> None:
+        """Have all of `flight` answered or refused. Raises: Retryable."""
+        while flight.left:
+            request = flight.request
+            timeout_s = self._timeout_s(teacher, request)
+            try:
+                answer = client.predict(asking.feeds(request), asking.columns, timeout_s=timeout_s)
+                columns = asking.outputs(answer, request.samples)
+                outputs = asking.restore(columns)
+            except BadRequest as error:
+                with self._lock:
+                    self._refuse(teacher, flight, asking.named(error))
+                continue
+            cache = self._settings.cache
+            if cache is not None and not request.is_answered:
+                # Before the consumer has them, who may work in place; of a hedge, once.
+                cache.keep(request, columns, asking.served)
+            with self._lock:
+                now = time.monotonic()
+                teacher.pace.answered(request.samples, now - flight.since_s, now)
+                if teacher.has_answered(now) or self._supervisor.has_given_up:
+                    self._resume()
+                flight.answered += request.samples
+                flight.settled([], now)
+                self._feed.answered(request, outputs, teacher.endpoint)
+                if self._feed.is_ready:
+                    self._ready.notify()
+                self._grow(teacher)
+
+    def _timeout_s(self, teacher: Teacher, request: Request) -> float:
+        """Return how long to wait for an answer, behind those that the teacher owes already."""
+        if self._settings.timeout_s is not None:
+            return self._settings.timeout_s
+        timeout_s = teacher.pace.timeout_s(request.samples)
+        return timeout_s if teacher.pace.is_known else timeout_s * max(1, len(teacher.flights))
+
+    def _refuse(self, teacher: Teacher, flight: Flight, error: BadRequest) -> None:
+        """Have what was refused asked of others, or in parts. The caller has the lock."""
+        request, now = flight.request, time.monotonic()
+        singles: list[Request] = []
+        is_cut = False
+        if isinstance(error, RequestTooLarge):
+            is_cut = self._feed.too_large(request, teacher.endpoint)
+            if is_cut:
+                teacher.most_bytes = min(teacher.most_bytes, max(1, request.size_bytes // 2))
+                logger.info("teacher %s", teacher.about(f"{error}; requests are smaller now"))
+        if not is_cut:
+            if self._is_taken_by_others(teacher, request, now):
+                for each in reversed(flight.left):
+                    self._feed.give_back(each, teacher.endpoint)
+                flight.left = []
+                self._rest(teacher, flight, error)
+                self.call()
+                return
+            blamed = _without_frames(error)
+            singles = self._feed.refused(request, blamed, teacher.endpoint, now)
+        flight.settled(singles, now)
+        self._judge()
+        self._ready.notify()
+
+    def _is_taken_by_others(self, teacher: Teacher, request: Request, now: float) -> bool:
+        """Note a refusal; return whether it is the teacher's own: it has answered nothing since it
+        refused another request, and somebody else has. Then nothing is known of the samples.
+
+        Of some teachers that refuse all, who has answered last finds no such other one.
+        """
+        if teacher.refused_s is None:
+            teacher.refused_s = now
+            return False
+        return all(piece.tries is None for piece in request.pieces) and any(
+            other.answered_s > teacher.refused_s
+            for other in self._roster.wanted
+            if other is not teacher and other.is_able(now)
+        )
+
+    def _blame_for_loss(self, teacher: Teacher, flight: Flight, error: Retryable) -> Blame | None:
+        """Return what a lost connection says about the request; None: nothing."""
+        is_late = isinstance(error, TeacherTimeout)
+        with self._lock:
+            if flight.is_given_up or self._is_over(teacher) or not flight.left:
+                return None  # another request's connection was lost, and this one closed with it
+            if is_late:
+                took_s = time.monotonic() - flight.since_s
+                teacher.pace.overdue(flight.request.samples, took_s)
+            if is_late or teacher.failures:
+                teacher.is_asked_in_vain(flight.since_s)
+        return Blame(text=teacher.about(error), lost=_TIMEOUT_LOSSES if is_late else 1)
+
+    def _land(self, teacher: Teacher, flight: Flight, blame: Blame | None) -> None:
+        """Give back what has no answer; `blame` is for the request that was asked last."""
+        with self._lock:
+            teacher.flights.remove(flight)
+            self._meter.answered(teacher.endpoint, flight.answered)
+            now = time.monotonic()
+            for place, request in reversed(list(enumerate(flight.left))):
+                its = blame if place == 0 else None
+                self._feed.give_back(request, teacher.endpoint, its, now)
+            if flight.left:
+                self._judge()
+                self.call()
+
+    def _judge(self) -> None:
+        """Find out who may answer what is in trouble. The caller has the lock."""
+        if self._feed.has_troubled:
+            now = time.monotonic()
+            self._feed.judge(self._roster.able(now), now)
+            if self._feed.is_ready:
+                self._ready.notify()
+            self._supervisor.look_soon()
+            self.call()
+
+    def _tend(self, now: float) -> bool:
+        """Do what falls due without an event; return whether more will. For the supervisor."""
+        self._judge()
+        lacking = [teacher for teacher in self._roster.wanted if not teacher.threads]
+        for teacher in lacking:
+            if now >= teacher.grows_after_s:
+                self._start_teacher_thread(teacher)
+        return bool(lacking)
+
+    def _next(self, teacher: Teacher, its_round: int) -> Flight | None:
+        """Wait for a request; None: this connection is not needed. The caller has the lock."""
+        while True:
+            if self._is_over(teacher) or teacher.round != its_round:
+                self._pass_on(teacher)
+                return None
+            now = time.monotonic()
+            wait_s = teacher.rest_until_s - now if teacher.rest_until_s else 0.0
+            if wait_s <= 0:
+                teacher.rest_until_s = 0.0
+                request = self._take(teacher)
+                self._pass_on(teacher)
+                if request is not None:
+                    flight = Flight(request, now)
+                    teacher.flights.append(flight)
+                    self._meter.asked(teacher.endpoint)
+                    self._supervisor.look_soon()
+                    return flight
+                if not self._feed.has_waiting_for(teacher.endpoint):
+                    teacher.pace.starved()
+            else:
+                self._pass_on(teacher)
+            teacher.idle += 1
+            self._idle += 1
+            try:
+                teacher.wake.wait(wait_s if wait_s > 0 else None)
+            finally:
+                teacher.idle -= 1
+                self._idle -= 1
+
+    def _pass_on(self, teacher: Teacher) -> None:
+        """Whoever was called has come; call the next one, if more waits."""
+        if self._called is teacher:
+            self._called = None
+        if self._idle and self._called is None:
+            self.call()
+
+    def _may_take(self, teacher: Teacher) -> bool:
+        """Whether it is worth asking this teacher now.
+
+        Beside a request that it has, only another full one is: what waits meanwhile joins.
+        """
+        feed, in_flight = self._feed, len(teacher.flights)
+        if feed.has_hedge(teacher.endpoint):
+            return True
+        if not feed.has_waiting_for(teacher.endpoint) or in_flight >= teacher.pace.depth:
+            return False
+        limits = self._settings.limits
+        return (
+            in_flight == 0
+            or feed.is_blocked
+            or feed.is_ended
+            or feed.has_troubled
+            or feed.waiting_bytes >= min(limits.join_bytes, teacher.most_bytes)
+            or feed.waiting_samples
+            >= min(teacher.pace.join_samples, limits.samples or MOST, teacher.most_samples)
+        )
+
+    def _take(self, teacher: Teacher) -> Request | None:
+        if not self._may_take(teacher):
+            return None
+        request = self._feed.take_hedge(teacher.endpoint)
+        if request is not None:
+            return request
+        limits = self._settings.limits
+        request = self._feed.take(
+            Limits(
+                join_bytes=min(limits.join_bytes, teacher.most_bytes),
+                most_bytes=min(limits.most_bytes, teacher.most_bytes),
+                samples=min(limits.samples or MOST, teacher.most_samples),
+                join_samples=teacher.pace.join_samples if limits.samples is None else None,
+            ),
+            teacher.endpoint,
+        )
+        if request is not None:
+            self._note_size(request)
+        return request
+
+    def _note_size(self, request: Request) -> None:
+        """Say once that samples do not share requests, if it stays so."""
+        if request.samples > 1 or self._feed.shapes < _MANY_SHAPES:
+            self._singles = 0
+            return
+        self._singles += 1
+        if self._singles == _MANY_SINGLES and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "samples are sent one by one, for hardly two that wait agree in shape: "
+                "set_padding lets them share requests"
+            )
+
+    # --- what becomes of teachers; in their threads
+
+    def _rest(
+        self, teacher: Teacher, flight: Flight, error: TeacherBusy | TeacherFailed | BadRequest
+    ) -> None:
+        """Leave a teacher alone for a while that is busy, fails, or refuses what others take: for
+        longer, again and again."""
+        with self._lock:
+            if isinstance(error, TeacherBusy):
+                rest_s = min(max(error.delay_s, 2 * teacher.rest_s), _MOST_REST_S)
+            else:
+                first_s, most_s = _FAILED_REST_S
+                rest_s = min(max(first_s, 4 * teacher.rest_s), most_s)
+            teacher.rest_s = rest_s
+            teacher.rest_until_s = time.monotonic() + rest_s
+            is_new = teacher.is_asked_in_vain(flight.since_s)
+            if is_new and not isinstance(error, TeacherBusy):
+                logger.warning("teacher %s", teacher.about(error))
+            elif rest_s == _MOST_REST_S and str(teacher.trouble) != str(error):
+                logger.info("teacher %s", teacher.about(error))
+            teacher.trouble = _without_frames(error)
+            teacher.pace.starved()
+
+    def _lose(self, teacher: Teacher, its_round: int, error: DistillError) -> None:
+        """Give up all connections to a teacher of which one failed: it is likely gone."""
+        with self._lock:
+            if teacher.round != its_round or self._is_over(teacher):
+                return
+            logger.warning("lost teacher %s", teacher.about(error))
+            teacher.trouble = error
+            clients = self._roster.give_up(teacher, time.monotonic())
+            self._judge()
+            self._supervisor.look()
+        for client in clients:
+            client.close()
+
+    def _reopens(self, teacher: Teacher) -> bool:
+        """Whether the thread whose connection ended is to open one: the last one is."""
+        if self._is_over(teacher) or teacher.threads > 1:
+            teacher.threads -= 1
+            return False
+        return True
+
+    def _is_over(self, teacher: Teacher) -> bool:
+        return self._is_closing or not teacher.is_wanted
+
+    def _set_connected(self, teacher: Teacher, client: TeacherClient) -> None:
+        teacher.clients.add(client)
+        bounds = client.bounds
+        teacher.most_bytes = min(teacher.most_bytes, bounds.most_bytes or MOST)
+        teacher.most_samples = min(teacher.most_samples, bounds.most_samples or MOST)
+        if not teacher.is_connected:
+            logger.info("teacher %s is connected by %s", teacher.endpoint, client.protocol)
+            teacher.is_connected = True
+            if not teacher.is_fruitless:  # else only an answer shows that it is back
+                teacher.trouble = teacher.absent_since_s = None
+                self._resume()
+            self._judge()
+        self._grow(teacher)
+
+    def _resume(self) -> None:
+        self._supervisor.has_given_up = False
+        self._feed.resume()
+
+    def _grow(self, teacher: Teacher) -> None:
+        if teacher.threads < teacher.pace.depth and time.monotonic() >= teacher.grows_after_s:
+            self._start_teacher_thread(teacher)
+
+    def _start_teacher_thread(self, teacher: Teacher) -> None:
+        """Add a connection, if the system has a thread for it; if not, later."""
+        teacher.threads += 1
+        name = f"edl-teacher-{teacher.endpoint}-{next(self._numbers)}"
+        try:
+            self._start_thread(lambda: self._run(teacher), name)
+        except RuntimeError as error:  # a limit on processes
+            teacher.threads -= 1
+            teacher.grows_after_s = time.monotonic() + _GROW_PERIOD_S
+            logger.warning(
+                "teacher %s: asked by %d connections, and no more now: %s",
+                teacher.endpoint,
+                teacher.threads,
+                error,
+            )
+            if not teacher.threads:
+                teacher.trouble = TeacherGone(f"{teacher.endpoint}: nobody to ask it: {error}")
+
+    def _start_thread(self, run: Callable[[], None], name: str) -> None:
+        def run_and_leave() -> None:
+            try:
+                run()
+            except Exception as error:  # noqa: BLE001  a defect: nobody may wait for this thread
+                with self._lock:
+                    self._feed.fail(error)
+                    self._ready.notify_all()
+            finally:
+                with self._lock:
+                    self._threads.discard(thread)
+
+        thread = threading.Thread(target=run_and_leave, name=name, daemon=True)
+        thread.start()  # the caller has the lock, for which the thread waits before it leaves
+        self._threads.add(thread)
+
+
+def _without_frames(error: _Error) -> _Error:
+    """Return it without where it came through: those frames hold the request's arrays and the
+    memory of the connection, and the frame that keeps the error would keep itself alive."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)

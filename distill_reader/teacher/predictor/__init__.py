@@ -1,0 +1,1 @@
+"""The process that computes a model."""

@@ -1,0 +1,99 @@
+"""From what students send to what a model takes, and from what it returns to what they want. Pure.
+
+The model keeps its floats; narrow types and the largest values alone travel.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from distill_reader.errors import BadRequest
+from distill_reader.model.forms import INDICES, LOG_REST, WHOLE, Form
+from distill_reader.model.normalization import Normalization
+from distill_reader.model.specs import TensorSpec
+from distill_reader.teacher.predictor.backend import Array
+
+
+def decode_input(array: Array, tensor: TensorSpec, normalization: Normalization | None) -> Array:
+    """Return what the model takes, for samples in any form that `tensor` accepts."""
+    if array.dtype == np.dtype(tensor.dtype):
+        return array
+    if array.dtype == np.uint8 and normalization is not None:
+        return normalization.apply(array, tensor.dtype)
+    return array.astype(tensor.dtype)
+
+
+class Encoder:
+    """The forms of one batch's outputs; what several of them need is computed once."""
+
+    def __init__(self, outputs: Sequence[Array], names: Sequence[str]) -> None:
+        self._outputs = outputs
+        self._names = names
+        self._tops: dict[tuple[int, int], tuple[Array, Any]] = {}
+
+    def encode(self, form: Form) -> Array:
+        """Return (N, ...) in this form.
+
+        Raises:
+            BadRequest: values do not fit the type.
+        """
+        output = self._outputs[form.place]
+        if form.part == WHOLE:
+            return self._as_float(output, form)
+        values, indices = self._top(form.place, form.top_k)
+        if form.part == INDICES:
+            if output.shape[-1] - 1 > np.iinfo(form.dtype).max:
+                raise BadRequest(
+                    f"output {self._names[form.place]}: {output.shape[-1]} values have indices "
+                    f"beyond {form.dtype}; want int32"
+                )
+            narrow: Array = indices.astype(form.dtype)
+            return narrow
+        if form.part == LOG_REST:
+            return self._as_float(_log_rest(output, indices), form)
+        return self._as_float(values, form)
+
+    def _as_float(self, array: Array, form: Form) -> Array:
+        if array.dtype == np.dtype(form.dtype):
+            return array
+        try:
+            with np.errstate(over="raise"):
+                return array.astype(form.dtype)
+        except FloatingPointError:
+            raise BadRequest(
+                f"output {self._names[form.place]}: has values beyond {form.dtype} "
+                f"(±{np.finfo(form.dtype).max:.6g}); want it as it is"
+            ) from None
+
+    def _top(self, place: int, top_k: int) -> tuple[Array, Any]:
+        found = self._tops.get((place, top_k))
+        if found is None:
+            found = self._tops[place, top_k] = _largest(self._outputs[place], top_k)
+        return found
+
+
+def _largest(output: Any, top_k: int) -> tuple[Array, Any]:
+    """Return values and places of the largest, in order; of equal ones the first comes first."""
+    classes = output.shape[-1]
+    # NaN has no order: it is neither large nor small, and must not hide what is large.
+    keys = np.where(np.isnan(output), np.inf, -output)
+    if top_k < classes:
+        some = np.sort(np.argpartition(keys, top_k - 1, axis=-1)[..., :top_k], axis=-1)
+    else:
+        some = np.broadcast_to(np.arange(classes), output.shape)
+    order = np.argsort(np.take_along_axis(keys, some, -1), axis=-1, kind="stable")
+    indices = np.take_along_axis(some, order, -1)
+    return np.take_along_axis(output, indices, -1), indices
+
+
+def _log_rest(output: Any, indices: Any) -> Array:
+    """Return log(sum(exp)) over all but `indices`, as (N, ..., 1); -inf where there are none."""
+    others = output.astype(np.float64)
+    np.put_along_axis(others, indices, -np.inf, -1)
+    most = others.max(-1, keepdims=True)
+    safe = np.where(np.isfinite(most), most, 0.0)
+    with np.errstate(divide="ignore"):
+        rest = np.log(np.exp(others - safe).sum(-1, keepdims=True)) + safe
+    result: Array = rest.astype(output.dtype)
+    return result

@@ -1,0 +1,221 @@
+"""Finds the model in a folder, whatever program exported it, and tells what it takes and returns.
+
+Known are the layouts of Paddle 3 (`x.json` and `x.pdiparams`), Paddle 2 (`x.pdmodel` and
+`x.pdiparams`) and 1.x (`__model__` with `__params__`, or with one file per parameter), each with
+or without the config file of Paddle Serving, which gives its tensors their aliases.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from distill_reader.errors import ModelError, UsageError
+from distill_reader.model.specs import ModelSpec, TensorSpec
+from distill_reader.protocols.prototxt import SERVER_FILES, ModelConfig, ServedVariable, read_config
+from distill_reader.teacher.predictor.model_program import Program, Variable, read_program
+
+_PROGRAM_NAMES = ("__model__",)
+_PROGRAM_SUFFIXES = (".json", ".pdmodel")
+_PARAMS_NAMES = ("__params__", "params")
+_PARAMS_SUFFIXES = (".pdiparams",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """The files of a model."""
+
+    folder: Path
+    program: Path
+    params: Path | None  # None: one file per parameter, beside the program
+    config: ModelConfig | None  # None: no Paddle Serving config; tensors go by their own names
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files of program and parameters."""
+        if self.params is not None:
+            return [self.program, self.params]
+        # One file per parameter, with names that only the program knows: all that lies there.
+        return sorted(path for path in self.folder.iterdir() if path.is_file())
+
+    @property
+    def is_pir(self) -> bool:
+        """Whether Paddle 3 exported it."""
+        return self.program.suffix == ".json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """What a model takes and returns, and how many samples at a time."""
+
+    spec: ModelSpec
+    batch: int | None  # exactly so many samples, the model's axis 0 being fixed; None: any number
+
+
+def find_model(
+    folder: str | Path, *, model_filename: str | None = None, params_filename: str | None = None
+) -> ModelFiles:
+    """Find the one model in `folder`.
+
+    Args:
+        model_filename: the program file, where several could be meant; None: find it.
+        params_filename: its parameters; None: find them.
+
+    Raises:
+        ModelError: there is none, or several could be meant; lists them.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: is no folder; name the folder that holds the model's files")
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    if (folder / "key").exists() and (folder / "encrypt_model").exists():
+        raise ModelError(f"{folder}: the model is encrypted; encrypted models cannot be served")
+    program = _find_program(folder, files, model_filename)
+    params = _find_params(folder, files, program, params_filename)
+    config_file = folder / SERVER_FILES[0]
+    if not config_file.exists() and (folder / SERVER_FILES[1]).exists():
+        config_file = folder / SERVER_FILES[1]
+    try:
+        config = read_config(config_file) if config_file.exists() else None
+    except UsageError as error:
+        raise ModelError(str(error)) from error
+    return ModelFiles(folder=folder, program=program, params=params, config=config)
+
+
+def read_signature(files: ModelFiles, name: str) -> Signature:
+    """Return what the model takes and returns, called `name`.
+
+    Raises:
+        ModelError: a tensor cannot be served; names it, the reason and the remedy.
+    """
+    return make_signature(read_program(files.program), files.config, name, str(files.program))
+
+
+def make_signature(
+    program: Program, config: ModelConfig | None, name: str, where: str
+) -> Signature:
+    """Join what the program says with the aliases of the config; pure.
+
+    Raises:
+        ModelError: see `read_signature`.
+    """
+    feeds = _choose(program.inputs, config.feeds if config else None, "input", where)
+    fetches = _choose(program.outputs, config.fetches if config else None, "output", where)
+    if len(feeds) < len(program.inputs):
+        left = {variable.name for variable in program.inputs} - {feed.name for feed, _ in feeds}
+        raise ModelError(f"{where}: the config feeds nothing to input {min(left)!r}; add it")
+    for _, served in feeds:
+        if served is not None and served.is_lod:
+            raise ModelError(
+                f"{where}: input {served.name!r} is a LoD tensor (rows of different lengths); "
+                "export the model with a padded input instead"
+            )
+    return Signature(
+        spec=ModelSpec(
+            name=name,
+            inputs=tuple(_tensor(*pair, "input", where) for pair in feeds),
+            outputs=tuple(_tensor(*pair, "output", where) for pair in fetches),
+        ),
+        batch=_fixed_batch([feed for feed, _ in feeds], [fetch for fetch, _ in fetches], where),
+    )
+
+
+def _find_program(folder: Path, files: Sequence[Path], name: str | None) -> Path:
+    if name is not None:
+        if not (folder / name).is_file():
+            raise ModelError(f"{folder / name}: no such file; it should hold the model's program")
+        return folder / name
+    found = [
+        path for path in files if path.suffix in _PROGRAM_SUFFIXES or path.name in _PROGRAM_NAMES
+    ]
+    # Other .json files may lie beside a model (a tokenizer's); one with parameters is meant.
+    if len(found) > 1:
+        with_params = [path for path in found if path.with_suffix(".pdiparams") in files]
+        found = with_params or found
+    if not found:
+        raise ModelError(
+            f"{folder}: holds no model; expected a .json or .pdmodel file with its .pdiparams, "
+            "or a __model__ file"
+        )
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise ModelError(f"{folder}: holds several models ({names}); give each a folder of its own")
+    return found[0]
+
+
+def _find_params(
+    folder: Path, files: Sequence[Path], program: Path, name: str | None
+) -> Path | None:
+    if name is not None:
+        if not (folder / name).is_file():
+            raise ModelError(f"{folder / name}: no such file; it should hold the parameters")
+        return folder / name
+    if program.suffix and (own := program.with_suffix(".pdiparams")) in files:
+        return own
+    found = [
+        path for path in files if path.suffix in _PARAMS_SUFFIXES or path.name in _PARAMS_NAMES
+    ]
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise ModelError(f"{folder}: several files could hold the parameters ({names}); keep one")
+    if not found and program.suffix:
+        raise ModelError(f"{folder}: {program.name} has no parameters beside it (.pdiparams)")
+    return found[0] if found else None
+
+
+def _choose(
+    variables: Sequence[Variable],
+    served: Sequence[ServedVariable] | None,
+    kind: str,
+    where: str,
+) -> list[tuple[Variable, ServedVariable | None]]:
+    if served is None:
+        return [(variable, None) for variable in variables]
+    by_name = {variable.name: variable for variable in variables}
+    for item in served:
+        if item.name not in by_name:
+            raise ModelError(
+                f"{where}: the config names {kind} {item.name!r}, the model has "
+                f"{', '.join(by_name)}; write the config again (python -m distill_reader.convert)"
+            )
+    return [(by_name[item.name], item) for item in served]
+
+
+def _tensor(variable: Variable, served: ServedVariable | None, kind: str, where: str) -> TensorSpec:
+    try:
+        kind_of = np.dtype(variable.dtype).kind
+    except TypeError:
+        kind_of = "V"
+    # Other packages teach numpy names such as bfloat16, which no protocol of ours has.
+    if kind_of not in "biufc":
+        raise ModelError(
+            f"{where}: {kind} {variable.name!r} is {variable.dtype}, which cannot be sent; "
+            "cast it in the model (to float32)"
+        )
+    if not variable.shape:
+        raise ModelError(
+            f"{where}: {kind} {variable.name!r} is a scalar; every tensor needs an axis 0 "
+            "that counts samples"
+        )
+    return TensorSpec(
+        name=served.alias if served is not None else variable.name,
+        dtype=variable.dtype,
+        shape=tuple(-1 if length < 0 else length for length in variable.shape[1:]),
+        variable=variable.name,
+    )
+
+
+def _fixed_batch(inputs: Sequence[Variable], outputs: Sequence[Variable], where: str) -> int | None:
+    fixed = {variable.shape[0] for variable in inputs if variable.shape[0] >= 0}
+    if not fixed:
+        return None
+    batch = min(fixed)
+    for variable in (*inputs, *outputs):
+        if variable.shape[0] not in (-1, batch) or batch == 0:
+            raise ModelError(
+                f"{where}: {variable.name!r} has {variable.shape[0]} rows where another tensor "
+                f"has {batch}; export the model with axis 0 left open "
+                "(InputSpec([None, ...])), as the axis that counts samples"
+            )
+    return batch

@@ -1,0 +1,293 @@
+"""One predictor: a process that holds every model on one device and computes batch after batch.
+
+Started by the front (predictors.py) with one end of a socket pair; ends when the front does.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+
+from distill_reader.errors import BadRequest, ModelError, UsageError
+from distill_reader.model.normalization import Normalization, check_inputs, read_folder
+from distill_reader.model.specs import Accepted, ModelSpec, TensorSpec
+from distill_reader.protocols.arena import Arena, attach
+from distill_reader.teacher.predictor.backend import Array, Backend, BackendFactory, Device
+from distill_reader.teacher.predictor.digest import digest_of
+from distill_reader.teacher.predictor.encodings import Encoder, decode_input
+from distill_reader.teacher.predictor.wire import (
+    Channel,
+    Kind,
+    Place,
+    Run,
+    Shape,
+    Start,
+    decode_places,
+    decode_run,
+    encode_shapes,
+    parse_start,
+    specs_document,
+)
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+# What operators raise about the tensors that they got (Paddle's InvalidArgument, OutOfRange and
+# Unimplemented among them). Anything else, such as memory that ran out or an error of the device,
+# may have left the process unfit to go on.
+_ABOUT_INPUTS = (BadRequest, ValueError, TypeError, LookupError, NotImplementedError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A model as it is served: what the backend computes, and what is done before and behind it."""
+
+    backend: Backend
+    spec: ModelSpec  # the backend's, with what else is accepted
+    normalizations: Mapping[str, Normalization]  # by input
+
+
+class Predictor:
+    """Answers the front's messages until it is gone."""
+
+    def __init__(self, channel: Channel, models: Sequence[Loaded]) -> None:
+        self._channel = channel
+        self._models = models
+        self._arenas: dict[int, Arena] = {}
+        self._waiting: deque[Run] = deque()
+
+    def serve(self) -> None:
+        """Serve messages; returns when the front closes the connection."""
+        with contextlib.suppress(EOFError):
+            while True:
+                if self._waiting:
+                    self._run(self._waiting.popleft())
+                else:
+                    self._waiting.append(decode_run(self._await(Kind.RUN)))
+
+    def _await(self, wanted: Kind) -> tuple[int, ...]:
+        """Return the numbers of the next RUN or WRITE; batches that come earlier wait."""
+        while True:
+            kind, numbers, _, fd = self._channel.receive_with_fd()
+            if kind is wanted:
+                return numbers
+            if kind is Kind.RUN:
+                self._waiting.append(decode_run(numbers))
+            elif kind is Kind.ARENA and fd is not None:
+                self._arenas[numbers[0]] = attach(fd)
+            elif kind is Kind.FORGET and numbers[0] in self._arenas:
+                self._arenas.pop(numbers[0]).close()
+
+    def _run(self, run: Run) -> None:
+        model = self._models[run.model]
+        spec = model.spec
+        samples = sum(rows.count for rows in run.rows)
+        inputs = {
+            tensor.name: self._gather(
+                run.input_dtypes[at], shape, [(rows.inputs[at], rows.count) for rows in run.rows]
+            )
+            for at, (tensor, shape) in enumerate(zip(spec.inputs, run.input_shapes, strict=True))
+        }
+        started = time.perf_counter()
+        try:
+            for tensor in spec.inputs:
+                normalization = model.normalizations.get(tensor.name)
+                inputs[tensor.name] = decode_input(inputs[tensor.name], tensor, normalization)
+            outputs = _check_outputs(spec, model.backend.run(inputs), samples)
+            encoder = Encoder(outputs, [tensor.name for tensor in spec.outputs])
+            columns = [encoder.encode(form) for form in run.columns]
+        except _ABOUT_INPUTS as error:
+            self._channel.send(Kind.REFUSED, (run.batch,), str(error).encode()[:4000])
+            return
+        computed_us = int((time.perf_counter() - started) * 1e6)
+        shapes = tuple(output.shape[1:] for output in outputs)
+        places: Sequence[tuple[Place | None, ...]] = [rows.columns for rows in run.rows]
+        expected = zip(run.output_shapes, shapes, strict=True)
+        if any(want is not None and want != got for want, got in expected) or not any(places[0]):
+            places = self._ask_where(run, computed_us, shapes)
+        self._scatter(columns, run, places)
+        self._channel.send(Kind.DONE, (run.batch, computed_us))
+
+    def _ask_where(
+        self, run: Run, computed_us: int, shapes: Sequence[Shape]
+    ) -> list[tuple[Place | None, ...]]:
+        """Tell the front how large the outputs are; return the places that it gives them."""
+        self._channel.send(Kind.SHAPES, encode_shapes(run.batch, computed_us, shapes))
+        return decode_places(self._await(Kind.WRITE), len(run.columns))
+
+    def _gather(self, dtype: str, shape: Shape, pieces: Sequence[tuple[Place, int]]) -> Array:
+        arrays = [self._array(dtype, place, (count, *shape)) for place, count in pieces]
+        if len(arrays) > 1:
+            return np.concatenate(arrays)
+        # Bytes that a protocol put at an odd address are no array for vector instructions.
+        return arrays[0] if arrays[0].flags.aligned else arrays[0].copy()
+
+    def _scatter(
+        self, columns: Sequence[Array], run: Run, places: Sequence[tuple[Place | None, ...]]
+    ) -> None:
+        start = 0
+        for rows, wanted in zip(run.rows, places, strict=True):
+            for column, place in zip(columns, wanted, strict=True):
+                if place is not None:
+                    part = column[start : start + rows.count]
+                    self._array(column.dtype.name, place, part.shape)[...] = part
+            start += rows.count
+
+    def _array(self, dtype: str, place: Place, shape: Shape) -> Array:
+        arena, offset = place
+        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        return np.ndarray(shape, dtype, self._arenas[arena].region(offset, size))
+
+
+def load_models(start: Start) -> list[Loaded]:
+    """Load every model by the factory named `module:function`.
+
+    Raises:
+        UsageError: there is no such factory, or a normalization fits no input.
+        ModelError: a model cannot be served.
+    """
+    factory = _find_factory(start.backend)
+    given: dict[str, dict[str, Normalization]] = {name: {} for name, _ in start.models}
+    for model, tensor, normalization in start.normalizations:
+        given[model][tensor] = normalization
+    device = start.device
+    return [_load(factory, folder, name, device, given[name]) for name, folder in start.models]
+
+
+def _load(
+    factory: BackendFactory,
+    folder: str,
+    name: str,
+    device: Device,
+    given: Mapping[str, Normalization],
+) -> Loaded:
+    """Load a model; normalizations that are given replace those of its folder."""
+    backend = factory(folder, name, device)
+    spec = backend.spec
+    try:
+        normalizations = check_inputs(read_folder(folder), spec.inputs)
+        normalizations |= check_inputs(given, spec.inputs)
+    except UsageError as error:
+        raise UsageError(f"model {name}: {error}") from error
+    how = [f"{key} {asdict(normalizations[key])}" for key in sorted(normalizations)]
+    return Loaded(
+        backend=backend,
+        spec=replace(
+            spec,
+            inputs=tuple(
+                replace(tensor, accepts=_accepts(tensor, normalizations.get(tensor.name)))
+                for tensor in spec.inputs
+            ),
+            takes_forms=True,
+            digest=digest_of(folder, [], spec.digest, *how) if spec.digest and how else spec.digest,
+        ),
+        normalizations=normalizations,
+    )
+
+
+def _accepts(tensor: TensorSpec, normalization: Normalization | None) -> tuple[Accepted, ...]:
+    forms = list(tensor.accepts)
+    if tensor.dtype in ("float32", "float64"):
+        forms.append(Accepted(dtype="float16", shape=tensor.shape))
+    if normalization is not None:
+        forms.append(normalization.accepted(tensor))
+    return tuple(forms)
+
+
+def _find_factory(backend: str) -> BackendFactory:
+    module, _, function = backend.partition(":")
+    try:
+        factory: BackendFactory = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"--backend {backend}: {error}; expected module:function, importable from here"
+        ) from error
+    return factory
+
+
+def main() -> None:
+    """Load what the front says and serve it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fd", type=int, required=True, help="our end of the socket pair")
+    parser.add_argument("--front", type=int, required=True, help="process id of the front")
+    args = parser.parse_args()
+    _end_with(args.front)
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(asctime)s predictor {os.getpid()} %(levelname)s %(name)s: %(message)s",
+    )
+    channel = Channel(socket.socket(fileno=args.fd))
+    _, _, text = channel.receive()
+    start = parse_start(text)
+    sys.path += [path for path in start.paths if path not in sys.path]
+    try:
+        models = load_models(start)
+    except Exception as error:
+        # Whatever a backend raises, the front must know.
+        is_expected = isinstance(error, ModelError | UsageError)
+        if not is_expected:
+            logger.exception("loading failed")
+        channel.send_json(
+            Kind.BROKEN,
+            {
+                "kind": "usage" if isinstance(error, UsageError) else "model",
+                "text": str(error) if is_expected else f"loading failed: {error!r}",
+            },
+        )
+        return
+    channel.send_json(Kind.READY, specs_document([model.spec for model in models]))
+    try:
+        Predictor(channel, models).serve()
+    except BrokenPipeError:
+        return  # the front is gone
+    except Exception as error:
+        # The outermost loop: after an error that no input explains, a new process is safer.
+        logger.exception("computing failed")
+        channel.send_json(Kind.BROKEN, {"kind": "compute", "text": repr(error)[:4000]})
+        raise SystemExit(1) from error
+
+
+def _end_with(front: int) -> None:
+    """Have the kernel kill this process when the front ends, however that happens."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the front, which lets us finish
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != front:
+        raise SystemExit("the front is gone")
+
+
+def _check_outputs(spec: ModelSpec, outputs: Mapping[str, Array], samples: int) -> list[Array]:
+    """Return the outputs in the spec's order.
+
+    Raises:
+        BadRequest: one is missing, or of another type, or has not one row per sample.
+    """
+    return [_check_output(tensor, outputs.get(tensor.name), samples) for tensor in spec.outputs]
+
+
+def _check_output(tensor: TensorSpec, array: Array | None, samples: int) -> Array:
+    if array is None:
+        raise BadRequest(f"output {tensor.name}: the model did not return it")
+    if array.dtype != np.dtype(tensor.dtype):
+        raise BadRequest(f"output {tensor.name}: expected {tensor.dtype}, got {array.dtype}")
+    if array.ndim == 0 or len(array) != samples:
+        raise BadRequest(
+            f"output {tensor.name}: has shape {list(array.shape)} for {samples} samples; "
+            "axis 0 of every output must count samples"
+        )
+    return array
+
+
+if __name__ == "__main__":
+    main()

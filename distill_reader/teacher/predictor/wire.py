@@ -1,0 +1,290 @@
+"""What the front and a predictor process say to each other over their socket pair.
+
+One message is one packet (SOCK_SEQPACKET) of little-endian 64-bit integers, the first its kind,
+perhaps followed by JSON. Tensors lie in arenas, named by number; their descriptors go along once.
+
+    front:      START (JSON), ARENA (id; a descriptor), FORGET (id), RUN, WRITE
+    predictor:  READY (JSON), DONE, SHAPES, REFUSED (JSON), BROKEN (JSON; it ends after that)
+"""
+
+import array
+import json
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from typing import Any
+
+from distill_reader.model.forms import INDICES, LOG_REST, VALUES, WHOLE, Form
+from distill_reader.model.normalization import Normalization, from_json
+from distill_reader.model.specs import Accepted, ModelSpec, TensorSpec
+from distill_reader.protocols.wire import DTYPES
+from distill_reader.teacher.predictor.backend import Device
+
+Shape = tuple[int, ...]
+Place = tuple[int, int]  # of a tensor's bytes: arena, offset
+
+MAX_MESSAGE_BYTES = 1 << 20
+_HEAD = struct.Struct("<2q")  # kind, how many numbers follow
+_ROOM_FOR_FD = socket.CMSG_SPACE(4)
+_PARTS = (WHOLE, VALUES, INDICES, LOG_REST)
+
+
+class Kind(IntEnum):
+    START = 1
+    ARENA = 2
+    FORGET = 3
+    RUN = 4
+    WRITE = 5
+    READY = 11
+    DONE = 12
+    SHAPES = 13
+    REFUSED = 14
+    BROKEN = 15
+
+
+_KINDS = {kind.value: kind for kind in Kind}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What a predictor loads."""
+
+    backend: str  # module:function
+    models: tuple[tuple[str, str], ...]  # name, folder; their places number them from here on
+    device: Device
+    paths: tuple[str, ...]  # where Python looks for modules
+    normalizations: tuple[tuple[str, str, Normalization], ...] = ()  # model, input, how
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Samples of one request within a batch, and where their bytes come from and go to."""
+
+    count: int
+    inputs: tuple[Place, ...]
+    columns: tuple[Place | None, ...]  # None: not wanted, or not yet known where to
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Compute a batch: the rows of all pieces, one after the other."""
+
+    batch: int
+    model: int
+    input_dtypes: tuple[str, ...]  # as they came
+    input_shapes: tuple[Shape, ...]  # of one sample, likewise
+    output_shapes: tuple[Shape | None, ...]  # as the model returns them; None: not known
+    columns: tuple[Form, ...]  # what is wanted of them by any of the rows
+    rows: tuple[Rows, ...]
+
+
+class Channel:
+    """One end of the socket pair. Any thread may send, one receives."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._packet = bytearray(MAX_MESSAGE_BYTES)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, MAX_MESSAGE_BYTES)
+
+    def send(self, kind: Kind, numbers: Sequence[int] = (), text: bytes = b"") -> None:
+        """Raises: OSError: the other end is gone."""
+        self.sock.send(struct.pack(f"<{len(numbers) + 2}q", kind, len(numbers), *numbers) + text)
+
+    def send_arena(self, arena: int, fd: int) -> None:
+        """Raises: OSError: the other end is gone."""
+        head = struct.pack("<3q", Kind.ARENA, 1, arena)
+        socket.send_fds(self.sock, [head], [fd])
+
+    def send_json(self, kind: Kind, document: Any) -> None:
+        """Raises: OSError: the other end is gone."""
+        self.send(kind, (), json.dumps(document).encode())
+
+    def receive(self) -> tuple[Kind, tuple[int, ...], bytes]:
+        """Return the next message: kind, numbers, text.
+
+        Raises:
+            EOFError: the other end is gone.
+        """
+        try:
+            size = self.sock.recv_into(self._packet)
+        except ConnectionError:
+            size = 0
+        return _parse(self._packet, size)
+
+    def receive_with_fd(self) -> tuple[Kind, tuple[int, ...], bytes, int | None]:
+        """Like `receive`, with the descriptor that came along."""
+        try:
+            size, ancillary, _, _ = self.sock.recvmsg_into(
+                [self._packet], _ROOM_FOR_FD, socket.MSG_CMSG_CLOEXEC
+            )
+        except ConnectionError:
+            size, ancillary = 0, []
+        fds = array.array("i")
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+        for fd in fds[1:]:
+            os.close(fd)
+        return *_parse(self._packet, size), fds[0] if fds else None
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+def encode_run(run: Run) -> list[int]:
+    """Return the numbers of a RUN message."""
+    numbers = [run.batch, run.model, len(run.input_shapes), len(run.output_shapes)]
+    numbers += [len(run.columns), len(run.rows), *map(DTYPES.index, run.input_dtypes)]
+    for shape in (*run.input_shapes, *run.output_shapes):
+        if shape is None:
+            numbers.append(-1)
+        else:
+            numbers.append(len(shape))
+            numbers += shape
+    for form in run.columns:
+        numbers += (form.place, _PARTS.index(form.part), form.top_k, DTYPES.index(form.dtype))
+    for rows in run.rows:
+        numbers.append(rows.count)
+        for place in rows.inputs:
+            numbers += place
+        for place_or_none in rows.columns:
+            numbers += place_or_none or (0, 0)  # arenas count from 1
+    return numbers
+
+
+def decode_run(numbers: Sequence[int]) -> Run:
+    """Return what `encode_run` got."""
+    batch, model, inputs, outputs, columns, count = numbers[:6]
+    at = 6 + inputs
+    dtypes = tuple(DTYPES[code] for code in numbers[6:at])
+    shapes: list[Shape | None] = []
+    for _ in range(inputs + outputs):
+        rank = numbers[at]
+        at += 1
+        if rank < 0:
+            shapes.append(None)
+            continue
+        shapes.append(tuple(numbers[at : at + rank]))
+        at += rank
+    forms = []
+    for _ in range(columns):
+        place, part, top_k, dtype = numbers[at : at + 4]
+        forms.append(Form(place, _PARTS[part], top_k, DTYPES[dtype]))
+        at += 4
+    all_rows: list[Rows] = []
+    for _ in range(count):
+        samples = numbers[at]
+        flat = numbers[at + 1 : at + 1 + 2 * (inputs + columns)]
+        at += 1 + len(flat)
+        places = list(zip(flat[::2], flat[1::2], strict=True))
+        all_rows.append(
+            Rows(
+                samples,
+                tuple(places[:inputs]),
+                tuple(place if place[0] else None for place in places[inputs:]),
+            )
+        )
+    return Run(
+        batch,
+        model,
+        dtypes,
+        tuple(shape for shape in shapes[:inputs] if shape is not None),
+        tuple(shapes[inputs:]),
+        tuple(forms),
+        tuple(all_rows),
+    )
+
+
+def encode_places(batch: int, rows: Sequence[tuple[Place | None, ...]]) -> list[int]:
+    """Return the numbers of a WRITE message: for each piece where each column goes to."""
+    numbers = [batch]
+    for places in rows:
+        for place in places:
+            numbers += place or (0, 0)
+    return numbers
+
+
+def decode_places(numbers: Sequence[int], columns: int) -> list[tuple[Place | None, ...]]:
+    """Return the places of a WRITE message, for a batch of so many columns."""
+    flat = numbers[1:]
+    places = [place if place[0] else None for place in zip(flat[::2], flat[1::2], strict=True)]
+    return [tuple(places[at : at + columns]) for at in range(0, len(places), columns)]
+
+
+def encode_shapes(batch: int, computed_us: int, shapes: Sequence[Shape]) -> list[int]:
+    """Return the numbers of a SHAPES message: of one sample of each output."""
+    numbers = [batch, computed_us]
+    for shape in shapes:
+        numbers.append(len(shape))
+        numbers += shape
+    return numbers
+
+
+def decode_shapes(numbers: Sequence[int]) -> tuple[Shape, ...]:
+    """Return the shapes of a SHAPES message."""
+    shapes: list[Shape] = []
+    at = 2
+    while at < len(numbers):
+        rank = numbers[at]
+        shapes.append(tuple(numbers[at + 1 : at + 1 + rank]))
+        at += 1 + rank
+    return tuple(shapes)
+
+
+def start_document(start: Start) -> dict[str, Any]:
+    """Return START's JSON."""
+    return asdict(start)
+
+
+def parse_start(text: bytes) -> Start:
+    """Return what `start_document` got."""
+    document = json.loads(text)
+    return Start(
+        backend=document["backend"],
+        models=tuple((name, folder) for name, folder in document["models"]),
+        device=Device(**document["device"]),
+        paths=tuple(document["paths"]),
+        normalizations=tuple(
+            (model, name, from_json(fields)) for model, name, fields in document["normalizations"]
+        ),
+    )
+
+
+def specs_document(specs: Sequence[ModelSpec]) -> list[dict[str, Any]]:
+    """Return READY's JSON."""
+    return [asdict(spec) for spec in specs]
+
+
+def parse_specs(text: bytes) -> tuple[ModelSpec, ...]:
+    """Return what `specs_document` got."""
+    return tuple(
+        ModelSpec(
+            name=document["name"],
+            version=document["version"],
+            inputs=tuple(map(_parse_tensor, document["inputs"])),
+            outputs=tuple(map(_parse_tensor, document["outputs"])),
+            takes_forms=document["takes_forms"],
+            digest=document["digest"],
+        )
+        for document in json.loads(text)
+    )
+
+
+def _parse_tensor(document: dict[str, Any]) -> TensorSpec:
+    accepts = tuple(
+        Accepted(dtype=form["dtype"], shape=tuple(form["shape"])) for form in document["accepts"]
+    )
+    return TensorSpec(**{**document, "shape": tuple(document["shape"]), "accepts": accepts})
+
+
+def _parse(packet: bytearray, size: int) -> tuple[Kind, tuple[int, ...], bytes]:
+    if size == 0:
+        raise EOFError("the other end is gone")
+    kind, count = _HEAD.unpack_from(packet)
+    end = _HEAD.size + count * 8
+    numbers = struct.unpack_from(f"<{count}q", packet, _HEAD.size)
+    return _KINDS[kind], numbers, bytes(packet[end:size])

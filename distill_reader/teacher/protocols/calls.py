@@ -1,0 +1,105 @@
+"""From a protocol's coroutine to the service and back: nothing is lost when a client leaves."""
+
+import asyncio
+import functools
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+from distill_reader.errors import TeacherBusy
+from distill_reader.teacher.service.requests import InferAnswer, InferRequest, Service
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_INLINE_BYTES = 256 << 10  # work on less is done by the loop itself: a thread costs more
+_THREADS = 4  # for what would keep the loop from others: copies of megabytes, JSON, gzip
+
+
+class Calls:
+    """What all protocols that live on the front's loop ask the service through."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="front-work")
+        self._one_thread = ThreadPoolExecutor(1, thread_name_prefix="front-json")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._one_thread.shutdown(wait=False, cancel_futures=True)
+
+    async def run(
+        self, size_bytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Return what `function` does with `size_bytes` of data, in a thread where it may last.
+
+        If the caller is cancelled, this returns when the thread is done with the data.
+        """
+        work = functools.partial(function, *args, **kwargs)
+        return work() if size_bytes < _INLINE_BYTES else await self._run_in(self._threads, work)
+
+    async def run_alone(
+        self, size_bytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """As `run`, for what needs ten times the memory of its data: one at a time, if large."""
+        work = functools.partial(function, *args, **kwargs)
+        return work() if size_bytes < _INLINE_BYTES else await self._run_in(self._one_thread, work)
+
+    async def _run_in(self, executor: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+        task = asyncio.get_running_loop().run_in_executor(executor, work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            # The function reads memory that the caller gives back next.
+            if not task.done():
+                await asyncio.wait([task])
+            _abandon_result(task)
+            raise
+
+    async def infer(
+        self,
+        request: InferRequest,
+        size_bytes: int,
+        *,
+        submitted: Callable[[], None] = lambda: None,
+    ) -> InferAnswer:
+        """Return the answer; the caller releases it.
+
+        Args:
+            size_bytes: of the inputs that the service has to copy.
+            submitted: called when it has, or has refused them.
+
+        Raises:
+            BadRequest, ModelNotFound, TeacherBusy.
+        """
+        try:
+            future = await self.run(size_bytes, self.service.submit, request)
+        finally:
+            submitted()
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            is_stopped = future.cancelled()  # by the service, not by who waits
+            _abandon(future)
+            task = asyncio.current_task()
+            if is_stopped and task is not None and not task.cancelling():
+                raise TeacherBusy("the teacher stops", delay_s=1.0) from None
+            raise
+
+
+def _abandon_result(task: "asyncio.Future[T]") -> None:
+    if not task.cancelled() and task.exception() is None:
+        result = task.result()
+        if isinstance(result, Future):
+            _abandon(result)
+
+
+def _abandon(future: "Future[InferAnswer]") -> None:
+    """Have the answer that nobody waits for released."""
+    future.cancel()
+    future.add_done_callback(_release)
+
+
+def _release(future: "Future[InferAnswer]") -> None:
+    if not future.cancelled() and future.exception() is None:
+        future.result().release()

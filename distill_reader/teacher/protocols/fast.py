@@ -1,0 +1,482 @@
+"""The teacher's end of the fast path: a thread per connection, from the socket to the predictors.
+
+A teacher has few students, and each of their connections carries one request at a time: threads
+that block cost less here than a loop that switches. What is in `wire.py` is checked before any
+memory is taken for it; inputs are received straight into memory that the predictors see.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from distill_reader.errors import (
+    BadRequest,
+    ModelNotFound,
+    TeacherBusy,
+    TeacherFailed,
+    UsageError,
+    WireError,
+)
+from distill_reader.model.specs import ModelSpec
+from distill_reader.protocols import stream, wire
+from distill_reader.protocols.arena import ALIGNMENT, Arena, ArenaError, attach
+from distill_reader.protocols.stream import StreamEnded, StreamStalled
+from distill_reader.protocols.wire import Head, Hello, WireTensor
+from distill_reader.teacher.service.requests import (
+    Array,
+    InferAnswer,
+    InferRequest,
+    Service,
+    SharedTensor,
+)
+from distill_reader.tokens import new_nonce, prove, proves, same_token
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.2  # between two looks whether a student that waits for its answer is still there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a connection may ask for, and how long it may take."""
+
+    max_request_bytes: int = 512 << 20  # of all inputs of one request
+    max_shared_bytes: int = 4 << 30  # of a student's shared memory: mapped, not taken
+    max_connections: int = 1024
+    token: str = ""  # what a student must prove to have; "": nothing
+    hello_s: float = 10.0  # for a greeting to come
+    stall_s: float = 20.0  # for a frame that has begun to go on
+    unix: str = ""  # abstract name of the unix socket that students of this host are told of
+
+
+class FastServer:
+    """All connections of the fast path, and the unix socket for students of the same host."""
+
+    def __init__(self, service: Service, limits: Limits) -> None:
+        """Open the unix socket; its name is random, so that only who was told it finds it."""
+        self._service = service
+        self.limits = replace(limits, unix=f"edl-teacher-{os.getpid()}-{secrets.token_hex(8)}")
+        self._lock = threading.Lock()
+        self._connections: dict[socket.socket, threading.Thread] = {}
+        self._closing = threading.Event()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._listener.bind("\0" + self.limits.unix)
+            self._listener.listen(128)
+        except OSError:
+            self._listener.close()
+            raise
+        self._acceptor = threading.Thread(target=self._accept, name="fast-unix", daemon=True)
+        self._acceptor.start()
+
+    def start(self, sock: socket.socket) -> None:
+        """Serve a connection in a thread of its own. `sock` belongs to the server from here on."""
+        thread = threading.Thread(target=self._serve, args=(sock,), name="fast", daemon=True)
+        with self._lock:
+            has_room = len(self._connections) < self.limits.max_connections
+            if has_room and not self._closing.is_set():
+                self._connections[sock] = thread
+                try:
+                    thread.start()
+                except RuntimeError:  # the system has no more threads
+                    del self._connections[sock]
+                else:
+                    return
+        logger.warning("a connection is refused: %d are open", len(self._connections))
+        with sock, contextlib.suppress(OSError):
+            sock.settimeout(0)
+            sock.send(wire.pack_refusal(TeacherBusy("too many connections", delay_s=1.0)))
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Take no more requests; return when those at work are answered, or after `timeout_s`."""
+        self._closing.set()
+        stream.end(self._listener)
+        self._acceptor.join()
+        self._listener.close()
+        with self._lock:
+            connections = dict(self._connections)
+        for sock in connections:  # those that wait for a request find the end of the stream
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RD)
+        for thread in connections.values():
+            thread.join(timeout_s / max(len(connections), 1))
+        for sock in connections:
+            stream.end(sock)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                if self._closing.is_set():
+                    return
+                logger.warning("cannot accept on the unix socket: %s", error)
+                self._closing.wait(0.2)  # out of descriptors: some will be closed
+                continue
+            self.start(sock)
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            serve_connection(sock, self._service, self.limits, self._closing)
+        finally:
+            with self._lock:
+                del self._connections[sock]
+
+
+def serve_connection(
+    sock: socket.socket,
+    service: Service,
+    limits: Limits,
+    closing: threading.Event | None = None,
+) -> None:
+    """Answer one student until it leaves, errs or stalls; close `sock`.
+
+    The connection begins with the student's greeting, still unread.
+
+    Args:
+        closing: set before the receiving side of `sock` is shut down to end the connection behind
+            the answer at work; None: nobody does that.
+    """
+    connection = None
+    try:
+        stream.prepare(sock, limits.hello_s)
+        spec = _greet(sock, service, limits)
+        if spec is not None:
+            stream.set_timeout(sock, limits.stall_s)
+            connection = _Connection(sock, service, limits, spec, closing or threading.Event())
+            connection.run()
+    except StreamEnded as error:
+        logger.debug("fast path: %s", error)
+    except StreamStalled as error:
+        logger.info("fast path: a student is dropped: %s", error)
+    except WireError as error:
+        logger.warning("fast path: a connection is dropped: %s", error)
+        with contextlib.suppress(StreamEnded, StreamStalled):
+            data = wire.pack_error(0, error)
+            stream.send(sock, [data], len(data), limits.stall_s)
+    except Exception:
+        # The outermost place of one connection: a defect here must not end the others.
+        logger.exception("fast path: a connection failed")
+    finally:
+        if connection is not None:
+            connection.close()
+        sock.close()
+
+
+def _greet(sock: socket.socket, service: Service, limits: Limits) -> ModelSpec | None:
+    """Return the model that the student asks for; None: it was refused."""
+    try:
+        head = stream.receive_bytes(sock, wire.GREETING.size, limits.hello_s)
+        body_bytes = wire.parse_greeting(head, max_bytes=wire.MAX_HELLO_BYTES)
+        hello = wire.parse_hello(stream.receive_bytes(sock, body_bytes, limits.hello_s))
+        proof = _prove_each_other(sock, hello, limits)
+        if not service.is_ready:
+            raise TeacherBusy("the teacher starts or drains", delay_s=0.5)
+        spec = _choose(service.models(), hello.model)
+    except (UsageError, BadRequest, TeacherBusy, WireError) as error:
+        data = wire.pack_refusal(error)
+        stream.send(sock, [data], len(data), limits.hello_s)
+        if isinstance(error, WireError):
+            raise
+        return None
+    is_unix = sock.family == socket.AF_UNIX
+    data = wire.pack_welcome(
+        wire.Welcome(
+            spec=spec,
+            max_request_bytes=limits.max_request_bytes,
+            unix="" if is_unix else limits.unix,
+            shared_memory=is_unix,
+            proof=proof,
+        )
+    )
+    stream.send(sock, [data], len(data), limits.hello_s)
+    return spec
+
+
+def _prove_each_other(sock: socket.socket, hello: Hello, limits: Limits) -> str:
+    """Return what the student is to see, once it has shown that it has the token.
+
+    Raises:
+        UsageError: it has not.
+        StreamEnded, StreamStalled, WireError.
+    """
+    if not limits.token:
+        return ""
+    if hello.nonce:
+        own = new_nonce()
+        data = wire.pack_challenge(own)
+        stream.send(sock, [data], len(data), limits.hello_s)
+        head = stream.receive_bytes(sock, wire.GREETING.size, limits.hello_s)
+        body_bytes = wire.parse_greeting(head, max_bytes=wire.MAX_HELLO_BYTES)
+        shown = wire.parse_proof(stream.receive_bytes(sock, body_bytes, limits.hello_s))
+        if proves(shown, limits.token, "fast student", hello.nonce, own):
+            return prove(limits.token, "fast teacher", hello.nonce, own)
+    elif same_token(hello.token, limits.token):  # of an older release, which sends it
+        return ""
+    raise UsageError(
+        "the teacher wants a token, and "
+        f"{'another' if hello.token or hello.nonce else 'none'} was given: "
+        "set EDL_TEACHER_TOKEN as on the teacher"
+    )
+
+
+def _choose(models: Mapping[str, ModelSpec], name: str) -> ModelSpec:
+    names = ", ".join(models)
+    if name:
+        if name not in models:
+            raise ModelNotFound(f"no model {name!r} here; served are: {names}")
+        return models[name]
+    if len(models) != 1:
+        raise ModelNotFound(f"several models are served, name one of them: {names}")
+    return next(iter(models.values()))
+
+
+class _Connection:
+    """A student that was greeted."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        service: Service,
+        limits: Limits,
+        spec: ModelSpec,
+        closing: threading.Event,
+    ) -> None:
+        self._sock = sock
+        self._service = service
+        self._limits = limits
+        self._spec = spec
+        self._closing = closing
+        self._output_index = {tensor.name: index for index, tensor in enumerate(spec.outputs)}
+        self._shared: Arena | None = None  # the student's memory, once it has shared some
+        self._protocol = "fast-unix" if sock.family == socket.AF_UNIX else "fast-tcp"
+
+    def run(self) -> None:
+        """Answer frames until the stream ends.
+
+        Raises:
+            StreamEnded, StreamStalled, WireError.
+        """
+        head_view = memoryview(bytearray(wire.HEAD.size))
+        while True:
+            self._await_frame(head_view)
+            head = wire.parse_head(head_view)
+            meta = stream.receive_bytes(self._sock, head.meta_bytes, self._limits.stall_s)
+            if head.kind == wire.PREDICT:
+                self._predict(head, meta)
+            elif head.kind == wire.SHARE:
+                self._share()
+            else:
+                raise WireError(f"unexpected frame of kind {head.kind}")
+
+    def close(self) -> None:
+        if self._shared is not None:
+            self._shared.close()
+
+    def _await_frame(self, head_view: memoryview) -> None:
+        while True:
+            try:
+                got = stream.receive_some(self._sock, head_view)
+            except StreamStalled:  # idle between frames is fine
+                continue
+            stream.receive(self._sock, head_view[got:], self._limits.stall_s)
+            return
+
+    # --- a request
+
+    def _predict(self, head: Head, meta: bytes) -> None:
+        tensors, outputs = wire.parse_predict(head, meta)
+        if head.payload_bytes > self._limits.max_request_bytes:
+            raise WireError(
+                f"a request has {head.payload_bytes} bytes; allowed are "
+                f"{self._limits.max_request_bytes}"
+            )
+        is_named = bool(head.flags & wire.NAMED_OUTPUTS)
+        try:
+            answer = self._ask(head, tensors, outputs)
+        except (BadRequest, TeacherBusy, TeacherFailed) as error:
+            self._send(wire.pack_error(head.request_id, error))
+            return
+        try:
+            self._send_answer(head.request_id, answer, is_named=is_named)
+        finally:
+            answer.release()
+
+    def _ask(
+        self, head: Head, tensors: Sequence[WireTensor], outputs: Sequence[int] | Sequence[str]
+    ) -> InferAnswer:
+        if head.flags & wire.IN_SHARED_MEMORY:
+            inputs = self._find_inputs(tensors)
+            protocol = "fast-shm"
+        else:
+            inputs = self._receive_inputs(head, tensors)
+            protocol = self._protocol
+        try:
+            fetch = self._output_names(outputs)
+        except BadRequest:
+            _release(inputs)
+            raise
+        request = InferRequest(model=self._spec.name, inputs=inputs, fetch=fetch, protocol=protocol)
+        return self._wait(self._service.submit(request))
+
+    def _output_names(self, outputs: Sequence[int] | Sequence[str]) -> tuple[str, ...]:
+        count = len(self._spec.outputs)
+        names = []
+        for output in outputs:
+            if isinstance(output, str):
+                if output in names:
+                    raise BadRequest(f"output {output}: is wanted twice")
+                names.append(output)
+            elif output < count:
+                names.append(self._spec.outputs[output].name)
+            else:
+                raise BadRequest(f"outputs {outputs} are wanted; there are {count}")
+        return tuple(names)
+
+    def _receive_inputs(self, head: Head, tensors: Sequence[WireTensor]) -> dict[str, SharedTensor]:
+        """Receive the payload into memory of the predictors; also where it is refused, skip it."""
+        sizes = [tensor.size_bytes for tensor in tensors]
+        try:
+            names = self._input_names(tensors)
+            buffer = self._service.allocate(sum(map(_aligned, sizes)))
+        except (BadRequest, TeacherBusy):
+            stream.skip(self._sock, head.payload_bytes, self._limits.stall_s)
+            raise
+        try:
+            view, offset = buffer.view, 0
+            inputs = {}
+            for name, tensor, size in zip(names, tensors, sizes, strict=True):
+                stream.receive(self._sock, view[offset : offset + size], self._limits.stall_s)
+                inputs[name] = SharedTensor(
+                    buffer=buffer, offset=offset, dtype=tensor.dtype, shape=tensor.shape
+                )
+                offset += _aligned(size)
+        except BaseException:
+            buffer.release()
+            raise
+        return inputs
+
+    def _find_inputs(self, tensors: Sequence[WireTensor]) -> dict[str, SharedTensor]:
+        """Return the inputs where they lie in the student's memory."""
+        arena = self._shared
+        if arena is None:
+            raise BadRequest("no memory was shared on this connection")
+        inputs: dict[str, SharedTensor] = {}
+        try:
+            for name, tensor in zip(self._input_names(tensors), tensors, strict=True):
+                if tensor.offset % ALIGNMENT:
+                    raise BadRequest(f"tensor {name}: offset {tensor.offset} is not aligned")
+                try:
+                    buffer = arena.slice(tensor.offset, tensor.size_bytes)
+                except ArenaError as error:
+                    raise BadRequest(f"tensor {name}: {error}") from error
+                inputs[name] = SharedTensor(
+                    buffer=buffer, offset=0, dtype=tensor.dtype, shape=tensor.shape
+                )
+        except BadRequest:
+            _release(inputs)
+            raise
+        return inputs
+
+    def _input_names(self, tensors: Sequence[WireTensor]) -> list[str]:
+        specs = self._spec.inputs
+        indices = [tensor.place for tensor in tensors]
+        if len(set(indices)) != len(indices) or any(index >= len(specs) for index in indices):
+            raise BadRequest(f"inputs {indices} are sent; each of {len(specs)} may come once")
+        return [specs[index].name for index in indices]
+
+    def _wait(self, future: Future[InferAnswer]) -> InferAnswer:
+        while True:
+            try:
+                return future.result(_LOOK_S)
+            except CancelledError as error:
+                raise TeacherBusy("the teacher stops") from error
+            except TimeoutError:
+                if self._closing.is_set() or not stream.has_ended(self._sock):
+                    continue
+                future.cancel()
+                future.add_done_callback(_release_unsent)
+                raise StreamEnded("the student left before its answer") from None
+
+    def _send_answer(self, request_id: int, answer: InferAnswer, *, is_named: bool) -> None:
+        arrays: list[Array] = []
+        tensors = []
+        try:
+            for place, (name, output) in enumerate(answer.outputs.items()):
+                array = np.ascontiguousarray(output)
+                arrays.append(array)
+                tensors.append(
+                    WireTensor(
+                        place=place if is_named else self._output_index[name],
+                        dtype=wire.dtype_name(array.dtype),
+                        shape=array.shape,
+                    )
+                )
+            frame = wire.pack_answer(request_id, tensors)
+        except BadRequest as error:
+            self._send(wire.pack_error(request_id, error))
+            return
+        size = len(frame) + sum(array.nbytes for array in arrays)
+        stream.send(self._sock, [frame, *arrays], size, self._limits.stall_s)
+
+    def _send(self, data: bytes) -> None:
+        stream.send(self._sock, [data], len(data), self._limits.stall_s)
+
+    # --- shared memory
+
+    def _share(self) -> None:
+        if self._sock.family != socket.AF_UNIX:
+            raise WireError("memory can be shared over the unix socket only")
+        fd = _receive_descriptor(self._sock)
+        try:
+            arena = attach(fd, max_bytes=self._limits.max_shared_bytes, is_writable=False)
+        except ArenaError as error:
+            self._send(wire.pack_error(0, error))
+            return
+        self.close()  # what it shared before
+        self._shared = arena
+        self._send(wire.pack_shared())
+
+
+def _receive_descriptor(sock: socket.socket) -> int:
+    try:
+        data, ancillary, _flags, _ = sock.recvmsg(
+            1, socket.CMSG_SPACE(4 * np.intc().itemsize), socket.MSG_CMSG_CLOEXEC
+        )
+    except BlockingIOError as error:
+        raise StreamStalled("no descriptor came in time") from error
+    except OSError as error:
+        raise StreamEnded(str(error)) from error
+    fds = [
+        int(fd)
+        for level, kind, content in ancillary
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+        for fd in np.frombuffer(content[: len(content) // 4 * 4], np.intc)
+    ]
+    if len(data) != 1 or len(fds) != 1:
+        for fd in fds:
+            os.close(fd)
+        raise WireError(f"expected one descriptor, got {len(fds)}")
+    return fds[0]
+
+
+def _release(inputs: Mapping[str, SharedTensor]) -> None:
+    for buffer in {id(tensor.buffer): tensor.buffer for tensor in inputs.values()}.values():
+        buffer.release()
+
+
+def _release_unsent(future: Future[InferAnswer]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        future.result().release()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,1 @@
+"""Requests, their queue, and the predictors that compute them."""

@@ -1,0 +1,232 @@
+"""Keeps the predictor processes alive and carries messages to and from them.
+
+Each process holds every model of the server on one device. That costs no more memory than
+processes per model would (on a CPU each process has its weights in any case, on a GPU the CUDA
+context is there once), and whatever model is asked for, no device idles.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from distill_reader.errors import DistillError, ModelError, UsageError
+from distill_reader.model.normalization import Normalization
+from distill_reader.model.specs import ModelSpec
+from distill_reader.teacher.predictor.backend import Device
+from distill_reader.teacher.predictor.wire import Channel, Kind, Start, parse_specs, start_document
+
+logger = logging.getLogger(__name__)
+
+_FIRST_DELAY_S = 0.1  # before a predictor is started again; doubles
+_LAST_DELAY_S = 10.0
+_STEADY_S = 10.0  # one that lived so long begins at the first delay again
+_END_S = 2.0  # for a predictor to end by itself when its connection is closed
+
+
+class Listener(Protocol):
+    """Who decides what predictors do. Called from the thread that receives from the predictor."""
+
+    def predictor_ready(self, predictor: "Predictor", specs: tuple[ModelSpec, ...]) -> None: ...
+
+    def predictor_said(
+        self, predictor: "Predictor", kind: Kind, numbers: tuple[int, ...], text: bytes
+    ) -> None: ...
+
+    def predictor_gone(self, predictor: "Predictor", error: DistillError | None) -> None:
+        """`error`: why it could not even load its models; None: it had, and ended later."""
+        ...
+
+
+class Predictor:
+    """One predictor process and the connection to it. A new one has a new object."""
+
+    def __init__(self, place: int, process: subprocess.Popen[bytes], channel: Channel) -> None:
+        self.place = place  # which of the devices it computes on
+        self.channel = channel
+        self.process = process
+        self.started = time.monotonic()
+
+    def __str__(self) -> str:
+        return f"predictor {self.place} (pid {self.process.pid})"
+
+
+class PredictorPool:
+    """One predictor per device; one that ends is started again, later and later."""
+
+    def __init__(
+        self,
+        listener: Listener,
+        *,
+        backend: str,
+        models: Sequence[tuple[str, str]],
+        devices: Sequence[Device],
+        normalizations: Sequence[tuple[str, str, Normalization]] = (),
+    ) -> None:
+        self._listener = listener
+        self._starts = [
+            Start(
+                backend=backend,
+                models=tuple(models),
+                device=device,
+                paths=tuple(map(os.path.abspath, sys.path)),
+                normalizations=tuple(normalizations),
+            )
+            for device in devices
+        ]
+        self._changed = threading.Condition()
+        self._is_stopping = False
+        self._alive: dict[int, Predictor] = {}
+        self._start_at = dict.fromkeys(range(len(self._starts)), 0.0)
+        self._failures = dict.fromkeys(range(len(self._starts)), 0)
+        # The kernel kills a predictor when the *thread* that started it ends, so this one does
+        # all the starting, and lives as long as the pool.
+        self._supervisor = threading.Thread(target=self._supervise, name="predictors", daemon=True)
+        self._receivers: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Begin to start the predictors."""
+        self._supervisor.start()
+
+    def stop(self) -> None:
+        """End all predictors; returns when none is left."""
+        with self._changed:
+            self._is_stopping = True
+            alive = list(self._alive.values())
+            self._changed.notify_all()
+        if self._supervisor.ident is None:
+            return
+        for predictor in alive:
+            _shut_down(predictor.channel.sock)
+        deadline = time.monotonic() + _END_S
+        for predictor in alive:
+            try:
+                predictor.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                predictor.process.kill()
+                predictor.process.wait()
+        self._supervisor.join()
+        for receiver in self._receivers:
+            receiver.join()
+
+    def _supervise(self) -> None:
+        while True:
+            with self._changed:
+                if self._is_stopping:
+                    return
+                now = time.monotonic()
+                places = [place for place, at in self._start_at.items() if at <= now]
+                for place in places:
+                    try:
+                        self._spawn(place)
+                        del self._start_at[place]
+                    except OSError as error:  # no memory, or too many processes: later perhaps
+                        logger.warning("predictor %d cannot be started: %s", place, error)
+                        self._start_at[place] = now + _LAST_DELAY_S
+                self._receivers = [thread for thread in self._receivers if thread.is_alive()]
+                delays = [at - time.monotonic() for at in self._start_at.values()]
+                self._changed.wait(max(0.0, min(delays)) if delays else None)
+
+    def _spawn(self, place: int) -> None:
+        start = self._starts[place]
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [
+                sys.executable,
+                "-m",
+                "distill_reader.teacher.predictor.process",
+                f"--fd={theirs.fileno()}",
+                f"--front={os.getpid()}",
+            ]
+            try:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    env=_environment(start.device),
+                )
+            except OSError:
+                ours.close()
+                raise
+        predictor = Predictor(place, process, Channel(ours))
+        self._alive[place] = predictor
+        receiver = threading.Thread(
+            target=self._receive, args=(predictor,), name=f"predictor-{place}", daemon=True
+        )
+        self._receivers.append(receiver)
+        receiver.start()
+
+    def _receive(self, predictor: Predictor) -> None:
+        """Pass on what a predictor says, until it is gone."""
+        channel = predictor.channel
+        is_ready = False
+        error: DistillError | None = None
+        try:
+            channel.send_json(Kind.START, start_document(self._starts[predictor.place]))
+            while True:
+                kind, numbers, text = channel.receive()
+                if kind is Kind.READY:
+                    is_ready = True
+                    self._listener.predictor_ready(predictor, parse_specs(text))
+                elif kind is Kind.BROKEN:
+                    error = _broken(text)
+                else:
+                    self._listener.predictor_said(predictor, kind, numbers, text)
+        except (EOFError, OSError):
+            pass  # it is gone
+        predictor.process.kill()  # its end of the connection is closed: it does nothing more
+        code = predictor.process.wait()
+        if not is_ready and error is None:
+            error = ModelError(f"{predictor} ended with {_ending(code)} while it loaded the models")
+        self._log_end(predictor, error, code)
+        self._listener.predictor_gone(predictor, None if is_ready else error)
+        self._plan_restart(predictor)
+        channel.close()
+
+    def _plan_restart(self, predictor: Predictor) -> None:
+        place, now = predictor.place, time.monotonic()
+        with self._changed:
+            del self._alive[place]
+            if now - predictor.started > _STEADY_S:
+                self._failures[place] = 0
+            delay_s = min(_FIRST_DELAY_S * 2 ** self._failures[place], _LAST_DELAY_S)
+            self._failures[place] += 1
+            self._start_at[place] = now + delay_s
+            self._changed.notify_all()
+
+    def _log_end(self, predictor: Predictor, error: DistillError | None, code: int) -> None:
+        if not self._is_stopping:
+            logger.warning("%s ended: %s", predictor, error if error is not None else _ending(code))
+
+
+def _environment(device: Device) -> dict[str, str]:
+    environment = dict(os.environ)
+    if device.gpu is None:
+        environment["OMP_NUM_THREADS"] = str(device.threads)  # read when Paddle is imported
+    environment.setdefault("GLOG_minloglevel", "2")
+    environment.setdefault("PYTHONWARNINGS", "ignore")  # Paddle's, about compilers
+    return environment
+
+
+def _broken(text: bytes) -> DistillError:
+    document = json.loads(text)
+    if document["kind"] == "usage":
+        return UsageError(document["text"])
+    return ModelError(document["text"])
+
+
+def _ending(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _shut_down(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the other end was first
+        sock.shutdown(socket.SHUT_RDWR)

@@ -6,6 +6,7 @@ import importlib.metadata
 import logging
 import math
 import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -29,6 +30,7 @@ T = TypeVar("T")
 View = TypeVar("View", bound=Callable[..., Response])
 
 MAX_EVENTS = 1000  # in one answer
+_one_at_a_time = threading.Lock()  # or the first to end would enable what the other disabled
 
 
 def create_app(service: Service, guard: Guard) -> Flask:
@@ -54,13 +56,14 @@ def _no_garbage_collection() -> Iterator[None]:
     # Werkzeug compiles each route by `ast.parse`. CPython 3.11 raises SystemError from it when a
     # collection amid that runs code that uses `ast` itself, or lets a thread that does take over:
     # formatting a traceback is enough.
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    with _one_at_a_time:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 def _route(app: Flask, method: str, path: str) -> Callable[[View], View]:

@@ -320,16 +320,17 @@ class Feed:
                 self._put_back(piece)
         return True
 
-    def judge(self, able: Collection[str], now: float) -> None:
+    def judge(self, able: Collection[str], hoped_for: Collection[str], now: float) -> None:
         """Find out who may still answer what is in trouble, and raise what nobody will.
 
         Args:
             able: teachers that may be asked, now or soon.
+            hoped_for: those, and others that are worth waiting for.
         """
         self._able = able
         for piece in list(self._troubled):
             assert piece.tries is not None
-            error = piece.tries.verdict(str(piece), able, self._answers, now)
+            error = piece.tries.verdict(str(piece), hoped_for, self._answers, now)
             if error is not None:
                 piece.item.error = error
                 self._troubled.remove(piece)

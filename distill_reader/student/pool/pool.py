@@ -420,7 +420,8 @@ class TeacherPool:
         """Find out who may answer what is in trouble. The caller has the lock."""
         if self._feed.has_troubled:
             now = time.monotonic()
-            self._feed.judge(self._roster.able(now), now)
+            roster = self._roster
+            self._feed.judge(roster.able(now), roster.hoped_for(now), now)
             if self._feed.is_ready:
                 self._ready.notify()
             self._supervisor.look_soon()

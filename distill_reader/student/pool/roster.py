@@ -106,6 +106,13 @@ class Teacher:
             return self.absent_since_s is None or now - self.absent_since_s < UNUSABLE_S
         return self.trouble is None  # not tried yet
 
+    def is_hoped_for(self, now: float) -> bool:
+        """Return whether it is able, or was lost a moment ago and is likely to be back."""
+        if self.is_connected or self.trouble is None:
+            return self.is_able(now)
+        since_s = self.absent_since_s
+        return not self.refuses and since_s is not None and now - since_s < UNUSABLE_S
+
     @property
     def refuses(self) -> bool:
         """Whether it answers, but cannot be what we look for."""
@@ -182,6 +189,10 @@ class Roster:
     def able(self, now: float) -> list[str]:
         """Return the teachers that may answer something, now or soon."""
         return [each.endpoint for each in self.wanted if each.is_able(now)]
+
+    def hoped_for(self, now: float) -> list[str]:
+        """Return those, and the teachers that were lost a moment ago."""
+        return [each.endpoint for each in self.wanted if each.is_hoped_for(now)]
 
     def unusable(self, now: float) -> list[Teacher]:
         """Return the teachers that have given nothing for long."""

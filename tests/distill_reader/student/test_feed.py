@@ -218,7 +218,7 @@ def test_of_a_refused_request_each_item_is_asked_alone_and_the_one_at_fault_rais
     assert [single.samples for single in singles] == [1, 1, 1]
     feed.answered(singles[0], answer(singles[0]), "a")
     assert feed.refused(singles[1], BadRequest("tensor x"), "a") == []
-    feed.judge(["a"], 0.0)
+    feed.judge(["a"], ["a"], 0.0)
     feed.answered(singles[2], answer(singles[2]), "a")
     assert popped(feed) == [[0]]
     with pytest.raises(BadRequest, match="tensor x"):
@@ -229,11 +229,11 @@ def test_what_one_teacher_refuses_is_asked_of_another_and_an_error_when_there_is
     feed = Feed(1 << 20)
     feed.add(item(7))
     assert feed.refused(take(feed), BadRequest("a: no"), "a") == []
-    feed.judge(["a", "b"], 0.0)
+    feed.judge(["a", "b"], ["a", "b"], 0.0)
     assert not feed.has_waiting_for("a")
     request = take(feed, teacher="b")
     assert feed.refused(request, BadRequest("b: no"), "b") == []
-    feed.judge(["a", "b"], 1.0)
+    feed.judge(["a", "b"], ["a", "b"], 1.0)
     with pytest.raises(BadRequest, match=r"item 0, samples 0 to 0 of 1: no .*: a: no; b: no"):
         feed.pop(1)
 
@@ -448,7 +448,7 @@ def test_whatever_happens_to_requests_each_sample_comes_out_once_and_in_order(
                 blamed += 1  # fewer than would be too many
                 blame = Blame(text=teacher, lost=1) if blamed < 8 else None
                 feed.give_back(request, teacher, blame, 0.0)
-                feed.judge("abc", 0.0)
+                feed.judge("abc", "abc", 0.0)
             elif move == "part":
                 if not feed.too_large(request, teacher):
                     flights.append((request, teacher))

@@ -538,6 +538,24 @@ def test_refused_requests_are_let_go_without_the_garbage_collector(read):
     assert alive < 20
 
 
+def test_a_refusal_is_no_verdict_while_another_teacher_is_away_for_a_moment(read, hurried):
+    refuses, takes = FakeTeacher("a:1", delay_s=0.002), FakeTeacher("b:1", delay_s=0.002)
+    refuses.refuse_with = lambda: BadRequest("only shorter ones")
+    reading = read(refuses, takes)
+
+    def blink() -> None:
+        takes.kill()
+        asked = len(refuses.requests)
+        wait_until(lambda: len(refuses.requests) > asked or reading.error)
+        takes.come_back()
+
+    for _ in range(3):
+        reading.more(20)
+        blink()
+    reading.more(20)
+    reading.finish()
+
+
 def test_what_all_teachers_refuse_is_an_error_that_names_them(read):
     one, two = FakeTeacher("a:1"), FakeTeacher("b:1")
     for teacher in (one, two):

@@ -67,9 +67,9 @@ def _progressed(job: Job, since_step: int, ran_s: float) -> bool:
 def _count_failure(job: Job, cause: Cause, now: float, ran_s: float) -> Verdict:
     progressed = _progressed(job, job.step_at_failure, ran_s)
     in_row = 1 if progressed else job.failures_in_row + 1
-    # An error of the elastic loop names its step. Without the loop nobody knows the step, so what
-    # a stage that was healthy fails with is not compared.
-    before = () if progressed and not job.elastic else job.faults
+    # An error of the elastic loop names its step. Of any other nobody knows how far the training
+    # was: behind new steps it is another one, as on a node where every growth fails.
+    before = tuple(fault for fault in job.faults if fault.step is not None or not progressed)
     job = replace(
         job,
         failures=job.failures + 1,

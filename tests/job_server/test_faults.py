@@ -18,7 +18,7 @@ from job_server.api.wire import (
 )
 from job_server.training import budget
 from job_server.training.faults import fault_of, fault_of_pod, find_lasting, normal
-from job_server.training.job import Cause, CauseKind, Fault
+from job_server.training.job import Cause, CauseKind, Fault, Phase
 from tests.job_server.test_stages_changes import records, resize, tell, trains, world
 from tests.job_server.world import World
 
@@ -229,6 +229,31 @@ def test_an_error_in_trainers_prepared_for_a_change_costs_only_the_change():
     trains(made)
     assert made.job.failures == 0
     assert records(made)[1].outcome.startswith("abandoned: rank 0")
+
+
+def test_a_change_that_fails_twice_the_same_way_does_not_end_the_job_that_trained_in_between():
+    made = trains(world())
+    broken = raised("ModuleNotFoundError", "ImportError", text="No module 'x'")
+    for _ in range(2):
+        resize(made, 3)
+        while (coming := made.job.coming) is None or coming.phase is not Phase.START:
+            made.round(0.2)
+        pod_id, said = coming.pod_ids[-1], error(broken, step=None)
+        tell(made, pod_id, ReportKind.FAILED, coming.stage, rank=2, code=1, error=said)
+        made.rounds(4)
+        trains(made)
+    assert made.job.state is JobState.RUNNING
+    assert made.job.failures == 2
+
+
+def test_an_error_before_the_loop_is_compared_only_where_no_step_was_made_since():
+    odd = error(raised("ValueError", text="the list of files is empty"), step=None)
+    made = trains(world())
+    for stage in (1, 2, 3):
+        fails(made, stage, odd)
+        trains(made)
+    assert made.job.current is not None
+    assert made.job.current.stage == 4
 
 
 def test_victims_and_requested_kills_are_no_faults():

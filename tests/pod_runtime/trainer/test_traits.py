@@ -141,7 +141,19 @@ def test_a_large_model_in_evaluation_mode_takes_few_words():
 
 @pytest.mark.parametrize(
     "name",
-    ["SGD", "Momentum", "Adagrad", "Adam", "AdamW", "Adamax", "Adadelta", "RMSProp", "Lamb"],
+    [
+        "SGD",
+        "Momentum",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "Adadelta",
+        "RMSProp",
+        "Lamb",
+        "NAdam",
+        "Rprop",
+    ],
 )
 def test_training_alone_changes_nothing_that_would_have_to_be_carried(name):
     for grouped in (False, True):
@@ -150,7 +162,8 @@ def test_training_alone_changes_nothing_that_would_have_to_be_carried(name):
         if grouped:
             given = [{"params": given[:2], "learning_rate": 0.5}, {"params": given[2:]}]
         rate = paddle.optimizer.lr.LinearWarmup(0.1, 2, 0.0, 0.1)
-        optimizer = getattr(paddle.optimizer, name)(rate, parameters=given)
+        given_rate = 0.1 if name == "Rprop" else rate  # it takes no scheduler
+        optimizer = getattr(paddle.optimizer, name)(given_rate, parameters=given)
         traits = Traits(model, optimizer)
         assert traits.news() == []
         for _ in range(3):
@@ -205,6 +218,60 @@ def test_what_no_state_can_carry_is_named_once():
         "the optimizer's parameters",
     ]
     assert traits.news() == []
+
+
+class Table(nn.Layer):
+    """Makes its table when it first needs it, and says so in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(1, 1)
+        self.length = 0
+        self.table: Any = None
+        self.newest: Any = None
+
+    def forward(self, batch: Any) -> Any:
+        count = batch.shape[1]
+        if count > self.length:
+            self.table, self.length = paddle.arange(count).astype("float32"), count
+        return self.scale((batch + self.table[:count]).mean(axis=1, keepdim=True))
+
+
+def test_what_a_layer_says_of_a_tensor_that_no_state_has_is_not_carried_without_it(tmp_path):
+    def train(stop_after: int | None) -> list[float]:
+        paddle.seed(3)
+        model = Table()
+        optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+        loop = elastic.Loop(
+            model, optimizer, Data(), epochs=1, batch_size=3, checkpoint=tmp_path, save_steps=1
+        )
+        for epoch in loop.epochs():
+            for step in epoch:
+                for batch in step:
+                    step.backward(model(batch).mean())
+                step.update()
+                loop._enter().keeper.finish_writing()
+                if step.number == stop_after:
+                    return []
+        return [float(each.sum()) for each in model.parameters()]
+
+    train(3)
+    assert np.isfinite(train(None)).all()
+
+
+def test_what_a_script_sets_on_a_layer_that_notes_its_newest_tensors_is_carried():
+    model = Table()
+    traits = Traits(model, paddle.optimizer.SGD(0.1, parameters=model.parameters()))
+    for _ in range(4):
+        model.newest = paddle.zeros([2])
+        model.length = 5
+        traits.news()
+    assert traits.changed() == {"layer/": {"length": 5}}
+    model.table = paddle.zeros([5])
+    for _ in range(2):
+        traits.news()
+    model.eval()
+    assert traits.changed() == {"layers": {"training": False}}
 
 
 def test_an_evaluation_leaves_the_modes_in_the_state_as_they_are():

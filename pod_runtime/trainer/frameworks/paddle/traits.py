@@ -21,8 +21,9 @@ _LONGEST = 16  # of the lists of such values that are taken
 _OF_LAYERS = frozenset(vars(nn.Layer())) - {"training"}  # the framework's own, of any layer
 # What the framework itself changes, or what the state has besides.
 _OF_OPTIMIZERS = frozenset(
-    ("_learning_rate", "_name", "_dtype", "type", "helper", "_use_multi_tensor", "_need_refuse")
-)
+    ("_learning_rate", "_name", "_dtype", "type", "helper", "_use_multi_tensor", "_need_refuse",
+     "_sign")
+)  # fmt: skip
 _OF_SCHEDULERS = frozenset(("keys", "verbose", "_var_name"))
 _CACHES = frozenset(("_dropout_state", "_flat_weight"))  # of the framework's recurrent layers
 
@@ -41,6 +42,13 @@ class Traits:
             for owner, values in self._built.items()
             if not owner.startswith("parameter/")
         }
+        self._loose = {
+            owner: dict(_loose_tensors(thing))
+            for owner, thing in self._things.items()
+            if owner.startswith("layer/")
+        }
+        self._made: dict[str, dict[str, Any]] = {}  # loose tensors that have come since, by layer
+        self._caching: set[str] = set()  # layers of which one has outlived a step
         self._structure: dict[str, Any] | None = None  # None: not noted
         self._named: set[str] = set()
 
@@ -56,7 +64,8 @@ class Traits:
             differs = {
                 name: list(value) if isinstance(value, tuple) else value
                 for name, value in values.items()
-                if name not in built or _differ(built[name], value)
+                if (name not in built or _differ(built[name], value))
+                and (name == "training" or owner not in self._caching)
             }
             if differs:
                 found[owner] = differs
@@ -128,6 +137,7 @@ class Traits:
     def news(self) -> list[str]:
         """Return what has changed since the first call and cannot be carried; each once."""
         self._things, now = self._owners(), self._read_structure()
+        self._note_caches()
         if self._structure is None:
             self._structure = now
             return []
@@ -137,6 +147,27 @@ class Traits:
                 self._named.add(name)
                 found.append(name)
         return found
+
+    def _note_caches(self) -> None:
+        """Find layers that keep tensors they have made, as a table that grows with the input.
+
+        What their attributes say of those (a length, "it is there") must not come without them.
+        """
+        made = {
+            owner: {
+                name: value
+                for name, value in _loose_tensors(thing)
+                if self._loose.get(owner, {}).get(name) is not value
+            }
+            for owner, thing in self._things.items()
+            if owner.startswith("layer/") and not self._is_as_built(owner, thing)
+        }
+        self._caching = {
+            owner
+            for owner, found in made.items()
+            if any(self._made.get(owner, {}).get(name) is value for name, value in found.items())
+        }
+        self._made = made
 
     # --- reading
 

@@ -16,7 +16,7 @@ from job_server.training.deadlines import (
     settle_deadline,
 )
 from job_server.training.events import Refused
-from job_server.training.job import At, Goal, Job, Keep, ManualChange, Pod, Stage
+from job_server.training.job import At, Goal, HaltPhase, Job, Keep, ManualChange, Pod, Stage
 from job_server.training.layout import make_pods, slots_of_leavers, slots_of_stayers
 from job_server.training.transitions import begin, choose_way, dismiss_standby
 from job_server.training.work import Work
@@ -252,7 +252,8 @@ def resize(work: Work, pods: int) -> None:
         raise Refused(f"pods: {refusal}")
     waits = bool(job.waiting) and not job.cut_off  # else the stage in force may go on
     idle = job.current is None and job.coming is None
-    if idle or waits or job.goal is Goal.PAUSE:
+    paused = job.halt is not None and job.halt.phase is HaltPhase.DONE
+    if idle or waits or paused:
         work.set(target=pods, manual=None)
         work.note(f"resize to {pods}: holds from the next start on")
         return

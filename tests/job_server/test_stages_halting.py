@@ -209,6 +209,24 @@ def test_a_resize_that_a_pause_comes_before_is_not_forgotten(asked, called_off):
     assert len(ids(made)) == 3, made.reasons
 
 
+@pytest.mark.parametrize("called_off", [False, True])
+@pytest.mark.parametrize("pods", [1, 4])
+def test_a_resize_during_a_pause_is_the_last_word(pods, called_off):
+    made = trains(world())
+    made.send(ResizeAsked(Resize(pods=3)))
+    while made.job.coming is None or made.job.coming.phase is not Phase.START:
+        made.round(0.2)
+    made.full = {"path", "a", "b"} if called_off else set()
+    made.send(PauseAsked())
+    made.send(ResizeAsked(Resize(pods=pods)))
+    made.run_until(PAUSED, RUNNING)
+    if not called_off:
+        made.send(ResumeAsked())
+    made.rounds(60)
+    assert made.job.state is RUNNING
+    assert len(ids(made)) == pods, made.reasons
+
+
 def test_training_that_completes_during_a_pause_is_not_forgotten():
     made = trains(world(total_steps=9))
     tell_done = [pod.pod_id for pod in stages.running_pods(made.job)]

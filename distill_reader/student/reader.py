@@ -134,7 +134,8 @@ class DistillReader:
         """Say how long an answer may take; then the request goes to another teacher.
 
         Args:
-            timeout_s: None, as by default: 10 minutes for the first answers of a teacher, then
+            timeout_s: for one request; what this reader has asked the teacher before it comes on
+                top. None, as by default: 10 minutes for the first answers of a teacher, then
                 50 times what is usual for it, and 10 s at least.
         """
         return self._set(answer_timeout_s=timeout_s)

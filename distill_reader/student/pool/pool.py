@@ -346,10 +346,11 @@ class TeacherPool:
 
     def _timeout_s(self, teacher: Teacher, request: Request) -> float:
         """Return how long to wait for an answer, behind those that the teacher owes already."""
+        pace, owed = teacher.pace, max(1, len(teacher.flights))
         if self._settings.timeout_s is not None:
-            return self._settings.timeout_s
-        timeout_s = teacher.pace.timeout_s(request.samples)
-        return timeout_s if teacher.pace.is_known else timeout_s * max(1, len(teacher.flights))
+            return self._settings.timeout_s * owed
+        timeout_s = pace.timeout_s(request.samples)
+        return timeout_s if pace.is_known else timeout_s * owed
 
     def _refuse(self, teacher: Teacher, flight: Flight, error: BadRequest) -> None:
         """Have what was refused asked of others, or in parts. The caller has the lock."""

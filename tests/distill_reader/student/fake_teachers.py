@@ -123,8 +123,11 @@ class FakeClient:
                 teacher.is_free_s = max(now, teacher.is_free_s) + delay_s
                 delay_s = teacher.is_free_s - now
         try:
-            if self.closed.wait(delay_s):
+            if self.closed.wait(min(delay_s, timeout_s)):
                 raise TeacherGone(f"{self.endpoint}: closed")
+            if delay_s > timeout_s:
+                self.close()
+                raise TeacherTimeout(f"{self.endpoint}: no answer within {timeout_s:g} s")
             while not teacher.running.wait(0.01):
                 if self.closed.is_set():
                     raise TeacherGone(f"{self.endpoint}: closed")

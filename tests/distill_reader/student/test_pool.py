@@ -807,6 +807,16 @@ def test_the_users_timeout_counts_for_every_answer(read):
     hung.go_on()
 
 
+def test_the_users_timeout_is_for_one_request_whatever_waits_at_the_teacher(read):
+    slow = FakeTeacher("a:1", delay_s=0.2)
+    slow.computes_in_turn()
+    one_by_one = Limits(join_bytes=1, most_bytes=1 << 20)
+    reading = read(slow, batches=8, limits=one_by_one, answer_timeout_s=0.35)
+    reading.finish()
+    assert slow.most_in_flight == 2
+    assert slow.samples == 4 * 8
+
+
 def test_waiting_costs_no_time_of_the_processor(read):
     """A slow consumer, teachers without work: the threads sleep."""
     teacher = FakeTeacher("a:1")

@@ -361,8 +361,11 @@ def _begin_start(work: Work) -> None:
         return
     starts_on = [pod.site.node_id for pod in stay] + [site.node_id for site in sites]
     if source is not None and source.spare and home not in starts_on:
+        nodes = serving_nodes(job.spec, work.cluster, work.now)
+        answers = any(view.node.node_id == home for view in nodes)
+        why = "has no free slots" if answers else "does not answer"
         text = f"step {source.step} is on node {home}, in {source.path}"
-        work.set(waiting=f"{text}, and that node has no free slots")
+        work.set(waiting=f"{text}, and that node {why}")
         return
     new = make_pods(work, sites, len(stay))
     current = job.current

@@ -115,7 +115,8 @@ def test_a_pause_without_a_checkpoint_path_goes_to_a_run_folder_and_is_resumed_t
     made.rounds(20)
     made.send(ResumeAsked())
     made.rounds(10)
-    assert f"step {step} is on node a, in /a/run/checkpoint" in reason(made)
+    there = f"step {step} is on node a, in /a/run/checkpoint, and that node "
+    assert reason(made) == there + "does not answer"
     made.nodes["a"].link = True
     trains(made)
     assert records(made)[-1].first_step == step + 1

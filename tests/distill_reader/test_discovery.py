@@ -318,6 +318,12 @@ NOT_READY = b"HTTP/1.1 503 Service Unavailable\r\n\r\n"
         pytest.param([READY, READY, READY], [True, True, True], 3, id="ready"),
         pytest.param([NOT_READY, READY], [False, True], 2, id="loads its models"),
         pytest.param([READY, NOT_READY, READY], [True, False, True], 3, id="comes back"),
+        pytest.param(
+            [READY, b"", NOT_READY, b"HTTP/1.1 502 No\r\n\r\n", b"", READY],
+            [True, True, False, True, False, True],
+            6,
+            id="is overloaded",
+        ),
         pytest.param([b"HTTP/1.1 400 Bad Request\r\n\r\n"], [False], 1, id="as Triton says it"),
         pytest.param([b"HTTP/1.1 404 Not Found\r\n\r\n"] * 2, [True] * 2, 1, id="another protocol"),
         pytest.param([b"HTTP/1.1 401 No\r\n\r\n"] * 2, [True] * 2, 1, id="wants a token for it"),

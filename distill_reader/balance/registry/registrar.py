@@ -29,6 +29,8 @@ _REFUSED_RETRY_S = 5.0
 _LOG_EVERY_S = 10.0
 _PROBE_S = 1.0
 _WITHDRAW_S = 1.5
+_SAYING = (200, 400, 503)  # statuses of a teacher that says whether it is ready
+_ANOTHER = 20  # probes in a row without one: it is another teacher, which may not say
 _RESTART_S = 2.0  # a teacher that is not ready for so long may just have lost a predictor
 
 
@@ -193,8 +195,10 @@ class PortProbe:
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
+        if self._says and status not in _SAYING:  # overloaded, or about to end: it does say
+            return self._is_slow()
         self._silent = 0
-        self._says = status in (200, 400, 503)
+        self._says = status in _SAYING
         return self._readiness.note(status == 200) if self._says else True
 
     @property
@@ -217,6 +221,8 @@ class PortProbe:
 
     def _is_slow(self) -> bool:
         self._silent += 1
+        if self._silent >= _ANOTHER:
+            self._says = None
         return self._silent < 2  # a host that is busy may be slow once
 
 

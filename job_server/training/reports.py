@@ -133,6 +133,8 @@ def reported(work: Work, pod_id: str, report: PodReport) -> None:
         return
     stage = stage_named(work.job, report.stage)
     member = stage.member(pod_id) if stage is not None else None
+    if member is not None and member.at is At.LOST:
+        _heed_ended(work, pod_id, report)  # it was given up in a pause that was called off
     if stage is None or member is None or member.at in OVER:
         return
     _hear_joins(work, stage, pod_id, report)

@@ -313,6 +313,21 @@ def test_the_time_for_which_a_state_is_kept_does_not_pass_while_the_server_is_aw
     assert made.durable == made.job.progress.step
 
 
+def test_a_pause_that_is_called_off_while_no_node_answers_recovers_when_they_do():
+    made = trains(world(prepare_timeout_s=10.0))
+    made.send(PauseAsked())
+    for sim in made.nodes.values():
+        sim.link = False
+    for _ in range(400):
+        made.round()
+        if any("not paused" in line for line in made.reasons):
+            break
+    assert made.job.state is JobState.WAITING
+    made.heal()
+    trains(made)
+    assert made.job.redone_steps <= 3
+
+
 @pytest.mark.parametrize("asked", [PauseAsked(), StopAsked()])
 def test_what_was_written_as_ordered_counts_though_its_shim_is_gone_by_then(asked):
     made = trains(world(nodes=1, pods=1))

@@ -392,6 +392,8 @@ class World:
                 self.in_run_folders.add((sim.node.node_id, newest.stage, newest.step))
             else:
                 self.durable = max(self.durable, newest.step)
+        for pod in sim.pods.values():
+            pod.snapshot = None  # its shim goes, whether that was written or not
         if hears:
             self.report(sim, saved, leaving=True)
             sim.registered = False

@@ -38,7 +38,8 @@ def lose_silent(work: Work) -> None:
 
 def _waits_to_save(job: Job, pod: Pod) -> bool:
     """Whether nothing of the pod is needed but what it holds, once its client answers again."""
-    over = job.current is None or job.current.all_at(*OVER)
+    stage = job.current
+    over = stage is None or stage.over is not None or stage.all_at(*OVER)
     return job.goal is not Goal.RUN and over and pod.pod_id in job.progress.snapshots
 
 

@@ -313,6 +313,21 @@ def test_the_time_for_which_a_state_is_kept_does_not_pass_while_the_server_is_aw
     assert made.durable == made.job.progress.step
 
 
+def test_a_node_that_is_not_heard_for_a_while_amid_a_stop_keeps_what_it_alone_holds():
+    made = ahead(world(pods=4))
+    step = newest(made)
+    made.send(StopAsked())
+    made.nodes["a"].link = False
+    for pod in made.nodes["b"].pods.values():
+        pod.snapshot = None
+        pod.end()  # its shim is gone
+    made.rounds(30)
+    assert made.job.state is JobState.STOPPING
+    made.nodes["a"].link = True
+    made.run_until(STOPPED)
+    assert made.durable >= step
+
+
 def test_a_pause_that_is_called_off_while_no_node_answers_recovers_when_they_do():
     made = trains(world(prepare_timeout_s=10.0))
     made.send(PauseAsked())

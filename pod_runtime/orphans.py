@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import signal
+import time
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from pod_runtime.processes import descendants, environment, read, send_signal, w
 
 logger = logging.getLogger(__name__)
 
-_KILL_WAIT_S = 2.0  # SIGKILL takes as long as the kernel needs to free the memory
+KILL_WAIT_S = 2.0  # SIGKILL takes as long as the kernel needs to free the memory
 _SHM = Path("/dev/shm")
 _WORKERS = "workers"  # in the shim's folder: a pid a line
 _SHM_NAME = re.compile(r"paddle_(\d+)_")
@@ -64,7 +65,7 @@ def kill_orphans(marks: Mapping[str, str], living: Collection[int]) -> set[int]:
         ]
         begun = [p for p in found if send_signal(p.pid, p.start_time, signal.SIGKILL)]
         for process in begun:
-            wait_gone(process.pid, process.start_time, _KILL_WAIT_S)
+            wait_gone(process.pid, process.start_time, KILL_WAIT_S)
         new = {process.pid for process in begun} - killed
         if not new:  # none, or one that even SIGKILL cannot end now (it waits for a disk)
             return killed
@@ -90,13 +91,19 @@ def reap_adopted(trainers: Collection[int]) -> set[int]:
         reaped.add(dead.si_pid)
 
 
-def remove_shared_memory(pids: Iterable[int], folder: Path = _SHM) -> list[str]:
+def remove_shared_memory(
+    pids: Iterable[int], folder: Path = _SHM, *, wait_s: float = 0.0
+) -> list[str]:
     """Remove the files that processes of ours, `pids`, made and left; return their names.
 
     A file stays when its maker is alive (or the pid has gone to another process), or when it is
     another user's.
+
+    Args:
+        wait_s: how long to wait, in all, for makers that somebody has killed and that still die.
     """
     ours = set(pids)
+    deadline = time.monotonic() + wait_s
     removed: list[str] = []
     if not ours:
         return removed
@@ -106,7 +113,9 @@ def remove_shared_memory(pids: Iterable[int], folder: Path = _SHM) -> list[str]:
         return removed
     for entry in entries:
         match = _SHM_NAME.match(entry.name)
-        if match is None or int(match[1]) not in ours or _is_alive(int(match[1])):
+        if match is None or int(match[1]) not in ours:
+            continue
+        if not _is_gone(int(match[1]), deadline - time.monotonic()):
             continue
         try:
             if entry.stat(follow_symlinks=False).st_uid == os.getuid():
@@ -119,6 +128,8 @@ def remove_shared_memory(pids: Iterable[int], folder: Path = _SHM) -> list[str]:
     return removed
 
 
-def _is_alive(pid: int) -> bool:
+def _is_gone(pid: int, wait_s: float) -> bool:
     process = read(pid)
-    return process is not None and process.state not in "ZX"
+    if process is None or process.state in "ZX":
+        return True
+    return wait_s > 0 and wait_gone(pid, process.start_time, wait_s)

@@ -20,7 +20,7 @@ from job_client.pods.saving import Saving
 from job_client.reconcile import LocalPod
 from job_server.api.wire import NodePod, PodPhase, PodState, Save, SavePhase, SaveState
 from pod_runtime import env, processes, shim_wire
-from pod_runtime.orphans import noted_forks, remove_shared_memory
+from pod_runtime.orphans import KILL_WAIT_S, noted_forks, remove_shared_memory
 from pod_runtime.processes import Process
 from pod_runtime.shim.log import last_lines
 from pod_runtime.shim_wire import PodExit, ShimError
@@ -347,7 +347,8 @@ class Pod:
         )
         if killed:
             logger.warning("pod %s: killed what was left: pids %s", self.spec.pod_id, killed)
-        remove_shared_memory({*killed, *noted_forks(self.folder)})
+        # Whoever killed the shim may have killed all of them, and they are not dead at once.
+        remove_shared_memory({*killed, *noted_forks(self.folder)}, wait_s=KILL_WAIT_S)
         return len(killed)
 
     def _finish(self, ended: PodExit) -> None:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 from pod_runtime.orphans import noted_forks, remove_shared_memory
@@ -51,3 +52,12 @@ def test_only_files_of_our_dead_processes_are_removed(tmp_path: Path) -> None:
     assert not (tmp_path / f"paddle_{dead}_1").exists()
     assert (tmp_path / f"paddle_{os.getpid()}_1").exists(), "its maker is alive"
     assert (tmp_path / "paddle_1_1").exists(), "not ours"
+
+
+def test_files_of_a_process_that_still_dies_are_removed_when_it_has(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as dying:
+        name = f"paddle_{dying.pid}_1"
+        (tmp_path / name).touch()
+        assert remove_shared_memory({dying.pid}, tmp_path) == []
+        threading.Timer(0.2, dying.kill).start()
+        assert remove_shared_memory({dying.pid}, tmp_path, wait_s=60.0) == [name]

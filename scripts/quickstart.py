@@ -200,8 +200,7 @@ def direct(
         left_s = remaining_s(status, pace.steps_per_s)
         if config.epochs is None and left_s > TAIL_S and director.is_over(status, now):
             screen.news(
-                f"all is shown, and {left_s:.0f} s of training are left on this busy machine: "
-                "the job is stopped"
+                f"all is shown, and {left_s:.0f} s of training are left: the job is stopped"
             )
             api.stop(JOB_ID)
             stopped = True

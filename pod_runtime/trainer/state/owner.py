@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 OWNER = "owner.json"
 BEAT_S = 10.0  # a sixth of what others wait
 _LOOK_EVERY_S = 1.0
+_SETTLE_S = (
+    1.0  # a stage that goes on says so behind its first steps: they are the pause of a change
+)
 _READ_TRIES = 3
 _ASK_TIMEOUT_S = 3.0
 _NOTHING = Facts(process_lives=None, server=ServerSays.NOT_ASKED)
@@ -134,7 +137,7 @@ class Owner:
         watch = _Watch()
         while (before := self._try(watch)) is None:
             self._sleep(_LOOK_EVERY_S)
-        self._start(at_once=False)
+        self._start(soon=False)
         return before
 
     def refuse_early(self) -> None:
@@ -163,7 +166,7 @@ class Owner:
         as in `claim`, and meanwhile nothing is written there.
         """
         self._state = State.TRAINING
-        self._start(at_once=True)
+        self._start(soon=True)
 
     def check(self) -> None:
         """Call before anything is written to the folder.
@@ -380,12 +383,12 @@ class Owner:
         if self.replaced_by:
             raise InUseError(self.replaced_by)
 
-    def _start(self, *, at_once: bool) -> None:
+    def _start(self, *, soon: bool) -> None:
         if self._stop is None and not self.me.job:
             atexit.register(self._at_exit)
         self.close()
         self._stop = threading.Event()
-        wait_s = 0.0 if at_once else self._beat_s
+        wait_s = min(_SETTLE_S, self._beat_s) if soon else self._beat_s
         threading.Thread(
             target=self._run, args=(self._stop, wait_s), name="owner", daemon=True
         ).start()

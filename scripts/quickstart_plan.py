@@ -112,9 +112,8 @@ def epochs_for(
         cores: that the trainers share; None: each has a device of its own.
     """
     at_once = trainers if cores is None else min(trainers, cores)
-    # Measured: three trainers on two cores, that take turns, are no faster than one alone, and what
-    # is prepared beside them takes a fifth.
-    speed = 0.8 * alone_per_s * max(0.8, 0.6 * at_once - 0.3)
+    # Measured: three trainers on two cores, that take turns, are no faster than one alone.
+    speed = alone_per_s * max(0.8, 0.6 * at_once - 0.3)
     seconds = acts * (gap_s + 1.5 * startup_s) + 3 * gap_s
     return max(2, round(seconds * speed / (TRAIN_IMAGES + TEST_IMAGES * EVALUATION_COST)))
 

@@ -1,6 +1,6 @@
 """A job of teachers as the server keeps it: plain values, saved and read back by `codec`.
 
-Pure, and without decisions: `teachers.step` makes the next job from an event, `teacher_views`
+Pure, and without decisions: `machine.step` makes the next job from an event, `views`
 derives what clients and users are told. The counterpart of `job`, without stages and ranks.
 """
 

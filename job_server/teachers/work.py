@@ -1,4 +1,4 @@
-"""One call of `teachers.step` at work: the job so far, the time, and what is to be logged. Pure."""
+"""One call of `machine.step` at work: the job so far, the time, and what is to be logged. Pure."""
 
 from dataclasses import replace
 from typing import Any

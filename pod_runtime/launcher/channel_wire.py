@@ -1,7 +1,7 @@
 """What a trainer may say to its launcher, checked. Standard library only, pure.
 
 docs/architecture.md, "Launcher and trainer", says when each is said. What the launcher answers is
-made where it is sent (`launcher_state`, `segments`), as plain JSON objects.
+made where it is sent (`state`, `segments`), as plain JSON objects.
 """
 
 import math

@@ -1,6 +1,6 @@
 """The launcher's event loop: one thread that owns the trainers and carries decisions out.
 
-What to do is decided in `launcher_decisions`; this module only turns what happens on sockets,
+What to do is decided in `decisions`; this module only turns what happens on sockets,
 pidfds and signals into events, and actions into system calls.
 """
 

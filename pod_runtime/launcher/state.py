@@ -1,7 +1,7 @@
 """What a pod's launcher knows, and how each event changes that. Pure: no clock, no process.
 
 A `Pod` holds the server's orders and, for each attempt at a stage that trainers were started for,
-a `Run`. The functions under "events" return a new `Pod`; `launcher_decisions.decide` says what
+a `Run`. The functions under "events" return a new `Pod`; `decisions.decide` says what
 follows from it.
 """
 

@@ -1,4 +1,4 @@
-"""What the elastic loop needs of a framework. `paddle_adapter` is the one for PaddlePaddle.
+"""What the elastic loop needs of a framework. `paddle.adapter` is the one for PaddlePaddle.
 
 The calls follow the life of a trainer: form a group; capture, load and broadcast a state; per step
 seed, convert, weigh, exchange, apply; leave. `exchange` leaves everything local as it was, and the

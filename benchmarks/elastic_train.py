@@ -15,7 +15,7 @@ from benchmarks.elastic_networks import make_network
 from benchmarks.elastic_task import EPOCH_STEPS, PARAMETERS, TASKS, Task, make_data, parser
 from benchmarks.stamp_files import Stamper
 from pod_runtime import elastic
-from pod_runtime.trainer.membership.keeper import Keeper
+from pod_runtime.trainer.membership.state_manager import StateManager
 
 
 class Images(paddle.io.Dataset):  # type: ignore[misc]  # Paddle has no types
@@ -54,7 +54,7 @@ def main() -> None:
     args = options.parse_args()
     task = TASKS[args.task]
     stood = StopWatch()
-    Keeper.after_step = stood.timed(Keeper.after_step)  # type: ignore[method-assign]
+    StateManager.after_step = stood.timed(StateManager.after_step)  # type: ignore[method-assign]
     stamper = Stamper(args.stamps)
     model = make_network(args.task)
     optimizer = paddle.optimizer.Momentum(

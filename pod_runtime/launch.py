@@ -18,9 +18,9 @@ from pathlib import Path
 from job_server.api.api_client import ApiClient
 from pod_runtime.env import EnvError, PodEnv, checkpoint_path
 from pod_runtime.errors import LaunchError
-from pod_runtime.launcher.crew import LaunchConfig
 from pod_runtime.launcher.loop import Launcher
 from pod_runtime.launcher.segments import highest_stage
+from pod_runtime.launcher.trainer_pool import LaunchConfig
 
 logger = logging.getLogger(__name__)
 

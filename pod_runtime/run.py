@@ -26,7 +26,7 @@ from job_server.api.wire import (
     check_range,
 )
 from pod_runtime.errors import LaunchError
-from pod_runtime.local.session import RunConfig, Session
+from pod_runtime.local.session import LocalSession, RunConfig
 
 _SCRIPTS = {".yaml": ScriptKind.TIMELINE, ".yml": ScriptKind.TIMELINE, ".csv": ScriptKind.TRACE}
 
@@ -225,7 +225,7 @@ def train_sh(config: RunConfig) -> str:
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
     try:
         config = read_config(argv, environ)
-        return Session(config, train_sh(config), environ).run()
+        return LocalSession(config, train_sh(config), environ).run()
     except LaunchError as error:
         sys.stderr.write(f"edl run: {error}\n")
         return error.exit_code

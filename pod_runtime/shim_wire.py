@@ -54,7 +54,7 @@ class PodExit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class HeldSegment:
     """A snapshot segment (a memfd) that a shim holds; its content describes itself."""
 
     pod_id: str
@@ -215,5 +215,5 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     temporary.replace(path)
 
 
-def segment_json(segment: Segment) -> dict[str, Any]:
+def segment_json(segment: HeldSegment) -> dict[str, Any]:
     return asdict(segment)

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pod_runtime.errors import ChannelError
-from pod_runtime.launcher.channel_wire import Said, parse
+from pod_runtime.launcher.channel_wire import TrainerMessage, parse
 from pod_runtime.shim_wire import LineSocket, ShimError
 
 _SEND_TIMEOUT_S = 2.0  # a trainer that reads nothing for so long, with a full buffer, is stuck
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
-class Connection:
+class TrainerConnection:
     """One trainer's end. For the launcher's main thread only."""
 
     def __init__(self, connection: socket.socket, peer_pid: int) -> None:
@@ -31,7 +31,7 @@ class Connection:
     def fileno(self) -> int:
         return self._lines.fileno()
 
-    def messages(self) -> Iterator[tuple[Said, tuple[int, ...]]]:
+    def messages(self) -> Iterator[tuple[TrainerMessage, tuple[int, ...]]]:
         """Yield what has arrived, with descriptors that the caller owns; never waits.
 
         `open` is false afterwards if the other side has gone.
@@ -51,13 +51,13 @@ class Connection:
             if received is None:
                 self.open = False
                 return
-            message, fds = received
+            content, fds = received
             try:
-                said = parse(message)
+                message = parse(content)
             except ChannelError:
                 close_all(fds)
                 raise
-            yield said, fds
+            yield message, fds
 
     def send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         """Send one message; `fds` stay open here.
@@ -76,7 +76,7 @@ class Connection:
         self._lines.close()
 
 
-class Channel:
+class TrainerChannel:
     """The listening end."""
 
     def __init__(self, pod_id: str) -> None:
@@ -90,7 +90,7 @@ class Channel:
     def fileno(self) -> int:
         return self._listener.fileno()
 
-    def accept(self) -> Connection | None:
+    def accept(self) -> TrainerConnection | None:
         """Return the next connection; None when there is none, or it is another user's."""
         try:
             connection, _ = self._listener.accept()
@@ -101,7 +101,7 @@ class Channel:
         if uid != os.getuid():
             connection.close()
             return None
-        return Connection(connection, pid)
+        return TrainerConnection(connection, pid)
 
     def close(self) -> None:
         self._listener.close()

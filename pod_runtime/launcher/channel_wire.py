@@ -14,7 +14,7 @@ from pod_runtime.errors import ChannelError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class TrainerHello:
     """The trainer has called the elastic loop."""
 
     rank: int
@@ -51,7 +51,7 @@ class CannotJoin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class StateLoaded:
     step: int  # global steps committed so far
     epoch: int = 0
 
@@ -102,18 +102,18 @@ class Raised:
     error: TrainerError
 
 
-Said = (
-    Hello | StageTooLow | Prepared | Formed | CannotJoin | Loaded | Stepped
+TrainerMessage = (
+    TrainerHello | StageTooLow | Prepared | Formed | CannotJoin | StateLoaded | Stepped
     | SegmentMade | SnapshotMade | Drained | Done | Raised
 )  # fmt: skip
 
-_KINDS: dict[str, type[Said]] = {
-    "hello": Hello,
+_KINDS: dict[str, type[TrainerMessage]] = {
+    "hello": TrainerHello,
     "stage_too_low": StageTooLow,
     "prepared": Prepared,
     "formed": Formed,
     "cannot_join": CannotJoin,
-    "loaded": Loaded,
+    "loaded": StateLoaded,
     "step": Stepped,
     "segment": SegmentMade,
     "snapshot": SnapshotMade,
@@ -123,7 +123,7 @@ _KINDS: dict[str, type[Said]] = {
 }
 
 
-def parse(message: Mapping[str, Any]) -> Said:
+def parse(message: Mapping[str, Any]) -> TrainerMessage:
     """Return the typed form of what a trainer said.
 
     A metric that is not finite is left out: a loss that became NaN is the user's concern, and no

@@ -11,9 +11,9 @@ from pod_runtime.launcher.state import (
     TRAINS,
     Key,
     Leaving,
-    Pod,
-    Run,
-    Trainer,
+    PodState,
+    StageRun,
+    TrainerState,
     find_run,
     new_ranks,
     renumbered,
@@ -47,14 +47,14 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
+class SendWelcome:
     key: Key
     rank: int
     plan: StagePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Go:
+class SendGo:
     """Tell a trainer that was prepared beside an older stage to take over its state and train."""
 
     key: Key
@@ -63,7 +63,7 @@ class Go:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tell:
+class SendMessage:
     key: Key
     rank: int
     message: dict[str, Any]
@@ -83,14 +83,14 @@ class WarmSpare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Signal:
+class SendSignal:
     key: Key
     rank: int
     signum: signal.Signals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class SendReport:
     report: PodReport
 
 
@@ -102,7 +102,7 @@ class HaveAtHand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Preview:
+class ShowPreview:
     """Show a prepared trainer the state that it will begin from, if the change is committed."""
 
     key: Key
@@ -118,15 +118,15 @@ class Exit:
 
 
 Action = (
-    Spawn | Renumber | WarmSpare | Invite | Move | Welcome | Go | Tell | Signal | Report
-    | HaveAtHand | Preview | Exit
+    Spawn | Renumber | WarmSpare | Invite | Move | SendWelcome | SendGo | SendMessage | SendSignal
+    | SendReport | HaveAtHand | ShowPreview | Exit
 )  # fmt: skip
 
 
 QUIET_S = 3.0  # so long has the training to be undisturbed before a spare is started
 
 
-def decide(pod: Pod, now: float) -> tuple[Pod, tuple[Action, ...]]:
+def decide(pod: PodState, now: float) -> tuple[PodState, tuple[Action, ...]]:
     """Return what should be done at `now` (monotonic seconds), and the pod as it then is.
 
     Call it after every event, and again after having carried out a `Spawn` or an `Invite`.
@@ -134,7 +134,7 @@ def decide(pod: Pod, now: float) -> tuple[Pod, tuple[Action, ...]]:
     actions: list[Action] = []
     by_key = {(plan.stage, plan.attempt): plan for plan in pod.plans}
     going = _going(pod)
-    runs: list[Run] = []
+    runs: list[StageRun] = []
     for run in pod.runs:
         plan = by_key.get(run.key)
         over = going is not None or plan is None or plan.order is Order.END
@@ -155,7 +155,7 @@ def decide(pod: Pod, now: float) -> tuple[Pod, tuple[Action, ...]]:
         pod, more = _warm(pod, now)
         actions += more
     pod, reports = due_reports(pod, now)
-    actions += [Report(report=report) for report in reports]
+    actions += [SendReport(report=report) for report in reports]
     pod, more = _foresee(pod)
     actions += more
     pod, more = _preview(pod)  # after the reports: the others wait for those
@@ -164,7 +164,7 @@ def decide(pod: Pod, now: float) -> tuple[Pod, tuple[Action, ...]]:
     return pod, tuple(actions)
 
 
-def next_deadline(pod: Pod) -> float | None:
+def next_deadline(pod: PodState) -> float | None:
     """Return when `decide` wants to be called although nothing happens; None: no such time."""
     times = [
         trainer.terminated_at + _grace(trainer, pod.grace_s)
@@ -182,7 +182,7 @@ def next_deadline(pod: Pod) -> float | None:
     return min(times, default=None)
 
 
-def _going(pod: Pod) -> Leaving | None:
+def _going(pod: PodState) -> Leaving | None:
     if pod.leaving is not None:
         return pod.leaving
     stages_over = all(plan.order is Order.END for plan in pod.plans)
@@ -191,7 +191,7 @@ def _going(pod: Pod) -> Leaving | None:
     return None
 
 
-def _guide(run: Run, pod: Pod) -> tuple[Run, list[Action]]:
+def _guide(run: StageRun, pod: PodState) -> tuple[StageRun, list[Action]]:
     """Bring a stage that is not over, and its trainers, in line with its order."""
     order, number = run.plan.order, run.plan.cut
     actions: list[Action] = []
@@ -213,34 +213,34 @@ def _guide(run: Run, pod: Pod) -> tuple[Run, list[Action]]:
     return replace(run, trainers=tuple(trainers)), actions
 
 
-def _resume(run: Run, off: int) -> tuple[Run, list[Action]]:
+def _resume(run: StageRun, off: int) -> tuple[StageRun, list[Action]]:
     """Have trainers go on that have parked for the cut `off` or an earlier one."""
     actions: list[Action] = []
     trainers = []
     for trainer in run.trainers:
         if trainer.alive and trainer.elastic:
             message = {"do": "resume", "id": off}
-            actions.append(Tell(key=run.key, rank=trainer.rank, message=message))
+            actions.append(SendMessage(key=run.key, rank=trainer.rank, message=message))
         if run.cut_id == off:
             trainer = replace(trainer, parked_at=None)
         trainers.append(trainer)
     return replace(run, trainers=tuple(trainers)), actions
 
 
-def _guide_trainer(run: Run, trainer: Trainer) -> tuple[Trainer, list[Action]]:
+def _guide_trainer(run: StageRun, trainer: TrainerState) -> tuple[TrainerState, list[Action]]:
     """What an elastic trainer that is alive should hear now."""
     key, rank, order = run.key, trainer.rank, run.plan.order
     actions: list[Action] = []
     if not trainer.welcomed:
-        actions.append(Welcome(key=key, rank=rank, plan=run.plan))
+        actions.append(SendWelcome(key=key, rank=rank, plan=run.plan))
         trainer = replace(trainer, welcomed=True)
-    if order in TRAINS and not trainer.told_go:
+    if order in TRAINS and not trainer.go_sent:
         if trainer.prepared:
-            actions.append(Go(key=key, rank=rank, plan=run.plan))
+            actions.append(SendGo(key=key, rank=rank, plan=run.plan))
         else:
-            actions.append(Tell(key=key, rank=rank, message={"do": "go"}))
-        trainer = replace(trainer, told_go=True)
-    if order is Order.CUT and trainer.told_cut < run.cut_id:
+            actions.append(SendMessage(key=key, rank=rank, message={"do": "go"}))
+        trainer = replace(trainer, go_sent=True)
+    if order is Order.CUT and trainer.cut_sent < run.cut_id:
         message = {
             "do": "cut",
             "id": run.cut_id,
@@ -248,12 +248,12 @@ def _guide_trainer(run: Run, trainer: Trainer) -> tuple[Trainer, list[Action]]:
             "patient": run.plan.patient,
             "halt": run.plan.halt,
         }
-        actions.append(Tell(key=key, rank=rank, message=message))
-        trainer = replace(trainer, told_cut=run.cut_id)
+        actions.append(SendMessage(key=key, rank=rank, message=message))
+        trainer = replace(trainer, cut_sent=run.cut_id)
     return trainer, actions
 
 
-def _join(run: Run, pod: Pod) -> tuple[Run, list[Action], list[Run]]:
+def _join(run: StageRun, pod: PodState) -> tuple[StageRun, list[Action], list[StageRun]]:
     """Have trainers join a next stage in place, go on as its trainers, or forget about it.
 
     Returns the run, what is to be done, and the run of the next stage where they go on now.
@@ -264,8 +264,8 @@ def _join(run: Run, pod: Pod) -> tuple[Run, list[Action], list[Run]]:
     stays = run.alive and run.elastic and not run.ending and run.trouble is None
     actions: list[Action] = []
     if joining is not None and (joining.key != key or not stays):
-        told = [t.rank for t in run.trainers if t.alive and t.rank in joining.told]
-        actions += [Tell(key=run.key, rank=rank, message={"do": "drop"}) for rank in told]
+        asked = [t.rank for t in run.trainers if t.alive and t.rank in joining.asked]
+        actions += [SendMessage(key=run.key, rank=rank, message={"do": "drop"}) for rank in asked]
         run, joining = replace(run, joining=None), None
     if plan is None or key is None or not stays or run.plan.order not in TRAINS:
         return run, actions, []
@@ -283,24 +283,28 @@ def _join(run: Run, pod: Pod) -> tuple[Run, list[Action], list[Run]]:
     return run, actions, []
 
 
-def _ask_to_join(run: Run, plan: StagePlan, pod_id: str) -> tuple[Run, list[Action]]:
+def _ask_to_join(run: StageRun, plan: StagePlan, pod_id: str) -> tuple[StageRun, list[Action]]:
     joining = run.joining
     assert joining is not None
     ranks = new_ranks(pod_id, run.plan, plan)
     actions: list[Action] = []
-    for old in sorted(ranks.keys() - joining.told):
+    for old in sorted(ranks.keys() - joining.asked):
         message = {"do": "join", "plan": encode(plan), "rank": ranks[old]}
-        actions.append(Tell(key=run.key, rank=old, message=message))
-    return replace(run, joining=replace(joining, told=frozenset(ranks))), actions
+        actions.append(SendMessage(key=run.key, rank=old, message=message))
+    return replace(run, joining=replace(joining, asked=frozenset(ranks))), actions
 
 
-def _go_on(run: Run, plan: StagePlan, pod: Pod) -> tuple[Run, Run, list[Action]]:
+def _go_on(
+    run: StageRun, plan: StagePlan, pod: PodState
+) -> tuple[StageRun, StageRun, list[Action]]:
     """Make the trainers of `run` those of `plan`, which is committed."""
     ranks = new_ranks(pod.pod_id, run.plan, plan)
-    new = Run(
+    new = StageRun(
         plan=plan,
         trainers=tuple(
-            Trainer(rank=ranks[t.rank], elastic=True, joins=t.joins, welcomed=True, told_go=True)
+            TrainerState(
+                rank=ranks[t.rank], elastic=True, joins=t.joins, welcomed=True, go_sent=True
+            )
             for t in run.trainers
         ),
         step=run.step,
@@ -316,7 +320,9 @@ def _go_on(run: Run, plan: StagePlan, pod: Pod) -> tuple[Run, Run, list[Action]]
     return replace(run, trainers=(), joining=None), new, [*actions, *more]
 
 
-def _end(run: Run, now: float, grace_s: float, going: Leaving | None) -> tuple[Run, list[Action]]:
+def _end(
+    run: StageRun, now: float, grace_s: float, going: Leaving | None
+) -> tuple[StageRun, list[Action]]:
     """SIGKILL to those that hold nothing; to others SIGTERM, and after the grace SIGKILL."""
     actions: list[Action] = []
     trainers = []
@@ -326,27 +332,27 @@ def _end(run: Run, now: float, grace_s: float, going: Leaving | None) -> tuple[R
             since = trainer.terminated_at
             late = since is not None and now >= since + _grace(trainer, grace_s)
             if at_once or late or trainer.parked_at is not None or run.waits:
-                actions.append(Signal(key=run.key, rank=trainer.rank, signum=signal.SIGKILL))
+                actions.append(SendSignal(key=run.key, rank=trainer.rank, signum=signal.SIGKILL))
                 trainer = replace(trainer, killed=True)
             elif since is None:
-                actions.append(Signal(key=run.key, rank=trainer.rank, signum=signal.SIGTERM))
+                actions.append(SendSignal(key=run.key, rank=trainer.rank, signum=signal.SIGTERM))
                 trainer = replace(trainer, terminated_at=now)
         trainers.append(trainer)
     return replace(run, trainers=tuple(trainers)), actions
 
 
-def _grace(trainer: Trainer, grace_s: float) -> float:
+def _grace(trainer: TrainerState, grace_s: float) -> float:
     return min(grace_s, ELASTIC_GRACE_S) if trainer.elastic else grace_s
 
 
-def _keep(pod: Pod, plans: dict[Key, StagePlan]) -> Pod:
+def _keep(pod: PodState, plans: dict[Key, StagePlan]) -> PodState:
     """Forget runs that nobody asks for any more, but for the one that says what the pod was."""
     last = pod.in_force
     runs = tuple(run for run in pod.runs if run.alive or run.key in plans or run is last)
     return replace(pod, runs=runs)
 
 
-def _kill_on_demand(pod: Pod) -> tuple[Pod, list[Action]]:
+def _kill_on_demand(pod: PodState) -> tuple[PodState, list[Action]]:
     """SIGKILL, once each, to the trainers that a change script or an operator wants killed."""
     actions: list[Action] = []
     done = set(pod.kills_done)
@@ -356,11 +362,11 @@ def _kill_on_demand(pod: Pod) -> tuple[Pod, list[Action]]:
             alive = run is not None and any(t.rank == rank and t.alive for t in run.trainers)
             if run is not None and alive and kill_id not in done:
                 done.add(kill_id)
-                actions.append(Signal(key=run.key, rank=rank, signum=signal.SIGKILL))
+                actions.append(SendSignal(key=run.key, rank=rank, signum=signal.SIGKILL))
     return replace(pod, kills_done=frozenset(done)), actions
 
 
-def _spawn(pod: Pod) -> list[Action]:
+def _spawn(pod: PodState) -> list[Action]:
     """Start a stage's trainers: beside older ones if its way says so, else when none is left."""
     for plan in pod.plans:
         if find_run(pod, (plan.stage, plan.attempt)) is not None:
@@ -377,7 +383,7 @@ def _spawn(pod: Pod) -> list[Action]:
     return []
 
 
-def _warm(pod: Pod, now: float) -> tuple[Pod, list[Action]]:
+def _warm(pod: PodState, now: float) -> tuple[PodState, list[Action]]:
     """Start a missing spare, one at a time, once the training has been undisturbed for a while.
 
     Its import takes a core for a second: that must not fall into a change, nor into the first
@@ -394,7 +400,7 @@ def _warm(pod: Pod, now: float) -> tuple[Pod, list[Action]]:
     return pod, [WarmSpare()]
 
 
-def _foresee(pod: Pod) -> tuple[Pod, list[Action]]:
+def _foresee(pod: PodState) -> tuple[PodState, list[Action]]:
     """Have the state at hand from when a cut is told until the next stage has made a step."""
     run = next((r for r in pod.runs if _is_cut(r)), None)
     wanted = None if run is None else (run.key, run.plan.cut)
@@ -404,11 +410,11 @@ def _foresee(pod: Pod) -> tuple[Pod, list[Action]]:
     return replace(pod, at_hand=wanted), [HaveAtHand(plan=plan)]
 
 
-def _is_cut(run: Run) -> bool:
+def _is_cut(run: StageRun) -> bool:
     return run.plan.order is Order.CUT and run.alive and not run.ending and run.trouble is None
 
 
-def _preview(pod: Pod) -> tuple[Pod, list[Action]]:
+def _preview(pod: PodState) -> tuple[PodState, list[Action]]:
     """Have prepared trainers load what the others parked with, while the server hears of that."""
     parked = next((r.parked_as for r in pod.runs if r.parked and not r.ending), None)
     actions: list[Action] = []
@@ -417,14 +423,14 @@ def _preview(pod: Pod) -> tuple[Pod, list[Action]]:
         if parked is not None and run.waits and run.prepared and not run.ending:
             if run.previewed != parked:
                 actions += [
-                    Preview(key=run.key, rank=t.rank, snapshot=parked) for t in run.trainers
+                    ShowPreview(key=run.key, rank=t.rank, snapshot=parked) for t in run.trainers
                 ]
             run = replace(run, previewed=parked)
         runs.append(run)
     return replace(pod, runs=tuple(runs)), actions
 
 
-def _exit(pod: Pod, going: Leaving | None) -> list[Action]:
+def _exit(pod: PodState, going: Leaving | None) -> list[Action]:
     stage = pod.runs[-1].plan.stage if pod.runs else 0
     if going is not None:
         if any(run.alive for run in pod.runs):

@@ -19,13 +19,19 @@ from job_server.api.wire import Attach, PodReport, ReportKind, StagePlan, encode
 from pod_runtime.env import PodEnv
 from pod_runtime.errors import ChannelError, LaunchError, SpawnError
 from pod_runtime.launcher import decisions, server_link, state
-from pod_runtime.launcher.channel import Channel, Connection, close_all
-from pod_runtime.launcher.channel_wire import Hello, Raised, Said, SegmentMade, SnapshotMade
-from pod_runtime.launcher.crew import Crew, LaunchConfig, Name
-from pod_runtime.launcher.reports import attach_truth
-from pod_runtime.launcher.segments import Segments
-from pod_runtime.launcher.server_link import Api, LinkEvent, ServerLink
+from pod_runtime.launcher.channel import TrainerChannel, TrainerConnection, close_all
+from pod_runtime.launcher.channel_wire import (
+    Raised,
+    SegmentMade,
+    SnapshotMade,
+    TrainerHello,
+    TrainerMessage,
+)
+from pod_runtime.launcher.reports import attach_status
+from pod_runtime.launcher.segments import NodeSegments
+from pod_runtime.launcher.server_link import JobServerApi, LinkEvent, ServerLink
 from pod_runtime.launcher.spares import Spare
+from pod_runtime.launcher.trainer_pool import LaunchConfig, Name, TrainerPool
 from pod_runtime.launcher.trainers import TrainerProcess, find_taken_port
 from pod_runtime.processes import set_child_subreaper
 from pod_runtime.shim_wire import LineSocket, ShimError, connect
@@ -46,21 +52,21 @@ class Launcher:
         config: LaunchConfig,
         pod_env: PodEnv,
         environ: Mapping[str, str],
-        connect_server: Callable[[], Api],
+        connect_server: Callable[[], JobServerApi],
     ) -> None:
         self._config, self._env = config, pod_env
-        self._pod = state.Pod(
+        self._pod = state.PodState(
             pod_id=pod_env.pod_id, node_id=pod_env.node_id, grace_s=pod_env.grace_s
         )
-        self._connections: dict[Name, Connection] = {}
+        self._connections: dict[Name, TrainerConnection] = {}
         self._exit: decisions.Exit | None = None
         self._reaped: list[TrainerProcess] = []  # what they left is still to be cleaned up
         self._inbox: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
-        self._channel = Channel(pod_env.pod_id)
-        self._segments = Segments(pod_env.pod_id, pod_env.pod_dir)
-        self._crew = Crew(config, pod_env, environ, self._channel.name)
-        self._truth = self._attach_now()  # replaced as a whole, so other threads may read it
+        self._channel = TrainerChannel(pod_env.pod_id)
+        self._segments = NodeSegments(pod_env.pod_id, pod_env.pod_dir)
+        self._pool = TrainerPool(config, pod_env, environ, self._channel.name)
+        self._status = self._attach_now()  # replaced as a whole, so other threads may read it
         self._wake_read, self._wake_write = os.pipe()
         for fd in (self._wake_read, self._wake_write):
             os.set_blocking(fd, False)
@@ -68,7 +74,7 @@ class Launcher:
             connect=connect_server,
             job_id=pod_env.job_id,
             pod_id=pod_env.pod_id,
-            truth=lambda: dataclasses.replace(self._truth, snapshot=self._segments.newest()),
+            status=lambda: dataclasses.replace(self._status, snapshot=self._segments.newest()),
             deliver=self._deliver,
         )
 
@@ -90,7 +96,7 @@ class Launcher:
                     self._wait()
                     self._settle()
             finally:
-                self._crew.kill_all()
+                self._pool.kill_all()
                 shim.close()
                 self._channel.close()
         return self._finish(self._exit)
@@ -108,7 +114,7 @@ class Launcher:
         for key in sorted(ready, key=self._urgency):
             if isinstance(key.data, TrainerProcess):
                 self._on_death(key.data)
-            elif isinstance(key.data, Connection):
+            elif isinstance(key.data, TrainerConnection):
                 self._on_message(key.data)
             elif isinstance(key.data, Spare):
                 self._on_spare(key.data)
@@ -118,7 +124,7 @@ class Launcher:
     def _urgency(self, key: selectors.SelectorKey) -> int:
         if isinstance(key.data, TrainerProcess):
             return 3
-        if isinstance(key.data, Connection):
+        if isinstance(key.data, TrainerConnection):
             return 2
         return 0 if key.data == self._on_wake else 1
 
@@ -130,7 +136,7 @@ class Launcher:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._on_link(self._inbox.get_nowait())
-        self._crew.sweep()
+        self._pool.sweep()
 
     def _on_stop(self, signum: signal.Signals) -> None:
         again = self._pod.leaving is not None
@@ -140,14 +146,14 @@ class Launcher:
 
     def _on_link(self, event: LinkEvent) -> None:
         match event:
-            case server_link.Attached(orders):
+            case server_link.AttachAnswered(orders):
                 self._pod = state.attached(self._pod, orders)
-            case server_link.Ordered(orders):
+            case server_link.OrdersChanged(orders):
                 self._pod = state.ordered(self._pod, orders)
             case server_link.NotWanted(reason):
                 logger.info("the server does not want this pod any more: %s", reason)
                 self._pod = state.leave(self._pod, state.Leaving(code=0, reason=reason))
-            case server_link.Refused(reason):
+            case server_link.LauncherRefused(reason):
                 self._pod = state.leave(self._pod, state.Leaving(code=1, reason=reason))
 
     def _on_shim_gone(self) -> None:
@@ -161,11 +167,11 @@ class Launcher:
         while (connection := self._channel.accept()) is not None:
             self._selector.register(connection, selectors.EVENT_READ, connection)
 
-    def _on_message(self, connection: Connection) -> None:
+    def _on_message(self, connection: TrainerConnection) -> None:
         try:
-            for said, fds in connection.messages():
+            for message, fds in connection.messages():
                 try:
-                    self._on_said(connection, said, fds)
+                    self._handle(connection, message, fds)
                 finally:
                     close_all(fds)
         except ChannelError as error:
@@ -174,31 +180,35 @@ class Launcher:
         if not connection.open:
             self._forget(connection)
 
-    def _on_said(self, connection: Connection, said: Said, fds: tuple[int, ...]) -> None:
-        if isinstance(said, Hello):
-            self._introduce(connection, said)
+    def _handle(
+        self, connection: TrainerConnection, message: TrainerMessage, fds: tuple[int, ...]
+    ) -> None:
+        if isinstance(message, TrainerHello):
+            self._introduce(connection, message)
         name = self._name_of(connection)
-        if isinstance(said, Raised):
-            name = self._crew.find(connection.peer_pid)
+        if isinstance(message, Raised):
+            name = self._pool.find(connection.peer_pid)
         if name is None:
-            raise ChannelError(f"{type(said).__name__} from a process that is no trainer of ours")
+            raise ChannelError(
+                f"{type(message).__name__} from a process that is no trainer of ours"
+            )
         key, rank = name
         run = state.find_run(self._pod, key)
         if run is None:
             return
-        match said:
+        match message:
             case SegmentMade():
                 if len(fds) != 1:
                     raise ChannelError(f"segment: expected one descriptor, got {len(fds)}")
-                self._segments.keep(run.plan, said, fds[0])
+                self._segments.keep(run.plan, message, fds[0])
             case SnapshotMade():
-                self._segments.complete(run.plan, said)
+                self._segments.complete(run.plan, message)
             case _:
-                self._pod = state.heard(self._pod, key, rank, said)
+                self._pod = state.received(self._pod, key, rank, message)
 
-    def _introduce(self, connection: Connection, hello: Hello) -> None:
+    def _introduce(self, connection: TrainerConnection, hello: TrainerHello) -> None:
         """Bind a connection to the trainer that it, or an ancestor of its process, is."""
-        name = self._crew.find(connection.peer_pid)
+        name = self._pool.find(connection.peer_pid)
         if name is None or (name[0][0], name[1]) != (hello.stage, hello.rank):
             raise ChannelError(
                 f"hello: pid {connection.peer_pid} is not rank {hello.rank} of stage {hello.stage}"
@@ -209,13 +219,13 @@ class Launcher:
         name = trainer.key, trainer.rank
         self._on_connect()  # why it ends it has said on a connection of its own
         keys = list(self._selector.get_map().values())
-        for connection in [each.data for each in keys if isinstance(each.data, Connection)]:
+        for connection in [each.data for each in keys if isinstance(each.data, TrainerConnection)]:
             if connection.peer_pid == trainer.pid or connection is self._connections.get(name):
                 self._on_message(connection)
         if name in self._connections:
             self._forget(self._connections[name])
         self._selector.unregister(trainer)
-        code = self._crew.reap(trainer)
+        code = self._pool.reap(trainer)
         reason = "" if code in (0, -signal.SIGKILL) else trainer.last_words()
         logger.info(
             "stage %d: rank %d (pid %d) %s",
@@ -236,21 +246,21 @@ class Launcher:
         """Decide and act until nothing more follows."""
         while self._exit is None:
             self._pod, actions = decisions.decide(self._pod, time.monotonic())
-            self._truth = self._attach_now()  # before anybody hears of it by a report
+            self._status = self._attach_now()  # before anybody hears of it by a report
             for action in actions:
                 self._act(action)
             again = decisions.Spawn | decisions.Invite
             if not any(isinstance(action, again) for action in actions):
                 break
         while self._reaped:
-            self._crew.clean_up_after(self._reaped.pop())
+            self._pool.clean_up_after(self._reaped.pop())
 
     def _act(self, action: decisions.Action) -> None:
         match action:
             case decisions.Spawn(plan=plan):
                 self._spawn(plan)
             case decisions.Renumber(key=key, ranks=ranks):
-                self._crew.renumber(key, ranks)
+                self._pool.renumber(key, ranks)
                 self._connections = {
                     (k, ranks.get(r, r) if k == key else r): connection
                     for (k, r), connection in self._connections.items()
@@ -261,27 +271,27 @@ class Launcher:
                 self._invite(key, plan)
             case decisions.Move(key=key, rank=rank):
                 self._move((key, rank), (action.new_key, action.new_rank), action.message)
-            case decisions.Welcome(key=key, rank=rank):
+            case decisions.SendWelcome(key=key, rank=rank):
                 self._tell_with_state(key, rank, action.plan, {"do": "welcome"})
-            case decisions.Go(plan=plan):
+            case decisions.SendGo(plan=plan):
                 logger.info("stage %d: rank %d: go", plan.stage, action.rank)
                 self._tell_with_state(action.key, action.rank, plan, {"do": "go"})
-            case decisions.Tell(key=key, rank=rank, message=message):
+            case decisions.SendMessage(key=key, rank=rank, message=message):
                 logger.info("stage %d: rank %d: %s", key[0], rank, message["do"])
                 self._tell(key, rank, message)
             case decisions.HaveAtHand(plan=plan):
                 self._segments.let_go()
                 if plan is not None:
                     self._segments.have_at_hand(plan)
-            case decisions.Preview(key=key, rank=rank, snapshot=snapshot):
+            case decisions.ShowPreview(key=key, rank=rank, snapshot=snapshot):
                 fds = self._segments.show(snapshot)
                 if fds:
                     message = {"do": "preview", "snapshot": encode(snapshot)}
                     self._tell(key, rank, message, fds)
-            case decisions.Signal(key=key, rank=rank, signum=signum):
+            case decisions.SendSignal(key=key, rank=rank, signum=signum):
                 logger.info("stage %d: rank %d: %s", key[0], rank, signum.name)
-                self._crew.signal((key, rank), signum)
-            case decisions.Report(report=report):
+                self._pool.signal((key, rank), signum)
+            case decisions.SendReport(report=report):
                 self._report(report)
             case decisions.Exit():
                 self._exit = action
@@ -300,7 +310,7 @@ class Launcher:
         started: list[int] = []
         for rank in mine.ranks:
             try:
-                trainer = self._crew.start(plan, rank)
+                trainer = self._pool.start(plan, rank)
             except SpawnError as error:
                 logger.error("stage %d: %s", plan.stage, error)
                 self._pod = state.not_spawned(self._pod, plan, started, rank, error.reason)
@@ -321,16 +331,16 @@ class Launcher:
     def _move(self, old: Name, new: Name, message: dict[str, object]) -> None:
         logger.info("stage %d: rank %d goes on as rank %d of stage %d", old[0][0], old[1], new[1],
                     new[0][0])  # fmt: skip
-        self._crew.move(old, new)
+        self._pool.move(old, new)
         if old in self._connections:
             self._connections[new] = self._connections.pop(old)
         self._tell(*new, message)
 
     def _warm_spare(self) -> None:
         try:
-            if not self._crew.can_warm:
+            if not self._pool.can_warm:
                 raise SpawnError(-1, "--spares: only Python scripts can be run by a spare")
-            spare = self._crew.warm_spare()
+            spare = self._pool.warm_spare()
         except SpawnError as error:
             logger.warning("no spares: %s", error.reason)
             self._pod = state.spares_counted(self._pod, sys.maxsize, warming=False)
@@ -343,14 +353,14 @@ class Launcher:
         if not spare.hear():
             logger.warning("a spare (pid %d) has died; its log: spares.log", spare.process.pid)
             self._selector.unregister(spare)
-            self._crew.spares.drop(spare)
+            self._pool.spares.drop(spare)
             # Whatever killed it would kill the next one: there are no more until a change.
             self._pod = state.spares_counted(self._pod, sys.maxsize, warming=False)
             return
         self._count_spares()
 
     def _count_spares(self) -> None:
-        spares = list(self._crew.spares)
+        spares = list(self._pool.spares)
         for key in list(self._selector.get_map().values()):
             if isinstance(key.data, Spare) and key.data not in spares:  # a trainer now
                 self._selector.unregister(key.data)
@@ -381,7 +391,7 @@ class Launcher:
 
     def _report(self, report: PodReport) -> None:
         if report.kind is ReportKind.PROGRESS:
-            self._crew.note_children()
+            self._pool.note_children()
         elif report.kind is not ReportKind.ALIVE:
             logger.info(
                 "stage %d: %s%s", report.stage, report.kind.value,
@@ -398,13 +408,13 @@ class Launcher:
     # --- begin and end ------------------------------------------------------------------------
 
     def _attach_now(self) -> Attach:
-        return attach_truth(self._pod, os.getpid(), self._config.highest_stage)
+        return attach_status(self._pod, os.getpid(), self._config.highest_stage)
 
-    def _name_of(self, connection: Connection) -> Name | None:
+    def _name_of(self, connection: TrainerConnection) -> Name | None:
         names = (name for name, each in self._connections.items() if each is connection)
         return next(names, None)
 
-    def _forget(self, connection: Connection) -> None:
+    def _forget(self, connection: TrainerConnection) -> None:
         name = self._name_of(connection)
         if name is not None:
             del self._connections[name]
@@ -439,7 +449,7 @@ class Launcher:
 
     def _finish(self, exit_now: decisions.Exit) -> int:
         logger.info("exiting with %d: %s", exit_now.code, exit_now.reason)
-        self._crew.finish_console(_CONSOLE_S)
+        self._pool.finish_console(_CONSOLE_S)
         report = PodReport(
             kind=ReportKind.EXITED,
             stage=exit_now.stage,

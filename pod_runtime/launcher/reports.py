@@ -7,21 +7,23 @@ has not been told since the last attach is told. So a server that comes back mis
 from dataclasses import replace
 
 from job_server.api.wire import Attach, LocalStage, Order, PodReport, ReportKind, StagePlan, Way
-from pod_runtime.launcher.state import TRAINS, Pod, Run, find_joining, find_run, report_on
+from pod_runtime.launcher.state import TRAINS, PodState, StageRun, find_joining, find_run, report_on
 
 
-def due_reports(pod: Pod, now: float) -> tuple[Pod, list[PodReport]]:
+def due_reports(pod: PodState, now: float) -> tuple[PodState, list[PodReport]]:
     """Return what is to be told at `now`, and the pod that remembers having told it."""
     reports: list[PodReport] = []
-    told = set(pod.told)
+    reported = set(pod.reported)
     for plan in pod.plans:
         key = (plan.stage, plan.attempt)
         run = find_run(pod, key)
         joining = find_joining(pod, key) if run is None else None
-        for report in _truths(plan, run) if joining is None else _truths_of_join(plan, joining):
+        for report in (
+            _status_reports(plan, run) if joining is None else _reports_of_join(plan, joining)
+        ):
             name = _name(report, run)
-            if name not in told:
-                told.add(name)
+            if name not in reported:
+                reported.add(name)
                 reports.append(report)
     moving = [run for run in pod.runs if makes_progress(run)]
     if moving and now >= pod.progress_at and pod.orders is not None:
@@ -33,10 +35,10 @@ def due_reports(pod: Pod, now: float) -> tuple[Pod, list[PodReport]]:
             reports.append(PodReport(kind=ReportKind.ALIVE, stage=stage))
         if reports or pod.alive_at is None:  # to attach was a sign of life as well
             pod = replace(pod, alive_at=now + pod.orders.heartbeat_s)
-    return replace(pod, told=frozenset(told)), reports
+    return replace(pod, reported=frozenset(reported)), reports
 
 
-def _name(report: PodReport, run: Run | None) -> tuple[object, ...]:
+def _name(report: PodReport, run: StageRun | None) -> tuple[object, ...]:
     """What makes a report another one than those told before."""
     of_a_cut: tuple[int, ...] = ()
     if run is not None and report.kind is ReportKind.DRAINED:
@@ -46,34 +48,34 @@ def _name(report: PodReport, run: Run | None) -> tuple[object, ...]:
     return (report.kind, report.stage, report.attempt, report.rank, report.code, *of_a_cut)
 
 
-def _truths(plan: StagePlan, run: Run | None) -> list[PodReport]:
+def _status_reports(plan: StagePlan, run: StageRun | None) -> list[PodReport]:
     """What the server wants to hear about `plan`, whether or not it has been told."""
     if run is None:
-        return _truths_without_trainers(plan)
+        return _reports_without_trainers(plan)
     if plan.order is Order.END:
         return [] if run.alive else [report_on(run, ReportKind.ENDED)]
-    truths: list[PodReport] = []
+    reports: list[PodReport] = []
     if plan.order is Order.PREPARE and run.prepared and run.trouble is None:
-        truths.append(report_on(run, ReportKind.READY))
+        reports.append(report_on(run, ReportKind.READY))
     if plan.order is Order.START and run.trouble is None:
-        truths.append(report_on(run, ReportKind.STARTED))
+        reports.append(report_on(run, ReportKind.STARTED))
     if plan.order is Order.START and run.loaded and run.trouble is None:
-        truths.append(report_on(run, ReportKind.LOADED))
+        reports.append(report_on(run, ReportKind.LOADED))
     if plan.order in TRAINS and run.first_step is not None:
         # Told late, as after a server's absence, it is still about that step.
-        truths.append(replace(report_on(run, ReportKind.FIRST_STEP), step=run.first_step))
+        reports.append(replace(report_on(run, ReportKind.FIRST_STEP), step=run.first_step))
     if plan.order in TRAINS and run.parked and run.trouble is None:
-        truths.append(_drained(run))  # also before the CUT is heard: its peers' flag was quicker
+        reports.append(_drained(run))  # also before the CUT is heard: its peers' flag was quicker
     if plan.order is Order.RESUME and run.trouble is None:
-        truths.append(report_on(run, ReportKind.PROGRESS))  # "training again", at once
+        reports.append(report_on(run, ReportKind.PROGRESS))  # "training again", at once
     if run.done_step is not None:
-        truths.append(report_on(run, ReportKind.DONE))
+        reports.append(report_on(run, ReportKind.DONE))
     if run.trouble is not None:
-        truths.append(run.trouble)
-    return truths
+        reports.append(run.trouble)
+    return reports
 
 
-def _truths_without_trainers(plan: StagePlan) -> list[PodReport]:
+def _reports_without_trainers(plan: StagePlan) -> list[PodReport]:
     blank = PodReport(kind=ReportKind.READY, stage=plan.stage, attempt=plan.attempt)
     if plan.order is Order.PREPARE:
         return [] if plan.way in (Way.REPLACE, Way.JOIN) else [blank]
@@ -85,11 +87,11 @@ def _truths_without_trainers(plan: StagePlan) -> list[PodReport]:
     return []
 
 
-def _truths_of_join(plan: StagePlan, run: Run) -> list[PodReport]:
+def _reports_of_join(plan: StagePlan, run: StageRun) -> list[PodReport]:
     """What is true of a plan that the trainers of `run` are to join."""
     joining = run.joining
     if plan.order is not Order.PREPARE:  # they could not go on, or it is over
-        return _truths_without_trainers(plan)
+        return _reports_without_trainers(plan)
     if joining is None or run.trouble is not None:
         return []
     report = PodReport(
@@ -104,7 +106,7 @@ def _truths_of_join(plan: StagePlan, run: Run) -> list[PodReport]:
     return [report] if run.formed else []
 
 
-def _drained(run: Run) -> PodReport:
+def _drained(run: StageRun) -> PodReport:
     steps = {t.parked_at for t in run.trainers if t.parked_at is not None}
     if len(steps) > 1:  # cannot be: they agreed. But then no state is whole, and it must be told
         reason = f"trainers of one pod parked after different steps: {sorted(steps)}"
@@ -119,7 +121,7 @@ def _drained(run: Run) -> PodReport:
     return replace(report, step=steps.pop())
 
 
-def makes_progress(run: Run) -> bool:
+def makes_progress(run: StageRun) -> bool:
     """Steps are being made, or, without the elastic loop, may be."""
     return (
         run.alive
@@ -131,7 +133,7 @@ def makes_progress(run: Run) -> bool:
     )
 
 
-def attach_truth(pod: Pod, pid: int, highest_stage: int) -> Attach:
+def attach_status(pod: PodState, pid: int, highest_stage: int) -> Attach:
     """Return the whole truth of this launcher, but for the snapshot that its shim holds."""
     blank = Attach(pod_id=pod.pod_id, node_id=pod.node_id, pid=pid, highest_stage=highest_stage)
     run = pod.in_force
@@ -151,13 +153,13 @@ def attach_truth(pod: Pod, pid: int, highest_stage: int) -> Attach:
     )
 
 
-def _phase(run: Run) -> LocalStage:
+def _phase(run: StageRun) -> LocalStage:
     if run.trouble is not None and not (run.ending and not run.alive):
         return LocalStage.FAILED
     if not run.alive:
         return LocalStage.ENDED
     if run.parked:
         return LocalStage.PARKED
-    if any(trainer.told_go for trainer in run.trainers) or run.plan.order in TRAINS:
+    if any(trainer.go_sent for trainer in run.trainers) or run.plan.order in TRAINS:
         return LocalStage.TRAINING
     return LocalStage.LOADED if run.loaded else LocalStage.STARTING

@@ -14,12 +14,12 @@ from pod_runtime.launcher.channel import close_all
 from pod_runtime.launcher.channel_wire import SegmentMade, SnapshotMade
 from pod_runtime.launcher.state import own_pod
 from pod_runtime.segment_header import SlotHeader, Stamp, read_newest
-from pod_runtime.shim_wire import Segment, ShimError, request, segment_json
+from pod_runtime.shim_wire import HeldSegment, ShimError, request, segment_json
 
 logger = logging.getLogger(__name__)
 
 
-class Segments:
+class NodeSegments:
     """This pod's view of the shims on its node; their folders are siblings of `pod_dir`."""
 
     def __init__(self, pod_id: str, pod_dir: Path) -> None:
@@ -32,7 +32,7 @@ class Segments:
 
     def keep(self, plan: StagePlan, made: SegmentMade, fd: int) -> None:
         """Have the shims hold a trainer's segment; `fd` stays open here."""
-        segment = Segment(
+        segment = HeldSegment(
             pod_id=self._pod_id,
             stage=made.stage,
             size_bytes=made.size_bytes,
@@ -75,13 +75,13 @@ class Segments:
         close_all(fd for _, fd in self._at_hand)
         self._at_hand, self._at_hand_from = [], ""
 
-    def confirm(self, said: SnapshotRef) -> SnapshotRef | None:
+    def confirm(self, message: SnapshotRef) -> SnapshotRef | None:
         """Return the newest snapshot that this pod's shim holds; `said`: as trainers say, that one.
 
         The shim is asked only where what is at hand is another: the segment may be too new.
         """
-        if any(_ref(header) == said for _, fd in self._at_hand if (header := read_newest(fd))):
-            return said if self._at_hand_from == self._pod_id else None
+        if any(_ref(header) == message for _, fd in self._at_hand if (header := read_newest(fd))):
+            return message if self._at_hand_from == self._pod_id else None
         return self.newest()
 
     def show(self, wanted: SnapshotRef) -> tuple[int, ...]:

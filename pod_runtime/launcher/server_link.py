@@ -21,7 +21,7 @@ _FIRST_DELAY_S, _LAST_DELAY_S = 0.05, 1.0
 _FIRST_STEP_S = 0.05  # after `go` the cores are the trainers': what comes next can wait so long
 
 
-class Api(Protocol):
+class JobServerApi(Protocol):
     """What of `job_server.api.api_client.ApiClient` a launcher needs."""
 
     def attach(self, job_id: str, pod_id: str, attach: Attach, /) -> PodOrders: ...
@@ -34,12 +34,12 @@ class Api(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Attached:
+class AttachAnswered:
     orders: PodOrders
 
 
 @dataclass(frozen=True, slots=True)
-class Ordered:
+class OrdersChanged:
     orders: PodOrders
 
 
@@ -51,13 +51,13 @@ class NotWanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class LauncherRefused:
     """The launcher cannot work with this server at all."""
 
     reason: str
 
 
-LinkEvent = Attached | Ordered | NotWanted | Refused
+LinkEvent = AttachAnswered | OrdersChanged | NotWanted | LauncherRefused
 
 
 class _Backoff:
@@ -78,13 +78,13 @@ class ServerLink:
     def __init__(
         self,
         *,
-        connect: Callable[[], Api],  # called once per thread
+        connect: Callable[[], JobServerApi],  # called once per thread
         job_id: str,
         pod_id: str,
-        truth: Callable[[], Attach],  # called by the polling thread
+        status: Callable[[], Attach],  # called by the polling thread
         deliver: Callable[[LinkEvent], None],
     ) -> None:
-        self._connect, self._truth, self._deliver = connect, truth, deliver
+        self._connect, self._status, self._deliver = connect, status, deliver
         self._job_id, self._pod_id = job_id, pod_id
         self._server_id = ""
         self._attach_again = threading.Event()
@@ -120,7 +120,7 @@ class ServerLink:
             work()
         except Exception as error:  # outermost loop: a dead thread would leave the launcher deaf
             logger.exception("the link to the job server broke")
-            self._deliver(Refused(f"internal error: {error!r}"))
+            self._deliver(LauncherRefused(f"internal error: {error!r}"))
 
     # --- orders -------------------------------------------------------------------------------
 
@@ -129,13 +129,13 @@ class ServerLink:
         while not self._closed.is_set():
             try:
                 self._attach_again.clear()
-                orders = api.attach(self._job_id, self._pod_id, self._truth())
+                orders = api.attach(self._job_id, self._pod_id, self._status())
                 self._server_id = orders.server_id
                 if away or not known:
                     logger.info("attached to server %s", orders.server_id)
                 known, away = True, False
                 backoff.reset()
-                self._deliver(Attached(orders))
+                self._deliver(AttachAnswered(orders))
                 self._follow(api, orders)
                 continue
             except Gone as error:
@@ -147,12 +147,12 @@ class ServerLink:
                 away = True
             except Rejected as error:
                 if not known:
-                    self._deliver(Refused(str(error)))
+                    self._deliver(LauncherRefused(str(error)))
                     return
                 logger.error("the job server refuses us, training goes on: %s", error)
             self._closed.wait(backoff.next_s())
 
-    def _follow(self, api: Api, orders: PodOrders) -> None:
+    def _follow(self, api: JobServerApi, orders: PodOrders) -> None:
         """Deliver every change of the orders, until it is time to attach again."""
         while not (self._closed.is_set() or self._attach_again.is_set()):
             asked_at = time.monotonic()
@@ -166,7 +166,7 @@ class ServerLink:
             if answer.server_id != self._server_id:
                 return
             if answer.revision != orders.revision:
-                self._deliver(Ordered(answer))
+                self._deliver(OrdersChanged(answer))
                 if _newly_told_go(orders, answer):
                     self._closed.wait(_FIRST_STEP_S)
             elif time.monotonic() - asked_at < orders.heartbeat_s / 2:

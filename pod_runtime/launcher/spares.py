@@ -23,7 +23,7 @@ MARK = "EDL_SPARE"  # in the environment of a spare and of all that it starts: w
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class TakenSpare:
     """A spare that became a trainer."""
 
     process: subprocess.Popen[bytes]
@@ -71,15 +71,17 @@ class Spare:
     def hear(self) -> bool:
         """Take in what it said; return whether it lives."""
         try:
-            said = self._socket.recv(64)
+            message = self._socket.recv(64)
         except BlockingIOError:
             return True
         except OSError:
-            said = b""
-        self.ready = self.ready or bool(said)
-        return bool(said)
+            message = b""
+        self.ready = self.ready or bool(message)
+        return bool(message)
 
-    def take(self, argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> Taken | None:
+    def take(
+        self, argv: Sequence[str], env: Mapping[str, str], log_path: Path
+    ) -> TakenSpare | None:
         """Make it a trainer; None if it has died meanwhile."""
         order = {"argv": list(argv), "env": {**env, MARK: self.mark}, "log": str(log_path)}
         self._socket.setblocking(True)
@@ -92,7 +94,7 @@ class Spare:
             with contextlib.suppress(OSError):  # it has died, or is of another user
                 # From now on somebody waits for its imports.
                 set_priority(os.getpriority(os.PRIO_PROCESS, 0), self.process.pid)
-        return Taken(process=self.process, mark=self.mark)
+        return TakenSpare(process=self.process, mark=self.mark)
 
     def end(self) -> None:
         """Kill and reap it."""
@@ -122,7 +124,9 @@ class Spares:
         logger.info("warming a spare trainer (pid %d)", spare.process.pid)
         return spare
 
-    def take(self, argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> Taken | None:
+    def take(
+        self, argv: Sequence[str], env: Mapping[str, str], log_path: Path
+    ) -> TakenSpare | None:
         """Make a spare a trainer, a ready one if there is; None: there is none at all."""
         for spare in sorted(self._spares, key=lambda spare: not spare.ready):
             self._spares.remove(spare)

@@ -26,13 +26,13 @@ from pod_runtime.launcher.channel_wire import (
     Done,
     Drained,
     Formed,
-    Hello,
-    Loaded,
     Prepared,
     Raised,
-    Said,
     StageTooLow,
+    StateLoaded,
     Stepped,
+    TrainerHello,
+    TrainerMessage,
 )
 
 PEER_LOST_EXIT = 75  # what the elastic loop exits with when another trainer has gone
@@ -47,7 +47,7 @@ TRAINS = (Order.GO, Order.CUT, Order.RESUME)  # orders of a committed stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trainer:
+class TrainerState:
     rank: int
     code: int | None = None  # None: alive; negative: the signal that ended it
     elastic: bool = False  # it has said hello
@@ -55,8 +55,8 @@ class Trainer:
     welcomed: bool = False
     prepared: bool = False  # beside an older stage; waits for the state
     loaded: bool = False
-    told_go: bool = False
-    told_cut: int = 0  # id of the last cut that it was told of; 0: none
+    go_sent: bool = False
+    cut_sent: int = 0  # id of the last cut that it was told of; 0: none
     parked_at: int | None = None  # None: not parked
     terminated_at: float | None = None  # None: no SIGTERM sent
     killed: bool = False
@@ -68,12 +68,12 @@ class Trainer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joining:
+class JoinAttempt:
     """The attempt at a next stage that the trainers of a run are to join in place."""
 
     plan: StagePlan
-    told: frozenset[int] = frozenset()  # ranks, of the run, that were asked to
-    formed: frozenset[int] = frozenset()  # ... that have formed its group
+    asked: frozenset[int] = frozenset()  # ranks of the run, as it is now
+    formed: frozenset[int] = frozenset()  # ranks that have formed the next group
     refusal: str | None = None  # why one of them does not; None: none has refused
 
     @property
@@ -82,11 +82,11 @@ class Joining:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class StageRun:
     """This pod's part in one attempt at a stage."""
 
     plan: StagePlan
-    trainers: tuple[Trainer, ...]
+    trainers: tuple[TrainerState, ...]
     trouble: PodReport | None = None  # FAILED, PORT_TAKEN or STAGE_TOO_LOW; None: all is well
     ending: bool = False
     cut_id: int = 0  # of the newest cut that anybody has told us of
@@ -101,7 +101,7 @@ class Run:
     parked_as: SnapshotRef | None = None  # what its trainers say they put away; None: nothing yet
     previewed: SnapshotRef | None = None  # what its trainers, prepared, were shown last
     done_step: int | None = None  # None: training is not complete
-    joining: Joining | None = None  # None: they were not asked to go on as another stage
+    joining: JoinAttempt | None = None  # None: they were not asked to go on as another stage
 
     @property
     def key(self) -> Key:
@@ -135,7 +135,7 @@ class Run:
     def waits(self) -> bool:
         """Its trainers were started beside an older stage, and none was told to train yet."""
         beside = self.plan.way in (Way.REPLACE, Way.JOIN)
-        return beside and not any(trainer.told_go for trainer in self.trainers)
+        return beside and not any(trainer.go_sent for trainer in self.trainers)
 
     @property
     def prepared(self) -> bool:
@@ -161,14 +161,14 @@ class Leaving:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pod:
+class PodState:
     pod_id: str
     node_id: str
     grace_s: float
     orders: PodOrders | None = None  # None: the server has not spoken yet
-    runs: tuple[Run, ...] = ()  # oldest first; the newest is kept after its end
+    runs: tuple[StageRun, ...] = ()  # oldest first; the newest is kept after its end
     leaving: Leaving | None = None
-    told: frozenset[tuple[Any, ...]] = frozenset()  # reports made since the last attach
+    reported: frozenset[tuple[Any, ...]] = frozenset()  # since the last attach
     kills_done: frozenset[str] = frozenset()
     progress_at: float = 0.0  # when the next PROGRESS is due
     spares: int = 0  # warm processes that there are, those that still import included
@@ -182,7 +182,7 @@ class Pod:
         return self.orders.plans if self.orders is not None else ()
 
     @property
-    def in_force(self) -> Run | None:
+    def in_force(self) -> StageRun | None:
         """The newest run that is more than a preparation; else the newest. None: there is none."""
         newest = self.runs[-1] if self.runs else None
         return next((run for run in reversed(self.runs) if not run.waits), newest)
@@ -191,50 +191,52 @@ class Pod:
 # --- events -----------------------------------------------------------------------------------
 
 
-def ordered(pod: Pod, orders: PodOrders) -> Pod:
+def ordered(pod: PodState, orders: PodOrders) -> PodState:
     """The server has said what should be true now."""
     return replace(pod, orders=orders)
 
 
-def attached(pod: Pod, orders: PodOrders) -> Pod:
+def attached(pod: PodState, orders: PodOrders) -> PodState:
     """The server has taken our whole truth; what it may have missed is to be told again."""
-    return replace(ordered(pod, orders), told=frozenset())
+    return replace(ordered(pod, orders), reported=frozenset())
 
 
-def spawned(pod: Pod, plan: StagePlan) -> Pod:
+def spawned(pod: PodState, plan: StagePlan) -> PodState:
     ranks = own_pod(pod.pod_id, plan).ranks
-    run = Run(plan=plan, trainers=tuple(Trainer(rank=rank) for rank in ranks))
+    run = StageRun(plan=plan, trainers=tuple(TrainerState(rank=rank) for rank in ranks))
     return replace(pod, runs=(*pod.runs, run))
 
 
-def invited(pod: Pod, key: Key, plan: StagePlan) -> Pod:
+def invited(pod: PodState, key: Key, plan: StagePlan) -> PodState:
     """The trainers of the run `key` are to join `plan`, whose ports are free."""
     run = find_run(pod, key)
-    return pod if run is None else _put(pod, replace(run, joining=Joining(plan=plan)))
+    return pod if run is None else _put(pod, replace(run, joining=JoinAttempt(plan=plan)))
 
 
-def refused_ports(pod: Pod, plan: StagePlan, reason: str) -> Pod:
+def refused_ports(pod: PodState, plan: StagePlan, reason: str) -> PodState:
     """A port of `plan` is taken: nothing was started."""
     return _with_trouble(pod, plan, (), kind=ReportKind.PORT_TAKEN, reason=reason)
 
 
-def not_spawned(pod: Pod, plan: StagePlan, started: Iterable[int], rank: int, reason: str) -> Pod:
+def not_spawned(
+    pod: PodState, plan: StagePlan, started: Iterable[int], rank: int, reason: str
+) -> PodState:
     """Trainer `rank` could not be started; the ranks `started` before it run."""
-    trainers = tuple(Trainer(rank=each) for each in started)
+    trainers = tuple(TrainerState(rank=each) for each in started)
     return _with_trouble(pod, plan, trainers, kind=ReportKind.FAILED, reason=reason, rank=rank)
 
 
-def heard(pod: Pod, key: Key, rank: int, said: Said) -> Pod:
+def received(pod: PodState, key: Key, rank: int, message: TrainerMessage) -> PodState:
     """Trainer `rank` of the attempt `key` has said something about itself."""
     run = find_run(pod, key)
     if run is None:
         return pod
-    match said:
-        case Hello():
+    match message:
+        case TrainerHello():
             # Afresh also when a script enters a second loop: it is to be welcomed again.
-            afresh = {"welcomed": False, "prepared": False, "loaded": False, "told_go": False}
+            afresh = {"welcomed": False, "prepared": False, "loaded": False, "go_sent": False}
             run = _with_trainer(
-                run, rank, elastic=True, joins=said.joins, parked_at=None, told_cut=0, **afresh
+                run, rank, elastic=True, joins=message.joins, parked_at=None, cut_sent=0, **afresh
             )
         case Prepared():
             run = _with_trainer(run, rank, prepared=True)
@@ -251,11 +253,11 @@ def heard(pod: Pod, key: Key, rank: int, said: Said) -> Pod:
             if run.trouble is None:
                 kind = ReportKind.STAGE_TOO_LOW
                 run = replace(run, trouble=report_on(run, kind, highest_stage=highest))
-        case Loaded(step=step, epoch=epoch):
+        case StateLoaded(step=step, epoch=epoch):
             run = replace(run, step=max(run.step, step), epoch=max(run.epoch, epoch))
             run = _with_trainer(run, rank, loaded=True)
         case Stepped():
-            run = _stepped(run, rank, said)
+            run = _stepped(run, rank, message)
         case Drained(step=step, id=cut_id, snapshot=snapshot, durable=durable):
             if cut_id is None or cut_id > run.resumed_id:  # else: that cut is off, it goes on
                 # The ranks agree on the newest cut that any of them knows; ours may be behind.
@@ -270,7 +272,7 @@ def heard(pod: Pod, key: Key, rank: int, said: Said) -> Pod:
     return _put(pod, run)
 
 
-def died(pod: Pod, key: Key, rank: int, code: int, reason: str) -> Pod:
+def died(pod: PodState, key: Key, rank: int, code: int, reason: str) -> PodState:
     """Trainer `rank` has ended; `reason` is the essence of its last lines.
 
     What it told itself says more than these, and more than how its process was torn down.
@@ -297,38 +299,40 @@ def died(pod: Pod, key: Key, rank: int, code: int, reason: str) -> Pod:
     return _put(pod, run)
 
 
-def spare_started(pod: Pod) -> Pod:
+def spare_started(pod: PodState) -> PodState:
     return replace(pod, spares=pod.spares + 1, warming=True)
 
 
-def spares_counted(pod: Pod, count: int, *, warming: bool) -> Pod:
+def spares_counted(pod: PodState, count: int, *, warming: bool) -> PodState:
     """A spare is ready, has died, or became a trainer."""
     return replace(pod, spares=count, warming=warming)
 
 
-def leave(pod: Pod, leaving: Leaving) -> Pod:
+def leave(pod: PodState, leaving: Leaving) -> PodState:
     """The launcher is to go: a signal, a lost shim, a pod that the server does not know."""
     if pod.leaving is not None and (pod.leaving.at_once or not leaving.at_once):
         return pod
     return replace(pod, leaving=leaving)
 
 
-def _stepped(run: Run, rank: int, said: Stepped) -> Run:
+def _stepped(run: StageRun, rank: int, message: Stepped) -> StageRun:
     # What a script logs before its first step of the stage comes with the step it was restored to.
-    made_one = run.first_step is None and said.step > run.step
+    made_one = run.first_step is None and message.step > run.step
     run = replace(
         run,
-        step=max(run.step, said.step),
-        epoch=max(run.epoch, said.epoch),
-        first_step=said.step if made_one else run.first_step,
-        total_steps=run.total_steps if said.total_steps is None else said.total_steps,
-        step_s=run.step_s if said.step_s is None else said.step_s,
+        step=max(run.step, message.step),
+        epoch=max(run.epoch, message.epoch),
+        first_step=message.step if made_one else run.first_step,
+        total_steps=run.total_steps if message.total_steps is None else message.total_steps,
+        step_s=run.step_s if message.step_s is None else message.step_s,
     )
     # One trainer's metrics, not a mixture: those of the pod's lowest rank.
-    if said.metrics is not None and rank == min(t.rank for t in run.trainers):
-        run = replace(run, metrics=said.metrics)
+    if message.metrics is not None and rank == min(t.rank for t in run.trainers):
+        run = replace(run, metrics=message.metrics)
     parked = next((t.parked_at for t in run.trainers if t.rank == rank), None)
-    if parked is not None and said.step > parked:  # it goes on: its `drained` was for a cut now off
+    if (
+        parked is not None and message.step > parked
+    ):  # it goes on: its `drained` was for a cut now off
         run = _with_trainer(run, rank, parked_at=None)
     return run
 
@@ -353,7 +357,7 @@ def new_ranks(pod_id: str, old: StagePlan, new: StagePlan) -> dict[int, int]:
     return dict(zip(own_pod(pod_id, old).ranks, own_pod(pod_id, new).ranks, strict=True))
 
 
-def renumbered(run: Run, pod_id: str) -> tuple[Run, dict[int, int]]:
+def renumbered(run: StageRun, pod_id: str) -> tuple[StageRun, dict[int, int]]:
     """Return the run with the ranks that its plan gives it now, and which became which."""
     if not run.plan.lost:
         return run, {}
@@ -377,32 +381,36 @@ def describe_exit(code: int) -> str:
         return f"was ended by signal {-code}"
 
 
-def find_joining(pod: Pod, key: Key) -> Run | None:
+def find_joining(pod: PodState, key: Key) -> StageRun | None:
     """Return the run whose trainers are to join the attempt `key`; None: there is none."""
     return next((r for r in pod.runs if r.joining is not None and r.joining.key == key), None)
 
 
-def find_run(pod: Pod, key: Key) -> Run | None:
+def find_run(pod: PodState, key: Key) -> StageRun | None:
     return next((run for run in pod.runs if run.key == key), None)
 
 
-def _put(pod: Pod, run: Run) -> Pod:
+def _put(pod: PodState, run: StageRun) -> PodState:
     return replace(pod, runs=tuple(run if each.key == run.key else each for each in pod.runs))
 
 
-def _with_trainer(run: Run, rank: int, **fields: Any) -> Run:
+def _with_trainer(run: StageRun, rank: int, **fields: Any) -> StageRun:
     trainers = tuple(replace(t, **fields) if t.rank == rank else t for t in run.trainers)
     return replace(run, trainers=trainers)
 
 
 def _with_trouble(
-    pod: Pod, plan: StagePlan, trainers: tuple[Trainer, ...], kind: ReportKind, **fields: Any
-) -> Pod:
-    run = Run(plan=plan, trainers=trainers)
+    pod: PodState,
+    plan: StagePlan,
+    trainers: tuple[TrainerState, ...],
+    kind: ReportKind,
+    **fields: Any,
+) -> PodState:
+    run = StageRun(plan=plan, trainers=trainers)
     return replace(pod, runs=(*pod.runs, replace(run, trouble=report_on(run, kind, **fields))))
 
 
-def report_on(run: Run, kind: ReportKind, **fields: Any) -> PodReport:
+def report_on(run: StageRun, kind: ReportKind, **fields: Any) -> PodReport:
     """Return a report of `kind` with what is known of the run; `fields` adds to it."""
     return PodReport(
         kind=kind,

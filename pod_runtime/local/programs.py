@@ -16,7 +16,7 @@ MAX_RESTARTS = 5  # within one run: a program that dies more often is broken
 _SHOWN_LINES = 10
 
 
-class Program:
+class LocalProgram:
     """One child process, in a session of its own: a Ctrl-C at the terminal is ours alone."""
 
     def __init__(

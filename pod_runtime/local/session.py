@@ -22,8 +22,8 @@ from pod_runtime import processes
 from pod_runtime.errors import LaunchError
 from pod_runtime.launcher.trainers import read_tail
 from pod_runtime.local.output import TrainerOutput
-from pod_runtime.local.programs import Program
-from pod_runtime.local.view import Watch, patient_output, without_end
+from pod_runtime.local.programs import LocalProgram
+from pod_runtime.local.view import JobWatch, patient_output, without_end
 from pod_runtime.orphans import remove_shared_memory
 
 RUN_ID = "EDL_RUN_ID"  # every process of one `edl run` carries it
@@ -49,7 +49,7 @@ class RunConfig:
     preload: str | None = None  # modules that spares import; None: none but ours
 
 
-class Session:
+class LocalSession:
     """Use once. `run` returns when nothing of it is left."""
 
     def __init__(self, config: RunConfig, train_sh: str, environ: Mapping[str, str]) -> None:
@@ -58,8 +58,8 @@ class Session:
         self._env = self._environment(environ)
         self._port = _free_port()
         self._url = f"http://127.0.0.1:{self._port}"
-        self._server: Program | None = None  # None: not started
-        self._client: Program | None = None  # None: not started
+        self._server: LocalProgram | None = None  # None: not started
+        self._client: LocalProgram | None = None  # None: not started
         self._interrupts = 0
         self._output = TrainerOutput(config.folder / "trainers", sys.stdout.buffer)
 
@@ -109,7 +109,7 @@ class Session:
 
     def _start(self) -> None:
         folder, spec = self._config.folder, self._config.spec
-        self._server = Program(
+        self._server = LocalProgram(
             "job server",
             [
                 sys.executable, "-m", "job_server", "--no_job", "--bind", "127.0.0.1",
@@ -122,7 +122,7 @@ class Session:
         slots = (
             [] if self._config.cpu_slots is None else ["--cpu_slots", str(self._config.cpu_slots)]
         )
-        self._client = Program(
+        self._client = LocalProgram(
             "job client",
             [
                 sys.executable, "-m", "job_client", "--job_server", self._url,
@@ -156,7 +156,7 @@ class Session:
 
     def _watch(self) -> JobStatus | None:
         """Show the job until it has ended; None: it was cut short."""
-        watch = Watch(self._connect, self._config.spec.job_id)
+        watch = JobWatch(self._connect, self._config.spec.job_id)
         asked, shown = False, ""
         while True:
             watch.changed.wait(_LOOK_EVERY_S)

@@ -18,7 +18,7 @@ _POLL_S = 5.0
 _FAILS = re.compile(r"(^|; )failed: .*; (?=its newest state)")
 
 
-class Watch:
+class JobWatch:
     """Two threads that follow one job; the newest status and the events not yet shown."""
 
     def __init__(self, connect: Callable[[], ApiClient], job_id: str) -> None:

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from pod_runtime import processes, shim_wire
-from pod_runtime.shim.script import Script
-from pod_runtime.shim.segments import Segments
+from pod_runtime.shim.script import PodScript
+from pod_runtime.shim.segments import SegmentStore
 from pod_runtime.shim_wire import LineSocket, PodExit
 
 DEFAULT_GRACE_S = 15.0
@@ -32,18 +32,20 @@ MAX_GRACE_S = 86400.0
 MAX_CONNECTIONS = 100
 
 
-class UsageError(ValueError):
+class ShimUsageError(ValueError):
     """The command line cannot be right; the text says why."""
 
 
 class Shim:
     """The event loop around a script and its segments."""
 
-    def __init__(self, pod_dir: Path, script: Script, listener: socket.socket, wake: int) -> None:
+    def __init__(
+        self, pod_dir: Path, script: PodScript, listener: socket.socket, wake: int
+    ) -> None:
         self.pod_dir = pod_dir
         self.script = script
         self.exit: PodExit | None = None  # None: processes of the pod are left
-        self.segments = Segments()
+        self.segments = SegmentStore()
         self.released = False
         self.asked_at = time.monotonic()
         self._watchers: dict[LineSocket, bool] = {}  # True: wants to be told of the exit
@@ -246,7 +248,7 @@ def _lock(pod_dir: Path) -> int:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UsageError(f"--pod_dir: {pod_dir} has a running shim already") from None
+        raise ShimUsageError(f"--pod_dir: {pod_dir} has a running shim already") from None
     return fd
 
 
@@ -254,15 +256,15 @@ def _parse(argv: list[str]) -> tuple[Path, bool, list[str]]:
     """Return (pod_dir, detach, command). By hand: argparse would double the time of a start."""
     usage = "usage: python -m pod_runtime.shim --pod_dir DIR [--detach] -- CMD..."
     if "--" not in argv:
-        raise UsageError(usage)
+        raise ShimUsageError(usage)
     flags, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
     detach = "--detach" in flags
     flags = [flag for flag in flags if flag != "--detach"]
     if len(flags) != 2 or flags[0] != "--pod_dir" or not command:
-        raise UsageError(usage)
+        raise ShimUsageError(usage)
     pod_dir = Path(flags[1]).absolute()
     if not pod_dir.is_dir():
-        raise UsageError(f"--pod_dir: {pod_dir} is not a folder; make it first")
+        raise ShimUsageError(f"--pod_dir: {pod_dir} is not a folder; make it first")
     return pod_dir, detach, command
 
 
@@ -294,7 +296,7 @@ def main(argv: list[str]) -> int:
     try:
         pod_dir, detach, command = _parse(argv)
         lock = _lock(pod_dir)
-    except UsageError as error:
+    except ShimUsageError as error:
         sys.stderr.write(f"shim: {error}\n")
         return 2
     ready = _detach() if detach else None
@@ -311,7 +313,7 @@ def main(argv: list[str]) -> int:
     shim_wire.write_json(pod_dir / "shim.json", me)
     listener = shim_wire.bind(pod_dir)
     listener.setblocking(False)
-    script = Script(command, pod_dir / "log")
+    script = PodScript(command, pod_dir / "log")
     if ready is not None:
         os.write(ready, b"1")
         os.close(ready)

@@ -18,7 +18,7 @@ _NOT_FOR_THE_SCRIPT = (
 )  # fmt: skip
 
 
-class Script:
+class PodScript:
     """The pod's script and everything that descends from it."""
 
     def __init__(self, command: list[str], log: Path) -> None:

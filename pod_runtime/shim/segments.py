@@ -2,16 +2,16 @@
 
 import os
 
-from pod_runtime.shim_wire import MAX_FDS, Segment
+from pod_runtime.shim_wire import MAX_FDS, HeldSegment
 
 _MAX_TEXT = 200
 
 
-class Segments:
+class SegmentStore:
     """Descriptors of snapshots, by (pod_id, stage); at most as many as one answer can carry."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[str, int], tuple[Segment, int]] = {}
+        self._held: dict[tuple[str, int], tuple[HeldSegment, int]] = {}
 
     def __len__(self) -> int:
         return len(self._held)
@@ -39,7 +39,7 @@ class Segments:
         if len(self._held) > MAX_FDS:
             self._forget(min(self._held, key=lambda held: held[1]))
 
-    def get(self, stage: object) -> list[tuple[Segment, int]]:
+    def get(self, stage: object) -> list[tuple[HeldSegment, int]]:
         """Return what is held of `stage` (None: of all), newest first; the descriptors stay ours.
 
         Raises:
@@ -65,10 +65,10 @@ class Segments:
             os.close(held[1])
 
 
-def _segment(data: object) -> Segment:
+def _segment(data: object) -> HeldSegment:
     if not isinstance(data, dict):
         raise ValueError(f"segment: expected an object, got {data!r:.80}")
-    return Segment(
+    return HeldSegment(
         pod_id=_text("segment.pod_id", data.get("pod_id")),
         stage=_whole("segment.stage", data.get("stage")),
         size_bytes=_whole("segment.size_bytes", data.get("size_bytes")),

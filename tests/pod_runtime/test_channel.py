@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from pod_runtime.errors import ChannelError
-from pod_runtime.launcher.channel import Channel, Connection, close_all
-from pod_runtime.launcher.channel_wire import Drained, Hello, SegmentMade, Stepped, parse
+from pod_runtime.launcher.channel import TrainerChannel, TrainerConnection, close_all
+from pod_runtime.launcher.channel_wire import Drained, SegmentMade, Stepped, TrainerHello, parse
 from pod_runtime.shim_wire import LineSocket
 from tests.support import wait_until
 
@@ -17,7 +17,7 @@ from tests.support import wait_until
 @pytest.fixture
 def ends():
     """(the launcher's end, the trainer's end) of one connection."""
-    channel = Channel("pod_0_0")
+    channel = TrainerChannel("pod_0_0")
     trainer = socket.socket(socket.AF_UNIX)
     trainer.connect(f"\0{channel.name}")
     connection = channel.accept()
@@ -33,13 +33,13 @@ def test_the_connecting_process_is_known(ends):
 
 
 def test_nobody_waiting_is_no_error():
-    channel = Channel("pod_0_0")
+    channel = TrainerChannel("pod_0_0")
     assert channel.accept() is None
     channel.close()
 
 
 def test_two_launchers_of_one_pod_have_different_channels():
-    one, two = Channel("pod_0_0"), Channel("pod_0_0")
+    one, two = TrainerChannel("pod_0_0"), TrainerChannel("pod_0_0")
     assert one.name != two.name
     one.close()
     two.close()
@@ -52,7 +52,7 @@ def test_messages_come_in_order_with_their_descriptors(ends):
     trainer.send({"say": "hello", "rank": 1, "stage": 2, "pid": 3})
     trainer.send({"say": "segment", "stage": 2, "size_bytes": 5, "fds": 1}, (write,))
     (hello, no_fds), (segment, fds) = connection.messages()
-    assert hello == Hello(rank=1, stage=2, pid=3)
+    assert hello == TrainerHello(rank=1, stage=2, pid=3)
     assert no_fds == ()
     assert segment == SegmentMade(stage=2, size_bytes=5)
     os.close(write)
@@ -131,7 +131,7 @@ def test_a_loss_of_nan_loses_the_metric_and_not_the_trainer():
 def test_a_process_that_reads_nothing_is_given_up_after_a_while(monkeypatch):
     monkeypatch.setattr("pod_runtime.launcher.channel._SEND_TIMEOUT_S", 0.1)
     ours, theirs = socket.socketpair()
-    connection = Connection(ours, os.getpid())
+    connection = TrainerConnection(ours, os.getpid())
     with pytest.raises(TimeoutError):
         connection.send({"do": "welcome", "plan": "x" * 4_000_000})
     connection.close()
@@ -139,7 +139,7 @@ def test_a_process_that_reads_nothing_is_given_up_after_a_while(monkeypatch):
 
 
 def test_another_process_connects_by_the_name_alone():
-    channel = Channel("pod_0_0")
+    channel = TrainerChannel("pod_0_0")
     code = (
         "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect('\\0' + sys.argv[1]); "
         'import json; s.sendall(json.dumps({"say": "done", "step": 1}).encode() + b"\\n")'

@@ -27,31 +27,31 @@ from pod_runtime.launcher.channel_wire import (
     Done,
     Drained,
     Formed,
-    Hello,
-    Loaded,
     Prepared,
     Raised,
-    Said,
     StageTooLow,
+    StateLoaded,
     Stepped,
+    TrainerHello,
+    TrainerMessage,
 )
 from pod_runtime.launcher.decisions import (
     Exit,
-    Go,
     HaveAtHand,
     Invite,
     Move,
-    Preview,
     Renumber,
-    Report,
-    Signal,
+    SendGo,
+    SendMessage,
+    SendReport,
+    SendSignal,
+    SendWelcome,
+    ShowPreview,
     Spawn,
-    Tell,
-    Welcome,
     decide,
     next_deadline,
 )
-from pod_runtime.launcher.reports import attach_truth
+from pod_runtime.launcher.reports import attach_status
 from tests.pod_runtime.fake_job_server import make_plan
 
 NOW = 100.0
@@ -77,7 +77,7 @@ class Simulated:
     """A launcher whose trainers are what the test says of them."""
 
     def __init__(self, pod_id: str = "a", grace_s: float = 5.0) -> None:
-        self.pod = state.Pod(pod_id=pod_id, node_id="node", grace_s=grace_s)
+        self.pod = state.PodState(pod_id=pod_id, node_id="node", grace_s=grace_s)
         self.now = NOW
         self.revision = 0
         self.port_taken = False  # of stages that trainers are to join
@@ -108,8 +108,8 @@ class Simulated:
         self.pod = event(self.pod, orders)
         return self.settle()
 
-    def say(self, rank: int, said: Said, stage: int = 1, attempt: int = 0) -> list[Any]:
-        self.pod = state.heard(self.pod, (stage, attempt), rank, said)
+    def say(self, rank: int, said: TrainerMessage, stage: int = 1, attempt: int = 0) -> list[Any]:
+        self.pod = state.received(self.pod, (stage, attempt), rank, said)
         return self.settle()
 
     def die(
@@ -122,14 +122,14 @@ class Simulated:
         """Bring both trainers to where they make steps."""
         self.told(plan(stage, Order.START))
         for rank in (0, 1):
-            self.say(rank, Hello(rank=rank, stage=stage, pid=1), stage)
-            self.say(rank, Loaded(step=0), stage)
+            self.say(rank, TrainerHello(rank=rank, stage=stage, pid=1), stage)
+            self.say(rank, StateLoaded(step=0), stage)
         self.told(plan(stage, Order.GO))
         self.say(0, Stepped(step=1), stage)
 
 
 def reports(actions: list[Any]) -> list[PodReport]:
-    return [action.report for action in actions if isinstance(action, Report)]
+    return [action.report for action in actions if isinstance(action, SendReport)]
 
 
 def kinds(actions: list[Any]) -> list[ReportKind]:
@@ -137,11 +137,11 @@ def kinds(actions: list[Any]) -> list[ReportKind]:
 
 
 def messages(actions: list[Any]) -> list[tuple[int, str]]:
-    return [(a.rank, a.message["do"]) for a in actions if isinstance(a, Tell)]
+    return [(a.rank, a.message["do"]) for a in actions if isinstance(a, SendMessage)]
 
 
 def signals(actions: list[Any]) -> list[tuple[int, signal.Signals]]:
-    return [(a.rank, a.signum) for a in actions if isinstance(a, Signal)]
+    return [(a.rank, a.signum) for a in actions if isinstance(a, SendSignal)]
 
 
 def test_prepare_is_answered_once_and_starts_nothing():
@@ -163,7 +163,7 @@ def prepare_beside() -> Simulated:
     pod.train()
     pod.told(plan(1, Order.GO), preparing())
     for rank in (0, 1):
-        pod.say(rank, Hello(rank=rank, stage=2, pid=1), 2)
+        pod.say(rank, TrainerHello(rank=rank, stage=2, pid=1), 2)
         pod.say(rank, Prepared(), 2)
     return pod
 
@@ -174,9 +174,9 @@ def test_replace_starts_trainers_beside_those_that_train_and_is_ready_when_all_a
     actions = pod.told(plan(1, Order.GO), preparing())
     assert [action.plan.stage for action in actions if isinstance(action, Spawn)] == [2]
     assert kinds(actions) == []
-    pod.say(0, Hello(rank=0, stage=2, pid=1), 2)
+    pod.say(0, TrainerHello(rank=0, stage=2, pid=1), 2)
     assert kinds(pod.say(0, Prepared(), 2)) == []
-    pod.say(1, Hello(rank=1, stage=2, pid=1), 2)
+    pod.say(1, TrainerHello(rank=1, stage=2, pid=1), 2)
     assert kinds(pod.say(1, Prepared(), 2)) == [ReportKind.READY]
     assert kinds(pod.told(plan(1, Order.GO), preparing(), attach=True)).count(ReportKind.READY) == 1
 
@@ -187,9 +187,9 @@ def test_prepared_trainers_are_given_their_state_with_go_and_the_parked_are_kill
     for rank in (0, 1):
         pod.say(rank, Drained(step=7, id=1))
     actions = pod.told(plan(1, Order.CUT, cut=1), preparing(Order.GO))
-    assert [action.rank for action in actions if isinstance(action, Go)] == [0, 1]
+    assert [action.rank for action in actions if isinstance(action, SendGo)] == [0, 1]
     assert signals(actions) == []
-    pod.say(0, Loaded(step=7), 2)
+    pod.say(0, StateLoaded(step=7), 2)
     assert ReportKind.FIRST_STEP in kinds(pod.say(0, Stepped(step=8), 2))
     ended = pod.told(plan(1, Order.END, cut=1), preparing(Order.GO))
     assert signals(ended) == [(0, signal.SIGKILL), (1, signal.SIGKILL)]
@@ -206,15 +206,15 @@ def test_what_the_others_parked_with_is_shown_once_after_it_was_told_and_again_a
     first = SnapshotRef(stage=1, step=7)
     drained, *shown = park(1, 7, first)
     assert pod.pod.at_hand == ((1, 0), 1)
-    assert isinstance(drained, Report)
+    assert isinstance(drained, SendReport)
     assert (drained.report.snapshot, drained.report.kept) == (first, True)
-    assert shown == [Preview(key=(2, 0), rank=rank, snapshot=first) for rank in (0, 1)]
+    assert shown == [ShowPreview(key=(2, 0), rank=rank, snapshot=first) for rank in (0, 1)]
     assert pod.settle() == []
     resumed = pod.told(plan(1, Order.RESUME, cut=1), preparing())
     assert [a for a in resumed if isinstance(a, HaveAtHand)] == [HaveAtHand(plan=None)]
     pod.say(0, Stepped(step=8))
     second = SnapshotRef(stage=1, step=9)
-    assert [a.snapshot for a in park(2, 9, second) if isinstance(a, Preview)] == [second] * 2
+    assert [a.snapshot for a in park(2, 9, second) if isinstance(a, ShowPreview)] == [second] * 2
 
 
 def test_a_state_that_is_in_no_snapshot_is_not_shown():
@@ -222,7 +222,7 @@ def test_a_state_that_is_in_no_snapshot_is_not_shown():
     pod.told(plan(1, Order.CUT, cut=1), preparing())
     actions = [pod.say(rank, Drained(step=7, id=1)) for rank in (0, 1)][1]
     (drained,) = actions
-    assert isinstance(drained, Report)
+    assert isinstance(drained, SendReport)
     assert not drained.report.kept
 
 
@@ -233,7 +233,7 @@ def test_where_one_trainer_has_written_the_state_is_told_of_that_cut_only():
         pod.told(plan(1, Order.CUT, cut=cut), preparing())
         pod.say(0, Drained(step=7, id=cut, durable=path))
         (drained,) = pod.say(1, Drained(step=7, id=cut))
-        assert isinstance(drained, Report)
+        assert isinstance(drained, SendReport)
         return drained.report.durable
 
     assert told(1, "/checkpoint") == "/checkpoint"
@@ -262,7 +262,7 @@ def test_a_trainer_that_ends_while_it_is_prepared_fails_its_stage_and_no_other(c
 
 
 def test_an_attaching_launcher_tells_of_the_stage_that_trains_and_not_of_the_one_it_prepares():
-    truth = attach_truth(prepare_beside().pod, 1, 0)
+    truth = attach_status(prepare_beside().pod, 1, 0)
     assert (truth.stage, truth.phase) == (1, LocalStage.TRAINING)
 
 
@@ -298,7 +298,7 @@ def test_trainers_that_stay_are_asked_to_join_and_the_pod_is_ready_when_all_have
     pod.train()
     actions = pod.told(plan(1, Order.GO), joins())
     assert not [action for action in actions if isinstance(action, Spawn)]
-    asked = [(a.key, a.rank, a.message) for a in actions if isinstance(a, Tell)]
+    asked = [(a.key, a.rank, a.message) for a in actions if isinstance(a, SendMessage)]
     assert [(key, rank, m["do"], m["rank"]) for key, rank, m in asked] == [
         ((1, 0), 0, "join", 2),
         ((1, 0), 1, "join", 3),
@@ -338,7 +338,7 @@ def test_a_cut_of_the_stage_that_they_have_joined_is_told_with_its_own_number():
     for rank in (0, 1):
         pod.say(rank, Drained(step=9, id=4))
     actions = pod.told(plan(1, Order.CUT, cut=4), joins(Order.CUT, cut=1))
-    cuts = [a for a in actions if isinstance(a, Tell)]
+    cuts = [a for a in actions if isinstance(a, SendMessage)]
     assert [(a.key, a.rank, a.message["id"]) for a in cuts] == [((2, 0), 2, 1), ((2, 0), 3, 1)]
 
 
@@ -364,8 +364,8 @@ def test_a_trainer_that_cannot_join_is_told_of_and_its_pod_no_longer_offers_to()
     pod = Simulated()
     pod.told(plan(1, Order.START))
     for rank in (0, 1):
-        pod.say(rank, Hello(rank=rank, stage=1, pid=1, joins=True), 1)
-        actions = pod.say(rank, Loaded(step=0), 1)
+        pod.say(rank, TrainerHello(rank=rank, stage=1, pid=1, joins=True), 1)
+        actions = pod.say(rank, StateLoaded(step=0), 1)
     assert [(r.kind, r.joins) for r in reports(actions)] == [(ReportKind.LOADED, True)]
     pod.told(plan(1, Order.GO))
     pod.say(0, Stepped(step=1))
@@ -402,12 +402,12 @@ def test_a_pod_that_comes_new_prepares_trainers_for_a_stage_that_others_join():
     actions = pod.told(joins())
     assert [type(action) for action in actions] == [Spawn]
     for rank in (2, 3):
-        pod.say(rank, Hello(rank=rank, stage=2, pid=1, joins=True), 2)
+        pod.say(rank, TrainerHello(rank=rank, stage=2, pid=1, joins=True), 2)
         actions = pod.say(rank, Prepared(), 2)
     (report,) = reports(actions)
     assert (report.kind, report.joins) == (ReportKind.READY, True)
     actions = pod.told(joins(Order.GO))
-    assert [a.rank for a in actions if isinstance(a, Go)] == [2, 3]
+    assert [a.rank for a in actions if isinstance(a, SendGo)] == [2, 3]
     actions = pod.told()
     assert signals(actions) == [(2, signal.SIGTERM), (3, signal.SIGTERM)]
 
@@ -417,34 +417,34 @@ def test_loaded_is_told_when_the_last_trainer_has_loaded():
     started = pod.told(plan(1, Order.START))
     assert kinds(started) == [ReportKind.STARTED]
     assert sum(isinstance(action, Spawn) for action in started) == 1
-    (welcome,) = pod.say(0, Hello(rank=0, stage=1, pid=1))
-    assert isinstance(welcome, Welcome)
-    pod.say(1, Hello(rank=1, stage=1, pid=2))
-    assert kinds(pod.say(0, Loaded(step=7))) == []
-    assert kinds(pod.say(1, Loaded(step=7))) == [ReportKind.LOADED]
+    (welcome,) = pod.say(0, TrainerHello(rank=0, stage=1, pid=1))
+    assert isinstance(welcome, SendWelcome)
+    pod.say(1, TrainerHello(rank=1, stage=1, pid=2))
+    assert kinds(pod.say(0, StateLoaded(step=7))) == []
+    assert kinds(pod.say(1, StateLoaded(step=7))) == [ReportKind.LOADED]
 
 
 def test_go_reaches_trainers_that_come_to_the_loop_late():
     pod = Simulated()
     pod.told(plan(1, Order.START))
-    pod.say(0, Hello(rank=0, stage=1, pid=1))
+    pod.say(0, TrainerHello(rank=0, stage=1, pid=1))
     assert messages(pod.told(plan(1, Order.GO))) == [(0, "go")]
-    assert messages(pod.say(1, Hello(rank=1, stage=1, pid=2))) == [(1, "go")]
+    assert messages(pod.say(1, TrainerHello(rank=1, stage=1, pid=2))) == [(1, "go")]
 
 
 def test_a_script_that_enters_a_second_loop_is_welcomed_again():
     pod = Simulated()
     pod.train()
-    again = pod.say(0, Hello(rank=0, stage=1, pid=1))
-    assert [type(action) for action in again] == [Welcome, Tell]
+    again = pod.say(0, TrainerHello(rank=0, stage=1, pid=1))
+    assert [type(action) for action in again] == [SendWelcome, SendMessage]
 
 
 def test_first_step_is_told_at_once_and_then_progress_every_heartbeat():
     pod = Simulated()
     pod.told(plan(1, Order.START))
     for rank in (0, 1):
-        pod.say(rank, Hello(rank=rank, stage=1, pid=1))
-        pod.say(rank, Loaded(step=4))
+        pod.say(rank, TrainerHello(rank=rank, stage=1, pid=1))
+        pod.say(rank, StateLoaded(step=4))
     pod.told(plan(1, Order.GO))
     assert ReportKind.FIRST_STEP in kinds(pod.say(1, Stepped(step=5)))
     assert kinds(pod.say(0, Stepped(step=5, metrics={"loss": 2.0}))) == []
@@ -459,8 +459,8 @@ def test_what_is_logged_between_the_restore_and_the_first_step_is_no_first_step(
     pod = Simulated()
     pod.told(plan(1, Order.START))
     for rank in (0, 1):
-        pod.say(rank, Hello(rank=rank, stage=1, pid=1))
-        pod.say(rank, Loaded(step=30))
+        pod.say(rank, TrainerHello(rank=rank, stage=1, pid=1))
+        pod.say(rank, StateLoaded(step=30))
     pod.told(plan(1, Order.GO))
     evaluated = pod.say(0, Stepped(step=30, metrics={"accuracy": 0.9}))
     assert ReportKind.FIRST_STEP not in kinds(evaluated)
@@ -473,7 +473,7 @@ def test_a_cut_is_told_to_all_and_drained_when_the_last_has_parked():
     pod.train()
     coming = plan(2, Order.PREPARE)
     actions = pod.told(plan(1, Order.CUT, durable=True), coming)
-    assert [a.message for a in actions if isinstance(a, Tell)] == [
+    assert [a.message for a in actions if isinstance(a, SendMessage)] == [
         {"do": "cut", "id": 1, "durable": True, "patient": False, "halt": ""}
     ] * 2
     assert HaveAtHand(plan=plan(1, Order.CUT, durable=True)) in actions
@@ -513,7 +513,9 @@ def test_each_cut_has_its_own_number_and_an_answer_to_an_earlier_one_does_not_co
     pod.train()
     pod.told(plan(1, Order.CUT))
     assert set(messages(pod.told(plan(1, Order.RESUME, cut=1)))) == {(0, "resume"), (1, "resume")}
-    cut = [a.message["id"] for a in pod.told(plan(1, Order.CUT, cut=2)) if isinstance(a, Tell)]
+    cut = [
+        a.message["id"] for a in pod.told(plan(1, Order.CUT, cut=2)) if isinstance(a, SendMessage)
+    ]
     assert cut == [2, 2]
     for rank in (0, 1):
         assert kinds(pod.say(rank, Drained(step=9, id=1))) == []  # was on its way
@@ -530,11 +532,11 @@ def test_an_earlier_cut_that_is_off_frees_nobody_that_parked_for_the_next_with_i
         actions = pod.say(rank, Drained(step=9, id=2))
     assert kinds(actions) == [ReportKind.DRAINED]
     off = pod.told(plan(1, order, cut=1))  # old news: cut 2 is on its way to us
-    assert [a.message for a in off if isinstance(a, Tell)] == [{"do": "resume", "id": 1}] * 2
+    assert [a.message for a in off if isinstance(a, SendMessage)] == [{"do": "resume", "id": 1}] * 2
     assert ReportKind.FAILED not in kinds(off)
     assert [t.parked_at for t in pod.pod.runs[-1].trainers] == [9, 9]
     off = pod.told(plan(1, order, cut=2))
-    assert [a.message for a in off if isinstance(a, Tell)] == [{"do": "resume", "id": 2}] * 2
+    assert [a.message for a in off if isinstance(a, SendMessage)] == [{"do": "resume", "id": 2}] * 2
     assert pod.say(0, Drained(step=9, id=2)) == []  # it was on its way, and goes on
 
 
@@ -555,7 +557,7 @@ def test_the_next_cut_frees_those_who_parked_for_the_one_before():
     for rank in (0, 1):
         pod.say(rank, Drained(step=9, id=1))
     actions = pod.told(plan(1, Order.CUT, cut=2, durable=True))  # its RESUME was never heard
-    assert [a.message for a in actions if isinstance(a, Tell) and a.rank == 0] == [
+    assert [a.message for a in actions if isinstance(a, SendMessage) and a.rank == 0] == [
         {"do": "resume", "id": 1},
         {"do": "cut", "id": 2, "durable": True, "patient": False, "halt": ""},
     ]
@@ -711,14 +713,14 @@ def test_the_truth_names_the_phase():
     pod = Simulated()
 
     def phase() -> LocalStage:
-        return attach_truth(pod.pod, 1, 0).phase
+        return attach_status(pod.pod, 1, 0).phase
 
     assert phase() is LocalStage.IDLE
     pod.told(plan(1, Order.START))
     assert phase() is LocalStage.STARTING
     for rank in (0, 1):
-        pod.say(rank, Hello(rank=rank, stage=1, pid=1))
-        pod.say(rank, Loaded(step=0))
+        pod.say(rank, TrainerHello(rank=rank, stage=1, pid=1))
+        pod.say(rank, StateLoaded(step=0))
     assert phase() is LocalStage.LOADED
     pod.told(plan(1, Order.GO))
     assert phase() is LocalStage.TRAINING
@@ -726,14 +728,14 @@ def test_the_truth_names_the_phase():
         pod.say(rank, Drained(step=9))
     assert phase() is LocalStage.PARKED
     pod.die(0, 3)
-    failed = attach_truth(pod.pod, 1, 0)
+    failed = attach_status(pod.pod, 1, 0)
     assert failed.phase is LocalStage.FAILED
     assert failed.failure is not None
     assert failed.failure.code == 3
     pod.die(1, 75)
     pod.told(plan(1, Order.END))
     assert phase() is LocalStage.ENDED
-    assert attach_truth(pod.pod, 1, 0).failure is None
+    assert attach_status(pod.pod, 1, 0).failure is None
 
 
 EVENTS = st.one_of(
@@ -771,9 +773,9 @@ def apply(pod: Simulated, what: str, value: Any) -> list[Any]:
     if what == "die":
         return pod.die(rank, value[1], *run.key)
     stage = run.plan.stage
-    said: dict[str, Said] = {
-        "hello": Hello(rank=rank, stage=stage, pid=1),
-        "loaded": Loaded(step=1),
+    said: dict[str, TrainerMessage] = {
+        "hello": TrainerHello(rank=rank, stage=stage, pid=1),
+        "loaded": StateLoaded(step=1),
         "step": Stepped(step=run.step + 1),
         "drained": Drained(step=run.step),
     }
@@ -827,12 +829,12 @@ def test_a_pod_knows_its_trainers_by_new_ranks_once_its_standby_has_lost_another
     pod = Simulated(pod_id="b")
     pod.told(whole)
     for rank in (2, 3):
-        pod.say(rank, Hello(rank=rank, stage=2, pid=1), 2)
+        pod.say(rank, TrainerHello(rank=rank, stage=2, pid=1), 2)
         pod.say(rank, Prepared(), 2)
     left = (part("b", 0, (0, 1)),)
     actions = pod.told(replace(whole, order=Order.GO, pods=left, lost=("a",)))
     assert [a.ranks for a in actions if isinstance(a, Renumber)] == [{2: 0, 3: 1}]
-    assert [a.rank for a in actions if isinstance(a, Go)] == [0, 1]
+    assert [a.rank for a in actions if isinstance(a, SendGo)] == [0, 1]
     assert not [a for a in pod.settle() if isinstance(a, Renumber)], "once"
     dead = reports(pod.die(1, -9, 2))
     assert [(each.kind, each.rank) for each in dead] == [(ReportKind.FAILED, 1)]

@@ -176,6 +176,6 @@ def test_following_a_job_goes_on_after_a_defect(monkeypatch):
         connects.append(1)
         raise RuntimeError("a defect")
 
-    watch = run_view.Watch(connect, "job")
+    watch = run_view.JobWatch(connect, "job")
     wait_until(lambda: len(connects) > 4)  # both threads, more than once
     watch._closed.set()

@@ -14,7 +14,7 @@ from job_server.api.wire import Order, PlanPod, RestoreFrom, SnapshotRef, StageP
 from pod_runtime import shim_wire
 from pod_runtime.launcher.channel import close_all
 from pod_runtime.launcher.channel_wire import SegmentMade
-from pod_runtime.launcher.segments import Segments
+from pod_runtime.launcher.segments import NodeSegments
 from pod_runtime.segment_header import (
     Geometry,
     SlotHeader,
@@ -70,7 +70,7 @@ class Memory:
 
 
 @pytest.fixture
-def pods(tmp_path: Path) -> Iterator[list[Segments]]:
+def pods(tmp_path: Path) -> Iterator[list[NodeSegments]]:
     """Three pods of one node, each with a shim."""
     shims = []
     for rank in range(3):
@@ -80,7 +80,7 @@ def pods(tmp_path: Path) -> Iterator[list[Segments]]:
         shims.append(subprocess.Popen([*command, "sleep", "600"], cwd=tmp_path))
     for rank in range(3):
         wait_until(lambda rank=rank: answers(tmp_path / f"pod_{rank}"))  # type: ignore[misc]
-    yield [Segments(f"pod_{rank}", tmp_path / f"pod_{rank}") for rank in range(3)]
+    yield [NodeSegments(f"pod_{rank}", tmp_path / f"pod_{rank}") for rank in range(3)]
     for rank, shim in enumerate(shims):
         for request in ({"op": "release"}, {"op": "kill"}):
             with contextlib.suppress(ShimError):  # it has gone: it held nothing
@@ -108,7 +108,7 @@ def answers(folder: Path) -> bool:
     return True
 
 
-def restored(pod: Segments, wanted: RestoreFrom) -> list[Stamp]:
+def restored(pod: NodeSegments, wanted: RestoreFrom) -> list[Stamp]:
     """Return what the descriptors hold that a trainer would be given."""
     _, fds = pod.for_restore(dataclasses.replace(PLAN, stage=3, restore_from=wanted))
     headers = [read_newest(fd) for fd in fds]

@@ -28,7 +28,7 @@ class GroupSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Subgroup:
     """Some ranks of a group, which can go on without the others."""
 
     ranks: tuple[int, ...]  # ascending; the first becomes rank 0
@@ -49,10 +49,10 @@ class Adapter(Protocol):
     def form_group(self, spec: GroupSpec) -> None:
         """Join the group; returns when all have. A world of one forms none."""
 
-    def form_parts(self, parts: Sequence[Part]) -> None:
+    def form_subgroups(self, parts: Sequence[Subgroup]) -> None:
         """Form, beside the group of all, one of each part. All ranks call it. Raises PeerLost."""
 
-    def use_part(self, index: int, spec: GroupSpec) -> None:
+    def use_subgroup(self, index: int, spec: GroupSpec) -> None:
         """Go on in one of the parts, which others may have left meanwhile, as `spec` says."""
 
     def why_no_second_group(self) -> str:

@@ -29,9 +29,9 @@ from pod_runtime.trainer.errors import PeerLost, StageChanged, StateError, Usage
 from pod_runtime.trainer.frameworks.adapter import Adapter
 from pod_runtime.trainer.loop.evaluation import Fn, evaluate
 from pod_runtime.trainer.loop.rehearsal import rehearsal_step
-from pod_runtime.trainer.membership.link import Start
+from pod_runtime.trainer.membership.link import StageStart
 from pod_runtime.trainer.membership.settings import LoopSettings
-from pod_runtime.trainer.membership.stage import Entrance, Stage
+from pod_runtime.trainer.membership.stage import StageJoiner, TrainerStage
 from pod_runtime.trainer.membership.termination import on_sigterm
 from pod_runtime.trainer.progress.agreement import Verdict
 from pod_runtime.trainer.progress.batches import rank_shards
@@ -52,7 +52,7 @@ class Loop:
     _newest: ClassVar["Loop | None"] = None  # None: this process has not made any
     # Also of one whose making failed:
     _finished = False
-    _stage: Stage | None = None  # None: prepared beside an older stage, which trains on
+    _stage: TrainerStage | None = None  # None: prepared beside an older stage, which trains on
     _open_step: Step | None = None  # None: between two steps
 
     def __init__(
@@ -161,7 +161,7 @@ class Loop:
         self._epoch: Epoch | None = None  # None: none was asked for
         self._stage = None
         env = TrainerEnv.read(os.environ)
-        self._entrance = Entrance(
+        self._joiner = StageJoiner(
             settings,
             self._source,
             env,
@@ -175,20 +175,20 @@ class Loop:
                 join_on_gpu=env.join_on_gpu,
             ),
         )
-        self._adapter: Adapter = self._entrance.adapter
-        if not self._entrance.is_beside:
+        self._adapter: Adapter = self._joiner.adapter
+        if not self._joiner.overlaps:
             self._enter()
 
-    def _enter(self) -> Stage:
+    def _enter(self) -> TrainerStage:
         """Become a member of the stage, if that has not happened yet; may wait for its commit."""
         if self._stage is None:
             self._note_modes()
-            self._adopt(self._entrance.enter())
+            self._adopt(self._joiner.enter())
             self._is_restored = self._progress.cursor.global_step > 0
             if self._epoch is not None:
                 self._begin_amid_body()
             if not self._rehearses:
-                self._entrance.settled()
+                self._joiner.settled()
             if self._epoch is not None:
                 self._epoch.find()  # before any of its steps is made
         assert self._stage is not None
@@ -222,7 +222,7 @@ class Loop:
         self._is_restored = False
         self._adapter.set_modes(self._modes)
 
-    def _adopt(self, stage: Stage) -> None:
+    def _adopt(self, stage: TrainerStage) -> None:
         self._stage, self._progress, self._member = stage, stage.progress, stage.member
         batches = stage.progress.batches
         self._order = ShardOrder(
@@ -242,12 +242,12 @@ class Loop:
         if stage.link is not None:
             on_sigterm(stage.member.end_soon, stage.member.end_if_waiting)
 
-    def _move(self, start: Start) -> None:
+    def _move(self, start: StageStart) -> None:
         """Go on in the next stage, amid this script: the launcher has committed it."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
-        self._adopt(self._entrance.move(self._enter(), start))
+        self._adopt(self._joiner.move(self._enter(), start))
         self._step_s = 0.0
         if self._epoch is not None:
             self._epoch.moved(self._find_epoch())
@@ -256,11 +256,11 @@ class Loop:
 
     @property
     def rank(self) -> int:
-        return self._entrance.rank
+        return self._joiner.rank
 
     @property
     def world_size(self) -> int:
-        return self._entrance.world_size
+        return self._joiner.world_size
 
     @property
     def step_count(self) -> int:
@@ -309,7 +309,7 @@ class Loop:
                 progress.commit_epoch()
                 if stop:
                     progress.stop()
-                self._enter().keeper.after_epoch(wish)
+                self._enter().state_manager.after_epoch(wish)
         with self._surviving():
             self._finish()
 
@@ -421,7 +421,7 @@ class Loop:
         return rehearsal_step(
             self._adapter,
             self._source,
-            shards=self._entrance.shards,
+            shards=self._joiner.shards,
             seed=self._settings.seed,
             loss=self._settings.loss,
             number=lambda: self._enter().progress.cursor.global_step,
@@ -439,9 +439,9 @@ class Loop:
         if self._stage is None:
             self._enter()
         else:
-            self._entrance.load_again()  # what the rest of the body did to the state is undone
+            self._joiner.load_again()  # what the rest of the body did to the state is undone
             self._begin_amid_body()
-        self._entrance.settled()
+        self._joiner.settled()
         self._committed_at = time.monotonic()
 
     def _steps(self) -> Iterator[Step]:
@@ -528,7 +528,7 @@ class Loop:
             (1 - _SMOOTHING) * self._step_s + _SMOOTHING * took
         )  # fmt: skip
         self._tell_step(at_once=False)  # before a snapshot, which may take longer the first time
-        self._enter().keeper.after_step(self._step_s, self._verdict.wish)
+        self._enter().state_manager.after_step(self._step_s, self._verdict.wish)
         if self._verdict.cut:
             try:
                 self._member.park()
@@ -604,9 +604,9 @@ class Loop:
                 stage = self._enter()
             else:
                 break
-        self._entrance.close()
+        self._joiner.close()
         self._finished = True
-        stage.keeper.note_account()
+        stage.state_manager.note_account()
         self._progress.note_done()
         if stage.link is not None:
             stage.link.say("done", step=self.step_count)
@@ -616,7 +616,7 @@ class Loop:
         if self._reader is not None:
             self._reader.close()
         if self._stage is not None:
-            self._stage.keeper.close()
+            self._stage.state_manager.close()
             self._stage.progress.close()
             if self._stage.link is not None:
                 self._stage.link.close()

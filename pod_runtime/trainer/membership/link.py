@@ -23,23 +23,15 @@ STEP_PERIOD_S = 0.2  # at most so often does a trainer say `step`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
-    """Who this trainer is, and what it may restore from."""
+class StageStart:
+    """The plan of the stage that a trainer is a member of, and what it may restore from."""
 
     plan: StagePlan
     fds: tuple[int, ...]  # segments, owned by the receiver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """What a prepared trainer starts from."""
-
-    plan: StagePlan
-    fds: tuple[int, ...]  # segments, owned by the receiver
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preview:
+class StatePreview:
     """The state that a prepared trainer will start from, if the change is committed."""
 
     stamp: Stamp
@@ -64,7 +56,7 @@ class Invitation:
     rank: int  # its own in that stage
 
 
-class Link:
+class LauncherLink:
     """The conversation of one trainer in one stage."""
 
     def __init__(self, name: str, *, rank: int, stage: int, pid: int, joins: bool = False) -> None:
@@ -90,8 +82,10 @@ class Link:
         self._writable = select.poll()
         self._writable.register(connection, select.POLLOUT)
         self.going = False  # `go` has come
-        self._start: Start | None = None  # what came with it; None: nothing, or not yet
-        self._preview: Preview | None = None  # the newest; None: none, or it has been looked at
+        self._start: StageStart | None = None  # what came with it; None: nothing, or not yet
+        self._preview: StatePreview | None = (
+            None  # the newest; None: none, or it has been looked at
+        )
         self.invitation: Invitation | None = None  # None: there is none, or it is off
         self.cut: Cut | None = None  # the newest one that is not off; None: there is none
         self.resumed_id = -1  # highest id of a cut that is off
@@ -113,7 +107,7 @@ class Link:
         except OSError as error:
             raise LinkError(f"the launcher is gone: {error}") from error
 
-    def wait_welcome(self) -> Welcome:
+    def wait_welcome(self) -> StageStart:
         """Wait for the answer to hello.
 
         Raises:
@@ -125,7 +119,7 @@ class Link:
                 self._take(message, fds)
                 continue
             plan = _plan(message, "welcome")
-            return Welcome(plan=plan, fds=fds)
+            return StageStart(plan=plan, fds=fds)
 
     def close(self) -> None:
         """Hang up: the script begins another conversation."""
@@ -150,7 +144,7 @@ class Link:
             received = self._receive()
         self._take(*received)
 
-    def wait_start(self, look: Callable[[Preview], None]) -> Start:
+    def wait_start(self, look: Callable[[StatePreview], None]) -> StageStart:
         """Wait until the stage that this trainer was prepared for is committed.
 
         Args:
@@ -184,7 +178,7 @@ class Link:
         while True:
             self._receive()
 
-    def wait_resume(self, cut_id: int) -> Start | None:
+    def wait_resume(self, cut_id: int) -> StageStart | None:
         """Stay parked until the cut is off; most trainers are ended while they wait here.
 
         Returns what a trainer that joins goes on as; None: as what it is.
@@ -229,10 +223,10 @@ class Link:
         if word == "go":
             self.going = True
             if "plan" in message:
-                self._start = Start(plan=_plan(message, "go"), fds=fds)
+                self._start = StageStart(plan=_plan(message, "go"), fds=fds)
                 self.cut, self.resumed_id = None, -1  # the stage numbers its own cuts
         elif word == "preview":
-            self._preview = Preview(stamp=_stamp(message), fds=fds)
+            self._preview = StatePreview(stamp=_stamp(message), fds=fds)
         elif word == "join":
             self.invitation = _invitation(message)
         elif word == "drop":

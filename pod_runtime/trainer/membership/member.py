@@ -18,10 +18,10 @@ from pod_runtime.trainer.errors import (
     StageChanged,
 )
 from pod_runtime.trainer.frameworks.adapter import Adapter
-from pod_runtime.trainer.membership.joining import Joining
-from pod_runtime.trainer.membership.keeper import RETRY_S, Keeper
-from pod_runtime.trainer.membership.link import Link
-from pod_runtime.trainer.membership.together import wait_together
+from pod_runtime.trainer.membership.link import LauncherLink
+from pod_runtime.trainer.membership.next_group import NextGroupFormer
+from pod_runtime.trainer.membership.state_manager import RETRY_S, StateManager
+from pod_runtime.trainer.membership.together import barrier
 from pod_runtime.trainer.progress.agreement import (
     Verdict,
     Wish,
@@ -36,24 +36,24 @@ logger = logging.getLogger(__name__)
 _PEERS_WAIT_S = 8.0  # a waiting rank shows itself so often; gloo gives its peers up after 30 s
 
 
-class Member:
+class StageMember:
     """Agreement with the peers, over whatever the adapter's group is."""
 
     def __init__(
         self,
         adapter: Adapter,
-        keeper: Keeper,
-        link: Link | None,
+        state_manager: StateManager,
+        link: LauncherLink | None,
         rank: int,
         world_size: int,
-        joining: Joining | None = None,
+        next_group: NextGroupFormer | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self._adapter = adapter
-        self._keeper = keeper
+        self._state_manager = state_manager
         self._link = link  # None: outside EDL, where nobody cuts
-        self._joining = joining  # None: as above
+        self._next_group = next_group  # None: as above
         self._waiting_since: float | None = None  # None: not waiting for data
         self._is_to_end = False
         self._gate = threading.Lock()  # around `_waits`; held for good by who ends the process
@@ -115,7 +115,7 @@ class Member:
 
     def end_epoch(self, stop: bool) -> tuple[bool, Wish]:
         """Agree on whether it was the last one, and on what is done then. All ranks call it."""
-        wish = self._keeper.wish_after_epoch()
+        wish = self._state_manager.wish_after_epoch()
         votes = np.array([float(stop), wish.snapshot, float(wish.renew)])
         self._adapter.all_reduce(votes)
         return bool(votes[0]), Wish(snapshot=float(votes[1] >= 1), renew=bool(votes[2]))
@@ -133,11 +133,11 @@ class Member:
             InUseError: on rank 0; another training has taken over the folder of checkpoints.
         """
         while True:
-            self._keeper.start_final()
-            self._wait_while(lambda: self._keeper.is_writing)
-            if not self.any_of_us(self._keeper.has_failed):
+            self._state_manager.start_final()
+            self._wait_while(lambda: self._state_manager.is_writing)
+            if not self.any_of_us(self._state_manager.has_failed):
                 return
-            if self._keeper.has_failed:
+            if self._state_manager.has_failed:
                 logger.error(
                     "the training is complete, but its last checkpoint is not written (see above); "
                     "make room or mend the path: it is tried again every %g s until it is there, "
@@ -154,7 +154,7 @@ class Member:
             self._end_if_told()
             return is_busy()
 
-        wait_together(self._adapter, look)
+        barrier(self._adapter, look)
 
     @property
     def is_cut(self) -> bool:
@@ -162,8 +162,8 @@ class Member:
         if self._link is None:
             return False
         self._link.poll()
-        if self._joining is not None:
-            self._joining.poll()
+        if self._next_group is not None:
+            self._next_group.poll()
         return self._link.cut is not None
 
     @property
@@ -190,7 +190,7 @@ class Member:
             cut is not None and cut.durable,
             "" if cut is None else cut.halt,
         )
-        votes = np.array([*ballot, float(self._keeper.wants_renewal)])
+        votes = np.array([*ballot, float(self._state_manager.wants_renewal)])
         self._adapter.all_reduce(votes)
         *ballots, renew = votes.tolist()
         agreed = read_ballots(ballots)
@@ -199,7 +199,7 @@ class Member:
             return
         if self._link is None:
             raise LinkError("a peer was told to drain, and this trainer has no launcher")
-        start = self._keeper.park(agreed, renew > 0)
+        start = self._state_manager.park(agreed, renew > 0)
         if start is not None:
             raise StageChanged(start)
 
@@ -216,7 +216,7 @@ class Member:
         For a signal handler: between any two lines of the script its model may be in the making,
         and only in an exchange it is certain to be the committed one.
         """
-        if self._keeper.is_kept:
+        if self._state_manager.is_kept:
             os._exit(PEER_LOST_EXIT_CODE)
         self._is_to_end = True
 
@@ -228,7 +228,7 @@ class Member:
 
     def _leave(self) -> NoReturn:
         try:
-            self._keeper.rescue()
+            self._state_manager.rescue()
         except LinkError as lost:
             logger.error("%s", lost)
         exit_as_victim()
@@ -252,14 +252,14 @@ class Member:
         try:
             if state_is_committed:
                 self._adapter.drop_step()
-                self._keeper.rescue()
+                self._state_manager.rescue()
         except LinkError as lost:
             logger.error("%s", lost)
         exit_as_victim()
 
     def _exchange(self, samples: int, drawn: int | None, *, void: bool) -> Verdict:
         self._end_if_told()
-        wish = Wish() if void else self._keeper.wish()
+        wish = Wish() if void else self._state_manager.wish()
         cut = self.is_cut
         header = make_header(
             cut=cut,

@@ -18,7 +18,7 @@ from pod_runtime.segment_header import SlotHeader, Stamp, read_newest
 from pod_runtime.trainer.errors import SnapshotError
 from pod_runtime.trainer.frameworks.adapter import Adapter
 from pod_runtime.trainer.layout import Layout
-from pod_runtime.trainer.membership.link import Link
+from pod_runtime.trainer.membership.link import LauncherLink
 from pod_runtime.trainer.progress.progress import Progress
 from pod_runtime.trainer.state.image import Places, StateImage, meta_bytes
 from pod_runtime.trainer.state.snapshot import META_RESERVE, Handle, Segment, read_snapshot
@@ -37,7 +37,7 @@ class NodeSnapshots:
         self,
         adapter: Adapter,
         progress: Progress,
-        link: Link | None,
+        link: LauncherLink | None,
         *,
         rank: int,
         nodes: Sequence[Sequence[int]],

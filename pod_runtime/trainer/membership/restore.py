@@ -12,7 +12,7 @@ from job_server.api.wire import RestoreFrom
 from pod_runtime.segment_header import Stamp
 from pod_runtime.trainer.errors import StateError
 from pod_runtime.trainer.frameworks.adapter import Adapter
-from pod_runtime.trainer.membership.together import wait_together
+from pod_runtime.trainer.membership.together import barrier
 from pod_runtime.trainer.progress.loop_status import LoopStatus
 from pod_runtime.trainer.state.checkpoint import CheckpointId, CheckpointStore
 from pod_runtime.trainer.state.image import StateImage, image_from
@@ -35,7 +35,7 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class CarriedState:
     """The state of a rank that stays from one stage to the next: what its model holds."""
 
     status: LoopStatus
@@ -45,7 +45,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadedAhead:
     """What the model holds already, before it was known that the stage begins from it."""
 
     stamp: Stamp
@@ -62,8 +62,8 @@ def restore(
     fds: tuple[int, ...],
     store: CheckpointStore | None,
     fresh: LoopStatus,
-    kept: Kept | None = None,
-    loaded: Loaded | None = None,
+    kept: CarriedState | None = None,
+    loaded: LoadedAhead | None = None,
 ) -> Restored:
     """Load the state of `wanted`, else the newest intact checkpoint, else rank 0's fresh model.
 
@@ -138,8 +138,8 @@ def _restore_here(
     fds: tuple[int, ...],
     *,
     stage: int,
-    kept: Kept | None,
-    loaded: Loaded | None,
+    kept: CarriedState | None,
+    loaded: LoadedAhead | None,
 ) -> Restored:
     """Load exactly what every node has: nobody has to be asked, or waited for.
 
@@ -214,7 +214,7 @@ def _read_together(adapter: Adapter, read: _Read | None) -> StateImage | None:
     """Claim its folder, read and verify a checkpoint; the other ranks wait for minutes."""
     with ThreadPoolExecutor(1, "checkpoint-reader") as pool:
         reading = None if read is None else pool.submit(read)
-        wait_together(adapter, lambda: reading is not None and not reading.done())
+        barrier(adapter, lambda: reading is not None and not reading.done())
         return None if reading is None else reading.result()
 
 
@@ -227,7 +227,7 @@ def _broadcast(
     stage: int,
     fresh: LoopStatus,
     from_checkpoint: bool,
-    kept: Kept | None,
+    kept: CarriedState | None,
 ) -> Restored:
     """Send the state of `source` to all: its sizes, its description, and one flat run of bytes."""
     head = np.zeros(4, np.int64)
@@ -263,7 +263,7 @@ def _own_state(adapter: Adapter, status: LoopStatus) -> StateImage:
     return StateImage(status=status, scalars=scalars, layout=layout, data=memoryview(data))
 
 
-def _kept(kept: Kept, stage: int) -> Restored:
+def _kept(kept: CarriedState, stage: int) -> Restored:
     status = kept.status
     return Restored(
         status=status, stage=stage, came_from=(status.stage, status.step), from_checkpoint=False

@@ -12,14 +12,14 @@ from pod_runtime.env import TrainerEnv, stage_environment
 from pod_runtime.orphans import note_forks
 from pod_runtime.trainer.data.source import DataSource
 from pod_runtime.trainer.errors import LinkError, PeerLost, SnapshotError, StateError, UsageError
-from pod_runtime.trainer.frameworks.adapter import Adapter, GroupSpec, Part
-from pod_runtime.trainer.membership.joining import Joining, group_spec
-from pod_runtime.trainer.membership.keeper import Keeper
-from pod_runtime.trainer.membership.link import Link, Preview, Start, Welcome
-from pod_runtime.trainer.membership.member import Member, exit_as_victim
+from pod_runtime.trainer.frameworks.adapter import Adapter, GroupSpec, Subgroup
+from pod_runtime.trainer.membership.link import LauncherLink, StageStart, StatePreview
+from pod_runtime.trainer.membership.member import StageMember, exit_as_victim
+from pod_runtime.trainer.membership.next_group import NextGroupFormer, group_spec
 from pod_runtime.trainer.membership.node_snapshots import NodeSnapshots, make_segment, nodes_of
-from pod_runtime.trainer.membership.restore import Kept, Loaded, Restored, restore
+from pod_runtime.trainer.membership.restore import CarriedState, LoadedAhead, Restored, restore
 from pod_runtime.trainer.membership.settings import LoopSettings
+from pod_runtime.trainer.membership.state_manager import StateManager
 from pod_runtime.trainer.membership.terms import check_same_terms, check_terms_of_state, to_text
 from pod_runtime.trainer.progress.agreement import HEADER_SIZE
 from pod_runtime.trainer.progress.ledger import LedgerFile, RunInfo
@@ -37,14 +37,14 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class TrainerStage:
     """What a trainer holds while it trains."""
 
     adapter: Adapter
     progress: Progress
-    keeper: Keeper
-    member: Member
-    link: Link | None  # None: outside EDL
+    state_manager: StateManager
+    member: StageMember
+    link: LauncherLink | None  # None: outside EDL
     is_saved: bool  # nothing was left to train, and the state came from an intact checkpoint
 
 
@@ -59,15 +59,15 @@ class _Place:
     master: str  # "addr:port" of rank 0; "" outside EDL, where the framework knows
     wanted: RestoreFrom | None  # None: a checkpoint, or afresh; or not yet known
     policy: str  # of the job
-    link: Link | None
+    link: LauncherLink | None
     nodes: tuple[tuple[int, ...], ...]  # the ranks of each node
     fds: tuple[int, ...]
     joined: StagePlan | None = None  # this trainer is new, others stay; None: all are new
     beside: bool  # an older stage trains: this one is prepared, and told later what to start from
-    parts: tuple[tuple[tuple[str, ...], Part], ...]  # pods that may be lost; who is left then
+    parts: tuple[tuple[tuple[str, ...], Subgroup], ...]  # pods that may be lost; who is left then
 
 
-class Entrance:
+class StageJoiner:
     """How this process becomes a member of a stage: in the group first, then with its state.
 
     In between, where the stage is prepared beside an older one, there is time to rehearse.
@@ -90,17 +90,17 @@ class Entrance:
         self._settings, self._source, self._env = settings, source, env
         self.adapter = make_adapter(HEADER_SIZE)
         self._link = None
-        self._joining: Joining | None = None  # None: outside EDL
+        self._next_group: NextGroupFormer | None = None  # None: outside EDL
         self._joined_group: Any | None = None  # None: it was formed by all together
         if env.channel is not None:
-            self._link = Link(
+            self._link = LauncherLink(
                 env.channel,
                 rank=env.rank,
                 stage=env.stage or 0,
                 pid=os.getpid(),
                 joins=not self.adapter.why_no_second_group(),
             )
-            self._joining = Joining(self.adapter, self._link, os.environ)
+            self._next_group = NextGroupFormer(self.adapter, self._link, os.environ)
             if env.pod_dir is not None:
                 note_forks(env.pod_dir)
         welcome = None if self._link is None else self._link.wait_welcome()
@@ -111,7 +111,7 @@ class Entrance:
             self._store.owner.stage = self._place.stage
         self._segment: Segment | None = None  # None: not made ahead of the first snapshot
         self._restored: Restored | None = None  # None: not yet
-        self._loaded: Loaded | None = None  # ahead of the commit; None: nothing was
+        self._loaded: LoadedAhead | None = None  # ahead of the commit; None: nothing was
         self._terms = self._make_terms()  # before a state is loaded: as the script made them
         with self._as_victim():
             self._form_group()
@@ -132,12 +132,12 @@ class Entrance:
             )
         )
         check_same_terms(self.adapter, self._terms, rank=place.rank, world_size=place.world_size)
-        if self.is_beside:
+        if self.overlaps:
             # What the first exchange sets up is set up now; nobody contributes anything.
             self.adapter.begin_step()
             self.adapter.exchange([0.0] * HEADER_SIZE, contribute=False)
             if place.parts:
-                self.adapter.form_parts([part for _, part in place.parts])
+                self.adapter.form_subgroups([part for _, part in place.parts])
 
     @property
     def rank(self) -> int:
@@ -153,11 +153,11 @@ class Entrance:
         return self._settings.shards or self._place.max_trainers
 
     @property
-    def is_beside(self) -> bool:
+    def overlaps(self) -> bool:
         """An older stage trains while this one is prepared."""
         return self._place.beside
 
-    def enter(self) -> Stage:
+    def enter(self) -> TrainerStage:
         """Return when the stage is committed and training may begin.
 
         Raises:
@@ -166,12 +166,12 @@ class Entrance:
         """
         with self._as_victim():
             place = self._place
-            if self.is_beside:
+            if self.overlaps:
                 place = self._wait_for_start()
             restored = self._restored = self._restore(place, None)
             for fd in place.fds:
                 os.close(fd)
-            if self.is_beside:
+            if self.overlaps:
                 self._check_clean(restored)
             if place.joined is not None:
                 check_terms_of_state(restored.status.terms, self._terms, rank=place.rank)
@@ -184,18 +184,18 @@ class Entrance:
             status = replace(status, terms=to_text(self._terms))
             return self._begin(place, restored, status)
 
-    def move(self, old: Stage, start: Start) -> Stage:
+    def move(self, old: TrainerStage, start: StageStart) -> TrainerStage:
         """Go on as a trainer of the next stage, with the state that is there.
 
         Raises:
             UsageError: an argument does not fit the new stage.
             LinkError: this trainer was not told to join that stage, or the launcher is gone.
         """
-        assert self._joining is not None
+        assert self._next_group is not None
         plan = self._plan = start.plan
         for fd in start.fds:
             os.close(fd)
-        rank, group, self._segment = self._joining.take(plan)
+        rank, group, self._segment = self._next_group.take(plan)
         self.adapter.adopt(group)
         place = self._place = replace(
             self._place,
@@ -216,18 +216,18 @@ class Entrance:
             self._let_go_of_store()
         elif self._store is None:
             self._store = self._open_store(rank)
-        kept = old.keeper.kept()
+        kept = old.state_manager.kept()
         with self._as_victim():
             restored = self._restore(place, kept)
         old.progress.close()
-        old.keeper.close()
+        old.state_manager.close()
         logger.info("goes on as rank %d of %d in stage %d", rank, plan.world_size, plan.stage)
-        return self._begin(place, restored, kept.status, writer=old.keeper.writer)
+        return self._begin(place, restored, kept.status, writer=old.state_manager.writer)
 
     def close(self) -> None:
         """Nothing is to follow: the training is complete."""
-        if self._joining is not None:
-            self._joining.close()
+        if self._next_group is not None:
+            self._next_group.close()
         if self._store is not None and self._store.owner is not None:
             self._store.owner.leave(State.OVER)
 
@@ -275,7 +275,7 @@ class Entrance:
         if self._restored is not None:
             self._restored = replace(self._restored, image=None)
 
-    def _restore(self, place: _Place, kept: Kept | None) -> Restored:
+    def _restore(self, place: _Place, kept: CarriedState | None) -> Restored:
         return restore(
             self.adapter,
             rank=place.rank,
@@ -313,12 +313,12 @@ class Entrance:
             self._do_without_lost(start.plan)
         return self._place
 
-    def _load_ahead(self, preview: Preview) -> None:
+    def _load_ahead(self, preview: StatePreview) -> None:
         """Load what the stage is to begin from, while the others still agree on the change."""
         image = read_snapshot(preview.fds, preview.stamp)
         if image is not None:
             self.adapter.load(image.layout, image.data, image.scalars)
-            self._loaded = Loaded(stamp=preview.stamp, image=image)
+            self._loaded = LoadedAhead(stamp=preview.stamp, image=image)
 
     def _do_without_lost(self, plan: StagePlan) -> None:
         """Become a member of the stage that is left when some of its pods have been lost."""
@@ -331,7 +331,7 @@ class Entrance:
         spec = GroupSpec(
             rank=rank, world_size=plan.world_size, master=plan.master, generation=plan.stage
         )
-        self.adapter.use_part(index, spec)
+        self.adapter.use_subgroup(index, spec)
         os.environ.update(stage_environment(plan, rank, os.environ))
         logger.info("goes on as rank %d of %d", rank, plan.world_size)
         self._place = replace(place, rank=rank, world_size=plan.world_size, nodes=nodes_of(plan))
@@ -397,7 +397,7 @@ class Entrance:
         status: LoopStatus,
         *,
         writer: CheckpointWriter | None = None,
-    ) -> Stage:
+    ) -> TrainerStage:
         settings = self._settings
         policy = place.policy if settings.policy is None else settings.policy
         if policy == "fixed_global" and place.max_trainers > status.shards:
@@ -427,7 +427,7 @@ class Entrance:
             segment=self._segment,
             places=self._places(),
         )
-        keeper = Keeper(
+        state_manager = StateManager(
             self.adapter,
             progress,
             link=place.link,
@@ -437,8 +437,8 @@ class Entrance:
             save_steps=settings.save_steps,
             snapshot_steps=None if auto else int(settings.snapshot_steps),
         )
-        member = Member(
-            self.adapter, keeper, place.link, place.rank, place.world_size, self._joining
+        member = StageMember(
+            self.adapter, state_manager, place.link, place.rank, place.world_size, self._next_group
         )
         run_dir = self._env.run_dir
         file = LedgerFile(run_dir) if place.rank == 0 and run_dir is not None else None
@@ -450,10 +450,10 @@ class Entrance:
             self._store.owner.hold()
         # Not before `go`: a stage that is never committed must not appear in the ledger.
         progress.begin_stage(restored.came_from, file)
-        return Stage(
+        return TrainerStage(
             adapter=self.adapter,
             progress=progress,
-            keeper=keeper,
+            state_manager=state_manager,
             member=member,
             link=place.link,
             is_saved=progress.is_finished and restored.from_checkpoint,
@@ -461,7 +461,10 @@ class Entrance:
 
 
 def _find_place(
-    env: TrainerEnv, link: Link | None, welcome: Welcome | None, store: CheckpointStore | None
+    env: TrainerEnv,
+    link: LauncherLink | None,
+    welcome: StageStart | None,
+    store: CheckpointStore | None,
 ) -> _Place:
     highest = store.highest_stage() if store is not None else 0
     if link is None or welcome is None:
@@ -513,10 +516,10 @@ def _find_place(
     )
 
 
-def _part(plan: StagePlan, loss: tuple[str, ...]) -> Part:
+def _part(plan: StagePlan, loss: tuple[str, ...]) -> Subgroup:
     """Return who is left of a stage without some of its pods."""
     left = [pod for pod in plan.pods if pod.pod_id not in loss]
-    return Part(ranks=tuple(rank for pod in left for rank in pod.ranks), addr=left[0].addr)
+    return Subgroup(ranks=tuple(rank for pod in left for rank in pod.ranks), addr=left[0].addr)
 
 
 def _continued(

@@ -10,7 +10,7 @@ from pod_runtime.trainer.frameworks.adapter import Adapter
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 1.0
 
 
-def wait_together(adapter: Adapter, is_busy: Callable[[], bool]) -> None:
+def barrier(adapter: Adapter, is_busy: Callable[[], bool]) -> None:
     """Return when no rank is busy any more. All ranks call it, the busy one too.
 
     A rank that simply waited in the next exchange would give the others up: gloo does after 30 s.

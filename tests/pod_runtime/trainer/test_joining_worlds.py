@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pod_runtime.trainer.membership.joining import MOST_GROUPS
+from pod_runtime.trainer.membership.next_group import MOST_GROUPS
 from pod_runtime.trainer.progress.audit import audit
 from pod_runtime.verify import main as verify
 from pod_runtime.verify import read_ledger

@@ -8,7 +8,7 @@ import pytest
 
 from pod_runtime.trainer.errors import LinkError, PeerLost, StageChanged
 from pod_runtime.trainer.membership.link import Cut
-from pod_runtime.trainer.membership.member import Member
+from pod_runtime.trainer.membership.member import StageMember
 from pod_runtime.trainer.progress.agreement import AgreedCut, Wish
 
 
@@ -27,7 +27,7 @@ class Group:
         values += np.array(self.peers.pop(0))
 
 
-class Keeper:
+class StateManager:
     def __init__(self) -> None:
         self.parked: list[tuple[int, bool, bool]] = []
         self.wants_renewal = False
@@ -66,10 +66,10 @@ class Channel:
         pass
 
 
-def make(group: Group, link: Channel | None = None) -> tuple[Member, Keeper]:
-    keeper = Keeper()
-    made: Any = Member(group, keeper, link, rank=0, world_size=2)  # type: ignore[arg-type]
-    return made, keeper
+def make(group: Group, link: Channel | None = None) -> tuple[StageMember, StateManager]:
+    state_manager = StateManager()
+    made: Any = StageMember(group, state_manager, link, rank=0, world_size=2)  # type: ignore[arg-type]
+    return made, state_manager
 
 
 UNHASHED = [0.0] * 9
@@ -80,30 +80,32 @@ CUT_AND_VOID = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, *UNHASHED]
 
 def test_a_peer_that_waits_for_data_is_waited_for_with_the_same_gradients():
     group = Group(VOID, VOID, COMMITS)
-    member, keeper = make(group)
+    member, state_manager = make(group)
     assert member.exchange(5).samples == 8
     assert group.exchanged == [([0.0, 0.0, 5.0, 0.0, 0.0, 0.0, *UNHASHED], True)] * 3
-    assert keeper.parked == []
+    assert state_manager.parked == []
 
 
 def test_a_void_step_under_a_cut_parks_before_it_and_is_exchanged_again_afterwards():
-    member, keeper = make(Group(CUT_AND_VOID, [0, 0, 0, 8, 1, 0, 1], COMMITS), Channel())
+    member, state_manager = make(Group(CUT_AND_VOID, [0, 0, 0, 8, 1, 0, 1], COMMITS), Channel())
     verdict = member.exchange(5)
-    assert keeper.parked == [(7, True, True)]  # the peer's newest cut, which we had not heard of
+    assert state_manager.parked == [
+        (7, True, True)
+    ]  # the peer's newest cut, which we had not heard of
     assert (verdict.samples, verdict.void) == (8, False)
 
 
 def test_a_cut_that_all_ranks_know_to_be_off_by_now_parks_nobody():
-    member, keeper = make(Group(CUT_AND_VOID, [0, 0, 0, 0, 0, 0, 0], COMMITS), Channel())
+    member, state_manager = make(Group(CUT_AND_VOID, [0, 0, 0, 0, 0, 0, 0], COMMITS), Channel())
     member.exchange(5)
-    assert keeper.parked == []
+    assert state_manager.parked == []
 
 
 def test_a_rank_without_data_shows_itself_before_its_peers_run_into_the_time_out(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("pod_runtime.trainer.membership.member.time.monotonic", lambda: now[0])
     group = Group(COMMITS, COMMITS)
-    member, _keeper = make(group)
+    member, _state_manager = make(group)
     for seconds in (0, 4, 4.5, 5):  # silent, silent, shows itself, silent again
         now[0] += seconds
         member.wait_for_data()
@@ -115,57 +117,59 @@ def test_a_rank_without_data_shows_itself_before_its_peers_run_into_the_time_out
 
 
 def test_a_cut_while_data_do_not_come_is_acted_on_at_once():
-    member, keeper = make(Group(COMMITS, [0, 0, 0, 0, 0, 0, 0]), Channel(Cut(id=4)))
+    member, state_manager = make(Group(COMMITS, [0, 0, 0, 0, 0, 0, 0]), Channel(Cut(id=4)))
     member.wait_for_data()
-    assert keeper.parked == [(4, False, False)]
+    assert state_manager.parked == [(4, False, False)]
 
 
 def test_a_cut_for_those_who_stay_waits_for_data_and_for_the_step():
     group = Group(VOID, [*VOID[:5], 1.0, *UNHASHED], [*COMMITS[:5], 1.0, *UNHASHED])
-    member, keeper = make(group, Channel(Cut(id=4, patient=True)))
+    member, state_manager = make(group, Channel(Cut(id=4, patient=True)))
     member.wait_for_data()
-    assert (group.exchanged, keeper.parked) == ([], [])
+    assert (group.exchanged, state_manager.parked) == ([], [])
     verdict = member.exchange(5)
     assert group.exchanged == [([0.0, 0.0, 5.0, 0.0, 0.0, 1.0, *UNHASHED], True)] * 3
-    assert keeper.parked == [], "it parks once the step is committed"
+    assert state_manager.parked == [], "it parks once the step is committed"
     assert (verdict.cut, verdict.void) == (True, False)
 
 
 def test_another_cut_does_not_wait_because_a_peer_stays():
     patient = Channel(Cut(id=4, patient=True))
-    member, keeper = make(Group(CUT_AND_VOID, [0, 0, 0, 8, 1, 0, 0], COMMITS), patient)
+    member, state_manager = make(Group(CUT_AND_VOID, [0, 0, 0, 8, 1, 0, 0], COMMITS), patient)
     member.exchange(5)
-    assert keeper.parked == [(7, True, False)]
+    assert state_manager.parked == [(7, True, False)]
 
 
 def test_who_stays_goes_on_in_the_next_stage_from_where_it_has_parked():
-    member, keeper = make(Group([1.0], [0, 0, 0, 3, 0, 0, 0]), Channel(Cut(id=4, patient=True)))
-    keeper.start = object()
+    member, state_manager = make(
+        Group([1.0], [0, 0, 0, 3, 0, 0, 0]), Channel(Cut(id=4, patient=True))
+    )
+    state_manager.start = object()
     with pytest.raises(StageChanged) as caught:
         member.meet(may_move=True)
-    assert caught.value.start is keeper.start
+    assert caught.value.start is state_manager.start
 
 
 def test_an_evaluation_that_new_trainers_would_not_come_by_is_not_left_for_the_next_stage():
     channel = Channel(Cut(id=4, patient=True))
-    member, keeper = make(Group([0.0], [0.0], [0, 0, 0, 0, 0, 0, 0]), channel)
+    member, state_manager = make(Group([0.0], [0.0], [0, 0, 0, 0, 0, 0, 0]), channel)
     member.meet(may_move=False)
-    assert keeper.parked == []
+    assert state_manager.parked == []
     channel.cut = Cut(id=5)
     member.meet(may_move=False)
-    assert keeper.parked == [(5, False, False)]
+    assert state_manager.parked == [(5, False, False)]
 
 
 def test_ranks_meet_between_steps():
-    member, keeper = make(Group([0.0], [1.0], [0, 0, 0, 3, 0, 0, 0]), Channel())
+    member, state_manager = make(Group([0.0], [1.0], [0, 0, 0, 3, 0, 0, 0]), Channel())
     member.meet(may_move=True)
-    assert keeper.parked == []
+    assert state_manager.parked == []
     member.meet(may_move=True)
-    assert keeper.parked == [(2, False, False)]
+    assert state_manager.parked == [(2, False, False)]
 
 
 def test_a_trainer_without_launcher_never_parks():
-    member, _keeper = make(Group(CUT_AND_VOID, [0, 0, 0, 8, 1, 0, 1]))
+    member, _state_manager = make(Group(CUT_AND_VOID, [0, 0, 0, 8, 1, 0, 1]))
     with pytest.raises(LinkError, match="no launcher"):
         member.exchange(5)
 
@@ -173,20 +177,20 @@ def test_a_trainer_without_launcher_never_parks():
 def test_no_rank_is_done_before_the_final_checkpoint_is_written(monkeypatch, caplog):
     monkeypatch.setattr("pod_runtime.trainer.membership.member.RETRY_S", 0.0)
     still, no, yes, waited, met = [1.0], [0.0], [1.0], [0.0], [0.0]
-    member, keeper = make(Group(still, still, no, no))
+    member, state_manager = make(Group(still, still, no, no))
     member.write_final()
-    assert (keeper.started, caplog.text) == (1, "")
+    assert (state_manager.started, caplog.text) == (1, "")
 
     # Rank 0 is the peer: it has failed, is waited with, and tries again.
-    member, keeper = make(Group(no, yes, waited, met, no, no))
-    keeper.writing = iter([False, False])
+    member, state_manager = make(Group(no, yes, waited, met, no, no))
+    state_manager.writing = iter([False, False])
     member.write_final()
-    assert (keeper.started, caplog.text) == (2, "")
+    assert (state_manager.started, caplog.text) == (2, "")
 
-    member, keeper = make(Group(no, no, waited, met, no, no))
-    keeper.writing, keeper.failures = iter([False, False]), [True, True, False]
+    member, state_manager = make(Group(no, no, waited, met, no, no))
+    state_manager.writing, state_manager.failures = iter([False, False]), [True, True, False]
     member.write_final()
-    assert keeper.started == 2
+    assert state_manager.started == 2
     assert "its last checkpoint is not written (see above); make room or mend the" in caplog.text
 
 
@@ -194,38 +198,42 @@ def test_no_rank_is_done_before_the_final_checkpoint_is_written(monkeypatch, cap
 def test_a_cut_does_not_wait_for_the_final_checkpoint_of_a_full_disk(patient):
     written, failed, waited, met, off = [0.0], [0.0], [0.0], [0.0], [0.0] * 7
     channel = Channel(Cut(id=4, patient=patient))
-    member, keeper = make(Group(written, failed, waited, met, off, written, failed), channel)
-    keeper.writing, keeper.failures = iter([False, False]), [True, True, False]
+    member, state_manager = make(Group(written, failed, waited, met, off, written, failed), channel)
+    state_manager.writing, state_manager.failures = iter([False, False]), [True, True, False]
     member.write_final()
-    assert (keeper.parked, keeper.started) == ([(4, False, False)], 2)
+    assert (state_manager.parked, state_manager.started) == ([(4, False, False)], 2)
 
-    member, keeper = make(Group(written, failed, waited, met, off), channel)
-    keeper.writing, keeper.failures, keeper.start = iter([False]), [True], object()
+    member, state_manager = make(Group(written, failed, waited, met, off), channel)
+    state_manager.writing, state_manager.failures, state_manager.start = (
+        iter([False]),
+        [True],
+        object(),
+    )
     with pytest.raises(StageChanged) as caught:
         member.write_final()
-    assert caught.value.start is keeper.start
+    assert caught.value.start is state_manager.start
 
 
 def test_who_waits_for_the_final_checkpoint_ends_when_it_is_told_to():
-    member, keeper = make(Group([1.0]))
-    keeper.is_kept = False
+    member, state_manager = make(Group([1.0]))
+    state_manager.is_kept = False
 
     def writing() -> Iterator[bool]:
         member.end_soon()
         yield True
 
-    keeper.writing = writing()
+    state_manager.writing = writing()
     with pytest.raises(PeerLost, match="told to end"):
         member.write_final()
 
 
 def test_a_lost_peer_outside_edl_is_an_exception():
-    member, _keeper = make(Group())
+    member, _state_manager = make(Group())
     with pytest.raises(PeerLost, match="gone"):
         member.end_after_peer_lost(PeerLost("gone"), state_is_committed=True)
 
 
 def test_ranks_agree_on_the_end_of_an_epoch_and_on_what_is_put_away_then():
-    member, _keeper = make(Group([0.0, 1.0, 0.0], [1.0, 0.0, 1.0]))
+    member, _state_manager = make(Group([0.0, 1.0, 0.0], [1.0, 0.0, 1.0]))
     assert member.end_epoch(stop=False) == (False, Wish(snapshot=1.0))
     assert member.end_epoch(stop=False) == (True, Wish(renew=True))

@@ -15,7 +15,7 @@ from paddle import nn
 from pod_runtime import elastic
 from pod_runtime.trainer.frameworks.paddle.adapter import PaddleAdapter
 from pod_runtime.trainer.frameworks.paddle.traits import Traits
-from pod_runtime.trainer.membership.stage import Entrance
+from pod_runtime.trainer.membership.stage import StageJoiner
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:When training, we now always track"),
@@ -250,7 +250,7 @@ def test_what_a_layer_says_of_a_tensor_that_no_state_has_is_not_carried_without_
                 for batch in step:
                     step.backward(model(batch).mean())
                 step.update()
-                loop._enter().keeper.finish_writing()
+                loop._enter().state_manager.finish_writing()
                 if step.number == stop_after:
                     return []
         return [float(each.sum()) for each in model.parameters()]
@@ -312,7 +312,7 @@ class Script:
             for step in epoch:
                 if not step.is_rehearsal:
                     assert loop._stage is not None
-                    loop._stage.keeper.finish_writing()  # so that each state is written
+                    loop._stage.state_manager.finish_writing()  # so that each state is written
                     if step.number == stop_at:
                         return loop
                     self.seen[step.number] = [*seen(model, optimizer), optimizer.get_lr()]
@@ -365,22 +365,22 @@ def beside(monkeypatch) -> Callable[[bool], None]:
     """Have the next loops prepared beside an older stage, which leaves them a checkpoint."""
 
     def switch(on: bool) -> None:
-        monkeypatch.setattr(Entrance, "is_beside", on)
-        monkeypatch.setattr(Entrance, "_wait_for_start", lambda self: self._place)
+        monkeypatch.setattr(StageJoiner, "overlaps", on)
+        monkeypatch.setattr(StageJoiner, "_wait_for_start", lambda self: self._place)
 
     return switch
 
 
-@pytest.mark.parametrize("is_beside", [False, True], ids=["started anew", "prepared"])
+@pytest.mark.parametrize("overlaps", [False, True], ids=["started anew", "prepared"])
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_every_step_is_made_as_in_a_training_without_changes(name, is_beside, beside, tmp_path):
+def test_every_step_is_made_as_in_a_training_without_changes(name, overlaps, beside, tmp_path):
     pattern = SCRIPTS[name]
     alone = Script(pattern.before, pattern.body, pattern.step, pattern.after, pattern.asks)
     alone.run(None)
     assert len(alone.seen) == 12
     changed = Script(pattern.before, pattern.body, pattern.step, pattern.after, pattern.asks)
     for stop_at in (2, 3, 7, 9, None):  # amid epochs, and between two
-        beside(is_beside and stop_at != 2)
+        beside(overlaps and stop_at != 2)
         changed.run(tmp_path, stop_at)
     assert changed.seen == alone.seen
 

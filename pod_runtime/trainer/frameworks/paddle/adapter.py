@@ -15,7 +15,7 @@ from paddle.base import core
 from paddle.io.dataloader.collate import default_collate_fn
 
 from pod_runtime.trainer.errors import PeerLost, UsageError
-from pod_runtime.trainer.frameworks.adapter import GroupSpec, Part
+from pod_runtime.trainer.frameworks.adapter import GroupSpec, Subgroup
 from pod_runtime.trainer.frameworks.paddle import group as paddle_group
 from pod_runtime.trainer.frameworks.paddle.checks import GradientMarks, Unowned, check_arguments
 from pod_runtime.trainer.frameworks.paddle.gradients import (
@@ -30,9 +30,9 @@ from pod_runtime.trainer.frameworks.paddle.overlap import (
     TaskLane,
     ThreadLane,
 )
-from pod_runtime.trainer.frameworks.paddle.parts import form_part, free_port
 from pod_runtime.trainer.frameworks.paddle.state import PaddleState, optimizer_parameters, terms_of
 from pod_runtime.trainer.frameworks.paddle.store import prompt_store, wait_for
+from pod_runtime.trainer.frameworks.paddle.subgroups import form_subgroup, free_port
 from pod_runtime.trainer.layout import Layout
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,9 @@ class PaddleAdapter:
         self._marks = GradientMarks([p for p in self._parameters if id(p) in owned], on_host)
         self._rank, self._world_size = 0, 1
         self._group: Any | None = None  # None: Paddle's default one
-        self._parts: list[Any | None] = []  # None: one that this rank is not in, or a world of one
+        self._subgroups: list[
+            Any | None
+        ] = []  # None: one that this rank is not in, or a world of one
         self._join_on_gpu = join_on_gpu
         self._weights: dict[tuple[float, Any, tuple[int, ...]], Any] = {}
 
@@ -118,7 +120,7 @@ class PaddleAdapter:
         except RuntimeError as error:
             raise PeerLost(f"the group of {spec.world_size} was not formed: {error}") from error
 
-    def form_parts(self, parts: Sequence[Part]) -> None:
+    def form_subgroups(self, parts: Sequence[Subgroup]) -> None:
         ports = np.zeros(len(parts))
         for index, part in enumerate(parts):
             if self._rank == part.ranks[0]:
@@ -128,11 +130,11 @@ class PaddleAdapter:
             made = None
             if self._rank in part.ranks and len(part.ranks) > 1:
                 master = f"{part.addr}:{int(ports[index])}"
-                made = form_part(index, part.ranks, self._rank, master)
-            self._parts.append(made)
+                made = form_subgroup(index, part.ranks, self._rank, master)
+            self._subgroups.append(made)
 
-    def use_part(self, index: int, spec: GroupSpec) -> None:
-        self._go_on_in(self._parts[index], spec)
+    def use_subgroup(self, index: int, spec: GroupSpec) -> None:
+        self._go_on_in(self._subgroups[index], spec)
 
     def why_no_second_group(self) -> str:
         return paddle_group.why_no_second_group(gpu_allowed=self._join_on_gpu)

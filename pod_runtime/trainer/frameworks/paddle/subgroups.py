@@ -26,7 +26,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def form_part(index: int, ranks: Sequence[int], mine: int, master: str) -> Any:
+def form_subgroup(index: int, ranks: Sequence[int], mine: int, master: str) -> Any:
     """Return the group of `ranks`, of which this process is `mine`; all of them call it.
 
     Raises:

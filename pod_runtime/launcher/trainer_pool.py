@@ -30,7 +30,7 @@ class LaunchConfig:
     preload: tuple[str, ...] = ()  # modules that spares import, besides ours and the framework's
 
 
-class Crew:
+class TrainerPool:
     """The trainers that run. For the launcher's main thread only: they die with that."""
 
     def __init__(

@@ -15,7 +15,7 @@ from pod_runtime.trainer.errors import LinkError, PeerLost, SnapshotError
 from pod_runtime.trainer.frameworks.adapter import Adapter, GroupSpec
 from pod_runtime.trainer.frameworks.meeting import CalledOffError
 from pod_runtime.trainer.layout import Layout
-from pod_runtime.trainer.membership.link import Invitation, Link
+from pod_runtime.trainer.membership.link import Invitation, LauncherLink
 from pod_runtime.trainer.membership.node_snapshots import make_segment, nodes_of
 from pod_runtime.trainer.state.snapshot import Segment
 
@@ -91,10 +91,12 @@ class _Attempt:
             self.segment = None
 
 
-class Joining:
+class NextGroupFormer:
     """What a trainer does about the invitations of its launcher. One per process."""
 
-    def __init__(self, adapter: Adapter, link: Link, environ: MutableMapping[str, str]) -> None:
+    def __init__(
+        self, adapter: Adapter, link: LauncherLink, environ: MutableMapping[str, str]
+    ) -> None:
         self._adapter, self._link, self._environ = adapter, link, environ
         self._attempt: _Attempt | None = None  # None: nothing is wanted
         self._called_off: list[_Attempt] = []  # those whose threads were still at it

@@ -8,9 +8,9 @@ import time
 from pod_runtime.segment_header import Stamp
 from pod_runtime.trainer.errors import CheckpointError, InUseError
 from pod_runtime.trainer.frameworks.adapter import Adapter
-from pod_runtime.trainer.membership.link import Link, Start
+from pod_runtime.trainer.membership.link import LauncherLink, StageStart
 from pod_runtime.trainer.membership.node_snapshots import NodeSnapshots
-from pod_runtime.trainer.membership.restore import Kept
+from pod_runtime.trainer.membership.restore import CarriedState
 from pod_runtime.trainer.progress.agreement import AgreedCut, Wish
 from pod_runtime.trainer.progress.progress import Progress
 from pod_runtime.trainer.state.checkpoint import CheckpointStore
@@ -28,7 +28,7 @@ _FLUSH_PERIOD_S = 1.0
 RETRY_S = 10.0  # between attempts at a checkpoint that must exist before anything else happens
 
 
-class Keeper:
+class StateManager:
     """Decides after every commit what is due, and does it. One per trainer.
 
     A snapshot is the work of all ranks, so the first rank of each node asks for it in the exchange
@@ -40,7 +40,7 @@ class Keeper:
         adapter: Adapter,
         progress: Progress,
         *,
-        link: Link | None,
+        link: LauncherLink | None,
         snapshots: NodeSnapshots,
         store: CheckpointStore | None,
         writer: CheckpointWriter | None = None,
@@ -51,7 +51,7 @@ class Keeper:
         Args:
             link: None outside EDL, where nobody parks.
             store: None: no checkpoints, or not this rank's task.
-            writer: of `store`, of the keeper before; it may still be at work.
+            writer: of `store`, of the manager before; it may still be at work.
             snapshot_steps: None: as often as keeps the stall below 1 % of the time.
         """
         self._adapter = adapter
@@ -186,7 +186,7 @@ class Keeper:
         """The segment is missing or too small: `park` must be told on all ranks if any says so."""
         return self._snapshots.wants_renewal
 
-    def park(self, cut: AgreedCut, renew: bool) -> Start | None:
+    def park(self, cut: AgreedCut, renew: bool) -> StageStart | None:
         """Put the committed state away, say so, and wait until the cut is off (or for the end).
 
         Returns what a trainer that joins goes on as; None: the cut is off.
@@ -220,9 +220,9 @@ class Keeper:
         """Writes checkpoints; None: not this rank's task."""
         return self._writer
 
-    def kept(self) -> Kept:
+    def kept(self) -> CarriedState:
         """Return the committed state for a rank that stays to go on with."""
-        return Kept(
+        return CarriedState(
             status=self._progress.status(),
             stamp=self._snapshots.now,
             is_in_snapshot=self._snapshots.complete == self._snapshots.now,

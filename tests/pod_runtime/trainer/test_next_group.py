@@ -12,8 +12,8 @@ from job_server.api.wire import Order, PlanPod, StagePlan, Way
 from pod_runtime.trainer.errors import LinkError, PeerLost
 from pod_runtime.trainer.frameworks.adapter import GroupSpec
 from pod_runtime.trainer.frameworks.meeting import CalledOffError
-from pod_runtime.trainer.membership.joining import MOST_GROUPS, Joining
 from pod_runtime.trainer.membership.link import Invitation
+from pod_runtime.trainer.membership.next_group import MOST_GROUPS, NextGroupFormer
 from tests.support import wait_until
 
 POD = PlanPod(
@@ -65,17 +65,17 @@ class Trainer:
         self.groups, self.link = Groups(), Channel()
         self.heard = 0
         self.environ = {"EDL_POD_ID": "a", "PADDLE_TRAINER_ID": "7"}
-        self.joining = Joining(self.groups, self.link, self.environ)  # type: ignore[arg-type]
+        self.next_group = NextGroupFormer(self.groups, self.link, self.environ)  # type: ignore[arg-type]
 
     def invite(self, plan: StagePlan = PLAN, *, rank: int = 1) -> None:
         self.link.invitation = Invitation(plan=plan, rank=rank)
-        self.joining.poll()
+        self.next_group.poll()
 
     def hear(self) -> dict[str, Any]:
         """Return what it says next, as it trains on."""
 
         def said() -> bool:
-            self.joining.poll()
+            self.next_group.poll()
             return len(self.link.said) > self.heard
 
         wait_until(said)
@@ -91,7 +91,7 @@ def threads() -> list[threading.Thread]:
 def trainer():
     made = Trainer()
     yield made
-    made.joining.close()
+    made.next_group.close()
     assert threads() == []
 
 
@@ -100,15 +100,15 @@ def test_a_group_is_formed_beside_the_training_and_taken_with_the_commit(trainer
     assert trainer.link.said == []
     trainer.groups.goes.set()
     assert trainer.hear() == {"say": "formed", "stage": 5, "attempt": 0}
-    trainer.joining.poll()
+    trainer.next_group.poll()
     assert len(trainer.link.said) == 1
-    rank, group, segment = trainer.joining.take(PLAN)
+    rank, group, segment = trainer.next_group.take(PLAN)
     assert (rank, group) == (0, "group of 80")
     assert segment.handle.size_bytes > 2 * 4096
     segment.close()
     assert trainer.environ["PADDLE_TRAINER_ID"] == "0"
     assert trainer.environ["EDL_STAGE"] == "5"
-    trainer.joining.poll()
+    trainer.next_group.poll()
     assert trainer.groups.specs == [
         GroupSpec(rank=0, world_size=2, master="127.0.0.1:20000", generation=80)
     ]
@@ -117,14 +117,14 @@ def test_a_group_is_formed_beside_the_training_and_taken_with_the_commit(trainer
 def test_a_group_that_is_off_is_dropped_and_another_attempt_has_another_number(trainer):
     trainer.invite(rank=0)
     trainer.link.invitation = None
-    trainer.joining.poll()
+    trainer.next_group.poll()
     wait_until(lambda: threads() == [])
     trainer.groups.goes.set()
     trainer.invite(replace(PLAN, attempt=1))
     assert trainer.hear() == {"say": "formed", "stage": 5, "attempt": 1}
     assert [spec.generation for spec in trainer.groups.specs] == [80, 81]
     with pytest.raises(LinkError, match="go: stage 6, of which"):
-        trainer.joining.take(replace(PLAN, stage=6))
+        trainer.next_group.take(replace(PLAN, stage=6))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_group_that_cannot_be_formed_is_told_of_and_the_training_goes_on(train
     said = trainer.hear()
     assert (said["say"], said["stage"], said["attempt"]) == ("cannot_join", 5, 0)
     assert "rank 0 is gone" in said["reason"]
-    trainer.joining.poll()
+    trainer.next_group.poll()
     assert len(trainer.groups.specs) == 1
 
 
@@ -147,7 +147,7 @@ def test_an_adapter_that_cannot_is_not_asked_to(trainer):
     assert trainer.link.said == [
         {"say": "cannot_join", "stage": 5, "attempt": 0, "reason": trainer.groups.why_not}
     ]
-    trainer.joining.poll()
+    trainer.next_group.poll()
     assert (len(trainer.link.said), trainer.groups.specs) == (1, [])
 
 
@@ -157,7 +157,7 @@ def test_after_so_many_groups_it_offers_no_more_and_refuses(trainer):
         plan = replace(PLAN, stage=5 + number)
         trainer.invite(plan)
         assert trainer.hear()["say"] == "formed"
-        trainer.joining.take(plan)
+        trainer.next_group.take(plan)
     assert trainer.hear()["say"] == "cannot_join"
     trainer.invite(replace(PLAN, stage=99))
     said = trainer.hear()

@@ -6,8 +6,11 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import psutil
+
+ROOT = Path(__file__).resolve().parents[1]  # of the repository
 
 # Below what the kernel gives to outgoing connections and to port 0, and below what job clients
 # choose by themselves: the first half is of the trainers, the second of whoever listens else.

@@ -83,7 +83,7 @@ _ERRORS: dict[str, type[DistillError]] = {
 }
 
 
-class WireTensor(NamedTuple):  # a tuple, as Head: made for every request, three times as fast
+class WireTensor(NamedTuple):  # a tuple, as FrameHead: made for every request, three times as fast
     """A tensor as a frame describes it."""
 
     place: int  # among the model's inputs or outputs
@@ -96,7 +96,7 @@ class WireTensor(NamedTuple):  # a tuple, as Head: made for every request, three
         return math.prod(self.shape) * _ITEM_BYTES[_CODES[self.dtype]]
 
 
-class Head(NamedTuple):
+class FrameHead(NamedTuple):
     """The fixed part of a frame."""
 
     kind: int
@@ -110,7 +110,7 @@ class Head(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class StudentHello:
     """What a student says first."""
 
     model: str = ""  # "": the only one
@@ -119,7 +119,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
+class TeacherWelcome:
     """What a teacher answers."""
 
     spec: ModelSpec
@@ -132,7 +132,7 @@ class Welcome:
 # --- greetings
 
 
-def pack_hello(hello: Hello) -> bytes:
+def pack_hello(hello: StudentHello) -> bytes:
     body = {"model": hello.model, "token": hello.token, "nonce": hello.nonce}
     return _greeting(json.dumps(body).encode() + _HELLO_END)
 
@@ -145,7 +145,7 @@ def pack_proof(proof: str) -> bytes:
     return _greeting(json.dumps({"proof": proof}).encode())
 
 
-def pack_welcome(welcome: Welcome) -> bytes:
+def pack_welcome(welcome: TeacherWelcome) -> bytes:
     body = {
         "model": spec_to_json(welcome.spec),
         "limits": {"max_request_bytes": welcome.max_request_bytes},
@@ -180,10 +180,10 @@ def parse_greeting(head: bytes, *, max_bytes: int) -> int:
     return int(body_bytes)
 
 
-def parse_hello(body: bytes) -> Hello:
+def parse_hello(body: bytes) -> StudentHello:
     """Raises: WireError."""
     fields = json_object(body)
-    return Hello(
+    return StudentHello(
         model=text_of(fields, "model"),
         token=text_of(fields, "token"),
         nonce=text_of(fields, "nonce"),
@@ -201,7 +201,7 @@ def parse_proof(body: bytes) -> str:
     return text_of(json_object(body), "proof")
 
 
-def parse_welcome(body: bytes) -> Welcome:
+def parse_welcome(body: bytes) -> TeacherWelcome:
     """Return what the teacher offers.
 
     Raises:
@@ -215,7 +215,7 @@ def parse_welcome(body: bytes) -> Welcome:
     max_request_bytes = limits.get("max_request_bytes") if isinstance(limits, dict) else None
     if not isinstance(max_request_bytes, int) or max_request_bytes < 0:
         raise WireError(f"welcome: limits: expected max_request_bytes, got {limits!r}")
-    return Welcome(
+    return TeacherWelcome(
         spec=spec_from_json(fields.get("model")),
         max_request_bytes=max_request_bytes,
         unix=text_of(fields, "unix"),
@@ -273,9 +273,9 @@ def pack_shared() -> bytes:
     return HEAD.pack(SHARED, 0, 0, 0, 0, 0, 0, 0)
 
 
-def parse_head(head: bytes | bytearray | memoryview) -> Head:
+def parse_head(head: bytes | bytearray | memoryview) -> FrameHead:
     """Raises: WireError: the meta is longer than any may be, or the kind unknown."""
-    fields = Head._make(HEAD.unpack(head))
+    fields = FrameHead._make(HEAD.unpack(head))
     if not PREDICT <= fields.kind <= SHARED:
         raise WireError(f"frame of unknown kind {fields.kind}")
     if fields.meta_bytes > MAX_META_BYTES:
@@ -285,7 +285,7 @@ def parse_head(head: bytes | bytearray | memoryview) -> Head:
     return fields
 
 
-def parse_predict(head: Head, meta: bytes) -> tuple[list[WireTensor], list[int] | list[str]]:
+def parse_predict(head: FrameHead, meta: bytes) -> tuple[list[WireTensor], list[int] | list[str]]:
     """Return the tensors of a PREDICT, and the outputs wanted, by index or by name.
 
     Raises:
@@ -307,7 +307,7 @@ def parse_predict(head: Head, meta: bytes) -> tuple[list[WireTensor], list[int] 
     return tensors, outputs
 
 
-def parse_answer(head: Head, meta: bytes) -> list[WireTensor]:
+def parse_answer(head: FrameHead, meta: bytes) -> list[WireTensor]:
     """Raises: WireError: malformed, or the payload is not as long as the tensors."""
     tensors = _parse_tensors(meta, 0, head.tensors)
     _check_payload(head, tensors)
@@ -400,7 +400,7 @@ def _parse_tensors(meta: bytes, position: int, count: int) -> list[WireTensor]:
     return tensors
 
 
-def _check_payload(head: Head, tensors: Sequence[WireTensor]) -> None:
+def _check_payload(head: FrameHead, tensors: Sequence[WireTensor]) -> None:
     expected = sum(tensor.size_bytes for tensor in tensors)
     if head.payload_bytes != expected:
         raise WireError(f"payload of {head.payload_bytes} bytes; its tensors have {expected}")

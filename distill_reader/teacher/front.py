@@ -24,15 +24,15 @@ from distill_reader.errors import DistillError
 from distill_reader.listening import bind, raise_file_limit
 from distill_reader.protocols import oip_messages, serving_messages, wire
 from distill_reader.teacher.protocols.calls import Calls
-from distill_reader.teacher.protocols.fast import FastServer, Limits
+from distill_reader.teacher.protocols.fast import FastLimits, FastServer
 from distill_reader.teacher.protocols.grpc_oip import OipGrpc
 from distill_reader.teacher.protocols.grpc_relay import GrpcRelay
 from distill_reader.teacher.protocols.grpc_server import GrpcServer
 from distill_reader.teacher.protocols.grpc_serving import ServingGrpc
 from distill_reader.teacher.protocols.http2_frames import PREFACE
-from distill_reader.teacher.protocols.http_server import HttpServer
+from distill_reader.teacher.protocols.http_server import TeacherHttpServer
 from distill_reader.teacher.protocols.limits import FrontLimits
-from distill_reader.teacher.service.requests import Service
+from distill_reader.teacher.service.requests import InferenceService
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,9 @@ class FrontConfig:
 class Front:
     """The listeners of a teacher. Started once, closed once."""
 
-    def __init__(self, service: Service, config: FrontConfig, metrics: Callable[[], bytes]) -> None:
+    def __init__(
+        self, service: InferenceService, config: FrontConfig, metrics: Callable[[], bytes]
+    ) -> None:
         """`metrics`: returns what Prometheus is told."""
         self._service = service
         self._config = config
@@ -96,7 +98,7 @@ class Front:
         config, limits = self._config, self._config.limits
         self._fast = FastServer(
             self._service,
-            Limits(
+            FastLimits(
                 max_request_bytes=limits.max_request_bytes,
                 max_connections=limits.max_connections,
                 token=config.token,
@@ -144,7 +146,7 @@ class Front:
         self._stop = asyncio.Event()
         limits, token = self._config.limits, self._config.token
         calls = Calls(self._service)
-        self._http = HttpServer(calls, token=token, limits=limits, metrics=self._metrics)
+        self._http = TeacherHttpServer(calls, token=token, limits=limits, metrics=self._metrics)
         unix = f"edl-teacher-grpc-{os.getpid()}-{secrets.token_hex(8)}"
         grpc_server = self._grpc_server(f"unix-abstract:{unix}")
         self._relay = GrpcRelay(unix, limits)

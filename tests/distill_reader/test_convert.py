@@ -12,7 +12,7 @@ from distill_reader.protocols.prototxt import CLIENT_FILES, SERVER_FILES, read_c
 from distill_reader.teacher.predictor.backend import Device
 from distill_reader.teacher.predictor.paddle_backend import load
 from distill_reader.teacher.predictor.process import load_models
-from distill_reader.teacher.predictor.wire import Start
+from distill_reader.teacher.predictor.wire import StartMessage
 
 INPUTS = {
     "paddle3": "image",
@@ -106,7 +106,7 @@ def test_how_pixels_are_normalized_stays_with_the_model_and_is_part_of_its_versi
     ]
     plain = ["--serving_server", str(folder)]
     assert main([*arguments, *plain, "--normalize", "image:mean=0.5:std=0.25"]) == 0
-    start = Start(
+    start = StartMessage(
         backend="distill_reader.teacher.predictor.paddle_backend:load",
         models=(("m", str(folder)),),
         device=Device(),

@@ -20,7 +20,7 @@ from distill_reader.errors import (
 )
 from distill_reader.model.specs import Accepted, ModelSpec, TensorSpec
 from distill_reader.protocols import wire
-from distill_reader.protocols.wire import Hello, Welcome, WireTensor
+from distill_reader.protocols.wire import StudentHello, TeacherWelcome, WireTensor
 
 SPEC = ModelSpec(
     name="m",
@@ -42,7 +42,7 @@ tensors = st.lists(
 )
 
 
-def split(frame: bytes) -> tuple[wire.Head, bytes]:
+def split(frame: bytes) -> tuple[wire.FrameHead, bytes]:
     head = wire.parse_head(frame[: wire.HEAD.size])
     meta = frame[wire.HEAD.size :]
     assert head.meta_bytes == len(meta)
@@ -139,20 +139,20 @@ def test_a_payload_that_its_tensors_do_not_add_up_to_is_refused():
 @pytest.mark.parametrize("shape", [(2**40, 2**40), (2**50, 0), (2**63,)])
 def test_a_tensor_that_no_memory_holds_is_refused(shape):
     meta = struct.pack(f"<HBBQ{len(shape)}Q", 0, 10, len(shape), 0, *shape)
-    head = wire.Head(wire.ANSWER, 0, 1, 0, 0, 0, len(meta), 0)
+    head = wire.FrameHead(wire.ANSWER, 0, 1, 0, 0, 0, len(meta), 0)
     with pytest.raises(WireError, match="too large"):
         wire.parse_answer(head, meta)
 
 
 def test_hello_and_welcome_are_read_as_they_were_written():
-    hello = Hello(model="m", token="secret")
+    hello = StudentHello(model="m", token="secret")
     assert wire.parse_hello(body_of(wire.pack_hello(hello))) == hello
-    welcome = Welcome(spec=SPEC, max_request_bytes=99, unix="edl-1", shared_memory=True)
+    welcome = TeacherWelcome(spec=SPEC, max_request_bytes=99, unix="edl-1", shared_memory=True)
     assert wire.parse_welcome(body_of(wire.pack_welcome(welcome))) == welcome
 
 
 def test_a_hello_ends_a_line_so_that_an_http_server_answers_it():
-    assert wire.pack_hello(Hello()).endswith(b"\r\n\r\n")
+    assert wire.pack_hello(StudentHello()).endswith(b"\r\n\r\n")
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_a_teacher_says_what_else_it_takes_and_an_older_one_says_nothing():
     pixels = Accepted(dtype="uint8", shape=(28, 28, 1))
     tensor = replace(SPEC.inputs[0], accepts=(pixels,))
     spec = replace(SPEC, inputs=(tensor,), takes_forms=True, digest="5eed")
-    body = body_of(wire.pack_welcome(Welcome(spec=spec, max_request_bytes=1)))
+    body = body_of(wire.pack_welcome(TeacherWelcome(spec=spec, max_request_bytes=1)))
     assert wire.parse_welcome(body).spec == spec
 
     document = json.loads(body)

@@ -24,7 +24,7 @@ from distill_reader.model.specs import ModelSpec
 from distill_reader.protocols import stream, wire
 from distill_reader.protocols.arena import ALIGNMENT, OwnArena
 from distill_reader.protocols.stream import StreamEnded, StreamStalled
-from distill_reader.protocols.wire import Hello, Welcome, WireTensor
+from distill_reader.protocols.wire import StudentHello, TeacherWelcome, WireTensor
 from distill_reader.student.clients.client import Array, Bounds
 from distill_reader.student.clients.endpoints import NotSpoken
 from distill_reader.student.clients.exclusive import Exclusive
@@ -44,7 +44,7 @@ _ENDS_OF_CONNECTION = (StreamEnded, StreamStalled, WireError)
 class FastClient:
     """A TeacherClient on the fast path. Made by `open_fast`."""
 
-    def __init__(self, endpoint: str, sock: socket.socket, welcome: Welcome) -> None:
+    def __init__(self, endpoint: str, sock: socket.socket, welcome: TeacherWelcome) -> None:
         """Own `sock`, on which the greetings have been exchanged."""
         self.endpoint = endpoint
         self.protocol = "fast-unix" if sock.family == socket.AF_UNIX else "fast-tcp"
@@ -196,7 +196,7 @@ class FastClient:
             outputs[tensor.place] = output
         return outputs
 
-    def _receive_frame(self, kind: int, timeout_s: float) -> tuple[wire.Head, bytes]:
+    def _receive_frame(self, kind: int, timeout_s: float) -> tuple[wire.FrameHead, bytes]:
         """Return the next frame's head and meta; raise the error that it carries."""
         stream.receive(self._sock, self._head, timeout_s)
         head = wire.parse_head(self._head)
@@ -251,10 +251,12 @@ def open_fast(
     return FastClient(endpoint, sock, welcome)
 
 
-def _greet(endpoint: str, sock: socket.socket, model: str, token: str, timeout_s: float) -> Welcome:
+def _greet(
+    endpoint: str, sock: socket.socket, model: str, token: str, timeout_s: float
+) -> TeacherWelcome:
     """Exchange greetings; close the socket if that fails."""
     nonce = new_nonce() if token else ""
-    hello = wire.pack_hello(Hello(model=model, nonce=nonce))
+    hello = wire.pack_hello(StudentHello(model=model, nonce=nonce))
     try:
         stream.prepare(sock, timeout_s)
         stream.send(sock, [hello], len(hello), timeout_s)
@@ -284,7 +286,7 @@ def _greet(endpoint: str, sock: socket.socket, model: str, token: str, timeout_s
 
 def _prove_each_other(
     sock: socket.socket, body: bytes, token: str, nonce: str, timeout_s: float
-) -> Welcome:
+) -> TeacherWelcome:
     """Return the welcome of a teacher that knows the token, which is not sent.
 
     Args:
@@ -314,8 +316,8 @@ def _prove_each_other(
 
 
 def _open_unix(
-    endpoint: str, welcome: Welcome, model: str, token: str, timeout_s: float
-) -> tuple[socket.socket, Welcome] | None:
+    endpoint: str, welcome: TeacherWelcome, model: str, token: str, timeout_s: float
+) -> tuple[socket.socket, TeacherWelcome] | None:
     """Return the connection over the teacher's unix socket; None: it cannot be had."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

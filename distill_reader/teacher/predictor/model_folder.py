@@ -14,7 +14,11 @@ import numpy as np
 from distill_reader.errors import ModelError, UsageError
 from distill_reader.model.specs import ModelSpec, TensorSpec
 from distill_reader.protocols.prototxt import SERVER_FILES, ModelConfig, ServedVariable, read_config
-from distill_reader.teacher.predictor.model_program import Program, Variable, read_program
+from distill_reader.teacher.predictor.model_program import (
+    ModelProgram,
+    ProgramVariable,
+    read_program,
+)
 
 _PROGRAM_NAMES = ("__model__",)
 _PROGRAM_SUFFIXES = (".json", ".pdmodel")
@@ -93,7 +97,7 @@ def read_signature(files: ModelFiles, name: str) -> Signature:
 
 
 def make_signature(
-    program: Program, config: ModelConfig | None, name: str, where: str
+    program: ModelProgram, config: ModelConfig | None, name: str, where: str
 ) -> Signature:
     """Join what the program says with the aliases of the config; pure.
 
@@ -165,11 +169,11 @@ def _find_params(
 
 
 def _choose(
-    variables: Sequence[Variable],
+    variables: Sequence[ProgramVariable],
     served: Sequence[ServedVariable] | None,
     kind: str,
     where: str,
-) -> list[tuple[Variable, ServedVariable | None]]:
+) -> list[tuple[ProgramVariable, ServedVariable | None]]:
     if served is None:
         return [(variable, None) for variable in variables]
     by_name = {variable.name: variable for variable in variables}
@@ -182,7 +186,9 @@ def _choose(
     return [(by_name[item.name], item) for item in served]
 
 
-def _tensor(variable: Variable, served: ServedVariable | None, kind: str, where: str) -> TensorSpec:
+def _tensor(
+    variable: ProgramVariable, served: ServedVariable | None, kind: str, where: str
+) -> TensorSpec:
     try:
         kind_of = np.dtype(variable.dtype).kind
     except TypeError:
@@ -206,7 +212,9 @@ def _tensor(variable: Variable, served: ServedVariable | None, kind: str, where:
     )
 
 
-def _fixed_batch(inputs: Sequence[Variable], outputs: Sequence[Variable], where: str) -> int | None:
+def _fixed_batch(
+    inputs: Sequence[ProgramVariable], outputs: Sequence[ProgramVariable], where: str
+) -> int | None:
     fixed = {variable.shape[0] for variable in inputs if variable.shape[0] >= 0}
     if not fixed:
         return None

@@ -43,7 +43,7 @@ _PIR_TYPES = {  # suffix of a type's name in a .json program -> numpy's name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Variable:
+class ProgramVariable:
     """An input or output of a program."""
 
     name: str
@@ -52,14 +52,14 @@ class Variable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class ModelProgram:
     """Inputs and outputs in the order in which the model was exported."""
 
-    inputs: tuple[Variable, ...]
-    outputs: tuple[Variable, ...]
+    inputs: tuple[ProgramVariable, ...]
+    outputs: tuple[ProgramVariable, ...]
 
 
-def read_program(path: str | Path) -> Program:
+def read_program(path: str | Path) -> ModelProgram:
     """Read a `.json` (Paddle 3), `.pdmodel` (Paddle 2) or `__model__` (1.x) file.
 
     Raises:
@@ -90,20 +90,20 @@ def read_program(path: str | Path) -> Program:
     return program
 
 
-def parse_pir(content: bytes) -> Program:
+def parse_pir(content: bytes) -> ModelProgram:
     """Parse the JSON of Paddle's intermediate representation (`pd_op.data`, `pd_op.fetch`)."""
     document: dict[str, Any] = json.loads(content)
     if document.get("base_code", {}).get("magic") != "pir":
         raise ValueError('no program: has no "magic": "pir"')
-    inputs: list[Variable] = []
-    outputs: list[tuple[int, Variable]] = []
+    inputs: list[ProgramVariable] = []
+    outputs: list[tuple[int, ProgramVariable]] = []
     for operation in document["program"]["regions"][0]["blocks"][0]["ops"]:
         kind = operation["#"].rpartition(".")[2]
         if kind not in ("data", "feed", "fetch"):
             continue
         attributes = {item["N"]: item["AT"].get("D") for item in operation["A"]}
         kind_of_type, shape, *_ = operation["O"][0]["TT"]["D"]
-        variable = Variable(
+        variable = ProgramVariable(
             name=attributes["name"],
             dtype=_PIR_TYPES[kind_of_type["#"].rpartition("t_")[2]],
             shape=tuple(shape),
@@ -113,7 +113,7 @@ def parse_pir(content: bytes) -> Program:
         else:
             inputs.append(variable)
     outputs.sort(key=lambda item: item[0])
-    return Program(inputs=tuple(inputs), outputs=tuple(variable for _, variable in outputs))
+    return ModelProgram(inputs=tuple(inputs), outputs=tuple(variable for _, variable in outputs))
 
 
 # ProgramDesc {blocks=1}; BlockDesc {vars=3, ops=4}; VarDesc {name=1, type=2};
@@ -122,7 +122,7 @@ def parse_pir(content: bytes) -> Program:
 # OpDesc.Attr {name=1, i=3}: of feed and fetch, `col` is the place.
 
 
-def parse_program_desc(content: bytes) -> Program:
+def parse_program_desc(content: bytes) -> ModelProgram:
     """Parse a serialized ProgramDesc: the `feed` and `fetch` operations of its first block."""
     block = next(_messages(content, 1))
     inputs: list[tuple[int, str]] = []
@@ -139,7 +139,7 @@ def parse_program_desc(content: bytes) -> Program:
         for variable in _messages(block, 3)
         if (name := next(_messages(variable, 1)).decode()) in wanted
     }
-    return Program(
+    return ModelProgram(
         inputs=tuple(variables[name] for _, name in sorted(inputs)),
         outputs=tuple(variables[name] for _, name in sorted(outputs)),
     )
@@ -165,7 +165,7 @@ def _column(operation: bytes) -> int:
     return 0
 
 
-def _tensor(name: str, variable: bytes) -> Variable:
+def _tensor(name: str, variable: bytes) -> ProgramVariable:
     description = next(_messages(next(_messages(next(_messages(variable, 2)), 3)), 1))
     dims: list[int] = []
     kind = 0
@@ -174,4 +174,4 @@ def _tensor(name: str, variable: bytes) -> Variable:
             kind = value
         elif number == 2:
             dims += varints(value) if isinstance(value, bytes) else [value]
-    return Variable(name=name, dtype=_PROGRAM_TYPES[kind], shape=tuple(map(signed, dims)))
+    return ProgramVariable(name=name, dtype=_PROGRAM_TYPES[kind], shape=tuple(map(signed, dims)))

@@ -27,13 +27,13 @@ from distill_reader.teacher.predictor.backend import Array, Backend, BackendFact
 from distill_reader.teacher.predictor.digest import digest_of
 from distill_reader.teacher.predictor.encodings import Encoder, decode_input
 from distill_reader.teacher.predictor.wire import (
-    Channel,
-    Kind,
-    Place,
-    Run,
+    MessageKind,
+    PredictorChannel,
+    RunMessage,
     Shape,
-    Start,
-    decode_places,
+    StartMessage,
+    TensorAddress,
+    decode_addresses,
     decode_run,
     encode_shapes,
     parse_start,
@@ -50,7 +50,7 @@ _ABOUT_INPUTS = (BadRequest, ValueError, TypeError, LookupError, NotImplementedE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadedModel:
     """A model as it is served: what the backend computes, and what is done before and behind it."""
 
     backend: Backend
@@ -58,14 +58,14 @@ class Loaded:
     normalizations: Mapping[str, Normalization]  # by input
 
 
-class Predictor:
+class PredictorLoop:
     """Answers the front's messages until it is gone."""
 
-    def __init__(self, channel: Channel, models: Sequence[Loaded]) -> None:
+    def __init__(self, channel: PredictorChannel, models: Sequence[LoadedModel]) -> None:
         self._channel = channel
         self._models = models
         self._arenas: dict[int, Arena] = {}
-        self._waiting: deque[Run] = deque()
+        self._waiting: deque[RunMessage] = deque()
 
     def serve(self) -> None:
         """Serve messages; returns when the front closes the connection."""
@@ -74,22 +74,22 @@ class Predictor:
                 if self._waiting:
                     self._run(self._waiting.popleft())
                 else:
-                    self._waiting.append(decode_run(self._await(Kind.RUN)))
+                    self._waiting.append(decode_run(self._await(MessageKind.RUN)))
 
-    def _await(self, wanted: Kind) -> tuple[int, ...]:
+    def _await(self, wanted: MessageKind) -> tuple[int, ...]:
         """Return the numbers of the next RUN or WRITE; batches that come earlier wait."""
         while True:
             kind, numbers, _, fd = self._channel.receive_with_fd()
             if kind is wanted:
                 return numbers
-            if kind is Kind.RUN:
+            if kind is MessageKind.RUN:
                 self._waiting.append(decode_run(numbers))
-            elif kind is Kind.ARENA and fd is not None:
+            elif kind is MessageKind.ARENA and fd is not None:
                 self._arenas[numbers[0]] = attach(fd)
-            elif kind is Kind.FORGET and numbers[0] in self._arenas:
+            elif kind is MessageKind.FORGET and numbers[0] in self._arenas:
                 self._arenas.pop(numbers[0]).close()
 
-    def _run(self, run: Run) -> None:
+    def _run(self, run: RunMessage) -> None:
         model = self._models[run.model]
         spec = model.spec
         samples = sum(rows.count for rows in run.rows)
@@ -108,49 +108,54 @@ class Predictor:
             encoder = Encoder(outputs, [tensor.name for tensor in spec.outputs])
             columns = [encoder.encode(form) for form in run.columns]
         except _ABOUT_INPUTS as error:
-            self._channel.send(Kind.REFUSED, (run.batch,), str(error).encode()[:4000])
+            self._channel.send(MessageKind.REFUSED, (run.batch,), str(error).encode()[:4000])
             return
         computed_us = int((time.perf_counter() - started) * 1e6)
         shapes = tuple(output.shape[1:] for output in outputs)
-        places: Sequence[tuple[Place | None, ...]] = [rows.columns for rows in run.rows]
+        addresses: Sequence[tuple[TensorAddress | None, ...]] = [rows.columns for rows in run.rows]
         expected = zip(run.output_shapes, shapes, strict=True)
-        if any(want is not None and want != got for want, got in expected) or not any(places[0]):
-            places = self._ask_where(run, computed_us, shapes)
-        self._scatter(columns, run, places)
-        self._channel.send(Kind.DONE, (run.batch, computed_us))
+        if any(want is not None and want != got for want, got in expected) or not any(addresses[0]):
+            addresses = self._request_addresses(run, computed_us, shapes)
+        self._scatter(columns, run, addresses)
+        self._channel.send(MessageKind.DONE, (run.batch, computed_us))
 
-    def _ask_where(
-        self, run: Run, computed_us: int, shapes: Sequence[Shape]
-    ) -> list[tuple[Place | None, ...]]:
-        """Tell the front how large the outputs are; return the places that it gives them."""
-        self._channel.send(Kind.SHAPES, encode_shapes(run.batch, computed_us, shapes))
-        return decode_places(self._await(Kind.WRITE), len(run.columns))
+    def _request_addresses(
+        self, run: RunMessage, computed_us: int, shapes: Sequence[Shape]
+    ) -> list[tuple[TensorAddress | None, ...]]:
+        """Tell the front how large the outputs are; return the addresses that it gives them."""
+        self._channel.send(MessageKind.SHAPES, encode_shapes(run.batch, computed_us, shapes))
+        return decode_addresses(self._await(MessageKind.WRITE), len(run.columns))
 
-    def _gather(self, dtype: str, shape: Shape, pieces: Sequence[tuple[Place, int]]) -> Array:
-        arrays = [self._array(dtype, place, (count, *shape)) for place, count in pieces]
+    def _gather(
+        self, dtype: str, shape: Shape, parts: Sequence[tuple[TensorAddress, int]]
+    ) -> Array:
+        arrays = [self._array(dtype, address, (count, *shape)) for address, count in parts]
         if len(arrays) > 1:
             return np.concatenate(arrays)
         # Bytes that a protocol put at an odd address are no array for vector instructions.
         return arrays[0] if arrays[0].flags.aligned else arrays[0].copy()
 
     def _scatter(
-        self, columns: Sequence[Array], run: Run, places: Sequence[tuple[Place | None, ...]]
+        self,
+        columns: Sequence[Array],
+        run: RunMessage,
+        addresses: Sequence[tuple[TensorAddress | None, ...]],
     ) -> None:
         start = 0
-        for rows, wanted in zip(run.rows, places, strict=True):
-            for column, place in zip(columns, wanted, strict=True):
-                if place is not None:
+        for rows, wanted in zip(run.rows, addresses, strict=True):
+            for column, address in zip(columns, wanted, strict=True):
+                if address is not None:
                     part = column[start : start + rows.count]
-                    self._array(column.dtype.name, place, part.shape)[...] = part
+                    self._array(column.dtype.name, address, part.shape)[...] = part
             start += rows.count
 
-    def _array(self, dtype: str, place: Place, shape: Shape) -> Array:
-        arena, offset = place
+    def _array(self, dtype: str, address: TensorAddress, shape: Shape) -> Array:
+        arena, offset = address
         size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
         return np.ndarray(shape, dtype, self._arenas[arena].region(offset, size))
 
 
-def load_models(start: Start) -> list[Loaded]:
+def load_models(start: StartMessage) -> list[LoadedModel]:
     """Load every model by the factory named `module:function`.
 
     Raises:
@@ -171,7 +176,7 @@ def _load(
     name: str,
     device: Device,
     given: Mapping[str, Normalization],
-) -> Loaded:
+) -> LoadedModel:
     """Load a model; normalizations that are given replace those of its folder."""
     backend = factory(folder, name, device)
     spec = backend.spec
@@ -181,7 +186,7 @@ def _load(
     except UsageError as error:
         raise UsageError(f"model {name}: {error}") from error
     how = [f"{key} {asdict(normalizations[key])}" for key in sorted(normalizations)]
-    return Loaded(
+    return LoadedModel(
         backend=backend,
         spec=replace(
             spec,
@@ -227,7 +232,7 @@ def main() -> None:
         level=logging.INFO,
         format=f"%(asctime)s predictor {os.getpid()} %(levelname)s %(name)s: %(message)s",
     )
-    channel = Channel(socket.socket(fileno=args.fd))
+    channel = PredictorChannel(socket.socket(fileno=args.fd))
     _, _, text = channel.receive()
     start = parse_start(text)
     sys.path += [path for path in start.paths if path not in sys.path]
@@ -239,22 +244,22 @@ def main() -> None:
         if not is_expected:
             logger.exception("loading failed")
         channel.send_json(
-            Kind.BROKEN,
+            MessageKind.BROKEN,
             {
                 "kind": "usage" if isinstance(error, UsageError) else "model",
                 "text": str(error) if is_expected else f"loading failed: {error!r}",
             },
         )
         return
-    channel.send_json(Kind.READY, specs_document([model.spec for model in models]))
+    channel.send_json(MessageKind.READY, specs_document([model.spec for model in models]))
     try:
-        Predictor(channel, models).serve()
+        PredictorLoop(channel, models).serve()
     except BrokenPipeError:
         return  # the front is gone
     except Exception as error:
         # The outermost loop: after an error that no input explains, a new process is safer.
         logger.exception("computing failed")
-        channel.send_json(Kind.BROKEN, {"kind": "compute", "text": repr(error)[:4000]})
+        channel.send_json(MessageKind.BROKEN, {"kind": "compute", "text": repr(error)[:4000]})
         raise SystemExit(1) from error
 
 

@@ -24,7 +24,7 @@ from distill_reader.protocols.wire import DTYPES
 from distill_reader.teacher.predictor.backend import Device
 
 Shape = tuple[int, ...]
-Place = tuple[int, int]  # of a tensor's bytes: arena, offset
+TensorAddress = tuple[int, int]  # of a tensor's bytes: arena, offset
 
 MAX_MESSAGE_BYTES = 1 << 20
 _HEAD = struct.Struct("<2q")  # kind, how many numbers follow
@@ -32,7 +32,7 @@ _ROOM_FOR_FD = socket.CMSG_SPACE(4)
 _PARTS = (WHOLE, VALUES, INDICES, LOG_REST)
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     START = 1
     ARENA = 2
     FORGET = 3
@@ -45,31 +45,31 @@ class Kind(IntEnum):
     BROKEN = 15
 
 
-_KINDS = {kind.value: kind for kind in Kind}
+_KINDS = {kind.value: kind for kind in MessageKind}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class StartMessage:
     """What a predictor loads."""
 
     backend: str  # module:function
-    models: tuple[tuple[str, str], ...]  # name, folder; their places number them from here on
+    models: tuple[tuple[str, str], ...]  # name, folder; their addresses number them from here on
     device: Device
     paths: tuple[str, ...]  # where Python looks for modules
     normalizations: tuple[tuple[str, str, Normalization], ...] = ()  # model, input, how
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class BatchRows:
     """Samples of one request within a batch, and where their bytes come from and go to."""
 
     count: int
-    inputs: tuple[Place, ...]
-    columns: tuple[Place | None, ...]  # None: not wanted, or not yet known where to
+    inputs: tuple[TensorAddress, ...]
+    columns: tuple[TensorAddress | None, ...]  # None: not wanted, or not yet known where to
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunMessage:
     """Compute a batch: the rows of all pieces, one after the other."""
 
     batch: int
@@ -78,10 +78,10 @@ class Run:
     input_shapes: tuple[Shape, ...]  # of one sample, likewise
     output_shapes: tuple[Shape | None, ...]  # as the model returns them; None: not known
     columns: tuple[Form, ...]  # what is wanted of them by any of the rows
-    rows: tuple[Rows, ...]
+    rows: tuple[BatchRows, ...]
 
 
-class Channel:
+class PredictorChannel:
     """One end of the socket pair. Any thread may send, one receives."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -90,20 +90,20 @@ class Channel:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, MAX_MESSAGE_BYTES)
 
-    def send(self, kind: Kind, numbers: Sequence[int] = (), text: bytes = b"") -> None:
+    def send(self, kind: MessageKind, numbers: Sequence[int] = (), text: bytes = b"") -> None:
         """Raises: OSError: the other end is gone."""
         self.sock.send(struct.pack(f"<{len(numbers) + 2}q", kind, len(numbers), *numbers) + text)
 
     def send_arena(self, arena: int, fd: int) -> None:
         """Raises: OSError: the other end is gone."""
-        head = struct.pack("<3q", Kind.ARENA, 1, arena)
+        head = struct.pack("<3q", MessageKind.ARENA, 1, arena)
         socket.send_fds(self.sock, [head], [fd])
 
-    def send_json(self, kind: Kind, document: Any) -> None:
+    def send_json(self, kind: MessageKind, document: Any) -> None:
         """Raises: OSError: the other end is gone."""
         self.send(kind, (), json.dumps(document).encode())
 
-    def receive(self) -> tuple[Kind, tuple[int, ...], bytes]:
+    def receive(self) -> tuple[MessageKind, tuple[int, ...], bytes]:
         """Return the next message: kind, numbers, text.
 
         Raises:
@@ -115,7 +115,7 @@ class Channel:
             size = 0
         return _parse(self._packet, size)
 
-    def receive_with_fd(self) -> tuple[Kind, tuple[int, ...], bytes, int | None]:
+    def receive_with_fd(self) -> tuple[MessageKind, tuple[int, ...], bytes, int | None]:
         """Like `receive`, with the descriptor that came along."""
         try:
             size, ancillary, _, _ = self.sock.recvmsg_into(
@@ -135,7 +135,7 @@ class Channel:
         self.sock.close()
 
 
-def encode_run(run: Run) -> list[int]:
+def encode_run(run: RunMessage) -> list[int]:
     """Return the numbers of a RUN message."""
     numbers = [run.batch, run.model, len(run.input_shapes), len(run.output_shapes)]
     numbers += [len(run.columns), len(run.rows), *map(DTYPES.index, run.input_dtypes)]
@@ -149,14 +149,14 @@ def encode_run(run: Run) -> list[int]:
         numbers += (form.place, _PARTS.index(form.part), form.top_k, DTYPES.index(form.dtype))
     for rows in run.rows:
         numbers.append(rows.count)
-        for place in rows.inputs:
-            numbers += place
-        for place_or_none in rows.columns:
-            numbers += place_or_none or (0, 0)  # arenas count from 1
+        for address in rows.inputs:
+            numbers += address
+        for address_or_none in rows.columns:
+            numbers += address_or_none or (0, 0)  # arenas count from 1
     return numbers
 
 
-def decode_run(numbers: Sequence[int]) -> Run:
+def decode_run(numbers: Sequence[int]) -> RunMessage:
     """Return what `encode_run` got."""
     batch, model, inputs, outputs, columns, count = numbers[:6]
     at = 6 + inputs
@@ -175,20 +175,20 @@ def decode_run(numbers: Sequence[int]) -> Run:
         place, part, top_k, dtype = numbers[at : at + 4]
         forms.append(Form(place, _PARTS[part], top_k, DTYPES[dtype]))
         at += 4
-    all_rows: list[Rows] = []
+    all_rows: list[BatchRows] = []
     for _ in range(count):
         samples = numbers[at]
         flat = numbers[at + 1 : at + 1 + 2 * (inputs + columns)]
         at += 1 + len(flat)
-        places = list(zip(flat[::2], flat[1::2], strict=True))
+        addresses = list(zip(flat[::2], flat[1::2], strict=True))
         all_rows.append(
-            Rows(
+            BatchRows(
                 samples,
-                tuple(places[:inputs]),
-                tuple(place if place[0] else None for place in places[inputs:]),
+                tuple(addresses[:inputs]),
+                tuple(address if address[0] else None for address in addresses[inputs:]),
             )
         )
-    return Run(
+    return RunMessage(
         batch,
         model,
         dtypes,
@@ -199,20 +199,24 @@ def decode_run(numbers: Sequence[int]) -> Run:
     )
 
 
-def encode_places(batch: int, rows: Sequence[tuple[Place | None, ...]]) -> list[int]:
+def encode_addresses(batch: int, rows: Sequence[tuple[TensorAddress | None, ...]]) -> list[int]:
     """Return the numbers of a WRITE message: for each piece where each column goes to."""
     numbers = [batch]
-    for places in rows:
-        for place in places:
-            numbers += place or (0, 0)
+    for addresses in rows:
+        for address in addresses:
+            numbers += address or (0, 0)
     return numbers
 
 
-def decode_places(numbers: Sequence[int], columns: int) -> list[tuple[Place | None, ...]]:
-    """Return the places of a WRITE message, for a batch of so many columns."""
+def decode_addresses(
+    numbers: Sequence[int], columns: int
+) -> list[tuple[TensorAddress | None, ...]]:
+    """Return the addresses of a WRITE message, for a batch of so many columns."""
     flat = numbers[1:]
-    places = [place if place[0] else None for place in zip(flat[::2], flat[1::2], strict=True)]
-    return [tuple(places[at : at + columns]) for at in range(0, len(places), columns)]
+    addresses = [
+        address if address[0] else None for address in zip(flat[::2], flat[1::2], strict=True)
+    ]
+    return [tuple(addresses[at : at + columns]) for at in range(0, len(addresses), columns)]
 
 
 def encode_shapes(batch: int, computed_us: int, shapes: Sequence[Shape]) -> list[int]:
@@ -235,15 +239,15 @@ def decode_shapes(numbers: Sequence[int]) -> tuple[Shape, ...]:
     return tuple(shapes)
 
 
-def start_document(start: Start) -> dict[str, Any]:
+def start_document(start: StartMessage) -> dict[str, Any]:
     """Return START's JSON."""
     return asdict(start)
 
 
-def parse_start(text: bytes) -> Start:
+def parse_start(text: bytes) -> StartMessage:
     """Return what `start_document` got."""
     document = json.loads(text)
-    return Start(
+    return StartMessage(
         backend=document["backend"],
         models=tuple((name, folder) for name, folder in document["models"]),
         device=Device(**document["device"]),
@@ -281,7 +285,7 @@ def _parse_tensor(document: dict[str, Any]) -> TensorSpec:
     return TensorSpec(**{**document, "shape": tuple(document["shape"]), "accepts": accepts})
 
 
-def _parse(packet: bytearray, size: int) -> tuple[Kind, tuple[int, ...], bytes]:
+def _parse(packet: bytearray, size: int) -> tuple[MessageKind, tuple[int, ...], bytes]:
     if size == 0:
         raise EOFError("the other end is gone")
     kind, count = _HEAD.unpack_from(packet)

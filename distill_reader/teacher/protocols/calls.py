@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 from distill_reader.errors import TeacherBusy
-from distill_reader.teacher.service.requests import InferAnswer, InferRequest, Service
+from distill_reader.teacher.service.requests import InferAnswer, InferenceService, InferRequest
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -19,7 +19,7 @@ _THREADS = 4  # for what would keep the loop from others: copies of megabytes, J
 class Calls:
     """What all protocols that live on the front's loop ask the service through."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: InferenceService) -> None:
         self.service = service
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="front-work")
         self._one_thread = ThreadPoolExecutor(1, thread_name_prefix="front-json")

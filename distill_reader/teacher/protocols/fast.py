@@ -29,12 +29,12 @@ from distill_reader.model.specs import ModelSpec
 from distill_reader.protocols import stream, wire
 from distill_reader.protocols.arena import ALIGNMENT, Arena, ArenaError, attach
 from distill_reader.protocols.stream import StreamEnded, StreamStalled
-from distill_reader.protocols.wire import Head, Hello, WireTensor
+from distill_reader.protocols.wire import FrameHead, StudentHello, WireTensor
 from distill_reader.teacher.service.requests import (
     Array,
     InferAnswer,
+    InferenceService,
     InferRequest,
-    Service,
     SharedTensor,
 )
 from distill_reader.tokens import new_nonce, prove, proves, same_token
@@ -45,7 +45,7 @@ _LOOK_S = 0.2  # between two looks whether a student that waits for its answer i
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class FastLimits:
     """What a connection may ask for, and how long it may take."""
 
     max_request_bytes: int = 512 << 20  # of all inputs of one request
@@ -60,7 +60,7 @@ class Limits:
 class FastServer:
     """All connections of the fast path, and the unix socket for students of the same host."""
 
-    def __init__(self, service: Service, limits: Limits) -> None:
+    def __init__(self, service: InferenceService, limits: FastLimits) -> None:
         """Open the unix socket; its name is random, so that only who was told it finds it."""
         self._service = service
         self.limits = replace(limits, unix=f"edl-teacher-{os.getpid()}-{secrets.token_hex(8)}")
@@ -133,8 +133,8 @@ class FastServer:
 
 def serve_connection(
     sock: socket.socket,
-    service: Service,
-    limits: Limits,
+    service: InferenceService,
+    limits: FastLimits,
     closing: threading.Event | None = None,
 ) -> None:
     """Answer one student until it leaves, errs or stalls; close `sock`.
@@ -171,7 +171,7 @@ def serve_connection(
         sock.close()
 
 
-def _greet(sock: socket.socket, service: Service, limits: Limits) -> ModelSpec | None:
+def _greet(sock: socket.socket, service: InferenceService, limits: FastLimits) -> ModelSpec | None:
     """Return the model that the student asks for; None: it was refused."""
     try:
         head = stream.receive_bytes(sock, wire.GREETING.size, limits.hello_s)
@@ -189,7 +189,7 @@ def _greet(sock: socket.socket, service: Service, limits: Limits) -> ModelSpec |
         return None
     is_unix = sock.family == socket.AF_UNIX
     data = wire.pack_welcome(
-        wire.Welcome(
+        wire.TeacherWelcome(
             spec=spec,
             max_request_bytes=limits.max_request_bytes,
             unix="" if is_unix else limits.unix,
@@ -201,7 +201,7 @@ def _greet(sock: socket.socket, service: Service, limits: Limits) -> ModelSpec |
     return spec
 
 
-def _prove_each_other(sock: socket.socket, hello: Hello, limits: Limits) -> str:
+def _prove_each_other(sock: socket.socket, hello: StudentHello, limits: FastLimits) -> str:
     """Return what the student is to see, once it has shown that it has the token.
 
     Raises:
@@ -245,8 +245,8 @@ class _Connection:
     def __init__(
         self,
         sock: socket.socket,
-        service: Service,
-        limits: Limits,
+        service: InferenceService,
+        limits: FastLimits,
         spec: ModelSpec,
         closing: threading.Event,
     ) -> None:
@@ -292,7 +292,7 @@ class _Connection:
 
     # --- a request
 
-    def _predict(self, head: Head, meta: bytes) -> None:
+    def _predict(self, head: FrameHead, meta: bytes) -> None:
         tensors, outputs = wire.parse_predict(head, meta)
         if head.payload_bytes > self._limits.max_request_bytes:
             raise WireError(
@@ -311,7 +311,7 @@ class _Connection:
             answer.release()
 
     def _ask(
-        self, head: Head, tensors: Sequence[WireTensor], outputs: Sequence[int] | Sequence[str]
+        self, head: FrameHead, tensors: Sequence[WireTensor], outputs: Sequence[int] | Sequence[str]
     ) -> InferAnswer:
         if head.flags & wire.IN_SHARED_MEMORY:
             inputs = self._find_inputs(tensors)
@@ -341,7 +341,9 @@ class _Connection:
                 raise BadRequest(f"outputs {outputs} are wanted; there are {count}")
         return tuple(names)
 
-    def _receive_inputs(self, head: Head, tensors: Sequence[WireTensor]) -> dict[str, SharedTensor]:
+    def _receive_inputs(
+        self, head: FrameHead, tensors: Sequence[WireTensor]
+    ) -> dict[str, SharedTensor]:
         """Receive the payload into memory of the predictors; also where it is refused, skip it."""
         sizes = [tensor.size_bytes for tensor in tensors]
         try:

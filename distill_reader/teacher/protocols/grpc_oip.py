@@ -9,13 +9,13 @@ from distill_reader.protocols import oip_messages
 from distill_reader.protocols.oip_messages import MESSAGES
 from distill_reader.teacher.protocols import oip
 from distill_reader.teacher.protocols.grpc_server import Call, Method
-from distill_reader.teacher.service.requests import Service
+from distill_reader.teacher.service.requests import InferenceService
 
 
 class OipGrpc:
     """The service `inference.GRPCInferenceService`."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: InferenceService) -> None:
         self._service = service
 
     def methods(self) -> dict[str, Method]:

@@ -22,7 +22,7 @@ from distill_reader.errors import (
     UsageError,
 )
 from distill_reader.teacher.protocols.limits import FrontLimits, bearer_matches
-from distill_reader.teacher.service.requests import InferAnswer, InferRequest, Service
+from distill_reader.teacher.service.requests import InferAnswer, InferenceService, InferRequest
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Call:
         self._context = context
         self.metadata = metadata
 
-    def infer(self, service: Service, request: InferRequest) -> InferAnswer:
+    def infer(self, service: InferenceService, request: InferRequest) -> InferAnswer:
         """Return the answer, which the caller releases.
 
         Raises:

@@ -3,7 +3,7 @@
 from distill_reader.protocols import serving_messages
 from distill_reader.teacher.protocols import serving
 from distill_reader.teacher.protocols.grpc_server import Call, Method
-from distill_reader.teacher.service.requests import Service
+from distill_reader.teacher.service.requests import InferenceService
 
 MODEL_KEY = "edl-model"  # metadata: which model, where several are served
 
@@ -11,7 +11,7 @@ MODEL_KEY = "edl-model"  # metadata: which model, where several are served
 class ServingGrpc:
     """The service `baidu.paddle_serving.predictor.general_model.GeneralModelService`."""
 
-    def __init__(self, service: Service, max_request_bytes: int) -> None:
+    def __init__(self, service: InferenceService, max_request_bytes: int) -> None:
         self._service = service
         self._max_bytes = max_request_bytes
 

@@ -10,7 +10,7 @@ from aiohttp import http_exceptions, web
 
 from distill_reader.errors import DistillError
 from distill_reader.teacher.protocols.calls import Calls
-from distill_reader.teacher.protocols.http_answers import Answer, send_answer, text_answer
+from distill_reader.teacher.protocols.http_answers import HttpAnswer, send_answer, text_answer
 from distill_reader.teacher.protocols.http_errors import HttpError, as_http
 from distill_reader.teacher.protocols.http_oip import OipHttp, check_method
 from distill_reader.teacher.protocols.http_serving import ServingHttp
@@ -38,7 +38,7 @@ def _is_worth_a_line(record: logging.LogRecord) -> bool:
 _aiohttp_logger.addFilter(_is_worth_a_line)
 
 
-class HttpServer:
+class TeacherHttpServer:
     """All HTTP connections. Lives on the front's loop."""
 
     def __init__(
@@ -55,7 +55,7 @@ class HttpServer:
         self._metrics = metrics
         self._oip = OipHttp(calls, limits)
         self._serving = ServingHttp(calls, limits)
-        self._connections: dict[object, Connection] = {}  # aiohttp's protocol -> ours
+        self._connections: dict[object, HttpConnection] = {}  # aiohttp's protocol -> ours
         # Bodies are decompressed by http_body.py, which knows bounds.
         self._server = web.Server(
             self._handle,
@@ -69,7 +69,7 @@ class HttpServer:
     def start(self) -> None:
         self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
 
-    def connection(self, at_end: Callable[[], None]) -> "Connection":
+    def connection(self, at_end: Callable[[], None]) -> "HttpConnection":
         """Return the protocol for a connection; `at_end` is called once when it has ended."""
         inner = self._server()
 
@@ -77,10 +77,10 @@ class HttpServer:
             self._connections.pop(inner, None)
             at_end()
 
-        connection = self._connections[inner] = Connection(inner, end)
+        connection = self._connections[inner] = HttpConnection(inner, end)
         return connection
 
-    def forget(self, connection: "Connection") -> None:
+    def forget(self, connection: "HttpConnection") -> None:
         """Forget a protocol that got no connection."""
         self._connections.pop(connection.inner, None)
 
@@ -119,7 +119,7 @@ class HttpServer:
             if connection is not None:
                 connection.end()
 
-    async def _answer(self, request: web.BaseRequest) -> Answer:
+    async def _answer(self, request: web.BaseRequest) -> HttpAnswer:
         path = [part for part in request.path.split("/") if part]
         try:
             if not bearer_matches(request.headers.get("Authorization", ""), self._token):
@@ -134,7 +134,7 @@ class HttpServer:
                 return await self._serving.answer(request, *call)
             if path == ["metrics"]:
                 check_method(request, "GET")
-                return Answer(headers={"Content-Type": METRICS_TYPE}, parts=[self._metrics()])
+                return HttpAnswer(headers={"Content-Type": METRICS_TYPE}, parts=[self._metrics()])
             text = (
                 _NO_ENCRYPTION
                 if not path and request.method == "POST"
@@ -151,13 +151,13 @@ class HttpServer:
             logger.exception("HTTP: %s %s failed", request.method, request.path)
             return self._error(HttpError(500, "the server failed; its log says how"), is_oip=True)
 
-    def _error(self, error: HttpError, *, is_oip: bool) -> Answer:
+    def _error(self, error: HttpError, *, is_oip: bool) -> HttpAnswer:
         if is_oip:
             return self._oip.error_answer(error)
         return text_answer(str(error), status=error.status, headers=error.headers)
 
 
-class Connection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """Stands between a transport and aiohttp's protocol, and sees what that does not look at."""
 
     def __init__(self, inner: Any, at_end: Callable[[], None]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from distill_reader.errors import BadRequest, ModelNotFound
 from distill_reader.model.specs import ModelSpec
 from distill_reader.protocols.oip_messages import OipRequest
-from distill_reader.teacher.service.requests import InferRequest, Service
+from distill_reader.teacher.service.requests import InferenceService, InferRequest
 
 SERVER_NAME = "edl-teacher"
 EXTENSIONS = ("binary_tensor_data", "model_repository")
@@ -21,7 +21,7 @@ def server_version() -> str:
         return "0"  # run from a checkout that is not installed
 
 
-def find_model(service: Service, name: str, version: str) -> ModelSpec:
+def find_model(service: InferenceService, name: str, version: str) -> ModelSpec:
     """Return the model that a request names.
 
     Raises:
@@ -36,7 +36,7 @@ def find_model(service: Service, name: str, version: str) -> ModelSpec:
     return spec
 
 
-def has_model(service: Service, name: str, version: str) -> bool:
+def has_model(service: InferenceService, name: str, version: str) -> bool:
     """Return whether the model is loaded and requests are taken."""
     try:
         find_model(service, name, version)
@@ -54,7 +54,7 @@ def infer_request(request: OipRequest, spec: ModelSpec, protocol: str) -> InferR
     )
 
 
-def repository_index(service: Service) -> list[dict[str, str]]:
+def repository_index(service: InferenceService) -> list[dict[str, str]]:
     """Return the models that are served, as Triton's model repository extension lists them."""
     state = "READY" if service.is_ready else "UNAVAILABLE"
     return [

@@ -11,7 +11,12 @@ from distill_reader.errors import BadRequest, DistillError, ModelNotFound, Teach
 from distill_reader.model.forms import split_name
 from distill_reader.model.specs import ModelSpec
 from distill_reader.protocols.serving_messages import ServingRequest, ServingResponse, ServingTensor
-from distill_reader.teacher.service.requests import Array, InferAnswer, InferRequest, Service
+from distill_reader.teacher.service.requests import (
+    Array,
+    InferAnswer,
+    InferenceService,
+    InferRequest,
+)
 
 METHODS = ("inference", "debug")
 
@@ -28,7 +33,7 @@ def error_code(error: DistillError, *, is_readable: bool = True) -> int:
     return _ERR_INFERENCE if is_readable else _ERR_FRAMEWORK
 
 
-def find_model(service: Service, name: str) -> ModelSpec:
+def find_model(service: InferenceService, name: str) -> ModelSpec:
     """Return the model that a request is for; "": it names none.
 
     Raises:

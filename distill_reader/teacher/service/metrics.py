@@ -8,7 +8,7 @@ _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2
 _SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
-class Metrics:
+class TeacherMetrics:
     """The counters of one server, in a registry of their own."""
 
     CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -22,7 +22,13 @@ from distill_reader.errors import DistillError, ModelError, UsageError
 from distill_reader.model.normalization import Normalization
 from distill_reader.model.specs import ModelSpec
 from distill_reader.teacher.predictor.backend import Device
-from distill_reader.teacher.predictor.wire import Channel, Kind, Start, parse_specs, start_document
+from distill_reader.teacher.predictor.wire import (
+    MessageKind,
+    PredictorChannel,
+    StartMessage,
+    parse_specs,
+    start_document,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +38,13 @@ _STEADY_S = 10.0  # one that lived so long begins at the first delay again
 _END_S = 2.0  # for a predictor to end by itself when its connection is closed
 
 
-class Listener(Protocol):
+class PredictorListener(Protocol):
     """Who decides what predictors do. Called from the thread that receives from the predictor."""
 
     def predictor_ready(self, predictor: "Predictor", specs: tuple[ModelSpec, ...]) -> None: ...
 
-    def predictor_said(
-        self, predictor: "Predictor", kind: Kind, numbers: tuple[int, ...], text: bytes
+    def predictor_replied(
+        self, predictor: "Predictor", kind: MessageKind, numbers: tuple[int, ...], text: bytes
     ) -> None: ...
 
     def predictor_gone(self, predictor: "Predictor", error: DistillError | None) -> None:
@@ -49,14 +55,16 @@ class Listener(Protocol):
 class Predictor:
     """One predictor process and the connection to it. A new one has a new object."""
 
-    def __init__(self, place: int, process: subprocess.Popen[bytes], channel: Channel) -> None:
-        self.place = place  # which of the devices it computes on
+    def __init__(
+        self, index: int, process: subprocess.Popen[bytes], channel: PredictorChannel
+    ) -> None:
+        self.index = index  # which of the devices it computes on
         self.channel = channel
         self.process = process
         self.started = time.monotonic()
 
     def __str__(self) -> str:
-        return f"predictor {self.place} (pid {self.process.pid})"
+        return f"predictor {self.index} (pid {self.process.pid})"
 
 
 class PredictorPool:
@@ -64,7 +72,7 @@ class PredictorPool:
 
     def __init__(
         self,
-        listener: Listener,
+        listener: PredictorListener,
         *,
         backend: str,
         models: Sequence[tuple[str, str]],
@@ -72,8 +80,8 @@ class PredictorPool:
         normalizations: Sequence[tuple[str, str, Normalization]] = (),
     ) -> None:
         self._listener = listener
-        self._starts = [
-            Start(
+        self._start_messages = [
+            StartMessage(
                 backend=backend,
                 models=tuple(models),
                 device=device,
@@ -85,8 +93,8 @@ class PredictorPool:
         self._changed = threading.Condition()
         self._is_stopping = False
         self._alive: dict[int, Predictor] = {}
-        self._start_at = dict.fromkeys(range(len(self._starts)), 0.0)
-        self._failures = dict.fromkeys(range(len(self._starts)), 0)
+        self._start_at = dict.fromkeys(range(len(self._start_messages)), 0.0)
+        self._failures = dict.fromkeys(range(len(self._start_messages)), 0)
         # The kernel kills a predictor when the *thread* that started it ends, so this one does
         # all the starting, and lives as long as the pool.
         self._supervisor = threading.Thread(target=self._supervise, name="predictors", daemon=True)
@@ -123,20 +131,20 @@ class PredictorPool:
                 if self._is_stopping:
                     return
                 now = time.monotonic()
-                places = [place for place, at in self._start_at.items() if at <= now]
-                for place in places:
+                indices = [index for index, at in self._start_at.items() if at <= now]
+                for index in indices:
                     try:
-                        self._spawn(place)
-                        del self._start_at[place]
+                        self._spawn(index)
+                        del self._start_at[index]
                     except OSError as error:  # no memory, or too many processes: later perhaps
-                        logger.warning("predictor %d cannot be started: %s", place, error)
-                        self._start_at[place] = now + _LAST_DELAY_S
+                        logger.warning("predictor %d cannot be started: %s", index, error)
+                        self._start_at[index] = now + _LAST_DELAY_S
                 self._receivers = [thread for thread in self._receivers if thread.is_alive()]
                 delays = [at - time.monotonic() for at in self._start_at.values()]
                 self._changed.wait(max(0.0, min(delays)) if delays else None)
 
-    def _spawn(self, place: int) -> None:
-        start = self._starts[place]
+    def _spawn(self, index: int) -> None:
+        start = self._start_messages[index]
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [
@@ -156,10 +164,10 @@ class PredictorPool:
             except OSError:
                 ours.close()
                 raise
-        predictor = Predictor(place, process, Channel(ours))
-        self._alive[place] = predictor
+        predictor = Predictor(index, process, PredictorChannel(ours))
+        self._alive[index] = predictor
         receiver = threading.Thread(
-            target=self._receive, args=(predictor,), name=f"predictor-{place}", daemon=True
+            target=self._receive, args=(predictor,), name=f"predictor-{index}", daemon=True
         )
         self._receivers.append(receiver)
         receiver.start()
@@ -170,16 +178,18 @@ class PredictorPool:
         is_ready = False
         error: DistillError | None = None
         try:
-            channel.send_json(Kind.START, start_document(self._starts[predictor.place]))
+            channel.send_json(
+                MessageKind.START, start_document(self._start_messages[predictor.index])
+            )
             while True:
                 kind, numbers, text = channel.receive()
-                if kind is Kind.READY:
+                if kind is MessageKind.READY:
                     is_ready = True
                     self._listener.predictor_ready(predictor, parse_specs(text))
-                elif kind is Kind.BROKEN:
+                elif kind is MessageKind.BROKEN:
                     error = _broken(text)
                 else:
-                    self._listener.predictor_said(predictor, kind, numbers, text)
+                    self._listener.predictor_replied(predictor, kind, numbers, text)
         except (EOFError, OSError):
             pass  # it is gone
         predictor.process.kill()  # its end of the connection is closed: it does nothing more
@@ -192,14 +202,14 @@ class PredictorPool:
         channel.close()
 
     def _plan_restart(self, predictor: Predictor) -> None:
-        place, now = predictor.place, time.monotonic()
+        index, now = predictor.index, time.monotonic()
         with self._changed:
-            del self._alive[place]
+            del self._alive[index]
             if now - predictor.started > _STEADY_S:
-                self._failures[place] = 0
-            delay_s = min(_FIRST_DELAY_S * 2 ** self._failures[place], _LAST_DELAY_S)
-            self._failures[place] += 1
-            self._start_at[place] = now + delay_s
+                self._failures[index] = 0
+            delay_s = min(_FIRST_DELAY_S * 2 ** self._failures[index], _LAST_DELAY_S)
+            self._failures[index] += 1
+            self._start_at[index] = now + delay_s
             self._changed.notify_all()
 
     def _log_end(self, predictor: Predictor, error: DistillError | None, code: int) -> None:

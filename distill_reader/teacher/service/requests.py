@@ -62,7 +62,7 @@ class InferAnswer:
             buffer.release()
 
 
-class Service(Protocol):
+class InferenceService(Protocol):
     """The predictors behind the protocols. Every method may be called from any thread."""
 
     def models(self) -> Mapping[str, ModelSpec]:

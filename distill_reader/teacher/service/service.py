@@ -30,20 +30,20 @@ from distill_reader.model.specs import ModelSpec
 from distill_reader.protocols.arena import Arena, ArenaError, ArenaFull, OwnArena, Slice
 from distill_reader.teacher.predictor.backend import Device
 from distill_reader.teacher.predictor.wire import (
-    Kind,
-    Place,
-    Rows,
-    Run,
+    BatchRows,
+    MessageKind,
+    RunMessage,
     Shape,
+    TensorAddress,
     decode_shapes,
-    encode_places,
+    encode_addresses,
     encode_run,
 )
-from distill_reader.teacher.service.batching import BatchQueue, Piece
-from distill_reader.teacher.service.metrics import Metrics
+from distill_reader.teacher.service.batching import BatchQueue, RequestPart
+from distill_reader.teacher.service.metrics import TeacherMetrics
+from distill_reader.teacher.service.pending import PendingRequest, ServedModel, buffers_of, prepare
 from distill_reader.teacher.service.predictors import Predictor, PredictorPool
 from distill_reader.teacher.service.requests import InferAnswer, InferRequest
-from distill_reader.teacher.service.waiting import Model, Waiting, buffers_of, prepare
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class ServiceConfig:
     batch_timeout_s: float = 0.002  # how long a batch waits to become full
     max_queue: int = 256  # requests that wait
     max_request_bytes: int = 512 << 20
-    memory_bytes: int = 2 << 30  # of all requests and answers, waiting, computed or being sent
+    memory_bytes: int = 2 << 30  # of all requests and answers, pending, computed or being sent
     predict_timeout_s: float = 120.0  # a predictor that computes one batch for longer is hung
 
     def __post_init__(self) -> None:
@@ -97,16 +97,16 @@ class _Batch:
     """A batch that a predictor computes."""
 
     key: Hashable
-    model: Model
-    pieces: list[Piece[Waiting]]
+    model: ServedModel
+    parts: list[RequestPart[PendingRequest]]
     samples: int
-    columns: tuple[Form, ...]  # what any of the pieces wants
+    columns: tuple[Form, ...]  # what any of the parts wants
 
 
-_Ended = list[tuple[Waiting, DistillError | None]]  # None: answered, or not wanted any more
+_Ended = list[tuple[PendingRequest, DistillError | None]]  # None: answered, or not wanted any more
 
 
-class _Lane:
+class _PredictorState:
     """What the service knows of one predictor."""
 
     def __init__(self, predictor: Predictor) -> None:
@@ -120,27 +120,27 @@ class _Lane:
         """Have the predictor drop an arena that was closed."""
         self.arenas.discard(arena.id)
         with contextlib.suppress(OSError):  # it is gone, and its mapping with it
-            self.predictor.channel.send(Kind.FORGET, (arena.id,))
+            self.predictor.channel.send(MessageKind.FORGET, (arena.id,))
 
 
 class PredictorService:
     """Implements Service. Made, started once, closed once."""
 
     def __init__(self, config: ServiceConfig) -> None:
-        self.metrics = Metrics()
+        self.metrics = TeacherMetrics()
         self._config = config
         self._arena = OwnArena(max(config.memory_bytes, 2 * config.max_request_bytes))
-        self._models: dict[str, Model] = {}
-        self._models_by_place: list[Model] = []
+        self._models: dict[str, ServedModel] = {}
+        self._models_by_index: list[ServedModel] = []
         self._lock = threading.RLock()
         self._ready = threading.Condition(self._lock)  # a predictor came, or failed to
         self._due = threading.Condition(self._lock)  # a batch will be due earlier than expected
         self._done = threading.Condition(self._lock)  # nothing waits any more
-        self._queue: BatchQueue[Waiting] = BatchQueue(
+        self._queue: BatchQueue[PendingRequest] = BatchQueue(
             max_batch=config.max_batch, timeout_s=config.batch_timeout_s
         )
-        self._lanes: dict[Predictor, _Lane] = {}
-        self._free: list[_Lane] = []  # those that take a batch now
+        self._predictors: dict[Predictor, _PredictorState] = {}
+        self._free: list[_PredictorState] = []  # those that take a batch now
         self._batches = 0  # numbers them
         self._unfinished = 0  # requests without an answer
         self._wakes_at = float("inf")  # when the timer looks at the queue again
@@ -159,7 +159,7 @@ class PredictorService:
         self.metrics.watch(
             queue_requests=lambda: len(self._queue),
             memory_bytes=lambda: self._arena.used_bytes,
-            predictors_ready=lambda: len(self._lanes),
+            predictors_ready=lambda: len(self._predictors),
         )
 
     def start(self, timeout_s: float | None = None) -> None:
@@ -173,7 +173,8 @@ class PredictorService:
         with self._ready:
             is_done = self._ready.wait_for(
                 lambda: (
-                    self._start_error is not None or len(self._lanes) == len(self._config.devices)
+                    self._start_error is not None
+                    or len(self._predictors) == len(self._config.devices)
                 ),
                 timeout_s,
             )
@@ -192,7 +193,7 @@ class PredictorService:
 
     @property
     def is_ready(self) -> bool:
-        return bool(self._lanes) and not self._is_draining
+        return bool(self._predictors) and not self._is_draining
 
     def allocate(self, size_bytes: int) -> Slice:
         if size_bytes > self._config.max_request_bytes:
@@ -204,21 +205,21 @@ class PredictorService:
 
     def submit(self, request: InferRequest) -> Future[InferAnswer]:
         try:
-            waiting = prepare(request, self._model(request.model), self._allocate)
+            pending = prepare(request, self._model(request.model), self._allocate)
         except BaseException as error:
             for buffer in buffers_of(request):
                 buffer.release()
             self.metrics.request_ended(request.protocol, *_outcome(request.model, error))
             raise
         try:
-            self._enqueue(waiting)
+            self._enqueue(pending)
         except TeacherBusy as error:
-            waiting.release_inputs()
-            waiting.release_outputs()
-            self.metrics.request_ended(request.protocol, *_outcome(waiting.model.name, error))
+            pending.release_inputs()
+            pending.release_outputs()
+            self.metrics.request_ended(request.protocol, *_outcome(pending.model.name, error))
             raise
-        waiting.future.add_done_callback(lambda future: self._drop_if_cancelled(waiting, future))
-        return waiting.future
+        pending.future.add_done_callback(lambda future: self._drop_if_cancelled(pending, future))
+        return pending.future
 
     def drain(self, timeout_s: float) -> bool:
         """Take no more requests; return whether all were answered within `timeout_s`."""
@@ -235,15 +236,15 @@ class PredictorService:
             left = self._queue.clear()
             self._due.notify_all()
         self._pool.stop()  # what predictors compute fails as they go
-        for waiting in left:
-            self._end(waiting, TeacherBusy("the teacher ends"))
+        for pending in left:
+            self._end(pending, TeacherBusy("the teacher ends"))
         if self._timer.ident is not None:
             self._timer.join()
         self._arena.close()
 
-    def _model(self, name: str) -> Model:
+    def _model(self, name: str) -> ServedModel:
         if not name and len(self._models) == 1:
-            return self._models_by_place[0]
+            return self._models_by_index[0]
         if name not in self._models:
             raise ModelNotFound(
                 f"no model {name!r} is served here; there is {', '.join(self._models)}"
@@ -263,40 +264,40 @@ class PredictorService:
         except ArenaError as error:
             raise TeacherBusy("the teacher ends", delay_s=_READY_AGAIN_S) from error
 
-    def _enqueue(self, waiting: Waiting) -> None:
+    def _enqueue(self, pending: PendingRequest) -> None:
         with self._lock:
             if self._is_draining:
                 raise TeacherBusy("the teacher ends; ask another", delay_s=_READY_AGAIN_S)
             if len(self._queue) >= self._config.max_queue:
                 raise TeacherBusy(f"{len(self._queue)} requests wait already (--max_queue)")
-            waiting.arrived = time.monotonic()
+            pending.arrived = time.monotonic()
             self._unfinished += 1
-            self._queue.add(waiting.key, waiting, waiting.samples, waiting.arrived)
-            self._dispatch(waiting.arrived)
+            self._queue.add(pending.key, pending, pending.samples, pending.arrived)
+            self._dispatch(pending.arrived)
 
-    def _drop_if_cancelled(self, waiting: Waiting, future: Future[InferAnswer]) -> None:
+    def _drop_if_cancelled(self, pending: PendingRequest, future: Future[InferAnswer]) -> None:
         if future.cancelled():
             with self._lock:
-                self._queue.remove(waiting)
-            self._end(waiting, None)
+                self._queue.remove(pending)
+            self._end(pending, None)
 
     # What the predictors say (predictors.Listener), each in a thread of its own.
 
     def predictor_ready(self, predictor: Predictor, specs: tuple[ModelSpec, ...]) -> None:
         with self._lock:
             if not self._models:
-                self._models_by_place = [
-                    Model(place=place, spec=spec) for place, spec in enumerate(specs)
+                self._models_by_index = [
+                    ServedModel(index=index, spec=spec) for index, spec in enumerate(specs)
                 ]
-                self._models = {model.name: model for model in self._models_by_place}
-            elif specs != tuple(model.spec for model in self._models_by_place):
+                self._models = {model.name: model for model in self._models_by_index}
+            elif specs != tuple(model.spec for model in self._models_by_index):
                 # A file of the model was replaced while we serve: answers must not depend on who
                 # computes them.
                 logger.error("%s loaded other models than those that are served", predictor)
                 predictor.process.kill()
                 return
-            lane = self._lanes[predictor] = _Lane(predictor)
-            self._free.append(lane)
+            state = self._predictors[predictor] = _PredictorState(predictor)
+            self._free.append(state)
             self._dispatch(time.monotonic())
             self._ready.notify_all()
 
@@ -308,44 +309,44 @@ class PredictorService:
                 self._ready.notify_all()
             if not self._is_closed:
                 self.metrics.predictor_restarted()
-            lane = self._lanes.pop(predictor, None)
-            if lane is not None:
-                self._free = [free for free in self._free if free is not lane]
+            state = self._predictors.pop(predictor, None)
+            if state is not None:
+                self._free = [free for free in self._free if free is not state]
                 # It computed the first of its batches; the second only lay there.
-                for place, batch in reversed(list(enumerate(lane.batches.values()))):
-                    ended += self._try_elsewhere(batch, is_suspect=place == 0)
-            elif not self._lanes:
+                for index, batch in reversed(list(enumerate(state.batches.values()))):
+                    ended += self._try_elsewhere(batch, is_suspect=index == 0)
+            elif not self._predictors:
                 busy = TeacherBusy("no predictor of the teacher runs", delay_s=_READY_AGAIN_S)
-                ended += [(waiting, busy) for waiting in self._queue.clear()]
+                ended += [(pending, busy) for pending in self._queue.clear()]
             self._dispatch(time.monotonic())
         self._end_all(ended)
 
-    def predictor_said(
-        self, predictor: Predictor, kind: Kind, numbers: tuple[int, ...], text: bytes
+    def predictor_replied(
+        self, predictor: Predictor, kind: MessageKind, numbers: tuple[int, ...], text: bytes
     ) -> None:
         ended: _Ended
         with self._lock:
-            lane = self._lanes[predictor]
-            lane.silent_since = time.monotonic()
-            if kind is Kind.SHAPES:
-                ended = self._place_outputs(lane, lane.batches[numbers[0]], numbers)
+            state = self._predictors[predictor]
+            state.silent_since = time.monotonic()
+            if kind is MessageKind.SHAPES:
+                ended = self._allocate_outputs(state, state.batches[numbers[0]], numbers)
             else:
-                batch = lane.batches.pop(numbers[0])
-                for piece in batch.pieces:
-                    piece.item.in_flight -= 1
-                if not lane.batches:
-                    lane.silent_since = float("inf")
-                if lane not in self._free:
-                    self._free.append(lane)
-                if kind is Kind.DONE:
+                batch = state.batches.pop(numbers[0])
+                for part in batch.parts:
+                    part.item.in_flight -= 1
+                if not state.batches:
+                    state.silent_since = float("inf")
+                if state not in self._free:
+                    self._free.append(state)
+                if kind is MessageKind.DONE:
                     computed_us = numbers[1]
-                    lane.may_send_ahead = computed_us < _AHEAD_US
+                    state.may_send_ahead = computed_us < _AHEAD_US
                     ended = _count(batch, computed_us)
                 else:
                     ended = self._refuse(batch, text.decode(errors="replace"))
                 self._dispatch(time.monotonic())
         self._end_all(ended)
-        if kind is Kind.DONE:
+        if kind is MessageKind.DONE:
             self.metrics.batch_computed(batch.model.name, batch.samples, computed_us / 1e6)
 
     # With the lock held.
@@ -353,142 +354,146 @@ class PredictorService:
     def _dispatch(self, now: float) -> None:
         """Give free predictors what is due, and have the timer look when the next batch is."""
         while self._free and (taken := self._queue.take(now)) is not None:
-            key, pieces = taken
-            pieces = [piece for piece in pieces if piece.item.begin(now)]
-            if pieces:
-                self._send(key, pieces)
+            key, parts = taken
+            parts = [part for part in parts if part.item.begin(now)]
+            if parts:
+                self._send(key, parts)
         if self._free:
             due = self._queue.next_due()
             if due is not None and due < self._wakes_at:
                 self._due.notify()
 
-    def _send(self, key: Hashable, pieces: list[Piece[Waiting]]) -> None:
-        lane = min(self._free, key=_load)
-        model = pieces[0].item.model
+    def _send(self, key: Hashable, parts: list[RequestPart[PendingRequest]]) -> None:
+        state = min(self._free, key=_load)
+        model = parts[0].item.model
         self._batches += 1
-        if not lane.batches:
-            lane.silent_since = time.monotonic()
-            if lane.silent_since + self._config.predict_timeout_s < self._wakes_at:
+        if not state.batches:
+            state.silent_since = time.monotonic()
+            if state.silent_since + self._config.predict_timeout_s < self._wakes_at:
                 self._due.notify()
-        columns = tuple(dict.fromkeys(form for p in pieces for _, form in p.item.wanted))
-        samples = sum(piece.count for piece in pieces)
-        batch = lane.batches[self._batches] = _Batch(key, model, pieces, samples, columns)
-        for piece in pieces:
-            piece.item.in_flight += 1
-        if not lane.may_send_ahead or len(lane.batches) > 1:
-            self._free.remove(lane)
+        columns = tuple(dict.fromkeys(form for p in parts for _, form in p.item.wanted))
+        samples = sum(part.count for part in parts)
+        batch = state.batches[self._batches] = _Batch(key, model, parts, samples, columns)
+        for part in parts:
+            part.item.in_flight += 1
+        if not state.may_send_ahead or len(state.batches) > 1:
+            self._free.remove(state)
         with contextlib.suppress(OSError):  # gone: the thread that receives from it will find out
-            self._share_arenas(lane, pieces)
-            lane.predictor.channel.send(Kind.RUN, encode_run(_run(self._batches, batch)))
+            self._share_arenas(state, parts)
+            state.predictor.channel.send(MessageKind.RUN, encode_run(_run(self._batches, batch)))
 
-    def _share_arenas(self, lane: _Lane, pieces: Sequence[Piece[Waiting]]) -> None:
-        for piece in pieces:
-            for arena in piece.item.arenas:
-                if arena.id not in lane.arenas:
-                    lane.predictor.channel.send_arena(arena.id, arena.fd)
-                    lane.arenas.add(arena.id)
+    def _share_arenas(
+        self, state: _PredictorState, parts: Sequence[RequestPart[PendingRequest]]
+    ) -> None:
+        for part in parts:
+            for arena in part.item.arenas:
+                if arena.id not in state.arenas:
+                    state.predictor.channel.send_arena(arena.id, arena.fd)
+                    state.arenas.add(arena.id)
                     # Not before this request gave back its slices: no predictor needs it then.
-                    arena.call_at_close(lane.forget)
+                    arena.call_at_close(state.forget)
 
     def _refuse(self, batch: _Batch, text: str) -> _Ended:
         """Of several requests one alone may be what the model cannot compute: try each."""
-        if len({id(piece.item) for piece in batch.pieces}) > 1:
+        if len({id(part.item) for part in batch.parts}) > 1:
             self._put_back_alone(batch)
             return []
-        waiting = batch.pieces[0].item
-        waiting.is_over = True
-        self._queue.remove(waiting)
-        return [(waiting, BadRequest(f"model {batch.model.name}: {text}"))]
+        pending = batch.parts[0].item
+        pending.is_over = True
+        self._queue.remove(pending)
+        return [(pending, BadRequest(f"model {batch.model.name}: {text}"))]
 
     def _try_elsewhere(self, batch: _Batch, *, is_suspect: bool) -> _Ended:
         """After its predictor died: each request by itself, since one may have been the reason."""
         ended: _Ended = []
-        for piece in batch.pieces:
-            piece.item.in_flight -= 1
-        for waiting in {id(piece.item): piece.item for piece in batch.pieces}.values():
-            waiting.deaths += is_suspect
+        for part in batch.parts:
+            part.item.in_flight -= 1
+        for pending in {id(part.item): part.item for part in batch.parts}.values():
+            pending.deaths += is_suspect
             error: DistillError | None
             if self._is_closed:
                 error = TeacherBusy("the teacher ends", delay_s=_READY_AGAIN_S)
-            elif waiting.deaths >= _DEATHS:
+            elif pending.deaths >= _DEATHS:
                 error = TeacherFailed(
-                    f"model {batch.model.name}: {waiting.deaths} predictors ended while they "
+                    f"model {batch.model.name}: {pending.deaths} predictors ended while they "
                     "computed this request; the teacher's log says how: memory that ran out, or "
                     "a value that the model cannot take",
-                    tries=waiting.deaths,
+                    tries=pending.deaths,
                 )
-            elif waiting.is_over:
+            elif pending.is_over:
                 error = None  # it has its end; only its memory is to be given back
             else:
                 continue
-            waiting.is_over = True
-            self._queue.remove(waiting)
-            ended.append((waiting, error))
+            pending.is_over = True
+            self._queue.remove(pending)
+            ended.append((pending, error))
         self._put_back_alone(batch)
         return ended
 
     def _put_back_alone(self, batch: _Batch) -> None:
         now = time.monotonic()
-        for piece in reversed(batch.pieces):
-            if not piece.item.is_over:
-                self._queue.put_back((batch.key, id(piece.item)), [piece], now)
+        for part in reversed(batch.parts):
+            if not part.item.is_over:
+                self._queue.put_back((batch.key, id(part.item)), [part], now)
 
-    def _place_outputs(self, lane: _Lane, batch: _Batch, numbers: Sequence[int]) -> _Ended:
+    def _allocate_outputs(
+        self, state: _PredictorState, batch: _Batch, numbers: Sequence[int]
+    ) -> _Ended:
         """Tell a predictor where outputs go whose shapes nobody knew before."""
         shapes = decode_shapes(numbers)
-        batch.model.learn(batch.pieces[0].item.shapes_key, shapes)
-        failed: dict[int, tuple[Waiting, DistillError]] = {}
-        rows: list[tuple[Place | None, ...]] = []
-        for piece in batch.pieces:
-            waiting = piece.item
+        batch.model.learn(batch.parts[0].item.shapes_key, shapes)
+        failed: dict[int, tuple[PendingRequest, DistillError]] = {}
+        rows: list[tuple[TensorAddress | None, ...]] = []
+        for part in batch.parts:
+            pending = part.item
             try:
-                waiting.place_outputs(shapes, self._allocate)
-                rows.append(waiting.output_places(piece.start, batch.columns))
+                pending.allocate_outputs(shapes, self._allocate)
+                rows.append(pending.output_addresses(part.start, batch.columns))
             except (BadRequest, TeacherBusy) as error:
-                waiting.is_over = True
-                self._queue.remove(waiting)
-                failed[id(waiting)] = (waiting, error)
+                pending.is_over = True
+                self._queue.remove(pending)
+                failed[id(pending)] = (pending, error)
                 rows.append((None,) * len(batch.columns))
         with contextlib.suppress(OSError):  # as in _send
-            self._share_arenas(lane, batch.pieces)
-            lane.predictor.channel.send(Kind.WRITE, encode_places(numbers[0], rows))
+            self._share_arenas(state, batch.parts)
+            state.predictor.channel.send(MessageKind.WRITE, encode_addresses(numbers[0], rows))
         return list(failed.values())
 
     # Without it.
 
     def _end_all(self, ended: _Ended) -> None:
-        for waiting, error in ended:
-            self._end(waiting, error)
+        for pending, error in ended:
+            self._end(pending, error)
 
-    def _end(self, waiting: Waiting, error: DistillError | None) -> None:
+    def _end(self, pending: PendingRequest, error: DistillError | None) -> None:
         """Answer or fail a request, once; free what it holds once no predictor works on it."""
         with self._lock:
-            is_first = not waiting.is_settled
-            waiting.is_settled = waiting.is_over = True
-            is_free = waiting.in_flight == 0 and not waiting.is_released
-            waiting.is_released = waiting.is_released or is_free
-            is_wanted = waiting.began is not None or (
-                is_first and waiting.future.set_running_or_notify_cancel()
+            is_first = not pending.is_settled
+            pending.is_settled = pending.is_over = True
+            is_free = pending.in_flight == 0 and not pending.is_released
+            pending.is_released = pending.is_released or is_free
+            is_wanted = pending.began is not None or (
+                is_first and pending.future.set_running_or_notify_cancel()
             )
         is_answered = is_first and is_wanted and error is None
         if is_free:
-            waiting.release_inputs()
+            pending.release_inputs()
             if not is_answered:
-                waiting.release_outputs()
+                pending.release_outputs()
         if not is_first:
             return
-        began = waiting.began if waiting.began is not None else time.monotonic()
-        queued_s = began - waiting.arrived
-        model = waiting.model.name
+        began = pending.began if pending.began is not None else time.monotonic()
+        queued_s = began - pending.arrived
+        model = pending.model.name
         if not is_wanted:
-            self.metrics.request_ended(waiting.protocol, model, "cancelled")
+            self.metrics.request_ended(pending.protocol, model, "cancelled")
         elif error is None:
-            waiting.future.set_result(waiting.answer(int(queued_s * 1e6)))
+            pending.future.set_result(pending.answer(int(queued_s * 1e6)))
             self.metrics.request_queued(model, queued_s)
-            self.metrics.request_ended(waiting.protocol, model, "ok")
+            self.metrics.request_ended(pending.protocol, model, "ok")
         else:
-            waiting.future.set_exception(error)
-            self.metrics.request_ended(waiting.protocol, *_outcome(model, error))
+            pending.future.set_exception(error)
+            self.metrics.request_ended(pending.protocol, *_outcome(model, error))
         with self._done:
             self._unfinished -= 1
             if self._unfinished == 0:
@@ -513,65 +518,65 @@ class PredictorService:
         What they computed goes to others as if they had died by themselves.
         """
         look_again = float("inf")
-        for lane in self._lanes.values():
-            end_at = lane.silent_since + self._config.predict_timeout_s
+        for state in self._predictors.values():
+            end_at = state.silent_since + self._config.predict_timeout_s
             if end_at > now:
                 look_again = min(look_again, end_at)
                 continue
-            lane.silent_since = float("inf")
+            state.silent_since = float("inf")
             logger.error(
                 "%s has computed one batch for %g s (--predict_timeout_s): killed as hung",
-                lane.predictor,
+                state.predictor,
                 self._config.predict_timeout_s,
             )
-            lane.predictor.process.kill()
+            state.predictor.process.kill()
         return look_again
 
 
 def _count(batch: _Batch, computed_us: int) -> _Ended:
     """Return the requests that the batch completes."""
     ended: _Ended = []
-    for piece in batch.pieces:
-        waiting = piece.item
-        waiting.left -= piece.count
-        waiting.computed_us += computed_us
-        if waiting.left == 0 or (waiting.is_over and waiting.in_flight == 0):
-            ended.append((waiting, None))
+    for part in batch.parts:
+        pending = part.item
+        pending.left -= part.count
+        pending.computed_us += computed_us
+        if pending.left == 0 or (pending.is_over and pending.in_flight == 0):
+            ended.append((pending, None))
     return ended
 
 
-def _load(lane: _Lane) -> int:
-    return len(lane.batches)
+def _load(state: _PredictorState) -> int:
+    return len(state.batches)
 
 
-def _run(number: int, batch: _Batch) -> Run:
+def _run(number: int, batch: _Batch) -> RunMessage:
     """Return the message that has a predictor compute a batch."""
-    model, pieces, columns = batch.model, batch.pieces, batch.columns
-    first = pieces[0].item
+    model, parts, columns = batch.model, batch.parts, batch.columns
+    first = parts[0].item
     shapes: tuple[Shape | None, ...] = (None,) * len(model.spec.outputs)
     expected = first.output_shapes
     # Of requests that arrived before and after the shapes were learned, not all have memory.
-    is_placed = expected is not None and all(
-        piece.item.output_shapes == expected for piece in pieces
+    has_addresses = expected is not None and all(
+        part.item.output_shapes == expected for part in parts
     )
-    if is_placed and expected is not None:
+    if has_addresses and expected is not None:
         shapes = expected
-    return Run(
+    return RunMessage(
         number,
-        model.place,
+        model.index,
         first.input_dtypes,
         first.input_shapes,
         shapes,
         columns,
         tuple(
-            Rows(
-                piece.count,
-                piece.item.input_places(piece.start),
-                piece.item.output_places(piece.start, columns)
-                if is_placed
+            BatchRows(
+                part.count,
+                part.item.input_addresses(part.start),
+                part.item.output_addresses(part.start, columns)
+                if has_addresses
                 else (None,) * len(columns),
             )
-            for piece in pieces
+            for part in parts
         ),
     )
 

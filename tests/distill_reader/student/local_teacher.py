@@ -13,7 +13,7 @@ import numpy as np
 from distill_reader.errors import BadRequest, ModelNotFound, TeacherBusy
 from distill_reader.model.specs import ModelSpec, TensorSpec
 from distill_reader.protocols.arena import ArenaFull, OwnArena, Slice
-from distill_reader.teacher.protocols.fast import FastServer, Limits
+from distill_reader.teacher.protocols.fast import FastLimits, FastServer
 from distill_reader.teacher.service.requests import Array, InferAnswer, InferRequest, SharedTensor
 
 Compute = Callable[[Mapping[str, Array]], Mapping[str, Array]]
@@ -133,9 +133,9 @@ class _Counted:
 class LocalTeacher:
     """`service` on a TCP port of loopback, and on the unix socket of the fast path."""
 
-    def __init__(self, service: LocalService, limits: Limits | None = None) -> None:
+    def __init__(self, service: LocalService, limits: FastLimits | None = None) -> None:
         self.service = service
-        self.server = FastServer(service, limits or Limits())
+        self.server = FastServer(service, limits or FastLimits())
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = self._listener.getsockname()
         self.endpoint = f"127.0.0.1:{self.address[1]}"

@@ -27,11 +27,11 @@ from distill_reader.student.clients import fast_client
 from distill_reader.student.clients.client import Array
 from distill_reader.student.clients.endpoints import NotSpoken
 from distill_reader.student.clients.fast_client import TRANSPORTS, FastClient, open_fast
-from distill_reader.teacher.protocols.fast import Limits
+from distill_reader.teacher.protocols.fast import FastLimits
 from tests.distill_reader.student.local_teacher import SPEC, LocalService, LocalTeacher, sums
 from tests.support import wait_until
 
-LIMITS = Limits(max_request_bytes=32 << 20, hello_s=5, stall_s=5)
+LIMITS = FastLimits(max_request_bytes=32 << 20, hello_s=5, stall_s=5)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def shared_teacher():
 def start():
     teachers: list[LocalTeacher] = []
 
-    def start(service: LocalService | None = None, limits: Limits = LIMITS) -> LocalTeacher:
+    def start(service: LocalService | None = None, limits: FastLimits = LIMITS) -> LocalTeacher:
         teachers.append(LocalTeacher(service or LocalService(), limits))
         return teachers[-1]
 
@@ -316,7 +316,7 @@ def test_a_model_is_chosen_by_name_where_there_are_several(start):
 
 
 def test_the_token_is_asked_for_on_every_way_in(start):
-    teacher = start(limits=Limits(token="s3cret"))
+    teacher = start(limits=FastLimits(token="s3cret"))
     client = dial(teacher, token="s3cret")
     assert client.protocol == "fast-shm"
     client.close()
@@ -352,14 +352,14 @@ def test_a_teacher_of_the_release_before_is_refused_with_the_remedy(scripted):
 @pytest.mark.parametrize(
     ("hello", "words"),
     [
-        (wire.Hello(token="s3cret"), ""),
-        (wire.Hello(token="other"), "another was given"),
-        (wire.Hello(token="\ud800"), "another was given"),
-        (wire.Hello(), "none was given"),
+        (wire.StudentHello(token="s3cret"), ""),
+        (wire.StudentHello(token="other"), "another was given"),
+        (wire.StudentHello(token="\ud800"), "another was given"),
+        (wire.StudentHello(), "none was given"),
     ],
 )
 def test_a_student_of_the_release_before_sends_it(start, hello, words):
-    with socket.create_connection(start(limits=Limits(token="s3cret")).address, 20) as sock:
+    with socket.create_connection(start(limits=FastLimits(token="s3cret")).address, 20) as sock:
         stream.prepare(sock, 20)
         sock.sendall(wire.pack_hello(hello))
         size = wire.parse_greeting(stream.receive_bytes(sock, 12, 20), max_bytes=1 << 20)
@@ -379,7 +379,7 @@ def test_a_teacher_that_is_not_ready_is_busy(start):
 
 
 def test_more_connections_than_are_allowed_are_refused(start):
-    teacher = start(limits=Limits(max_connections=1))
+    teacher = start(limits=FastLimits(max_connections=1))
     client = dial(teacher, transport="tcp")
     with pytest.raises(TeacherBusy, match="too many connections"):
         dial(teacher, transport="tcp")
@@ -404,7 +404,7 @@ def connected(teacher: LocalTeacher) -> socket.socket:
 
 
 def test_where_memory_cannot_be_shared_the_unix_socket_stays(start):
-    teacher = start(limits=Limits(max_shared_bytes=4096))
+    teacher = start(limits=FastLimits(max_shared_bytes=4096))
     client = dial(teacher)
     assert client.protocol == "fast-unix"
     check(client.predict(feeds(3), [], timeout_s=30), feeds(3))
@@ -442,7 +442,7 @@ def scripted():
     listener.close()
 
 
-WELCOME = wire.pack_welcome(wire.Welcome(spec=SPEC, max_request_bytes=1 << 20))
+WELCOME = wire.pack_welcome(wire.TeacherWelcome(spec=SPEC, max_request_bytes=1 << 20))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill_reader.teacher.service.batching import MAX_PIECES, BatchQueue, Piece
+from distill_reader.teacher.service.batching import MAX_PARTS, BatchQueue, RequestPart
 
 NOW = 100.0
 LATER = NOW + 1.0  # the timeout
@@ -84,7 +84,7 @@ def test_what_is_put_back_goes_first_at_once_and_in_its_order():
     waiting = queue(("a", 6), ("b", 6))
     first = waiting.take(LATER)
     assert first is not None
-    waiting.put_back("k", [Piece("a", 0, 2), Piece("a", 2, 4)], NOW)
+    waiting.put_back("k", [RequestPart("a", 0, 2), RequestPart("a", 2, 4)], NOW)
     assert taken(waiting, NOW) == [("a", 0, 2), ("a", 2, 4)]
     assert taken(waiting) == [("b", 0, 6)]
 
@@ -100,14 +100,14 @@ def test_what_is_removed_is_gone_and_the_others_stay():
 
 def test_clearing_returns_each_request_once():
     waiting = queue(("a", 20), ("b", 1))
-    waiting.put_back("other", [Piece("a", 0, 3)], NOW)
+    waiting.put_back("other", [RequestPart("a", 0, 3)], NOW)
     assert sorted(waiting.clear()) == ["a", "b"]
     assert len(waiting) == 0
 
 
 def test_a_batch_has_a_bounded_number_of_pieces():
-    waiting = queue(*((str(number), 1) for number in range(MAX_PIECES + 1)), max_batch=10_000)
-    assert len(taken(waiting)) == MAX_PIECES
+    waiting = queue(*((str(number), 1) for number in range(MAX_PARTS + 1)), max_batch=10_000)
+    assert len(taken(waiting)) == MAX_PARTS
     assert len(taken(waiting)) == 1
 
 

@@ -17,14 +17,14 @@ import pytest
 from distill_reader.errors import BadRequest, TeacherGone
 from distill_reader.protocols import stream, wire
 from distill_reader.protocols.arena import OwnArena
-from distill_reader.protocols.wire import HEAD, Hello, WireTensor
+from distill_reader.protocols.wire import HEAD, StudentHello, WireTensor
 from distill_reader.student.clients.client import Array
 from distill_reader.student.clients.fast_client import open_fast
-from distill_reader.teacher.protocols.fast import Limits
+from distill_reader.teacher.protocols.fast import FastLimits
 from tests.distill_reader.student.local_teacher import LocalService, LocalTeacher
 from tests.support import wait_until
 
-LIMITS = Limits(max_request_bytes=8 << 20, max_shared_bytes=1 << 20)
+LIMITS = FastLimits(max_request_bytes=8 << 20, max_shared_bytes=1 << 20)
 STALL_S = 0.5  # of the strict teacher
 IMAGE = WireTensor(0, "float32", (2, 2, 3))
 WORDS = WireTensor(1, "int64", (2, 4))
@@ -106,14 +106,14 @@ def dial(teacher: LocalTeacher, transport: str) -> socket.socket:
 
 def greet(teacher: LocalTeacher, transport: str) -> socket.socket:
     sock = dial(teacher, transport)
-    sock.sendall(wire.pack_hello(Hello()))
+    sock.sendall(wire.pack_hello(StudentHello()))
     size = wire.parse_greeting(stream.receive_bytes(sock, 12, 10), max_bytes=1 << 20)
     welcome = wire.parse_welcome(stream.receive_bytes(sock, size, 10))
     assert welcome.shared_memory is (transport == "unix")
     return sock
 
 
-def next_frame(sock: socket.socket) -> tuple[wire.Head, bytes]:
+def next_frame(sock: socket.socket) -> tuple[wire.FrameHead, bytes]:
     head = wire.parse_head(stream.receive_bytes(sock, HEAD.size, 10))
     return head, stream.receive_bytes(sock, head.meta_bytes + head.payload_bytes, 10)
 
@@ -337,7 +337,7 @@ def fuzz(teacher: LocalTeacher, seed: int, rounds: int) -> None:
         is_greeted = random_.random() < 0.7
         data = bytearray(b"".join(random_.choice([GOOD, wire.pack_share()]) for _ in range(3)))
         if not is_greeted:
-            data = bytearray(wire.pack_hello(Hello())) + data
+            data = bytearray(wire.pack_hello(StudentHello())) + data
         for _ in range(random_.randrange(4)):
             data[random_.randrange(len(data))] = random_.randrange(256)
         del data[random_.randrange(len(data) + 1) :]

@@ -83,7 +83,7 @@ def test_the_first_bytes_may_come_one_by_one(served, split):
 
 def test_the_fast_path_is_greeted_on_the_same_port(served):
     with connect(served) as sock:
-        sock.sendall(wire.pack_hello(wire.Hello(model="double")))
+        sock.sendall(wire.pack_hello(wire.StudentHello(model="double")))
         assert sock.recv(4) == wire.MAGIC
 
 

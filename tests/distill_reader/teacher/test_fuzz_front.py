@@ -115,7 +115,7 @@ class Victim:
     def _unix_name(self) -> str:
         """Return the fast path's abstract socket as its welcome names it."""
         with self.connect() as sock:
-            sock.sendall(wire.pack_hello(wire.Hello()))
+            sock.sendall(wire.pack_hello(wire.StudentHello()))
             head = receive(sock, wire.GREETING.size)
             size = wire.parse_greeting(head, max_bytes=wire.MAX_WELCOME_BYTES)
             return wire.parse_welcome(receive(sock, size)).unix
@@ -164,7 +164,7 @@ def seeds() -> list[bytes]:
         http(inference, document),
         b"GET /v2/models/toy HTTP/1.1\r\nHost: t\r\n\r\n",
         grpc_begin() + frame(0, 1, b"\0" + struct.pack(">I", len(oip)) + oip, flags=1),
-        wire.pack_hello(wire.Hello(model="toy")) + predict,
+        wire.pack_hello(wire.StudentHello(model="toy")) + predict,
     ]  # fmt: skip
 
 
@@ -249,7 +249,7 @@ def test_announced_lengths_take_no_memory(victim, length):
         b"Transfer-Encoding: chunked\r\n\r\n%x\r\nx" % length,
         grpc_begin() + frame(0, 1, b"\0" + struct.pack(">I", short) + b"x"),
         struct.pack("<4sHHI", b"EDLT", 1, 0, short),
-        wire.pack_hello(wire.Hello(model="toy"))
+        wire.pack_hello(wire.StudentHello(model="toy"))
         + wire.pack_predict(1, tensors, [], in_shared_memory=False),
     ]
     with contextlib.ExitStack() as held:

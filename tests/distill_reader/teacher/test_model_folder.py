@@ -13,7 +13,11 @@ from distill_reader.protocols.prototxt import (
     write_config,
 )
 from distill_reader.teacher.predictor.model_folder import find_model, make_signature, read_signature
-from distill_reader.teacher.predictor.model_program import Program, Variable, read_program
+from distill_reader.teacher.predictor.model_program import (
+    ModelProgram,
+    ProgramVariable,
+    read_program,
+)
 
 
 def touch(folder: Path, *names: str) -> None:
@@ -76,15 +80,15 @@ def test_files_that_are_named_must_be_there(tmp_path):
         find_model(tmp_path, model_filename="b.json", params_filename="c.pdiparams")
 
 
-def variable(name: str, *shape: int, dtype: str = "float32") -> Variable:
-    return Variable(name=name, dtype=dtype, shape=shape)
+def variable(name: str, *shape: int, dtype: str = "float32") -> ProgramVariable:
+    return ProgramVariable(name=name, dtype=dtype, shape=shape)
 
 
 def served(name: str, alias: str, *, is_lod: bool = False) -> ServedVariable:
     return ServedVariable(name=name, alias=alias, is_lod=is_lod, elem_type=1)
 
 
-PROGRAM = Program(
+PROGRAM = ModelProgram(
     inputs=(variable("x_0", -1, 3, 4), variable("x_1", -1, dtype="int64")),
     outputs=(variable("y_0", -1, -1), variable("y_1", -1, 5)),
 )
@@ -135,17 +139,19 @@ def test_a_config_gives_aliases_order_and_a_choice_of_outputs():
             "input 'x_1' is a LoD tensor",
         ),
         (
-            Program(inputs=(variable("x"),), outputs=(variable("y", -1),)),
+            ModelProgram(inputs=(variable("x"),), outputs=(variable("y", -1),)),
             None,
             "input 'x' is a scalar",
         ),
         (
-            Program(inputs=(variable("x", -1),), outputs=(variable("y", -1, dtype="bfloat16"),)),
+            ModelProgram(
+                inputs=(variable("x", -1),), outputs=(variable("y", -1, dtype="bfloat16"),)
+            ),
             None,
             "output 'y' is bfloat16, which cannot be sent; cast it in the model",
         ),
         (
-            Program(inputs=(variable("x", 8, 3),), outputs=(variable("y", 4, 3),)),
+            ModelProgram(inputs=(variable("x", 8, 3),), outputs=(variable("y", 4, 3),)),
             None,
             "'y' has 4 rows where another tensor has 8; export the model with axis 0 left open",
         ),
@@ -157,7 +163,7 @@ def test_a_model_that_cannot_be_served_is_refused_by_the_name_of_the_tensor(prog
 
 
 def test_a_model_of_a_fixed_batch_says_so():
-    program = Program(inputs=(variable("x", 4, 3),), outputs=(variable("y", 4, 2),))
+    program = ModelProgram(inputs=(variable("x", 4, 3),), outputs=(variable("y", 4, 2),))
     assert make_signature(program, None, "m", "here").batch == 4
 
 

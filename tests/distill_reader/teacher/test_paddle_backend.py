@@ -10,7 +10,7 @@ from distill_reader.errors import ModelError, UsageError
 from distill_reader.teacher.predictor import process as predictor_process
 from distill_reader.teacher.predictor.backend import Device
 from distill_reader.teacher.predictor.paddle_backend import load
-from distill_reader.teacher.predictor.wire import Start
+from distill_reader.teacher.predictor.wire import StartMessage
 from distill_reader.teacher.service.requests import InferRequest
 from distill_reader.teacher.service.service import PredictorService, ServiceConfig
 
@@ -106,7 +106,7 @@ def test_a_model_computes_on_a_gpu(paddle_folder):
 def test_a_backend_that_cannot_be_imported_is_refused(name):
     with pytest.raises(UsageError, match="expected module:function, importable from here"):
         predictor_process.load_models(
-            Start(backend=name, models=(("m", "."),), device=CPU, paths=())
+            StartMessage(backend=name, models=(("m", "."),), device=CPU, paths=())
         )
 
 

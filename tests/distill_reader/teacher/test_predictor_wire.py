@@ -11,15 +11,15 @@ from distill_reader.model.specs import Accepted, ModelSpec, TensorSpec
 from distill_reader.protocols.wire import DTYPES
 from distill_reader.teacher.predictor.backend import Device
 from distill_reader.teacher.predictor.wire import (
-    Channel,
-    Kind,
-    Rows,
-    Run,
-    Start,
-    decode_places,
+    BatchRows,
+    MessageKind,
+    PredictorChannel,
+    RunMessage,
+    StartMessage,
+    decode_addresses,
     decode_run,
     decode_shapes,
-    encode_places,
+    encode_addresses,
     encode_run,
     encode_shapes,
     parse_specs,
@@ -42,17 +42,17 @@ shapes = st.lists(st.integers(0, 2**31), max_size=4).map(tuple)
 @pytest.fixture
 def channels():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pair = Channel(ours), Channel(theirs)
+    pair = PredictorChannel(ours), PredictorChannel(theirs)
     yield pair
     for channel in pair:
         channel.close()
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> Run:
+def runs(draw: st.DrawFn) -> RunMessage:
     inputs, outputs = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     columns = draw(st.lists(forms, max_size=4))
-    return Run(
+    return RunMessage(
         draw(st.integers(0, 2**40)),
         draw(st.integers(0, 9)),
         tuple(draw(st.sampled_from(DTYPES)) for _ in range(inputs)),
@@ -60,7 +60,7 @@ def runs(draw: st.DrawFn) -> Run:
         tuple(draw(st.none() | shapes) for _ in range(outputs)),
         tuple(columns),
         tuple(
-            Rows(
+            BatchRows(
                 draw(st.integers(1, 999)),
                 tuple(draw(places) for _ in range(inputs)),
                 tuple(draw(st.none() | places) for _ in columns),
@@ -77,7 +77,7 @@ def test_a_batch_comes_as_it_was_sent(run):
 
 @given(st.lists(st.tuples(st.none() | places, st.none() | places), max_size=5))
 def test_places_come_as_they_were_sent(rows):
-    assert decode_places(encode_places(7, rows), 2) == rows
+    assert decode_addresses(encode_addresses(7, rows), 2) == rows
 
 
 @given(st.lists(shapes, max_size=4).map(tuple))
@@ -89,16 +89,16 @@ def test_shapes_come_as_they_were_sent(all_shapes):
 
 def test_what_to_load_and_what_was_loaded_come_as_they_were_sent(channels):
     front, predictor = channels
-    start = Start(
+    start = StartMessage(
         backend="a:b",
         models=(("m", "/folder"), ("n", "/other")),
         device=Device(gpu=1, memory_optim=True),
         paths=("/x",),
         normalizations=(("m", "x", Normalization(mean=(1.0, 2.0, 3.0), layout="HWC-CHW")),),
     )
-    front.send_json(Kind.START, start_document(start))
+    front.send_json(MessageKind.START, start_document(start))
     kind, numbers, text = predictor.receive()
-    assert (kind, numbers, parse_start(text)) == (Kind.START, (), start)
+    assert (kind, numbers, parse_start(text)) == (MessageKind.START, (), start)
     tensor = TensorSpec(name="image", dtype="uint8", shape=(-1, 3), variable="x")
     pixels = TensorSpec(
         name="y", dtype="float32", shape=(2,), accepts=(Accepted(dtype="uint8", shape=(2,)),)
@@ -112,16 +112,16 @@ def test_what_to_load_and_what_was_loaded_come_as_they_were_sent(channels):
             digest="5eed",
         ),
     )
-    predictor.send_json(Kind.READY, specs_document(specs))
+    predictor.send_json(MessageKind.READY, specs_document(specs))
     assert parse_specs(front.receive()[2]) == specs
 
 
 def test_messages_keep_their_borders_numbers_and_texts(channels):
     front, predictor = channels
-    front.send(Kind.FORGET, (-1, 2**62), b"text")
-    front.send(Kind.WRITE)
-    assert predictor.receive() == (Kind.FORGET, (-1, 2**62), b"text")
-    assert predictor.receive_with_fd() == (Kind.WRITE, (), b"", None)
+    front.send(MessageKind.FORGET, (-1, 2**62), b"text")
+    front.send(MessageKind.WRITE)
+    assert predictor.receive() == (MessageKind.FORGET, (-1, 2**62), b"text")
+    assert predictor.receive_with_fd() == (MessageKind.WRITE, (), b"", None)
 
 
 def test_a_descriptor_comes_along_and_is_not_inherited(channels):
@@ -130,7 +130,7 @@ def test_a_descriptor_comes_along_and_is_not_inherited(channels):
     front.send_arena(3, writing)
     os.close(writing)
     kind, numbers, _, fd = predictor.receive_with_fd()
-    assert (kind, numbers) == (Kind.ARENA, (3,))
+    assert (kind, numbers) == (MessageKind.ARENA, (3,))
     assert fd is not None
     assert not os.get_inheritable(fd)
     os.write(fd, b"x")
@@ -139,7 +139,7 @@ def test_a_descriptor_comes_along_and_is_not_inherited(channels):
     os.close(reading)
 
 
-@pytest.mark.parametrize("receive", [Channel.receive, Channel.receive_with_fd])
+@pytest.mark.parametrize("receive", [PredictorChannel.receive, PredictorChannel.receive_with_fd])
 def test_an_end_that_is_closed_is_said(channels, receive):
     front, predictor = channels
     front.close()

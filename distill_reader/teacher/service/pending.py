@@ -1,4 +1,4 @@
-"""A request between the protocols and the predictors: where its tensors lie, what is left to do."""
+"""Check requests, and keep the state of each until it is answered."""
 
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
@@ -10,7 +10,7 @@ from distill_reader.errors import BadRequest
 from distill_reader.model.forms import Form, form_shape, parse_form
 from distill_reader.model.specs import ModelSpec
 from distill_reader.protocols.arena import ALIGNMENT, Arena, ArenaError, Slice
-from distill_reader.teacher.predictor.wire import Place, Shape
+from distill_reader.teacher.predictor.wire import Shape, TensorAddress
 from distill_reader.teacher.service.requests import (
     Array,
     Buffer,
@@ -21,85 +21,85 @@ from distill_reader.teacher.service.requests import (
 
 Allocate = Callable[[int], Slice]  # raises TeacherBusy, BadRequest
 
-_LEARNED_SHAPES = 1024  # per model; then it is learned anew
+_LEARNED_SHAPES = 1024  # per model; after that many it starts over
 _LONGEST_AXIS = 2**31 - 1
-_MOST_FORMS = 64  # of one request: each is a number of the message to the predictor, per piece
+_MOST_FORMS = 64  # per request: each adds to the message to the predictor, once for every part
 
 
-class Model:
-    """A model that is served, and what was learned about the shapes of its outputs."""
+class ServedModel:
+    """A served model, and what has been learned about the shapes of its outputs."""
 
-    def __init__(self, *, place: int, spec: ModelSpec) -> None:
-        self.place = place  # among the models of each predictor
+    def __init__(self, *, index: int, spec: ModelSpec) -> None:
+        self.index = index  # among the models of each predictor
         self.spec = spec
         self.name = spec.name
         self._is_open = any(length < 0 for output in spec.outputs for length in output.shape)
         self._fixed = tuple(output.shape for output in spec.outputs)
         self._learned: dict[Hashable, tuple[Shape, ...]] = {}
-        self.plans: dict[Hashable, _Plan] = {}  # of the requests that were checked
+        self.plans: dict[Hashable, _Plan] = {}  # one per kind of request that passed the checks
 
     def output_shapes(self, key: Hashable) -> tuple[Shape, ...] | None:
-        """Return the shapes of one sample's outputs; None: only computing it will tell.
+        """Return the shapes of one sample's outputs; None: they are not known until computed.
 
         Args:
-            key: of inputs that have the same types and shapes.
+            key: stands for the types and shapes of the inputs.
         """
         return self._learned.get(key) if self._is_open else self._fixed
 
     def learn(self, key: Hashable, output_shapes: tuple[Shape, ...]) -> None:
-        """Expect these outputs for the next inputs of this key."""
+        """Expect these shapes for further inputs with this key."""
         if len(self._learned) >= _LEARNED_SHAPES:
             self._learned.clear()
         self._learned[key] = output_shapes
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Waiting:
-    """A request that was accepted. Its state belongs to the service, under the service's lock."""
+class PendingRequest:
+    """An accepted request. The service changes its state, under the service's lock."""
 
-    model: Model
+    model: ServedModel
     protocol: str
     samples: int
-    input_dtypes: tuple[str, ...]  # in the spec's order, as they came
-    input_shapes: tuple[Shape, ...]  # of one sample, likewise
-    inputs: tuple["_Placed", ...]
+    input_dtypes: tuple[str, ...]  # in the spec's order, as received
+    input_shapes: tuple[Shape, ...]  # of one sample, in the same order
+    inputs: tuple["_ArenaTensor", ...]
     wanted: tuple[tuple[str, Form], ...]  # outputs: name in the request, what it means
-    forms: tuple[Form, ...]  # those of `wanted` that are no whole outputs
+    forms: tuple[Form, ...]  # those of `wanted` that are not whole outputs
     held: tuple[Buffer, ...]  # memory of the inputs
     future: Future[InferAnswer] = field(default_factory=Future)
-    output: Slice | None = None  # memory of the outputs; None: their sizes are not known yet
-    columns: dict[Form, "_Placed"] = field(default_factory=dict)  # within `output`
+    output: Slice | None = None  # memory for the outputs; None: their sizes are not known yet
+    columns: dict[Form, "_ArenaTensor"] = field(default_factory=dict)  # within `output`
     output_shapes: tuple[Shape, ...] | None = None  # as the model returns them, in its order
-    left: int = 0  # samples that are not computed yet
-    in_flight: int = 0  # pieces that predictors work on
-    deaths: int = 0  # predictors that ended under it
+    left: int = 0  # samples still to be computed
+    in_flight: int = 0  # parts that predictors are working on
+    deaths: int = 0  # predictors that ended while computing it
     computed_us: int = 0
     arrived: float = 0.0
-    began: float | None = None  # None: all of it still waits
-    is_over: bool = False  # nothing more is to be computed
-    is_settled: bool = False  # the future has its end
+    began: float | None = None  # None: no predictor has any of it yet
+    is_over: bool = False  # nothing more needs computing
+    is_settled: bool = False  # the future has its result or its error
     is_released: bool = False
 
     @property
     def key(self) -> Hashable:
-        """What requests that can be computed together have in common."""
-        return self.model.place, self.input_dtypes, self.input_shapes, self.forms
+        """Requests with the same key can be computed together."""
+        return self.model.index, self.input_dtypes, self.input_shapes, self.forms
 
     @property
     def shapes_key(self) -> Hashable:
-        """What requests have in common whose outputs have the same shapes."""
+        """Requests with the same key have outputs of the same shapes."""
         return self.input_dtypes, self.input_shapes
 
     @property
     def arenas(self) -> list[Arena]:
-        """The arenas that a predictor needs."""
-        arenas = [placed.arena for placed in self.inputs]
+        """The arenas that a predictor must map."""
+        arenas = [tensor.arena for tensor in self.inputs]
         if self.output is not None:
             arenas.append(self.output.arena)
         return arenas
 
     def begin(self, now: float) -> bool:
-        """Note that a predictor gets the first of it; False: nobody wants it any more."""
+        """Mark the request as begun; False: it is over or cancelled, so do not compute it."""
         if self.is_over:
             return False
         if self.began is None:
@@ -108,20 +108,22 @@ class Waiting:
             self.began = now
         return True
 
-    def input_places(self, start: int) -> tuple[Place, ...]:
-        """Return where the samples from `start` on lie."""
-        return tuple(placed.at(start) for placed in self.inputs)
+    def input_addresses(self, start: int) -> tuple[TensorAddress, ...]:
+        """Return where sample `start` of each input is."""
+        return tuple(tensor.at(start) for tensor in self.inputs)
 
-    def output_places(self, start: int, columns: Sequence[Form]) -> tuple[Place | None, ...]:
-        """Return where the samples from `start` on go to in each column; None: not wanted."""
+    def output_addresses(
+        self, start: int, columns: Sequence[Form]
+    ) -> tuple[TensorAddress | None, ...]:
+        """Return where sample `start` of each column goes; None: the column is not wanted."""
         found = map(self.columns.get, columns)
-        return tuple(placed.at(start) if placed is not None else None for placed in found)
+        return tuple(tensor.at(start) if tensor is not None else None for tensor in found)
 
-    def place_outputs(self, shapes: tuple[Shape, ...], allocate: Allocate) -> None:
-        """Take memory for outputs whose samples have these shapes.
+    def allocate_outputs(self, shapes: tuple[Shape, ...], allocate: Allocate) -> None:
+        """Allocate memory for outputs whose samples have these shapes.
 
         Raises:
-            BadRequest: parts of the request were computed to outputs of other shapes.
+            BadRequest: other parts of the request have outputs of other shapes.
             TeacherBusy: there is no room.
         """
         known = self.output_shapes
@@ -143,15 +145,15 @@ class Waiting:
             sample_bytes = _elements(shape) * np.dtype(form.dtype).itemsize
             offsets.append((form, total, sample_bytes))
             total += _aligned(sample_bytes * self.samples)
-        self.output = piece = allocate(total)
+        self.output = memory = allocate(total)
         self.columns = {
-            form: _Placed(piece.arena, piece.offset + offset, sample_bytes)
+            form: _ArenaTensor(memory.arena, memory.offset + offset, sample_bytes)
             for form, offset, sample_bytes in offsets
         }
         self.output_shapes = shapes
 
     def answer(self, queued_us: int) -> InferAnswer:
-        """Return the answer, once everything is computed."""
+        """Return the answer. Call it once everything is computed."""
         assert self.output is not None
         assert self.output_shapes is not None
         arrays: dict[str, Array] = {}
@@ -179,22 +181,22 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class _Placed:
-    """A tensor's bytes in an arena."""
+class _ArenaTensor:
+    """Where a tensor begins in an arena."""
 
     arena: Arena
     offset: int
     sample_bytes: int
 
-    def at(self, sample: int) -> Place:
+    def at(self, sample: int) -> TensorAddress:
         return self.arena.id, self.offset + sample * self.sample_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """What the checks of a request found out, but for the number of its samples."""
+    """What the checks of a request found, except the number of its samples."""
 
-    names: tuple[str, ...]  # of the inputs in the request, in the spec's order
+    names: tuple[str, ...]  # what the request calls the inputs, in the spec's order
     input_dtypes: tuple[str, ...]
     input_shapes: tuple[Shape, ...]
     sample_bytes: tuple[int, ...]
@@ -202,10 +204,10 @@ class _Plan:
     forms: tuple[Form, ...]
 
 
-def prepare(request: InferRequest, model: Model, allocate: Allocate) -> Waiting:
-    """Check a request and put what is not in shared memory yet there.
+def prepare(request: InferRequest, model: ServedModel, allocate: Allocate) -> PendingRequest:
+    """Check a request, and copy its inputs to shared memory unless they are there already.
 
-    The request's buffers belong to the returned object; they stay the caller's if this raises.
+    The returned object owns the request's buffers. If this raises, the caller still owns them.
 
     Raises:
         BadRequest: a name, dtype or shape is wrong; names the tensor.
@@ -218,32 +220,32 @@ def prepare(request: InferRequest, model: Model, allocate: Allocate) -> Waiting:
     for tensor, sample_bytes in zip(tensors, plan.sample_bytes, strict=True):
         if isinstance(tensor, SharedTensor) and not isinstance(tensor.buffer, Slice):
             copied += _aligned(samples * sample_bytes)
-    piece = allocate(copied) if copied else None
+    memory = allocate(copied) if copied else None
     try:
-        waiting = Waiting(
+        pending = PendingRequest(
             model=model,
             protocol=request.protocol,
             samples=samples,
             left=samples,
             input_dtypes=plan.input_dtypes,
             input_shapes=plan.input_shapes,
-            inputs=_place_inputs(tensors, plan, samples, piece),
+            inputs=_store_inputs(tensors, plan, samples, memory),
             wanted=plan.wanted,
             forms=plan.forms,
-            held=(*buffers_of(request), *([piece] if piece is not None else [])),
+            held=(*buffers_of(request), *([memory] if memory is not None else [])),
         )
-        expected = model.output_shapes(waiting.shapes_key)
+        expected = model.output_shapes(pending.shapes_key)
         if expected is not None:
-            waiting.place_outputs(expected, allocate)
+            pending.allocate_outputs(expected, allocate)
     except BaseException:
-        if piece is not None:
-            piece.release()
+        if memory is not None:
+            memory.release()
         raise
-    return waiting
+    return pending
 
 
 def buffers_of(request: InferRequest) -> list[Buffer]:
-    """Return the buffers that a request owns, each once."""
+    """Return each buffer of a request once."""
     buffers = {
         id(tensor.buffer): tensor.buffer
         for tensor in request.inputs.values()
@@ -252,8 +254,8 @@ def buffers_of(request: InferRequest) -> list[Buffer]:
     return list(buffers.values())
 
 
-def _plan(request: InferRequest, model: Model) -> "_Plan":
-    """Check names, dtypes and shapes; of requests that are alike, but for samples, once."""
+def _plan(request: InferRequest, model: ServedModel) -> "_Plan":
+    """Check names, dtypes and shapes: once for requests that differ only in their samples."""
     key = (
         request.fetch,
         *((name, tensor.dtype, tensor.shape[1:]) for name, tensor in request.inputs.items()),
@@ -305,47 +307,47 @@ def _make_plan(request: InferRequest, spec: ModelSpec) -> "_Plan":
 
 
 def _samples(tensors: Sequence[Array | SharedTensor], plan: "_Plan", spec: ModelSpec) -> int:
-    """Return how many samples the request has; what depends on that is checked here."""
+    """Return how many samples the request has. Checks everything that depends on it."""
     first = tensors[0].shape[0]
     if not 0 < first <= _LONGEST_AXIS:
         raise BadRequest(f"tensor {spec.inputs[0].name}: has {first} samples (axis 0)")
-    for place, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         if tensor.shape[0] != first:
             raise BadRequest(
-                f"tensor {spec.inputs[place].name}: has {tensor.shape[0]} samples, "
+                f"tensor {spec.inputs[index].name}: has {tensor.shape[0]} samples, "
                 f"tensor {spec.inputs[0].name} has {first}; axis 0 counts samples"
             )
         if isinstance(tensor, SharedTensor):
-            size, room = first * plan.sample_bytes[place], len(tensor.buffer.view)
+            size, room = first * plan.sample_bytes[index], len(tensor.buffer.view)
             if tensor.offset < 0 or tensor.offset + size > room:
                 raise BadRequest(
-                    f"tensor {spec.inputs[place].name}: {size} bytes from byte {tensor.offset} "
-                    f"on do not lie within the {room} bytes that came"
+                    f"tensor {spec.inputs[index].name}: {size} bytes at offset {tensor.offset} "
+                    f"do not fit in the {room} bytes that came"
                 )
     return int(first)
 
 
-def _place_inputs(
-    tensors: Sequence[Array | SharedTensor], plan: "_Plan", samples: int, piece: Slice | None
-) -> tuple[_Placed, ...]:
-    placed: list[_Placed] = []
+def _store_inputs(
+    tensors: Sequence[Array | SharedTensor], plan: "_Plan", samples: int, memory: Slice | None
+) -> tuple[_ArenaTensor, ...]:
+    stored: list[_ArenaTensor] = []
     at = 0
     for tensor, sample_bytes in zip(tensors, plan.sample_bytes, strict=True):
         if isinstance(tensor, SharedTensor) and isinstance(tensor.buffer, Slice):
-            place = tensor.buffer
-            if place.is_released:
+            slice_ = tensor.buffer
+            if slice_.is_released:
                 raise ArenaError("a request names memory that was given back")
-            placed.append(_Placed(place.arena, place.offset + tensor.offset, sample_bytes))
+            stored.append(_ArenaTensor(slice_.arena, slice_.offset + tensor.offset, sample_bytes))
             continue
-        assert piece is not None
+        assert memory is not None
         size = samples * sample_bytes
         if isinstance(tensor, SharedTensor):
-            piece.view[at : at + size] = tensor.buffer.view[tensor.offset : tensor.offset + size]
+            memory.view[at : at + size] = tensor.buffer.view[tensor.offset : tensor.offset + size]
         else:
-            np.ndarray(tensor.shape, tensor.dtype, piece.view, at)[...] = tensor
-        placed.append(_Placed(piece.arena, piece.offset + at, sample_bytes))
+            np.ndarray(tensor.shape, tensor.dtype, memory.view, at)[...] = tensor
+        stored.append(_ArenaTensor(memory.arena, memory.offset + at, sample_bytes))
         at += _aligned(size)
-    return tuple(placed)
+    return tuple(stored)
 
 
 def _elements(shape: Shape) -> int:

@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 
 from job_client import ports
 from job_client.agent import Agent, install_signals, read_token
-from job_client.config import Config
+from job_client.client_dir import ClientDir
+from job_client.config import ClientConfig
 from job_client.devices.gpus import find_inventory
-from job_client.errors import JobClientError, UsageError
-from job_client.home import Home
+from job_client.errors import JobClientError, SetupError
 from job_server.api.api_client import ApiClient
 from job_server.api.wire import STOP_AFTER_RANGE_S, WireError, check_id
 from pod_runtime import env, processes
@@ -31,18 +31,18 @@ DEFAULT_SERVER = "http://127.0.0.1:8180"
 MAX_CPU_SLOTS = 4096
 
 
-def parse_args(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Config:
+def parse_args(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> ClientConfig:
     """Return the configuration.
 
     Raises:
-        UsageError: a value cannot be right; names it and the remedy.
+        SetupError: a value cannot be right; names it and the remedy.
         SystemExit: 2, by argparse; or 0 for --help.
     """
     args = _parser().parse_args(argv)
     if (args.script is None) == (args.jobs_dir is None):
-        raise UsageError("give either a training script or --jobs_dir DIR, and not both")
+        raise SetupError("give either a training script or --jobs_dir DIR, and not both")
     if args.package_sh and args.jobs_dir:
-        raise UsageError("--package_sh: with --jobs_dir each job has its own package.sh")
+        raise SetupError("--package_sh: with --jobs_dir each job has its own package.sh")
     for flag, value in (("--node_id", args.node_id), ("PADDLE_JOB_ID", _job_id(environ))):
         if value is not None:
             _check(flag, value)
@@ -51,8 +51,8 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Co
         _file("training script", cwd, args.script)
     token_file = args.token_file or environ.get("EDL_TOKEN_FILE")
     token_path = cwd / token_file if token_file else None
-    return Config(
-        client_dir=cwd,
+    return ClientConfig(
+        cwd=cwd,
         log_dir=cwd / args.log_dir,
         log_level=args.log_level,
         pod_path=cwd / args.pod_path,
@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def server_url(text: str) -> str:
-    """Return the URL of `host:port` or of a URL. Raises UsageError: it is neither."""
+    """Return the URL of `host:port` or of a URL. Raises SetupError: it is neither."""
     url = text if "://" in text else f"http://{text}"
     try:
         parts = urlsplit(url)
@@ -121,7 +121,7 @@ def server_url(text: str) -> str:
     except ValueError:
         parts, port = urlsplit(""), None
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-        raise UsageError(f"--job_server: expected host:port or http://host:port, got {text!r}")
+        raise SetupError(f"--job_server: expected host:port or http://host:port, got {text!r}")
     if "://" not in text and port is None:
         url += ":8180"
     return url.rstrip("/")
@@ -135,14 +135,14 @@ def _check(flag: str, value: str) -> None:
     try:
         check_id(flag, value)
     except WireError as error:
-        raise UsageError(str(error)) from None
+        raise SetupError(str(error)) from None
 
 
 def _file(flag: str, cwd: Path, value: str | None) -> Path | None:
     if value is None:
         return None
     if not (cwd / value).is_file():
-        raise UsageError(f"{flag}: {value}: no such file")
+        raise SetupError(f"{flag}: {value}: no such file")
     return cwd / value
 
 
@@ -150,19 +150,19 @@ def _folder(flag: str, cwd: Path, value: str | None) -> Path | None:
     if value is None:
         return None
     if not (cwd / value).is_dir():
-        raise UsageError(f"{flag}: {value}: no such folder")
+        raise SetupError(f"{flag}: {value}: no such folder")
     return cwd / value
 
 
 def _cpu_slots(value: int | None) -> int | None:
     if value is not None and not 1 <= value <= MAX_CPU_SLOTS:
-        raise UsageError(f"--cpu_slots: expected 1 to {MAX_CPU_SLOTS}, got {value}")
+        raise SetupError(f"--cpu_slots: expected 1 to {MAX_CPU_SLOTS}, got {value}")
     return value
 
 
 def _grace(value: float | None) -> float | None:
     if value is not None and not 0 <= value <= 3600:
-        raise UsageError(f"--grace_s: expected 0 to 3600 seconds, got {value:g}")
+        raise SetupError(f"--grace_s: expected 0 to 3600 seconds, got {value:g}")
     return value
 
 
@@ -172,14 +172,14 @@ def _stop_after(text: str) -> float | None:
     match = re.fullmatch(r"stop_after=(\d+(?:\.\d+)?)", text)
     low, high = STOP_AFTER_RANGE_S
     if not match or not low <= float(match[1]) <= high:
-        raise UsageError(
+        raise SetupError(
             "--on_server_loss: expected continue or stop_after=SECONDS, "
             f"{low:g} to {high:.0f}, got {text!r}"
         )
     return float(match[1])
 
 
-def _configure_logging(config: Config) -> None:
+def _configure_logging(config: ClientConfig) -> None:
     form = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     console = logging.StreamHandler()
     file = logging.handlers.RotatingFileHandler(
@@ -197,26 +197,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a job client; return its exit code: 2 for a wrong command line."""
     try:
         config = parse_args(sys.argv[1:] if argv is None else argv, os.environ, Path.cwd())
-        home = Home(config.log_dir)
-    except UsageError as error:
+        client_dir = ClientDir(config.log_dir)
+    except SetupError as error:
         print(f"job_client: {error}", file=sys.stderr)
         return 2
     _configure_logging(config)
     try:
         inventory = find_inventory(
-            config.cpu_slots, config.visible_gpus, partial(is_ours, home.marker)
+            config.cpu_slots, config.visible_gpus, partial(is_ours, client_dir.marker)
         )
-        agent = Agent(config, home, inventory, lambda: ApiClient(config.server_url, config.token))
+        agent = Agent(
+            config, client_dir, inventory, lambda: ApiClient(config.server_url, config.token)
+        )
         install_signals(agent, keep_pods=config.keep_pods)
         return agent.run()
-    except UsageError as error:
+    except SetupError as error:
         logger.error("%s", error)
         return 2
     except JobClientError as error:
         logger.error("%s", error)
         return 1
     finally:
-        home.close()
+        client_dir.close()
 
 
 def is_ours(marker: str, pid: int) -> bool:

@@ -11,16 +11,16 @@ from enum import Enum
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from job_client.config import Config
+from job_client.client_dir import ClientDir
+from job_client.config import ClientConfig
 from job_client.devices.gpus import Inventory
-from job_client.errors import JobClientError, UsageError
-from job_client.home import Home
-from job_client.link import Api, Callbacks, Link, find_job
+from job_client.errors import JobClientError, SetupError
 from job_client.pods import folders, pod_folder
-from job_client.pods.pod import Host, Pod
-from job_client.pods.saving import Saving
+from job_client.pods.saving import SaveAttempt
+from job_client.pods.supervisor import PodContext, PodSupervisor
 from job_client.reconcile import KillPod, PodKey, ReleasePod, StartPod, StopPod, plan_changes
-from job_client.wake import Bell
+from job_client.server_link import Callbacks, NodeApi, NodeLink, find_job
+from job_client.wake_event import WakeEvent
 from job_server.api.text import saving_text
 from job_server.api.wire import (
     Node,
@@ -43,7 +43,7 @@ SHOW_EVERY_S = 2.0  # how far it is
 END_EXTRA_S = 10.0  # beyond the longest grace, for pods that are ending
 
 
-class End(Enum):
+class EndMode(Enum):
     """How the client has been asked to end."""
 
     STOP = "stop"  # its pods first, with their grace
@@ -60,32 +60,36 @@ class Agent:
     """
 
     def __init__(
-        self, config: Config, home: Home, inventory: Inventory, make_api: Callable[[], Api]
+        self,
+        config: ClientConfig,
+        client_dir: ClientDir,
+        inventory: Inventory,
+        make_api: Callable[[], NodeApi],
     ) -> None:
         self._config = config
         self._inventory = inventory
         self._make_api = make_api
-        self._node_id = config.node_id or home.default_node_id()
+        self._node_id = config.node_id or client_dir.default_node_id()
         self._addr = config.addr or own_address(config.server_url)
         self._job_id: str | None = None  # None: any job that comes by folder
-        self._pods_dir = home.pods_dir
-        self._pods: dict[PodKey, Pod] = {}
+        self._pods_dir = client_dir.pods_dir
+        self._pods: dict[PodKey, PodSupervisor] = {}
         self._lock = threading.Lock()  # guards _pods, _plan, _end and _contact_at
-        self._wake = Bell()
+        self._wake = WakeEvent()
         self._plan: NodePlan | None = None  # None: not heard yet
         self._contact_at = time.monotonic()
-        self._end: End | None = None  # None: go on
+        self._end: EndMode | None = None  # None: go on
         self._failure: JobClientError | None = None  # None: none
         self._usage: tuple[SlotUsage, ...] = ()
-        self._link: Link | None = None  # None: not connected yet
+        self._link: NodeLink | None = None  # None: not connected yet
         token_file = config.token_file
         if token_file is None and config.token is not None:
-            token_file = home.keep_token(config.token)
-        self._host = Host(
+            token_file = client_dir.keep_token(config.token)
+        self._context = PodContext(
             config=config,
             node_id=self._node_id,
             addr=self._addr,
-            marker=home.marker,
+            marker=client_dir.marker,
             inventory=inventory,
             token_file=token_file,
             changed=self._changed,
@@ -105,7 +109,7 @@ class Agent:
         try:
             self._node()
         except WireError as error:  # too few ports for the slots, an address that is none
-            raise UsageError(f"this node cannot be registered: {error}") from None
+            raise SetupError(f"this node cannot be registered: {error}") from None
         callbacks = Callbacks(
             node=self._node,
             plan=self._heard_plan,
@@ -113,7 +117,9 @@ class Agent:
             contact=self._heard,
             fatal=self._failed,
         )
-        self._link = Link(self._make_api, callbacks, choose_ports=self._config.port_range is None)
+        self._link = NodeLink(
+            self._make_api, callbacks, choose_ports=self._config.port_range is None
+        )
         self._link.start()
         while self._end is None and self._failure is None:
             self._reconcile()
@@ -123,16 +129,16 @@ class Agent:
             raise self._failure
         return self._leave()
 
-    def end(self, how: End) -> None:
+    def end(self, how: EndMode) -> None:
         """Ask the client to end; a second time with KILL to have it end at once. Thread-safe."""
         self._end = how
-        self._wake.ring()
+        self._wake.set()
 
     # --- beginning
 
     def _adopt(self) -> None:
         for folder, spec in pod_folder.find(self._pods_dir):
-            pod = Pod(self._host, spec, folder)
+            pod = PodSupervisor(self._context, spec, folder)
             if pod.adopt():
                 with self._lock:
                     self._pods[spec.job_id, spec.pod_id] = pod
@@ -144,7 +150,7 @@ class Agent:
         }
         killed = processes.kill_marked(
             env.RUN_MARKER,
-            self._host.marker,
+            self._context.marker,
             lambda _, environ: environ.get("EDL_POD_DIR") in looked_after,
         )
         if killed:
@@ -190,7 +196,7 @@ class Agent:
     def _heard_plan(self, plan: NodePlan) -> None:
         with self._lock:
             self._plan = plan
-        self._wake.ring()
+        self._wake.set()
 
     def _heard(self, sent_at: float) -> None:
         with self._lock:
@@ -198,7 +204,7 @@ class Agent:
 
     def _failed(self, error: JobClientError) -> None:
         self._failure = error
-        self._wake.ring()
+        self._wake.set()
 
     def _report(self, fresh: bool) -> NodeReport:
         table = None
@@ -206,7 +212,7 @@ class Agent:
             table = processes.read_all()
             self._usage = self._inventory.usage(self._held_slots())
         usage = self._usage
-        if self._end not in (None, End.KEEP):  # nothing is to be placed here any more
+        if self._end not in (None, EndMode.KEEP):  # nothing is to be placed here any more
             usage = tuple(replace(each, stranger="its client, which ends") for each in usage)
         with self._lock:
             pods = list(self._pods.values())
@@ -217,7 +223,7 @@ class Agent:
         )
 
     def _changed(self) -> None:
-        self._wake.ring()
+        self._wake.set()
         if self._link is not None:
             self._link.wake_report()
 
@@ -242,7 +248,7 @@ class Agent:
             match action:
                 case StartPod(spec):
                     folder = pod_folder.folder_of(self._pods_dir, spec)
-                    pod = Pod(self._host, spec, folder)
+                    pod = PodSupervisor(self._context, spec, folder)
                     with self._lock:
                         self._pods[spec.job_id, spec.pod_id] = pod
                     pod.start()
@@ -262,7 +268,7 @@ class Agent:
             pod = self._pods.pop(key)
         pod.release(reason)
 
-    def _fence(self, pods: dict[PodKey, Pod], limit_s: float) -> None:
+    def _fence(self, pods: dict[PodKey, PodSupervisor], limit_s: float) -> None:
         """Stop everything: from now on the server may start the same work elsewhere."""
         reason = f"no answer from the server for {limit_s:g} s (--on_server_loss stop_after)"
         for pod in pods.values():
@@ -272,7 +278,7 @@ class Agent:
     # --- ending
 
     def _leave(self) -> int:
-        if self._end is End.KEEP:
+        if self._end is EndMode.KEEP:
             logger.info("ending; %d pods stay for the next client", len(self._pods))
             if self._link is not None:
                 self._link.close()
@@ -300,7 +306,7 @@ class Agent:
         """
         plan = self._plan
         wanted = {pod.job_id for pod in plan.pods if pod.last_save} if plan is not None else set()
-        begun: list[tuple[str, list[Pod], Saving]] = []
+        begun: list[tuple[str, list[PodSupervisor], SaveAttempt]] = []
         for job_id in sorted(wanted):
             pods = [pod for key, pod in self._pods.items() if key[0] == job_id]
             if not pods:
@@ -315,7 +321,7 @@ class Agent:
         for job_id, pods, saving in begun:
             self._follow_last(job_id, pods, saving)
 
-    def _follow_last(self, job_id: str, pods: list[Pod], saving: Saving) -> None:
+    def _follow_last(self, job_id: str, pods: list[PodSupervisor], saving: SaveAttempt) -> None:
         said, grown_at = saving.state, time.monotonic()
         shown_at = grown_at
         while not saving.is_over:
@@ -326,7 +332,7 @@ class Agent:
                     shown_at = grown_at
                     logger.info("job %s: %s", job_id, saving_text(said))
             late = time.monotonic() > grown_at + SAVE_STALL_S
-            if self._end is End.KILL or late:
+            if self._end is EndMode.KILL or late:
                 saving.cancel()
                 break
         if saving.state.phase is not SavePhase.WRITTEN:
@@ -342,7 +348,7 @@ class Agent:
         """Stop every pod and wait until all have exited; return whether all have."""
         with self._lock:
             pods = list(self._pods.values())
-        killing = self._end is End.KILL  # it may be from the next line on: then below
+        killing = self._end is EndMode.KILL  # it may be from the next line on: then below
         for pod in pods:
             if killing:
                 pod.kill("this client ends at once")
@@ -353,7 +359,7 @@ class Agent:
         while any(pod.holds_slots for pod in pods):
             if time.monotonic() > deadline:
                 return False
-            if self._end is End.KILL and not killing:
+            if self._end is EndMode.KILL and not killing:
                 killing = True
                 for pod in pods:
                     pod.kill("asked a second time to end")
@@ -367,8 +373,8 @@ def install_signals(agent: Agent, *, keep_pods: bool) -> None:
 
     def handle(number: int, _frame: object) -> None:
         asked.append(number)
-        first = End.KEEP if keep_pods else End.STOP
-        agent.end(first if len(asked) == 1 else End.KILL)
+        first = EndMode.KEEP if keep_pods else EndMode.STOP
+        agent.end(first if len(asked) == 1 else EndMode.KILL)
 
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGINT, handle)
@@ -378,7 +384,7 @@ def own_address(server_url: str) -> str:
     """Return the address of this machine that faces the server; 127.0.0.1 when that is here.
 
     Raises:
-        UsageError: the server's name does not resolve.
+        SetupError: the server's name does not resolve.
     """
     parts = urlsplit(server_url)
     try:
@@ -389,18 +395,18 @@ def own_address(server_url: str) -> str:
             probe.connect(address)  # no packet is sent
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise UsageError(
+        raise SetupError(
             f"--job_server: cannot find the way to {parts.hostname}: {error}; check the name, or "
             "give this node's own address by --addr"
         ) from None
 
 
 def read_token(path: Path) -> str:
-    """Return the token in `path`. Raises UsageError: there is none."""
+    """Return the token in `path`. Raises SetupError: there is none."""
     try:
         token = path.read_text().strip()
     except OSError as error:
-        raise UsageError(f"--token_file: cannot read {path}: {error.strerror}") from None
+        raise SetupError(f"--token_file: cannot read {path}: {error.strerror}") from None
     if not token:
-        raise UsageError(f"--token_file: {path} is empty")
+        raise SetupError(f"--token_file: {path} is empty")
     return token

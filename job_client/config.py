@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
+class ClientConfig:
     """A valid command line, its paths made absolute against the folder of the client."""
 
-    client_dir: Path
+    cwd: Path
     log_dir: Path
     log_level: int
     pod_path: Path  # pods' own folders are made here

@@ -21,7 +21,7 @@ from typing import Any
 
 from job_client import ports
 from job_client.devices.gpus import GpuSlots, open_nvml
-from job_client.errors import UsageError
+from job_client.errors import SetupError
 
 GIB = 1 << 30
 PADDLE_TIMEOUT_S = 120  # a GPU build on a cold disk takes its time
@@ -57,7 +57,7 @@ print("\\n" + json.dumps(out))
 """
 
 
-class Verdict(Enum):
+class Severity(Enum):
     OK = "ok"
     WARN = "warn"
     FAIL = "fail"
@@ -66,21 +66,21 @@ class Verdict(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     what: str
-    verdict: Verdict
+    verdict: Severity
     found: str
     remedy: str = ""
 
 
 def ok(what: str, found: str) -> Finding:
-    return Finding(what=what, verdict=Verdict.OK, found=found)
+    return Finding(what=what, verdict=Severity.OK, found=found)
 
 
 def warn(what: str, found: str, remedy: str) -> Finding:
-    return Finding(what=what, verdict=Verdict.WARN, found=found, remedy=remedy)
+    return Finding(what=what, verdict=Severity.WARN, found=found, remedy=remedy)
 
 
 def fail(what: str, found: str, remedy: str) -> Finding:
-    return Finding(what=what, verdict=Verdict.FAIL, found=found, remedy=remedy)
+    return Finding(what=what, verdict=Severity.FAIL, found=found, remedy=remedy)
 
 
 # --- judgements: pure -------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def look_at_memory(meminfo: Path = Path("/proc/meminfo")) -> list[Finding]:
 
 
 def examine(log_dir: Path, wanted: tuple[int, int], visible: str | None) -> list[Finding]:
-    """Return everything found. Raises UsageError: CUDA_VISIBLE_DEVICES names no GPU."""
+    """Return everything found. Raises SetupError: CUDA_VISIBLE_DEVICES names no GPU."""
     gpus = open_nvml(visible, is_ours=lambda _pid: False)
     version = sys.version_info
     looks: Iterable[Callable[[], list[Finding]]] = (
@@ -314,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         wanted = ports.parse_range(args.port_range)
         findings = examine(args.log_dir, wanted, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    except UsageError as error:
+    except SetupError as error:
         print(f"edl doctor: {error}", file=sys.stderr)
         return 2
     if args.json:
@@ -322,7 +322,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps({"findings": rows}, indent=2))
     else:
         print(table(findings))
-    return 1 if any(each.verdict is Verdict.FAIL for each in findings) else 0
+    return 1 if any(each.verdict is Severity.FAIL for each in findings) else 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What may go wrong in a job client.
 
     JobClientError
-    ├── UsageError        the command line or this machine's set-up is wrong: exit code 2
+    ├── SetupError        the command line or this machine's set-up is wrong: exit code 2
     ├── FatalError        the server refuses this client for good: exit code 1
     └── PodStartError     one pod cannot start: reported as EXITED, the client goes on
 
@@ -13,7 +13,7 @@ class JobClientError(Exception):
     """Root of all of these; the text names the field, the value and the remedy."""
 
 
-class UsageError(JobClientError):
+class SetupError(JobClientError):
     pass
 
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from job_client.errors import UsageError
+from job_client.errors import SetupError
 
 BLOCK = 2000
 FIRST = 20000
@@ -42,7 +42,7 @@ def blocks(ephemeral: tuple[int, int], size: int = BLOCK) -> list[tuple[int, int
     return below + above + inside
 
 
-class Blocks:
+class PortBlocks:
     """The blocks that a client tries by itself, one after the other. Safe to use from any thread.
 
     Clients of different servers know nothing of each other, and would deal the same ports on one
@@ -90,12 +90,12 @@ def parse_range(text: str) -> tuple[int, int]:
     """Return (low, high) of LOW-HIGH, both inclusive.
 
     Raises:
-        UsageError: it is not two ports, the first not above the second.
+        SetupError: it is not two ports, the first not above the second.
     """
     match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
     if not match:
-        raise UsageError(f"--port_range: expected LOW-HIGH (such as 20000-21999), got {text!r}")
+        raise SetupError(f"--port_range: expected LOW-HIGH (such as 20000-21999), got {text!r}")
     low, high = int(match[1]), int(match[2])
     if not 1024 <= low <= high <= 65535:
-        raise UsageError(f"--port_range: expected 1024 <= LOW <= HIGH <= 65535, got {text}")
+        raise SetupError(f"--port_range: expected 1024 <= LOW <= HIGH <= 65535, got {text}")
     return low, high

@@ -8,10 +8,10 @@ from job_server.api.errors import ConfigError, Conflict
 from job_server.api.wire import WireError
 from job_server.cluster.change_script import parse_script, timeline
 from job_server.server.app import create_app, version
-from job_server.server.config import Config, read_config
+from job_server.server.config import ServerConfig, read_config
 from job_server.server.guard import Guard
-from job_server.server.http_server import HttpServer
-from job_server.server.service import Service
+from job_server.server.http_server import WaitressServer
+from job_server.server.service import JobService
 from job_server.server.store import Store
 
 logger = logging.getLogger("job_server")
@@ -33,23 +33,23 @@ def main(argv: list[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else 1
 
 
-def _dry_run(config: Config) -> int:
+def _dry_run(config: ServerConfig) -> int:
     if config.job is None:
         raise ConfigError("--dry_run: there is no job to show (--no_job); leave one of them out")
     print("\n".join(timeline(config.job.script, config.job)))
     return 0
 
 
-def _serve(config: Config) -> int:
+def _serve(config: ServerConfig) -> int:
     logging.basicConfig(
         level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     store = Store(config.db)
-    service = Service(store, heartbeat_s=config.heartbeat_s, max_watchers=config.max_watchers)
+    service = JobService(store, heartbeat_s=config.heartbeat_s, max_watchers=config.max_watchers)
     try:
         guard = Guard(token=config.token, insecure_legacy=config.insecure_legacy)
         app = create_app(service, guard)
-        server = HttpServer(
+        server = WaitressServer(
             app, bind=config.bind, port=config.port, max_watchers=config.max_watchers
         )
         service.start()
@@ -70,7 +70,7 @@ def _serve(config: Config) -> int:
     return 0
 
 
-def _add_default_job(service: Service, config: Config) -> None:
+def _add_default_job(service: JobService, config: ServerConfig) -> None:
     """Submit the job of the command line, unless the database has it already."""
     job = config.job
     if job is None:

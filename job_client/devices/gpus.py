@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from job_client.errors import UsageError
+from job_client.errors import SetupError
 from job_server.api.wire import Slot, SlotKind, SlotUsage
 
 logger = logging.getLogger(__name__)
@@ -265,7 +265,7 @@ def visible_indices(visible: str | None, uuids: list[str]) -> tuple[int, ...]:
     Numbers are taken in PCI order. As in CUDA, what follows the first unknown entry is not seen.
 
     Raises:
-        UsageError: an entry is neither a number nor the beginning of one GPU's UUID.
+        SetupError: an entry is neither a number nor the beginning of one GPU's UUID.
     """
     if visible is None:
         return tuple(range(len(uuids)))
@@ -280,7 +280,7 @@ def visible_indices(visible: str | None, uuids: list[str]) -> tuple[int, ...]:
         else:
             matches = [i for i, uuid in enumerate(uuids) if uuid and uuid.startswith(entry)]
             if len(matches) != 1:
-                raise UsageError(
+                raise SetupError(
                     f"CUDA_VISIBLE_DEVICES: {entry!r} is neither a GPU's number nor the beginning "
                     "of one GPU's UUID; see `nvidia-smi -L` (parts of a GPU, MIG, are not slots)"
                 )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from job_client.config import Config
+from job_client.config import ClientConfig
 from job_client.errors import PodStartError
 from job_server.api.wire import NodePod, WireError, check_id
 
@@ -58,7 +58,7 @@ def _job_folder(jobs_dir: Path, name: str) -> Path:
     return folder
 
 
-def recipe_for(config: Config, pod: NodePod) -> Recipe:
+def recipe_for(config: ClientConfig, pod: NodePod) -> Recipe:
     """Return how to make `pod`.
 
     Raises:
@@ -70,13 +70,13 @@ def recipe_for(config: Config, pod: NodePod) -> Recipe:
                 f"folder: job {pod.job_id} names none, and this client was started with "
                 f"--jobs_dir {config.jobs_dir}; submit it with one of its subfolders"
             )
-        home = _job_folder(config.jobs_dir, pod.folder)
-        package = home / PACKAGE_SH
+        job_folder = _job_folder(config.jobs_dir, pod.folder)
+        package = job_folder / PACKAGE_SH
         return Recipe(
             package_sh=package if package.is_file() else None,
-            package_dir=home,
+            package_dir=job_folder,
             folder=config.pod_path / pod.job_id / pod.pod_id,
-            script=home / TRAIN_SH,
+            script=job_folder / TRAIN_SH,
             args=(),
         )
     if pod.folder is not None:
@@ -87,10 +87,10 @@ def recipe_for(config: Config, pod: NodePod) -> Recipe:
     if config.script is None:
         raise PodStartError("script: this client was started without one")
     folder = config.pod_path / pod.pod_id
-    base = folder if config.package_sh is not None else config.client_dir
+    base = folder if config.package_sh is not None else config.cwd
     return Recipe(
         package_sh=config.package_sh,
-        package_dir=config.client_dir,
+        package_dir=config.cwd,
         folder=folder,
         script=base / config.script,
         args=config.script_args,

@@ -19,7 +19,7 @@ MAX_STARTS = 3  # of a writer that dies without a word
 _MARKS = (env.RUN_MARKER, env.POD_ID, "EDL_POD_DIR")  # who ends a pod ends what carries them
 
 
-class Saving:
+class SaveAttempt:
     """One try to write a state. Thread-safe; its thread starts the writer and reads what it says.
 
     The writer dies with this process: the next client of the node starts another one.

@@ -20,8 +20,8 @@ from job_server.cluster.change_script import timeline
 from job_server.server.guard import PAGE_PATH, Guard
 from job_server.server.openapi import build_openapi
 from job_server.server.page import page_context
-from job_server.server.polls import Answer
-from job_server.server.service import Service
+from job_server.server.polls import JsonReply
+from job_server.server.service import JobService
 from job_server.training import stages
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ MAX_EVENTS = 1000  # in one answer
 _one_at_a_time = threading.Lock()  # or the first to end would enable what the other disabled
 
 
-def create_app(service: Service, guard: Guard) -> Flask:
+def create_app(service: JobService, guard: Guard) -> Flask:
     """Return the WSGI application. `service` is started and closed by the caller."""
     app = Flask(__name__, static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
@@ -71,7 +71,7 @@ def _route(app: Flask, method: str, path: str) -> Callable[[View], View]:
     return app.route(path, methods=[method], provide_automatic_options=False)
 
 
-def _add_server_routes(app: Flask, service: Service) -> None:
+def _add_server_routes(app: Flask, service: JobService) -> None:
     description = to_body(build_openapi())
 
     @_route(app, "GET", "/api/v1/health")
@@ -83,10 +83,10 @@ def _add_server_routes(app: Flask, service: Service) -> None:
 
     @_route(app, "GET", "/api/v1/openapi.json")
     def openapi() -> Response:
-        return _send(Answer(body=description))
+        return _send(JsonReply(body=description))
 
 
-def _add_job_routes(app: Flask, service: Service) -> None:
+def _add_job_routes(app: Flask, service: JobService) -> None:
     @_route(app, "GET", "/api/v1/jobs")
     def list_jobs() -> Response:
         return _send(service.jobs())
@@ -137,13 +137,13 @@ def _add_job_routes(app: Flask, service: Service) -> None:
         return _send(answer)
 
 
-def _add_service_routes(app: Flask, service: Service) -> None:
+def _add_service_routes(app: Flask, service: JobService) -> None:
     @_route(app, "POST", "/api/v1/services/<name>/demand")
     def demand(name: str) -> Response:
         return _send(service.demand(name, _body(wire.Demand)))
 
 
-def _add_pod_routes(app: Flask, service: Service) -> None:
+def _add_pod_routes(app: Flask, service: JobService) -> None:
     @_route(app, "POST", "/api/v1/jobs/<job_id>/pods/<pod_id>/attach")
     def attach(job_id: str, pod_id: str) -> Response:
         return _send(service.attach(job_id, pod_id, _body(wire.Attach)))
@@ -157,7 +157,7 @@ def _add_pod_routes(app: Flask, service: Service) -> None:
         return _send(service.report(job_id, pod_id, _body(wire.PodReport)))
 
 
-def _add_node_routes(app: Flask, service: Service) -> None:
+def _add_node_routes(app: Flask, service: JobService) -> None:
     @_route(app, "GET", "/api/v1/nodes")
     def list_nodes() -> Response:
         return _send(service.nodes())
@@ -175,7 +175,7 @@ def _add_node_routes(app: Flask, service: Service) -> None:
         return _send(service.report_node(node_id, _body(wire.NodeReport)))
 
 
-def _add_legacy_routes(app: Flask, service: Service) -> None:
+def _add_legacy_routes(app: Flask, service: JobService) -> None:
     """Add the original's two routes, for its clients."""
 
     @_route(app, "GET", "/rest/1.0/get/query_pods")
@@ -209,7 +209,7 @@ def _add_legacy_routes(app: Flask, service: Service) -> None:
         return _json({"job_id": job_id, "estimated_run_time": seconds})
 
 
-def _add_page(app: Flask, service: Service) -> None:
+def _add_page(app: Flask, service: JobService) -> None:
     @_route(app, "GET", PAGE_PATH)
     def page() -> Response:
         response = Response(render_template("page.html", **page_context(service, version())))
@@ -313,10 +313,10 @@ def _int_arg(name: str, default: int, low: int, high: int) -> int:
 
 
 def _json(data: object, status: int = 200) -> Response:
-    return _send(Answer(body=to_body(data)), status)
+    return _send(JsonReply(body=to_body(data)), status)
 
 
-def _send(answer: Answer, status: int = 200) -> Response:
+def _send(answer: JsonReply, status: int = 200) -> Response:
     response = Response(answer.body, status, content_type="application/json")
     if answer.busy:
         response.headers["Retry-After"] = "1"

@@ -28,7 +28,7 @@ LEGACY_PORTS_PER_SLOT = 20  # a change may come before the sockets of the last o
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
+class ServerConfig:
     bind: str
     port: int
     token: str | None  # None: there is none, and the server is on loopback
@@ -42,7 +42,7 @@ class Config:
     legacy_nodes: tuple[Node, ...]
 
 
-def read_config(argv: list[str], environ: Mapping[str, str]) -> Config:
+def read_config(argv: list[str], environ: Mapping[str, str]) -> ServerConfig:
     """Return the checked configuration.
 
     Raises:
@@ -67,7 +67,7 @@ def read_config(argv: list[str], environ: Mapping[str, str]) -> Config:
         legacy_nodes = () if job is None else _legacy_nodes(args, job.job_id)
     except WireError as error:
         raise ConfigError(str(error)) from None
-    return Config(
+    return ServerConfig(
         bind=args.bind,
         port=args.server_port,
         token=token,

@@ -17,7 +17,7 @@ from job_server.api import wire
 from job_server.api.bodies import to_body
 from job_server.api.errors import Conflict, Gone, NotFound, StoreTrouble
 from job_server.cluster.placement import Cluster
-from job_server.server.nodes import Fleet, Held, KnownNode, Plan
+from job_server.server.nodes import Held, KnownNode, NodeRegistry, Plan
 from job_server.server.polls import Topic, Watchers
 from job_server.server.store import Store
 from job_server.sharing import kinds
@@ -38,7 +38,7 @@ MAX_ROUNDS = 10  # of one job giving slots to another; the timer goes on with th
 
 
 @dataclass(slots=True)
-class Entry:
+class JobEntry:
     """A job, what is derived from it, and who waits for that."""
 
     job: AnyJob
@@ -87,8 +87,8 @@ class Engine:
         self.store = store
         self.watchers = Watchers(max_watchers)
         self.lock = threading.RLock()
-        self.fleet = Fleet(heartbeat_s)
-        self.jobs: dict[str, Entry] = {}
+        self.registry = NodeRegistry(heartbeat_s)
+        self.jobs: dict[str, JobEntry] = {}
         self.unreadable: dict[str, str] = {}  # job id -> why; its row stays as it is
         self._aside: dict[str, AnyJob] = {}  # what of those is known to be on the nodes
         self.slots_moved = False  # settle() has something to do
@@ -116,7 +116,7 @@ class Engine:
             except wire.WireError as error:  # its client registers it again
                 logger.error("a node in the database cannot be read and is left out: %s", error)
                 continue
-            self.fleet.nodes[node.node_id] = self.known(node)
+            self.registry.nodes[node.node_id] = self.known(node)
 
     def start(self) -> None:
         """Tell the loaded jobs that the server was away, and start the clock. Takes the lock."""
@@ -145,7 +145,7 @@ class Engine:
                     topic.wake()
                 if not entry.state.ended:
                     self._write_progress(entry)
-            for known in self.fleet.nodes.values():
+            for known in self.registry.nodes.values():
                 known.plan.wake()
         if self._timer.is_alive():
             self._timer.join()
@@ -198,7 +198,7 @@ class Engine:
                 else:
                     self._step_unwatched(entry, stages.Tick())
         self.settle()
-        for node_id in self.fleet.forgettable(now):
+        for node_id in self.registry.forgettable(now):
             logger.info("node %s: silent for an hour and without pods: forgotten", node_id)
             try:
                 self.remove_node(node_id)
@@ -208,7 +208,7 @@ class Engine:
         # Something that is due again at once must not keep the lock.
         return min(max(min(due, default=math.inf) - self.now(), 0.002), TICK_S)
 
-    def _set_due(self, entry: Entry) -> None:
+    def _set_due(self, entry: JobEntry) -> None:
         now = self.now()
         # A job that has ended is due no more, unless it is still to be forgotten.
         entry.due_at = math.inf if entry.state.ended and not entry.forget else now + TICK_S
@@ -220,7 +220,7 @@ class Engine:
         if deadline is not None:
             entry.due_at = min(entry.due_at, deadline)
 
-    def _step_unwatched(self, entry: Entry, event: stages.Event) -> None:
+    def _step_unwatched(self, entry: JobEntry, event: stages.Event) -> None:
         """Step where no request waits to be told what goes wrong."""
         try:
             self.apply(entry, event)
@@ -233,7 +233,7 @@ class Engine:
 
     # --- change ---------------------------------------------------------------------------------
 
-    def apply(self, entry: Entry, event: stages.Event) -> None:
+    def apply(self, entry: JobEntry, event: stages.Event) -> None:
         """Step; write and tell what changed.
 
         Raises:
@@ -273,7 +273,7 @@ class Engine:
         if entry.forget and entry.state.ended:
             self.drop_unwatched(entry)
 
-    def _say_defect(self, entry: Entry, event: stages.Event, error: Exception) -> None:
+    def _say_defect(self, entry: JobEntry, event: stages.Event, error: Exception) -> None:
         """Note among a job's events that a step failed: it stays as it was. Once per text."""
         text = f"the server has a defect: {type(event).__name__} is left out: {error}"[:1000]
         if text == entry.defect:
@@ -291,13 +291,13 @@ class Engine:
             return
         entry.events.publish(number)
 
-    def _reset_timer(self, entry: Entry) -> None:
+    def _reset_timer(self, entry: JobEntry) -> None:
         before = entry.due_at
         self._set_due(entry)
         if entry.due_at < before:
             self._timer_wakes.notify_all()
 
-    def _note_progress(self, entry: Entry, now: float) -> None:
+    def _note_progress(self, entry: JobEntry, now: float) -> None:
         # 500 watchers of a job that reports every second would cost a core: progress is told the
         # more rarely the more watch. Changes of anything else are told at once.
         if now - entry.published_at >= max(1.0, self.watchers.count / 100):
@@ -308,7 +308,7 @@ class Engine:
         if now - entry.written_at >= PROGRESS_WRITE_S:
             self._write_progress(entry)
 
-    def _write_progress(self, entry: Entry) -> None:
+    def _write_progress(self, entry: JobEntry) -> None:
         try:
             self.store.save_job(
                 entry.spec.job_id, wire.encode(entry.job), forget=entry.forget, durable=False
@@ -317,7 +317,7 @@ class Engine:
             logger.error("job %s: progress not written: %s", entry.spec.job_id, error)
         entry.written_at = self.now()
 
-    def derive(self, entry: Entry) -> None:
+    def derive(self, entry: JobEntry) -> None:
         """Bring up to date, and tell, all that follows from a job."""
         for pod_id, topic in list(entry.orders.items()):
             orders = kinds.pod_orders(entry.job, pod_id)
@@ -326,7 +326,7 @@ class Engine:
                 del entry.orders[pod_id]
             elif orders != topic.value:
                 topic.publish(orders)
-        for node_id, known in self.fleet.nodes.items():
+        for node_id, known in self.registry.nodes.items():
             pods = kinds.node_pods(entry.job, node_id)
             if entry.node_pods.get(node_id, ()) != pods:
                 entry.node_pods[node_id] = pods
@@ -349,11 +349,11 @@ class Engine:
         if self.slots_moved:
             logger.warning("slots still move from job to job after %d rounds", MAX_ROUNDS)
 
-    def cluster(self, entry: Entry) -> Cluster:
+    def cluster(self, entry: JobEntry) -> Cluster:
         """Return the nodes as this job's placement sees them."""
         others = [other for other in self.jobs.values() if other is not entry]
         aside = self._aside.values()
-        return self.fleet.cluster(
+        return self.registry.cluster(
             [*(other.slots for other in others), *map(kinds.slots_held, aside)],
             [*(other.ports for other in others), *map(kinds.ports_held, aside)],
         )
@@ -374,11 +374,11 @@ class Engine:
 
     # --- jobs and nodes -------------------------------------------------------------------------
 
-    def add(self, job: AnyJob, *, forget: bool = False, last_event: int = 0) -> Entry:
+    def add(self, job: AnyJob, *, forget: bool = False, last_event: int = 0) -> JobEntry:
         """Take up a job that is written already."""
         now = self.now()
         status = kinds.job_status(job, now, 0)
-        entry = Entry(
+        entry = JobEntry(
             job=job,
             spec=status.spec,
             state=status.state,
@@ -391,14 +391,14 @@ class Engine:
         self.jobs[status.job_id] = entry
         return entry
 
-    def begin(self, entry: Entry) -> None:
+    def begin(self, entry: JobEntry) -> None:
         """Let a new job look at the nodes for the first time."""
         self.derive(entry)
         self._step_unwatched(entry, stages.NodesChanged())
         self.settle()
         self._timer_wakes.notify_all()
 
-    def drop_unwatched(self, entry: Entry) -> None:
+    def drop_unwatched(self, entry: JobEntry) -> None:
         """Forget a job; where the database does not, the clock tries again."""
         try:
             self.drop(entry)
@@ -406,7 +406,7 @@ class Engine:
             logger.error("job %s: not forgotten yet: %s", entry.spec.job_id, error)
             entry.due_at = self.now() + RETRY_S
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: JobEntry) -> None:
         """Forget a job; who still asks for it gets a 404."""
         job_id = entry.spec.job_id
         self.store.delete_job(job_id)
@@ -415,7 +415,7 @@ class Engine:
         for topic in entry.topics():
             topic.end(gone)
         for node_id, pods in entry.node_pods.items():
-            known = self.fleet.nodes.get(node_id)
+            known = self.registry.nodes.get(node_id)
             if pods and known is not None:
                 known.plan.publish(self._plan(node_id))
         self.slots_moved = True
@@ -426,7 +426,7 @@ class Engine:
         self.store.delete_job(job_id)
         del self.unreadable[job_id]
         if self._aside.pop(job_id, None) is not None:
-            for node_id, known in self.fleet.nodes.items():
+            for node_id, known in self.registry.nodes.items():
                 known.plan.publish(self._plan(node_id))
             self.slots_moved = True
         logger.info("job %s, which could not be read: forgotten", job_id)
@@ -434,9 +434,9 @@ class Engine:
     def add_node(self, node: wire.Node) -> KnownNode:
         """Add a node, or replace what it said before."""
         self.store.save_node(node.node_id, wire.encode(node))
-        known = self.fleet.nodes.get(node.node_id)
+        known = self.registry.nodes.get(node.node_id)
         if known is None:
-            known = self.fleet.nodes[node.node_id] = self.known(node)
+            known = self.registry.nodes[node.node_id] = self.known(node)
             logger.info("node %s: %d slots at %s", node.node_id, len(node.slots), node.addr)
         known.node, known.seen_at = node, self.now()
         for entry in list(self.jobs.values()):
@@ -448,7 +448,7 @@ class Engine:
 
     def remove_node(self, node_id: str) -> None:
         self.store.delete_node(node_id)
-        known = self.fleet.nodes.pop(node_id)
+        known = self.registry.nodes.pop(node_id)
         known.plan.end(NotFound(f"node_id: {node_id!r} has left; register it"))
         for entry in self.jobs.values():
             entry.node_pods.pop(node_id, None)
@@ -478,7 +478,7 @@ class Engine:
             server_id=self.server_id,
             revision=revision,
             plans=orders.plans,
-            heartbeat_s=self.fleet.heartbeat_s,
+            heartbeat_s=self.registry.heartbeat_s,
             leave=orders.leave,
             spares=orders.spares,
         )
@@ -489,7 +489,7 @@ class Engine:
             server_id=self.server_id,
             revision=revision,
             pods=pods,
-            heartbeat_s=self.fleet.heartbeat_s,
+            heartbeat_s=self.registry.heartbeat_s,
         )
         return to_body(wire.encode(plan))
 

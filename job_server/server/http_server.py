@@ -37,7 +37,7 @@ class _Channel(HTTPChannel):  # type: ignore[misc]  # waitress has no types
     error_task_class = _JsonErrorTask
 
 
-class HttpServer:
+class WaitressServer:
     """A listening server; run() serves until SIGTERM or SIGINT."""
 
     def __init__(self, app: Flask, *, bind: str, port: int, max_watchers: int) -> None:

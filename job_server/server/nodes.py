@@ -23,7 +23,7 @@ class KnownNode:
     report: wire.NodeReport | None = None  # None: none since it registered
 
 
-class Fleet:
+class NodeRegistry:
     """Registered nodes, by id."""
 
     def __init__(self, heartbeat_s: float) -> None:

@@ -10,14 +10,14 @@ from job_server.api.text import (
     steps_of_total,
     teacher_facts,
 )
-from job_server.server.service import Service
+from job_server.server.service import JobService
 
 SHOWN_EVENTS = 12
 SHOWN_STAGES = 12
 REFRESH_S = 3
 
 
-def page_context(service: Service, version: str) -> dict[str, Any]:
+def page_context(service: JobService, version: str) -> dict[str, Any]:
     """Return the template's variables; the template escapes all of them."""
     now = service.now()
     jobs = [

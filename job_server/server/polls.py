@@ -20,7 +20,7 @@ FRESH_S = 1.0  # an older body is made anew: what it says about clocks has gone 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class JsonReply:
     """A body that is ready to send."""
 
     body: bytes  # JSON
@@ -87,7 +87,7 @@ class Topic(Generic[T]):
         with self._changed:
             self._changed.notify_all()
 
-    def poll(self, revision: int, timeout_s: float) -> Answer:
+    def poll(self, revision: int, timeout_s: float) -> JsonReply:
         """Return the newest revision, as soon as it is not `revision` or after `timeout_s`.
 
         Raises:
@@ -105,7 +105,7 @@ class Topic(Generic[T]):
                         self._changed.notify(1)  # the chain goes on, see WOKEN_AT_ONCE
             if self._end is not None:
                 raise self._end.with_traceback(None)  # many raise it: no one keeps frames
-            return Answer(body=self._newest_body(), busy=busy)
+            return JsonReply(body=self._newest_body(), busy=busy)
 
     def _is_news(self, revision: int) -> bool:
         return self.revision != revision or self._end is not None or self._watchers.closing

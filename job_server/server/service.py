@@ -10,8 +10,8 @@ from job_server.api import wire
 from job_server.api.bodies import to_body
 from job_server.api.errors import BadRequest, Conflict, Gone, NotFound
 from job_server.cluster.change_script import parse_script
-from job_server.server.engine import Engine, Entry, not_wanted, steady_clock, unreadable_text
-from job_server.server.polls import Answer, Topic
+from job_server.server.engine import Engine, JobEntry, not_wanted, steady_clock, unreadable_text
+from job_server.server.polls import JsonReply, Topic
 from job_server.server.store import Store
 from job_server.sharing import kinds
 from job_server.teachers.job import TeacherJob
@@ -21,7 +21,7 @@ from job_server.training.events import Demanded
 logger = logging.getLogger(__name__)
 
 
-class Service:
+class JobService:
     """All jobs and nodes. Safe to use from any thread.
 
     Raises (all methods that change something):
@@ -50,7 +50,7 @@ class Service:
 
     def submit(
         self, spec: wire.JobSpec, *, legacy_nodes: tuple[wire.Node, ...] = ()
-    ) -> tuple[Answer, bool]:
+    ) -> tuple[JsonReply, bool]:
         """Add a job; return its status and whether it is new (the same spec again is no error).
 
         Args:
@@ -92,7 +92,7 @@ class Service:
         with self._engine.lock:
             return list(self._engine.jobs)
 
-    def job(self, job_id: str, revision: int = -1, timeout_s: float = 0.0) -> Answer:
+    def job(self, job_id: str, revision: int = -1, timeout_s: float = 0.0) -> JsonReply:
         """Return a JobStatus; with a timeout, as soon as its revision is not `revision`.
 
         Raises:
@@ -100,11 +100,11 @@ class Service:
         """
         return self._entry(job_id).status.poll(revision, timeout_s)
 
-    def jobs(self) -> Answer:
+    def jobs(self) -> JsonReply:
         """Return all jobs' JobStatus."""
         with self._engine.lock:
             bodies = [entry.status.poll(-1, 0).body for entry in self._engine.jobs.values()]
-        return Answer(body=b'{"jobs":[' + b",".join(bodies) + b"]}")
+        return JsonReply(body=b'{"jobs":[' + b",".join(bodies) + b"]}")
 
     def statuses(self) -> list[wire.JobStatus]:
         """Return all jobs' statuses, for the page."""
@@ -112,7 +112,7 @@ class Service:
             jobs = [(entry.job, entry.status.revision) for entry in self._engine.jobs.values()]
         return [kinds.job_status(job, self.now(), revision) for job, revision in jobs]
 
-    def ask(self, job_id: str, event: stages.Event) -> Answer:
+    def ask(self, job_id: str, event: stages.Event) -> JsonReply:
         """Pass on what a user asks of a job; return its JobStatus then.
 
         Raises:
@@ -125,7 +125,7 @@ class Service:
             self._engine.settle()
             return self._now(entry)
 
-    def delete(self, job_id: str, *, discard: bool = False) -> Answer:
+    def delete(self, job_id: str, *, discard: bool = False) -> JsonReply:
         """Stop a job, forget it as soon as it has ended; return its JobStatus.
 
         Args:
@@ -155,7 +155,7 @@ class Service:
             engine.settle()
             return answer
 
-    def events(self, job_id: str, *, after: int, limit: int, timeout_s: float) -> Answer:
+    def events(self, job_id: str, *, after: int, limit: int, timeout_s: float) -> JsonReply:
         """Return the job's events after number `after`; wait up to `timeout_s` if there are none.
 
         Raises:
@@ -171,7 +171,7 @@ class Service:
                 found = self._engine.store.events(job_id, after=after, limit=limit)
                 body = to_body({"events": wire.encode(found)})
                 entry.page = (key, body)
-        return Answer(body=body, busy=busy)
+        return JsonReply(body=body, busy=busy)
 
     def last_events(self, job_id: str, count: int) -> list[wire.JobEvent]:
         """Return the newest `count` events, oldest first; none for an unknown job."""
@@ -213,7 +213,7 @@ class Service:
                 if entry.spec.kind is wire.JobKind.TRAINING
             ]
 
-    def _entry(self, job_id: str) -> Entry:
+    def _entry(self, job_id: str) -> JobEntry:
         entry = self._engine.jobs.get(job_id)
         if job_id in self._engine.unreadable:
             raise NotFound(unreadable_text(job_id, self._engine.unreadable[job_id]))
@@ -221,13 +221,13 @@ class Service:
             raise NotFound(f"job_id: there is no job {job_id[:100]!r}")
         return entry
 
-    def _now(self, entry: Entry) -> Answer:
+    def _now(self, entry: JobEntry) -> JsonReply:
         # The topic has ended where the job was forgotten by what was asked.
-        return Answer(body=self._engine.status_body(entry.job, entry.status.revision))
+        return JsonReply(body=self._engine.status_body(entry.job, entry.status.revision))
 
     # --- services, for discovery ----------------------------------------------------------------
 
-    def demand(self, service: str, demand: wire.Demand) -> Answer:
+    def demand(self, service: str, demand: wire.Demand) -> JsonReply:
         """Take in what the students of a service report; return a DemandAnswer.
 
         Raises:
@@ -255,9 +255,9 @@ class Service:
                 running=job.running,
                 wanted=job.wanted,
             )
-        return Answer(body=to_body(wire.encode(answer)))
+        return JsonReply(body=to_body(wire.encode(answer)))
 
-    def _serving(self, service: str) -> Entry | None:
+    def _serving(self, service: str) -> JobEntry | None:
         """Return the job of teachers that serves it; None: there is none that has not ended."""
         for entry in self._engine.jobs.values():
             if entry.spec.service == service and not entry.state.ended:
@@ -266,7 +266,7 @@ class Service:
 
     # --- pods, for launchers --------------------------------------------------------------------
 
-    def attach(self, job_id: str, pod_id: str, attach: wire.Attach) -> Answer:
+    def attach(self, job_id: str, pod_id: str, attach: wire.Attach) -> JsonReply:
         """Take in a launcher's whole truth; return its PodOrders.
 
         Raises:
@@ -282,7 +282,7 @@ class Service:
             self._engine.settle()
             return self._orders(entry, pod_id).poll(-1, 0)
 
-    def orders(self, job_id: str, pod_id: str, revision: int, timeout_s: float) -> Answer:
+    def orders(self, job_id: str, pod_id: str, revision: int, timeout_s: float) -> JsonReply:
         """Return PodOrders, as soon as their revision is not `revision`.
 
         Raises:
@@ -293,7 +293,7 @@ class Service:
             topic = self._orders(self._entry(job_id), pod_id)
         return topic.poll(revision, timeout_s)
 
-    def report(self, job_id: str, pod_id: str, report: wire.PodReport) -> Answer:
+    def report(self, job_id: str, pod_id: str, report: wire.PodReport) -> JsonReply:
         """Take in what a launcher reports.
 
         Raises:
@@ -307,7 +307,7 @@ class Service:
             self._engine.settle()
         return self._heard()
 
-    def _orders(self, entry: Entry, pod_id: str) -> Topic[stages.PodView]:
+    def _orders(self, entry: JobEntry, pod_id: str) -> Topic[stages.PodView]:
         engine = self._engine
         topic = entry.orders.get(pod_id)
         if topic is None:
@@ -325,27 +325,27 @@ class Service:
 
     # --- nodes, for job clients -----------------------------------------------------------------
 
-    def register(self, node: wire.Node) -> Answer:
+    def register(self, node: wire.Node) -> JsonReply:
         """Add a node, or replace what it said before; return its NodePlan.
 
         Raises:
             Conflict: another live node on the same address deals the same ports.
         """
         with self._engine.lock:
-            self._engine.fleet.check_ports(node, self.now())
+            self._engine.registry.check_ports(node, self.now())
             return self._engine.add_node(node).plan.poll(-1, 0)
 
-    def plan(self, node_id: str, revision: int, timeout_s: float) -> Answer:
+    def plan(self, node_id: str, revision: int, timeout_s: float) -> JsonReply:
         """Return a NodePlan, as soon as its revision is not `revision`.
 
         Raises:
             NotFound: the node is not registered.
         """
         with self._engine.lock:
-            known = self._engine.fleet.get(node_id)
+            known = self._engine.registry.get(node_id)
         return known.plan.poll(revision, timeout_s)
 
-    def report_node(self, node_id: str, report: wire.NodeReport) -> Answer:
+    def report_node(self, node_id: str, report: wire.NodeReport) -> JsonReply:
         """Take in a node's heartbeat.
 
         Raises:
@@ -357,7 +357,7 @@ class Service:
             )
         engine = self._engine
         with engine.lock:
-            if engine.fleet.note_report(node_id, report, self.now()):
+            if engine.registry.note_report(node_id, report, self.now()):
                 engine.slots_moved = True
             trouble: Exception | None = None
             for entry in list(engine.jobs.values()):
@@ -376,13 +376,13 @@ class Service:
             engine.settle()
         return self._heard()
 
-    def nodes(self) -> Answer:
+    def nodes(self) -> JsonReply:
         """Return all nodes' NodeStatus."""
-        return Answer(body=to_body({"nodes": wire.encode(self.node_statuses())}))
+        return JsonReply(body=to_body({"nodes": wire.encode(self.node_statuses())}))
 
     def node_statuses(self) -> list[wire.NodeStatus]:
         with self._engine.lock:
-            return self._engine.fleet.statuses(self.now())
+            return self._engine.registry.statuses(self.now())
 
-    def _heard(self) -> Answer:
-        return Answer(body=to_body({"server_id": self.server_id}))
+    def _heard(self) -> JsonReply:
+        return JsonReply(body=to_body({"server_id": self.server_id}))

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from job_client.agent import Agent, End
-from job_client.config import Config
+from job_client.agent import Agent, EndMode
+from job_client.client_dir import ClientDir
+from job_client.config import ClientConfig
 from job_client.devices.gpus import CpuSlots
-from job_client.home import Home
 from job_server.api.errors import NotFound, ServerAway
 from job_server.api.wire import (
     JobStatus,
@@ -136,9 +136,9 @@ class FakeServer:
 class Client:
     """A job client in threads of this process, which may be ended in order only."""
 
-    def __init__(self, config: Config, server: FakeServer) -> None:
-        self.home = Home(config.log_dir)
-        self.agent = Agent(config, self.home, CpuSlots(4), lambda: server)
+    def __init__(self, config: ClientConfig, server: FakeServer) -> None:
+        self.client_dir = ClientDir(config.log_dir)
+        self.agent = Agent(config, self.client_dir, CpuSlots(4), lambda: server)
         self.result: int | BaseException | None = None  # None: it runs
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -150,9 +150,9 @@ class Client:
         except Exception as error:  # noqa: BLE001
             self.result = error
         finally:
-            self.home.close()
+            self.client_dir.close()
 
-    def end(self, how: End = End.STOP) -> None:
+    def end(self, how: EndMode = EndMode.STOP) -> None:
         self.agent.end(how)
         self.join()
 
@@ -176,13 +176,13 @@ def server() -> Iterator[FakeServer]:
 
 
 @pytest.fixture
-def make_config(tmp_path: Path) -> Callable[..., Config]:
+def make_config(tmp_path: Path) -> Callable[..., ClientConfig]:
     """Make a configuration; `train` is the text of the training script."""
 
-    def make(train: str = "sleep 600", **fields: object) -> Config:
+    def make(train: str = "sleep 600", **fields: object) -> ClientConfig:
         (tmp_path / "train.sh").write_text(train + "\n")
         values: dict[str, object] = {
-            "client_dir": tmp_path,
+            "cwd": tmp_path,
             "log_dir": tmp_path / "log",
             "log_level": 20,
             "pod_path": tmp_path / "pods",
@@ -193,14 +193,14 @@ def make_config(tmp_path: Path) -> Callable[..., Config]:
             "port_range": (20000, 21999),
             **fields,
         }
-        return Config(**values)  # type: ignore[arg-type]
+        return ClientConfig(**values)  # type: ignore[arg-type]
 
     return make
 
 
 @pytest.fixture
 def start_client(
-    make_config: Callable[..., Config], server: FakeServer, tmp_path: Path
+    make_config: Callable[..., ClientConfig], server: FakeServer, tmp_path: Path
 ) -> Iterator[Callable[..., Client]]:
     """Start clients; every process of theirs is gone when the test ends."""
     clients: list[Client] = []
@@ -212,7 +212,7 @@ def start_client(
 
     yield start
     for client in clients:
-        client.end(End.KILL)
+        client.end(EndMode.KILL)
     kill_all(tmp_path / "log")
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from job_client.agent import End
-from job_client.errors import FatalError, UsageError
+from job_client.agent import EndMode
+from job_client.errors import FatalError, SetupError
 from job_server.api.errors import Conflict, Unauthorized
 from job_server.api.wire import PodPhase, Want
 from pod_runtime import env, processes, shim_wire
@@ -252,7 +252,7 @@ def test_a_client_with_kept_pods_leaves_them_to_its_successor(start_client, serv
     server.want(pod())
     server.wait_phase("pod_0_0", PodPhase.RUNNING)
     pid = shim_pid(tmp_path)
-    first.end(End.KEEP)
+    first.end(EndMode.KEEP)
     assert not is_gone(pid)
 
     reports = len(server.reports)
@@ -267,7 +267,7 @@ def test_what_happened_while_no_client_was_there_is_reported(start_client, serve
     server.want(pod())
     server.wait_phase("pod_0_0", PodPhase.RUNNING)
     pid = shim_pid(tmp_path)
-    first.end(End.KEEP)
+    first.end(EndMode.KEEP)
     (tmp_path / "pods" / "go").touch()
     wait_until(lambda: is_gone(pid))
     start_client()
@@ -324,7 +324,7 @@ def test_taken_ports_end_the_client_with_the_remedy(start_client, server):
     server.refuse = Conflict("port_low: node-b at 127.0.0.1 has 20000-21999")
     client = start_client()
     client.join()
-    assert isinstance(client.result, UsageError)
+    assert isinstance(client.result, SetupError)
     assert "give --port_range LOW-HIGH" in str(client.result)
 
 
@@ -345,7 +345,7 @@ def test_a_wrong_token_ends_the_client(start_client, server):
 
 def test_two_clients_cannot_share_a_folder(start_client, make_config, server):
     start_client()
-    with pytest.raises(UsageError, match="another job client runs in"):
+    with pytest.raises(SetupError, match="another job client runs in"):
         start_client()
 
 
@@ -371,6 +371,6 @@ def test_a_node_with_too_few_ports_for_its_slots_is_refused_before_it_registers(
 ):
     client = start_client(port_range=(20000, 20003))
     client.join()
-    assert isinstance(client.result, UsageError)
+    assert isinstance(client.result, SetupError)
     assert "at least two per slot" in str(client.result)
     assert server.nodes == []

@@ -7,11 +7,11 @@ import pytest
 
 from job_client import doctor
 from job_client.devices.gpus import GpuSlots
-from job_client.doctor import Verdict
+from job_client.doctor import Severity
 from tests.job_client.test_gpus import FakeNvml, gpu
 
 GIB = doctor.GIB
-OK, WARN, FAIL = Verdict.OK, Verdict.WARN, Verdict.FAIL
+OK, WARN, FAIL = Severity.OK, Severity.WARN, Severity.FAIL
 WORKS = {"version": "3.3.1", "cuda": True, "cuda_version": "12.6", "gpus": 1, "product": 64.0**3}
 
 

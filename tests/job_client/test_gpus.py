@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from job_client.devices.gpus import CpuSlots, GpuSlots, find_inventory, open_nvml, visible_indices
-from job_client.errors import UsageError
+from job_client.errors import SetupError
 from job_server.api.wire import SlotKind
 
 GIB = 1 << 30
@@ -195,7 +195,7 @@ def test_cuda_visible_devices_is_read_as_cuda_reads_it(visible, expected):
 
 @pytest.mark.parametrize("visible", ["GPU-", "GPU-9", "MIG-1234", "first"])
 def test_a_device_that_names_no_one_gpu_is_refused(visible):
-    with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(SetupError, match="CUDA_VISIBLE_DEVICES"):
         visible_indices(visible, ["GPU-0abc", "GPU-1abc"])
 
 

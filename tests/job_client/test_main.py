@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from job_client.__main__ import is_ours, parse_args, server_url
-from job_client.errors import UsageError
+from job_client.errors import SetupError
 from job_server.api.errors import JobServerError, Rejected
 from job_server.api.wire import Node, NodeReport, PodPhase, decode, encode
 from pod_runtime import env, processes
@@ -264,7 +264,7 @@ def test_two_clients_in_one_folder_are_refused(server, url, start_program, tmp_p
 )
 def test_a_wrong_command_line_names_the_flag_and_the_remedy(tmp_path, args, text):
     (tmp_path / "train.sh").touch()
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(SetupError) as refused:
         parse_args(args, {}, tmp_path)
     assert text in str(refused.value)
 
@@ -300,7 +300,7 @@ def test_a_server_is_named_by_host_and_port_or_by_url(text, url):
 
 @pytest.mark.parametrize("text", ["", "host:port", "http://", "host:0", "file:///x"])
 def test_what_names_no_server_is_refused(text):
-    with pytest.raises(UsageError, match="--job_server"):
+    with pytest.raises(SetupError, match="--job_server"):
         server_url(text)
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from job_client.errors import UsageError
-from job_client.ports import Blocks, blocks, ephemeral_range, parse_range
+from job_client.errors import SetupError
+from job_client.ports import PortBlocks, blocks, ephemeral_range, parse_range
 
 
 def test_the_first_block_lies_below_the_kernels_default_range():
@@ -35,13 +35,13 @@ def test_blocks_are_valid_and_never_overlap(low, length):
 
 def test_two_clients_of_one_host_hold_different_blocks_until_they_end():
     every = [(1, 2), (3, 4), (5, 6)]  # no real client has these
-    first, second = Blocks(every), Blocks(every)
+    first, second = PortBlocks(every), PortBlocks(every)
     assert (first.next(), second.next()) == ((1, 2), (3, 4))
     assert first.next() == (5, 6)  # the server refuses the first block
     assert first.next() is None
     second.close()
     assert second.next() is None
-    third = Blocks(every)
+    third = PortBlocks(every)
     assert third.next() == (1, 2)
     third.close()
 
@@ -52,7 +52,7 @@ def test_a_range_is_two_ports():
 
 @pytest.mark.parametrize("text", ["", "20000", "20000-", "b-c", "2-1", "80-90", "60000-70000"])
 def test_what_is_no_range_is_refused(text):
-    with pytest.raises(UsageError, match="--port_range: expected"):
+    with pytest.raises(SetupError, match="--port_range: expected"):
         parse_range(text)
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import psutil
 import pytest
 
-from job_client.agent import End
-from job_client.pods.saving import Saving
+from job_client.agent import EndMode
+from job_client.pods.saving import SaveAttempt
 from job_server.api.wire import PodPhase, Save, SavePhase, SaveState, Want
 from pod_runtime import shim_wire
 from pod_runtime.segment_header import Stamp
@@ -85,7 +85,7 @@ def places(tmp_path: Path, checkpoint: str = "checkpoint") -> Places:
 
 
 def written(folder: Path, *, spare: bool = False) -> SaveState:
-    saving = Saving(Save(id=7, spare=spare), [folder], dict(os.environ), lambda: None)
+    saving = SaveAttempt(Save(id=7, spare=spare), [folder], dict(os.environ), lambda: None)
     saving.start()
     wait_until(lambda: saving.is_over)
     assert saving.state.id == 7
@@ -161,7 +161,7 @@ def test_a_writer_that_is_killed_amid_its_work_is_followed_by_another(shim, tmp_
     folder = tmp_path / "checkpoint" / CheckpointId(3, 12).folder
     folder.mkdir(parents=True)
     os.mkfifo(folder / "train_status.json")  # nobody reads: the writer stays here
-    saving = Saving(Save(id=1), [shim], dict(os.environ), lambda: None)
+    saving = SaveAttempt(Save(id=1), [shim], dict(os.environ), lambda: None)
     saving.start()
     tensors = folder / "extra.safetensors"
     wait_until(lambda: tensors.exists() and writers(), what="the last file before that one")
@@ -176,7 +176,7 @@ def test_a_writer_that_dies_again_and_again_is_given_up_and_one_that_is_called_o
     shim, tmp_path
 ):
     environ = {**os.environ, "PYTHONHOME": "/nowhere"}  # no interpreter starts so
-    saving = Saving(Save(id=1), [shim], environ, lambda: None)
+    saving = SaveAttempt(Save(id=1), [shim], environ, lambda: None)
     saving.start()
     wait_until(lambda: saving.is_over)
     assert saving.state.phase is SavePhase.FAILED
@@ -185,7 +185,7 @@ def test_a_writer_that_dies_again_and_again_is_given_up_and_one_that_is_called_o
     folder = tmp_path / "checkpoint" / CheckpointId(3, 12).folder
     folder.mkdir(parents=True)
     os.mkfifo(folder / "train_status.json")
-    saving = Saving(Save(id=1), [shim], dict(os.environ), lambda: None)
+    saving = SaveAttempt(Save(id=1), [shim], dict(os.environ), lambda: None)
     saving.start()
     wait_until(lambda: (folder / "extra.safetensors").exists())
     saving.cancel()
@@ -246,7 +246,7 @@ def test_a_client_that_is_killed_or_not_told_to_writes_nothing_and_says_what_is_
     server.wait_phase("pod_0_0", PodPhase.RUNNING)
     hold(tmp_path / "log" / "pods" / "pod_0_0", places(tmp_path))
     with caplog.at_level(logging.ERROR):
-        client.end(End.KILL if told else End.STOP)
+        client.end(EndMode.KILL if told else EndMode.STOP)
     assert not (tmp_path / "checkpoint").exists()
     assert ("held in memory is lost" in caplog.text) == told
 

@@ -18,7 +18,7 @@ from job_server.api.errors import ServerAway
 from job_server.api.wire import Node, Slot, SlotKind
 from job_server.server.app import create_app
 from job_server.server.guard import Guard
-from job_server.server.service import Service
+from job_server.server.service import JobService
 from job_server.server.store import Store
 from tests.support import free_port, wait_until
 
@@ -31,9 +31,9 @@ def open_service(
     *,
     max_watchers: int = 50,
     now: Callable[[], float] | None = None,
-) -> Iterator[Service]:
+) -> Iterator[JobService]:
     """A service on a database; closed in the end, as a server that is stopped."""
-    service = Service(Store(str(path)), max_watchers=max_watchers, now=now)
+    service = JobService(Store(str(path)), max_watchers=max_watchers, now=now)
     service.start()
     try:
         yield service
@@ -41,7 +41,7 @@ def open_service(
         service.close()
 
 
-def browse(service: Service, guard: Guard | None = None) -> FlaskClient:
+def browse(service: JobService, guard: Guard | None = None) -> FlaskClient:
     return create_app(service, guard or Guard()).test_client()
 
 

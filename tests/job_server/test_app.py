@@ -11,7 +11,7 @@ from job_server.api import wire
 from job_server.api.bodies import MAX_BODY_BYTES
 from job_server.api.errors import StoreTrouble
 from job_server.server.guard import Guard
-from job_server.server.service import Service
+from job_server.server.service import JobService
 from job_server.server.store import Store
 from tests.job_server.serving import InThread, browse, cpu_node, open_service
 from tests.support import wait_until
@@ -31,7 +31,7 @@ def service():
 
 
 @pytest.fixture
-def client(service: Service) -> FlaskClient:
+def client(service: JobService) -> FlaskClient:
     return browse(service)
 
 
@@ -349,7 +349,7 @@ def test_a_node_that_leaves_is_off_the_list(client):
 
 def test_a_silent_node_is_shown_as_not_alive():
     clock = [1_000_000.0]
-    service = Service(Store(":memory:"), heartbeat_s=1.0, now=lambda: clock[0])
+    service = JobService(Store(":memory:"), heartbeat_s=1.0, now=lambda: clock[0])
     client = browse(service)
     Launchers(client)
     clock[0] += 3
@@ -594,7 +594,7 @@ AST_IN_FINALIZERS = """
 import ast, gc
 from job_server.server.app import create_app
 from job_server.server.guard import Guard
-from job_server.server.service import Service
+from job_server.server.service import JobService
 from job_server.server.store import Store
 
 class Garbage:
@@ -604,7 +604,7 @@ class Garbage:
         ast.parse("f(1)")  # as formatting a traceback does
         Garbage()
 
-service = Service(Store(":memory:"), max_watchers=1)
+service = JobService(Store(":memory:"), max_watchers=1)
 gc.set_threshold(1, 1, 1)
 Garbage()
 create_app(service, Guard())

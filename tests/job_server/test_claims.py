@@ -11,7 +11,7 @@ from job_server.api import wire
 from job_server.api.errors import BadRequest, Conflict, Gone, NotFound
 from job_server.api.wire import JobKind, JobSpec, JobState, PodPhase, PodState, Resize
 from job_server.server.engine import Engine
-from job_server.server.service import Service
+from job_server.server.service import JobService
 from job_server.server.store import Store
 from job_server.sharing.claims import claim, shortage
 from job_server.training import stages
@@ -31,7 +31,7 @@ class Site:
     pods: dict[str, PodState] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.service = Service(Store(":memory:"), heartbeat_s=1.0, now=lambda: self.now)
+        self.service = JobService(Store(":memory:"), heartbeat_s=1.0, now=lambda: self.now)
         slots = tuple(wire.Slot(index=i, kind=wire.SlotKind.CPU) for i in range(self.slots))
         self.service.register(cpu_node(slots=slots, job_id=None, folders=FOLDERS))
 
@@ -248,7 +248,7 @@ def test_clients_of_the_original_see_the_training_beside_teachers(site):
 
 def test_teachers_and_their_number_survive_a_kill_of_the_server(tmp_path):
     store = str(tmp_path / "server.db")
-    first = Service(Store(store), heartbeat_s=1.0)
+    first = JobService(Store(store), heartbeat_s=1.0)
     first.register(cpu_node(job_id=None, folders=FOLDERS))
     spec = JobSpec(
         job_id="teachers", kind=JobKind.TEACHER, service="soft", folder="teach", max_pods=2
@@ -257,7 +257,7 @@ def test_teachers_and_their_number_survive_a_kill_of_the_server(tmp_path):
     first.ask("teachers", stages.ResizeAsked(Resize(pods=2)))
     before = first.statuses()[0]
     first._engine.store.close()  # nothing is written after this moment
-    second = Service(Store(store), heartbeat_s=1.0)
+    second = JobService(Store(store), heartbeat_s=1.0)
     second.start()
     after = second.statuses()[0]
     assert [pod.pod_id for pod in after.pods] == ["teacher_1", "teacher_2"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from job_server.api import wire
-from job_server.server.service import Service
+from job_server.server.service import JobService
 from job_server.server.store import Store
 from job_server.training import advance
 from job_server.training.work import Work
@@ -63,7 +63,7 @@ def test_the_pods_of_a_job_that_cannot_be_read_are_left_in_peace_until_it_is_del
 ):
     path = tmp_path / "server.db"
 
-    def pods(service: Service) -> list[str]:
+    def pods(service: JobService) -> list[str]:
         plan = browse(service).get("/api/v1/nodes/node-a/plan").get_json()
         return [pod["job_id"] for pod in plan["pods"]]
 
@@ -106,14 +106,14 @@ def test_the_clock_goes_on_after_a_full_disk_and_then_does_what_was_due(tmp_path
     script = """
         import logging, resource, signal, sys, time
         from job_server.api import wire
-        from job_server.server.service import Service
+        from job_server.server.service import JobService
         from job_server.server.store import Store
         from tests.job_server.serving import cpu_node
 
         logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         skew = [0.0]
-        service = Service(Store(sys.argv[1]), now=lambda: time.monotonic() + 1e6 + skew[0])
+        service = JobService(Store(sys.argv[1]), now=lambda: time.monotonic() + 1e6 + skew[0])
         service.submit(wire.JobSpec(job_id="digits", max_pods=2))
         service.submit(wire.JobSpec(job_id="gone"))
         service.register(cpu_node("old", job_id="nobody"))
@@ -138,13 +138,13 @@ def test_the_clock_goes_on_after_a_full_disk_and_then_does_what_was_due(tmp_path
         with engine.lock:
             engine._timer_wakes.notify_all()
         wait_for(lambda: len(rounds) >= 1)
-        assert "old" in engine.fleet.nodes, "forgotten in memory alone"
+        assert "old" in engine.registry.nodes, "forgotten in memory alone"
         assert engine.clock_trouble() == "", engine.clock_trouble()
         print("THERE IS ROOM AGAIN", flush=True)
         resource.setrlimit(resource.RLIMIT_FSIZE, no_limit)
         with engine.lock:
             engine._timer_wakes.notify_all()
-        wait_for(lambda: "old" not in engine.fleet.nodes)
+        wait_for(lambda: "old" not in engine.registry.nodes)
         service.submit(wire.JobSpec(job_id="next"))
         service.close()
         print("WELL")
@@ -166,8 +166,8 @@ def test_the_clock_goes_on_after_a_full_disk_and_then_does_what_was_due(tmp_path
 
 def test_a_round_of_the_clock_that_fails_is_logged_and_the_next_one_comes(caplog, monkeypatch):
     monkeypatch.setattr("job_server.server.engine.RETRY_S", 0.01)
-    service = Service(Store(":memory:"))
-    forgettable, calls = service._engine.fleet.forgettable, []
+    service = JobService(Store(":memory:"))
+    forgettable, calls = service._engine.registry.forgettable, []
 
     def breaks_at_first(now: float) -> list[str]:
         calls.append(now)
@@ -175,7 +175,7 @@ def test_a_round_of_the_clock_that_fails_is_logged_and_the_next_one_comes(caplog
             raise RuntimeError("a defect")
         return forgettable(now)
 
-    monkeypatch.setattr(service._engine.fleet, "forgettable", breaks_at_first)
+    monkeypatch.setattr(service._engine.registry, "forgettable", breaks_at_first)
     service.start()
     wait_until(lambda: len(calls) >= 3)
     assert "a round of the server's clock failed" in caplog.text
@@ -190,7 +190,7 @@ def test_a_clock_that_has_ended_makes_the_server_unwell():
             raise SystemExit  # what no error of ours does: the thread just ends
         return time.monotonic()
 
-    service = Service(Store(":memory:"), now=now)
+    service = JobService(Store(":memory:"), now=now)
     client = browse(service)
     assert client.get("/api/v1/health").status_code == 200  # not yet started
     service.start()

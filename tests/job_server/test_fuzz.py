@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from job_server.api import wire
 from job_server.server.guard import Guard
 from job_server.server.openapi import OPERATIONS
-from job_server.server.service import Service
+from job_server.server.service import JobService
 from job_server.server.store import Store
 from job_server.sharing.kinds import AnyJob
 from tests.job_server.serving import browse, cpu_node
@@ -176,14 +176,14 @@ def send(client: FlaskClient, request: dict[str, Any], **extra: str):
     )
 
 
-def state_of(service: Service) -> Any:
+def state_of(service: JobService) -> Any:
     """All that a refused request must leave alone: the jobs and nodes, in memory and on disk."""
     engine = service._engine
     jobs = {
         job_id: (entry.spec, entry.state, entry.forget, without_progress(entry.job))
         for job_id, entry in engine.jobs.items()
     }
-    nodes = {node_id: known.node for node_id, known in engine.fleet.nodes.items()}
+    nodes = {node_id: known.node for node_id, known in engine.registry.nodes.items()}
     stored = [(job.job_id, job.forget, job.last_event) for job in engine.store.jobs()]
     return jobs, nodes, stored, engine.store.nodes()
 
@@ -195,12 +195,12 @@ def without_progress(job: AnyJob) -> Any:
 
 @pytest.fixture(scope="module")
 def service():
-    service = Service(Store(":memory:"))  # not started: no time limit falls due meanwhile
+    service = JobService(Store(":memory:"))  # not started: no time limit falls due meanwhile
     yield service
     service.close()
 
 
-def prepare(service: Service) -> None:
+def prepare(service: JobService) -> None:
     """Have a job that is starting on a node, whatever the requests before have made of it."""
     engine = service._engine
     for entry in list(engine.jobs.values()):
@@ -266,7 +266,7 @@ def test_no_number_makes_an_answer_a_list_or_a_restart_fail(tmp_path, name, fiel
     operation = next(op for op in OPERATIONS if op.name == name)
     route = operation.path.replace("{job_id}", "digits").replace("{pod_id}", "pod_0_0")
     route = route.replace("{name}", "soft").replace("{node_id}", "node-a")
-    with closing(Service(Store(str(path)))) as service:
+    with closing(JobService(Store(str(path)))) as service:
         prepare(service)
         client = browse(service)
         for number in ODD_NUMBERS:
@@ -283,7 +283,7 @@ def test_no_number_makes_an_answer_a_list_or_a_restart_fail(tmp_path, name, fiel
             assert client.get(f"/api/v1/jobs/{job_id}").status_code == 200
         for route in ("/api/v1/jobs", "/api/v1/nodes", "/"):
             assert client.get(route).status_code == 200
-    with closing(Service(Store(str(path)))) as service:
+    with closing(JobService(Store(str(path)))) as service:
         assert {"digits", "teachers"} <= set(service.job_ids())
 
 

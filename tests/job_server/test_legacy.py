@@ -3,7 +3,7 @@
 import pytest
 
 from job_server.server.config import read_config
-from job_server.server.service import Service
+from job_server.server.service import JobService
 from job_server.server.store import Store
 from tests.job_server.serving import browse, open_service, running_server
 from tests.support import wait_until
@@ -58,7 +58,7 @@ def test_the_first_stage_is_as_in_the_original(service, client):
 
 def test_changes_alternate_and_ids_are_never_reused():
     clock = [1_000_000.0]
-    service = Service(Store(":memory:"), now=lambda: clock[0])  # its timer is the test
+    service = JobService(Store(":memory:"), now=lambda: clock[0])  # its timer is the test
     client = browse(service)
     submit(
         service,

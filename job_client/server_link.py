@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from job_client import ports
-from job_client.errors import FatalError, JobClientError, UsageError
+from job_client.errors import FatalError, JobClientError, SetupError
 from job_server.api.errors import Conflict, JobServerError, NotFound, Rejected, Retryable
 from job_server.api.wire import JobKind, JobStatus, Node, NodePlan, NodeReport
 
@@ -25,7 +25,7 @@ NO_JOB_S = 0.5
 LAST_REPORT_S = 5.0  # how long a goodbye waits for the report under way
 
 
-class Api(Protocol):
+class NodeApi(Protocol):
     """What a client asks of a job server; `job_server.api.api_client.ApiClient` is one."""
 
     def register_node(self, node: Node) -> NodePlan: ...
@@ -49,7 +49,7 @@ class Backoff:
         self._next_s = 0.1
 
 
-def find_job(api: Api, wait: Callable[[float], bool]) -> str | None:
+def find_job(api: NodeApi, wait: Callable[[float], bool]) -> str | None:
     """Return the only job of the server that has not ended; wait for one where there is none.
 
     Beside a training, jobs of teachers do not count.
@@ -61,7 +61,7 @@ def find_job(api: Api, wait: Callable[[float], bool]) -> str | None:
         None: given up.
 
     Raises:
-        UsageError: there are several.
+        SetupError: there are several.
         FatalError: the server refuses us.
     """
     backoff, said = Backoff(), ""
@@ -82,7 +82,7 @@ def find_job(api: Api, wait: Callable[[float], bool]) -> str | None:
             delay_s = NO_JOB_S
         if len(names) > 1:
             shown = ", ".join(sorted(names))
-            raise UsageError(f"PADDLE_JOB_ID: the server has several jobs, name one of: {shown}")
+            raise SetupError(f"PADDLE_JOB_ID: the server has several jobs, name one of: {shown}")
         if names:
             return names[0]
         if text != said:
@@ -103,11 +103,11 @@ class Callbacks:
     fatal: Callable[[JobClientError], None]
 
 
-class Link:
+class NodeLink:
     """Both threads. `wake_report` has the pods' states reported at once."""
 
     def __init__(
-        self, make_api: Callable[[], Api], callbacks: Callbacks, *, choose_ports: bool
+        self, make_api: Callable[[], NodeApi], callbacks: Callbacks, *, choose_ports: bool
     ) -> None:
         self._make_api = make_api
         self._do = callbacks
@@ -119,7 +119,7 @@ class Link:
         self._report_now = threading.Event()
         self._registered = threading.Event()
         every = ports.blocks(ports.ephemeral_range()) if choose_ports else []
-        self._blocks = ports.Blocks(every)
+        self._blocks = ports.PortBlocks(every)
         # None: those that the node comes with
         self._ports = self._blocks.next() or next(iter(every), None)
         self._polls = self._thread("plan", self._follow_plan)
@@ -183,7 +183,7 @@ class Link:
                 self._refused(error)
                 self._closing.wait(max(1.0, backoff.next_s()))
 
-    def _next_plan(self, api: Api) -> None:
+    def _next_plan(self, api: NodeApi) -> None:
         known = self._current()
         sent_at = time.monotonic()
         if known is None:
@@ -198,7 +198,7 @@ class Link:
         if plan.revision == known.revision and time.monotonic() - sent_at < 1.0:
             self._closing.wait(1.0)  # too many poll: it answered without waiting
 
-    def _register(self, api: Api) -> None:
+    def _register(self, api: NodeApi) -> None:
         node = self._do.node()
         if self._ports is not None:
             node = replace(node, port_low=self._ports[0], port_high=self._ports[1])
@@ -256,7 +256,7 @@ class Link:
             self._register_again(f"the server refuses this node: {error}")
             logger.warning("the server refuses this node, pods go on: %s", error)
         elif isinstance(error, Conflict):
-            raise UsageError(
+            raise SetupError(
                 f"--port_range: {error}; give --port_range LOW-HIGH with ports of its own, or auto"
             )
         else:
@@ -290,7 +290,7 @@ class Link:
             if not self._closing.is_set():
                 self._report_now.wait(max(0.0, next_beat - time.monotonic()))
 
-    def _report(self, api: Api, plan: NodePlan, *, fresh: bool) -> float:
+    def _report(self, api: NodeApi, plan: NodePlan, *, fresh: bool) -> float:
         """Report once; return when it was sent. Registers where the server has forgotten us."""
         report = self._do.report(fresh)
         sent_at = time.monotonic()
@@ -309,7 +309,7 @@ class Link:
             self._register_changes(api)
         return sent_at
 
-    def _register_changes(self, api: Api) -> None:
+    def _register_changes(self, api: NodeApi) -> None:
         """Tell the server when a slot has become usable, or is so no longer."""
         with self._lock:
             before = self._node

@@ -7,14 +7,14 @@ import socket
 import uuid
 from pathlib import Path
 
-from job_client.errors import UsageError
+from job_client.errors import SetupError
 
 
-class Home:
+class ClientDir:
     """The folder that is one client's for as long as it lives, and its successor's after that.
 
     Raises:
-        UsageError: the folder cannot be written, or another client has it.
+        SetupError: the folder cannot be written, or another client has it.
     """
 
     def __init__(self, log_dir: Path) -> None:
@@ -23,12 +23,12 @@ class Home:
             self.pods_dir.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(log_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise UsageError(f"--log_dir: cannot write {log_dir}: {error.strerror}") from None
+            raise SetupError(f"--log_dir: cannot write {log_dir}: {error.strerror}") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
-            raise UsageError(
+            raise SetupError(
                 f"--log_dir: another job client runs in {log_dir}; end it, or give this one a "
                 "folder of its own"
             ) from None

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from job_client.errors import FatalError, UsageError
-from job_client.link import MAX_BACKOFF_S, Backoff, Callbacks, Link, find_job
+from job_client.errors import FatalError, SetupError
+from job_client.server_link import MAX_BACKOFF_S, Backoff, Callbacks, NodeLink, find_job
 from job_server.api.errors import ServerAway, Unauthorized
 from job_server.api.wire import JobKind, Node, NodeReport, Slot, SlotKind
 from tests.job_client.conftest import FakeServer
@@ -48,7 +48,7 @@ def test_jobs_that_have_ended_do_not_count():
 
 
 def test_with_several_jobs_one_must_be_named():
-    with pytest.raises(UsageError, match=r"PADDLE_JOB_ID: .* name one of: a, b"):
+    with pytest.raises(SetupError, match=r"PADDLE_JOB_ID: .* name one of: a, b"):
         find_job(Script((Job("b"), Job("a"))), never)
 
 
@@ -101,7 +101,7 @@ class SlowReports(FakeServer):
 def test_a_goodbye_is_the_last_that_the_server_hears_and_nothing_registers_behind_it(
     monkeypatch,
 ):
-    monkeypatch.setattr("job_client.link.LAST_REPORT_S", 60.0)
+    monkeypatch.setattr("job_client.server_link.LAST_REPORT_S", 60.0)
     server = SlowReports()
     node = Node(
         node_id="a",
@@ -117,7 +117,7 @@ def test_a_goodbye_is_the_last_that_the_server_hears_and_nothing_registers_behin
         contact=lambda sent_at: None,
         fatal=lambda error: None,
     )
-    link = Link(lambda: server, callbacks, choose_ports=False)
+    link = NodeLink(lambda: server, callbacks, choose_ports=False)
     link.start()
     assert server.asked.wait(60)
     link.close()  # as the goodbye does at once

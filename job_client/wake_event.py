@@ -1,10 +1,10 @@
-"""A bell that threads, and also signal handlers, may ring."""
+"""An event that threads, and also signal handlers, may set."""
 
 import os
 import select
 
 
-class Bell:
+class WakeEvent:
     """Like threading.Event, which a signal handler must not set: it may hold the event's lock."""
 
     def __init__(self) -> None:
@@ -12,11 +12,14 @@ class Bell:
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
 
-    def ring(self) -> None:
+    def set(self) -> None:
         os.eventfd_write(self._fd, 1)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it rings, or for `timeout_s`; return whether it did. One thread only."""
+        """Wait until it is set, or for `timeout_s`, and clear it; return whether it was set.
+
+        For one thread only.
+        """
         if not self._poll.poll(timeout_s * 1000):
             return False
         os.eventfd_read(self._fd)

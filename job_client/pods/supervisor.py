@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from job_client.config import Config
+from job_client.config import ClientConfig
 from job_client.devices.gpus import Inventory
 from job_client.errors import PodStartError
 from job_client.pods import folders, pod_folder, shims
 from job_client.pods.pod_folder import ShimProcess
-from job_client.pods.saving import Saving
+from job_client.pods.saving import SaveAttempt
 from job_client.reconcile import LocalPod
 from job_server.api.wire import NodePod, PodPhase, PodState, Save, SavePhase, SaveState
 from pod_runtime import env, processes, shim_wire
@@ -31,10 +31,10 @@ SHIM_DIED = "shim died"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
+class PodContext:
     """What all pods of a client have in common."""
 
-    config: Config
+    config: ClientConfig
     node_id: str
     addr: str
     marker: str
@@ -43,13 +43,13 @@ class Host:
     changed: Callable[[], None]  # to be called whenever a pod's phase has changed
 
 
-class Pod:
+class PodSupervisor:
     """One pod on this node. Its methods may be called from any thread."""
 
-    def __init__(self, host: Host, spec: NodePod, folder: Path) -> None:
+    def __init__(self, context: PodContext, spec: NodePod, folder: Path) -> None:
         self.spec = spec
         self.folder = folder
-        self._host = host
+        self._context = context
         self._lock = threading.Lock()
         self._phase = PodPhase.STARTING
         self._shim: ShimProcess | None = None  # None: not started yet, or never
@@ -59,7 +59,7 @@ class Pod:
         self._stop_reason = ""
         self._killed = False
         self._cpu_before: tuple[float, float] | None = None  # (CPU seconds, at); None: no sample
-        self._saving: Saving | None = None  # None: nothing is to be written
+        self._saving: SaveAttempt | None = None  # None: nothing is to be written
         self._holds = True  # its shim may be there; False: it is gone, and its memory with it
         self._last_save = pod_folder.read_saved(folder)  # as its client was ended; None: nothing
 
@@ -153,7 +153,7 @@ class Pod:
         logger.info("pod %s: stop, grace %g s: %s", self.spec.pod_id, grace_s, reason)
         if shim is not None:
             self._ask({"op": "stop", "grace_s": grace_s})
-        self._host.changed()
+        self._context.changed()
 
     def kill(self, reason: str) -> None:
         """SIGKILL to every process of the pod; returns at once."""
@@ -167,7 +167,7 @@ class Pod:
         logger.info("pod %s: kill: %s", self.spec.pod_id, reason)
         if shim is not None:
             self._ask({"op": "kill"})
-        self._host.changed()
+        self._context.changed()
 
     def save(self, order: Save | None) -> None:
         """Have the state that the shim holds written, as the server wants it now; None: not."""
@@ -181,12 +181,12 @@ class Pod:
             self._saving = self.saving(order, [self.folder])
             self._saving.start()
 
-    def saving(self, order: Save, folders: list[Path]) -> Saving:
+    def saving(self, order: Save, folders: list[Path]) -> SaveAttempt:
         """Return the writing of what shims of this pod's job hold, not started."""
-        return Saving(order, folders, self._environment(), self._host.changed)
+        return SaveAttempt(order, folders, self._environment(), self._context.changed)
 
     @property
-    def at_work(self) -> Saving | None:
+    def at_work(self) -> SaveAttempt | None:
         """The writing of what the shim holds, if it goes on; None: nobody writes that."""
         saving = self._saving
         ended = saving is None or saving.is_over or saving.state.phase is not SavePhase.WRITING
@@ -206,7 +206,7 @@ class Pod:
         pod_folder.release(self.folder)
 
     def _grace(self, grace_s: float) -> float:
-        chosen = self._host.config.grace_s
+        chosen = self._context.config.grace_s
         return grace_s if chosen is None else chosen
 
     def _ask(self, request: dict[str, object]) -> None:
@@ -240,10 +240,10 @@ class Pod:
         except OSError as error:
             raise PodStartError(f"--log_dir: cannot write {self.folder}: {error}") from None
         for slot in spec.slots:
-            obstacle = self._host.inventory.obstacle(slot)
+            obstacle = self._context.inventory.obstacle(slot)
             if obstacle:
                 raise PodStartError(obstacle)
-        recipe = folders.recipe_for(self._host.config, spec)
+        recipe = folders.recipe_for(self._context.config, spec)
         environment = self._environment()
         log = self.folder / "log"
         folders.make_folder(recipe, spec.pod_id, environment, log, self._cancel)
@@ -264,28 +264,28 @@ class Pod:
             self._ask({"op": "kill"})
         elif stop_grace_s is not None:
             self._ask({"op": "stop", "grace_s": stop_grace_s})
-        self._host.changed()
+        self._context.changed()
         self._follow(shim)
 
     def _environment(self) -> dict[str, str]:
-        spec, host = self.spec, self._host
+        spec, context = self.spec, self._context
         pod = env.PodEnv(
-            job_server=host.config.server_url,
+            job_server=context.config.server_url,
             job_id=spec.job_id,
             pod_id=spec.pod_id,
             pod_dir=self.folder,
-            node_id=host.node_id,
-            run_marker=host.marker,
+            node_id=context.node_id,
+            run_marker=context.marker,
             slots=spec.slots,
-            slot_kind=host.inventory.kind,
+            slot_kind=context.inventory.kind,
             max_trainers=spec.max_trainers,
             grace_s=self._grace(spec.grace_s),
-            token_file=host.token_file,
+            token_file=context.token_file,
             service=spec.service,
-            addr=host.addr,
+            addr=context.addr,
             ports=spec.ports,
         )
-        return env.pod_environment(host.config.environ, pod)
+        return env.pod_environment(context.config.environ, pod)
 
     def _adopted(self) -> None:
         shim = self._shim
@@ -314,7 +314,7 @@ class Pod:
                 shims.wait_closed(self.folder)  # it stays only while someone is there
                 if not shim.is_alive():
                     self._holds = False
-                    self._host.changed()
+                    self._context.changed()
                 return
             # A shim that is alive and does not answer is stopped, or starved: nobody's death.
             if processes.wait_gone(shim.pid, shim.start_time, 0.2):
@@ -342,7 +342,7 @@ class Pod:
         folder = str(self.folder)
         killed = processes.kill_marked(
             env.RUN_MARKER,
-            self._host.marker,
+            self._context.marker,
             lambda pid, environ: pid == except_pid or environ.get("EDL_POD_DIR") != folder,
         )
         if killed:
@@ -357,12 +357,12 @@ class Pod:
                 ended = _with_reason(ended, self._stop_reason)
             self._exit, self._phase = ended, PodPhase.EXITED
         logger.info("pod %s: exited: %s", self.spec.pod_id, ended.reason)
-        self._host.changed()
+        self._context.changed()
 
     def _set(self, phase: PodPhase) -> None:
         with self._lock:
             self._phase = phase
-        self._host.changed()
+        self._context.changed()
 
 
 def _failed_start(error: PodStartError, folder: Path) -> PodExit:

@@ -77,7 +77,7 @@ def main() -> None:
             for images, labels in step:
                 step.backward(F.cross_entropy(model(images), labels))
             step.update()
-            if not step.is_rehearsal:
+            if not step.is_warmup:
                 stamper.note(
                     step.number + 1,
                     rank=loop.rank,

@@ -16,9 +16,9 @@ from typing import Any
 
 from job_server.api.wire import encode
 from pod_runtime.trainer.errors import ElasticError
-from pod_runtime.trainer.progress.audit import Audit, Gap, audit
 from pod_runtime.trainer.progress.batches import permutation
 from pod_runtime.trainer.progress.ledger import LEDGER_NAME, RunInfo, StageEntry, read_content
+from pod_runtime.trainer.progress.ledger_check import Gap, LedgerCheck, check_ledger
 from pod_runtime.trainer.state.checkpoint import CheckpointStore
 from pod_runtime.trainer.state.storage import open_storage
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NothingToVerifyError as error:
         print(f"verify: {error}", file=sys.stderr)
         return 2
-    result = audit(run, stages)
+    result = check_ledger(run, stages)
     result = replace(result, problems=(*damaged, *result.problems))
     if args.json:
         print(json.dumps(_as_json(run, result), indent=1))
@@ -99,7 +99,7 @@ def _from_file(file: Path) -> tuple[RunInfo, Mapping[int, StageEntry], tuple[str
     )
 
 
-def _as_text(path: str, run: RunInfo, result: Audit) -> list[str]:
+def _as_text(path: str, run: RunInfo, result: LedgerCheck) -> list[str]:
     chain = " -> ".join(str(entry.stage) for entry in result.lineage)
     lines = [f"{path}: lineage of stages {chain}"]
     for entry in result.lineage:
@@ -136,7 +136,7 @@ def _as_text(path: str, run: RunInfo, result: Audit) -> list[str]:
     return lines
 
 
-def _unknown_draws(result: Audit) -> list[str]:
+def _unknown_draws(result: LedgerCheck) -> list[str]:
     spans: list[list[int]] = []  # stage, first step, last step
     for each in result.undrawn:
         if spans and spans[-1][0] == each.stage and spans[-1][2] + 1 == each.row.first_step:
@@ -176,7 +176,7 @@ def _ids(run: RunInfo, gap: Gap) -> list[int]:
     return found
 
 
-def _as_json(run: RunInfo, result: Audit) -> dict[str, Any]:
+def _as_json(run: RunInfo, result: LedgerCheck) -> dict[str, Any]:
     return {
         "proven": result.is_proven,
         "run": encode(run),

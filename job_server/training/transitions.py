@@ -319,7 +319,7 @@ def dismiss_standby(work: Work) -> None:
 def _put_off(work: Work, stage: Stage) -> None:
     """What nobody asked for, and came to nothing, is tried again only later."""
     if stage.standby:
-        # A script that breaks in its rehearsal would cost the training a start every minute.
+        # A script that breaks in its warm-up step would cost the training a start every minute.
         wait_s = STANDBY_RETRY_S * 2.0 ** min(work.job.standby_failures, 6)
         failures = work.job.standby_failures + 1
         work.set(standby_at=work.now + wait_s, standby_failures=failures)

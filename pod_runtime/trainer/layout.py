@@ -21,7 +21,7 @@ ITEM_BYTES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSpec:
+class StateTensor:
     name: str  # structured: "model.features.0.weight", "optimizer.features.0.weight.moment1"
     dtype: str
     shape: tuple[int, ...]
@@ -36,10 +36,10 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class StateLayout:
     """Names, types, shapes and places of all tensors of a state."""
 
-    specs: tuple[TensorSpec, ...]
+    specs: tuple[StateTensor, ...]
     total_bytes: int
     digest: str  # equal digests: bytes may be copied as they are
     text: str  # JSON
@@ -50,7 +50,7 @@ class Layout:
         return value
 
 
-def make_layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> Layout:
+def make_layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> StateLayout:
     """Lay (name, dtype, shape) one after the other.
 
     Raises:
@@ -65,13 +65,13 @@ def make_layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> Layout:
         if name in seen:
             raise StateError(f"{name}: two tensors of the state have this name")
         seen.add(name)
-        spec = TensorSpec(name=name, dtype=dtype, shape=tuple(shape), offset=offset)
+        spec = StateTensor(name=name, dtype=dtype, shape=tuple(shape), offset=offset)
         specs.append(spec)
         offset = -(-(offset + spec.size_bytes) // ALIGN) * ALIGN
     text = json.dumps([[spec.name, spec.dtype, list(spec.shape)] for spec in specs])
     digest = hashlib.sha256(text.encode()).hexdigest()
     own = [spec.offset for spec in specs if spec.name.startswith(OF_THE_SCRIPT)]
-    return Layout(
+    return StateLayout(
         specs=tuple(specs),
         total_bytes=offset,
         digest=digest,
@@ -80,7 +80,7 @@ def make_layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> Layout:
     )
 
 
-def split_bytes(layout: Layout, writers: int, index: int) -> tuple[int, int]:
+def split_bytes(layout: StateLayout, writers: int, index: int) -> tuple[int, int]:
     """Return the range (start, stop) that the writer `index` of a node contributes to a state.
 
     The ranges of all writers are the whole. What belongs to the script may differ from rank to
@@ -96,8 +96,8 @@ def split_bytes(layout: Layout, writers: int, index: int) -> tuple[int, int]:
     return min(tail, (index - 1) * piece), min(tail, index * piece)
 
 
-def layout_from_json(data: object) -> Layout:
-    """Build what `Layout.to_json` made.
+def layout_from_json(data: object) -> StateLayout:
+    """Build what `StateLayout.to_json` made.
 
     Raises:
         StateError: it is none.
@@ -114,7 +114,7 @@ def layout_from_json(data: object) -> Layout:
     return make_layout(tensors)
 
 
-def missing_and_surplus(stored: Layout, wanted: Mapping[str, tuple[int, ...]]) -> str:
+def missing_and_surplus(stored: StateLayout, wanted: Mapping[str, tuple[int, ...]]) -> str:
     """Say how stored tensors differ from `wanted` (name -> shape); "" if they do not."""
     have = {spec.name: spec.shape for spec in stored.specs}
     parts = []

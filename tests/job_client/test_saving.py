@@ -20,28 +20,28 @@ from pod_runtime import shim_wire
 from pod_runtime.segment_header import Stamp
 from pod_runtime.shim_wire import ShimError
 from pod_runtime.trainer.state.checkpoint import CheckpointId, CheckpointStore
-from pod_runtime.trainer.state.image import Places, meta_bytes
+from pod_runtime.trainer.state.host_state import SaveTarget, meta_bytes
 from pod_runtime.trainer.state.owner import Owner, job_holder
-from pod_runtime.trainer.state.snapshot import Segment
+from pod_runtime.trainer.state.snapshot import SnapshotSegment
 from pod_runtime.trainer.state.storage import LocalStorage
 from tests.job_client.conftest import pod
-from tests.pod_runtime.trainer.states import make_image
+from tests.pod_runtime.trainer.states import make_host_state
 from tests.support import wait_until
 
 
-def hold(folder: Path, places: Places | None, *, step: int = 12, fill: float = 1.0) -> None:
+def hold(folder: Path, places: SaveTarget | None, *, step: int = 12, fill: float = 1.0) -> None:
     """Have the shim of `folder` hold a state of stage 3."""
-    image = make_image(stage=3, step=step, fill=fill)
+    host_state = make_host_state(stage=3, step=step, fill=fill)
     meta = meta_bytes(
-        json.dumps(image.status.to_json()),
-        json.dumps(image.scalars),
-        image.layout,
+        json.dumps(host_state.status.to_json()),
+        json.dumps(host_state.scalars),
+        host_state.layout,
         "null" if places is None else json.dumps(places.to_json()),
     )
-    segment = Segment.make(
-        "test", writers=1, meta_bytes=len(meta), data_bytes=image.layout.total_bytes
+    segment = SnapshotSegment.make(
+        "test", writers=1, meta_bytes=len(meta), data_bytes=host_state.layout.total_bytes
     )
-    segment.write_whole(State(image.data), image.layout, Stamp(stage=3, step=step), meta)  # type: ignore[arg-type]
+    segment.write_whole(State(host_state.data), host_state.layout, Stamp(stage=3, step=step), meta)  # type: ignore[arg-type]
     described = {"pod_id": folder.name, "stage": 3, "size_bytes": segment.handle.size_bytes}
     shim_wire.request(folder, {"op": "put", "segment": described}, (segment.fd,))
     segment.close()
@@ -79,9 +79,9 @@ def answers(folder: Path) -> bool:
     return True
 
 
-def places(tmp_path: Path, checkpoint: str = "checkpoint") -> Places:
+def places(tmp_path: Path, checkpoint: str = "checkpoint") -> SaveTarget:
     path = str(tmp_path / checkpoint) if checkpoint else None
-    return Places.of(path, 3, tmp_path / "run", job_id="job", submitted_at=1.0)
+    return SaveTarget.of(path, 3, tmp_path / "run", job_id="job", submitted_at=1.0)
 
 
 def written(folder: Path, *, spare: bool = False) -> SaveState:
@@ -93,8 +93,8 @@ def written(folder: Path, *, spare: bool = False) -> SaveState:
 
 
 def weight_at(path: Path, step: int) -> float:
-    image = CheckpointStore(LocalStorage(path)).load(CheckpointId(3, step))
-    return float(np.frombuffer(image.data, np.float32, count=1)[0])
+    host_state = CheckpointStore(LocalStorage(path)).load(CheckpointId(3, step))
+    return float(np.frombuffer(host_state.data, np.float32, count=1)[0])
 
 
 def test_the_newest_state_goes_where_the_script_has_its_checkpoints(shim, tmp_path):
@@ -259,7 +259,7 @@ def test_a_client_that_is_ended_tells_what_it_wrote_at_last_though_an_order_had_
     server.wait_phase("pod_0_0", PodPhase.RUNNING)
     nowhere = tmp_path / "run"
     nowhere.write_text("a file where the run folder is to be")
-    hold(tmp_path / "log" / "pods" / "pod_0_0", Places.of(None, 3, nowhere))
+    hold(tmp_path / "log" / "pods" / "pod_0_0", SaveTarget.of(None, 3, nowhere))
     server.want(pod(want=Want.HOLD, save=Save(id=4), last_save=True))
     server.wait_state(
         "pod_0_0",

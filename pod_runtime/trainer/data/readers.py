@@ -28,8 +28,8 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardPlace:
-    """One shard of one global batch, by its place in the epoch's order."""
+class ShardRange:
+    """One shard of one global batch, by its positions in the epoch's order."""
 
     epoch: int
     step: int  # in the epoch
@@ -66,21 +66,21 @@ class ShardOrder:
         self.shards = shards
         self._permutations: dict[int, Ids] = {}
 
-    def of_batch(self, epoch: int, step: int, offset: int) -> list[ShardPlace]:
+    def of_batch(self, epoch: int, step: int, offset: int) -> list[ShardRange]:
         """Return this rank's shards of the batch at `offset`, without empty ones."""
         start, stop = self.batches.batch(offset)
-        places = []
+        ranges = []
         for shard in self.shards:
             low, high = self.batches.shard(stop - start, shard)
             if high > low:
-                places.append(
-                    ShardPlace(
+                ranges.append(
+                    ShardRange(
                         epoch=epoch, step=step, shard=shard, start=start + low, stop=start + high
                     )
                 )
-        return places
+        return ranges
 
-    def from_cursor(self, cursor: Cursor) -> Iterator[ShardPlace]:
+    def from_cursor(self, cursor: Cursor) -> Iterator[ShardRange]:
         """Yield all shards from the cursor to the end of the training."""
         epoch, step, offset = cursor.epoch, cursor.step, cursor.offset
         while epoch < self.run.epochs:
@@ -90,20 +90,20 @@ class ShardOrder:
                 step += 1
             epoch, step, offset = epoch + 1, 0, 0
 
-    def ids(self, place: ShardPlace) -> list[int]:
-        """Return the sample ids of a shard; of a stream, its places."""
+    def ids(self, shard_range: ShardRange) -> list[int]:
+        """Return the sample ids of a shard; of a stream, its positions."""
         if self.run.dataset_length is None:
-            return list(range(place.start, place.stop))
-        order = self._permutations.get(place.epoch)
+            return list(range(shard_range.start, shard_range.stop))
+        order = self._permutations.get(shard_range.epoch)
         if order is None:
             order = permutation(
-                self.run.seed, place.epoch, self.run.dataset_length, self.run.shuffle
+                self.run.seed, shard_range.epoch, self.run.dataset_length, self.run.shuffle
             )
             # Two: the epoch that trains and the one that is fetched ahead.
-            for old in [each for each in self._permutations if each < place.epoch - 1]:
+            for old in [each for each in self._permutations if each < shard_range.epoch - 1]:
                 del self._permutations[old]
-            self._permutations[place.epoch] = order
-        found: list[int] = order[place.start : place.stop].tolist()
+            self._permutations[shard_range.epoch] = order
+        found: list[int] = order[shard_range.start : shard_range.stop].tolist()
         return found
 
 
@@ -117,7 +117,7 @@ class Taken(NamedTuple):
 class ShardReader(Protocol):
     """What the loop takes its data from."""
 
-    def take(self, place: ShardPlace, timeout_s: float) -> Taken | None:
+    def take(self, shard_range: ShardRange, timeout_s: float) -> Taken | None:
         """Return the batch of this shard, or None if it has not come within `timeout_s`."""
 
     def close(self) -> None:
@@ -134,16 +134,16 @@ class InlineReader:
         self._order = order
         self._collate = source.collate or adapter.collate
 
-    def take(self, place: ShardPlace, timeout_s: float) -> Taken | None:
-        ids = self._order.ids(place)
-        batch = self._collate(self._fetcher.fetch(place.epoch, ids))
-        return Taken(batch, hash_samples(place.epoch, ids))
+    def take(self, shard_range: ShardRange, timeout_s: float) -> Taken | None:
+        ids = self._order.ids(shard_range)
+        batch = self._collate(self._fetcher.fetch(shard_range.epoch, ids))
+        return Taken(batch, hash_samples(shard_range.epoch, ids))
 
     def close(self) -> None:
         pass
 
 
-class Item(NamedTuple):
+class ShardBatch(NamedTuple):
     """A shard on its way."""
 
     epoch: int
@@ -156,22 +156,22 @@ class Item(NamedTuple):
 class FedReader:
     """A thread moves what an iterator yields into a short queue."""
 
-    def __init__(self, start: Callable[[], Iterator[Item]]) -> None:
+    def __init__(self, start: Callable[[], Iterator[ShardBatch]]) -> None:
         """`start` is called in the thread, and its iterator closed there."""
         atexit.register(self.close)  # a thread amid the framework's code spoils a process's end
-        self._queue: queue.Queue[Item | BaseException] = queue.Queue(maxsize=2)
+        self._queue: queue.Queue[ShardBatch | BaseException] = queue.Queue(maxsize=2)
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._feed, args=(start,), name="reader", daemon=True
         )
         self._thread.start()
 
-    def take(self, place: ShardPlace, timeout_s: float) -> Taken | None:
+    def take(self, shard_range: ShardRange, timeout_s: float) -> Taken | None:
         try:
             item = self._queue.get(timeout=timeout_s)
         except queue.Empty:
             return None
-        wanted = (place.epoch, place.step, place.shard)
+        wanted = (shard_range.epoch, shard_range.step, shard_range.shard)
         if isinstance(item, StopIteration):
             raise UsageError(
                 f"reader: it ended before (epoch, step, shard) {wanted}; it has to go on to the "
@@ -185,10 +185,10 @@ class FedReader:
                 f"begin at the cursor and keep the order"
             )
         found = _length(item.batch)
-        if found is not None and found != place.samples:
+        if found is not None and found != shard_range.samples:
             raise UsageError(
-                f"reader: shard {place.shard} of epoch {place.epoch}, step {place.step} has "
-                f"{place.samples} samples, it yielded {found}"
+                f"reader: shard {shard_range.shard} of epoch {shard_range.epoch}, step "
+                f"{shard_range.step} has {shard_range.samples} samples, it yielded {found}"
             )
         return Taken(item.batch, item.drawn)
 
@@ -197,8 +197,8 @@ class FedReader:
         self._stop.set()
         self._thread.join(_CLOSE_TIMEOUT_S)
 
-    def _feed(self, start: Callable[[], Iterator[Item]]) -> None:
-        items: Iterator[Item] | None = None
+    def _feed(self, start: Callable[[], Iterator[ShardBatch]]) -> None:
+        items: Iterator[ShardBatch] | None = None
         try:
             items = start()
             for item in items:
@@ -213,7 +213,7 @@ class FedReader:
             if close is not None:
                 close()
 
-    def _put(self, item: Item | BaseException) -> bool:
+    def _put(self, item: ShardBatch | BaseException) -> bool:
         while not self._stop.is_set():
             try:
                 self._queue.put(item, timeout=_STOP_PERIOD_S)
@@ -230,7 +230,7 @@ def loader_items(
     adapter: Adapter,
     *,
     on_host: bool = False,
-) -> Iterator[Item]:
+) -> Iterator[ShardBatch]:
     """Return this rank's shards, read by the framework's loader and its worker processes.
 
     The workers are started here: the main thread's business, as it installs signal handlers.
@@ -238,13 +238,13 @@ def loader_items(
     Args:
         on_host: leave batches in the host's memory, whatever device trains.
     """
-    sent: queue.SimpleQueue[tuple[ShardPlace, int]] = queue.SimpleQueue()
+    sent: queue.SimpleQueue[tuple[ShardRange, int]] = queue.SimpleQueue()
 
     def batches() -> Iterator[list[Any]]:
-        for place in order.from_cursor(cursor):
-            ids = order.ids(place)
-            sent.put((place, hash_samples(place.epoch, ids)))
-            yield [(place.epoch, sample_id) for sample_id in ids]
+        for shard_range in order.from_cursor(cursor):
+            ids = order.ids(shard_range)
+            sent.put((shard_range, hash_samples(shard_range.epoch, ids)))
+            yield [(shard_range.epoch, sample_id) for sample_id in ids]
 
     loader = adapter.loader(
         KeyedDataset(source.dataset, adapter, order.run.seed),
@@ -254,12 +254,14 @@ def loader_items(
         on_host=on_host,
     )
     return (
-        Item(place.epoch, place.step, place.shard, raise_if_failed(batch), drawn)
-        for batch, (place, drawn) in zip(loader, iter(sent.get, None), strict=False)
+        ShardBatch(
+            shard_range.epoch, shard_range.step, shard_range.shard, raise_if_failed(batch), drawn
+        )
+        for batch, (shard_range, drawn) in zip(loader, iter(sent.get, None), strict=False)
     )
 
 
-def factory_items(items: Any) -> Iterator[Item]:
+def factory_items(items: Any) -> Iterator[ShardBatch]:
     """Yield what the script's own reader does, with its fields as one batch."""
     try:
         for item in items:
@@ -268,7 +270,7 @@ def factory_items(items: Any) -> Iterator[Item]:
                     f"reader: expected (epoch, step, shard, fields...), got {item!r:.80}"
                 )
             epoch, step, shard, *fields = item
-            yield Item(int(epoch), int(step), int(shard), fields)
+            yield ShardBatch(int(epoch), int(step), int(shard), fields)
     finally:
         close = getattr(items, "close", None)
         if close is not None:
@@ -301,7 +303,7 @@ class ShardSource:
         adapter: Adapter,
         *,
         with_ids: bool = False,
-        note: Callable[[Item], None] | None = None,
+        note: Callable[[ShardBatch], None] | None = None,
     ) -> None:
         """`note` is told of each item before it goes on its way."""
         self._note = note
@@ -310,36 +312,40 @@ class ShardSource:
         self._cursor = cursor
         self._adapter = adapter
         self._with_ids = with_ids
-        self._by_workers: Iterator[Item] | None = None  # None: no workers, or iterated over
+        self._by_workers: Iterator[ShardBatch] | None = None  # None: no workers, or iterated over
         if source.num_workers > 0:
             self._by_workers = self._start_workers()
 
     def __call__(self) -> Iterator[tuple[Any, ...]]:
-        places = self._order.from_cursor(self._cursor)
-        for item, place in zip(self._items(), places, strict=False):
+        ranges = self._order.from_cursor(self._cursor)
+        for item, shard_range in zip(self._items(), ranges, strict=False):
             epoch, step, shard, batch, _drawn = item
             if self._note is not None:
                 self._note(item)
             fields = batch if isinstance(batch, list | tuple) else [batch]
             if self._with_ids:
-                assert (place.epoch, place.step, place.shard) == (epoch, step, shard)
-                yield epoch, step, shard, np.array(self._order.ids(place), np.int64), *fields
+                assert (shard_range.epoch, shard_range.step, shard_range.shard) == (
+                    epoch,
+                    step,
+                    shard,
+                )
+                yield epoch, step, shard, np.array(self._order.ids(shard_range), np.int64), *fields
             else:
                 yield epoch, step, shard, *fields
 
-    def _items(self) -> Iterator[Item]:
+    def _items(self) -> Iterator[ShardBatch]:
         if self._source.num_workers > 0:
             items, self._by_workers = self._by_workers, None
             yield from self._start_workers() if items is None else items
             return
         # Whoever transforms batches on their way reads ahead of the training, in a thread.
         inline = InlineReader(self._source, self._order, self._adapter, is_ahead=True)
-        for place in self._order.from_cursor(self._cursor):
-            taken = inline.take(place, 0.0)
+        for shard_range in self._order.from_cursor(self._cursor):
+            taken = inline.take(shard_range, 0.0)
             assert taken is not None
-            yield Item(place.epoch, place.step, place.shard, *taken)
+            yield ShardBatch(shard_range.epoch, shard_range.step, shard_range.shard, *taken)
 
-    def _start_workers(self) -> Iterator[Item]:
+    def _start_workers(self) -> Iterator[ShardBatch]:
         if threading.current_thread() is not threading.main_thread():
             raise UsageError(
                 "shards: a DataLoader with workers is started by the main thread, once: call "

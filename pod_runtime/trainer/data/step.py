@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pod_runtime.trainer.data.readers import ShardPlace
+from pod_runtime.trainer.data.readers import ShardRange
 from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.frameworks.adapter import Adapter
 
@@ -12,7 +12,7 @@ WEIGHTS = ("mean", "sum")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpochPlace:
+class EpochPosition:
     number: int
     first_step: int
     steps: int
@@ -21,22 +21,22 @@ class EpochPlace:
 class Epoch:
     """One pass over the data. Iterate over it once: it yields the steps that are left."""
 
-    def __init__(self, find: Callable[[], EpochPlace], run: Callable[[], Any]) -> None:
+    def __init__(self, find: Callable[[], EpochPosition], run: Callable[[], Any]) -> None:
         """`find` is called when a question is first asked, and may have to wait for the answer."""
         self._find = find
-        self._place: EpochPlace | None = None  # None: nobody has asked
+        self._position: EpochPosition | None = None  # None: nobody has asked
         self._run = run
 
-    def find(self) -> EpochPlace:
+    def find(self) -> EpochPosition:
         """Find out which epoch this is, and how much of it is left."""
-        if self._place is None:
-            self._place = self._find()
-        return self._place
+        if self._position is None:
+            self._position = self._find()
+        return self._position
 
-    def moved(self, place: EpochPlace) -> None:
+    def moved(self, position: EpochPosition) -> None:
         """The trainer has gone on in another stage, which may cut batches of another size."""
-        if self._place is not None:
-            self._place = replace(self._place, steps=place.steps)
+        if self._position is not None:
+            self._position = replace(self._position, steps=position.steps)
 
     @property
     def number(self) -> int:
@@ -69,21 +69,21 @@ class Step:
         *,
         number: Callable[[], int],
         index: Callable[[], int],
-        places: list[ShardPlace],
+        ranges: list[ShardRange],
         samples: int,
-        ids: Callable[[ShardPlace], list[int]],
+        ids: Callable[[ShardRange], list[int]],
         adapter: Adapter,
         loss: str,
-        fetch: Callable[[ShardPlace], Any],
+        fetch: Callable[[ShardRange], Any],
         update: Callable[["Step"], None],
-        is_rehearsal: bool = False,
+        is_warmup: bool = False,
     ) -> None:
         self._number, self._index = number, index
         self.samples = samples  # of the global batch
         self.is_updated = False
-        self.is_rehearsal = is_rehearsal  # it does not count: docs/training-scripts.md
+        self.is_warmup = is_warmup  # it does not count: docs/training-scripts.md
         self.samples_done = 0  # by this rank
-        self._places = places
+        self._ranges = ranges
         self._ids = ids
         self._adapter = adapter
         self._loss = loss
@@ -93,6 +93,11 @@ class Step:
         self._open = False  # the newest of them is being computed
         self._shard_samples = 0
         self._weighed = 0  # shards whose loss went through `backward`
+
+    @property
+    def is_rehearsal(self) -> bool:
+        """The old name of `is_warmup`."""
+        return self.is_warmup
 
     @property
     def number(self) -> int:
@@ -107,7 +112,7 @@ class Step:
     @property
     def sample_ids(self) -> list[int]:
         """Ids of this rank's samples of the global batch, in order."""
-        return [sample for place in self._places for sample in self._ids(place)]
+        return [sample for shard_range in self._ranges for sample in self._ids(shard_range)]
 
     @property
     def shard_samples(self) -> int | None:
@@ -116,11 +121,11 @@ class Step:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield each of this rank's shards, collated."""
-        while self._at < len(self._places):
-            place = self._places[self._at]
-            batch = self._fetch(place)
+        while self._at < len(self._ranges):
+            shard_range = self._ranges[self._at]
+            batch = self._fetch(shard_range)
             self._at += 1
-            self._shard_samples = place.samples
+            self._shard_samples = shard_range.samples
             self._open = True
             yield batch
             self._close_shard()
@@ -139,7 +144,7 @@ class Step:
                 "step.backward(loss): call it inside `for batch in step:`, once per shard or more"
             )
         samples = self._shard_samples if self._loss == "mean" else 1
-        is_last = self._at == len(self._places) and not self.is_rehearsal
+        is_last = self._at == len(self._ranges) and not self.is_warmup
         self._adapter.backward(loss, samples / self.samples, is_last)
         self._weighed = self._at
 
@@ -151,9 +156,9 @@ class Step:
         """
         if self.is_updated:
             raise UsageError("step.update(): called twice in one step")
-        if self._at < len(self._places):
+        if self._at < len(self._ranges):
             raise UsageError(
-                f"step.update(): {self._at} of this rank's {len(self._places)} shards were "
+                f"step.update(): {self._at} of this rank's {len(self._ranges)} shards were "
                 f"computed; finish `for batch in step:` before it, without break"
             )
         self._close_shard()

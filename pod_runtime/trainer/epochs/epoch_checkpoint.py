@@ -32,7 +32,7 @@ _stages: dict[str, int] = {}  # storage's name -> the stage that this process wr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class ResumePoint:
     """Where a training goes on."""
 
     epoch_no: int  # last completed epoch; -1: none
@@ -153,7 +153,7 @@ def storage_path(path: str | os.PathLike[str], fs: Any) -> EpochStore:
     return EpochStore(storage_for(path, fs))
 
 
-def load_state(store: EpochStore, state: "State") -> Loaded | None:
+def load_state(store: EpochStore, state: "State") -> ResumePoint | None:
     """Restore the newest intact checkpoint into `state`; None: there is none.
 
     Raises:
@@ -171,15 +171,17 @@ def load_state(store: EpochStore, state: "State") -> Loaded | None:
             )
     except OSError as error:
         raise CheckpointError(f"path: {store.storage.name} cannot be read: {error}") from error
-    place = None if found is None else found.place
+    checkpoint = None if found is None else found.id
     check_all_ranks_have(
-        None if place is None else (place.stage, place.epoch, place.step, place.token)
+        None
+        if checkpoint is None
+        else (checkpoint.stage, checkpoint.epoch, checkpoint.step, checkpoint.token)
     )
     if found is None:
         return None
     status = _checked_status(found)
     state.load(found.layout, found.data, found.status["scalars"])
-    logger.info("restored %s/%s", store.storage.name, found.place.folder)
+    logger.info("restored %s/%s", store.storage.name, found.id.folder)
     return status
 
 
@@ -236,11 +238,11 @@ def stage_of(store: EpochStore) -> int:
     return _stages[name]
 
 
-def _checked_status(found: EpochState) -> Loaded:
+def _checked_status(found: EpochState) -> ResumePoint:
     match found.status:
         case {"epoch_no": int(epoch_no), "step": int(step), "more": dict(more), "scalars": dict()}:
-            return Loaded(epoch_no=epoch_no, step=step, more=more)
-    raise CheckpointError(f"{found.place.folder}: its train_status.json is not one of ours")
+            return ResumePoint(epoch_no=epoch_no, step=step, more=more)
+    raise CheckpointError(f"{found.id.folder}: its train_status.json is not one of ours")
 
 
 def _open_state(

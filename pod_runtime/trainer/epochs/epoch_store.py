@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pod_runtime.trainer.errors import CheckpointError, StateError
-from pod_runtime.trainer.layout import Layout
+from pod_runtime.trainer.layout import StateLayout
 from pod_runtime.trainer.state.checkpoint_files import MANIFEST, read_files, write_files
 from pod_runtime.trainer.state.stage_folders import (
     highest_stage,
@@ -28,12 +28,12 @@ from pod_runtime.trainer.state.storage import Storage
 
 logger = logging.getLogger(__name__)
 
-_PLACE = re.compile(r"epoch_(\d{8,})_step_(\d{10,})_([0-9a-f]{8})\Z")
+_FOLDER = re.compile(r"epoch_(\d{8,})_step_(\d{10,})_([0-9a-f]{8})\Z")
 _LOOP_STEP = re.compile(r"step_\d{10,}\Z")
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class EpochPlace:
+class EpochCheckpointId:
     """Ordered as checkpoints supersede each other."""
 
     stage: int
@@ -50,9 +50,9 @@ class EpochPlace:
 class EpochState:
     """What a checkpoint holds."""
 
-    place: EpochPlace
+    id: EpochCheckpointId
     status: dict[str, Any]  # JSON types
-    layout: Layout
+    layout: StateLayout
     data: memoryview
 
 
@@ -66,15 +66,15 @@ class EpochStore:
         """Return the highest stage that has a folder; 0 if none has."""
         return highest_stage(self.storage)
 
-    def found(self) -> list[EpochPlace]:
+    def found(self) -> list[EpochCheckpointId]:
         """Return all folders of checkpoints, whole or torn, oldest first."""
-        places = []
+        ids = []
         for stage, name in stage_folders(self.storage):
             for folder in self.storage.folders(name):
-                match = _PLACE.match(folder)
+                match = _FOLDER.match(folder)
                 if match:
-                    places.append(EpochPlace(stage, int(match[1]), int(match[2]), match[3]))
-        return sorted(places)
+                    ids.append(EpochCheckpointId(stage, int(match[1]), int(match[2]), match[3]))
+        return sorted(ids)
 
     def holds_loop_checkpoints(self) -> bool:
         """Whether the elastic loop, which has another format, has written here."""
@@ -90,11 +90,11 @@ class EpochStore:
         stage: int,
         epoch: int,
         step: int,
-        layout: Layout,
+        layout: StateLayout,
         data: memoryview,
         status: Mapping[str, Any],
         keep: int | None,
-    ) -> EpochPlace:
+    ) -> EpochCheckpointId:
         """Write one checkpoint, and remove those that nobody needs any more.
 
         Args:
@@ -103,7 +103,7 @@ class EpochStore:
         Raises:
             CheckpointError: it could not be written; what was begun is removed.
         """
-        made = EpochPlace(stage, epoch, step, secrets.token_hex(4))
+        made = EpochCheckpointId(stage, epoch, step, secrets.token_hex(4))
         try:
             write_files(
                 self.storage,
@@ -131,39 +131,39 @@ class EpochStore:
             CheckpointError: there are complete checkpoints, and none is intact: to start afresh
                 now would throw the training away silently.
         """
-        places = self.found()
+        ids = self.found()
         while True:
-            loaded, refused = self._newest_of(places)
+            loaded, refused = self._newest_of(ids)
             if loaded is not None or not refused:
                 return loaded
-            before, places = places, self.found()
-            if places == before:  # else a writer that is still alive has cleaned up meanwhile
+            before, ids = ids, self.found()
+            if ids == before:  # else a writer that is still alive has cleaned up meanwhile
                 raise CheckpointError(
                     f"{self.storage.name}: none of its checkpoints is intact "
                     f"({'; '.join(refused)}); repair it, or start afresh with another path"
                 )
 
-    def _newest_of(self, places: list[EpochPlace]) -> tuple[EpochState | None, list[str]]:
+    def _newest_of(self, ids: list[EpochCheckpointId]) -> tuple[EpochState | None, list[str]]:
         refused: list[str] = []
-        for place in reversed(places):
+        for each in reversed(ids):
             try:
-                status, layout, data = read_files(self.storage, place.folder)
+                status, layout, data = read_files(self.storage, each.folder)
             except FileNotFoundError as error:
                 if str(error) == MANIFEST:
-                    logger.info("checkpoint %s is not complete; skipped", place.folder)
+                    logger.info("checkpoint %s is not complete; skipped", each.folder)
                     continue
                 reason = str(error)
             except (CheckpointError, StateError, OSError, ValueError) as error:
                 reason = str(error)
             else:
                 if refused:
-                    logger.warning("falling back to checkpoint %s, which is intact", place.folder)
-                return EpochState(place=place, status=status, layout=layout, data=data), refused
-            refused.append(f"{place.folder}: {reason}")
-            logger.error("checkpoint %s refused: %s", place.folder, reason)
+                    logger.warning("falling back to checkpoint %s, which is intact", each.folder)
+                return EpochState(id=each, status=status, layout=layout, data=data), refused
+            refused.append(f"{each.folder}: {reason}")
+            logger.error("checkpoint %s refused: %s", each.folder, reason)
         return None, refused
 
-    def _clean(self, newest: EpochPlace, keep: int) -> None:
+    def _clean(self, newest: EpochCheckpointId, keep: int) -> None:
         try:
             remove_older(self.storage, [each for each in self.found() if each < newest], keep)
         except OSError as error:

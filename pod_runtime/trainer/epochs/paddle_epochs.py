@@ -10,7 +10,7 @@ import paddle.distributed as dist
 
 from pod_runtime.trainer.errors import StateError, UsageError
 from pod_runtime.trainer.frameworks.paddle.state import PaddleState
-from pod_runtime.trainer.layout import Layout, make_layout, missing_and_surplus
+from pod_runtime.trainer.layout import StateLayout, make_layout, missing_and_surplus
 
 
 class ProgramState:
@@ -25,10 +25,10 @@ class ProgramState:
         self._program, self._place = program, place
         rate = getattr(optimizer, "_learning_rate", None)
         self._scheduler = rate if isinstance(rate, paddle.optimizer.lr.LRScheduler) else None
-        self._layout: Layout | None = None  # None: to be made
+        self._layout: StateLayout | None = None  # None: to be made
         self._arrays: list[Any] = []
 
-    def layout(self) -> Layout:
+    def layout(self) -> StateLayout:
         """Return the layout of the state as it is now.
 
         Raises:
@@ -50,7 +50,7 @@ class ProgramState:
     def scalars(self) -> dict[str, Any]:
         return {} if self._scheduler is None else {"lr_scheduler": self._scheduler.state_dict()}
 
-    def load(self, layout: Layout, data: memoryview, scalars: Mapping[str, Any]) -> None:
+    def load(self, layout: StateLayout, data: memoryview, scalars: Mapping[str, Any]) -> None:
         """Take over a state.
 
         Raises:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pod_runtime.trainer.layout import Layout
+from pod_runtime.trainer.layout import StateLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class Adapter(Protocol):
 
     # --- state
 
-    def layout(self) -> Layout:
+    def layout(self) -> StateLayout:
         """Return the layout of the state as it is now."""
 
     def copy_out(self, target: memoryview, start: int = 0, stop: int | None = None) -> None:
@@ -90,7 +90,7 @@ class Adapter(Protocol):
     def scalars(self) -> dict[str, Any]:
         """Return what else belongs to the state, as JSON types."""
 
-    def load(self, layout: Layout, data: memoryview, scalars: Mapping[str, Any]) -> None:
+    def load(self, layout: StateLayout, data: memoryview, scalars: Mapping[str, Any]) -> None:
         """Take over a state; nothing has changed when this raises StateError."""
 
     def load_again(self) -> None:

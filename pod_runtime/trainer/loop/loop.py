@@ -13,27 +13,27 @@ from pod_runtime.env import TrainerEnv
 from pod_runtime.trainer.data.readers import (
     FedReader,
     InlineReader,
-    Item,
     ReadFrom,
+    ShardBatch,
     ShardOrder,
-    ShardPlace,
+    ShardRange,
     ShardReader,
     ShardSource,
     factory_items,
     loader_items,
 )
 from pod_runtime.trainer.data.source import make_source
-from pod_runtime.trainer.data.step import Epoch, EpochPlace, Step
+from pod_runtime.trainer.data.step import Epoch, EpochPosition, Step
 from pod_runtime.trainer.data.streams import seed_shard
 from pod_runtime.trainer.errors import PeerLost, StageChanged, StateError, UsageError
 from pod_runtime.trainer.frameworks.adapter import Adapter
 from pod_runtime.trainer.loop.evaluation import Fn, evaluate
-from pod_runtime.trainer.loop.rehearsal import rehearsal_step
+from pod_runtime.trainer.loop.warmup import warmup_step
 from pod_runtime.trainer.membership.link import StageStart
 from pod_runtime.trainer.membership.settings import LoopSettings
 from pod_runtime.trainer.membership.stage import StageJoiner, TrainerStage
 from pod_runtime.trainer.membership.termination import on_sigterm
-from pod_runtime.trainer.progress.agreement import Verdict
+from pod_runtime.trainer.progress.agreement import ExchangeResult
 from pod_runtime.trainer.progress.batches import rank_shards
 from pod_runtime.trainer.progress.drawn import add
 from pod_runtime.trainer.progress.scaling import Policy
@@ -148,11 +148,11 @@ class Loop:
         # for each reader: the one before may still read ahead.
         self._drawn_ahead: dict[tuple[int, int, int], int | None] = {}
         self._step_s = 0.0  # smoothed; 0: no step yet
-        self._verdict: Verdict | None = None  # of the newest exchange; None: there was none
+        self._verdict: ExchangeResult | None = None  # of the newest exchange; None: there was none
         self._evaluated_at = -1  # version of the progress at the last evaluation
         self._finished = False
         self._stop_asked = False
-        self._rehearses = False
+        self._is_warming_up = False
         self._is_restored = False  # and the script has not come to where the state goes on
         self._watches_modes = False
         self._modes: dict[str, bool] = {}  # that the body of the epoch set before the state came
@@ -187,7 +187,7 @@ class Loop:
             self._is_restored = self._progress.cursor.global_step > 0
             if self._epoch is not None:
                 self._begin_amid_body()
-            if not self._rehearses:
+            if not self._is_warming_up:
                 self._joiner.settled()
             if self._epoch is not None:
                 self._epoch.find()  # before any of its steps is made
@@ -296,7 +296,7 @@ class Loop:
                 self._adapter.watch()
             yield epoch
             progress = self._enter().progress
-            if progress.is_finished:  # as it was when this stage began, and it had a rehearsal
+            if progress.is_finished:  # as it was when this stage began, and it had a warm-up step
                 break
             if not progress.epoch_is_over:
                 raise UsageError(
@@ -305,11 +305,11 @@ class Loop:
                     f"the training after this epoch)"
                 )
             with self._surviving():
-                stop, wish = self._member.end_epoch(self._stop_asked)
+                stop, request = self._member.end_epoch(self._stop_asked)
                 progress.commit_epoch()
                 if stop:
                     progress.stop()
-                self._enter().state_manager.after_epoch(wish)
+                self._enter().state_manager.after_epoch(request)
         with self._surviving():
             self._finish()
 
@@ -318,7 +318,7 @@ class Loop:
 
         It is enough that one rank calls it. The final checkpoint is written as at the last epoch.
         """
-        self._stop_asked = not self._rehearses
+        self._stop_asked = not self._is_warming_up
 
     def evaluate(
         self, test_set: Any, fn: Fn, *, batch_size: int | None = None, collate_fn: Any = None
@@ -359,7 +359,7 @@ class Loop:
 
     def log(self, **metrics: float) -> None:
         """Show these numbers with the job's progress; those of rank 0 count."""
-        if self._rehearses:
+        if self._is_warming_up:
             return
         link = self._enter().link
         values = {name: self._adapter.to_float(value) for name, value in metrics.items()}
@@ -409,16 +409,16 @@ class Loop:
 
     # --- steps
 
-    def _find_epoch(self) -> EpochPlace:
+    def _find_epoch(self) -> EpochPosition:
         progress = self._enter().progress
         cursor = progress.cursor
         left = 0 if progress.is_finished else progress.batches.steps_left(cursor.offset)
-        return EpochPlace(number=cursor.epoch, first_step=cursor.step, steps=cursor.step + left)
+        return EpochPosition(number=cursor.epoch, first_step=cursor.step, steps=cursor.step + left)
 
-    def _make_rehearsal(self) -> Step | None:
+    def _make_warmup_step(self) -> Step | None:
         if self._reader_factory is not None:  # it may make more of the samples than they are
             return None
-        return rehearsal_step(
+        return warmup_step(
             self._adapter,
             self._source,
             shards=self._joiner.shards,
@@ -429,13 +429,13 @@ class Loop:
             is_over=lambda: self._stage is not None,
         )
 
-    def _rehearse(self) -> Iterator[Step]:
+    def _warm_up(self) -> Iterator[Step]:
         """Yield one step that does not count, while an older stage trains; then enter this one."""
-        step = self._make_rehearsal()
+        step = self._make_warmup_step()
         if step is not None:
-            self._open_step, self._rehearses = step, True
+            self._open_step, self._is_warming_up = step, True
             yield step
-            self._open_step, self._rehearses = None, False
+            self._open_step, self._is_warming_up = None, False
         if self._stage is None:
             self._enter()
         else:
@@ -452,7 +452,7 @@ class Loop:
             self._adapter.news()
         if self._stage is None:
             self._note_modes()
-            yield from self._rehearse()
+            yield from self._warm_up()
         else:
             self._go_on(with_steps=True)
         self._is_restored = False
@@ -464,7 +464,7 @@ class Loop:
             step = self._open_step = Step(
                 number=partial(int, cursor.global_step),
                 index=partial(int, cursor.step),
-                places=self._order.of_batch(cursor.epoch, cursor.step, cursor.offset),
+                ranges=self._order.of_batch(cursor.epoch, cursor.step, cursor.offset),
                 samples=stop - start,
                 ids=self._order.ids,
                 adapter=adapter,
@@ -484,18 +484,26 @@ class Loop:
             with self._surviving():
                 self._commit()
 
-    def _fetch(self, place: ShardPlace) -> Any:
+    def _fetch(self, shard_range: ShardRange) -> Any:
         if self._reader is None:
             self._reader = self._start_reader()
-        taken = self._reader.take(place, _WAIT_S)
+        taken = self._reader.take(shard_range, _WAIT_S)
         while taken is None:
             with self._surviving():
                 self._member.wait_for_data()
-            taken = self._reader.take(place, _WAIT_S)
+            taken = self._reader.take(shard_range, _WAIT_S)
         self._member.have_data()
-        drawn = self._drawn_ahead.pop((place.epoch, place.step, place.shard), taken.drawn)
+        drawn = self._drawn_ahead.pop(
+            (shard_range.epoch, shard_range.step, shard_range.shard), taken.drawn
+        )
         self._drawn = add(self._drawn, drawn)
-        seed_shard(self._adapter, self._progress.run.seed, place.epoch, place.step, place.shard)
+        seed_shard(
+            self._adapter,
+            self._progress.run.seed,
+            shard_range.epoch,
+            shard_range.step,
+            shard_range.shard,
+        )
         return self._adapter.to_batch(taken.batch)
 
     def _update(self, step: Step) -> None:
@@ -516,7 +524,7 @@ class Loop:
         assert self._verdict is not None
         self._progress.commit_step(self._verdict.drawn)
         if (
-            self._verdict.wish.snapshot
+            self._verdict.request.snapshot
             or self._progress.epoch_is_over
             or self._progress.cursor.global_step <= _FIRST_STEPS
         ):
@@ -528,7 +536,7 @@ class Loop:
             (1 - _SMOOTHING) * self._step_s + _SMOOTHING * took
         )  # fmt: skip
         self._tell_step(at_once=False)  # before a snapshot, which may take longer the first time
-        self._enter().state_manager.after_step(self._step_s, self._verdict.wish)
+        self._enter().state_manager.after_step(self._step_s, self._verdict.request)
         if self._verdict.cut:
             try:
                 self._member.park()
@@ -639,7 +647,7 @@ def _few(names: list[str]) -> str:
     return text if len(names) <= 3 else f"{text} and {len(names) - 3} more"
 
 
-def _note(drawn: dict[tuple[int, int, int], int | None], item: Item) -> None:
+def _note(drawn: dict[tuple[int, int, int], int | None], item: ShardBatch) -> None:
     drawn[item[:3]] = item.drawn
 
 

@@ -23,8 +23,8 @@ from pod_runtime.trainer.membership.next_group import NextGroupFormer
 from pod_runtime.trainer.membership.state_manager import RETRY_S, StateManager
 from pod_runtime.trainer.membership.together import barrier
 from pod_runtime.trainer.progress.agreement import (
-    Verdict,
-    Wish,
+    ExchangeResult,
+    SnapshotRequest,
     make_ballot,
     make_header,
     read_ballots,
@@ -59,7 +59,7 @@ class StageMember:
         self._gate = threading.Lock()  # around `_waits`; held for good by who ends the process
         self._waits = False  # in an exchange: the state is the committed one
 
-    def exchange(self, samples: int, drawn: int | None = None) -> Verdict:
+    def exchange(self, samples: int, drawn: int | None = None) -> ExchangeResult:
         """Sum gradients with all ranks; returns when all of them had theirs.
 
         Args:
@@ -113,12 +113,12 @@ class StageMember:
         self._adapter.all_reduce(votes)
         return bool(votes[0])
 
-    def end_epoch(self, stop: bool) -> tuple[bool, Wish]:
+    def end_epoch(self, stop: bool) -> tuple[bool, SnapshotRequest]:
         """Agree on whether it was the last one, and on what is done then. All ranks call it."""
-        wish = self._state_manager.wish_after_epoch()
-        votes = np.array([float(stop), wish.snapshot, float(wish.renew)])
+        request = self._state_manager.request_after_epoch()
+        votes = np.array([float(stop), request.snapshot, float(request.renew)])
         self._adapter.all_reduce(votes)
-        return bool(votes[0]), Wish(snapshot=float(votes[1] >= 1), renew=bool(votes[2]))
+        return bool(votes[0]), SnapshotRequest(snapshot=float(votes[1] >= 1), renew=bool(votes[2]))
 
     def write_final(self) -> None:
         """Have rank 0 write the last checkpoint, again and again until it is there.
@@ -257,15 +257,15 @@ class StageMember:
             logger.error("%s", lost)
         exit_as_victim()
 
-    def _exchange(self, samples: int, drawn: int | None, *, void: bool) -> Verdict:
+    def _exchange(self, samples: int, drawn: int | None, *, void: bool) -> ExchangeResult:
         self._end_if_told()
-        wish = Wish() if void else self._state_manager.wish()
+        request = SnapshotRequest() if void else self._state_manager.snapshot_request()
         cut = self.is_cut
         header = make_header(
             cut=cut,
             void=void,
             samples=samples,
-            wish=wish,
+            request=request,
             patient=self._is_patient,
             drawn=drawn,
         )

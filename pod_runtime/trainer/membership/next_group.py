@@ -14,10 +14,10 @@ from pod_runtime.env import stage_environment
 from pod_runtime.trainer.errors import LinkError, PeerLost, SnapshotError
 from pod_runtime.trainer.frameworks.adapter import Adapter, GroupSpec
 from pod_runtime.trainer.frameworks.meeting import CalledOffError
-from pod_runtime.trainer.layout import Layout
+from pod_runtime.trainer.layout import StateLayout
 from pod_runtime.trainer.membership.link import Invitation, LauncherLink
 from pod_runtime.trainer.membership.node_snapshots import make_segment, nodes_of
-from pod_runtime.trainer.state.snapshot import Segment
+from pod_runtime.trainer.state.snapshot import SnapshotSegment
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +29,13 @@ _END_TIMEOUT_S = 35.0  # longer than the framework waits for a peer that has die
 class _Attempt:
     """One group, on its way."""
 
-    def __init__(self, adapter: Adapter, invitation: Invitation, layout: Layout) -> None:
+    def __init__(self, adapter: Adapter, invitation: Invitation, layout: StateLayout) -> None:
         """`layout`: of the state as it is now."""
         self.invitation = invitation
         self.told = False  # the launcher knows how it ended
         self.error = ""
         self.group: Any | None = None  # None: not formed, or no longer wanted
-        self.segment: Segment | None = None  # None: none was made ahead
+        self.segment: SnapshotSegment | None = None  # None: none was made ahead
         self._adapter, self._layout = adapter, layout
         self._off = threading.Event()
         self._gate = threading.Lock()  # around `_is_over` and what follows from it
@@ -121,7 +121,7 @@ class NextGroupFormer:
             else:
                 self._link.say("formed", stage=plan.stage, attempt=plan.attempt)
 
-    def take(self, plan: StagePlan) -> tuple[int, Any, Segment | None]:
+    def take(self, plan: StagePlan) -> tuple[int, Any, SnapshotSegment | None]:
         """Return rank, group and segment in the stage of `plan`, which is committed.
 
         Raises:

@@ -17,11 +17,11 @@ from job_server.api.wire import StagePlan
 from pod_runtime.segment_header import SlotHeader, Stamp, read_newest
 from pod_runtime.trainer.errors import SnapshotError
 from pod_runtime.trainer.frameworks.adapter import Adapter
-from pod_runtime.trainer.layout import Layout
+from pod_runtime.trainer.layout import StateLayout
 from pod_runtime.trainer.membership.link import LauncherLink
-from pod_runtime.trainer.progress.progress import Progress
-from pod_runtime.trainer.state.image import Places, StateImage, meta_bytes
-from pod_runtime.trainer.state.snapshot import META_RESERVE, Handle, Segment, read_snapshot
+from pod_runtime.trainer.progress.progress import TrainingProgress
+from pod_runtime.trainer.state.host_state import HostState, SaveTarget, meta_bytes
+from pod_runtime.trainer.state.snapshot import META_RESERVE, Handle, SnapshotSegment, read_snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -36,29 +36,31 @@ class NodeSnapshots:
     def __init__(
         self,
         adapter: Adapter,
-        progress: Progress,
+        progress: TrainingProgress,
         link: LauncherLink | None,
         *,
         rank: int,
         nodes: Sequence[Sequence[int]],
-        segment: Segment | None = None,
-        places: Places | None = None,
+        segment: SnapshotSegment | None = None,
+        save_target: SaveTarget | None = None,
     ) -> None:
         """
         Args:
             nodes: the ranks of the stage by node, each node's in ascending order.
             segment: made ahead, by the first rank of its node.
-            places: where a state goes if the job ends; None: nowhere.
+            save_target: where a state goes if the job ends; None: nowhere.
         """
         self._adapter, self._progress, self._link = adapter, progress, link
-        self._places = "null" if places is None else json.dumps(places.to_json())
+        self._save_target = "null" if save_target is None else json.dumps(save_target.to_json())
         self._rank = rank
         self._world_size = sum(len(ranks) for ranks in nodes)
         self._node = next(tuple(ranks) for ranks in nodes if rank in ranks)
         self.share = 1 / len(nodes)  # this node's, of a decision that all nodes have to agree to
         self._are_alone = all(len(ranks) == 1 for ranks in nodes)
         self._prepared = segment  # None: nothing was made ahead, or it is in use
-        self._segment: Segment | None = None  # None: there is none, or it is not ours to write
+        self._segment: SnapshotSegment | None = (
+            None  # None: there is none, or it is not ours to write
+        )
         self._index = -1  # among the writers
         self._split = False  # on some node, so ranks have to meet before a snapshot is complete
         self._taken: Stamp | None = None  # the newest that this rank has written its part of
@@ -158,7 +160,7 @@ class NodeSnapshots:
         assert self._segment is not None
         return self._segment.fd
 
-    def image(self) -> StateImage | None:
+    def host_state(self) -> HostState | None:
         """Return the committed state as it stands in the segment; None if it is not complete."""
         return None if self._segment is None else read_snapshot([self.fd], self.now)
 
@@ -190,7 +192,7 @@ class NodeSnapshots:
 
     # --- the segment
 
-    def _write(self, segment: Segment, layout: Layout) -> None:
+    def _write(self, segment: SnapshotSegment, layout: StateLayout) -> None:
         meta = self._meta(layout) if self._index == 0 else b""
         if not segment.fits(len(meta), layout.total_bytes):
             self.wants_renewal = True  # before the next one; this one stays incomplete
@@ -198,7 +200,7 @@ class NodeSnapshots:
         segment.write_part(self._adapter, layout, self.now, index=self._index, meta=meta)
         self._taken = self._unsaid = self.now
 
-    def _renew(self, layout: Layout) -> None:
+    def _renew(self, layout: StateLayout) -> None:
         """Make a segment for what the state needs now, and see who can write it."""
         self.wants_renewal, self._given, self._taken = False, False, None
         old, self._segment = self._segment, None
@@ -223,7 +225,7 @@ class NodeSnapshots:
         if old is not None:
             old.close()
 
-    def _make(self, layout: Layout, meta: bytes, *, writers: int) -> Segment:
+    def _make(self, layout: StateLayout, meta: bytes, *, writers: int) -> SnapshotSegment:
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
             if prepared.fits(len(meta), layout.total_bytes):
@@ -232,7 +234,7 @@ class NodeSnapshots:
             prepared.close()
         return make_segment(self._progress.stage, writers, layout, len(meta))
 
-    def _join(self, layout: Layout) -> list[int]:
+    def _join(self, layout: StateLayout) -> list[int]:
         """Open the segment of this node's first rank; return which ranks of the node write it."""
         mine = self._segment.handle if self._segment is not None else None
         digest = int(layout.digest[:_DIGEST_DIGITS], 16)
@@ -243,7 +245,7 @@ class NodeSnapshots:
         pid, fd, inode, size_bytes, wanted = (int(value) for value in handles[self._node[0]])
         if not self.is_first and pid and wanted == digest:
             handle = Handle(pid=pid, fd=fd, inode=inode, size_bytes=size_bytes)
-            self._segment = Segment.join(handle)
+            self._segment = SnapshotSegment.join(handle)
             if self._segment is None:
                 logger.warning(
                     "rank %d cannot open the segment of rank %d, which writes this one's part of "
@@ -266,9 +268,9 @@ class NodeSnapshots:
         stage = self._progress.stage
         self._link.say("segment", (self.fd,), stage=stage, size_bytes=size, digest=digest)
 
-    def _meta(self, layout: Layout) -> bytes:
+    def _meta(self, layout: StateLayout) -> bytes:
         scalars = json.dumps(self._adapter.scalars())
-        return meta_bytes(self._progress.status_json(), scalars, layout, self._places)
+        return meta_bytes(self._progress.status_json(), scalars, layout, self._save_target)
 
 
 def _reference(header: SlotHeader) -> dict[str, Any]:
@@ -290,14 +292,16 @@ def nodes_of(plan: StagePlan) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(ranks)) for ranks in found.values())
 
 
-def make_segment(stage: int, writers: int, layout: Layout, meta_size: int = 0) -> Segment:
+def make_segment(
+    stage: int, writers: int, layout: StateLayout, meta_size: int = 0
+) -> SnapshotSegment:
     """Return a new segment for a stage's snapshots.
 
     Raises:
         SnapshotError: there is no room for it.
     """
     meta_size = max(meta_size, len(layout.text) + META_RESERVE)
-    return Segment.make(
+    return SnapshotSegment.make(
         f"edl-snapshot-{stage}",
         writers=writers,
         meta_bytes=meta_size,

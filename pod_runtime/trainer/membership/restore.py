@@ -15,14 +15,14 @@ from pod_runtime.trainer.frameworks.adapter import Adapter
 from pod_runtime.trainer.membership.together import barrier
 from pod_runtime.trainer.progress.loop_status import LoopStatus
 from pod_runtime.trainer.state.checkpoint import CheckpointId, CheckpointStore
-from pod_runtime.trainer.state.image import StateImage, image_from
+from pod_runtime.trainer.state.host_state import HostState, host_state_from
 from pod_runtime.trainer.state.owner import new_run_id
 from pod_runtime.trainer.state.snapshot import newest_stamp, read_snapshot
 from pod_runtime.trainer.state.storage import open_storage
 
 logger = logging.getLogger(__name__)
 
-_Read = Callable[[], StateImage | None]
+_Read = Callable[[], HostState | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Restored:
     stage: int  # of this stage, as rank 0 says; outside EDL only rank 0 knows it beforehand
     came_from: tuple[int, int] | None  # (stage, step); None: a fresh start
     from_checkpoint: bool  # what was loaded is an intact checkpoint of exactly this state
-    image: StateImage | None = None  # what was loaded; None: nothing, or no longer kept
+    host_state: HostState | None = None  # what was loaded; None: nothing, or no longer kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class CarriedState:
     status: LoopStatus
     stamp: Stamp
     is_in_snapshot: bool  # of this rank's node
-    image: Callable[[], StateImage | None]  # reads it there
+    host_state: Callable[[], HostState | None]  # reads it there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class LoadedAhead:
     """What the model holds already, before it was known that the stage begins from it."""
 
     stamp: Stamp
-    image: StateImage
+    host_state: HostState
 
 
 def restore(
@@ -93,18 +93,18 @@ def restore(
     best = max(have.tolist())
     step = int(best[0])
     holders = (have[:, :2] == best[:2]).all(axis=1) & (step >= (wanted.step if wanted else 0))
-    image = read_snapshot(fds, newest) if newest is not None and holders[rank] else None
+    host_state = read_snapshot(fds, newest) if newest is not None and holders[rank] else None
     if holders.all() and kept is not None:
         return _kept(kept, stage)
-    if holders.all() and image is not None:
-        adapter.load(image.layout, image.data, image.scalars)
-        return _restored(image, stage, from_checkpoint=False)
+    if holders.all() and host_state is not None:
+        adapter.load(host_state.layout, host_state.data, host_state.scalars)
+        return _restored(host_state, stage, from_checkpoint=False)
     if holders.any():
         # A snapshot rather than a model that trains: its script may have touched that since, as a
         # scheduler does at the end of an epoch.
         source, from_checkpoint = have.tolist().index(best), False
         if kept is not None and source == rank:
-            image = kept.image() or _own_state(adapter, kept.status)
+            host_state = kept.host_state() or _own_state(adapter, kept.status)
     else:
         if wanted is not None and not wanted.path:
             logger.error(
@@ -116,18 +116,18 @@ def restore(
         mine = store if rank == 0 else None
         source, read = _find_on_disk(adapter, rank, world_size, wanted, mine)
         from_checkpoint = wanted is None or not wanted.spare
-        image = _read_together(adapter, read)
-        if rank == 0 and source == 0 and image is None:
+        host_state = _read_together(adapter, read)
+        if rank == 0 and source == 0 and host_state is None:
             if mine is not None:
                 mine.check_writable()  # now nothing is lost; later, training goes on without
             fresh = replace(fresh, run_id=new_run_id())
     if world_size == 1:
-        if image is None:
+        if host_state is None:
             return _fresh(fresh, stage)
-        adapter.load(image.layout, image.data, image.scalars)
-        return _restored(image, stage, from_checkpoint=from_checkpoint)
+        adapter.load(host_state.layout, host_state.data, host_state.scalars)
+        return _restored(host_state, stage, from_checkpoint=from_checkpoint)
     return _broadcast(
-        adapter, image, rank=rank, source=source, stage=stage, fresh=fresh,
+        adapter, host_state, rank=rank, source=source, stage=stage, fresh=fresh,
         from_checkpoint=from_checkpoint, kept=kept,
     )  # fmt: skip
 
@@ -150,15 +150,15 @@ def _restore_here(
     if kept is not None and kept.stamp == stamp:
         return _kept(kept, stage)
     if loaded is not None and loaded.stamp == stamp:
-        return _restored(loaded.image, stage, from_checkpoint=False)
-    image = read_snapshot(fds, stamp)
-    if image is None:
+        return _restored(loaded.host_state, stage, from_checkpoint=False)
+    host_state = read_snapshot(fds, stamp)
+    if host_state is None:
         raise StateError(
             f"stage {stage} begins from step {stamp.step} of stage {stamp.stage}, whose snapshot "
             f"this node has lost since it was told of; trainers start again from another node's"
         )
-    adapter.load(image.layout, image.data, image.scalars)
-    return _restored(image, stage, from_checkpoint=False)
+    adapter.load(host_state.layout, host_state.data, host_state.scalars)
+    return _restored(host_state, stage, from_checkpoint=False)
 
 
 def _find_on_disk(
@@ -203,14 +203,14 @@ def _find_on_disk(
 
 
 def _newest_of(store: CheckpointStore) -> _Read:
-    def read() -> StateImage | None:
+    def read() -> HostState | None:
         found = store.continue_newest()
         return None if found is None else found[0]
 
     return read
 
 
-def _read_together(adapter: Adapter, read: _Read | None) -> StateImage | None:
+def _read_together(adapter: Adapter, read: _Read | None) -> HostState | None:
     """Claim its folder, read and verify a checkpoint; the other ranks wait for minutes."""
     with ThreadPoolExecutor(1, "checkpoint-reader") as pool:
         reading = None if read is None else pool.submit(read)
@@ -220,7 +220,7 @@ def _read_together(adapter: Adapter, read: _Read | None) -> StateImage | None:
 
 def _broadcast(
     adapter: Adapter,
-    image: StateImage | None,
+    host_state: HostState | None,
     *,
     rank: int,
     source: int,
@@ -233,11 +233,11 @@ def _broadcast(
     head = np.zeros(4, np.int64)
     is_fresh = False
     if rank == source:
-        is_fresh = image is None
-        if image is None:
-            image = _own_state(adapter, fresh)
-        meta = np.frombuffer(image.meta(), np.uint8).copy()
-        data = np.frombuffer(image.data, np.uint8).copy()
+        is_fresh = host_state is None
+        if host_state is None:
+            host_state = _own_state(adapter, fresh)
+        meta = np.frombuffer(host_state.meta(), np.uint8).copy()
+        data = np.frombuffer(host_state.data, np.uint8).copy()
         head[:] = (meta.size, data.size, is_fresh, stage)
     adapter.broadcast(head.view(np.uint8), source)
     meta_size, data_size, fresh_flag, stage = (int(value) for value in head)
@@ -247,7 +247,7 @@ def _broadcast(
     adapter.broadcast(data, source)
     if kept is not None:
         return _kept(kept, stage)
-    received = image_from(meta.tobytes(), data.data)
+    received = host_state_from(meta.tobytes(), data.data)
     if rank != source or not fresh_flag:
         adapter.load(received.layout, received.data, received.scalars)
     if fresh_flag:
@@ -255,12 +255,12 @@ def _broadcast(
     return _restored(received, stage, from_checkpoint=from_checkpoint)
 
 
-def _own_state(adapter: Adapter, status: LoopStatus) -> StateImage:
+def _own_state(adapter: Adapter, status: LoopStatus) -> HostState:
     layout = adapter.layout()
     data = bytearray(layout.total_bytes)
     adapter.copy_out(memoryview(data))
     scalars = json.loads(json.dumps(adapter.scalars()))
-    return StateImage(status=status, scalars=scalars, layout=layout, data=memoryview(data))
+    return HostState(status=status, scalars=scalars, layout=layout, data=memoryview(data))
 
 
 def _kept(kept: CarriedState, stage: int) -> Restored:
@@ -274,8 +274,8 @@ def _fresh(status: LoopStatus, stage: int) -> Restored:
     return Restored(status=status, stage=stage, came_from=None, from_checkpoint=False)
 
 
-def _restored(image: StateImage, stage: int, *, from_checkpoint: bool) -> Restored:
-    status = image.status
+def _restored(host_state: HostState, stage: int, *, from_checkpoint: bool) -> Restored:
+    status = host_state.status
     if status.stage >= stage:
         raise StateError(
             f"stage: the state was made by stage {status.stage}, this is stage {stage}; "
@@ -287,5 +287,5 @@ def _restored(image: StateImage, stage: int, *, from_checkpoint: bool) -> Restor
         stage=stage,
         came_from=(status.stage, status.step),
         from_checkpoint=from_checkpoint,
-        image=image,
+        host_state=host_state,
     )

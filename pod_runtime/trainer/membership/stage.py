@@ -24,13 +24,13 @@ from pod_runtime.trainer.membership.terms import check_same_terms, check_terms_o
 from pod_runtime.trainer.progress.agreement import HEADER_SIZE
 from pod_runtime.trainer.progress.ledger import LedgerFile, RunInfo
 from pod_runtime.trainer.progress.loop_status import LoopStatus, check_same_run
-from pod_runtime.trainer.progress.progress import Progress, fresh_status, scaling_for
+from pod_runtime.trainer.progress.progress import TrainingProgress, fresh_status, scaling_for
 from pod_runtime.trainer.state.checkpoint import CheckpointStore
 from pod_runtime.trainer.state.checkpoint_writer import CheckpointWriter
-from pod_runtime.trainer.state.image import Places
+from pod_runtime.trainer.state.host_state import SaveTarget
 from pod_runtime.trainer.state.owner import Owner, this_holder
 from pod_runtime.trainer.state.owner_record import State
-from pod_runtime.trainer.state.snapshot import Segment, read_snapshot
+from pod_runtime.trainer.state.snapshot import SnapshotSegment, read_snapshot
 from pod_runtime.trainer.state.storage import open_storage
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class TrainerStage:
     """What a trainer holds while it trains."""
 
     adapter: Adapter
-    progress: Progress
+    progress: TrainingProgress
     state_manager: StateManager
     member: StageMember
     link: LauncherLink | None  # None: outside EDL
@@ -63,14 +63,14 @@ class _Place:
     nodes: tuple[tuple[int, ...], ...]  # the ranks of each node
     fds: tuple[int, ...]
     joined: StagePlan | None = None  # this trainer is new, others stay; None: all are new
-    beside: bool  # an older stage trains: this one is prepared, and told later what to start from
+    overlaps: bool  # an older stage trains: this one is prepared, and told later what to start from
     parts: tuple[tuple[tuple[str, ...], Subgroup], ...]  # pods that may be lost; who is left then
 
 
 class StageJoiner:
     """How this process becomes a member of a stage: in the group first, then with its state.
 
-    In between, where the stage is prepared beside an older one, there is time to rehearse.
+    In between, where the stage is prepared beside an older one, there is time for a warm-up step.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class StageJoiner:
         self._place = _find_place(env, self._link, welcome, self._store)
         if self._store is not None and self._store.owner is not None:
             self._store.owner.stage = self._place.stage
-        self._segment: Segment | None = None  # None: not made ahead of the first snapshot
+        self._segment: SnapshotSegment | None = None  # None: not made ahead of the first snapshot
         self._restored: Restored | None = None  # None: not yet
         self._loaded: LoadedAhead | None = None  # ahead of the commit; None: nothing was
         self._terms = self._make_terms()  # before a state is loaded: as the script made them
@@ -155,7 +155,7 @@ class StageJoiner:
     @property
     def overlaps(self) -> bool:
         """An older stage trains while this one is prepared."""
-        return self._place.beside
+        return self._place.overlaps
 
     def enter(self) -> TrainerStage:
         """Return when the stage is committed and training may begin.
@@ -209,7 +209,7 @@ class StageJoiner:
             nodes=nodes_of(plan),
             fds=(),
             joined=None,
-            beside=False,
+            overlaps=False,
             parts=(),
         )
         if rank != 0:
@@ -250,11 +250,11 @@ class StageJoiner:
         )
         return CheckpointStore(storage, keep=settings.keep_checkpoints, owner=owner)
 
-    def _places(self) -> Places:
+    def _save_target(self) -> SaveTarget:
         """Return where the state goes if the job ends, for who knows no script."""
         settings, env, plan = self._settings, self._env, self._plan
         job = {} if plan is None else {"job_id": plan.job_id, "submitted_at": plan.submitted_at}
-        return Places.of(
+        return SaveTarget.of(
             settings.checkpoint,
             settings.keep_checkpoints,
             env.run_dir,
@@ -264,16 +264,16 @@ class StageJoiner:
 
     def load_again(self) -> None:
         """Take over the state once more: what was done to it since does not count."""
-        image = None if self._restored is None else self._restored.image
-        assert image is not None
+        host_state = None if self._restored is None else self._restored.host_state
+        assert host_state is not None
         self.adapter.drop_step()
-        self.adapter.load(image.layout, image.data, image.scalars)
+        self.adapter.load(host_state.layout, host_state.data, host_state.scalars)
 
     def settled(self) -> None:
         """Let go of the state that was loaded."""
         self._loaded = None
         if self._restored is not None:
-            self._restored = replace(self._restored, image=None)
+            self._restored = replace(self._restored, host_state=None)
 
     def _restore(self, place: _Place, kept: CarriedState | None) -> Restored:
         return restore(
@@ -315,10 +315,10 @@ class StageJoiner:
 
     def _load_ahead(self, preview: StatePreview) -> None:
         """Load what the stage is to begin from, while the others still agree on the change."""
-        image = read_snapshot(preview.fds, preview.stamp)
-        if image is not None:
-            self.adapter.load(image.layout, image.data, image.scalars)
-            self._loaded = LoadedAhead(stamp=preview.stamp, image=image)
+        host_state = read_snapshot(preview.fds, preview.stamp)
+        if host_state is not None:
+            self.adapter.load(host_state.layout, host_state.data, host_state.scalars)
+            self._loaded = LoadedAhead(stamp=preview.stamp, host_state=host_state)
 
     def _do_without_lost(self, plan: StagePlan) -> None:
         """Become a member of the stage that is left when some of its pods have been lost."""
@@ -339,17 +339,17 @@ class StageJoiner:
             self._store = self._open_store(rank)
 
     def _check_clean(self, restored: Restored) -> None:
-        """Whatever a rehearsal left in the state must have been overwritten.
+        """Whatever a warm-up step left in the state must have been overwritten.
 
         Raises:
             StateError: it has not; this trainer is then started afresh.
         """
-        image = restored.image
-        loaded = set() if image is None else {spec.name for spec in image.layout.specs}
-        rehearsed = sorted({spec.name for spec in self.adapter.layout().specs} - loaded)
-        if rehearsed:
+        host_state = restored.host_state
+        loaded = set() if host_state is None else {spec.name for spec in host_state.layout.specs}
+        surplus = sorted({spec.name for spec in self.adapter.layout().specs} - loaded)
+        if surplus:
             raise StateError(
-                f"the state that stage {self._place.stage} begins from lacks {rehearsed[0]}, which "
+                f"the state that stage {self._place.stage} begins from lacks {surplus[0]}, which "
                 f"the prepared trainers have; they are started again without preparation"
             )
 
@@ -406,7 +406,7 @@ class StageJoiner:
                 f"the job may have; start the training with shards={place.max_trainers} or more, "
                 f"or the job with --max so that there are at most {status.shards} trainers"
             )
-        progress = Progress(
+        progress = TrainingProgress(
             status,
             scaling_for(
                 status,
@@ -425,7 +425,7 @@ class StageJoiner:
             rank=place.rank,
             nodes=place.nodes,
             segment=self._segment,
-            places=self._places(),
+            save_target=self._save_target(),
         )
         state_manager = StateManager(
             self.adapter,
@@ -479,7 +479,7 @@ def _find_place(
             link=None,
             nodes=tuple((rank,) for rank in range(env.world_size)),
             fds=(),
-            beside=False,
+            overlaps=False,
             parts=(),
         )
     plan = welcome.plan
@@ -511,7 +511,7 @@ def _find_place(
         nodes=nodes_of(plan),
         fds=welcome.fds,
         joined=plan if plan.way is Way.JOIN and plan.order is Order.PREPARE else None,
-        beside=plan.order is Order.PREPARE,
+        overlaps=plan.order is Order.PREPARE,
         parts=tuple((loss, _part(plan, loss)) for loss in plan.losses),
     )
 

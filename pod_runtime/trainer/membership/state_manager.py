@@ -11,11 +11,11 @@ from pod_runtime.trainer.frameworks.adapter import Adapter
 from pod_runtime.trainer.membership.link import LauncherLink, StageStart
 from pod_runtime.trainer.membership.node_snapshots import NodeSnapshots
 from pod_runtime.trainer.membership.restore import CarriedState
-from pod_runtime.trainer.progress.agreement import AgreedCut, Wish
-from pod_runtime.trainer.progress.progress import Progress
+from pod_runtime.trainer.progress.agreement import AgreedCut, SnapshotRequest
+from pod_runtime.trainer.progress.progress import TrainingProgress
 from pod_runtime.trainer.state.checkpoint import CheckpointStore
 from pod_runtime.trainer.state.checkpoint_writer import CheckpointWriter
-from pod_runtime.trainer.state.image import Places, StateImage
+from pod_runtime.trainer.state.host_state import HostState, SaveTarget
 from pod_runtime.trainer.state.owner_record import State
 from pod_runtime.trainer.state.snapshot import copy_newest
 
@@ -32,13 +32,13 @@ class StateManager:
     """Decides after every commit what is due, and does it. One per trainer.
 
     A snapshot is the work of all ranks, so the first rank of each node asks for it in the exchange
-    of the step before (`wish`), and all of them act on what anybody has asked for.
+    of the step before (`request`), and all of them act on what anybody has asked for.
     """
 
     def __init__(
         self,
         adapter: Adapter,
-        progress: Progress,
+        progress: TrainingProgress,
         *,
         link: LauncherLink | None,
         snapshots: NodeSnapshots,
@@ -70,13 +70,13 @@ class StateManager:
 
     # --- while training
 
-    def wish(self) -> Wish:
+    def snapshot_request(self) -> SnapshotRequest:
         """What all ranks should do after the step that they exchange now."""
         snapshots, progress = self._snapshots, self._progress
         if not snapshots.is_first:
-            return Wish(renew=snapshots.wants_renewal)
+            return SnapshotRequest(renew=snapshots.wants_renewal)
         if not snapshots.can_take:
-            return Wish(snapshot=snapshots.share)
+            return SnapshotRequest(snapshot=snapshots.share)
         after = progress.batches.advance(progress.cursor)
         taken = snapshots.taken
         # At the end of an epoch always: what the script does between its last step and the next
@@ -88,14 +88,14 @@ class StateManager:
         )
         may = taken is not None and after.global_step - taken.step >= self._interval()
         wanted = 1.0 if must else snapshots.share if may else 0.0
-        return Wish(snapshot=wanted, renew=snapshots.wants_renewal)
+        return SnapshotRequest(snapshot=wanted, renew=snapshots.wants_renewal)
 
-    def wish_after_epoch(self) -> Wish:
+    def request_after_epoch(self) -> SnapshotRequest:
         """What all ranks should do when the epoch has been committed."""
         due = self._writer is not None and self._snapshots.can_take
-        return Wish(snapshot=float(due), renew=self._snapshots.wants_renewal)
+        return SnapshotRequest(snapshot=float(due), renew=self._snapshots.wants_renewal)
 
-    def after_step(self, step_s: float, wish: Wish) -> None:
+    def after_step(self, step_s: float, request: SnapshotRequest) -> None:
         """Do what is due after a committed step; `step_s` is how long steps take.
 
         Raises:
@@ -108,8 +108,8 @@ class StateManager:
         if now - self._flushed_at > _FLUSH_PERIOD_S:
             self._flushed_at = now
             self._progress.flush_ledger()
-        if wish.snapshot:
-            self._take(wish)
+        if request.snapshot:
+            self._take(request)
         step = self._progress.cursor.global_step
         if step >= self._next_save:
             self._next_save = _next_multiple(step, self._save_steps)
@@ -117,12 +117,12 @@ class StateManager:
         if not self._progress.epoch_is_over:  # the epoch's own one comes soon
             self._start_if_due()
 
-    def after_epoch(self, wish: Wish) -> None:
+    def after_epoch(self, request: SnapshotRequest) -> None:
         """An epoch has been committed."""
         if self._progress.is_finished:  # the final one follows
             return
-        if wish.snapshot:
-            self._take(wish)
+        if request.snapshot:
+            self._take(request)
         self._save_due = self._snapshots.now
         self._start_if_due()
 
@@ -164,7 +164,7 @@ class StateManager:
             return
         self._wait_for_last()
         self._progress.flush_ledger()
-        self._writer.start(self._snapshots.image() or self._capture())
+        self._writer.start(self._snapshots.host_state() or self._capture())
         self._writer.finish()
 
     @property
@@ -194,7 +194,7 @@ class StateManager:
         assert self._link is not None
         cut_id = cut.id
         step = self._progress.cursor.global_step
-        self._take(Wish(snapshot=1.0, renew=renew))
+        self._take(SnapshotRequest(snapshot=1.0, renew=renew))
         self._snapshots.meet()
         kept = self._snapshots.reference()
         written = ""
@@ -226,7 +226,7 @@ class StateManager:
             status=self._progress.status(),
             stamp=self._snapshots.now,
             is_in_snapshot=self._snapshots.complete == self._snapshots.now,
-            image=self._snapshots.image,
+            host_state=self._snapshots.host_state,
         )
 
     def note_account(self) -> None:
@@ -251,9 +251,9 @@ class StateManager:
         if self._owner is not None and self._owner.replaced_by:
             raise InUseError(self._owner.replaced_by) from None
 
-    def _take(self, wish: Wish) -> None:
+    def _take(self, request: SnapshotRequest) -> None:
         self._progress.flush_ledger()
-        self._snapshots.take(wish.renew)
+        self._snapshots.take(request.renew)
 
     def _interval(self) -> int:
         """Return how many steps lie between two snapshots."""
@@ -286,15 +286,15 @@ class StateManager:
             self._writer.start_from(lambda: self._copy(fd))
         self._save_due = None
 
-    def _copy(self, fd: int) -> StateImage:
+    def _copy(self, fd: int) -> HostState:
         """Return the newest snapshot, copied beside the training, which goes on writing."""
         try:
-            image = copy_newest(fd, self._buffer)
+            host_state = copy_newest(fd, self._buffer)
         finally:
             os.close(fd)
-        if image is None:
+        if host_state is None:
             raise CheckpointError("snapshots followed each other too quickly to copy one")
-        return image
+        return host_state
 
     def _wait_for_last(self) -> None:
         """Wait for the checkpoint in progress, whatever becomes of it."""
@@ -321,15 +321,15 @@ class StateManager:
                 )
                 self._link.wait(RETRY_S)
             else:
-                return Places.of(self._writer.store.storage.name, 1, None).checkpoint
+                return SaveTarget.of(self._writer.store.storage.name, 1, None).checkpoint
         return ""
 
-    def _capture(self) -> StateImage:
+    def _capture(self) -> HostState:
         layout = self._adapter.layout()
         if len(self._buffer) != layout.total_bytes:
             self._buffer = bytearray(layout.total_bytes)
         self._adapter.copy_out(memoryview(self._buffer))
-        return StateImage(
+        return HostState(
             status=self._progress.status(),
             scalars=self._adapter.scalars(),
             layout=layout,

@@ -27,7 +27,7 @@ _WHOLE = 0.999  # thirds and the like do not add up to 1, least of all in float3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class SnapshotRequest:
     """What a rank would have all of them do after a step; of all together: what they do."""
 
     snapshot: float = 0.0  # from 1 on they do; less says that so many of the nodes would not mind
@@ -35,13 +35,13 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class ExchangeResult:
     """The same on every rank."""
 
     cut: bool
     void: bool
     samples: int  # of the global batch that all ranks together computed
-    wish: Wish = Wish()  # what anybody wished
+    request: SnapshotRequest = SnapshotRequest()  # what any rank asked for
     drawn: int | None = None  # sum of their hashes; None: not all of them had one
 
 
@@ -50,7 +50,7 @@ def make_header(
     cut: bool,
     void: bool,
     samples: int,
-    wish: Wish,
+    request: SnapshotRequest,
     patient: bool = False,
     drawn: int | None = None,
 ) -> list[float]:
@@ -63,17 +63,19 @@ def make_header(
     """
     cuts = (cut and not patient, cut and patient)
     hashed = 0 if drawn is None else samples
-    numbers = (cuts[0], void, samples, wish.snapshot, wish.renew, cuts[1], hashed)
+    numbers = (cuts[0], void, samples, request.snapshot, request.renew, cuts[1], hashed)
     return [*map(float, numbers), *to_pieces(drawn or 0)]
 
 
-def read_header(sums: Sequence[float]) -> Verdict:
+def read_header(sums: Sequence[float]) -> ExchangeResult:
     """Return what follows from the sums over all ranks."""
     cut, void, samples, snapshot, renew, patient, hashed = sums[:_NUMBERS]
-    wish = Wish(snapshot=float(snapshot > _WHOLE), renew=renew > 0)
+    request = SnapshotRequest(snapshot=float(snapshot > _WHOLE), renew=renew > 0)
     parks = cut > 0 or (patient > 0 and not void > 0)
     drawn = from_pieces(sums[_NUMBERS:]) if round(hashed) == round(samples) > 0 else None
-    return Verdict(cut=parks, void=void > 0, samples=round(samples), wish=wish, drawn=drawn)
+    return ExchangeResult(
+        cut=parks, void=void > 0, samples=round(samples), request=request, drawn=drawn
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

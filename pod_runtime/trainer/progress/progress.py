@@ -10,7 +10,7 @@ from pod_runtime.trainer.progress.loop_status import LoopStatus
 from pod_runtime.trainer.progress.scaling import Policy, Scaling, first_scaling, rescale, shards_for
 
 
-class Progress:
+class TrainingProgress:
     """The mutable part of `LoopStatus`. Every rank keeps an equal one."""
 
     def __init__(

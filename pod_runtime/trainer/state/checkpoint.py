@@ -17,10 +17,10 @@ from datetime import UTC, datetime
 from pod_runtime.trainer.errors import CheckpointError, StateError
 from pod_runtime.trainer.progress.loop_status import LoopStatus
 from pod_runtime.trainer.state.checkpoint_files import MANIFEST, read_files, read_head, write_files
-from pod_runtime.trainer.state.image import StateImage
+from pod_runtime.trainer.state.host_state import HostState
 from pod_runtime.trainer.state.owner import Owner
 from pod_runtime.trainer.state.stage_folders import (
-    Place,
+    CheckpointFolder,
     highest_stage,
     remove_checkpoint,
     remove_older,
@@ -86,7 +86,7 @@ class CheckpointStore:
         """Return the newest one that was committed; None: there is none."""
         return next((each for each in reversed(self.found()) if self.is_whole(each)), None)
 
-    def write(self, image: StateImage) -> CheckpointId:
+    def write(self, host_state: HostState) -> CheckpointId:
         """Write one checkpoint and remove those that nobody needs any more.
 
         One of this stage and step that is there already stays as it is: it is the same state, but
@@ -96,7 +96,7 @@ class CheckpointStore:
             InUseError: another training has taken the folder; nothing more was written.
             CheckpointError: it could not be written; what was begun is removed.
         """
-        made = CheckpointId(image.status.stage, image.status.step)
+        made = CheckpointId(host_state.status.stage, host_state.status.step)
         try:
             if self.owner is not None:
                 self.owner.check()
@@ -108,13 +108,13 @@ class CheckpointStore:
             write_files(
                 self.storage,
                 made.folder,
-                layout=image.layout,
-                data=image.data,
-                status={"status": image.status.to_json(), "scalars": image.scalars},
+                layout=host_state.layout,
+                data=host_state.data,
+                status={"status": host_state.status.to_json(), "scalars": host_state.scalars},
                 head={
                     "stage": made.stage,
                     "step": made.step,
-                    "run_id": image.status.run_id,
+                    "run_id": host_state.status.run_id,
                     "written_at": round(time.time(), 3),
                 },
                 commit=None if self.owner is None else self.owner.commit,
@@ -122,7 +122,7 @@ class CheckpointStore:
         except OSError as error:
             remove_checkpoint(self.storage, made)
             raise self._not_written(made, error) from error
-        self._clean(made, image.status.run_id)
+        self._clean(made, host_state.status.run_id)
         return made
 
     def _not_written(self, made: CheckpointId, error: OSError) -> CheckpointError:
@@ -144,7 +144,7 @@ class CheckpointStore:
                 f"make it writable, or give another path"
             ) from error
 
-    def continue_newest(self) -> tuple[StateImage, CheckpointId] | None:
+    def continue_newest(self) -> tuple[HostState, CheckpointId] | None:
         """Take the folder for this training, and return as `load_newest`; says what goes on.
 
         Raises:
@@ -162,17 +162,17 @@ class CheckpointStore:
             raise
         if found is None:
             return None
-        image, each = found
+        host_state, each = found
         # What a version before has written has no run: it belongs to whoever goes on with it.
-        run_id = image.status.run_id or self.owner.run_id
+        run_id = host_state.status.run_id or self.owner.run_id
         if before:
             logger.warning(
                 "checkpoint: goes on with run %s in %s, from step %d, written %s; %s",
                 run_id, self.storage.name, each.step, self._written(each), before,
             )  # fmt: skip
-        return replace(image, status=replace(image.status, run_id=run_id)), each
+        return replace(host_state, status=replace(host_state.status, run_id=run_id)), each
 
-    def load_newest(self) -> tuple[StateImage, CheckpointId] | None:
+    def load_newest(self) -> tuple[HostState, CheckpointId] | None:
         """Return the newest intact checkpoint; None if there is none.
 
         Those that are refused on the way are logged with the reason.
@@ -184,7 +184,7 @@ class CheckpointStore:
         refused = []
         for each in reversed(self.found()):
             try:
-                image = self.load(each)
+                host_state = self.load(each)
             except FileNotFoundError as error:
                 if str(error) == MANIFEST:  # torn: it was never committed
                     logger.info("checkpoint %s is not complete; skipped", each.folder)
@@ -198,7 +198,7 @@ class CheckpointStore:
                 continue
             if refused:
                 logger.warning("falling back to checkpoint %s, which is intact", each.folder)
-            return image, each
+            return host_state, each
         if refused:
             raise CheckpointError(
                 f"{self.storage.name}: none of its checkpoints is intact ({'; '.join(refused)}); "
@@ -206,7 +206,7 @@ class CheckpointStore:
             )
         return None
 
-    def load(self, each: CheckpointId) -> StateImage:
+    def load(self, each: CheckpointId) -> HostState:
         """Read and verify one checkpoint.
 
         Raises:
@@ -214,7 +214,7 @@ class CheckpointStore:
             CheckpointError, StateError: it is damaged; the text says which file and how.
         """
         status, layout, data = read_files(self.storage, each.folder)
-        return StateImage(
+        return HostState(
             status=LoopStatus.from_json(status["status"]),
             scalars=status["scalars"],
             layout=layout,
@@ -231,7 +231,7 @@ class CheckpointStore:
     def _clean(self, newest: CheckpointId, run_id: str) -> None:
         """Remove what is older than `newest`, which is intact, but for the last `keep` - 1."""
 
-        def is_ours(each: Place) -> bool:
+        def is_ours(each: CheckpointFolder) -> bool:
             return read_head(self.storage, each.folder).get("run_id", "") in ("", run_id)
 
         try:

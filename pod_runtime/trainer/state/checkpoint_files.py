@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from pod_runtime.trainer.errors import CheckpointError
-from pod_runtime.trainer.layout import Layout, TensorSpec, make_layout
+from pod_runtime.trainer.layout import StateLayout, StateTensor, make_layout
 from pod_runtime.trainer.state.storage import Chunk, Storage
 from pod_runtime.trainer.state.tensor_file import parse_tensors, tensor_chunks
 
@@ -23,7 +23,7 @@ def write_files(
     storage: Storage,
     folder: str,
     *,
-    layout: Layout,
+    layout: StateLayout,
     data: memoryview,
     status: Mapping[str, Any],
     head: Mapping[str, Any],
@@ -41,7 +41,7 @@ def write_files(
         OSError: as the storage does; there is no manifest then.
     """
     files: dict[str, dict[str, object]] = {}
-    groups: dict[str, list[tuple[str, TensorSpec]]] = {}
+    groups: dict[str, list[tuple[str, StateTensor]]] = {}
     for spec in layout.specs:
         group, _, name = spec.name.partition("/")
         groups.setdefault(group, []).append((name, spec))
@@ -67,7 +67,7 @@ def read_head(storage: Storage, folder: str) -> dict[str, Any]:
     return manifest if isinstance(manifest, dict) else {}
 
 
-def read_files(storage: Storage, folder: str) -> tuple[dict[str, Any], Layout, memoryview]:
+def read_files(storage: Storage, folder: str) -> tuple[dict[str, Any], StateLayout, memoryview]:
     """Read and verify one checkpoint: its status, and its tensors in one flat run of bytes.
 
     Raises:
@@ -105,7 +105,7 @@ def _verified(storage: Storage, folder: str, name: str, size_bytes: int, sha256:
     return content
 
 
-def _assemble(contents: Mapping[str, bytes]) -> tuple[Layout, memoryview]:
+def _assemble(contents: Mapping[str, bytes]) -> tuple[StateLayout, memoryview]:
     tensors = []
     for name, content in contents.items():
         group = name.removesuffix(_TENSORS)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from pod_runtime.trainer.errors import CheckpointError
 from pod_runtime.trainer.state.checkpoint import CheckpointStore
-from pod_runtime.trainer.state.image import StateImage
+from pod_runtime.trainer.state.host_state import HostState
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +29,12 @@ class CheckpointWriter:
         """The newest attempt is over, without a checkpoint."""
         return not self.busy and self._error is not None
 
-    def start(self, image: StateImage) -> None:
-        """Write `image` in the background. The caller leaves its memory alone until not `busy`."""
-        self.start_from(lambda: image)
+    def start(self, host_state: HostState) -> None:
+        """Write a state in the background. The caller leaves its memory alone until not `busy`."""
+        self.start_from(lambda: host_state)
 
-    def start_from(self, take: Callable[[], StateImage]) -> None:
-        """As `start`, of an image that `take` returns; it is called in the background."""
+    def start_from(self, take: Callable[[], HostState]) -> None:
+        """As `start`, of a state that `take` returns; it is called in the background."""
         assert not self.busy
         self._thread = threading.Thread(
             target=self._write, args=(take,), name="checkpoint", daemon=True
@@ -52,14 +52,14 @@ class CheckpointWriter:
             if self._error is not None:
                 raise CheckpointError(str(self._error)) from self._error
 
-    def _write(self, take: Callable[[], StateImage]) -> None:
+    def _write(self, take: Callable[[], HostState]) -> None:
         begun = time.monotonic()
         self._error = None
         what = "a checkpoint"
         try:
-            image = take()
-            what = f"checkpoint of step {image.status.step}"
-            made = self.store.write(image)
+            host_state = take()
+            what = f"checkpoint of step {host_state.status.step}"
+            made = self.store.write(host_state)
         except Exception as error:  # noqa: BLE001  any store may fail in its own way; training goes on
             self._error = error
             logger.error("%s failed, training goes on, the next save tries again: %s", what, error)

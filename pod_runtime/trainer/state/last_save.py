@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pod_runtime.segment_header import Stamp
 from pod_runtime.trainer.errors import CheckpointError, StateError
 from pod_runtime.trainer.state.checkpoint import CheckpointStore
-from pod_runtime.trainer.state.image import Places, StateImage
+from pod_runtime.trainer.state.host_state import HostState, SaveTarget
 from pod_runtime.trainer.state.owner import Owner, job_holder
 from pod_runtime.trainer.state.snapshot import read_snapshot
 from pod_runtime.trainer.state.storage import Chunk, Storage, open_storage
@@ -16,21 +16,23 @@ Tell = Callable[[int], None]  # how many bytes have been given to the storage so
 
 
 def write_state(fd: int, stamp: Stamp, *, spare: bool, tell: Tell) -> tuple[str, bool]:
-    """Write the state `stamp` of a segment where its trainers said, as `write_image`.
+    """Write the state `stamp` of a segment where its trainers said, as `write_host_state`.
 
     Raises:
         CheckpointError: it could be written nowhere; the text says why, for each place.
         StateError: the segment does not hold it, or is damaged.
     """
-    image = read_snapshot([fd], stamp)
-    if image is None:
+    host_state = read_snapshot([fd], stamp)
+    if host_state is None:
         raise StateError(f"the snapshot of step {stamp.step} cannot be read")
-    if image.places is None:
+    if host_state.save_target is None:
         raise StateError("the trainers were of a version that did not say where to write it")
-    return write_image(image, image.places, spare=spare, tell=tell)
+    return write_host_state(host_state, host_state.save_target, spare=spare, tell=tell)
 
 
-def write_image(image: StateImage, places: Places, *, spare: bool, tell: Tell) -> tuple[str, bool]:
+def write_host_state(
+    host_state: HostState, target: SaveTarget, *, spare: bool, tell: Tell
+) -> tuple[str, bool]:
     """Write a state; return the path of checkpoints that it is in, and whether that is the spare.
 
     Args:
@@ -39,18 +41,20 @@ def write_image(image: StateImage, places: Places, *, spare: bool, tell: Tell) -
     Raises:
         CheckpointError: it could be written nowhere; the text says why, for each place.
     """
-    paths = [] if spare or not places.checkpoint else [(places.checkpoint, False)]
-    if places.run_dir:
-        paths.append((f"{places.run_dir}/checkpoint", True))
+    paths = [] if spare or not target.checkpoint else [(target.checkpoint, False)]
+    if target.run_dir:
+        paths.append((f"{target.run_dir}/checkpoint", True))
     whys = [] if paths else ["the state does not say where its run folder is"]
     for path, is_spare in paths:
         try:
             storage = open_storage(path)
             owner = None
-            if places.job_id and not is_spare:  # as any process of the job; another's is refused
-                me = job_holder(places.job_id, places.submitted_at, places.server)
+            if target.job_id and not is_spare:  # as any process of the job; another's is refused
+                me = job_holder(target.job_id, target.submitted_at, target.server)
                 owner = Owner(storage, me)
-            CheckpointStore(_Watched(storage, tell), keep=places.keep, owner=owner).write(image)
+            CheckpointStore(_Watched(storage, tell), keep=target.keep, owner=owner).write(
+                host_state
+            )
         except (CheckpointError, OSError) as error:
             whys.append(str(error))
         else:

@@ -27,8 +27,8 @@ from pod_runtime.segment_header import (
 )
 from pod_runtime.trainer.errors import SnapshotError, StateError
 from pod_runtime.trainer.frameworks.adapter import Adapter
-from pod_runtime.trainer.layout import Layout, split_bytes
-from pod_runtime.trainer.state.image import StateImage, image_from
+from pod_runtime.trainer.layout import StateLayout, split_bytes
+from pod_runtime.trainer.state.host_state import HostState, host_state_from
 
 META_RESERVE = 64 << 10  # the ledger grows by a row per stage and epoch
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14; Python does not name it
@@ -44,7 +44,7 @@ class Handle:
     size_bytes: int
 
 
-class Segment:
+class SnapshotSegment:
     """One trainer's view of its node's segment: made by the first writer, joined by the others."""
 
     def __init__(self, fd: int, geometry: Geometry, *, populate: bool) -> None:
@@ -55,7 +55,9 @@ class Segment:
         self._map = mmap.mmap(fd, geometry.total_bytes, flags=flags)
 
     @classmethod
-    def make(cls, name: str, *, writers: int, meta_bytes: int, data_bytes: int) -> "Segment":
+    def make(
+        cls, name: str, *, writers: int, meta_bytes: int, data_bytes: int
+    ) -> "SnapshotSegment":
         """Make a segment that has room for states of that size, with some for their growth.
 
         Raises:
@@ -67,7 +69,7 @@ class Segment:
         return segment
 
     @classmethod
-    def join(cls, handle: Handle) -> "Segment | None":
+    def join(cls, handle: Handle) -> "SnapshotSegment | None":
         """Map a segment that another process of this node has made; None if it cannot be reached.
 
         Where it cannot, as between containers that do not see each other's processes, its maker
@@ -102,7 +104,7 @@ class Segment:
         """As `set_writers`, for those that have joined."""
         self.geometry = replace(self.geometry, writers=writers)
 
-    def populate(self, layout: Layout, index: int) -> None:
+    def populate(self, layout: StateLayout, index: int) -> None:
         """Have writer `index`'s range in the page tables before the first snapshot needs it."""
         start, stop = split_bytes(layout, self.geometry.writers, index)
         for slot in range(SLOTS):
@@ -120,7 +122,7 @@ class Segment:
         return max((head.stamp for _, head in read_slots(self.fd, self.geometry)), default=None)
 
     def write_part(
-        self, adapter: Adapter, layout: Layout, stamp: Stamp, *, index: int, meta: bytes
+        self, adapter: Adapter, layout: StateLayout, stamp: Stamp, *, index: int, meta: bytes
     ) -> None:
         """Write the range of writer `index` into the older slot; the others write theirs.
 
@@ -135,7 +137,7 @@ class Segment:
         self._copy(adapter, layout, slot, *split_bytes(layout, self.geometry.writers, index))
         self._declare(slot, index, _header(layout, stamp, meta))
 
-    def write_whole(self, adapter: Adapter, layout: Layout, stamp: Stamp, meta: bytes) -> None:
+    def write_whole(self, adapter: Adapter, layout: StateLayout, stamp: Stamp, meta: bytes) -> None:
         """Write a whole state in the place of all writers, some of which may be gone.
 
         Several survivors may do so at once, and not all with the same state: one after the other,
@@ -176,7 +178,9 @@ class Segment:
     def _declare(self, slot: int, index: int, header: SlotHeader) -> None:
         self._write(self.geometry.header_offset(slot, index), pack_part(header))
 
-    def _copy(self, adapter: Adapter, layout: Layout, slot: int, start: int, stop: int) -> None:
+    def _copy(
+        self, adapter: Adapter, layout: StateLayout, slot: int, start: int, stop: int
+    ) -> None:
         begin = self.geometry.data_offset(slot)
         with memoryview(self._map) as whole, whole[begin : begin + layout.total_bytes] as target:
             adapter.copy_out(target, start, stop)
@@ -185,7 +189,7 @@ class Segment:
         self._map[offset : offset + len(data)] = data
 
 
-def _header(layout: Layout, stamp: Stamp, meta: bytes) -> SlotHeader:
+def _header(layout: StateLayout, stamp: Stamp, meta: bytes) -> SlotHeader:
     return SlotHeader(
         stamp=stamp,
         meta_bytes=len(meta),
@@ -238,10 +242,10 @@ def newest_stamp(fds: Iterable[int], stage: int) -> Stamp | None:
     return max((stamp for stamp in stamps if stamp.stage == stage), default=None)
 
 
-def read_snapshot(fds: Iterable[int], stamp: Stamp) -> StateImage | None:
+def read_snapshot(fds: Iterable[int], stamp: Stamp) -> HostState | None:
     """Return the state `stamp` from whichever segment holds it; None if none does.
 
-    The image points into the segment's memory.
+    The state points into the segment's memory.
     """
     for fd in fds:
         geometry = read_geometry(fd)
@@ -257,33 +261,33 @@ def read_snapshot(fds: Iterable[int], stamp: Stamp) -> StateImage | None:
                     offset=geometry.meta_offset(slot),
                 )
                 view = memoryview(mapped)[geometry.meta_room :]
-                return image_from(mapped[: header.meta_bytes], view)
+                return host_state_from(mapped[: header.meta_bytes], view)
     return None
 
 
-def copy_newest(fd: int, into: bytearray) -> StateImage | None:
+def copy_newest(fd: int, into: bytearray) -> HostState | None:
     """Return the newest complete state while trainers go on writing; its bytes go to `into`.
 
     None: there is none, or writers were so quick that each try met a slot in the making. May be
     called beside them by another thread.
     """
     for _ in range(10):
-        image = None  # of the try before: it points into `into`
+        host_state = None  # of the try before: it points into `into`
         geometry = read_geometry(fd)
         slots = read_slots(fd, geometry)
         if not slots or geometry is None:
             return None
         slot, header = max(slots, key=lambda each: each[1].stamp)
-        image = _copy_slot(fd, geometry, slot, header, into)
+        host_state = _copy_slot(fd, geometry, slot, header, into)
         # Writers take their headers back before they change a byte.
-        if image is not None and (slot, header) in read_slots(fd, geometry):
-            return image
+        if host_state is not None and (slot, header) in read_slots(fd, geometry):
+            return host_state
     return None
 
 
 def _copy_slot(
     fd: int, geometry: Geometry, slot: int, header: SlotHeader, into: bytearray
-) -> StateImage | None:
+) -> HostState | None:
     """Return a copy of a slot; None if it was overwritten meanwhile, as far as that can be seen."""
     if len(into) != header.data_bytes:
         into[:] = bytes(header.data_bytes)
@@ -292,6 +296,6 @@ def _copy_slot(
     while done < header.data_bytes:
         done += os.preadv(fd, [view[done:]], geometry.data_offset(slot) + done)
     try:
-        return image_from(meta, view)
+        return host_state_from(meta, view)
     except StateError:
         return None

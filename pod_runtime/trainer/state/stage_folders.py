@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 _STAGE = re.compile(r"stage_(\d{8,})\Z")
 
 
-class Place(Protocol):
+class CheckpointFolder(Protocol):
     """Where one checkpoint is."""
 
     @property
@@ -39,9 +39,9 @@ def highest_stage(storage: Storage) -> int:
 
 def remove_older(
     storage: Storage,
-    older: Iterable[Place],
+    older: Iterable[CheckpointFolder],
     keep: int,
-    is_ours: Callable[[Place], bool] = lambda _place: True,
+    is_ours: Callable[[CheckpointFolder], bool] = lambda _folder: True,
 ) -> None:
     """Remove what is older than an intact checkpoint, but for the last `keep` - 1 whole ones.
 
@@ -52,17 +52,17 @@ def remove_older(
     Raises:
         OSError: the storage cannot be looked at. What cannot be removed is only logged.
     """
-    places = list(older)
-    whole = [each for each in places if MANIFEST in storage.files(each.folder)]
+    folders = list(older)
+    whole = [each for each in folders if MANIFEST in storage.files(each.folder)]
     ours = [each.folder for each in whole if is_ours(each)]
     stay = {each.folder for each in whole} - set(ours)
     stay.update(ours[-(keep - 1) :] if keep > 1 else ())
-    for each in places:
+    for each in folders:
         if each.folder not in stay:
             remove_checkpoint(storage, each)
 
 
-def remove_checkpoint(storage: Storage, each: Place) -> None:
+def remove_checkpoint(storage: Storage, each: CheckpointFolder) -> None:
     """Remove one, whole or torn, and its stage's folder with the last; a failure is logged."""
     try:
         storage.remove(f"{each.folder}/{MANIFEST}")  # first: half a folder is torn

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator, Sequence
 
 from pod_runtime.trainer.errors import CheckpointError
-from pod_runtime.trainer.layout import TensorSpec
+from pod_runtime.trainer.layout import StateTensor
 
 _DTYPES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
@@ -19,7 +19,7 @@ _DTYPES = {
 _NAMES = {code: name for name, code in _DTYPES.items()}
 
 
-def tensor_chunks(specs: Sequence[tuple[str, TensorSpec]], data: memoryview) -> Iterator[bytes]:
+def tensor_chunks(specs: Sequence[tuple[str, StateTensor]], data: memoryview) -> Iterator[bytes]:
     """Yield the parts of a file with `specs`, each (name in the file, place in `data`)."""
     header: dict[str, object] = {}
     at = 0

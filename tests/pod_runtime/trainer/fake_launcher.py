@@ -248,18 +248,18 @@ class FakeLauncher:
         give_to: list[int] | None = None,
         nodes: str = "",
         prefix: tuple[str, ...] = (),
-        beside: bool = False,
+        overlaps: bool = False,
     ) -> Stage:
         """Start the trainers of the next stage.
 
         Args:
             give_to: ranks that get the segments; None: all.
             nodes: each rank's node, a letter each; "": all on one. A node has one pod.
-            beside: an older stage trains: they are prepared, and begin with `commit`.
+            overlaps: an older stage trains: they are prepared, and begin with `commit`.
         """
         number = number or (self.stages[-1].number + 1 if self.stages else 1)
         pod_env, plan = self._plan(nodes or "a" * world_size, number, restore_from)
-        if beside:
+        if overlaps:
             plan = replace(plan, way=Way.REPLACE, order=Order.PREPARE)
         name, listener = self._listen(number, world_size)
         trainers = [

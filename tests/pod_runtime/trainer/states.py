@@ -9,7 +9,7 @@ from pod_runtime.trainer.progress.batches import Cursor
 from pod_runtime.trainer.progress.ledger import RunInfo
 from pod_runtime.trainer.progress.loop_status import LoopStatus
 from pod_runtime.trainer.progress.progress import fresh_status
-from pod_runtime.trainer.state.image import StateImage
+from pod_runtime.trainer.state.host_state import HostState
 
 RUN = RunInfo(seed=1, epochs=4, dataset_length=100, shuffle=True, drop_last=False)
 
@@ -21,7 +21,7 @@ def make_status(*, stage: int = 1, step: int = 0) -> LoopStatus:
     return replace(fresh, stage=stage, cursor=cursor, samples_seen=step * 10)
 
 
-def make_image(*, stage: int = 1, step: int = 0, fill: float = 0.0) -> StateImage:
+def make_host_state(*, stage: int = 1, step: int = 0, fill: float = 0.0) -> HostState:
     """Return a small state whose first tensor holds `fill`."""
     layout = make_layout(
         [
@@ -34,7 +34,7 @@ def make_image(*, stage: int = 1, step: int = 0, fill: float = 0.0) -> StateImag
     data = bytearray(layout.total_bytes)
     weight = np.frombuffer(data, np.float32, count=12)
     weight[:] = fill
-    return StateImage(
+    return HostState(
         status=make_status(stage=stage, step=step),
         scalars={"lr": 0.1, "optimizer": "Momentum"},
         layout=layout,

@@ -6,8 +6,8 @@ from pod_runtime.trainer.progress.agreement import (
     HALTS,
     HEADER_SIZE,
     AgreedCut,
-    Verdict,
-    Wish,
+    ExchangeResult,
+    SnapshotRequest,
     make_ballot,
     make_header,
     read_ballots,
@@ -19,7 +19,7 @@ rank_states = st.lists(
         st.booleans(),
         st.booleans(),
         st.integers(0, 4096),
-        st.builds(Wish, snapshot=st.sampled_from([0.0, 1.0]), renew=st.booleans()),
+        st.builds(SnapshotRequest, snapshot=st.sampled_from([0.0, 1.0]), renew=st.booleans()),
     ),
     min_size=1,
     max_size=64,
@@ -29,16 +29,16 @@ rank_states = st.lists(
 @given(rank_states)
 def test_a_header_says_whether_any_rank_was_told_even_summed_in_float32(ranks):
     total = np.zeros(HEADER_SIZE, np.float32)
-    for cut, void, samples, wish in ranks:
-        header = make_header(cut=cut, void=void, samples=samples, wish=wish)
+    for cut, void, samples, request in ranks:
+        header = make_header(cut=cut, void=void, samples=samples, request=request)
         total += np.array(header, np.float32)
-    assert read_header(total.tolist()) == Verdict(
+    assert read_header(total.tolist()) == ExchangeResult(
         cut=any(cut for cut, _, _, _ in ranks),
         void=any(void for _, void, _, _ in ranks),
         samples=sum(samples for _, _, samples, _ in ranks),
-        wish=Wish(
-            snapshot=float(any(wish.snapshot for *_, wish in ranks)),
-            renew=any(wish.renew for *_, wish in ranks),
+        request=SnapshotRequest(
+            snapshot=float(any(request.snapshot for *_, request in ranks)),
+            renew=any(request.renew for *_, request in ranks),
         ),
     )
 
@@ -70,10 +70,12 @@ def test_ranks_agree_on_the_newest_cut_that_any_of_them_knows(known):
 
 @given(st.integers(1, 500))
 def test_a_snapshot_that_nobody_needs_is_made_when_no_node_minds(nodes):
-    header = np.array(make_header(cut=False, void=False, samples=1, wish=Wish(snapshot=1 / nodes)))
+    header = np.array(
+        make_header(cut=False, void=False, samples=1, request=SnapshotRequest(snapshot=1 / nodes))
+    )
     total = np.zeros(HEADER_SIZE, np.float32)
     for _ in range(nodes - 1):
         total += header.astype(np.float32)
-    assert read_header(total.tolist()).wish.snapshot == 0.0
+    assert read_header(total.tolist()).request.snapshot == 0.0
     total += header.astype(np.float32)
-    assert read_header(total.tolist()).wish.snapshot == 1.0
+    assert read_header(total.tolist()).request.snapshot == 1.0

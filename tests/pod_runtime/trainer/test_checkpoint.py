@@ -17,7 +17,7 @@ from pod_runtime.trainer.errors import CheckpointError
 from pod_runtime.trainer.state.checkpoint import CheckpointId, CheckpointStore
 from pod_runtime.trainer.state.checkpoint_writer import CheckpointWriter
 from pod_runtime.trainer.state.storage import Storage, open_storage
-from tests.pod_runtime.trainer.states import make_image
+from tests.pod_runtime.trainer.states import make_host_state
 
 
 def fill_of(store: CheckpointStore) -> float:
@@ -35,20 +35,20 @@ def storage(request, tmp_path: Path) -> Storage:
 
 def test_a_state_comes_back_byte_by_byte(storage):
     store = CheckpointStore(storage)
-    image = make_image(stage=2, step=7, fill=3.5)
-    assert store.write(image) == CheckpointId(2, 7)
+    host_state = make_host_state(stage=2, step=7, fill=3.5)
+    assert store.write(host_state) == CheckpointId(2, 7)
     found = store.load_newest()
     assert found is not None
     loaded, where = found
     assert where == CheckpointId(2, 7)
-    assert (loaded.status, loaded.scalars) == (image.status, image.scalars)
-    assert loaded.layout == image.layout
-    assert bytes(loaded.data) == bytes(image.data)
+    assert (loaded.status, loaded.scalars) == (host_state.status, host_state.scalars)
+    assert loaded.layout == host_state.layout
+    assert bytes(loaded.data) == bytes(host_state.data)
 
 
 def test_other_programs_can_read_the_files_by_structured_names(tmp_path):
     store = CheckpointStore(open_storage(tmp_path))
-    folder = tmp_path / store.write(make_image(step=1, fill=2.0)).folder
+    folder = tmp_path / store.write(make_host_state(step=1, fill=2.0)).folder
     assert folder.name == "step_0000000001"
     assert folder.parent.name == "stage_00000001"
     tensors = safetensors.numpy.load_file(folder / "optimizer.safetensors")
@@ -64,8 +64,8 @@ def test_other_programs_can_read_the_files_by_structured_names(tmp_path):
 @pytest.mark.parametrize("name", ["model.safetensors", "train_status.json", "manifest.json"])
 def test_a_flipped_byte_falls_back_to_the_newest_intact_one_and_says_so(tmp_path, caplog, name):
     store = CheckpointStore(open_storage(tmp_path))
-    store.write(make_image(step=1, fill=1.0))
-    folder = tmp_path / store.write(make_image(step=2, fill=2.0)).folder
+    store.write(make_host_state(step=1, fill=1.0))
+    folder = tmp_path / store.write(make_host_state(step=2, fill=2.0)).folder
     content = bytearray((folder / name).read_bytes())
     content[len(content) // 2] ^= 0x10
     (folder / name).write_bytes(content)
@@ -78,8 +78,8 @@ def test_a_flipped_byte_falls_back_to_the_newest_intact_one_and_says_so(tmp_path
 @pytest.mark.parametrize(("old", "new"), [("sha256", "sha254"), ("size_bytes", "size_bytec")])
 def test_a_manifest_of_good_json_and_a_damaged_key_is_refused_like_any(tmp_path, caplog, old, new):
     store = CheckpointStore(open_storage(tmp_path))
-    store.write(make_image(step=1, fill=1.0))
-    manifest = tmp_path / store.write(make_image(step=2)).folder / "manifest.json"
+    store.write(make_host_state(step=1, fill=1.0))
+    manifest = tmp_path / store.write(make_host_state(step=2)).folder / "manifest.json"
     manifest.write_text(manifest.read_text().replace(old, new))
     assert fill_of(store) == 1.0
     assert "manifest.json: damaged: KeyError" in caplog.text
@@ -88,8 +88,8 @@ def test_a_manifest_of_good_json_and_a_damaged_key_is_refused_like_any(tmp_path,
 @pytest.mark.parametrize("damage", ["missing", "short"])
 def test_a_file_that_is_missing_or_short_is_refused(tmp_path, caplog, damage):
     store = CheckpointStore(open_storage(tmp_path))
-    store.write(make_image(step=1, fill=1.0))
-    victim = tmp_path / store.write(make_image(step=2)).folder / "optimizer.safetensors"
+    store.write(make_host_state(step=1, fill=1.0))
+    victim = tmp_path / store.write(make_host_state(step=2)).folder / "optimizer.safetensors"
     if damage == "missing":
         victim.unlink()
     else:
@@ -100,7 +100,7 @@ def test_a_file_that_is_missing_or_short_is_refused(tmp_path, caplog, damage):
 
 def test_without_any_intact_one_training_does_not_silently_begin_afresh(tmp_path):
     store = CheckpointStore(open_storage(tmp_path))
-    folder = tmp_path / store.write(make_image(step=2)).folder
+    folder = tmp_path / store.write(make_host_state(step=2)).folder
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"none of its checkpoints is intact.*another check"):
         store.load_newest()
@@ -108,8 +108,8 @@ def test_without_any_intact_one_training_does_not_silently_begin_afresh(tmp_path
 
 def test_a_folder_without_a_manifest_was_never_committed(storage, caplog):
     store = CheckpointStore(storage)
-    store.write(make_image(step=1, fill=1.0))
-    made = store.write(make_image(step=2, fill=2.0))
+    store.write(make_host_state(step=1, fill=1.0))
+    made = store.write(make_host_state(step=2, fill=2.0))
     storage.remove(f"{made.folder}/manifest.json")
     assert fill_of(store) == 1.0
     assert "refused" not in caplog.text
@@ -118,19 +118,19 @@ def test_a_folder_without_a_manifest_was_never_committed(storage, caplog):
 
 def test_a_higher_stage_counts_for_more_than_a_higher_step(storage):
     store = CheckpointStore(storage)
-    store.write(make_image(stage=1, step=9, fill=1.0))
-    store.write(make_image(stage=2, step=5, fill=2.0))
+    store.write(make_host_state(stage=1, step=9, fill=1.0))
+    store.write(make_host_state(stage=2, step=5, fill=2.0))
     assert fill_of(store) == 2.0
     assert store.highest_stage() == 2
 
 
 def test_retention_keeps_n_and_removes_torn_folders_of_older_stages(storage):
     store = CheckpointStore(storage, keep=2)
-    store.write(make_image(stage=1, step=1))
-    torn = store.write(make_image(stage=1, step=2))
+    store.write(make_host_state(stage=1, step=1))
+    torn = store.write(make_host_state(stage=1, step=2))
     storage.remove(f"{torn.folder}/manifest.json")
-    store.write(make_image(stage=2, step=3))
-    store.write(make_image(stage=3, step=4))
+    store.write(make_host_state(stage=2, step=3))
+    store.write(make_host_state(stage=3, step=4))
     assert store.found() == [CheckpointId(2, 3), CheckpointId(3, 4)]
     assert storage.folders("") == ["stage_00000002", "stage_00000003"]
 
@@ -139,15 +139,15 @@ def test_retention_keeps_n_and_removes_torn_folders_of_older_stages(storage):
 def test_as_many_stay_as_were_asked_for(storage, keep):
     store = CheckpointStore(storage, keep=keep)
     for step in range(1, 11):
-        store.write(make_image(step=step))
+        store.write(make_host_state(step=step))
         assert [each.step for each in store.found()] == list(
             range(max(1, step - keep + 1), step + 1)
         )
 
 
 def test_retention_never_touches_what_is_newer(storage):
-    CheckpointStore(storage).write(make_image(stage=5, step=9))
-    CheckpointStore(storage, keep=1).write(make_image(stage=4, step=20))  # a fenced-off stage
+    CheckpointStore(storage).write(make_host_state(stage=5, step=9))
+    CheckpointStore(storage, keep=1).write(make_host_state(stage=4, step=20))  # a fenced-off stage
     assert CheckpointId(5, 9) in CheckpointStore(storage).found()
 
 
@@ -165,14 +165,14 @@ def test_a_path_that_cannot_be_written_is_said_with_the_reason(tmp_path):
 
 def test_a_checkpoint_that_fails_does_not_cost_those_before(tmp_path):
     store = CheckpointStore(open_storage(tmp_path), keep=1)
-    store.write(make_image(step=1, fill=1.0))
+    store.write(make_host_state(step=1, fill=1.0))
 
     def full(path: str, chunks: object) -> None:
         raise OSError(28, os.strerror(28))
 
     store.storage.write = full  # type: ignore[method-assign]
     with pytest.raises(CheckpointError, match=r"step_0000000002: not written: No space left"):
-        store.write(make_image(step=2))
+        store.write(make_host_state(step=2))
     assert store.found() == [CheckpointId(1, 1)]
     assert fill_of(store) == 1.0
 
@@ -195,22 +195,22 @@ def test_a_full_disk_is_an_error_in_the_log_and_the_next_save_tries_again(small_
     ballast = small_disk / "ballast"
     with ballast.open("wb") as file:
         file.write(bytes(60 << 10))
-    writer.start(make_image(step=1))
+    writer.start(make_host_state(step=1))
     with pytest.raises(CheckpointError, match="No space left on device"):
         writer.finish()
     assert re.search(r"step 1 failed, training goes on.*No space left", caplog.text)
     assert store.found() == []
     ballast.unlink()
-    writer.start(make_image(step=2))
+    writer.start(make_host_state(step=2))
     writer.finish()
     assert store.found() == [CheckpointId(1, 2)]
 
 
 def test_the_same_state_again_is_left_as_it_is(tmp_path):
     store = CheckpointStore(open_storage(tmp_path), keep=1)
-    made = store.write(make_image(step=1, fill=1.0))
+    made = store.write(make_host_state(step=1, fill=1.0))
     written = (tmp_path / made.folder / "manifest.json").stat().st_mtime_ns
-    assert store.write(make_image(step=1, fill=1.0)) == made
+    assert store.write(make_host_state(step=1, fill=1.0)) == made
     assert (tmp_path / made.folder / "manifest.json").stat().st_mtime_ns == written
 
 
@@ -223,8 +223,8 @@ def test_files_of_strangers_in_the_path_are_left_alone(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "stage_1").mkdir()
     store = CheckpointStore(open_storage(tmp_path), keep=1)
-    store.write(make_image(step=1))
-    store.write(make_image(step=2))
+    store.write(make_host_state(step=1))
+    store.write(make_host_state(step=2))
     assert (tmp_path / "notes").is_dir()
     assert (tmp_path / "stage_1").is_dir()
 
@@ -237,8 +237,8 @@ def test_a_checkpoint_that_is_there_outlives_a_disk_too_full_to_say_that_it_is_o
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     storage = open_storage(tmp_path)
-    CheckpointStore(storage).write(make_image(step=3, fill=2.5))
+    CheckpointStore(storage).write(make_host_state(step=3, fill=2.5))
     store = CheckpointStore(storage, owner=Full())  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="step_0000000003: not written: No space left"):
-        store.write(make_image(step=3, fill=9.0))
+        store.write(make_host_state(step=3, fill=9.0))
     assert fill_of(CheckpointStore(storage)) == 2.5

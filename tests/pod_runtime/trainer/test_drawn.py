@@ -5,7 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pod_runtime.trainer.progress.agreement import HEADER_SIZE, Wish, make_header, read_header
+from pod_runtime.trainer.progress.agreement import (
+    HEADER_SIZE,
+    SnapshotRequest,
+    make_header,
+    read_header,
+)
 from pod_runtime.trainer.progress.drawn import (
     add,
     from_pieces,
@@ -64,7 +69,9 @@ def test_sums_are_added_over_ranks_without_loss_even_in_float32(ranks, unknown):
     total = np.zeros(HEADER_SIZE, np.float32)
     for number, (samples, drawn) in enumerate(ranks):
         known = None if unknown and number == len(ranks) // 2 else drawn
-        header = make_header(cut=False, void=False, samples=samples, wish=Wish(), drawn=known)
+        header = make_header(
+            cut=False, void=False, samples=samples, request=SnapshotRequest(), drawn=known
+        )
         total += np.array(header, np.float32)
     verdict = read_header(total.tolist())
     samples = sum(each for each, _ in ranks)

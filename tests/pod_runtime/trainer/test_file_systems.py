@@ -18,7 +18,7 @@ from pod_runtime.trainer.epochs.epoch_store import EpochStore
 from pod_runtime.trainer.epochs.file_systems import storage_for
 from pod_runtime.trainer.errors import CheckpointError, UsageError
 from pod_runtime.trainer.state.storage import LocalStorage, Storage
-from tests.pod_runtime.trainer.states import make_image
+from tests.pod_runtime.trainer.states import make_host_state
 
 
 class Client2:
@@ -206,14 +206,14 @@ def storage(request, tmp_path: Path) -> Storage:
 
 
 def save(store: EpochStore, epoch: int, stage: int = 1) -> None:
-    image = make_image(fill=float(epoch))
+    host_state = make_host_state(fill=float(epoch))
     status = {"epoch": epoch}
     store.write(
         stage=stage,
         epoch=epoch,
         step=0,
-        layout=image.layout,
-        data=image.data,
+        layout=host_state.layout,
+        data=host_state.data,
         status=status,
         keep=2,
     )
@@ -224,7 +224,7 @@ def newest(store: EpochStore) -> int | None:
     if found is None:
         return None
     epoch: int = found.status["epoch"]
-    assert bytes(found.data) == bytes(make_image(fill=float(epoch)).data)
+    assert bytes(found.data) == bytes(make_host_state(fill=float(epoch)).data)
     return epoch
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pod_runtime.trainer.membership.next_group import MOST_GROUPS
-from pod_runtime.trainer.progress.audit import audit
+from pod_runtime.trainer.progress.ledger_check import check_ledger
 from pod_runtime.verify import main as verify
 from pod_runtime.verify import read_ledger
 from tests.pod_runtime.trainer.fake_launcher import FakeLauncher, Stage
@@ -58,7 +58,9 @@ class Training:
         (count,) = np.unique(np.load(self.job.folder / "counts.npy"))
         assert count >= 1
         assert verify([str(self.job.run_dir)]) == 0
-        assert audit(*read_ledger(str(self.job.run_dir))).undrawn == (), "nothing is taken on trust"
+        assert check_ledger(*read_ledger(str(self.job.run_dir))).undrawn == (), (
+            "nothing is taken on trust"
+        )
 
 
 @pytest.fixture

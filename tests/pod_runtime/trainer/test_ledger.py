@@ -13,17 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from job_server.api.wire import decode, encode
-from pod_runtime.trainer.progress.audit import audit
 from pod_runtime.trainer.progress.batches import Ids, permutation
 from pod_runtime.trainer.progress.drawn import hash_samples
 from pod_runtime.trainer.progress.ledger import Ledger, LedgerFile, Row, StageEntry, read_lines
+from pod_runtime.trainer.progress.ledger_check import check_ledger
 from pod_runtime.trainer.progress.loop_status import LoopStatus
-from pod_runtime.trainer.progress.progress import Progress, fresh_status, scaling_for
+from pod_runtime.trainer.progress.progress import TrainingProgress, fresh_status, scaling_for
 from pod_runtime.trainer.state.checkpoint import CheckpointStore
 from pod_runtime.trainer.state.storage import open_storage
 from pod_runtime.verify import main as verify
 from pod_runtime.verify import read_ledger
-from tests.pod_runtime.trainer.states import RUN, make_image, make_status
+from tests.pod_runtime.trainer.states import RUN, make_host_state, make_status
 
 OPENED: list[LedgerFile] = []
 
@@ -39,10 +39,10 @@ def close_files() -> None:
         OPENED.pop().close()
 
 
-def begin(before: LoopStatus, stage: int, run_dir: Path | None, world: int = 1) -> Progress:
+def begin(before: LoopStatus, stage: int, run_dir: Path | None, world: int = 1) -> TrainingProgress:
     """Enter stage `stage` from the state `before`."""
     scaling = scaling_for(before, "fixed_global", world_size=world, warmup_steps=0)
-    progress = Progress(before, scaling, stage=stage, steps_per_epoch=None)
+    progress = TrainingProgress(before, scaling, stage=stage, steps_per_epoch=None)
     came_from = (before.stage, before.step) if before.stage else None
     if run_dir is not None:
         OPENED.append(LedgerFile(run_dir))
@@ -55,7 +55,9 @@ def order_of(seed: int, epoch: int) -> Ids:
     return permutation(seed, epoch, 100)
 
 
-def train(progress: Progress, steps: int, *, seeds: tuple[int, ...] | None = None) -> LoopStatus:
+def train(
+    progress: TrainingProgress, steps: int, *, seeds: tuple[int, ...] | None = None
+) -> LoopStatus:
     """Commit steps whose shares are drawn by trainers that were told these seeds.
 
     Args:
@@ -95,13 +97,13 @@ def test_any_sequence_of_drains_and_crashes_is_proven_and_superseded_work_is_lis
             lost_steps += lost
     close_files()
     run, found = read_ledger(str(run_dir))
-    result = audit(run, found)
+    result = check_ledger(run, found)
     assert result.is_proven, (result.problems, result.gaps)
     assert result.steps == status.step
     again = sum(each.row.last_step - each.row.first_step + 1 for each in result.superseded)
     assert again == lost_steps
     # What travels with the state says the same as the file.
-    state = audit(run, {entry.stage: entry for entry in status.ledger})
+    state = check_ledger(run, {entry.stage: entry for entry in status.ledger})
     assert state.is_proven
     assert state.undrawn == result.undrawn == (), "what was drawn is known of every step"
     assert (state.steps, state.complete_epochs, state.last_epoch_samples) == (
@@ -143,7 +145,7 @@ def test_a_new_run_folder_beside_an_old_state_gets_the_whole_lineage(tmp_path):
     status = train(begin(status, 2, None), 3)
     train(begin(status, 3, tmp_path), 12)
     run, stages = read_ledger(str(tmp_path))
-    result = audit(run, stages)
+    result = check_ledger(run, stages)
     assert (result.is_proven, result.steps, result.complete_epochs) == (True, 40, 4)
 
 
@@ -188,8 +190,8 @@ def test_steps_that_only_the_restored_state_knows_are_added_to_the_file(tmp_path
         progress.commit_step(5)  # another node's snapshot has these, the file does not
     train(begin(progress.status(), 2, tmp_path), 1)
     run, stages = read_ledger(str(tmp_path))
-    assert audit(run, stages).steps == 8
-    assert audit(run, stages).gaps == ()
+    assert check_ledger(run, stages).steps == 8
+    assert check_ledger(run, stages).gaps == ()
 
 
 @pytest.mark.parametrize("where", ["run", "ckpt"])
@@ -203,7 +205,9 @@ def test_a_trainer_that_draws_by_another_seed_is_found_with_its_stage_epoch_and_
     status = train(progress, 5, seeds=(1, 2))
     status = train(begin(status, 3, run_dir), 5)
     close_files()
-    CheckpointStore(open_storage(tmp_path / "ckpt")).write(replace(make_image(), status=status))
+    CheckpointStore(open_storage(tmp_path / "ckpt")).write(
+        replace(make_host_state(), status=status)
+    )
     assert verify([str(tmp_path / where)]) == 1
     (line,) = (each for each in capsys.readouterr().out.splitlines() if "NOT PROVEN" in each)
     assert line.startswith(
@@ -219,14 +223,14 @@ def test_what_was_drawn_for_steps_that_are_done_again_does_not_count(tmp_path, k
     train(progress, lost, seeds=(7, 8))
     train(begin(status, 2, tmp_path), 40 - kept)
     close_files()
-    result = audit(*read_ledger(str(tmp_path)))
+    result = check_ledger(*read_ledger(str(tmp_path)))
     assert result.is_proven, result.problems
     assert result.undrawn == ()
     # Of the state that a stage began from, too: it is not only the later steps that are right.
     status = train(begin(FRESH, 1, tmp_path / "other"), kept, seeds=(7, 8))
     train(begin(status, 2, tmp_path / "other"), 40 - kept)
     close_files()
-    assert audit(*read_ledger(str(tmp_path / "other"))).is_proven == (kept == 0)
+    assert check_ledger(*read_ledger(str(tmp_path / "other"))).is_proven == (kept == 0)
 
 
 @pytest.mark.parametrize("policy", ["fixed_global", "linear"])
@@ -238,7 +242,7 @@ def test_what_was_drawn_is_proven_with_short_batches_and_batches_of_other_sizes(
     status = fresh_status(run=run, batch_size=7, shards=4, reference_world=1)
     for number, (world, steps) in enumerate([(1, 10), (2, 3), (4, 9), (1, 30)], 1):
         scaling = scaling_for(status, policy, world_size=world, warmup_steps=0)
-        progress = Progress(status, scaling, stage=number, steps_per_epoch=None)
+        progress = TrainingProgress(status, scaling, stage=number, steps_per_epoch=None)
         OPENED.append(LedgerFile(tmp_path))
         came_from = (status.stage, status.step) if status.stage else None
         progress.begin_stage(came_from, OPENED[-1])
@@ -246,8 +250,8 @@ def test_what_was_drawn_is_proven_with_short_batches_and_batches_of_other_sizes(
         train(progress, 2)  # of no avail: the next stage begins before them
     close_files()
     for result in (
-        audit(*read_ledger(str(tmp_path))),
-        audit(run, {entry.stage: entry for entry in progress.status().ledger}),
+        check_ledger(*read_ledger(str(tmp_path))),
+        check_ledger(run, {entry.stage: entry for entry in progress.status().ledger}),
     ):
         assert result.is_proven, (result.problems, result.gaps)
         assert (result.undrawn, result.complete_epochs > 2) == ((), True)
@@ -337,7 +341,7 @@ WHOLE = stage(1, [(0, 1, 10, 0, 100)])
     ],
 )  # fmt: skip
 def test_what_does_not_count_exactly_once_is_found(stages, problem):
-    result = audit(RUN, {each.stage: each for each in stages})
+    result = check_ledger(RUN, {each.stage: each for each in stages})
     assert not result.is_proven
     assert problem in " ".join(result.problems)
     assert result.gaps or problem
@@ -357,8 +361,8 @@ def test_the_samples_of_a_gap_are_named(tmp_path, capsys):
 
 def test_a_checkpoint_path_is_verified_by_its_newest_intact_state(tmp_path, capsys):
     status = train(begin(FRESH, 1, None), 12)
-    image = replace(make_image(), status=status)
-    CheckpointStore(open_storage(tmp_path)).write(image)
+    host_state = replace(make_host_state(), status=status)
+    CheckpointStore(open_storage(tmp_path)).write(host_state)
     assert verify([str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "epoch 0: each of 100 samples counted exactly once" in text
@@ -423,7 +427,7 @@ def test_a_full_disk_stops_no_training_and_what_is_missing_is_written_when_there
     assert caplog.messages[-1] == f"{tmp_path}/ledger.jsonl is complete again"
     progress.note_done()
     close_files()
-    result = audit(*read_ledger(str(tmp_path)))
+    result = check_ledger(*read_ledger(str(tmp_path)))
     assert (result.is_proven, result.steps, result.complete_epochs) == (True, 40, 4)
     assert result.undrawn == ()
     assert len(caplog.messages) == 2
@@ -437,10 +441,12 @@ def test_what_a_stage_could_not_write_the_next_one_writes_from_the_state(tmp_pat
         progress.note_done()
         close_files()
     assert "lacks its last 2 lines, which could not be written; the state has all" in caplog.text
-    assert audit(*read_ledger(str(tmp_path))).steps == 20, "an epoch's row that was there grew"
+    assert check_ledger(*read_ledger(str(tmp_path))).steps == 20, (
+        "an epoch's row that was there grew"
+    )
     train(begin(status, 3, tmp_path), 12)
     close_files()
-    result = audit(*read_ledger(str(tmp_path)))
+    result = check_ledger(*read_ledger(str(tmp_path)))
     assert (result.is_proven, result.steps, len(result.lineage)) == (True, 40, 3)
     assert result.undrawn == ()
     assert verify([str(tmp_path)]) == 0
@@ -455,7 +461,7 @@ def test_a_ledger_that_cannot_be_made_at_all_stops_nothing_either(tmp_path, capl
     run_dir.unlink()
     train(progress, 1)
     close_files()
-    assert audit(*read_ledger(str(run_dir))).steps == 6
+    assert check_ledger(*read_ledger(str(run_dir))).steps == 6
 
 
 DAMAGE = {
@@ -515,7 +521,7 @@ def test_whichever_line_is_lost_the_next_stage_writes_it_again(tmp_path, number)
     path.write_bytes(b"\n".join(lines))
     train(begin(status, 3, tmp_path), 10)
     close_files()
-    result = audit(*read_ledger(str(tmp_path)))
+    result = check_ledger(*read_ledger(str(tmp_path)))
     assert (result.is_proven, result.steps, len(result.lineage)) == (True, 40, 3)
     assert result.undrawn == ()
 

@@ -9,7 +9,7 @@ import pytest
 from pod_runtime.trainer.errors import LinkError, PeerLost, StageChanged
 from pod_runtime.trainer.membership.link import Cut
 from pod_runtime.trainer.membership.member import StageMember
-from pod_runtime.trainer.progress.agreement import AgreedCut, Wish
+from pod_runtime.trainer.progress.agreement import AgreedCut, SnapshotRequest
 
 
 class Group:
@@ -37,10 +37,10 @@ class StateManager:
         self.is_kept = True
         self.start: Any = None  # what a trainer that joins goes on as
 
-    def wish(self) -> Wish:
-        return Wish()
+    def snapshot_request(self) -> SnapshotRequest:
+        return SnapshotRequest()
 
-    wish_after_epoch = wish
+    request_after_epoch = snapshot_request
 
     def park(self, cut: AgreedCut, renew: bool) -> Any:
         self.parked.append((cut.id, cut.durable, renew))
@@ -235,5 +235,5 @@ def test_a_lost_peer_outside_edl_is_an_exception():
 
 def test_ranks_agree_on_the_end_of_an_epoch_and_on_what_is_put_away_then():
     member, _state_manager = make(Group([0.0, 1.0, 0.0], [1.0, 0.0, 1.0]))
-    assert member.end_epoch(stop=False) == (False, Wish(snapshot=1.0))
-    assert member.end_epoch(stop=False) == (True, Wish(renew=True))
+    assert member.end_epoch(stop=False) == (False, SnapshotRequest(snapshot=1.0))
+    assert member.end_epoch(stop=False) == (True, SnapshotRequest(renew=True))

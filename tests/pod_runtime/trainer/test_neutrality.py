@@ -20,7 +20,7 @@ def train_alone(launcher: FakeLauncher, *args: str) -> dict[str, np.ndarray]:
 
 
 def prepare(job: FakeLauncher, world_size: int, out: tuple[str, ...]) -> Stage:
-    stage = job.start(world_size, *out, beside=True)
+    stage = job.start(world_size, *out, overlaps=True)
     stage.wait_all("prepared")
     return stage
 
@@ -60,7 +60,7 @@ def distance(one: dict[str, np.ndarray], other: dict[str, np.ndarray], prefix: s
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("beside", "asks"),
+    ("overlaps", "asks"),
     [
         pytest.param(False, True, id="drain"),
         pytest.param(True, True, id="replace"),
@@ -68,7 +68,7 @@ def distance(one: dict[str, np.ndarray], other: dict[str, np.ndarray], prefix: s
     ],
 )
 def test_six_changes_do_not_change_what_is_trained(
-    launch, tmp_path: Path, beside: bool, asks: bool
+    launch, tmp_path: Path, overlaps: bool, asks: bool
 ):
     alone = launch("towers.py", 4, "alone")
     expected = train_alone(alone)
@@ -80,7 +80,7 @@ def test_six_changes_do_not_change_what_is_trained(
     stage = changed.start(WORLDS[0], *out)
     # All of them before it begins, for the training is short; but one after the other: gloo gives
     # its ranks 30 s to find each other, which seventeen processes at once may exceed.
-    coming = [prepare(changed, size, out) if beside else None for size in WORLDS[1:]]
+    coming = [prepare(changed, size, out) if overlaps else None for size in WORLDS[1:]]
     stage.go()
     ids: dict[int, list[int]] = {}
     for world_size, prepared in zip(WORLDS[1:], coming, strict=True):
@@ -89,7 +89,7 @@ def test_six_changes_do_not_change_what_is_trained(
         stage = change(changed, old, world_size, out, prepared, alone=not asks)
         _, last = stage.restored_from
         for step, samples in sample_ids(changed.folder, old.number, len(old.trainers)).items():
-            if step < last and samples:  # a rehearsal has none
+            if step < last and samples:  # a warm-up step has none
                 assert step not in ids, "a planned change redoes no step"
                 ids[step] = samples
     hurry.touch()

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from pod_runtime.segment_header import read_geometry, read_slots
-from pod_runtime.trainer.layout import Layout, make_layout
+from pod_runtime.trainer.layout import StateLayout, make_layout
 from pod_runtime.trainer.membership.node_snapshots import NodeSnapshots
 from pod_runtime.trainer.progress.ledger import LEDGER_NAME, read_lines
-from pod_runtime.trainer.progress.progress import Progress
+from pod_runtime.trainer.progress.progress import TrainingProgress
 from tests.pod_runtime.trainer.fake_launcher import FakeLauncher, Stage
 from tests.pod_runtime.trainer.states import make_status
 from tests.pod_runtime.trainer.test_worlds import finish, out
@@ -42,7 +42,7 @@ class Trained:
     def __init__(self) -> None:
         self.rate = 0.1
 
-    def layout(self) -> Layout:
+    def layout(self) -> StateLayout:
         return make_layout([("model/weight", "float32", (3,))])
 
     def copy_out(self, target: memoryview, start: int = 0, stop: int | None = None) -> None:
@@ -56,12 +56,12 @@ def test_a_rescue_leaves_the_state_of_a_step_as_it_was_when_the_step_had_ended()
     status = make_status(step=3)
     adapter: Any = Trained()
     link: Any = Told()
-    progress = Progress(status, status.scaling, stage=2, steps_per_epoch=None)
+    progress = TrainingProgress(status, status.scaling, stage=2, steps_per_epoch=None)
     snapshots = NodeSnapshots(adapter, progress, link, rank=0, nodes=[[0]])
 
     def kept() -> Any:
-        image = snapshots.image()
-        return None if image is None else image.scalars["lr"]
+        host_state = snapshots.host_state()
+        return None if host_state is None else host_state.scalars["lr"]
 
     snapshots.take(renew=True)
     adapter.rate = 0.5  # by the body of the next step, in which a peer is lost

@@ -35,7 +35,7 @@ from pod_runtime.trainer.state.owner_record import (
 )
 from pod_runtime.trainer.state.storage import Storage, exclusive, open_storage
 from tests.job_server.serving import running_server
-from tests.pod_runtime.trainer.states import make_image
+from tests.pod_runtime.trainer.states import make_host_state
 from tests.support import wait_until
 
 ALONE = Holder(id="a", host="node-a", machine="m", pid=7, start_time=1)
@@ -176,8 +176,8 @@ def begin(store: CheckpointStore) -> str:
     return owner.run_id
 
 
-def image(store: CheckpointStore, step: int, stage: int | None = None):
-    made = make_image(stage=stage or owner_of(store).stage, step=step, fill=float(step))
+def host_state(store: CheckpointStore, step: int, stage: int | None = None):
+    made = make_host_state(stage=stage or owner_of(store).stage, step=step, fill=float(step))
     return replace(made, status=replace(made.status, run_id=owner_of(store).run_id))
 
 
@@ -187,7 +187,7 @@ def test_a_fresh_folder_belongs_to_who_comes_first_and_waits_for_nobody(training
     owner_of(store).beat()
     said = json.loads(storage.read(OWNER))
     assert (said["run_id"], said["holder"]["host"], said["state"]) == (run, "host-a", "training")
-    store.write(image(store, 1))
+    store.write(host_state(store, 1))
     manifest = json.loads(storage.read("stage_00000001/step_0000000001/manifest.json"))
     assert manifest["run_id"] == run
     assert time.now == 1000.0
@@ -212,7 +212,7 @@ def test_a_second_training_is_refused_before_its_first_step_while_the_first_one_
     assert "another checkpoint path" in text
     assert "--take_over" in text
     assert time.now <= 1011.0, "a holder that beats is seen with its next beat"
-    first.write(image(first, 1))
+    first.write(host_state(first, 1))
     assert first.found() == [CheckpointId(1, 1)]
 
 
@@ -221,7 +221,7 @@ def test_a_holder_that_stands_still_for_a_minute_is_replaced_and_that_is_said(
 ):
     first = training("a")
     run = begin(first)
-    first.write(image(first, 7))
+    first.write(host_state(first, 7))
     second = training("b")
     assert begin(second) == run
     assert 60.0 <= time.now - 1000.0 <= 62.0
@@ -248,7 +248,7 @@ def test_whose_counter_moves_late_is_seen_to_live(training, time):
 def test_going_on_after_the_end_costs_no_wait_and_no_flag(training, time, facts, caplog):
     first = training("a")
     run = begin(first)
-    first.write(image(first, 9))
+    first.write(host_state(first, 9))
     if facts is ELSEWHERE:
         owner_of(first).leave(State.OVER)
     second = training("b", facts=facts)
@@ -261,7 +261,7 @@ def test_going_on_after_the_end_costs_no_wait_and_no_flag(training, time, facts,
 def test_a_job_that_goes_on_by_itself_says_nothing_of_that(training, caplog):
     first = training("a")
     run = begin(first)
-    first.write(image(first, 3))
+    first.write(host_state(first, 3))
     caplog.clear()
     assert begin(training("a")) == run
     assert "goes on" not in caplog.text
@@ -270,14 +270,14 @@ def test_a_job_that_goes_on_by_itself_says_nothing_of_that(training, caplog):
 def test_who_was_replaced_writes_nothing_more_and_says_why(training, storage, caplog):
     first = training("a")
     begin(first)
-    first.write(image(first, 1))
+    first.write(host_state(first, 1))
     second = training("b", take_over=True)
     owner_of(second).stage = first.highest_stage() + 1
     begin(second)
-    second.write(image(second, 2))
+    second.write(host_state(second, 2))
     before = second.found(), storage.read(OWNER)
     with pytest.raises(InUseError, match=r"taken over by pid 1 on host-b, run .*pid 1 on host-a"):
-        first.write(image(first, 3))
+        first.write(host_state(first, 3))
     owner_of(first).beat()
     owner_of(first).leave(State.OVER)
     assert (second.found(), storage.read(OWNER)) == before
@@ -298,7 +298,7 @@ def test_a_checkpoint_that_was_begun_before_the_folder_was_lost_is_not_committed
 
     storage.write = write
     with pytest.raises(InUseError):
-        first.write(image(first, 5))
+        first.write(host_state(first, 5))
     assert second.load_newest() is None
 
 
@@ -307,7 +307,7 @@ def test_the_writer_of_a_replaced_training_does_not_try_again_for_ever(training,
     begin(first)
     begin(training("b", take_over=True))
     writer = CheckpointWriter(first)
-    writer.start(image(first, 1))
+    writer.start(host_state(first, 1))
     with pytest.raises(CheckpointError, match="taken over"):
         writer.finish()
     assert owner_of(first).replaced_by
@@ -316,7 +316,7 @@ def test_the_writer_of_a_replaced_training_does_not_try_again_for_ever(training,
 def test_a_paused_training_keeps_its_place_until_it_goes_on_or_is_taken_over(training, time):
     first = training("a")
     run = begin(first)
-    first.write(image(first, 4))
+    first.write(host_state(first, 4))
     owner_of(first).leave(State.PAUSED)
     with pytest.raises(InUseError, match="host-a, which is paused"):
         begin(training("b", facts=DEAD))
@@ -335,7 +335,7 @@ def test_a_training_that_is_being_stopped_is_seen_to_live_until_it_has_ended(tra
     time.meanwhile = owner_of(first).beat
     with pytest.raises(InUseError, match="is being stopped: it moves the counter"):
         begin(training("b"))
-    first.write(image(first, 6))  # as the job client does in the place of its trainers
+    first.write(host_state(first, 6))  # as the job client does in the place of its trainers
     assert begin(training("b", facts=DEAD)) == run
 
 
@@ -350,7 +350,7 @@ def test_a_later_stage_of_the_same_training_moves_the_counter_and_the_older_one_
     before = storage.read(OWNER)
     owner_of(old).beat()
     assert storage.read(OWNER) == before
-    old.write(image(old, 1))  # parked, and not yet ended: it is the same training
+    old.write(host_state(old, 1))  # parked, and not yet ended: it is the same training
     assert not owner_of(old).replaced_by
 
 
@@ -368,9 +368,9 @@ def test_a_folder_of_a_dead_training_is_taken_where_a_training_comes_by(training
     if facts is ELSEWHERE:
         time.now += 30
         with pytest.raises(CheckpointError, match="may be in use by another training"):
-            store.write(image(store, 1))
+            store.write(host_state(store, 1))
         time.now += 30.5
-    store.write(image(store, 2))
+    store.write(host_state(store, 2))
     assert store.found() == [CheckpointId(5, 2)]
     assert not owner_of(store).replaced_by
 
@@ -380,7 +380,7 @@ def test_a_folder_of_a_living_training_is_not_touched_where_a_training_comes_by(
     before = storage.read(OWNER)
     store = goes_on_from_memory(training("a", facts=ALIVE))
     with pytest.raises(InUseError, match="is being stopped: its process is alive"):
-        store.write(image(store, 1))
+        store.write(host_state(store, 1))
     assert storage.read(OWNER) == before
 
 
@@ -404,19 +404,19 @@ def test_a_stage_above_that_of_the_one_before_is_wanted(training):
 def test_retention_removes_what_is_of_this_run_or_of_none(training, storage, run_id):
     others = CheckpointStore(storage)
     for step in (1, 2, 3):
-        foreign = make_image(stage=1, step=step)
+        foreign = make_host_state(stage=1, step=step)
         others.write(replace(foreign, status=replace(foreign.status, run_id=run_id)))
     store = training("a")
     begin(store)
     owner_of(store).run_id, owner_of(store).stage = "mine", 2
     for step in (4, 5, 6):
-        store.write(image(store, step))
+        store.write(host_state(store, step))
     kept = [each.step for each in store.found()]
     assert kept == ([5, 6] if run_id == "" else [1, 2, 3, 5, 6])
 
 
 def test_a_checkpoint_of_the_version_before_belongs_to_who_goes_on_with_it(training, storage):
-    CheckpointStore(storage).write(make_image(stage=1, step=8))
+    CheckpointStore(storage).write(make_host_state(stage=1, step=8))
     store = training("a")
     found = store.continue_newest()
     assert found is not None
@@ -492,9 +492,9 @@ def test_a_disk_that_is_full_ends_no_training_and_gives_nothing_away(training, s
     assert caplog.text.count("others may think that this training has ended") == 1
     assert not owner_of(store).replaced_by
     with pytest.raises(CheckpointError, match="not written: No space left"):
-        store.write(image(store, 1))
+        store.write(host_state(store, 1))
     storage.commit = written
-    store.write(image(store, 2))
+    store.write(host_state(store, 2))
     assert store.found() == [CheckpointId(1, 2)]
 
 
@@ -503,7 +503,7 @@ def test_a_finished_training_can_be_looked_at_where_nothing_can_be_written(
 ):
     first = training("a")
     begin(first)
-    first.write(image(first, 5))
+    first.write(host_state(first, 5))
 
     def refuse(path: str, content: bytes) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))

@@ -14,7 +14,7 @@ from pod_runtime.trainer.frameworks.paddle.gradients import ShardBuffers
 from pod_runtime.trainer.frameworks.paddle.overlap import (
     Hooks,
     OverlappedExchange,
-    ThreadLane,
+    ThreadReducer,
     deal,
 )
 from tests.pod_runtime.trainer.test_paddle_adapter import form_no_group
@@ -28,7 +28,7 @@ def double(tensor: Any, group: Any = None) -> None:
     paddle.assign(tensor * 2, tensor)
 
 
-class Lane:
+class RecordingReducer:
     """Sums at once, and remembers the sizes."""
 
     def __init__(self) -> None:
@@ -53,13 +53,15 @@ class Net(nn.Layer):
         return self.norm(self.second(self.first(inputs)))
 
 
-def make(on_host: bool, bucket_bytes: int = 1) -> tuple[Any, OverlappedExchange, Any, Lane]:
-    net, lane = Net(), Lane()
+def make(
+    on_host: bool, bucket_bytes: int = 1
+) -> tuple[Any, OverlappedExchange, Any, RecordingReducer]:
+    net, reducer = Net(), RecordingReducer()
     parameters = [each for each in net.parameters() if not each.stop_gradient]
     buffers = ShardBuffers(net, on_host)
-    exchange = OverlappedExchange(parameters, buffers, HEADER, on_host, lane, bucket_bytes)
+    exchange = OverlappedExchange(parameters, buffers, HEADER, on_host, reducer, bucket_bytes)
     Hooks().lead_to(exchange)
-    return net, exchange, buffers, lane
+    return net, exchange, buffers, reducer
 
 
 def grads(net: Any) -> dict[str, Any]:
@@ -71,21 +73,21 @@ def grads(net: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("on_host", [True, False])
 def test_what_two_ranks_would_exchange_adds_up(on_host):
-    net, exchange, buffers, lane = make(on_host)
+    net, exchange, buffers, reducer = make(on_host)
     inputs = paddle.to_tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 7.0]])
     buffers.begin_step()
     net(inputs).square().sum().backward()  # a shard before the last
     buffers.end_shard()
-    assert lane.sizes == []
+    assert reducer.sizes == []
     exchange.arm()
     (net(inputs).sum(axis=1) ** 3).sum().backward()
     buffers.end_shard()
     # From the end on, up to the one that nothing reaches: the others wait for it.
-    assert lane.sizes == [2, 2]
+    assert reducer.sizes == [2, 2]
     assert exchange.is_open
     before = grads(net)
     assert exchange.run([1.0, 0.0, 3.0], True, double) == [2.0, 0.0, 6.0]
-    assert len(lane.sizes) == 8
+    assert len(reducer.sizes) == 8
     for name, grad in grads(net).items():
         assert (grad is None and before[name] is None) or (grad == before[name]).all(), "untouched"
     assert exchange.run([1.0, 0.0, 3.0], True, double) == [2.0, 0.0, 6.0]  # so it may be repeated
@@ -101,18 +103,18 @@ def test_what_two_ranks_would_exchange_adds_up(on_host):
     assert exchange.run([0.0, 1.0, 0.0], False, double) == [0.0, 2.0, 0.0]
 
     for sent in ([2, 2, 2, 8, 4, 12], [2, 2]):
-        lane.sizes.clear()
+        reducer.sizes.clear()
         exchange.arm()
         (net(inputs).sum(axis=1) ** 3).sum().backward()
-        assert lane.sizes == sent, "what nothing reaches holds up nothing, once that is known"
+        assert reducer.sizes == sent, "what nothing reaches holds up nothing, once that is known"
         exchange.start_over()  # in another group it is not known
 
 
 def test_gradients_that_change_once_sent_are_sent_again_and_from_then_on_at_the_end():
-    net, exchange, buffers, lane = make(True)
+    net, exchange, buffers, reducer = make(True)
     inputs = paddle.to_tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 7.0]])
     for early in (True, False):
-        lane.sizes.clear()
+        reducer.sizes.clear()
         buffers.begin_step()
         for _ in range(2):
             exchange.arm()
@@ -121,7 +123,7 @@ def test_gradients_that_change_once_sent_are_sent_again_and_from_then_on_at_the_
         buffers.end_shard()
         before = grads(net)
         assert exchange.run([0.0] * HEADER, True, double) == [0.0] * HEADER
-        assert len(lane.sizes) == (16 if early else 8)
+        assert len(reducer.sizes) == (16 if early else 8)
         exchange.put_back(filled_shards=2)
         for name, grad in grads(net).items():
             assert before[name] is None or (grad == 2 * before[name]).all()
@@ -149,13 +151,13 @@ def test_a_lost_peer_is_noticed_in_the_thread_and_raised_by_who_waits():
         if tensor == 2:
             raise PeerLost("rank 1")
 
-    lane = ThreadLane(fail)
-    lane.send(1)
-    lane.wait()
+    reducer = ThreadReducer(fail)
+    reducer.send(1)
+    reducer.wait()
     for tensor in (2, 3):
-        lane.send(tensor)
+        reducer.send(tensor)
     with pytest.raises(PeerLost, match="rank 1"):
-        lane.wait()
+        reducer.wait()
     assert seen == [1, 2], "nothing more is sent to ranks that are out of step"
 
 

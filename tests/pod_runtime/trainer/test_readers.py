@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pod_runtime.trainer.data.readers import FedReader, Item, ShardOrder, ShardPlace, factory_items
+from pod_runtime.trainer.data.readers import (
+    FedReader,
+    ShardBatch,
+    ShardOrder,
+    ShardRange,
+    factory_items,
+)
 from pod_runtime.trainer.data.streams import KeyedDataset, SampleFetcher, seed_shard
 from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.progress.batches import BatchPlan, Cursor, rank_shards
@@ -100,8 +106,8 @@ def test_a_dataset_that_draws_nothing_is_read_once_per_sample():
 def test_shards_have_streams_of_their_own():
     streams = Streams()
     drawn = set()
-    for place in [(1, 0, 0, 0), (1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 0, 1), (2, 0, 0, 0)]:
-        seed_shard(streams, *place)
+    for key in [(1, 0, 0, 0), (1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 0, 1), (2, 0, 0, 0)]:
+        seed_shard(streams, *key)
         drawn.add((random.random(), np.random.random_sample(), streams.draw()))
     assert len({each[0] for each in drawn}) == len({each[1] for each in drawn}) == 5
     seed_shard(streams, 1, 0, 0, 1)
@@ -118,21 +124,23 @@ def test_ranks_together_read_every_sample_of_every_epoch_once():
     read: dict[int, list[int]] = {0: [], 1: []}
     for rank in range(3):
         mine = order(rank, 3)
-        for place in mine.from_cursor(Cursor()):
-            read[place.epoch] += mine.ids(place)
+        for shard_range in mine.from_cursor(Cursor()):
+            read[shard_range.epoch] += mine.ids(shard_range)
     assert sorted(read[0]) == sorted(read[1]) == list(range(22))
 
 
 def test_reading_goes_on_at_the_cursor():
     mine = order(epochs=1)
-    places = list(mine.from_cursor(Cursor(epoch=0, step=1, offset=8, global_step=1)))
-    assert places == list(mine.from_cursor(Cursor()))[2:]
-    assert places[0] == ShardPlace(epoch=0, step=1, shard=0, start=8, stop=10)
+    ranges = list(mine.from_cursor(Cursor(epoch=0, step=1, offset=8, global_step=1)))
+    assert ranges == list(mine.from_cursor(Cursor()))[2:]
+    assert ranges[0] == ShardRange(epoch=0, step=1, shard=0, start=8, stop=10)
 
 
 def items_of(mine: ShardOrder) -> Iterator[Any]:
-    for place in mine.from_cursor(Cursor()):
-        yield Item(place.epoch, place.step, place.shard, mine.ids(place))
+    for shard_range in mine.from_cursor(Cursor()):
+        yield ShardBatch(
+            shard_range.epoch, shard_range.step, shard_range.shard, mine.ids(shard_range)
+        )
 
 
 def test_a_reader_that_keeps_one_waiting_says_so_and_delivers_later():
@@ -143,10 +151,10 @@ def test_a_reader_that_keeps_one_waiting_says_so_and_delivers_later():
         yield from items_of(order())
 
     reader = FedReader(start)
-    place = next(order().from_cursor(Cursor()))
-    assert reader.take(place, 0.01) is None
+    shard_range = next(order().from_cursor(Cursor()))
+    assert reader.take(shard_range, 0.01) is None
     gate.set()
-    wait_until(lambda: reader.take(place, 0.1) == (order().ids(place), None))
+    wait_until(lambda: reader.take(shard_range, 0.1) == (order().ids(shard_range), None))
     reader.close()
 
 

@@ -12,7 +12,7 @@ from pod_runtime.trainer.errors import StateError
 from pod_runtime.trainer.membership.restore import Restored, restore
 from pod_runtime.trainer.state.checkpoint import CheckpointStore
 from pod_runtime.trainer.state.storage import LocalStorage
-from tests.pod_runtime.trainer.states import make_image, make_status
+from tests.pod_runtime.trainer.states import make_host_state, make_status
 from tests.pod_runtime.trainer.test_terms import Group
 
 WANTED = RestoreFrom(stage=3, step=12, pods=(), path="", spare=True)
@@ -22,7 +22,7 @@ def store(path: Path, *states: tuple[int, int]) -> CheckpointStore:
     """Return the checkpoints below `path`, those of these (stage, step) among them."""
     made = CheckpointStore(LocalStorage(path))
     for stage, step in states:
-        made.write(make_image(stage=stage, step=step, fill=float(step)))
+        made.write(make_host_state(stage=stage, step=step, fill=float(step)))
     return made
 
 

@@ -26,11 +26,11 @@ from pod_runtime.segment_header import (
     read_slots,
 )
 from pod_runtime.trainer.errors import SnapshotError
-from pod_runtime.trainer.layout import ALIGN, Layout, make_layout, split_bytes
-from pod_runtime.trainer.state.image import meta_bytes
+from pod_runtime.trainer.layout import ALIGN, StateLayout, make_layout, split_bytes
+from pod_runtime.trainer.state.host_state import meta_bytes
 from pod_runtime.trainer.state.snapshot import (
     Handle,
-    Segment,
+    SnapshotSegment,
     allocate,
     copy_newest,
     newest_stamp,
@@ -53,7 +53,7 @@ class Numbers:
         self.array[:] = self.extra[:] = value
         return self
 
-    def layout(self) -> Layout:
+    def layout(self) -> StateLayout:
         return self.made
 
     def copy_out(self, target: memoryview, start: int = 0, stop: int | None = None) -> None:
@@ -76,7 +76,9 @@ def meta_of(numbers: Numbers, step: int) -> bytes:
     return meta_bytes(status, '{"lr": 0.5}', numbers.layout())
 
 
-def write(segment: Segment, numbers: Numbers, step: int, index: int = 0, serial: int = 0) -> None:
+def write(
+    segment: SnapshotSegment, numbers: Numbers, step: int, index: int = 0, serial: int = 0
+) -> None:
     segment.write_part(
         numbers,  # type: ignore[arg-type]  # only these two methods are used
         numbers.layout(),
@@ -86,21 +88,21 @@ def write(segment: Segment, numbers: Numbers, step: int, index: int = 0, serial:
     )
 
 
-def steps_in(segment: Segment) -> list[int]:
+def steps_in(segment: SnapshotSegment) -> list[int]:
     return sorted(header.stamp.step for _slot, header in read_slots(segment.fd))
 
 
 @pytest.fixture
 def share():
     """Make segments that several writers have open, each as a process of its own would."""
-    made: list[Segment] = []
+    made: list[SnapshotSegment] = []
 
-    def make(writers: int = 1, length: int = 1000, extra: int = 0) -> list[Segment]:
+    def make(writers: int = 1, length: int = 1000, extra: int = 0) -> list[SnapshotSegment]:
         total = Numbers(length, extra).layout().total_bytes
-        first = Segment.make("test", writers=writers, meta_bytes=4096, data_bytes=total)
+        first = SnapshotSegment.make("test", writers=writers, meta_bytes=4096, data_bytes=total)
         made.append(first)
         for _ in range(writers - 1):
-            joined = Segment.join(first.handle)
+            joined = SnapshotSegment.join(first.handle)
             assert joined is not None
             made.append(joined)
         return list(made)
@@ -121,10 +123,10 @@ def test_the_two_newest_snapshots_are_kept_and_read_back(share):
     assert (newest.stamp, newest.digest) == (stamp(7), numbers.layout().digest)
     assert newest_stamp([segment.fd], 3) == stamp(7)
     assert newest_stamp([segment.fd], 2) is None
-    image = read_snapshot([segment.fd], stamp(6))
-    assert image is not None
-    assert (np.frombuffer(image.data[:8000], np.float64) == 6).all()
-    assert (image.status.step, image.scalars) == (6, {"lr": 0.5})
+    host_state = read_snapshot([segment.fd], stamp(6))
+    assert host_state is not None
+    assert (np.frombuffer(host_state.data[:8000], np.float64) == 6).all()
+    assert (host_state.status.step, host_state.scalars) == (6, {"lr": 0.5})
     assert read_snapshot([segment.fd], stamp(5)) is None
     assert read_snapshot([segment.fd], Stamp(stage=2, step=6)) is None
 
@@ -135,9 +137,9 @@ def test_what_follows_an_epoch_supersedes_its_last_step(share):
     write(segment, numbers.fill(1), 7, serial=7)
     write(segment, numbers.fill(2), 7, serial=8)
     assert newest_stamp([segment.fd], 3) == stamp(7, 8)
-    image = read_snapshot([segment.fd], stamp(7, 8))
-    assert image is not None
-    assert image.data[:8] == np.float64(2).tobytes()
+    host_state = read_snapshot([segment.fd], stamp(7, 8))
+    assert host_state is not None
+    assert host_state.data[:8] == np.float64(2).tobytes()
 
 
 def test_a_slot_counts_when_every_writer_has_declared_its_part_of_one_state(share):
@@ -156,16 +158,16 @@ def test_a_slot_counts_when_every_writer_has_declared_its_part_of_one_state(shar
     for segment, index in ((third, 2), (second, 1), (first, 0)):
         write(segment, numbers.fill(4), 4, index)
     assert steps_in(first) == [1, 4]
-    image = read_snapshot([third.fd], stamp(4))
-    assert image is not None
-    assert (np.frombuffer(image.data[:8000], np.float64) == 4).all()
+    host_state = read_snapshot([third.fd], stamp(4))
+    assert host_state is not None
+    assert (np.frombuffer(host_state.data[:8000], np.float64) == 4).all()
 
 
 def test_a_survivor_writes_the_parts_of_the_others_unless_there_is_something_newer(share):
     first, second = share(2)
     numbers = Numbers(1000)
 
-    def rescue(segment: Segment, step: int) -> None:
+    def rescue(segment: SnapshotSegment, step: int) -> None:
         segment.write_whole(
             numbers.fill(step),  # type: ignore[arg-type]
             numbers.layout(),
@@ -182,9 +184,9 @@ def test_a_survivor_writes_the_parts_of_the_others_unless_there_is_something_new
     assert steps_in(first) == [5, 6]
     write(second, numbers.fill(6), 6, 1)  # late: it is there already, and nothing is taken back
     assert steps_in(first) == [5, 6]
-    image = read_snapshot([first.fd], stamp(6))
-    assert image is not None
-    assert (np.frombuffer(image.data[:8000], np.float64) == 6).all()
+    host_state = read_snapshot([first.fd], stamp(6))
+    assert host_state is not None
+    assert (np.frombuffer(host_state.data[:8000], np.float64) == 6).all()
 
 
 @given(st.integers(0, 40_000), st.integers(0, 9_000), st.integers(1, 9))
@@ -212,11 +214,11 @@ def test_more_writers_than_bytes_and_odd_sizes_make_whole_states(share, length):
     numbers = Numbers(length, 7).fill(2.5)
     for index, segment in enumerate(segments):
         write(segment, numbers, 9, index)
-    image = read_snapshot([segments[3].fd], stamp(9))
-    assert image is not None
+    host_state = read_snapshot([segments[3].fd], stamp(9))
+    assert host_state is not None
     whole = bytearray(numbers.layout().total_bytes)
     numbers.copy_out(memoryview(whole))
-    assert bytes(image.data) == bytes(whole)
+    assert bytes(host_state.data) == bytes(whole)
 
 
 def test_a_death_amid_a_copy_leaves_the_snapshot_before(share):
@@ -247,7 +249,7 @@ def test_a_segment_is_joined_only_where_it_is_the_one_that_was_told_of(share):
         Handle(pid=handle.pid, fd=1 << 20, inode=handle.inode, size_bytes=handle.size_bytes),
         Handle(pid=1 << 28, fd=handle.fd, inode=handle.inode, size_bytes=handle.size_bytes),
     ):
-        assert Segment.join(wrong) is None
+        assert SnapshotSegment.join(wrong) is None
 
 
 def test_a_copy_beside_writers_is_never_a_mixture(share):
@@ -271,13 +273,13 @@ def test_a_copy_beside_writers_is_never_a_mixture(share):
         deadline = time.monotonic() + 60
         while len(seen) < 5:
             assert time.monotonic() < deadline, "no copy was ever whole"
-            image = copy_newest(first.fd, buffer)
-            if image is not None:
-                values = np.frombuffer(image.data[: 8 * 200_000], np.float64)
-                assert (values == image.status.step).all()
-                seen.add(image.status.step)
+            host_state = copy_newest(first.fd, buffer)
+            if host_state is not None:
+                values = np.frombuffer(host_state.data[: 8 * 200_000], np.float64)
+                assert (values == host_state.status.step).all()
+                seen.add(host_state.status.step)
                 del values
-            del image
+            del host_state
     finally:
         stop.set()
         thread.join()
@@ -286,10 +288,10 @@ def test_a_copy_beside_writers_is_never_a_mixture(share):
 
 WRITER = """
 import sys
-from pod_runtime.trainer.state.snapshot import Handle, Segment
+from pod_runtime.trainer.state.snapshot import Handle, SnapshotSegment
 from tests.pod_runtime.trainer.test_segments import Numbers, write
 pid, fd, inode, size, length, index = map(int, sys.argv[1:])
-segment = Segment.join(Handle(pid=pid, fd=fd, inode=inode, size_bytes=size))
+segment = SnapshotSegment.join(Handle(pid=pid, fd=fd, inode=inode, size_bytes=size))
 numbers = Numbers(length)
 print("ready", flush=True)
 for line in sys.stdin:
@@ -340,10 +342,10 @@ def test_kills_at_random_moments_never_leave_a_torn_state(share):
         assert newest.stamp.step >= step - 1, "the slot before is whole whatever happens"
         left += newest.stamp.step < step
         for _slot, header in read_slots(segment.fd):
-            image = read_snapshot([segment.fd], header.stamp)
-            assert image is not None
-            assert image.status.step == header.stamp.step
-            values = np.frombuffer(image.data[: 8 * length], np.float64)
+            host_state = read_snapshot([segment.fd], header.stamp)
+            assert host_state is not None
+            assert host_state.status.step == header.stamp.step
+            values = np.frombuffer(host_state.data[: 8 * length], np.float64)
             assert (values == header.stamp.step).all()
 
 

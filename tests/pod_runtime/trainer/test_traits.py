@@ -108,7 +108,7 @@ def test_what_a_script_changes_is_carried_and_what_a_process_did_before_is_not()
     other, other_optimizer = build()
     fresh = seen(other, other_optimizer)
     reader = PaddleAdapter(other, other_optimizer, header_size=1)
-    other.drop.p, other.tail.bias.stop_gradient = 0.9, True  # as a rehearsal may
+    other.drop.p, other.tail.bias.stop_gradient = 0.9, True  # as a warm-up step may
     reader.load(layout, memoryview(data), scalars)
     assert seen(other, other_optimizer) == seen(model, optimizer) != fresh
     assert reader.scalars()["traits"] == scalars["traits"], "carried on by the next one, too"
@@ -310,7 +310,7 @@ class Script:
         for epoch in loop.epochs():
             self.body(model, optimizer, epoch.number if self.asks else -1)
             for step in epoch:
-                if not step.is_rehearsal:
+                if not step.is_warmup:
                     assert loop._stage is not None
                     loop._stage.state_manager.finish_writing()  # so that each state is written
                     if step.number == stop_at:
@@ -319,7 +319,7 @@ class Script:
                 for batch in step:
                     step.backward((model(batch) ** 2).mean())
                 step.update()
-                if not step.is_rehearsal:
+                if not step.is_warmup:
                     self.step(model, optimizer, step.number)
             self.after(model, optimizer, epoch.number)
         return loop
@@ -361,7 +361,7 @@ SCRIPTS = {
 
 
 @pytest.fixture
-def beside(monkeypatch) -> Callable[[bool], None]:
+def overlapping(monkeypatch) -> Callable[[bool], None]:
     """Have the next loops prepared beside an older stage, which leaves them a checkpoint."""
 
     def switch(on: bool) -> None:
@@ -373,21 +373,21 @@ def beside(monkeypatch) -> Callable[[bool], None]:
 
 @pytest.mark.parametrize("overlaps", [False, True], ids=["started anew", "prepared"])
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_every_step_is_made_as_in_a_training_without_changes(name, overlaps, beside, tmp_path):
+def test_every_step_is_made_as_in_a_training_without_changes(name, overlaps, overlapping, tmp_path):
     pattern = SCRIPTS[name]
     alone = Script(pattern.before, pattern.body, pattern.step, pattern.after, pattern.asks)
     alone.run(None)
     assert len(alone.seen) == 12
     changed = Script(pattern.before, pattern.body, pattern.step, pattern.after, pattern.asks)
     for stop_at in (2, 3, 7, 9, None):  # amid epochs, and between two
-        beside(overlaps and stop_at != 2)
+        overlapping(overlaps and stop_at != 2)
         changed.run(tmp_path, stop_at)
     assert changed.seen == alone.seen
 
 
 @pytest.mark.parametrize(("stop_at", "is_refused"), [(2, False), (3, True), (4, False)])
 def test_a_body_that_has_begun_before_a_state_from_between_two_epochs_begins_again(
-    stop_at, is_refused, beside, tmp_path
+    stop_at, is_refused, overlapping, tmp_path
 ):
     def step_rate(_model: Any, optimizer: Any, _epoch: int) -> None:
         optimizer._learning_rate.step()
@@ -396,11 +396,11 @@ def test_a_body_that_has_begun_before_a_state_from_between_two_epochs_begins_aga
     alone.run(None)
     changed = Script(body=step_rate, asks=False)
     changed.run(tmp_path, stop_at)
-    beside(True)
+    overlapping(True)
     if is_refused:
         with pytest.raises(elastic.StateError, match=r"epoch 1 has set the learning rate.*without"):
             changed.run(tmp_path)
-        beside(False)
+        overlapping(False)
     changed.run(tmp_path)
     assert changed.seen == alone.seen
 

@@ -99,15 +99,15 @@ def test_the_loop_gets_the_error_of_a_real_worker_after_the_batches_before_it():
     run = RunInfo(seed=0, epochs=1, dataset_length=8, shuffle=False, drop_last=False)
     plan = BatchPlan(batch_size=2, shards=1, dataset_length=8)
     order = ShardOrder(run, plan, rank_shards(0, 1, 1))
-    places = list(order.from_cursor(Cursor()))
+    ranges = list(order.from_cursor(Cursor()))
     items = loader_items(source, order, Cursor(), adapter)
     reader = FedReader(lambda: items)
     try:
-        for place, first in zip(places[:2], (0, 2), strict=True):
-            taken = reader.take(place, 30.0)
+        for shard_range, first in zip(ranges[:2], (0, 2), strict=True):
+            taken = reader.take(shard_range, 30.0)
             assert taken is not None
             assert taken[0][1].tolist() == [first, first + 1]
         with pytest.raises(BrokenError, match=r"^sample 5 is broken$"):
-            reader.take(places[2], 30.0)
+            reader.take(ranges[2], 30.0)
     finally:
         reader.close()

@@ -10,7 +10,7 @@ import pytest
 
 from pod_runtime.launcher.channel import close_all
 from pod_runtime.segment_header import read_newest
-from pod_runtime.trainer.progress.audit import audit
+from pod_runtime.trainer.progress.ledger_check import check_ledger
 from pod_runtime.trainer.state.checkpoint import CheckpointStore
 from pod_runtime.trainer.state.last_save import write_state
 from pod_runtime.trainer.state.storage import open_storage
@@ -33,7 +33,7 @@ def out(launcher: FakeLauncher, *more: str, step_s: float = 0.3) -> tuple[str, .
 def prepared_beside(job: FakeLauncher) -> tuple[Stage, Stage]:
     """Return a stage of one trainer that has made steps, and one of two that is prepared."""
     old = job.start(1, *out(job))
-    new = job.start(2, *out(job), beside=True)
+    new = job.start(2, *out(job), overlaps=True)
     new.wait_all("prepared")
     old.go()
     old.wait_step(3)
@@ -47,7 +47,7 @@ def finish(stage: Stage) -> None:
     counts = np.load(stage.launcher.folder / "counts.npy")
     assert (counts == 3).all(), f"every sample counts once per epoch: {counts}"
     assert verify([str(stage.launcher.run_dir)]) == 0
-    assert audit(*read_ledger(str(stage.launcher.run_dir))).undrawn == (), (
+    assert check_ledger(*read_ledger(str(stage.launcher.run_dir))).undrawn == (), (
         "nothing is taken on trust"
     )
 
@@ -280,9 +280,9 @@ def test_prepared_trainers_take_over_with_workers_and_a_later_state_than_the_ser
     job = launch("counting.py", 2)
     flags = out(job, "--workers", "1", "--snapshot_steps", "1")
     old = job.start(1, *flags)
-    new = job.start(2, *flags, beside=True)
+    new = job.start(2, *flags, overlaps=True)
     new.wait_all("prepared")
-    assert not new.trainers[0].words("step"), "a rehearsal is no step"
+    assert not new.trainers[0].words("step"), "a warm-up step is no step"
     old.go()
     old.wait_step(3)
     old.end()  # killed amid the training: its segment knows more than what was told
@@ -295,7 +295,7 @@ def test_prepared_trainers_take_over_with_workers_and_a_later_state_than_the_ser
 def test_a_second_loop_of_a_script_does_not_begin_from_what_the_first_one_did(launch):
     job = launch("again.py", 2)
     old = job.start(1, "--out", str(job.folder))
-    new = job.start(2, "--out", str(job.folder), beside=True)
+    new = job.start(2, "--out", str(job.folder), overlaps=True)
     new.wait_all("prepared")
     old.wait_all("loaded")
     old.cut()
@@ -341,14 +341,14 @@ def test_what_was_loaded_ahead_of_the_commit_is_not_loaded_again(launch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "rehearsals"), [((), 1), (("--reader",), 0)], ids=["samples", "reader"]
+    ("flags", "warmups"), [((), 1), (("--reader",), 0)], ids=["samples", "reader"]
 )
-def test_a_script_that_asks_in_its_rehearsal_gets_answers_of_the_real_stage(
-    launch, flags, rehearsals
+def test_a_script_that_asks_in_its_warmup_step_gets_answers_of_the_real_stage(
+    launch, flags, warmups
 ):
     job = launch("asking.py", 2)
     old = job.start(1, *out(job, *flags))
-    new = job.start(2, *out(job, *flags), beside=True)
+    new = job.start(2, *out(job, *flags), overlaps=True)
     new.wait_all("prepared")
     old.go()
     old.wait_step(3)
@@ -360,5 +360,5 @@ def test_a_script_that_asks_in_its_rehearsal_gets_answers_of_the_real_stage(
     for rank in (0, 1):
         told = (job.folder / f"told.2.{rank}").read_text().split()
         assert told[0] == str(step), "the number of the step that is made next"
-        # What a reader adds to the samples cannot be rehearsed without it.
-        assert len(told) == STEPS - step + rehearsals, "each step once, and the rehearsal"
+        # What a reader adds to the samples is unknown in a warm-up step.
+        assert len(told) == STEPS - step + warmups, "each step once, and the warm-up step"

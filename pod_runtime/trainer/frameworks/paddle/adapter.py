@@ -24,16 +24,16 @@ from pod_runtime.trainer.frameworks.paddle.gradients import (
     trained_parameters,
 )
 from pod_runtime.trainer.frameworks.paddle.overlap import (
+    AsyncReducer,
     Hooks,
-    Lane,
     OverlappedExchange,
-    TaskLane,
-    ThreadLane,
+    TaskReducer,
+    ThreadReducer,
 )
 from pod_runtime.trainer.frameworks.paddle.state import PaddleState, optimizer_parameters, terms_of
 from pod_runtime.trainer.frameworks.paddle.store import prompt_store, wait_for
 from pod_runtime.trainer.frameworks.paddle.subgroups import form_subgroup, free_port
-from pod_runtime.trainer.layout import Layout
+from pod_runtime.trainer.layout import StateLayout
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class PaddleAdapter:
         self._buffers = ShardBuffers(model, on_host)
         self._header_size, self._on_host = header_size, on_host
         self._hooks = Hooks() if all_reduce == "overlapped" else None
-        self._lane = self._make_lane()
+        self._reducer = self._make_reducer()
         self._exchange = self._make_exchange(parameters)
         self._parameters = model.parameters()  # frozen ones, too
         self._frozen = self._what_is_frozen()
@@ -183,7 +183,7 @@ class PaddleAdapter:
 
     # --- state
 
-    def layout(self) -> Layout:
+    def layout(self) -> StateLayout:
         return self._state.layout()
 
     def copy_out(self, target: memoryview, start: int = 0, stop: int | None = None) -> None:
@@ -192,7 +192,7 @@ class PaddleAdapter:
     def scalars(self) -> dict[str, Any]:
         return self._state.scalars()
 
-    def load(self, layout: Layout, data: memoryview, scalars: Mapping[str, Any]) -> None:
+    def load(self, layout: StateLayout, data: memoryview, scalars: Mapping[str, Any]) -> None:
         self._state.load(layout, data, scalars)
         self._unowned.forget()
 
@@ -272,15 +272,15 @@ class PaddleAdapter:
         if self._hooks is None:
             return GradientExchange(parameters, self._buffers, self._header_size, self._on_host)
         made = OverlappedExchange(
-            parameters, self._buffers, self._header_size, self._on_host, self._lane
+            parameters, self._buffers, self._header_size, self._on_host, self._reducer
         )
         self._hooks.lead_to(made)
         return made
 
-    def _make_lane(self) -> Lane:
+    def _make_reducer(self) -> AsyncReducer:
         if self._on_host:
-            return ThreadLane(self._reduce)
-        return TaskLane(
+            return ThreadReducer(self._reduce)
+        return TaskReducer(
             lambda tensor: dist.all_reduce(tensor, group=self._group, sync_op=False),
             lambda task: task.wait(),
         )

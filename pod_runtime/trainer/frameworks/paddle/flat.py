@@ -18,7 +18,7 @@ _HALF = ("float16", "bfloat16")
 
 # Where a tensor stands in a flat one: offset, size, and whether it has the flat one's type. Asking
 # a tensor for its type takes longer than copying a small one, so it is asked once.
-Place = tuple[int, int, bool]
+Slice = tuple[int, int, bool]
 
 
 def flat_dtype(name: str) -> str:
@@ -39,14 +39,14 @@ def flat_dtype(name: str) -> str:
     raise UsageError(f"tensors of type {name} cannot be summed over trainers")
 
 
-def lay_out(tensors: Sequence[Any], dtype: str, front: int = 0) -> tuple[list[Place], int]:
+def lay_out(tensors: Sequence[Any], dtype: str, front: int = 0) -> tuple[list[Slice], int]:
     """Lay tensors one after the other behind `front` elements; return the total, too."""
-    places = []
+    slices = []
     for tensor in tensors:
         size = int(np.prod(tensor.shape, dtype=np.int64))
-        places.append((front, size, dtype_name(tensor) == dtype))
+        slices.append((front, size, dtype_name(tensor) == dtype))
         front += size
-    return places, front
+    return slices, front
 
 
 class HostFlat:
@@ -60,10 +60,10 @@ class HostFlat:
         memory = (ctypes.c_char * (max(size, 1) * self._item)).from_address(self._base)
         self.array = np.frombuffer(memoryview(memory), dtype)
 
-    def gather(self, tensors: Sequence[Any | None], places: Sequence[Place]) -> None:
+    def gather(self, tensors: Sequence[Any | None], slices: Sequence[Slice]) -> None:
         """Copy each tensor to its place; None leaves zeros."""
         base, item, move = self._base, self._item, ctypes.memmove
-        for tensor, (offset, size, is_native) in zip(tensors, places, strict=True):
+        for tensor, (offset, size, is_native) in zip(tensors, slices, strict=True):
             if tensor is None:
                 self.array[offset : offset + size] = 0
                 continue
@@ -74,10 +74,10 @@ class HostFlat:
             if size:
                 move(base + offset * item, tensor.data_ptr(), size * item)
 
-    def scatter(self, tensors: Sequence[Any | None], places: Sequence[Place]) -> None:
+    def scatter(self, tensors: Sequence[Any | None], slices: Sequence[Slice]) -> None:
         """Copy each place back into its tensor; None is left out."""
         base, item, move = self._base, self._item, ctypes.memmove
-        for tensor, (offset, size, is_native) in zip(tensors, places, strict=True):
+        for tensor, (offset, size, is_native) in zip(tensors, slices, strict=True):
             if tensor is None or not size:
                 continue
             if is_native and tensor.is_contiguous():
@@ -105,17 +105,17 @@ class DeviceFlat:
         self.dtype = dtype
         self.tensor = paddle.zeros([max(size, 1)], dtype)
 
-    def gather(self, tensors: Sequence[Any | None], places: Sequence[Place]) -> None:
+    def gather(self, tensors: Sequence[Any | None], slices: Sequence[Slice]) -> None:
         parts = []
-        for tensor, (offset, size, _is_native) in zip(tensors, places, strict=True):
+        for tensor, (offset, size, _is_native) in zip(tensors, slices, strict=True):
             if tensor is None:
                 parts.append((offset, paddle.zeros([size], self.dtype)))
             else:
                 parts.append((offset, tensor.flatten().astype(self.dtype)))
         self._replace(parts)
 
-    def scatter(self, tensors: Sequence[Any | None], places: Sequence[Place]) -> None:
-        for tensor, (offset, size, _is_native) in zip(tensors, places, strict=True):
+    def scatter(self, tensors: Sequence[Any | None], slices: Sequence[Slice]) -> None:
+        for tensor, (offset, size, _is_native) in zip(tensors, slices, strict=True):
             if tensor is not None and size:
                 piece = self.tensor[offset : offset + size].reshape(tensor.shape)
                 paddle.assign(_converted(piece, dtype_name(tensor)), tensor)

@@ -11,7 +11,7 @@ from pod_runtime.trainer.frameworks.paddle.flat import (
     DeviceFlat,
     Flat,
     HostFlat,
-    Place,
+    Slice,
     flat_dtype,
     lay_out,
 )
@@ -29,12 +29,12 @@ class ShardBuffers:
         self.tensors = changing_buffers(model)
         self.dtypes = sorted({flat_dtype(dtype_name(tensor)) for tensor in self.tensors})
         make = HostFlat if on_host else DeviceFlat
-        self._groups: list[tuple[list[Any], list[Place], Flat, Flat, int]] = []
+        self._groups: list[tuple[list[Any], list[Slice], Flat, Flat, int]] = []
         self._changes: dict[str, Any] = {}
         for dtype in self.dtypes:
             mine = [each for each in self.tensors if flat_dtype(dtype_name(each)) == dtype]
-            places, size = lay_out(mine, dtype)
-            self._groups.append((mine, places, make(size, dtype), make(size, dtype), size))
+            slices, size = lay_out(mine, dtype)
+            self._groups.append((mine, slices, make(size, dtype), make(size, dtype), size))
 
     def sizes(self) -> dict[str, int]:
         """Return how many elements of which type change."""
@@ -44,18 +44,18 @@ class ShardBuffers:
         if not self._groups:
             return
         with paddle.no_grad():
-            for tensors, places, start, _now, size in self._groups:
-                start.gather(tensors, places)
+            for tensors, slices, start, _now, size in self._groups:
+                start.gather(tensors, slices)
                 self._changes[start.dtype] = start.values(0, size) * 0
 
     def end_shard(self) -> None:
         if not self._groups:
             return
         with paddle.no_grad():
-            for tensors, places, start, now, size in self._groups:
-                now.gather(tensors, places)
+            for tensors, slices, start, now, size in self._groups:
+                now.gather(tensors, slices)
                 self._changes[start.dtype] += now.values(0, size) - start.values(0, size)
-                start.scatter(tensors, places)
+                start.scatter(tensors, slices)
 
     def changes(self, dtype: str) -> Any:
         """Return the sum of the changes of this rank's shards."""
@@ -64,9 +64,9 @@ class ShardBuffers:
     def apply(self, changes: dict[str, Any], filled_shards: int) -> None:
         """Move the buffers by `changes` / `filled_shards`."""
         with paddle.no_grad():
-            for tensors, places, start, now, size in self._groups:
+            for tensors, slices, start, now, size in self._groups:
                 now.write(0, start.values(0, size) + changes[start.dtype] / filled_shards)
-                now.scatter(tensors, places)
+                now.scatter(tensors, slices)
 
 
 class GradientExchange:
@@ -80,7 +80,7 @@ class GradientExchange:
         self._header_size = header_size
         self._presence: list[float] = []
         dtypes = {flat_dtype(dtype_name(each)) for each in self.parameters} | set(buffers.dtypes)
-        self._groups: list[tuple[list[int], list[Place], Flat, int]] = []
+        self._groups: list[tuple[list[int], list[Slice], Flat, int]] = []
         make = HostFlat if on_host else DeviceFlat
         # float64, where there is one, carries the header: its numbers are exact there.
         for position, dtype in enumerate(sorted(dtypes, reverse=True) or ["float64"]):
@@ -91,18 +91,18 @@ class GradientExchange:
             ]
             front = header_size + len(self.parameters) if position == 0 else 0
             changes = buffers.sizes().get(dtype, 0)
-            places, size = lay_out(
+            slices, size = lay_out(
                 [self.parameters[index] for index in mine], dtype, front + changes
             )
-            self._groups.append((mine, places, make(size, dtype), front))
+            self._groups.append((mine, slices, make(size, dtype), front))
 
     def run(
         self, header: Sequence[float], contribute: bool, reduce: Callable[[Any], None]
     ) -> list[float]:
         """Sum over all ranks; return the header's sums. The local gradients stay as they are."""
         with paddle.no_grad():
-            for position, (mine, places, flat, front) in enumerate(self._groups):
-                gather_gradients(self.parameters, mine, places, flat, contribute)
+            for position, (mine, slices, flat, front) in enumerate(self._groups):
+                gather_gradients(self.parameters, mine, slices, flat, contribute)
                 if position == 0:
                     grads = [each.grad if contribute else None for each in self.parameters]
                     present = [0.0 if grad is None else 1.0 for grad in grads]
@@ -121,8 +121,8 @@ class GradientExchange:
         """Replace gradients and buffers by what was summed."""
         changes = {}
         with paddle.no_grad():
-            for mine, places, flat, front in self._groups:
-                scatter_gradients(self.parameters, mine, places, flat, self._presence)
+            for mine, slices, flat, front in self._groups:
+                scatter_gradients(self.parameters, mine, slices, flat, self._presence)
                 size = self._buffers.sizes().get(flat.dtype, 0)
                 if size:
                     changes[flat.dtype] = flat.values(front, size)
@@ -132,19 +132,19 @@ class GradientExchange:
 def gather_gradients(
     parameters: Sequence[Any],
     indices: Sequence[int],
-    places: Sequence[Place],
+    slices: Sequence[Slice],
     flat: Flat,
     contribute: bool,
 ) -> None:
-    """Copy these parameters' gradients to their places; zeros where there is none."""
+    """Copy these parameters' gradients to their slices; zeros where there is none."""
     with paddle.no_grad():
-        flat.gather([parameters[index].grad if contribute else None for index in indices], places)
+        flat.gather([parameters[index].grad if contribute else None for index in indices], slices)
 
 
 def scatter_gradients(
     parameters: Sequence[Any],
     indices: Sequence[int],
-    places: Sequence[Place],
+    slices: Sequence[Slice],
     flat: Flat,
     presence: Sequence[float],
 ) -> None:
@@ -159,7 +159,7 @@ def scatter_gradients(
             if parameter.grad is None:
                 parameter.grad = paddle.zeros(parameter.shape, parameter.dtype)
             targets.append(parameter.grad)
-        flat.scatter(targets, places)
+        flat.scatter(targets, slices)
 
 
 def trained_parameters(model: Any, optimizer: Any) -> list[Any]:

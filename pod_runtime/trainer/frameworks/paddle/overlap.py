@@ -18,7 +18,7 @@ from pod_runtime.trainer.frameworks.paddle.flat import (
     DeviceFlat,
     Flat,
     HostFlat,
-    Place,
+    Slice,
     flat_dtype,
     lay_out,
 )
@@ -37,7 +37,7 @@ BUCKET_BYTES = 8 << 20
 Reduce = Callable[[Any], None]
 
 
-class Lane(Protocol):
+class AsyncReducer(Protocol):
     """What sums tensors over the ranks, one after the other, while the caller goes on."""
 
     def send(self, tensor: Any) -> None:
@@ -47,7 +47,7 @@ class Lane(Protocol):
         """Return when all that was sent is summed. Raises what the first failure raised."""
 
 
-class ThreadLane:
+class ThreadReducer:
     """Sends from a thread of its own."""
 
     def __init__(self, reduce: Reduce) -> None:
@@ -85,7 +85,7 @@ class ThreadLane:
             self._results.put(failed)
 
 
-class TaskLane:
+class TaskReducer:
     """Sends by the framework's own asynchronous operations, as devices have them."""
 
     def __init__(self, start: Callable[[Any], Any], wait: Callable[[Any], None]) -> None:
@@ -107,8 +107,8 @@ class Bucket:
 
     def __init__(self, indices: list[int], parameters: Sequence[Any], dtype: str, on_host: bool):
         self.indices = indices
-        self.places: list[Place]
-        self.places, size = lay_out([parameters[index] for index in indices], dtype)
+        self.slices: list[Slice]
+        self.slices, size = lay_out([parameters[index] for index in indices], dtype)
         self.flat: Flat = (HostFlat if on_host else DeviceFlat)(size, dtype)
         self.missing: set[int] = set()  # whose gradients are not final yet
         self.is_sent = False
@@ -123,12 +123,12 @@ class OverlappedExchange:
         buffers: ShardBuffers,
         header_size: int,
         on_host: bool,
-        lane: Lane,
+        reducer: AsyncReducer,
         bucket_bytes: int | None = None,
     ) -> None:
         self.parameters = list(parameters)
         self._header_size = header_size
-        self._lane = lane
+        self._reducer = reducer
         self._bucket_bytes = bucket_bytes or BUCKET_BYTES
         self._on_host = on_host
         self._unused: set[int] = set()  # had a step without a gradient on any rank
@@ -176,7 +176,7 @@ class OverlappedExchange:
         while True:
             while self._sent < len(self._buckets):
                 self._send(contribute)
-            self._lane.wait()
+            self._reducer.wait()
             grads = [each.grad if contribute else None for each in self.parameters]
             present = [0.0 if grad is None else 1.0 for grad in grads]
             late, self._late = self._late, False
@@ -195,7 +195,7 @@ class OverlappedExchange:
         """As `GradientExchange.put_back`."""
         for bucket in self._buckets:
             scatter_gradients(
-                self.parameters, bucket.indices, bucket.places, bucket.flat, self._presence
+                self.parameters, bucket.indices, bucket.slices, bucket.flat, self._presence
             )
         self._tail.put_back(filled_shards)
 
@@ -224,10 +224,10 @@ class OverlappedExchange:
 
     def _send(self, contribute: bool) -> None:
         bucket = self._buckets[self._sent]
-        gather_gradients(self.parameters, bucket.indices, bucket.places, bucket.flat, contribute)
+        gather_gradients(self.parameters, bucket.indices, bucket.slices, bucket.flat, contribute)
         self._sent += 1
         bucket.is_sent = True
-        self._lane.send(bucket.flat.tensor)
+        self._reducer.send(bucket.flat.tensor)
 
 
 def deal(

@@ -18,8 +18,8 @@ from pod_runtime.trainer.errors import StateError, UsageError
 from pod_runtime.trainer.frameworks.paddle.traits import Traits
 from pod_runtime.trainer.layout import (
     ITEM_BYTES,
-    Layout,
-    TensorSpec,
+    StateLayout,
+    StateTensor,
     make_layout,
     missing_and_surplus,
 )
@@ -52,11 +52,11 @@ class PaddleState:
         self.traits = Traits(model, optimizer)
         self._loaded: Mapping[str, Any] = {}  # the scalars that were taken over last
         self._watched: Mapping[str, Any] = {}  # as they were when `watch` was called
-        self._layout: Layout | None = None  # None: to be made
+        self._layout: StateLayout | None = None  # None: to be made
         self._layout_key: object = None
         self._tensors: list[Any] = []
 
-    def layout(self) -> Layout:
+    def layout(self) -> StateLayout:
         """Return the layout of the state as it is now."""
         named = [*self._model_tensors, *self._optimizer_tensors(), *self._extra_tensors()]
         self._tensors = [tensor for _name, tensor in named]
@@ -105,13 +105,13 @@ class PaddleState:
             }
         return found
 
-    def load(self, layout: Layout, data: memoryview, scalars: Mapping[str, Any]) -> None:
+    def load(self, layout: StateLayout, data: memoryview, scalars: Mapping[str, Any]) -> None:
         """Take over a state.
 
         Raises:
             StateError: it belongs to another model or optimizer; nothing has been changed.
         """
-        by_group: dict[str, dict[str, TensorSpec]] = {"model": {}, "optimizer": {}, "extra": {}}
+        by_group: dict[str, dict[str, StateTensor]] = {"model": {}, "optimizer": {}, "extra": {}}
         for spec in layout.specs:
             group, _, name = spec.name.partition("/")
             if group not in by_group:
@@ -166,14 +166,14 @@ class PaddleState:
 
     def _check(
         self,
-        layout: Layout,
-        by_group: Mapping[str, Mapping[str, TensorSpec]],
+        layout: StateLayout,
+        by_group: Mapping[str, Mapping[str, StateTensor]],
         scalars: Mapping[str, Any],
     ) -> None:
         wanted = {name: tuple(tensor.shape) for name, tensor in self._model_tensors}
         model_specs = tuple(s for s in layout.specs if s.name.startswith("model/"))
         difference = missing_and_surplus(
-            Layout(specs=model_specs, total_bytes=0, digest="", text=""), wanted
+            StateLayout(specs=model_specs, total_bytes=0, digest="", text=""), wanted
         )
         if difference:
             raise StateError(f"model: the state does not fit: {difference}; use the same model")
@@ -244,7 +244,7 @@ class PaddleState:
         return known
 
     def _load_optimizer(
-        self, specs: Mapping[str, TensorSpec], source: Any, scalars: Mapping[str, Any]
+        self, specs: Mapping[str, StateTensor], source: Any, scalars: Mapping[str, Any]
     ) -> None:
         kept = [name.rpartition(".") for name in specs]
         self._make_accumulators({owner for owner, _, kind in kept if kind != _MASTER})
@@ -289,8 +289,8 @@ class PaddleState:
             block = paddle.base.framework.default_main_program().global_block()
             self._optimizer._create_accumulators(block, stateful)
 
-    def _drop_surplus(self, specs: Mapping[str, TensorSpec]) -> None:
-        """Let go of accumulators that the state lacks: a rehearsal made them, or a later step."""
+    def _drop_surplus(self, specs: Mapping[str, StateTensor]) -> None:
+        """Drop accumulators that the state lacks: a warm-up step or a later step made them."""
         for found in self._optimizer._accumulators.values():
             for name in list(found):
                 if self._structured_name(found[name].name) not in specs:
@@ -298,7 +298,7 @@ class PaddleState:
                     getattr(self._optimizer, "_already_create_accumulator", set()).discard(name)
 
     def _fill_optimizer(
-        self, specs: Mapping[str, TensorSpec], source: Any, scalars: Mapping[str, Any]
+        self, specs: Mapping[str, StateTensor], source: Any, scalars: Mapping[str, Any]
     ) -> bool:
         """Overwrite the accumulators where they are; False: not all of them are there yet.
 
@@ -335,7 +335,7 @@ class PaddleState:
         return found
 
     def _load_extra(
-        self, specs: Mapping[str, TensorSpec], source: Any, plain: Mapping[str, Any]
+        self, specs: Mapping[str, StateTensor], source: Any, plain: Mapping[str, Any]
     ) -> None:
         for name, thing in self._extra.items():
             flat: dict[str, Any] = dict(plain.get(name, {}))
@@ -402,7 +402,7 @@ def copy_tensor(address: int, tensor: Any, first: int, last: int) -> None:
     ctypes.memmove(address, tensor.data_ptr() + first, size)
 
 
-def _fill(tensor: Any, source: Any, spec: TensorSpec) -> None:
+def _fill(tensor: Any, source: Any, spec: StateTensor) -> None:
     if spec.size_bytes == 0:
         return
     if tensor.place.is_cpu_place() and tensor.is_contiguous():
@@ -412,7 +412,7 @@ def _fill(tensor: Any, source: Any, spec: TensorSpec) -> None:
         tensor.set_value(_tensor(source, spec))
 
 
-def _tensor(source: Any, spec: TensorSpec) -> Any:
+def _tensor(source: Any, spec: StateTensor) -> Any:
     piece = source[spec.offset : spec.offset + spec.size_bytes]
     array = piece.view(_NUMPY.get(spec.dtype, spec.dtype)).reshape(spec.shape)
     made = paddle.to_tensor(array)

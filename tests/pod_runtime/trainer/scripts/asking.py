@@ -1,6 +1,6 @@
 """Counts samples as counting.py does, and asks the loop this and that in every step.
 
-What a script does behind its questions in a rehearsal (here: the schedule and the parameters are
+What a script does behind its questions in a warm-up step (here: the schedule and the parameters are
 changed) must not reach the state of the real stage.
 """
 
@@ -61,8 +61,8 @@ for epoch in loop.epochs():
             step.backward(-model(ids).mean() * step.samples)
         step.update()
         assert 0 <= loop.epoch < 3
-        print(loop.step_count if step.is_rehearsal else step.number, file=told, flush=True)
-        if step.is_rehearsal:  # whatever is done now must be undone
+        print(loop.step_count if step.is_warmup else step.number, file=told, flush=True)
+        if step.is_warmup:  # whatever is done now must be undone
             with paddle.no_grad():
                 model.seen.set_value(model.seen + 7)
             loop.stop()
@@ -71,7 +71,7 @@ for epoch in loop.epochs():
             assert model.training == (step.number == 0), "in the next trainers, too"
             model.eval()
         loop.log(number=step.number)
-        if not (step.is_rehearsal or (args.hurry and args.hurry.exists())):
+        if not (step.is_warmup or (args.hurry and args.hurry.exists())):
             time.sleep(args.step_s)
 if loop.rank == 0:
     np.save(args.out / "counts.npy", model.seen.numpy())

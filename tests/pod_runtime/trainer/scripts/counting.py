@@ -103,7 +103,7 @@ for epoch in loop.epochs():
         if loop.rank == 1 and step.number == args.fail_at and STAGE == "1":
             os.kill(os.getpid(), 9)
         step.update()
-        if not (step.is_rehearsal or (args.hurry and args.hurry.exists())):
+        if not (step.is_warmup or (args.hurry and args.hurry.exists())):
             time.sleep(args.step_s)
     if args.slow and epoch.number == 0:
         (args.out / f"evaluating.{STAGE}.{loop.rank}").touch()

@@ -103,7 +103,7 @@ for epoch in loop.epochs():
             model.noisy[3].p = 0.2
         elif step.number == 8:  # until the next epoch begins
             model.noisy[1].eval()
-        if not (step.is_rehearsal or (args.hurry and args.hurry.exists())):
+        if not (step.is_warmup or (args.hurry and args.hurry.exists())):
             time.sleep(args.step_s)
     total = loop.evaluate(Noisy(), lambda inputs, _t, _i: {"n": len(inputs)}, batch_size=10)
     assert total == {"n": SAMPLES}, total

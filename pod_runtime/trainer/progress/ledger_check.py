@@ -48,7 +48,7 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Audit:
+class LedgerCheck:
     """What follows from a ledger."""
 
     lineage: tuple[StageEntry, ...]  # first stage first; rows cut where the next one began
@@ -65,7 +65,7 @@ class Audit:
         return not self.problems and not self.gaps
 
 
-def audit(run: RunInfo, stages: Mapping[int, StageEntry]) -> Audit:
+def check_ledger(run: RunInfo, stages: Mapping[int, StageEntry]) -> LedgerCheck:
     """Follow the lineage back from the highest stage, and check what it covers.
 
     Args:
@@ -87,7 +87,7 @@ def audit(run: RunInfo, stages: Mapping[int, StageEntry]) -> Audit:
     _check_steps(counted, kept, problems)
     gaps, complete, partial = _check_epochs(run, counted, kept)
     undrawn = tuple(_check_drawn(run, claims, problems))
-    return Audit(
+    return LedgerCheck(
         lineage=tuple(lineage),
         superseded=superseded,
         complete_epochs=complete,

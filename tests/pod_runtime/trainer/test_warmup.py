@@ -1,4 +1,4 @@
-"""A rehearsal's data come from a real worker, which must not outlive it."""
+"""A warm-up step reads its data by a real worker, which must not outlive it."""
 
 import os
 from typing import Any
@@ -9,7 +9,7 @@ import pytest
 from pod_runtime.processes import descendants
 from pod_runtime.trainer.data.source import make_source
 from pod_runtime.trainer.data.step import Step
-from pod_runtime.trainer.loop.rehearsal import rehearsal_step
+from pod_runtime.trainer.loop.warmup import warmup_step
 
 paddle = pytest.importorskip("paddle")
 
@@ -34,7 +34,7 @@ def step_of(dataset: Numbers) -> Step:
 
     model = paddle.nn.Linear(2, 2)
     optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
-    step = rehearsal_step(
+    step = warmup_step(
         PaddleAdapter(model, optimizer, header_size=4),
         make_source(
             dataset,
@@ -61,14 +61,20 @@ def children() -> set[int]:
     return {process.pid for process in descendants(os.getpid())}
 
 
-def test_the_worker_that_read_for_a_rehearsal_ends_with_it():
+def test_the_worker_that_read_for_a_warmup_step_ends_with_it():
     before = children()
     (batch,) = step_of(Numbers(broken=None))
     assert batch[1].tolist() == [0, 1, 2, 3]
     assert children() <= before
 
 
-def test_a_sample_that_cannot_be_read_ends_a_rehearsal_by_its_own_error():
+def test_a_warmup_step_says_what_it_is_under_its_old_name_too():
+    step = step_of(Numbers(broken=None))
+    assert step.is_warmup
+    assert step.is_rehearsal
+
+
+def test_a_sample_that_cannot_be_read_ends_a_warmup_step_by_its_own_error():
     before = children()
     with pytest.raises(FileNotFoundError, match=r"^sample 1 is not there$"):
         list(step_of(Numbers(broken=1)))

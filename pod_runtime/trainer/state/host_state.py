@@ -10,12 +10,12 @@ from typing import Any, Self
 
 from job_server.api.wire import WireError, decode
 from pod_runtime.trainer.errors import StateError
-from pod_runtime.trainer.layout import Layout, layout_from_json
+from pod_runtime.trainer.layout import StateLayout, layout_from_json
 from pod_runtime.trainer.progress.loop_status import LoopStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
+class SaveTarget:
     """Where a state in memory goes when its job ends: written with it, for who knows no script."""
 
     checkpoint: str  # folder or URL; "": the script has none
@@ -53,33 +53,33 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateImage:
+class HostState:
     """Tensors as one flat run of bytes, and everything else as JSON types."""
 
     status: LoopStatus
     scalars: dict[str, Any]  # learning rate, scheduler, loss scaler, extra
-    layout: Layout
+    layout: StateLayout
     data: memoryview  # layout.total_bytes long
-    places: Places | None = None  # None: not of a snapshot, or of an older version's
+    save_target: SaveTarget | None = None  # None: not of a snapshot, or of an older version's
 
     def meta(self) -> bytes:
         return meta_bytes(json.dumps(self.status.to_json()), json.dumps(self.scalars), self.layout)
 
 
 def meta_bytes(
-    status_json: str, scalars_json: str, layout: Layout, places_json: str = "null"
+    status_json: str, scalars_json: str, layout: StateLayout, target_json: str = "null"
 ) -> bytes:
     """Return the JSON that stands before a state's bytes, padded so that those are aligned."""
     text = (
         f'{{"status": {status_json}, "scalars": {scalars_json}, "layout": {layout.text}, '
-        f'"places": {places_json}}}'
+        f'"places": {target_json}}}'
     )
     data = text.encode()
     return data.ljust(-(-len(data) // 64) * 64)
 
 
-def image_from(meta: bytes, data: memoryview) -> StateImage:
-    """Build an image from what `meta_bytes` made and the tensors' bytes.
+def host_state_from(meta: bytes, data: memoryview) -> HostState:
+    """Build a state from what `meta_bytes` made and the tensors' bytes.
 
     Raises:
         StateError: they do not fit each other, or are malformed.
@@ -92,10 +92,10 @@ def image_from(meta: bytes, data: memoryview) -> StateImage:
     made = layout_from_json(layout)
     if made.total_bytes != len(data):
         raise StateError(f"state: {len(data)} bytes, its layout wants {made.total_bytes}")
-    return StateImage(
+    return HostState(
         status=LoopStatus.from_json(status),
         scalars=scalars,
         layout=made,
         data=data,
-        places=Places.from_json(value.get("places")),
+        save_target=SaveTarget.from_json(value.get("places")),
     )

@@ -10,7 +10,7 @@ for something that only the real stage knows.
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pod_runtime.trainer.data.readers import ShardPlace
+from pod_runtime.trainer.data.readers import ShardRange
 from pod_runtime.trainer.data.source import DataSource
 from pod_runtime.trainer.data.step import Step
 from pod_runtime.trainer.data.streams import KeyedDataset, SampleFetcher
@@ -18,7 +18,7 @@ from pod_runtime.trainer.data.worker_errors import CarryingCollate, raise_if_fai
 from pod_runtime.trainer.frameworks.adapter import Adapter
 
 
-def rehearsal_step(
+def warmup_step(
     adapter: Adapter,
     source: DataSource,
     *,
@@ -33,15 +33,15 @@ def rehearsal_step(
 
     Args:
         shards: V, as far as it is known.
-        number, index: asked by the script; each ends the rehearsal.
+        number, index: asked by the script; each ends the warm-up step.
         is_over: whether the real state has come: the update is then left out.
     """
     if source.dataset is None or source.length is None:
         return None
     samples = min(source.length, -(-source.batch_size // shards))
-    place = ShardPlace(epoch=0, step=0, shard=0, start=0, stop=samples)
+    shard_range = ShardRange(epoch=0, step=0, shard=0, start=0, stop=samples)
 
-    def fetch(_place: ShardPlace) -> Any:
+    def fetch(_place: ShardRange) -> Any:
         return adapter.to_batch(_read(adapter, source, samples, seed))
 
     def update(_step: Step) -> None:
@@ -52,14 +52,14 @@ def rehearsal_step(
     return Step(
         number=number,
         index=index,
-        places=[place],
+        ranges=[shard_range],
         samples=samples,
         ids=lambda _place: [],  # none of them counts
         adapter=adapter,
         loss=loss,
         fetch=fetch,
         update=update,
-        is_rehearsal=True,
+        is_warmup=True,
     )
 
 

@@ -17,7 +17,7 @@ _COMPRESS_LEVEL = 1  # numbers do not get shorter by trying harder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HttpAnswer:
+class HttpResponse:
     """An answer that is not sent yet."""
 
     status: int = 200
@@ -34,9 +34,9 @@ def json_answer(
     status: int = 200,
     headers: Mapping[str, str] | None = None,
     close: bool = False,
-) -> HttpAnswer:
+) -> HttpResponse:
     """Return a JSON document as an answer."""
-    return HttpAnswer(
+    return HttpResponse(
         status=status,
         headers={"Content-Type": "application/json", **(headers or {})},
         parts=[json.dumps(document, separators=(",", ":")).encode()],
@@ -46,9 +46,9 @@ def json_answer(
 
 def text_answer(
     text: str, *, status: int = 200, headers: Mapping[str, str] | None = None
-) -> HttpAnswer:
+) -> HttpResponse:
     """Return a line of text as an answer."""
-    return HttpAnswer(
+    return HttpResponse(
         status=status,
         headers={"Content-Type": "text/plain; charset=utf-8", **(headers or {})},
         parts=[f"{text}\n".encode(errors="replace")],  # it may cite what no UTF-8 is
@@ -56,7 +56,7 @@ def text_answer(
 
 
 async def send_answer(
-    request: web.BaseRequest, answer: HttpAnswer, calls: Calls, limits: FrontLimits
+    request: web.BaseRequest, answer: HttpResponse, calls: Calls, limits: FrontLimits
 ) -> web.StreamResponse:
     """Send an answer; return when the client has taken it, so that its memory can be reused.
 

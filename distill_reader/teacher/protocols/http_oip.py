@@ -12,7 +12,7 @@ from distill_reader.protocols.oip_json import HEAD_LENGTH, OipHttpRequest
 from distill_reader.protocols.oip_messages import OipRequest
 from distill_reader.teacher.protocols import oip
 from distill_reader.teacher.protocols.calls import Calls
-from distill_reader.teacher.protocols.http_answers import HttpAnswer, json_answer
+from distill_reader.teacher.protocols.http_answers import HttpResponse, json_answer
 from distill_reader.teacher.protocols.http_body import Body, read_body
 from distill_reader.teacher.protocols.http_errors import HttpError
 from distill_reader.teacher.protocols.limits import FrontLimits
@@ -27,7 +27,7 @@ class OipHttp:
         self._service = calls.service
         self._limits = limits
 
-    async def answer(self, request: web.BaseRequest, path: list[str]) -> HttpAnswer:
+    async def answer(self, request: web.BaseRequest, path: list[str]) -> HttpResponse:
         """Return the answer; `path`: what follows /v2.
 
         Raises:
@@ -50,7 +50,7 @@ class OipHttp:
                 return await self._model(request, name, version, rest)
         raise HttpError(404, f"there is no {request.path} here")
 
-    def error_answer(self, error: HttpError) -> HttpAnswer:
+    def error_answer(self, error: HttpError) -> HttpResponse:
         """Return an error as the protocol has it."""
         return json_answer(
             {"error": str(error)}, status=error.status, headers=error.headers, close=error.close
@@ -58,7 +58,7 @@ class OipHttp:
 
     async def _model(
         self, request: web.BaseRequest, name: str, version: str, rest: list[str]
-    ) -> HttpAnswer:
+    ) -> HttpResponse:
         match rest:
             case []:
                 spec = oip.find_model(self._service, name, version)
@@ -74,7 +74,7 @@ class OipHttp:
                 return await self._infer(request, oip.find_model(self._service, name, version))
         raise HttpError(404, f"there is no {request.path} here")
 
-    async def _infer(self, request: web.BaseRequest, spec: ModelSpec) -> HttpAnswer:
+    async def _infer(self, request: web.BaseRequest, spec: ModelSpec) -> HttpResponse:
         head_length = _head_length(request)
         if (head_length or 0) > self._limits.max_json_bytes:
             raise HttpError(413, too_much_json(self._limits))
@@ -98,7 +98,7 @@ class OipHttp:
         headers = {"Content-Type": "application/json"}
         if length is not None:
             headers = {"Content-Type": "application/octet-stream", HEAD_LENGTH: str(length)}
-        return HttpAnswer(
+        return HttpResponse(
             headers=headers, parts=parts, release=answer.release, may_compress=length is None
         )
 
@@ -121,7 +121,7 @@ class OipHttp:
             answer = await self._calls.infer(replace(request, inputs=shared), 0)
         return asked, answer
 
-    def _get(self, request: web.BaseRequest, answer: Callable[[], HttpAnswer]) -> HttpAnswer:
+    def _get(self, request: web.BaseRequest, answer: Callable[[], HttpResponse]) -> HttpResponse:
         check_method(request, "GET")
         return answer()
 
@@ -175,5 +175,5 @@ def _head_length(request: web.BaseRequest) -> int | None:
     return length
 
 
-def _ready(is_ready: bool) -> HttpAnswer:
+def _ready(is_ready: bool) -> HttpResponse:
     return json_answer({"ready": is_ready}, status=200 if is_ready else 503)

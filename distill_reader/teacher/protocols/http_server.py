@@ -10,7 +10,7 @@ from aiohttp import http_exceptions, web
 
 from distill_reader.errors import DistillError
 from distill_reader.teacher.protocols.calls import Calls
-from distill_reader.teacher.protocols.http_answers import HttpAnswer, send_answer, text_answer
+from distill_reader.teacher.protocols.http_answers import HttpResponse, send_answer, text_answer
 from distill_reader.teacher.protocols.http_errors import HttpError, as_http
 from distill_reader.teacher.protocols.http_oip import OipHttp, check_method
 from distill_reader.teacher.protocols.http_serving import ServingHttp
@@ -119,7 +119,7 @@ class TeacherHttpServer:
             if connection is not None:
                 connection.end()
 
-    async def _answer(self, request: web.BaseRequest) -> HttpAnswer:
+    async def _answer(self, request: web.BaseRequest) -> HttpResponse:
         path = [part for part in request.path.split("/") if part]
         try:
             if not bearer_matches(request.headers.get("Authorization", ""), self._token):
@@ -134,7 +134,7 @@ class TeacherHttpServer:
                 return await self._serving.answer(request, *call)
             if path == ["metrics"]:
                 check_method(request, "GET")
-                return HttpAnswer(headers={"Content-Type": METRICS_TYPE}, parts=[self._metrics()])
+                return HttpResponse(headers={"Content-Type": METRICS_TYPE}, parts=[self._metrics()])
             text = (
                 _NO_ENCRYPTION
                 if not path and request.method == "POST"
@@ -151,7 +151,7 @@ class TeacherHttpServer:
             logger.exception("HTTP: %s %s failed", request.method, request.path)
             return self._error(HttpError(500, "the server failed; its log says how"), is_oip=True)
 
-    def _error(self, error: HttpError, *, is_oip: bool) -> HttpAnswer:
+    def _error(self, error: HttpError, *, is_oip: bool) -> HttpResponse:
         if is_oip:
             return self._oip.error_answer(error)
         return text_answer(str(error), status=error.status, headers=error.headers)

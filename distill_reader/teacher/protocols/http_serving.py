@@ -7,7 +7,7 @@ from distill_reader.protocols import serving_json, serving_messages
 from distill_reader.protocols.serving_messages import SERVICE, ServingRequest, ServingResponse
 from distill_reader.teacher.protocols import serving
 from distill_reader.teacher.protocols.calls import Calls
-from distill_reader.teacher.protocols.http_answers import HttpAnswer
+from distill_reader.teacher.protocols.http_answers import HttpResponse
 from distill_reader.teacher.protocols.http_body import Body, read_body
 from distill_reader.teacher.protocols.http_errors import HttpError, as_http
 from distill_reader.teacher.protocols.http_oip import check_method, too_much_json
@@ -34,7 +34,7 @@ class ServingHttp:
                 return model, method
         return None
 
-    async def answer(self, request: web.BaseRequest, model: str, method: str) -> HttpAnswer:
+    async def answer(self, request: web.BaseRequest, model: str, method: str) -> HttpResponse:
         """Return the answer, also to what is wrong."""
         began_us = serving.now_us()
         is_proto = _is_proto(request)
@@ -67,7 +67,7 @@ class ServingHttp:
         except BaseException:
             answer.release()
             raise
-        return HttpAnswer(
+        return HttpResponse(
             headers={"Content-Type": _content_type(is_proto=is_proto)},
             parts=[message],
             release=answer.release,
@@ -86,13 +86,13 @@ class ServingHttp:
         return await self._calls.run_alone(size, serving_json.decode_request, message)
 
 
-def _error_answer(error: DistillError, *, is_proto: bool, is_readable: bool) -> HttpAnswer:
+def _error_answer(error: DistillError, *, is_proto: bool, is_readable: bool) -> HttpResponse:
     """Return an error as brpc gives it, with the fields of the message set as well."""
     http = as_http(error)
     code = serving.error_code(error, is_readable=is_readable)
     response = ServingResponse(err_no=code, err_msg=str(error))
     encode = serving_messages.encode_response if is_proto else serving_json.encode_response
-    return HttpAnswer(
+    return HttpResponse(
         status=http.status,
         headers={
             "Content-Type": _content_type(is_proto=is_proto),

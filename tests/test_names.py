@@ -10,18 +10,12 @@ PRODUCT = ("job_server", "job_client", "pod_runtime", "distill_reader", "edl")
 # Names that several classes still share. Take out what you make unique; add none.
 SHARED = {
     "BadRequest",
-    "EpochPlace",
-    "Item",
-    "Layout",
     "Member",
-    "Progress",
     "Refused",
     "Retryable",
     "ServerAway",
     "Service",
-    "TensorSpec",
     "UsageError",
-    "Verdict",
     "WireError",
 }
 

@@ -1,7 +1,7 @@
-"""Protobuf messages without generated code: generated code demands one version of the library.
+"""Make protobuf message classes at run time. Generated code would demand one protobuf version.
 
-Paddle does not pin protobuf, and other packages of an environment do; messages that are described
-at run time work with every version from 3.20 on.
+Other packages in an environment pin protobuf, each to a version of its own. Classes made at run
+time work with every version from 3.20 on.
 """
 
 from collections.abc import Mapping
@@ -17,17 +17,20 @@ _SCALARS = {
 }  # fmt: skip
 
 
-def message_classes(package: str, schema: Mapping[str, str]) -> dict[str, Any]:
-    """Return the message classes of a proto3 package by name ("Outer.Inner" for nested ones).
+def message_classes(
+    package: str, schema: Mapping[str, str], *, syntax: str = "proto3"
+) -> dict[str, Any]:
+    """Return the message classes of a package by name ("Outer.Inner" for nested ones).
 
     Args:
         schema: message name -> its fields, separated by ";" as .proto files write them:
             "repeated TYPE NAME = NUMBER", "TYPE NAME = NUMBER" or
-            "map<string, TYPE> NAME = NUMBER"; "oneof:" before those of a oneof.
+            "map<string, TYPE> NAME = NUMBER"; "oneof:" precedes the fields of a oneof.
             TYPE: a scalar, or a message of the schema.
+        syntax: "proto2" writes fields that are set to their default, "proto3" leaves them out.
     """
     file = descriptor_pb2.FileDescriptorProto(
-        name=f"edl/{package}.proto", package=package, syntax="proto3"
+        name=f"edl/{package}.proto", package=package, syntax=syntax
     )
     found: dict[str, Any] = {}
     for name, text in schema.items():
@@ -37,7 +40,7 @@ def message_classes(package: str, schema: Mapping[str, str]) -> dict[str, Any]:
         )
         for line in filter(None, map(str.strip, text.split(";"))):
             _add_field(message, f".{package}.", name, line)
-    pool = descriptor_pool.DescriptorPool()  # of our own: others describe the same messages
+    pool = descriptor_pool.DescriptorPool()  # others may describe the same messages
     pool.AddSerializedFile(file.SerializeToString())
     return {name: _message_class(pool, f"{package}.{name}") for name in schema}
 

@@ -1,17 +1,21 @@
-"""The model config of Paddle Serving (GeneralModelConfig), as text and as binary protobuf.
+"""Read and write the model config of Paddle Serving (GeneralModelConfig), as text and as binary.
 
-A servable folder holds `serving_server_conf.prototxt` and `.stream.prototxt`, its clients hold
-`serving_client_conf.*` of the same content: names, aliases, types and shapes of what is fed and
-fetched. Six fields of one old proto2 schema do not need generated code.
+A servable folder holds `serving_server_conf.prototxt` and `.stream.prototxt`. Its clients hold
+`serving_client_conf.*` with the same content: names, aliases, types and shapes of the tensors that
+are fed and fetched.
 """
 
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from google.protobuf import text_format
+from google.protobuf.message import DecodeError
 
 from distill_reader.errors import UsageError
 from distill_reader.model.specs import ModelSpec, TensorSpec
+from distill_reader.protocols.protobuf_schema import message_classes
 
 SERVER_FILES = ("serving_server_conf.prototxt", "serving_server_conf.stream.prototxt")
 CLIENT_FILES = ("serving_client_conf.prototxt", "serving_client_conf.stream.prototxt")
@@ -30,7 +34,21 @@ DTYPES = {  # Paddle Serving's elem_type -> numpy's name
     11: "complex128",
 }
 ELEM_TYPES = {dtype: number for number, dtype in DTYPES.items()}
-_UNKNOWN = {6: "bfloat16, which numpy has not", 20: "string"}
+_UNSUPPORTED = {6: "bfloat16, which numpy lacks", 20: "string"}
+
+_VARIABLE = (
+    "string name = 1; string alias_name = 2; bool is_lod_tensor = 3;"
+    "int32 {kind}_type = 4; repeated int32 shape = 5"
+)
+_MODEL_CONFIG = message_classes(
+    "baidu.paddle_serving.configure",
+    {
+        "FeedVar": _VARIABLE.format(kind="feed"),
+        "FetchVar": _VARIABLE.format(kind="fetch"),
+        "GeneralModelConfig": "repeated FeedVar feed_var = 1; repeated FetchVar fetch_var = 2",
+    },
+    syntax="proto2",
+)["GeneralModelConfig"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,17 +59,17 @@ class ServedVariable:
     alias: str  # what clients call it
     is_lod: bool = False  # rows are sequences of different lengths
     elem_type: int = 0
-    shape: tuple[int, ...] = ()  # of one sample, as written: lengths that are open are left out
+    shape: tuple[int, ...] = ()  # of one sample; open lengths are left out of the file
 
     @property
     def dtype(self) -> str:
         """Numpy's name of the type.
 
         Raises:
-            UsageError: it has none; names the variable.
+            UsageError: numpy has no such type; names the variable.
         """
         if self.elem_type not in DTYPES:
-            kind = _UNKNOWN.get(self.elem_type, "unknown")
+            kind = _UNSUPPORTED.get(self.elem_type, "unknown")
             raise UsageError(
                 f"{self.name}: elem_type {self.elem_type} ({kind}) cannot be served; "
                 f"known are {', '.join(f'{key} ({DTYPES[key]})' for key in DTYPES)}"
@@ -61,13 +79,13 @@ class ServedVariable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What a model is fed and what is fetched from it."""
+    """The inputs (feeds) and outputs (fetches) of a model."""
 
     feeds: tuple[ServedVariable, ...]
     fetches: tuple[ServedVariable, ...]
 
     def spec(self, name: str) -> ModelSpec:
-        """Return the spec that the config tells; of a LoD tensor the lengths are open.
+        """Return the spec of the model that the config describes.
 
         Raises:
             UsageError: a variable has a type that cannot be served.
@@ -80,10 +98,10 @@ class ModelConfig:
 
 
 def config_of(spec: ModelSpec) -> ModelConfig:
-    """Return the config of a model; open lengths are left out, as Paddle Serving does.
+    """Return the config of a model. Open lengths are left out, as in Paddle Serving's own files.
 
     Raises:
-        UsageError: a tensor has a type that Paddle Serving does not know.
+        UsageError: Paddle Serving lacks the type of a tensor.
     """
     return ModelConfig(
         feeds=tuple(map(_served_variable, spec.inputs)),
@@ -92,10 +110,10 @@ def config_of(spec: ModelSpec) -> ModelConfig:
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """Read a config file: text, or binary where its name ends with `.stream.prototxt`.
+    """Read a config file: binary if its name ends with `.stream.prototxt`, else text.
 
     Raises:
-        UsageError: it cannot be read; names the file, and the line where it is text.
+        UsageError: it cannot be read; names the file and, in a text file, the line.
     """
     path = Path(path)
     try:
@@ -110,309 +128,91 @@ def read_config(path: str | Path) -> ModelConfig:
 def write_config(config: ModelConfig, folder: str | Path, names: tuple[str, str]) -> None:
     """Write the text and the binary file; `names`: SERVER_FILES or CLIENT_FILES."""
     text, binary = names
-    Path(folder, text).write_text(to_text(config))
+    Path(folder, text).write_text(to_text(config), encoding="utf-8")
     Path(folder, binary).write_bytes(to_binary(config))
 
 
-# Text: name { field: value }, the subset of protobuf's text format that a config can contain.
-
-_TOKENS = re.compile(
-    r"""(?P<skip>[\s,;]+|\#[^\n]*)
-      | (?P<word>[A-Za-z_][\w.]*)
-      | (?P<number>-?\d+)
-      | (?P<text>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')
-      | (?P<mark>[{}<>\[\]:])""",
-    re.VERBOSE,
-)
-_ESCAPE = re.compile(rb"\\(?:([0-7]{1,3})|[xX]([0-9a-fA-F]{1,2})|(.))", re.DOTALL)
-_ESCAPES = {
-    b"a": b"\a", b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v"
-}  # fmt: skip
-
-
 def parse_text(text: str) -> ModelConfig:
-    """Parse protobuf text format.
+    """Parse protobuf's text format. Fields that are not of the schema are ignored.
 
     Raises:
         UsageError: names the line.
     """
-    tokens = _Tokens(text)
-    found: dict[str, list[ServedVariable]] = {"feed_var": [], "fetch_var": []}
-    while (name := tokens.next()) is not None:
-        if name not in found:
-            raise tokens.error(f"expected feed_var or fetch_var, got {name!r}")
-        found[name].append(_parse_variable(tokens, name))
-    return _checked(found["feed_var"], found["fetch_var"])
+    try:
+        return _config(text_format.Parse(text, _MODEL_CONFIG(), allow_unknown_field=True))
+    except text_format.ParseError as error:
+        raise UsageError(f"line {error}") from error  # "LINE:COLUMN : ..."
 
 
 def to_text(config: ModelConfig) -> str:
-    """Return protobuf text format, as Paddle Serving writes it."""
-    lines: list[str] = []
-    for kind, variables in (("feed", config.feeds), ("fetch", config.fetches)):
-        for variable in variables:
-            lines += [
-                f"{kind}_var {{",
-                f"  name: {_quoted(variable.name)}",
-                f"  alias_name: {_quoted(variable.alias)}",
-                f"  is_lod_tensor: {'true' if variable.is_lod else 'false'}",
-                f"  {kind}_type: {variable.elem_type}",
-                *(f"  shape: {length}" for length in variable.shape),
-                "}",
-            ]
-    return "".join(f"{line}\n" for line in lines)
-
-
-class _Tokens:
-    """The words, numbers, texts and marks of a file, one after the other."""
-
-    def __init__(self, text: str) -> None:
-        self._line = 1
-        self._tokens = self._split(text)
-        self._ahead: list[str | None] = []
-
-    def next(self) -> str | None:
-        return self._ahead.pop() if self._ahead else next(self._tokens, None)
-
-    def peek(self) -> str | None:
-        if not self._ahead:
-            self._ahead.append(next(self._tokens, None))
-        return self._ahead[-1]
-
-    def accept(self, mark: str) -> bool:
-        if self.peek() != mark:
-            return False
-        self.next()
-        return True
-
-    def error(self, text: str) -> UsageError:
-        return UsageError(f"line {self._line}: {text}")
-
-    def _split(self, text: str) -> Iterator[str]:
-        at = 0
-        while at < len(text):
-            match = _TOKENS.match(text, at)
-            if match is None:
-                raise self.error(f"unexpected {text[at]!r}")
-            if match.lastgroup != "skip":
-                yield match.group()
-            self._line += match.group().count("\n")
-            at = match.end()
-
-
-def _parse_variable(tokens: _Tokens, kind: str) -> ServedVariable:
-    tokens.accept(":")
-    opening = tokens.next()
-    if opening not in ("{", "<"):
-        raise tokens.error(f"expected {{ after {kind}, got {opening!r}")
-    closing = "}" if opening == "{" else ">"
-    fields: dict[str, list[str]] = {}
-    while not tokens.accept(closing):
-        name = tokens.next()
-        if name is None:
-            raise tokens.error(f"{kind} is not closed by {closing}")
-        tokens.accept(":")
-        fields.setdefault(name, []).extend(_parse_values(tokens, name))
-    try:
-        return _variable(
-            name="".join(map(_unquoted, fields.get("name", []))),
-            alias="".join(map(_unquoted, fields.get("alias_name", []))),
-            is_lod=fields.get("is_lod_tensor", ["false"])[-1] in ("true", "True", "t", "1"),
-            elem_type=int(fields.get(kind.replace("_var", "_type"), ["0"])[-1]),
-            shape=tuple(map(int, fields.get("shape", []))),
-        )
-    except ValueError as error:
-        raise tokens.error(str(error)) from error
-
-
-def _parse_values(tokens: _Tokens, name: str) -> list[str]:
-    values: list[str] = []
-    if tokens.accept("["):
-        while not tokens.accept("]"):
-            values.append(_value(tokens, name))
-        return values
-    values.append(_value(tokens, name))
-    while values[-1][0] in "\"'" and (tokens.peek() or " ")[0] in "\"'":
-        values.append(_value(tokens, name))  # texts that follow each other are one
-    return values
-
-
-def _value(tokens: _Tokens, name: str) -> str:
-    value = tokens.next()
-    if value is None or value in "{}<>[]:":
-        raise tokens.error(f"expected a value of {name}, got {value!r}")
-    return value
-
-
-def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'
-
-
-def _unquoted(token: str) -> str:
-    if token[0] not in "\"'":
-        raise UsageError(f"expected a text in quotes, got {token!r}")
-    # Escapes are bytes of UTF-8: a letter may be written as several of them.
-    return _ESCAPE.sub(_unescaped, token[1:-1].encode()).decode()
-
-
-def _unescaped(match: re.Match[bytes]) -> bytes:
-    octal, hexadecimal, other = match.groups()
-    if octal is not None:
-        return bytes([int(octal, 8) & 0xFF])
-    if hexadecimal is not None:
-        return bytes([int(hexadecimal, 16)])
-    return _ESCAPES.get(other, other)
-
-
-# Binary: GeneralModelConfig {feed_var=1, fetch_var=2}; both variables
-# {name=1, alias_name=2, is_lod_tensor=3, feed_type or fetch_type=4, repeated int32 shape=5}.
+    """Return protobuf's text format, as Paddle Serving writes it."""
+    return str(text_format.MessageToString(_message(config), as_utf8=True))
 
 
 def parse_binary(content: bytes) -> ModelConfig:
-    """Parse the binary form.
+    """Parse the binary format.
 
     Raises:
-        UsageError: it is none.
+        UsageError: `content` is no config.
     """
-    found: dict[int, list[ServedVariable]] = {1: [], 2: []}
-    for number, value in wire_fields(content):
-        if number in found and isinstance(value, bytes):
-            found[number].append(_binary_variable(value))
-    return _checked(found[1], found[2])
+    try:
+        return _config(_MODEL_CONFIG.FromString(content))
+    except (DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"no serialized model config: {error}") from error
 
 
 def to_binary(config: ModelConfig) -> bytes:
-    """Return the binary form."""
-    parts: list[bytes] = []
-    for number, variables in ((1, config.feeds), (2, config.fetches)):
-        for variable in variables:
-            body = b"".join(
-                (
-                    _bytes_field(1, variable.name.encode()),
-                    _bytes_field(2, variable.alias.encode()),
-                    _varint_field(3, int(variable.is_lod)),
-                    _varint_field(4, variable.elem_type),
-                    *(_varint_field(5, length) for length in variable.shape),
-                )
-            )
-            parts.append(_bytes_field(number, body))
-    return b"".join(parts)
+    """Return the binary format."""
+    return bytes(_message(config).SerializeToString())
 
 
-def wire_fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the fields of a serialized protobuf message: number, and varint (unsigned) or bytes.
-
-    Raises:
-        UsageError: it is cut off or no message.
-    """
-    at = 0
-    while at < len(content):
-        tag, at = _varint(content, at)
-        number, kind = tag >> 3, tag & 7
-        if kind == 0:
-            value, at = _varint(content, at)
-            yield number, value
-            continue
-        if kind == 2:
-            size, at = _varint(content, at)
-        elif kind in (1, 5):
-            size = 8 if kind == 1 else 4
-        else:
-            raise UsageError(f"no protobuf message: wire type {kind} at byte {at}")
-        if at + size > len(content):
-            raise UsageError(f"no protobuf message: cut off at byte {len(content)}")
-        yield number, content[at : at + size]
-        at += size
+def _config(message: Any) -> ModelConfig:
+    feeds = [_variable(variable, variable.feed_type) for variable in message.feed_var]
+    fetches = [_variable(variable, variable.fetch_type) for variable in message.fetch_var]
+    _check("feed_var", feeds)
+    _check("fetch_var", fetches)
+    return ModelConfig(feeds=tuple(feeds), fetches=tuple(fetches))
 
 
-def signed(value: int) -> int:
-    """Return a varint as the signed number that it stands for."""
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-def varints(content: bytes) -> list[int]:
-    """Return the numbers of a packed field."""
-    values, at = [], 0
-    while at < len(content):
-        value, at = _varint(content, at)
-        values.append(value)
-    return values
-
-
-def _binary_variable(content: bytes) -> ServedVariable:
-    texts: dict[int, str] = {}
-    numbers: dict[int, int] = {}
-    shape: list[int] = []
-    for number, value in wire_fields(content):
-        if number == 5:
-            shape += varints(value) if isinstance(value, bytes) else [value]
-        elif isinstance(value, bytes):
-            texts[number] = value.decode()
-        else:
-            numbers[number] = value
-    return _variable(
-        name=texts.get(1, ""),
-        alias=texts.get(2, ""),
-        is_lod=bool(numbers.get(3, 0)),
-        elem_type=numbers.get(4, 0),
-        shape=tuple(map(signed, shape)),
+def _message(config: ModelConfig) -> Any:
+    return _MODEL_CONFIG(
+        feed_var=[_fields(variable, "feed_type") for variable in config.feeds],
+        fetch_var=[_fields(variable, "fetch_type") for variable in config.fetches],
     )
 
 
-def _varint(content: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        if at >= len(content) or shift > 63:
-            raise UsageError(f"no protobuf message: cut off at byte {at}")
-        byte = content[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
-
-
-def _encode_varint(value: int) -> bytes:
-    value &= (1 << 64) - 1
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
-
-
-def _varint_field(number: int, value: int) -> bytes:
-    return _encode_varint(number << 3) + _encode_varint(value)
-
-
-def _bytes_field(number: int, value: bytes) -> bytes:
-    return _encode_varint(number << 3 | 2) + _encode_varint(len(value)) + value
-
-
-def _variable(
-    *, name: str, alias: str, is_lod: bool, elem_type: int, shape: tuple[int, ...]
-) -> ServedVariable:
-    if not name:
+def _variable(message: Any, elem_type: int) -> ServedVariable:
+    if not message.name:
         raise UsageError("a variable has no name")
     return ServedVariable(
-        name=name, alias=alias or name, is_lod=is_lod, elem_type=elem_type, shape=shape
+        name=message.name,
+        alias=message.alias_name or message.name,
+        is_lod=message.is_lod_tensor,
+        elem_type=elem_type,
+        shape=tuple(message.shape),
     )
 
 
-def _checked(feeds: Iterable[ServedVariable], fetches: Iterable[ServedVariable]) -> ModelConfig:
-    config = ModelConfig(feeds=tuple(feeds), fetches=tuple(fetches))
-    for kind, variables in (("feed_var", config.feeds), ("fetch_var", config.fetches)):
-        if not variables:
-            raise UsageError(f"has no {kind}")
-        for what, names in (
-            ("name", [variable.name for variable in variables]),
-            ("alias_name", [variable.alias for variable in variables]),
-        ):
-            twice = {name for name in names if names.count(name) > 1}
-            if twice:
-                raise UsageError(f"two {kind} have the {what} {min(twice)!r}")
-    return config
+def _fields(variable: ServedVariable, type_field: str) -> dict[str, Any]:
+    return {
+        "name": variable.name,
+        "alias_name": variable.alias,
+        "is_lod_tensor": variable.is_lod,
+        type_field: variable.elem_type,
+        "shape": variable.shape,
+    }
+
+
+def _check(kind: str, variables: Sequence[ServedVariable]) -> None:
+    if not variables:
+        raise UsageError(f"has no {kind}")
+    for what, names in (
+        ("name", [variable.name for variable in variables]),
+        ("alias_name", [variable.alias for variable in variables]),
+    ):
+        twice = {name for name in names if names.count(name) > 1}
+        if twice:
+            raise UsageError(f"two {kind} have the {what} {min(twice)!r}")
 
 
 def _tensor_spec(variable: ServedVariable) -> TensorSpec:
@@ -426,7 +226,7 @@ def _tensor_spec(variable: ServedVariable) -> TensorSpec:
 
 def _served_variable(spec: TensorSpec) -> ServedVariable:
     if spec.dtype not in ELEM_TYPES:
-        raise UsageError(f"{spec.name}: Paddle Serving knows no type {spec.dtype}")
+        raise UsageError(f"{spec.name}: Paddle Serving has no type for {spec.dtype}")
     return ServedVariable(
         name=spec.variable,
         alias=spec.name,

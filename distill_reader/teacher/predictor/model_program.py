@@ -1,16 +1,17 @@
-"""Reads what a Paddle model takes and returns from its program file, without Paddle.
+"""Read the inputs and outputs of a Paddle model from its program file, without Paddle.
 
-A predictor of Paddle Inference tells names, but neither types nor shapes before it has run.
+Paddle Inference itself gives their names, but no types or shapes until the model has run.
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from distill_reader.errors import ModelError
-from distill_reader.protocols.prototxt import signed, varints, wire_fields
+from distill_reader.protocols.protobuf_schema import message_classes
 
 _PROGRAM_TYPES = {  # VarType.Type of framework.proto -> numpy's name
     0: "bool",
@@ -41,6 +42,26 @@ _PIR_TYPES = {  # suffix of a type's name in a .json program -> numpy's name
     "c128": "complex128",
 }
 
+# The parts of Paddle's framework.proto that are read here.
+_PROGRAM_DESC = message_classes(
+    "paddle.framework.proto",
+    {
+        "ProgramDesc": "repeated BlockDesc blocks = 1",
+        "BlockDesc": "repeated VarDesc vars = 3; repeated OpDesc ops = 4",
+        "VarDesc": "string name = 1; VarType type = 2",
+        "VarType": "VarType.LoDTensorDesc lod_tensor = 3",
+        "VarType.LoDTensorDesc": "VarType.TensorDesc tensor = 1",
+        "VarType.TensorDesc": "int32 data_type = 1; repeated int64 dims = 2",
+        "OpDesc": (
+            "repeated OpDesc.Var inputs = 1; repeated OpDesc.Var outputs = 2; string type = 3;"
+            "repeated OpDesc.Attr attrs = 4"
+        ),
+        "OpDesc.Var": "string parameter = 1; repeated string arguments = 2",
+        "OpDesc.Attr": "string name = 1; int32 i = 3",
+    },
+    syntax="proto2",
+)["ProgramDesc"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramVariable:
@@ -63,7 +84,7 @@ def read_program(path: str | Path) -> ModelProgram:
     """Read a `.json` (Paddle 3), `.pdmodel` (Paddle 2) or `__model__` (1.x) file.
 
     Raises:
-        ModelError: it is none; names the file.
+        ModelError: it is no program; names the file.
     """
     path = Path(path)
     try:
@@ -76,9 +97,9 @@ def read_program(path: str | Path) -> ModelProgram:
         LookupError,
         TypeError,
         AttributeError,
-        StopIteration,
-        RuntimeError,
-    ) as error:  # what a file of another content makes of the parsers
+        RecursionError,
+        DecodeError,
+    ) as error:  # the parsers raise all of these for files with other content
         raise ModelError(
             f"{path}: cannot be read as a Paddle inference model: {error!r}"
         ) from error
@@ -116,62 +137,30 @@ def parse_pir(content: bytes) -> ModelProgram:
     return ModelProgram(inputs=tuple(inputs), outputs=tuple(variable for _, variable in outputs))
 
 
-# ProgramDesc {blocks=1}; BlockDesc {vars=3, ops=4}; VarDesc {name=1, type=2};
-# VarType {lod_tensor=3}; LoDTensorDesc {tensor=1}; TensorDesc {data_type=1, dims=2};
-# OpDesc {inputs=1, outputs=2, type=3, attrs=4}; OpDesc.Var {parameter=1, arguments=2};
-# OpDesc.Attr {name=1, i=3}: of feed and fetch, `col` is the place.
-
-
 def parse_program_desc(content: bytes) -> ModelProgram:
     """Parse a serialized ProgramDesc: the `feed` and `fetch` operations of its first block."""
-    block = next(_messages(content, 1))
-    inputs: list[tuple[int, str]] = []
+    block = _PROGRAM_DESC.FromString(content).blocks[0]
+    variables = {variable.name: variable for variable in block.vars}
+    inputs: list[tuple[int, str]] = []  # index, name
     outputs: list[tuple[int, str]] = []
-    for operation in _messages(block, 4):
-        kind = b"".join(_messages(operation, 3))
-        if kind == b"feed":
-            inputs.append((_column(operation), _argument(operation, 2)))
-        elif kind == b"fetch":
-            outputs.append((_column(operation), _argument(operation, 1)))
-    wanted = {name for _, name in (*inputs, *outputs)}
-    variables = {
-        name: _tensor(name, variable)
-        for variable in _messages(block, 3)
-        if (name := next(_messages(variable, 1)).decode()) in wanted
-    }
+    for operation in block.ops:
+        if operation.type == "feed":
+            inputs.append((_column(operation), operation.outputs[0].arguments[0]))
+        elif operation.type == "fetch":
+            outputs.append((_column(operation), operation.inputs[0].arguments[0]))
     return ModelProgram(
-        inputs=tuple(variables[name] for _, name in sorted(inputs)),
-        outputs=tuple(variables[name] for _, name in sorted(outputs)),
+        inputs=tuple(_program_variable(variables[name]) for _, name in sorted(inputs)),
+        outputs=tuple(_program_variable(variables[name]) for _, name in sorted(outputs)),
     )
 
 
-def _messages(content: bytes, number: int) -> Iterator[bytes]:
-    for found, value in wire_fields(content):
-        if found == number and isinstance(value, bytes):
-            yield value
+def _column(operation: Any) -> int:
+    """Return the index of the input or output that a `feed` or `fetch` operation is for."""
+    return next((int(attr.i) for attr in operation.attrs if attr.name == "col"), 0)
 
 
-def _argument(operation: bytes, number: int) -> str:
-    """Return the one argument of a feed's outputs or a fetch's inputs."""
-    return next(_messages(next(_messages(operation, number)), 2)).decode()
-
-
-def _column(operation: bytes) -> int:
-    for attribute in _messages(operation, 4):
-        if next(_messages(attribute, 1)) == b"col":
-            for number, value in wire_fields(attribute):
-                if number == 3 and isinstance(value, int):
-                    return value
-    return 0
-
-
-def _tensor(name: str, variable: bytes) -> ProgramVariable:
-    description = next(_messages(next(_messages(next(_messages(variable, 2)), 3)), 1))
-    dims: list[int] = []
-    kind = 0
-    for number, value in wire_fields(description):
-        if number == 1 and isinstance(value, int):
-            kind = value
-        elif number == 2:
-            dims += varints(value) if isinstance(value, bytes) else [value]
-    return ProgramVariable(name=name, dtype=_PROGRAM_TYPES[kind], shape=tuple(map(signed, dims)))
+def _program_variable(variable: Any) -> ProgramVariable:
+    tensor = variable.type.lod_tensor.tensor
+    return ProgramVariable(
+        name=variable.name, dtype=_PROGRAM_TYPES[tensor.data_type], shape=tuple(tensor.dims)
+    )

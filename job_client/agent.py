@@ -31,6 +31,7 @@ from job_server.api.wire import (
     SavePhase,
     SlotUsage,
     WireError,
+    is_same_job,
 )
 from pod_runtime import env, processes
 
@@ -260,8 +261,9 @@ class Agent:
                     self._release(key, reason)
 
         for spec in plan.pods:
-            if (spec.job_id, spec.pod_id) in pods:
-                pods[spec.job_id, spec.pod_id].save(spec.save)
+            known = pods.get((spec.job_id, spec.pod_id))
+            if known is not None and is_same_job(known.spec.submitted_at, spec.submitted_at):
+                known.save(spec.save)
 
     def _release(self, key: PodKey, reason: str) -> None:
         with self._lock:
@@ -305,10 +307,15 @@ class Agent:
         ordered just that, the writer is at work already: two must not be in one folder.
         """
         plan = self._plan
-        wanted = {pod.job_id for pod in plan.pods if pod.last_save} if plan is not None else set()
+        named = plan.pods if plan is not None else ()
+        wanted = {pod.job_id: pod.submitted_at for pod in named if pod.last_save}
         begun: list[tuple[str, list[PodSupervisor], SaveAttempt]] = []
-        for job_id in sorted(wanted):
-            pods = [pod for key, pod in self._pods.items() if key[0] == job_id]
+        for job_id, submitted_at in sorted(wanted.items()):
+            pods = [
+                pod
+                for key, pod in self._pods.items()
+                if key[0] == job_id and is_same_job(pod.spec.submitted_at, submitted_at)
+            ]
             if not pods:
                 continue
             logger.info("job %s: writing its newest state; a second signal ends this", job_id)

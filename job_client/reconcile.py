@@ -7,7 +7,7 @@ message or a restart of the client needs no special case.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from job_server.api.wire import NodePod, PodPhase, Want
+from job_server.api.wire import NodePod, PodPhase, Want, is_same_job
 
 PodKey = tuple[str, str]  # (job_id, pod_id): pod ids are unique within a job only
 
@@ -21,6 +21,8 @@ class LocalPod:
     phase: PodPhase
     grace_s: float  # to stop it with, when the server does not name it any more
     killed: bool = False  # SIGKILL has been asked for
+    slots: tuple[int, ...] = ()
+    submitted_at: float = 0.0  # of the job that it was started for; 0: not known
 
     @property
     def key(self) -> PodKey:
@@ -60,15 +62,29 @@ def plan_changes(current: Iterable[LocalPod], wanted: Iterable[NodePod]) -> list
     """Return what to do now: kills and stops first, then releases, then starts.
 
     A pod that has exited is never started again: its id is used up, and the server gives a new one
-    to what comes in its place. Nor is a stop taken back. Whether two pods may share a slot is the
-    server's decision. `wanted` is what the server last said; a failed poll is not an empty
-    `wanted`, so do not call then.
+    to what comes in its place. Nor is a stop taken back. Whether two pods that are wanted may share
+    a slot is the server's decision; one that is on its way out keeps its slots until it has exited.
+    A pod of an earlier job of the same id is not the one that is wanted. `wanted` is what the
+    server last said; a failed poll is not an empty `wanted`, so do not call then.
     """
     local = {pod.key: pod for pod in current}
     plan = {(pod.job_id, pod.pod_id): pod for pod in wanted}
-    ends = [action for pod in local.values() if (action := _end(pod, plan.get(pod.key)))]
+    ends: list[Action] = []
+    busy: set[int] = set()
+    for key, pod in local.items():
+        spec = plan.get(key)
+        if spec is not None and not is_same_job(pod.submitted_at, spec.submitted_at):
+            spec = None
+        action = _end(pod, spec)
+        if action is not None:
+            ends.append(action)
+        stays = pod.phase is not PodPhase.STOPPING and spec is not None and spec.want is Want.RUN
+        if pod.phase is not PodPhase.EXITED and not stays:
+            busy.update(pod.slots)
     starts = [
-        StartPod(pod) for key, pod in plan.items() if pod.want is Want.RUN and key not in local
+        StartPod(pod)
+        for key, pod in plan.items()
+        if pod.want is Want.RUN and key not in local and busy.isdisjoint(pod.slots)
     ]
     order: Mapping[type, int] = {KillPod: 0, StopPod: 1, ReleasePod: 2}
     return [*sorted(ends, key=lambda action: order[type(action)]), *starts]

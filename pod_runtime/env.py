@@ -17,6 +17,7 @@ POD_ID = "EDL_POD_ID"
 RUN_MARKER = "EDL_RUN_MARKER"
 CHANNEL = "EDL_CHANNEL"
 RUNNING_ENV = "PADDLE_EDL"
+SUBMITTED_AT = "EDL_SUBMITTED_AT"
 
 _PROXIES = frozenset({"http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"})
 _SECRETS = frozenset({"EDL_TOKEN", "EDL_TOKEN_FILE"})
@@ -27,7 +28,8 @@ _OF_A_POD = frozenset(
     {
         "PADDLE_JOBSERVER", "PADDLE_JOB_ID", "PADDLE_POD_ID", POD_ID, RUN_MARKER,
         "EDL_POD_DIR", "EDL_NODE_ID", "EDL_SLOTS", "EDL_SLOT_KIND",
-        "EDL_MAX_TRAINERS", "EDL_GRACE_S", "EDL_SERVICE", "EDL_ADDR", "EDL_PORT", "EDL_PORTS",
+        "EDL_MAX_TRAINERS", "EDL_GRACE_S", SUBMITTED_AT, "EDL_SERVICE", "EDL_ADDR", "EDL_PORT",
+        "EDL_PORTS",
         *_SECRETS,
     }
 )  # fmt: skip
@@ -64,6 +66,7 @@ class PodEnv:
     service: str | None = None  # what its teacher serves; None: a pod of trainers
     addr: str = ""  # of the node, as others reach it; only a teacher's pod is told
     ports: tuple[int, ...] = ()  # on `addr`, of a teacher
+    submitted_at: float = 0.0  # when the job was: its id may be used again; 0: not known
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Self:
@@ -88,6 +91,7 @@ class PodEnv:
             max_trainers=_whole(environ, "EDL_MAX_TRAINERS", low=1),
             grace_s=_number(environ, "EDL_GRACE_S"),
             token_file=Path(token_file) if token_file else None,
+            submitted_at=_number(environ, SUBMITTED_AT) if SUBMITTED_AT in environ else 0.0,
         )
 
 
@@ -165,6 +169,7 @@ def pod_environment(base: Mapping[str, str], pod: PodEnv) -> dict[str, str]:
         "EDL_MAX_TRAINERS": str(pod.max_trainers),
         "EDL_GRACE_S": f"{pod.grace_s:g}",
         "PADDLE_RUNING_ENV": RUNNING_ENV,
+        SUBMITTED_AT: repr(pod.submitted_at),
     }
     if pod.service is not None:
         env |= {"EDL_SERVICE": pod.service, "EDL_ADDR": pod.addr}

@@ -73,6 +73,8 @@ class PodSupervisor:
                 phase=self._phase,
                 grace_s=self._grace(self.spec.grace_s),
                 killed=self._killed,
+                slots=self.spec.slots,
+                submitted_at=self.spec.submitted_at,
             )
 
     def state(self, table: Mapping[int, Process] | None = None) -> PodState:
@@ -95,6 +97,7 @@ class PodSupervisor:
             memory_bytes=memory_bytes,
             save=self._last_save if self._saving is None else self._saving.state,
             holds=self._holds,
+            submitted_at=self.spec.submitted_at,
         )
 
     def _usage(self, found: list[Process]) -> tuple[float, int]:
@@ -284,6 +287,7 @@ class PodSupervisor:
             service=spec.service,
             addr=context.addr,
             ports=spec.ports,
+            submitted_at=spec.submitted_at,
         )
         return env.pod_environment(context.config.environ, pod)
 

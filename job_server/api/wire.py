@@ -161,6 +161,11 @@ class Want(Enum):
     KILL = "kill"  # SIGKILL the whole pod now (a change script or an operator asked for it)
 
 
+def is_same_job(one: float, other: float) -> bool:
+    """Whether two times of submission may be of one job; 0: not known (the version before)."""
+    return not one or not other or one == other
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePod:
     """One pod as its node should have it. A pod that is not named is stopped and released."""
@@ -176,6 +181,7 @@ class NodePod:
     ports: tuple[int, ...] = ()  # of a teacher, on its node's address; trainers' are in the stage
     save: Save | None = None  # None: nothing is to be written
     last_save: bool = False  # if the client is ended, it writes the state that its pods hold
+    submitted_at: float = 0.0  # of the job: its id may be used again; 0: not known
 
     def __post_init__(self) -> None:
         check_id("pod_id", self.pod_id)
@@ -215,6 +221,7 @@ class PodState:
     memory_bytes: int = 0
     save: SaveState | None = None  # None: nothing was to be written
     holds: bool = True  # EXITED: its shim is there, with what it holds
+    submitted_at: float = 0.0  # of the job that it was started for; 0: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,6 +423,7 @@ class PodReport:
     total_steps: int | None = None  # None: not known
     step_s: float | None = None  # mean duration of recent steps; None: no step yet
     metrics: dict[str, float] | None = None  # None: unchanged
+    submitted_at: float = 0.0  # of the job that the pod was started for; 0: not known
 
     def __post_init__(self) -> None:
         check_range("highest_stage", self.highest_stage, 0, MAX_STAGE)
@@ -449,6 +457,7 @@ class Attach:
     elastic: bool = False
     done: bool = False
     failure: PodReport | None = None  # what it reported last, where phase is FAILED
+    submitted_at: float = 0.0  # of the job that the pod was started for; 0: not known
 
     def __post_init__(self) -> None:
         check_id("pod_id", self.pod_id)

@@ -277,6 +277,7 @@ class JobService:
             raise BadRequest(f"pod_id: {attach.pod_id!r} attaches at the route of {pod_id[:100]!r}")
         with self._engine.lock:
             entry = self._entry(job_id)
+            _check_job(entry, pod_id, attach.submitted_at)
             self._orders(entry, pod_id)
             self._engine.apply(entry, stages.Attached(attach))
             self._engine.settle()
@@ -302,6 +303,7 @@ class JobService:
         """
         with self._engine.lock:
             entry = self._entry(job_id)
+            _check_job(entry, pod_id, report.submitted_at)
             self._orders(entry, pod_id)
             self._engine.apply(entry, stages.Reported(pod_id, report))
             self._engine.settle()
@@ -361,7 +363,7 @@ class JobService:
                 engine.slots_moved = True
             trouble: Exception | None = None
             for entry in list(engine.jobs.values()):
-                pods = tuple(pod for pod in report.pods if pod.job_id == entry.spec.job_id)
+                pods = tuple(pod for pod in report.pods if _is_of(entry, pod))
                 if pods or entry.node_pods.get(node_id) or node_id in entry.slots:
                     try:
                         engine.apply(entry, stages.NodeReported(node_id, pods))
@@ -386,3 +388,14 @@ class JobService:
 
     def _heard(self) -> JsonReply:
         return JsonReply(body=to_body({"server_id": self.server_id}))
+
+
+def _is_of(entry: JobEntry, pod: wire.PodState) -> bool:
+    same_id = pod.job_id == entry.spec.job_id
+    return same_id and wire.is_same_job(pod.submitted_at, entry.job.submitted_at)
+
+
+def _check_job(entry: JobEntry, pod_id: str, submitted_at: float) -> None:
+    """Raise Gone where a launcher was started for an earlier job of this id."""
+    if not wire.is_same_job(submitted_at, entry.job.submitted_at):
+        raise not_wanted(pod_id)

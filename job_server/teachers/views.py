@@ -29,6 +29,7 @@ def node_pods(job: TeacherJob, node_id: str) -> tuple[NodePod, ...]:
             grace_s=job.spec.grace_s,
             service=job.service,
             ports=pod.ports,
+            submitted_at=job.submitted_at,
         )
         for pod in job.staying
         if pod.site.node_id == node_id

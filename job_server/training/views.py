@@ -60,6 +60,7 @@ def node_pods(job: Job, node_id: str) -> tuple[NodePod, ...]:
             grace_s=job.spec.grace_s,
             save=_save(job, pod),
             last_save=node_id == home,
+            submitted_at=job.submitted_at,
         )
         for pod in job.pods
         if pod.site.node_id == node_id and pod.keep is not Keep.RELEASED

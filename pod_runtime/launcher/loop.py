@@ -403,12 +403,15 @@ class Launcher:
             snapshot = self._segments.newest()
         else:
             snapshot = self._segments.announced()
-        self._link.send(dataclasses.replace(report, snapshot=snapshot))
+        self._link.send(
+            dataclasses.replace(report, snapshot=snapshot, submitted_at=self._env.submitted_at)
+        )
 
     # --- begin and end ------------------------------------------------------------------------
 
     def _attach_now(self) -> Attach:
-        return attach_status(self._pod, os.getpid(), self._config.highest_stage)
+        truth = attach_status(self._pod, os.getpid(), self._config.highest_stage)
+        return dataclasses.replace(truth, submitted_at=self._env.submitted_at)
 
     def _name_of(self, connection: TrainerConnection) -> Name | None:
         names = (name for name, each in self._connections.items() if each is connection)

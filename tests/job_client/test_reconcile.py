@@ -1,5 +1,7 @@
 """What a node does to its pods, as tables."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,6 +87,30 @@ def test_ends_come_before_starts_so_that_slots_are_freed_first():
 def test_pods_of_two_jobs_may_have_the_same_id():
     plan = [wanted(RUN, "a", "job"), wanted(RUN, "a", "other")]
     assert plan_changes([local(RUNNING)], plan) == [StartPod(plan[1])]
+
+
+def test_a_pod_of_an_earlier_job_of_the_same_id_makes_way_for_the_one_that_is_wanted():
+    plan = [replace(wanted(RUN), submitted_at=2.0)]
+    for phase, expected in (
+        (RUNNING, ["StopPod"]),
+        (STOPPING, []),
+        (EXITED, ["ReleasePod"]),
+    ):
+        assert kinds(plan_changes([replace(local(phase), submitted_at=1.0)], plan)) == expected
+    for known in (0.0, 2.0):  # 0: its client was of the version before
+        assert plan_changes([replace(local(RUNNING), submitted_at=known)], plan) == []
+
+
+@pytest.mark.parametrize("phase", [STARTING, RUNNING, STOPPING])
+@pytest.mark.parametrize("want", [None, HOLD, KILL])
+def test_a_pod_starts_when_who_leaves_its_slot_has_exited(phase, want):
+    plan = [wanted(RUN, "new"), *([] if want is None else [wanted(want, "old")])]
+    leaver = replace(local(phase, pod_id="old"), slots=(0, 1))
+    assert "StartPod" not in kinds(plan_changes([leaver], plan))
+    elsewhere = replace(leaver, slots=(1,))
+    assert "StartPod" in kinds(plan_changes([elsewhere], plan))
+    gone = replace(leaver, phase=EXITED)
+    assert "StartPod" in kinds(plan_changes([gone], plan))
 
 
 phases = st.sampled_from(list(PodPhase))

@@ -317,6 +317,45 @@ def test_a_launcher_learns_that_its_job_was_deleted(client, service):
     assert launchers.plan() == {}
 
 
+def test_pods_of_an_earlier_job_of_the_same_id_say_nothing_about_a_new_one(tmp_path):
+    now = 1000.0
+    with open_service(tmp_path / "db", now=lambda: now) as service:
+        client = browse(service)
+        client.post("/api/v1/jobs", json=SPEC)
+        launchers = Launchers(client)
+        old = launchers.plan()["pod_0_0"]
+        now += 60.0
+        client.post("/api/v1/jobs/digits/stop?discard=1")
+        now += 600.0  # its node is cut off: nobody confirms that
+        client.post("/api/v1/jobs/digits/stop")
+        client.delete("/api/v1/jobs/digits")
+        wait_until(lambda: client.get("/api/v1/jobs/digits").status_code == 404)
+
+        client.post("/api/v1/jobs", json=SPEC)
+        launchers = Launchers(client)
+        assert launchers.attach("pod_0_0").status_code == 200
+        launchers.train()
+        before = get_job(client)
+        assert launchers.plan()["pod_0_0"].submitted_at != old.submitted_at
+        report = wire.PodReport(
+            kind=wire.ReportKind.EXITED, stage=1, code=143, submitted_at=old.submitted_at
+        )
+        attach = wire.Attach(
+            pod_id="pod_0_0", node_id="node-a", pid=1, submitted_at=old.submitted_at
+        )
+        path = "/api/v1/jobs/digits/pods/pod_0_0"
+        assert client.post(f"{path}/report", json=wire.encode(report)).status_code == 410
+        assert client.post(f"{path}/attach", json=wire.encode(attach)).status_code == 410
+        state = wire.PodState(
+            pod_id="pod_0_0", job_id="digits", phase=wire.PodPhase.EXITED, exit_code=1,
+            submitted_at=old.submitted_at,
+        )  # fmt: skip
+        heartbeat = wire.NodeReport(node_id="node-a", pods=(state,))
+        client.post("/api/v1/nodes/node-a/report", json=wire.encode(heartbeat))
+        assert get_job(client)["pods"] == before["pods"]
+        assert get_job(client)["state"] == before["state"] == "RUNNING"
+
+
 def test_who_attaches_at_anothers_route_is_refused(client):
     client.post("/api/v1/jobs", json=SPEC)
     Launchers(client)

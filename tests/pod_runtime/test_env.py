@@ -22,6 +22,7 @@ POD = PodEnv(
     max_trainers=8,
     grace_s=2.5,
     token_file=Path("/logs/token"),
+    submitted_at=1763815407.123457,
 )
 PLAN = StagePlan(
     job_id="job",

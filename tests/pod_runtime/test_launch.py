@@ -34,6 +34,9 @@ from tests.support import free_port, wait_until
 TOY = Path(__file__).with_name("toy_trainer.py")
 
 
+SUBMITTED_AT = 1763815407.123457
+
+
 class PodUnderTest:
     """One pod on this machine, under its shim."""
 
@@ -60,6 +63,7 @@ class PodUnderTest:
                 slot_kind=SlotKind.CPU,
                 max_trainers=8,
                 grace_s=grace_s,
+                submitted_at=SUBMITTED_AT,
             ),
         )
 
@@ -182,6 +186,7 @@ def test_a_stage_is_trained_to_its_end_and_the_launcher_exits_with_0(server, mak
     assert (exited.code, exited.stage, done.step) == (0, 1, 30)
     first = server.told(ReportKind.FIRST_STEP)[0]
     assert (first.elastic, first.total_steps) == (True, 30)
+    assert {said.submitted_at for said in (*server.attaches, *server.reports)} == {SUBMITTED_AT}
     kinds = [report.kind for report in server.reports]
     assert kinds.index(ReportKind.STARTED) < kinds.index(ReportKind.LOADED)
     assert not server.told(ReportKind.FAILED)

@@ -124,10 +124,11 @@ class Engine:
             for entry in list(self.jobs.values()):
                 if entry.state.ended and entry.forget:  # killed before it was forgotten
                     self.drop_unwatched(entry)
-                    continue
+            for entry in self.jobs.values():  # before any job looks for slots: who holds which
+                self.derive(entry)
+            for entry in list(self.jobs.values()):
                 if not entry.state.ended:
                     self._step_unwatched(entry, stages.ServerRestarted())
-                self.derive(entry)
             self.settle()
         self._timer_due = time.monotonic()
         self._timer.start()

@@ -261,6 +261,18 @@ def test_rules_that_undo_each_other_are_named_with_the_job_and_stop_no_other(mon
         assert client.post("/api/v1/jobs/digits/resize", json={"pods": 1}).status_code == 200
 
 
+def test_a_job_that_waits_for_slots_gets_none_of_another_job_when_the_server_restarts(tmp_path):
+    path = tmp_path / "server.db"
+    with open_service(path, now=lambda: 1_000_000.0) as service:
+        service.submit(wire.JobSpec(job_id="waits", max_pods=2, folder="x"))
+        service.submit(wire.JobSpec(job_id="holds", max_pods=2, folder="y"))
+        service.register(cpu_node(job_id=None, folders=("y",)))
+        service.register(cpu_node(job_id=None, folders=("x", "y")))
+    with open_service(path, now=lambda: 1_000_000.0) as service:
+        pods = {status.job_id: len(status.pods) for status in service.statuses()}
+    assert pods == {"waits": 0, "holds": 2}
+
+
 def test_a_job_that_cannot_be_written_does_not_keep_a_nodes_report_from_the_others():
     with open_service(now=lambda: 1_000_000.0) as service:
         for job_id, name in (("a", "soft"), ("b", "hard")):

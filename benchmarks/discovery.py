@@ -100,7 +100,7 @@ async def measure_join_and_leave(bench: Bench, rounds: int) -> Figures:
     """A teacher's port opens, is refused; then its registrar is killed as well."""
     await bench.start()
     student = bench.student(8)
-    await until(lambda: student.told)
+    await until(lambda: student.notified)
     joins, leaves, deaths = [], [], []
     for _ in range(rounds):
         port = Port()
@@ -159,8 +159,8 @@ async def measure_links(bench: Bench) -> Figures:
 class Swarm:
     """Students and teachers that come and go."""
 
-    def __init__(self, places: str, seed: int) -> None:
-        self._places = places
+    def __init__(self, addresses: str, seed: int) -> None:
+        self._addresses = addresses
         self._random = random.Random(seed)
         self.teachers: list[Teacher] = []
         self.students: list[Student] = []
@@ -219,12 +219,12 @@ class Swarm:
         await asyncio.gather(*(each.end() for each in self.teachers))
 
     async def _teacher_comes(self) -> None:
-        teacher = Teacher(self._places)
+        teacher = Teacher(self._addresses)
         await teacher.start()
         self.teachers.append(teacher)
 
     def _student_comes(self) -> None:
-        self.students.append(Student(self._places, 4))
+        self.students.append(Student(self._addresses, 4))
         self._names[self.students[-1]] = f"s{len(self._names):06d}"
 
     def _replay(self) -> None:
@@ -341,7 +341,7 @@ async def measure_malformed(bench: Bench) -> Figures:
         await throw(bench.endpoints[0], message)
         student = bench.student(1)
         with contextlib.suppress(SystemExit):
-            await until(lambda student=student: student.told, 20.0)  # type: ignore[misc]
+            await until(lambda student=student: student.notified, 20.0)  # type: ignore[misc]
             served += 1
         await student.end()
         if not served or served <= messages.index(message):

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distill_reader.balance.client import Feeding, StudentClient
-from distill_reader.balance.registry.places import places_of
+from distill_reader.balance.addresses import registry_addresses
+from distill_reader.balance.client import FeedStats, StudentClient
 from distill_reader.balance.registry.registrar import PortProbe, Registrar, RegistrarConfig
 
 SERVICE = "swarm"
@@ -160,11 +160,11 @@ class Port:
 class Teacher:
     """A port, and the registrar's code on our loop."""
 
-    def __init__(self, places: str) -> None:
+    def __init__(self, addresses: str) -> None:
         self.port = Port()
         self.endpoint = self.port.endpoint
         self._config = RegistrarConfig(
-            places=places_of(places, "places"), service=SERVICE, server=self.endpoint
+            addresses=registry_addresses(addresses, "places"), service=SERVICE, server=self.endpoint
         )
         self._task: asyncio.Task[None] | None = None
 
@@ -186,29 +186,29 @@ class Teacher:
 class Student:
     """A student of ours."""
 
-    def __init__(self, places: str, require: int) -> None:
-        self.told: list[tuple[str, ...]] = []
+    def __init__(self, addresses: str, require: int) -> None:
+        self.notified: list[tuple[str, ...]] = []
         self.began_s = time.perf_counter()
         self._client = StudentClient(
-            places_of(places, "places"),
+            registry_addresses(addresses, "places"),
             SERVICE,
             require=require,
             token="",
-            tell=lambda teachers: self.told.append(tuple(teachers)),
-            feeding=lambda: Feeding(wait_share=0.1, samples_per_s=1000.0),
+            notify=lambda teachers: self.notified.append(tuple(teachers)),
+            feed_stats=lambda: FeedStats(wait_share=0.1, samples_per_s=1000.0),
         )
         self._task = asyncio.create_task(self._client.work())
 
     @property
     def teachers(self) -> frozenset[str]:
-        return frozenset(self.told[-1]) if self.told else frozenset()
+        return frozenset(self.notified[-1]) if self.notified else frozenset()
 
     @property
     def moves(self) -> int:
         """How many teachers it got anew behind its first list."""
         return sum(
             len(set(after) - set(before))
-            for before, after in zip(self.told, self.told[1:], strict=False)
+            for before, after in zip(self.notified, self.notified[1:], strict=False)
             if before
         )
 
@@ -220,14 +220,14 @@ class OriginalStudent:
     """Says and asks what the original's student does, when it does."""
 
     def __init__(self, endpoint: str, require: int) -> None:
-        self.told: list[tuple[str, ...]] = []
+        self.notified: list[tuple[str, ...]] = []
         self._endpoint = endpoint
         self._require = require
         self._task = asyncio.create_task(self._run())
 
     @property
     def teachers(self) -> frozenset[str]:
-        return frozenset(self.told[-1]) if self.told else frozenset()
+        return frozenset(self.notified[-1]) if self.notified else frozenset()
 
     async def end(self) -> None:
         await _cancel(self._task)
@@ -238,14 +238,14 @@ class OriginalStudent:
         try:
             body = {"type": "register", "service_name": SERVICE, "seq": 0, "num": self._require}
             answer = await _ask(reader, writer, body)
-            self.told.append(tuple(answer["servers"]))
+            self.notified.append(tuple(answer["servers"]))
             version = 0
             while True:
                 await asyncio.sleep(_ORIGINAL_POLL_S)
                 answer = await _ask(reader, writer, {"type": "heartbeat", "version": version})
                 if answer["type"] == "servers_change":
                     version = answer["version"]
-                    self.told.append(tuple(answer["servers"]))
+                    self.notified.append(tuple(answer["servers"]))
         finally:
             writer.close()
 

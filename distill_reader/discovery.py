@@ -14,15 +14,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distill_reader.balance.names import address_of, check_endpoint
-from distill_reader.balance.registry.memory import MemoryRegistry
-from distill_reader.balance.registry.redis_registry import (
+from distill_reader.balance.addresses import (
     RedisAddress,
-    RedisRegistry,
+    check_endpoint,
+    host_port_of,
     redis_address,
 )
+from distill_reader.balance.registry.memory import MemoryRegistry
+from distill_reader.balance.registry.redis_registry import RedisRegistry
 from distill_reader.balance.server.demand import DemandPoster
-from distill_reader.balance.server.server import DiscoveryServer, ServerConfig
+from distill_reader.balance.server.server import DiscoveryServer, DiscoveryServerConfig
 from distill_reader.balance.tasks import end_tasks
 from distill_reader.errors import DistillError, UsageError
 from distill_reader.listening import bind, bracketed, is_loopback, raise_file_limit
@@ -52,13 +53,13 @@ Exit codes: 0 ended by a signal, 1 failed, 2 wrong arguments.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
+class DiscoveryConfig:
     """What the arguments say."""
 
     host: str
     port: int
     redis: tuple[RedisAddress, ...]  # (): the registry is in memory
-    server: ServerConfig
+    server: DiscoveryServerConfig
     job_server: str | None  # None: nobody is told of the demand
     job_token: str
 
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return asyncio.run(_serve(config, listener))
 
 
-def parse_config(args: argparse.Namespace) -> Config:
+def parse_config(args: argparse.Namespace) -> DiscoveryConfig:
     """Return what the arguments ask for.
 
     Raises:
@@ -108,11 +109,11 @@ def parse_config(args: argparse.Namespace) -> Config:
     job_server = args.job_server
     if job_server is not None and not job_server.startswith(("http://", "https://")):
         raise UsageError(f"--job_server {job_server}: expected a URL such as http://HOST:8180")
-    return Config(
+    return DiscoveryConfig(
         host=host,
         port=port,
         redis=tuple(redis_address(text, password) for text in texts),
-        server=ServerConfig(
+        server=DiscoveryServerConfig(
             token="" if args.insecure else token, is_open_to_legacy=args.insecure_legacy
         ),
         job_server=job_server,
@@ -120,7 +121,7 @@ def parse_config(args: argparse.Namespace) -> Config:
     )
 
 
-async def _serve(config: Config, listener: socket.socket) -> int:
+async def _serve(config: DiscoveryConfig, listener: socket.socket) -> int:
     registry = RedisRegistry(config.redis) if config.redis else MemoryRegistry()
     server = DiscoveryServer(registry, config.server)
     tasks = [asyncio.create_task(server.run(listener))]
@@ -149,8 +150,8 @@ async def _serve(config: Config, listener: socket.socket) -> int:
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if port == "0" and host:  # any that is free
-        return address_of(check_endpoint(f"{host}:1", "--server"))[0], 0
-    return address_of(check_endpoint(text, "--server"))
+        return host_port_of(check_endpoint(f"{host}:1", "--server"))[0], 0
+    return host_port_of(check_endpoint(text, "--server"))
 
 
 def _level(text: str) -> int | str:

@@ -6,10 +6,10 @@ DistillError
 ├── BadRequest               the teacher cannot answer this request, now or later; names the tensor
 │   ├── ModelNotFound        the teacher serves no model of this name; lists those it serves
 │   └── RequestTooLarge      it has more bytes or samples than the teacher takes: fewer may do
-├── WireError                bytes do not follow the format of the fast path
+├── FastPathError                bytes do not follow the format of the fast path
 ├── ReaderError              the user's generator failed; its exception is the cause
 ├── NoTeacher                no teacher answered for as long as the reader may wait
-└── Retryable                the same request may succeed elsewhere, or later
+└── TransientFailure                the same request may succeed elsewhere, or later
     ├── TeacherGone          the connection ended, or nobody listens there
     │   └── TeacherFailed    it says that it failed, not whose fault it was; the connection stands
     ├── TeacherBusy          its queue is full, or it drains; carries how long to stay away
@@ -41,7 +41,7 @@ class RequestTooLarge(BadRequest):
     """The request has more bytes or samples than the teacher takes; fewer at once may do."""
 
 
-class WireError(DistillError):
+class FastPathError(DistillError):
     """Bytes do not follow the format: the other end is no such teacher or student, or broken."""
 
 
@@ -53,11 +53,11 @@ class NoTeacher(DistillError):
     """No teacher answered for as long as the reader may wait."""
 
 
-class Retryable(DistillError):
+class TransientFailure(DistillError):
     """The same request may succeed elsewhere, or later."""
 
 
-class TeacherGone(Retryable):
+class TeacherGone(TransientFailure):
     """The connection ended, or nobody listens there."""
 
 
@@ -69,7 +69,7 @@ class TeacherFailed(TeacherGone):
         self.tries = tries  # how often the teacher has tried by itself
 
 
-class TeacherBusy(Retryable):
+class TeacherBusy(TransientFailure):
     """The teacher's queue is full, or it drains."""
 
     def __init__(self, text: str, *, delay_s: float = 0.05) -> None:
@@ -77,5 +77,5 @@ class TeacherBusy(Retryable):
         self.delay_s = delay_s
 
 
-class TeacherTimeout(Retryable):
+class TeacherTimeout(TransientFailure):
     """No answer in time."""

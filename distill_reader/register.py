@@ -12,9 +12,14 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from distill_reader.balance.names import check_endpoint, check_name
-from distill_reader.balance.registry.places import Place, check_places, places_of
-from distill_reader.balance.registry.redis_registry import redis_address
+from distill_reader.balance.addresses import (
+    RegistryAddress,
+    check_endpoint,
+    check_name,
+    redis_address,
+    registry_addresses,
+)
+from distill_reader.balance.registry.redis_registry import require_packages
 from distill_reader.balance.registry.registrar import (
     LEASE_S,
     PortProbe,
@@ -67,15 +72,15 @@ def parse_config(args: argparse.Namespace) -> RegistrarConfig:
         raise UsageError(f"--db_type {args.db_type}: expected redis, the only one there is")
     if (args.discovery is None) == (args.db_endpoints is None):
         raise UsageError("give one of --discovery HOST:PORT and --db_endpoints HOST:PORT")
-    places = _places(args)
-    check_places(places)
+    addresses = _addresses(args)
+    require_packages(addresses)
     least, most = LEASE_BOUNDS_S
     if not least <= args.lease_s <= most:
         raise UsageError(f"--lease_s: expected {least:g} to {most:g} seconds, got {args.lease_s:g}")
     if len(args.info) > MAX_INFO:
         raise UsageError(f"--info: expected up to {MAX_INFO} characters, got {len(args.info)}")
     return RegistrarConfig(
-        places=places,
+        addresses=addresses,
         service=check_name(args.service_name, "--service_name"),
         server=check_endpoint(args.server, "--server"),
         token=args.service_token or read_token(args.token_file, os.environ),
@@ -84,9 +89,9 @@ def parse_config(args: argparse.Namespace) -> RegistrarConfig:
     )
 
 
-def _places(args: argparse.Namespace) -> tuple[Place, ...]:
+def _addresses(args: argparse.Namespace) -> tuple[RegistryAddress, ...]:
     if args.discovery is not None:
-        return places_of(args.discovery, "--discovery")
+        return registry_addresses(args.discovery, "--discovery")
     password = read_password(args.db_passwd, args.db_passwd_file)
     texts = [text.strip() for text in args.db_endpoints.split(",")]
     return tuple(redis_address(text, password) for text in texts)

@@ -5,8 +5,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from distill_reader.balance.names import check_endpoint, check_name
-from distill_reader.balance.registry.places import Place, check_places, places_of
+from distill_reader.balance.addresses import (
+    RegistryAddress,
+    check_endpoint,
+    check_name,
+    registry_addresses,
+)
+from distill_reader.balance.registry.redis_registry import require_packages
 from distill_reader.balance.registry.registrar import RegistrarConfig, RegistrarThread, own_address
 from distill_reader.errors import UsageError
 from distill_reader.listening import bracketed
@@ -17,7 +22,7 @@ from distill_reader.tokens import read_token
 class RegisterConfig:
     """Where a teacher registers, and as what."""
 
-    places: tuple[Place, ...]
+    addresses: tuple[RegistryAddress, ...]
     service: str
     host: str | None  # where students find it; None: at the address that it listens on
     token: str
@@ -31,9 +36,9 @@ class RegisterConfig:
         host = self.host
         if host is None:
             everywhere = bound in ("0.0.0.0", "::")
-            host = own_address(self.places[0]) if everywhere else bracketed(bound)
+            host = own_address(self.addresses[0]) if everywhere else bracketed(bound)
         config = RegistrarConfig(
-            places=self.places,
+            addresses=self.addresses,
             service=self.service,
             server=check_endpoint(f"{host}:{port}", "--advertise"),
             token=self.token,
@@ -54,10 +59,10 @@ def parse_register(args: argparse.Namespace) -> RegisterConfig | None:
         return None
     if args.service_name is None:
         raise UsageError("--register: give --service_name NAME, which students ask for")
-    places = places_of(args.register, "--register")
-    check_places(places)
+    addresses = registry_addresses(args.register, "--register")
+    require_packages(addresses)
     return RegisterConfig(
-        places=places,
+        addresses=addresses,
         service=check_name(args.service_name, "--service_name"),
         host=args.advertise,
         token=read_token(args.token_file, os.environ),

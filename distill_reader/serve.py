@@ -249,7 +249,7 @@ def _devices(gpu_ids: str, thread: int | None, *, memory_optim: bool) -> tuple[D
 
 def _describe_tensor(spec: TensorSpec) -> str:
     shape = ", ".join("?" if length < 0 else str(length) for length in spec.shape)
-    pixels = " or uint8" if any(form.dtype == "uint8" for form in spec.accepts) else ""
+    pixels = " or uint8" if any(encoding.dtype == "uint8" for encoding in spec.accepts) else ""
     return f"{spec.name}: {spec.dtype}{pixels}[N{', ' if shape else ''}{shape}]"
 
 

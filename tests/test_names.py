@@ -10,13 +10,7 @@ PRODUCT = ("job_server", "job_client", "pod_runtime", "distill_reader", "edl")
 # Names that several classes still share. Take out what you make unique; add none.
 SHARED = {
     "BadRequest",
-    "Member",
-    "Refused",
-    "Retryable",
-    "ServerAway",
-    "Service",
     "UsageError",
-    "WireError",
 }
 
 

@@ -81,14 +81,14 @@ def _assign(
     if not speeds or not kept:
         return {student: () for student in kept}
     if len(trusted) >= len(kept):
-        _Owned(most, trusted, kept, barred).settle()
+        _Owned(most, trusted, kept, barred).converge()
     else:
         some = {
             student: teachers
             for student, teachers in kept.items()
             if not trusted.keys() <= set(barred.get(student, ()))
         }
-        _Shared(trusted, some, barred).settle()
+        _Shared(trusted, some, barred).converge()
     _feed_the_rest(speeds, on_trial, kept, barred, links)
     for teacher in sorted(on_trial):
         _try(teacher, most, kept, barred, links)
@@ -166,7 +166,7 @@ class _Owned:
         self._held = held
         self._barred = barred
 
-    def settle(self) -> None:
+    def converge(self) -> None:
         self._part()
         free = set(self._speeds)
         for student, teachers in self._held.items():
@@ -298,7 +298,7 @@ class _Shared:
         self._barred = barred
         self._students: dict[str, list[str]] = {teacher: [] for teacher in sorted(speeds)}
 
-    def settle(self) -> None:
+    def converge(self) -> None:
         open_ones: list[tuple[str, Sequence[str]]] = []
         for student, teachers in self._held.items():
             if len(teachers) == 1:

@@ -16,16 +16,29 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from distill_reader.balance.names import is_endpoint
-from distill_reader.balance.registry.places import DiscoveryAddress, Place
-from distill_reader.balance.registry.redis_registry import RedisAddress, RedisRegistry
+from distill_reader.balance.addresses import (
+    DiscoveryAddress,
+    RedisAddress,
+    RegistryAddress,
+    is_endpoint,
+)
+from distill_reader.balance.registry.redis_registry import RedisRegistry
 from distill_reader.balance.server.balancer import Balancer
-from distill_reader.balance.speeds import Measured
-from distill_reader.balance.table import Student
+from distill_reader.balance.table import Measured, Student
 from distill_reader.balance.tasks import end_tasks, finish
-from distill_reader.balance.wire.line import ANSWER_S, Line, ServerAway
-from distill_reader.balance.wire.messages import REPORT_S, Hello, Report, hello_body, report_body
-from distill_reader.errors import BadRequest, DistillError, Retryable
+from distill_reader.balance.wire.client_connection import (
+    ANSWER_S,
+    ClientConnection,
+    DiscoveryUnavailable,
+)
+from distill_reader.balance.wire.messages import (
+    REPORT_S,
+    StudentJoin,
+    StudentReport,
+    hello_body,
+    report_body,
+)
+from distill_reader.errors import BadRequest, DistillError, TransientFailure
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +51,11 @@ _LEAVE_S = 1.0
 _STOP_S = 2.0
 _LEAST_OUT_S, _MOST_OUT_S = 30.0, 600.0  # of a teacher that gives nothing
 
-Tell = Callable[[Sequence[str]], None]
+Notify = Callable[[Sequence[str]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Feeding:
+class FeedStats:
     """How a student is fed, lately."""
 
     wait_share: float | None = None  # None: it reads nothing
@@ -51,7 +64,7 @@ class Feeding:
     unusable: Sequence[str] = ()  # teachers that it has been told of and that give it nothing
 
 
-class Unusable:
+class UnusableTeachers:
     """Teachers that give a student nothing, for a while: it can learn nothing new of those that it
     does not have. Pure.
 
@@ -81,13 +94,13 @@ class StudentClient:
 
     def __init__(
         self,
-        places: Sequence[Place],
+        addresses: Sequence[RegistryAddress],
         service: str,
         *,
         require: int,
         token: str,
-        tell: Tell,
-        feeding: Callable[[], Feeding],
+        notify: Notify,
+        feed_stats: Callable[[], FeedStats],
         held: Sequence[str] = (),
     ) -> None:
         """
@@ -98,17 +111,17 @@ class StudentClient:
             feeding: called every 2 s.
             held: teachers it had, before it was a student for a while.
         """
-        self._places = list(places)
-        random.shuffle(self._places)  # students spread over the servers
+        self._addresses = list(addresses)
+        random.shuffle(self._addresses)  # students spread over the servers
         self._service = service
         self._require = require
         self._token = token
-        self._tell = tell
-        self._feeding = feeding
+        self._notify = notify
+        self._feed_stats = feed_stats
         self._name = student_name()
         self._session = 0
         self._held = tuple(held)
-        self._unusable = Unusable()
+        self._unusable = UnusableTeachers()
         self._has_heard = bool(held)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = asyncio.Event()
@@ -132,10 +145,10 @@ class StudentClient:
     def start(self) -> None:
         self._thread.start()
 
-    def tell_again(self) -> None:
+    def notify_again(self) -> None:
         """Have the last list told again, by the client's thread, if there has been one."""
         if self._has_heard:
-            self._call(lambda: self._tell(self._held))
+            self._call(lambda: self._notify(self._held))
 
     def stop(self, *, wait: bool = True) -> None:
         """Leave, which takes a moment.
@@ -166,7 +179,7 @@ class StudentClient:
                 return
             self._loop = asyncio.get_running_loop()
         if self._has_heard:
-            self._tell(self._held)
+            self._notify(self._held)
         visiting = asyncio.create_task(self.work())
         await self._stopping.wait()
         await end_tasks(visiting)
@@ -175,37 +188,37 @@ class StudentClient:
         """Be a student until cancelled: what the thread does, for who has a loop of its own."""
         failures = 0
         while True:
-            for place in self._places:
+            for address in self._addresses:
                 began_s = time.monotonic()
                 try:
-                    await self._visit(place)
+                    await self._visit(address)
                 except DistillError as error:
                     self._note(error)
-                    delay_s = 0.0 if isinstance(error, Retryable) else _REFUSED_RETRY_S
+                    delay_s = 0.0 if isinstance(error, TransientFailure) else _REFUSED_RETRY_S
                 except Exception:
                     # The outermost loop: a defect here must end neither training nor discovery.
                     logger.exception("looking for teachers failed; trying again")
                     delay_s = _DEFECT_RETRY_S
                 failures = 0 if time.monotonic() - began_s > _GIVE_UP_S else failures + 1
-                if failures >= len(self._places) or delay_s:
+                if failures >= len(self._addresses) or delay_s:
                     first_s, most_s = _RETRY_S
                     delay_s = max(delay_s, min(most_s, first_s * 2 ** min(failures, 8)))
                 await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
 
-    async def _visit(self, place: Place) -> None:
+    async def _visit(self, address: RegistryAddress) -> None:
         """Be a student there until it fails. Raises: DistillError."""
         self._session += 1
-        if isinstance(place, DiscoveryAddress):
-            await self._visit_server(place)
+        if isinstance(address, DiscoveryAddress):
+            await self._visit_server(address)
         else:
-            await self._visit_redis(place)
+            await self._visit_redis(address)
 
     def _take(self, teachers: Sequence[str]) -> None:
         listed = tuple(teachers)
         if listed != self._held:
             logger.info("service %s: teachers are now %s", self._service, ", ".join(listed) or "-")
         self._held, self._has_heard = listed, True
-        self._tell(listed)
+        self._notify(listed)
 
     def _note(self, error: DistillError) -> None:
         now = time.monotonic()
@@ -216,58 +229,60 @@ class StudentClient:
 
     # --- by a discovery server
 
-    async def _visit_server(self, place: DiscoveryAddress) -> None:
-        line = await Line.connect(place.endpoint, self._token)
+    async def _visit_server(self, address: DiscoveryAddress) -> None:
+        connection = await ClientConnection.connect(address.endpoint, self._token)
         try:
-            hello = Hello(
+            hello = StudentJoin(
                 service=self._service,
                 student=self._name,
                 session=self._session,
                 require=self._require,
                 held=self._held,
             )
-            await line.send(hello_body(hello))
-            reporting = asyncio.create_task(self._report(line))
+            await connection.send(hello_body(hello))
+            reporting = asyncio.create_task(self._report(connection))
             try:
-                await self._listen(line)
+                await self._listen(connection)
             finally:
                 await end_tasks(reporting)
         except asyncio.CancelledError:
             with contextlib.suppress(DistillError, TimeoutError):
-                await finish(self._leave(line))
+                await finish(self._leave(connection))
             raise
         finally:
-            await line.close()
+            await connection.close()
 
     @staticmethod
-    async def _leave(line: Line) -> None:
+    async def _leave(connection: ClientConnection) -> None:
         async with asyncio.timeout(_LEAVE_S):
-            await line.send({"type": "leave"})
-            while (await line.receive()).get("type") == "teachers":
+            await connection.send({"type": "leave"})
+            while (await connection.receive()).get("type") == "teachers":
                 pass
 
-    async def _listen(self, line: Line) -> None:
+    async def _listen(self, connection: ClientConnection) -> None:
         while True:
-            answer = await line.receive(REPORT_S + ANSWER_S)  # it answers every report
-            line.check(answer)
+            answer = await connection.receive(REPORT_S + ANSWER_S)  # it answers every report
+            connection.check(answer)
             if answer.get("type") == "teachers":
                 teachers = answer.get("teachers")
                 if not isinstance(teachers, list) or not all(map(is_endpoint, teachers)):
-                    raise BadRequest(f"discovery server {line.endpoint}: sent no list of teachers")
+                    raise BadRequest(
+                        f"discovery server {connection.endpoint}: sent no list of teachers"
+                    )
                 self._take(teachers)
 
-    async def _report(self, line: Line) -> None:
+    async def _report(self, connection: ClientConnection) -> None:
         while True:
             await self._pause()
             student = self._student()
-            report = Report(
+            report = StudentReport(
                 require=student.require,
                 wait_share=student.wait_share,
                 samples_per_s=student.samples_per_s,
                 measured=student.measured,
                 unusable=student.unusable,
             )
-            await line.send(report_body(report))
+            await connection.send(report_body(report))
 
     async def _pause(self) -> None:
         """Wait until it is time for a report."""
@@ -278,13 +293,13 @@ class StudentClient:
 
     # --- by Redis itself: this student does what a server does, for itself alone
 
-    async def _visit_redis(self, place: RedisAddress) -> None:
-        registry = RedisRegistry([place])
+    async def _visit_redis(self, address: RedisAddress) -> None:
+        registry = RedisRegistry([address])
         balancer = Balancer(registry)
         student = self._student()
         balancer.join(self._service, student, self._take, lambda: None)
         working = asyncio.create_task(
-            balancer.run(_GIVE_UP_S if len(self._places) > 1 else None), name="balancer"
+            balancer.run(_GIVE_UP_S if len(self._addresses) > 1 else None), name="balancer"
         )
         try:
             while not working.done():
@@ -302,23 +317,23 @@ class StudentClient:
                 await end_tasks(working)
             finally:
                 await finish(registry.close())
-        raise ServerAway(f"{place}: gone")
+        raise DiscoveryUnavailable(f"{address}: gone")
 
     async def _drop(self, registry: RedisRegistry, student: Student) -> None:
         async with asyncio.timeout(_LEAVE_S):
             await registry.drop_student(self._service, student)
 
     def _student(self) -> Student:
-        feeding = self._feeding()
+        feed_stats = self._feed_stats()
         return Student(
             student=self._name,
             session=self._session,
             require=self._require,
             held=self._held,
-            wait_share=feeding.wait_share,
-            samples_per_s=feeding.samples_per_s,
-            measured=feeding.measured,
-            unusable=self._unusable.note(feeding.unusable, time.monotonic()),
+            wait_share=feed_stats.wait_share,
+            samples_per_s=feed_stats.samples_per_s,
+            measured=feed_stats.measured,
+            unusable=self._unusable.note(feed_stats.unusable, time.monotonic()),
         )
 
 

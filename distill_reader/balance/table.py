@@ -7,23 +7,27 @@ whichever come and go, tell students the same.
 
 import json
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from distill_reader.balance.addresses import is_endpoint, is_name
 from distill_reader.balance.assign import assign_teachers
-from distill_reader.balance.names import is_endpoint, is_name
-from distill_reader.balance.speeds import (
-    MOST_CLASS,
-    Measured,
-    measured_speeds,
-    speed_classes,
-    speed_of,
-)
 
+MOST_CLASS = 6  # 8 times the median
+_UNIT = 64  # of speeds, which are integers so that every machine adds them up alike
 MAX_REQUIRE = 10_000  # teachers of one student
 MAX_HELD = 1024  # teachers that a student's message may name
 MAX_UNUSABLE = 128  # of them, that give it nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a student has of one teacher."""
+
+    samples_per_s: float
+    busy_share: float  # of the time, in which it had a request of this student
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +54,7 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
+class ServiceState:
     """What a registry has of one service."""
 
     teachers: frozenset[str] = frozenset()  # endpoints
@@ -58,7 +62,7 @@ class Service:
     table: Table | None = None  # None: none was written, or it was lost
 
 
-def next_table(service: Service) -> Table:
+def next_table(service: ServiceState) -> Table:
     """Return the table that should be in force: the same object, if it is."""
     table = service.table or Table()
     teachers = service.teachers
@@ -79,7 +83,7 @@ def next_table(service: Service) -> Table:
     return Table(version=table.version + 1, links=links, classes=classes)
 
 
-def guest_table(service: Service) -> Table:
+def guest_table(service: ServiceState) -> Table:
     """Return the table with a teacher for each student that has none, and all others as they are.
 
     For while the registry is away, and what is decided can be written nowhere.
@@ -100,7 +104,7 @@ def guest_table(service: Service) -> Table:
     return Table(version=table.version, links=links, classes=table.classes)
 
 
-def _proven(service: Service) -> set[str]:
+def _proven(service: ServiceState) -> set[str]:
     """Return the teachers that answer somebody who does not call them unusable."""
     return {
         teacher
@@ -110,7 +114,7 @@ def _proven(service: Service) -> set[str]:
     }
 
 
-def _links_before(service: Service, table: Table) -> dict[str, tuple[str, ...]]:
+def _links_before(service: ServiceState, table: Table) -> dict[str, tuple[str, ...]]:
     """Return what the table has; of students that it does not know, what they say they have.
 
     They do where the table was lost, or was made before they were back. Of what has gone to
@@ -124,6 +128,49 @@ def _links_before(service: Service, table: Table) -> dict[str, tuple[str, ...]]:
         if name not in links:
             links[name] = tuple(teacher for teacher in student.held if teacher not in taken)
     return links
+
+
+# --- speeds of teachers
+
+
+def measured_speeds(reports: Iterable[Mapping[str, Measured]]) -> dict[str, float]:
+    """Return the samples per second that each teacher would answer if it were always busy.
+
+    Its students' rates add up; it was busy at least as long as for one of them.
+    """
+    rates: dict[str, float] = {}
+    busy: dict[str, float] = {}
+    for report in reports:
+        for teacher, measured in report.items():
+            rates[teacher] = rates.get(teacher, 0.0) + measured.samples_per_s
+            busy[teacher] = max(busy.get(teacher, 0.0), measured.busy_share)
+    return {
+        teacher: rate / min(1.0, busy[teacher])
+        for teacher, rate in rates.items()
+        if rate > 0 and busy[teacher] >= 0.01  # else it says too little
+    }
+
+
+def speed_classes(before: Mapping[str, int], measured: Mapping[str, float]) -> dict[str, int]:
+    """Return the class of each teacher that has another one than 0.
+
+    Args:
+        before: the classes so far.
+        measured: samples per second; those without keep their class.
+    """
+    classes = dict(before)
+    if len(measured) >= 2:
+        median = statistics.median_low(measured.values())
+        for teacher, rate in measured.items():
+            place = 2 * math.log2(rate / median)
+            if abs(place - before.get(teacher, 0)) > 1.0:
+                classes[teacher] = max(-MOST_CLASS, min(MOST_CLASS, round(place)))
+    return {teacher: each for teacher, each in sorted(classes.items()) if each}
+
+
+def speed_of(speed_class: int) -> int:
+    """Return the speed of a class, as `assign_teachers` wants it."""
+    return max(1, round(_UNIT * 2 ** (speed_class / 2)))
 
 
 # --- as texts: what lies in Redis may have been written by anybody

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from distill_reader.errors import BadRequest, ModelError, UsageError
-from distill_reader.model.specs import Accepted, TensorSpec
+from distill_reader.model.specs import InputEncoding, TensorSpec
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
@@ -65,7 +65,7 @@ class Normalization:
         """How many channels are told apart; 1: none are."""
         return max(len(self.mean), len(self.std))
 
-    def accepted(self, tensor: TensorSpec) -> Accepted:
+    def accepted(self, tensor: TensorSpec) -> InputEncoding:
         """Return the form in which pixels come for an input.
 
         Raises:
@@ -91,7 +91,7 @@ class Normalization:
                 )
             if self.layout == "HWC-CHW":
                 shape = (shape[1], shape[2], shape[0])
-        return Accepted(dtype="uint8", shape=shape)
+        return InputEncoding(dtype="uint8", shape=shape)
 
     def apply(self, pixels: Array, dtype: str) -> Array:
         """Return the floats for (N, ...) uint8 pixels, contiguous, in the model's layout.

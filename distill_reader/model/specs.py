@@ -8,7 +8,7 @@ from distill_reader.errors import BadRequest, UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Accepted:
+class InputEncoding:
     """A further form in which an input may come; the teacher makes its own of it."""
 
     dtype: str
@@ -23,7 +23,7 @@ class TensorSpec:
     dtype: str  # numpy's name: "float32", "int64", "uint8", ...
     shape: tuple[int, ...]  # of one sample; -1: any length
     variable: str = ""  # the model's own name; "": the same
-    accepts: tuple[Accepted, ...] = ()  # of an input: what else it may come as
+    accepts: tuple[InputEncoding, ...] = ()  # of an input: what else it may come as
     # Of a foreign teacher's: why it can be neither sent nor read; `dtype` is "void". "": it can.
     unusable: str = ""
 
@@ -48,27 +48,29 @@ class TensorSpec:
         Raises:
             BadRequest: names the tensor, what came and what is wanted.
         """
-        form = self.accepted(dtype)
-        if form is None:
-            names = " or ".join(form.dtype for form in self._forms)
+        encoding = self.accepted(dtype)
+        if encoding is None:
+            names = " or ".join(encoding.dtype for encoding in self._encodings)
             raise BadRequest(f"tensor {self.name}: expected {names}, got {dtype}")
-        fits = len(shape) == len(form.shape) + 1 and all(
-            want in (-1, got) for want, got in zip(form.shape, shape[1:], strict=True)
+        fits = len(shape) == len(encoding.shape) + 1 and all(
+            want in (-1, got) for want, got in zip(encoding.shape, shape[1:], strict=True)
         )
         if not fits:
-            want = ["N", *("?" if length < 0 else str(length) for length in form.shape)]
+            want = ["N", *("?" if length < 0 else str(length) for length in encoding.shape)]
             raise BadRequest(
                 f"tensor {self.name}: expected shape [{', '.join(want)}], got {list(shape)}"
             )
 
-    def accepted(self, dtype: str) -> Accepted | None:
+    def accepted(self, dtype: str) -> InputEncoding | None:
         """Return the form in which an input of this dtype comes; None: it may not."""
         wanted = np.dtype(dtype)  # of another byte order it is another one
-        return next((form for form in self._forms if np.dtype(form.dtype) == wanted), None)
+        return next(
+            (encoding for encoding in self._encodings if np.dtype(encoding.dtype) == wanted), None
+        )
 
     @property
-    def _forms(self) -> tuple[Accepted, ...]:
-        return (Accepted(dtype=self.dtype, shape=self.shape), *self.accepts)
+    def _encodings(self) -> tuple[InputEncoding, ...]:
+        return (InputEncoding(dtype=self.dtype, shape=self.shape), *self.accepts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,7 @@ class ModelSpec:
     version: str = "1"
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    takes_forms: bool = False  # whether outputs may be wanted in forms: see forms.py
+    takes_encodings: bool = False  # whether outputs may be wanted in forms: see output_encodings.py
     digest: str = ""  # of the model's files, as clients tell versions by; "": not known
 
     def input(self, name: str) -> TensorSpec:

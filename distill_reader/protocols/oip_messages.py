@@ -13,7 +13,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from distill_reader.errors import BadRequest
-from distill_reader.model.specs import Accepted, ModelSpec, TensorSpec
+from distill_reader.model.specs import InputEncoding, ModelSpec, TensorSpec
 from distill_reader.model.tensors import (
     BFLOAT16,
     MAX_AXES,
@@ -246,12 +246,12 @@ def metadata_of(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
 def properties_of(spec: ModelSpec) -> dict[str, str]:
     """Return what the protocol has no field for, for those who know of it: our students."""
     accepts = {
-        tensor.name: [[form.dtype, list(form.shape)] for form in tensor.accepts]
+        tensor.name: [[encoding.dtype, list(encoding.shape)] for encoding in tensor.accepts]
         for tensor in spec.inputs
         if tensor.accepts
     }
     properties = {
-        _FORMS: "1" if spec.takes_forms else "",
+        _FORMS: "1" if spec.takes_encodings else "",
         _DIGEST: spec.digest,
         _ACCEPTS: json.dumps(accepts) if accepts else "",
     }
@@ -266,7 +266,7 @@ def with_properties(spec: ModelSpec, properties: Mapping[str, Any]) -> ModelSpec
             replace(
                 tensor,
                 accepts=tuple(
-                    Accepted(dtype=str(dtype), shape=tuple(map(int, shape)))
+                    InputEncoding(dtype=str(dtype), shape=tuple(map(int, shape)))
                     for dtype, shape in accepts.get(tensor.name, [])
                     if dtype in NUMPY_TO_OIP
                 ),
@@ -278,7 +278,7 @@ def with_properties(spec: ModelSpec, properties: Mapping[str, Any]) -> ModelSpec
     return replace(
         spec,
         inputs=inputs,
-        takes_forms=properties.get(_FORMS) == "1",
+        takes_encodings=properties.get(_FORMS) == "1",
         digest=str(properties.get(_DIGEST, "")),
     )
 

@@ -14,7 +14,7 @@ for the frame that answers it; requests in flight are as many connections. All i
         PREDICT    meta: outputs wanted (u16 each; none: all), tensors; payload: their bytes one
                    after the other, or nothing if SHARED: they lie in the memory that was shared.
                    If NAMED, an output wanted is a u16 of bytes and its name, which may be that
-                   of a form (forms.py); only to a teacher whose model says `takes_forms`
+                   of a form (output_encodings.py); only to a teacher whose model says `takes_forms`
         ANSWER     meta: tensors; payload: their bytes
         ERROR      meta: JSON {"kind", "text"}, with "delay_s" where it is busy, "tries" where it
                    failed more than once, "too_large": true where fewer samples may do
@@ -37,13 +37,13 @@ import numpy as np
 from distill_reader.errors import (
     BadRequest,
     DistillError,
+    FastPathError,
     ModelNotFound,
     RequestTooLarge,
     TeacherBusy,
     TeacherFailed,
     TeacherGone,
     UsageError,
-    WireError,
 )
 from distill_reader.model.specs import ModelSpec
 from distill_reader.protocols.spec_json import json_object, spec_from_json, spec_to_json, text_of
@@ -164,24 +164,24 @@ def parse_greeting(head: bytes, *, max_bytes: int) -> int:
     """Return how many bytes the body has.
 
     Raises:
-        WireError: it does not begin with the magic, or is longer than `max_bytes`.
+        FastPathError: it does not begin with the magic, or is longer than `max_bytes`.
         UsageError: the other end speaks another version.
     """
     magic, version, _flags, body_bytes = GREETING.unpack(head)
     if magic != MAGIC:
-        raise WireError(f"expected {MAGIC!r} first, got {magic!r}")
+        raise FastPathError(f"expected {MAGIC!r} first, got {magic!r}")
     if version != VERSION:
         raise UsageError(
             f"the other end speaks version {version} of the fast path, this one version {VERSION}:"
             " install the same release of edl on both"
         )
     if body_bytes > max_bytes:
-        raise WireError(f"greeting of {body_bytes} bytes; allowed are {max_bytes}")
+        raise FastPathError(f"greeting of {body_bytes} bytes; allowed are {max_bytes}")
     return int(body_bytes)
 
 
 def parse_hello(body: bytes) -> StudentHello:
-    """Raises: WireError."""
+    """Raises: FastPathError."""
     fields = json_object(body)
     return StudentHello(
         model=text_of(fields, "model"),
@@ -191,13 +191,13 @@ def parse_hello(body: bytes) -> StudentHello:
 
 
 def parse_challenge(body: bytes) -> str | None:
-    """Return the teacher's nonce; None: it is no challenge. Raises: WireError."""
+    """Return the teacher's nonce; None: it is no challenge. Raises: FastPathError."""
     fields = json_object(body)
     return text_of(fields, "challenge") if "challenge" in fields else None
 
 
 def parse_proof(body: bytes) -> str:
-    """Raises: WireError."""
+    """Raises: FastPathError."""
     return text_of(json_object(body), "proof")
 
 
@@ -206,7 +206,7 @@ def parse_welcome(body: bytes) -> TeacherWelcome:
 
     Raises:
         DistillError: the teacher refuses: the error that it names.
-        WireError: the body is malformed.
+        FastPathError: the body is malformed.
     """
     fields = json_object(body)
     if "error" in fields:
@@ -214,7 +214,7 @@ def parse_welcome(body: bytes) -> TeacherWelcome:
     limits = fields.get("limits")
     max_request_bytes = limits.get("max_request_bytes") if isinstance(limits, dict) else None
     if not isinstance(max_request_bytes, int) or max_request_bytes < 0:
-        raise WireError(f"welcome: limits: expected max_request_bytes, got {limits!r}")
+        raise FastPathError(f"welcome: limits: expected max_request_bytes, got {limits!r}")
     return TeacherWelcome(
         spec=spec_from_json(fields.get("model")),
         max_request_bytes=max_request_bytes,
@@ -274,12 +274,12 @@ def pack_shared() -> bytes:
 
 
 def parse_head(head: bytes | bytearray | memoryview) -> FrameHead:
-    """Raises: WireError: the meta is longer than any may be, or the kind unknown."""
+    """Raises: FastPathError: the meta is longer than any may be, or the kind unknown."""
     fields = FrameHead._make(HEAD.unpack(head))
     if not PREDICT <= fields.kind <= SHARED:
-        raise WireError(f"frame of unknown kind {fields.kind}")
+        raise FastPathError(f"frame of unknown kind {fields.kind}")
     if fields.meta_bytes > MAX_META_BYTES:
-        raise WireError(
+        raise FastPathError(
             f"frame with {fields.meta_bytes} bytes of meta; allowed are {MAX_META_BYTES}"
         )
     return fields
@@ -289,7 +289,7 @@ def parse_predict(head: FrameHead, meta: bytes) -> tuple[list[WireTensor], list[
     """Return the tensors of a PREDICT, and the outputs wanted, by index or by name.
 
     Raises:
-        WireError: the meta is malformed, or the payload is not as long as the tensors.
+        FastPathError: the meta is malformed, or the payload is not as long as the tensors.
     """
     outputs: list[int] | list[str]
     if head.flags & NAMED_OUTPUTS:
@@ -297,25 +297,25 @@ def parse_predict(head: FrameHead, meta: bytes) -> tuple[list[WireTensor], list[
     else:
         wanted_bytes = 2 * head.outputs
         if wanted_bytes > len(meta):
-            raise WireError("frame too short for its outputs")
+            raise FastPathError("frame too short for its outputs")
         outputs = list(struct.unpack_from(f"<{head.outputs}H", meta))
     tensors = _parse_tensors(meta, wanted_bytes, head.tensors)
     if not head.flags & IN_SHARED_MEMORY:
         _check_payload(head, tensors)
     elif head.payload_bytes:
-        raise WireError("a request in shared memory has no payload")
+        raise FastPathError("a request in shared memory has no payload")
     return tensors, outputs
 
 
 def parse_answer(head: FrameHead, meta: bytes) -> list[WireTensor]:
-    """Raises: WireError: malformed, or the payload is not as long as the tensors."""
+    """Raises: FastPathError: malformed, or the payload is not as long as the tensors."""
     tensors = _parse_tensors(meta, 0, head.tensors)
     _check_payload(head, tensors)
     return tensors
 
 
 def parse_error(meta: bytes) -> DistillError:
-    """Return the error that the teacher names. Raises: WireError."""
+    """Return the error that the teacher names. Raises: FastPathError."""
     return _error_from_json(json_object(meta))
 
 
@@ -354,14 +354,14 @@ def _parse_names(meta: bytes, count: int) -> tuple[list[str], int]:
     for _ in range(count):
         begin = position + 2
         if begin > len(meta):
-            raise WireError("frame too short for its outputs")
+            raise FastPathError("frame too short for its outputs")
         position = begin + int.from_bytes(meta[position:begin], "little")
         if position > len(meta):
-            raise WireError("frame too short for its outputs")
+            raise FastPathError("frame too short for its outputs")
         try:
             names.append(meta[begin:position].decode())
         except UnicodeDecodeError as error:
-            raise WireError(f"an output's name is no UTF-8: {error}") from error
+            raise FastPathError(f"an output's name is no UTF-8: {error}") from error
     return names, position
 
 
@@ -381,29 +381,29 @@ def _parse_tensors(meta: bytes, position: int, count: int) -> list[WireTensor]:
     tensors = []
     for _ in range(count):
         if position + _TENSOR.size > len(meta):
-            raise WireError("frame too short for its tensors")
+            raise FastPathError("frame too short for its tensors")
         place, code, axes, offset = _TENSOR.unpack_from(meta, position)
         position += _TENSOR.size
         if code >= len(DTYPES):
-            raise WireError(f"tensor of unknown dtype {code}")
+            raise FastPathError(f"tensor of unknown dtype {code}")
         if not 1 <= axes <= _MAX_AXES:
-            raise WireError(f"tensor of {axes} axes; possible are 1 to {_MAX_AXES}")
+            raise FastPathError(f"tensor of {axes} axes; possible are 1 to {_MAX_AXES}")
         if position + 8 * axes > len(meta):
-            raise WireError("frame too short for its tensors")
+            raise FastPathError("frame too short for its tensors")
         shape = struct.unpack_from(f"<{axes}Q", meta, position)
         position += 8 * axes
         if math.prod([length or 1 for length in shape]) > _MAX_ITEMS:
-            raise WireError(f"tensor of shape {list(shape)} is too large")
+            raise FastPathError(f"tensor of shape {list(shape)} is too large")
         tensors.append(WireTensor(place, DTYPES[code], shape, offset))
     if position != len(meta):
-        raise WireError(f"{len(meta) - position} bytes too many behind the tensors")
+        raise FastPathError(f"{len(meta) - position} bytes too many behind the tensors")
     return tensors
 
 
 def _check_payload(head: FrameHead, tensors: Sequence[WireTensor]) -> None:
     expected = sum(tensor.size_bytes for tensor in tensors)
     if head.payload_bytes != expected:
-        raise WireError(f"payload of {head.payload_bytes} bytes; its tensors have {expected}")
+        raise FastPathError(f"payload of {head.payload_bytes} bytes; its tensors have {expected}")
 
 
 def _error_to_json(error: DistillError) -> dict[str, Any]:
@@ -422,7 +422,7 @@ def _error_to_json(error: DistillError) -> dict[str, Any]:
 
 def _error_from_json(value: object) -> DistillError:
     if not isinstance(value, dict):
-        raise WireError(f"error: expected an object, got {value!r:.80}")
+        raise FastPathError(f"error: expected an object, got {value!r:.80}")
     kind, text = text_of(value, "kind"), text_of(value, "text")
     if kind == "busy":
         delay_s = value.get("delay_s")

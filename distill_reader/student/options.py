@@ -5,15 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from distill_reader.balance.names import check_name
+from distill_reader.balance.addresses import check_name
 from distill_reader.errors import UsageError
-from distill_reader.model.forms import MAX_TOP_K
+from distill_reader.model.output_encodings import MAX_TOP_K
 from distill_reader.student.clients.endpoints import endpoints_of, servers_of
 
 IN_DTYPES = ("float16", "uint8")
 PREDICT_DTYPES = ("float16",)
 
-Kind = Literal["probabilities", "logits"]
+OutputKind = Literal["probabilities", "logits"]
 Rest = Literal["uniform", "renormalize"]
 _KINDS = ("probabilities", "logits")
 _RESTS = ("uniform", "renormalize")
@@ -25,7 +25,7 @@ class TopK:
     """Of which predictions only the largest values are sent, and what becomes of the others."""
 
     k: int
-    of: Kind = "probabilities"
+    of: OutputKind = "probabilities"
     rest: Rest = "uniform"
     dense: bool = True  # hand out (B, C) rows; else values and indices
     predicts: tuple[str, ...] | None = None  # None: all
@@ -125,7 +125,7 @@ class Discovered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class CombinedService:
     """One of several services whose predictions are combined."""
 
     name: str
@@ -147,9 +147,9 @@ class Member:
         return len(self.endpoints) if found is None else found.require_max_teacher
 
 
-def members_of(
+def combined_services(
     teachers: Mapping[str, Sequence[str] | str | Discovered], weights: Mapping[str, float]
-) -> tuple[Member, ...]:
+) -> tuple[CombinedService, ...]:
     """Return the services by name, two or more.
 
     Raises:
@@ -164,7 +164,7 @@ def members_of(
             ": for one there is set_fixed_teacher and set_dynamic_teacher"
         )
     return tuple(
-        Member(
+        CombinedService(
             name=name,
             endpoints=() if isinstance(each, Discovered) else endpoints_of(each),
             discovered=each if isinstance(each, Discovered) else None,

@@ -7,17 +7,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from distill_reader.balance.registry.places import places_of
+from distill_reader.balance.addresses import registry_addresses
 from distill_reader.errors import UsageError
 from distill_reader.protocols.prototxt import read_config
 from distill_reader.student import options
-from distill_reader.student.batches.items import KINDS, Kind
+from distill_reader.student.batches.items import ITEM_FORMATS, ItemFormat
 from distill_reader.student.clients.client import TeacherClient
 from distill_reader.student.clients.connect import connect
 from distill_reader.student.clients.endpoints import endpoints_of, servers_of
 from distill_reader.student.labels.labels import Labels
 from distill_reader.student.services import Services, combination_of
-from distill_reader.student.session import Session
+from distill_reader.student.session import ReaderSession
 from distill_reader.student.settings import (
     Policy,
     ReaderSettings,
@@ -72,7 +72,10 @@ class DistillReader:
         Serving); `/MODEL` at its end says which model, where a teacher serves several.
         """
         return self._set(
-            teachers=endpoints_of(teachers), discovery_servers=(), service_name=None, members=()
+            teachers=endpoints_of(teachers),
+            discovery_servers=(),
+            service_name=None,
+            combined_services=(),
         )
 
     def set_dynamic_teacher(
@@ -96,7 +99,7 @@ class DistillReader:
             service_name=teacher_service_name,
             require_max_teacher=require_max_teacher,
             teachers=(),
-            members=(),
+            combined_services=(),
         )
 
     def set_require_max_teacher(self, require_max_teacher: int) -> Self:
@@ -159,7 +162,7 @@ class DistillReader:
         teachers: Mapping[str, Sequence[str] | str | options.Discovered],
         *,
         weights: Mapping[str, float] | None = None,
-        of: options.Kind = "probabilities",
+        of: options.OutputKind = "probabilities",
     ) -> Self:
         """Ask several services, and yield the weighted mean of what they predict.
 
@@ -170,8 +173,8 @@ class DistillReader:
             of: what the outputs are, and so what is averaged: "probabilities" or "logits".
         """
         return self._set(
-            members=options.members_of(teachers, weights or {}),
-            combined=of,
+            combined_services=options.combined_services(teachers, weights or {}),
+            combined_kind=of,
             teachers=(),
             discovery_servers=(),
             service_name=None,
@@ -235,7 +238,7 @@ class DistillReader:
         self,
         k: int | None,
         *,
-        of: options.Kind = "probabilities",
+        of: options.OutputKind = "probabilities",
         rest: options.Rest = "uniform",
         dense: bool = True,
         predicts: Sequence[str] | None = None,
@@ -343,7 +346,7 @@ class DistillReader:
         for field in fields(settings):
             value = getattr(settings, field.name)
             if field.name == "discovery_servers":  # without the password of a Redis
-                value = tuple(map(str, places_of(value, field.name))) if value else value
+                value = tuple(map(str, registry_addresses(value, field.name))) if value else value
             print(f"{field.name}: {value}")  # noqa: T201
         print(f"generator: {self._kind or 'not set'}")  # noqa: T201
         print("---------------------------")  # noqa: T201
@@ -370,17 +373,17 @@ class DistillReader:
         self, settings: ReaderSettings, sources: Mapping[str, TeacherSource]
     ) -> Iterator[Any]:
         labels = Labels(settings.predicts, settings.wire_predicts, settings.top_k)
-        kind: Kind = KINDS[self._kind](
+        kind: ItemFormat = ITEM_FORMATS[self._kind](
             settings.sent, len(settings.ins), labels.count, settings.padding, labels.arrays
         )
-        session = Session(
+        session = ReaderSession(
             self._generator,
             kind,
             self._services.make(settings, labels, sources),
             max_bytes=settings.max_memory_bytes,
             connect=self._connector(settings),
             combine=combination_of(settings),
-            key_places=settings.key_places,
+            key_positions=settings.key_positions,
         )
         try:
             yield from session.results()

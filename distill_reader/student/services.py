@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from distill_reader.errors import UsageError
-from distill_reader.student.batches.feed import Limits
+from distill_reader.student.batches.feed import RequestLimits
 from distill_reader.student.batches.meter import Meter
 from distill_reader.student.cache.label_cache import LabelCache
 from distill_reader.student.labels.combine import Combination
 from distill_reader.student.labels.labels import Labels
-from distill_reader.student.options import Member
+from distill_reader.student.options import CombinedService
 from distill_reader.student.pool.dynamic import DynamicSource, DynamicTeachers
 from distill_reader.student.pool.pace import Pace
 from distill_reader.student.pool.pool import PoolSettings
@@ -60,8 +60,10 @@ class Services:
                 settings.discovery_servers, settings.service_name, settings.require_max_teacher
             )
             return {"": source}
-        if settings.members:
-            return {member.name: self._source_of(member) for member in settings.members}
+        if settings.combined_services:
+            return {
+                service.name: self._source_of(service) for service in settings.combined_services
+            }
         if not settings.teachers:
             raise UsageError(
                 "teachers: none are given; call set_fixed_teacher or set_dynamic_teacher"
@@ -96,11 +98,11 @@ class Services:
             for name, source in sources.items()
         ]
 
-    def _source_of(self, member: Member) -> TeacherSource:
-        found = member.discovered
+    def _source_of(self, service: CombinedService) -> TeacherSource:
+        found = service.discovered
         if found is None:
-            return FixedTeachers(member.endpoints)
-        dynamic = self[member.name].dynamic
+            return FixedTeachers(service.endpoints)
+        dynamic = self[service.name].dynamic
         return dynamic.source(found.servers, found.service_name, found.require_max_teacher)
 
     def _cache(self, settings: ReaderSettings, labels: Labels, name: str) -> LabelCache | None:
@@ -124,19 +126,19 @@ class Services:
         return known.cache
 
 
-def _limits(settings: ReaderSettings) -> Limits:
+def _limits(settings: ReaderSettings) -> RequestLimits:
     """Return the bounds of a request."""
     teachers = max(
         [
             len(settings.teachers) or settings.require_max_teacher,
-            *(member.most_teachers for member in settings.members),
+            *(service.most_teachers for service in settings.combined_services),
         ]
     )
     share_bytes = max(
         1 << 16, settings.max_memory_bytes // (2 * max(2, min(teachers, _MOST_TEACHERS)))
     )
     bound = _MOST_BYTES if settings.teacher_batch_size is None else _MOST_BYTES_OF_CHOICE
-    return Limits(
+    return RequestLimits(
         join_bytes=min(_JOIN_BYTES if settings.teacher_batch_size is None else bound, share_bytes),
         most_bytes=min(bound, max(share_bytes, _JOIN_BYTES)),
         samples=settings.teacher_batch_size,
@@ -144,11 +146,11 @@ def _limits(settings: ReaderSettings) -> Limits:
 
 
 def combination_of(settings: ReaderSettings) -> Combination | None:
-    if not settings.members:
+    if not settings.combined_services:
         return None
     return Combination(
-        names=tuple(member.name for member in settings.members),
-        weights=tuple(member.weight for member in settings.members),
+        names=tuple(service.name for service in settings.combined_services),
+        weights=tuple(service.weight for service in settings.combined_services),
         predicts=settings.predicts,
-        of=settings.combined,
+        of=settings.combined_kind,
     )

@@ -18,7 +18,7 @@ from typing import Any
 
 from distill_reader.errors import ReaderError, UsageError
 from distill_reader.student.batches.feed import Feed
-from distill_reader.student.batches.items import Item, Kind
+from distill_reader.student.batches.items import ItemFormat, ReaderItem
 from distill_reader.student.batches.label_index import make_keys
 from distill_reader.student.batches.meter import Meter
 from distill_reader.student.clients.client import Array, TeacherClient
@@ -61,22 +61,22 @@ class _Lane:
         self.cache = service.settings.cache
         self.feed = feed
         self.pool = pool
-        self.popped: deque[Item] = deque()  # answered, and waiting for the other lanes
+        self.popped: deque[ReaderItem] = deque()  # answered, and waiting for the other lanes
 
 
-class Session:
+class ReaderSession:
     """Made in the process and by the thread that consumes it."""
 
     def __init__(
         self,
         generator: Any,
-        kind: Kind,
+        item_format: ItemFormat,
         services: Sequence[Service],
         *,
         max_bytes: int,
         connect: Callable[[str], TeacherClient],
         combine: Combine | None = None,
-        key_places: tuple[int, int | None] | None = None,
+        key_positions: tuple[int, int | None] | None = None,
     ) -> None:
         """Start reading ahead.
 
@@ -90,9 +90,9 @@ class Session:
         """
         self._is_waiting = False  # the consumer
         self._generator = generator
-        self._kind = kind
+        self._item_format = item_format
         self._combine = combine
-        self._key_places = key_places
+        self._key_positions = key_positions
         self._pop_bytes = max(1, max_bytes // _POP_PART)
         self._pid = os.getpid()
         # Reentrant: the garbage collector may call `close` in a thread that holds it.
@@ -139,7 +139,7 @@ class Session:
             ReaderError: the generator failed; its exception is the cause.
             NoTeacher, DistillError: no teacher will answer.
         """
-        kind = self._kind
+        item_format = self._item_format
         while True:
             taken = self._take()
             if taken is None:
@@ -149,12 +149,12 @@ class Session:
                 items = taken.pop()
                 item = items[0]
                 if not all(each.answers or not each.samples for each in items):
-                    yield kind.without_predictions(item)
+                    yield item_format.without_predictions(item)
                     continue
                 if self._combine is not None and item.samples:
                     outputs = self._combine([each.columns() for each in items])
                     item.answers = [(0, item.samples, outputs, 0)]
-                yield kind.result(item)
+                yield item_format.result(item)
                 del items, item  # nor their arrays, while the consumer's next ones are made
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class Session:
 
     # --- the consumer
 
-    def _take(self) -> list[tuple[Item, ...]] | None:
+    def _take(self) -> list[tuple[ReaderItem, ...]] | None:
         """Return the next items, each as every lane has it, for which it waits; None: all were
         taken."""
         if os.getpid() != self._pid:
@@ -218,7 +218,7 @@ class Session:
                 for lane in self._lanes:
                     lane.meter.waits_no_more()
 
-    def _pop(self) -> list[tuple[Item, ...]]:
+    def _pop(self) -> list[tuple[ReaderItem, ...]]:
         """Return the items that all lanes have answered. The caller has the lock.
 
         Raises:
@@ -244,7 +244,7 @@ class Session:
         try:
             generator = self._generator
             items = iter(generator() if callable(generator) else generator)
-            make = self._kind.item
+            make = self._item_format.item
             for given in items:
                 if not self._add(make(given)):
                     break
@@ -264,11 +264,11 @@ class Session:
                     lane.pool.call()
                 self._ready.notify_all()
 
-    def _add(self, item: Item) -> bool:
+    def _add(self, item: ReaderItem) -> bool:
         """Hand an item on when there is room for it; False: the session ends."""
-        if self._key_places is not None:
-            self._look_up_by(item, *self._key_places)
-        items = [item, *(item.twin() for _ in self._lanes[1:])]
+        if self._key_positions is not None:
+            self._look_up_by(item, *self._key_positions)
+        items = [item, *(item.clone() for _ in self._lanes[1:])]
         for lane, each in zip(self._lanes, items, strict=True):
             if lane.cache is not None and self._knows_version(lane):
                 output_bytes = lane.cache.find(each)
@@ -300,11 +300,11 @@ class Session:
                     self._ready.notify()
             return True
 
-    def _look_up_by(self, item: Item, id_place: int, variant_place: int | None) -> None:
+    def _look_up_by(self, item: ReaderItem, id_position: int, variant_position: int | None) -> None:
         """Give an item its keys. Raises: UsageError."""
-        column = self._kind.column
-        variants = None if variant_place is None else column(item, variant_place)
-        item.keys = make_keys(column(item, id_place), variants, item.samples)
+        column = self._item_format.column
+        variants = None if variant_position is None else column(item, variant_position)
+        item.keys = make_keys(column(item, id_position), variants, item.samples)
 
     def _knows_version(self, lane: _Lane) -> bool:
         """Wait until it is known whose labels to look for; False: nobody will say."""

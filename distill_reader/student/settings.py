@@ -5,14 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from distill_reader.balance.names import check_name
-from distill_reader.balance.registry.places import places_of
+from distill_reader.balance.addresses import check_name, registry_addresses
 from distill_reader.errors import UsageError
 from distill_reader.student.clients.endpoints import servers_of
 from distill_reader.student.options import (
     CacheOptions,
-    Kind,
-    Member,
+    CombinedService,
+    OutputKind,
     Padding,
     TopK,
     check_wire_ins,
@@ -48,8 +47,10 @@ class ReaderSettings:
     wire_predicts: str = ""  # dtype in which floats come back; "": as they are served
     top_k: TopK | None = None  # None: predictions come whole
     cache: CacheOptions | None = None  # None: labels are not kept
-    members: tuple[Member, ...] = ()  # services whose predictions are combined; (): one service
-    combined: Kind = "probabilities"  # what those are
+    combined_services: tuple[
+        CombinedService, ...
+    ] = ()  # services whose predictions are combined; (): one service
+    combined_kind: OutputKind = "probabilities"  # what those are
 
     def __post_init__(self) -> None:
         _check_names(self.ins, self.predicts)
@@ -68,13 +69,13 @@ class ReaderSettings:
         if self.no_teacher_policy not in ("raise", "skip"):
             raise UsageError(f"policy: expected 'raise' or 'skip', got {self.no_teacher_policy!r}")
         if self.discovery_servers:
-            places_of(self.discovery_servers, "discovery_servers")
+            registry_addresses(self.discovery_servers, "discovery_servers")
             check_name(self.service_name, "teacher_service_name")
         if self.max_memory_bytes < _MIN_MEMORY_BYTES:
             raise UsageError(f"max_memory: expected 1 MiB or more, got {self.max_memory_bytes} B")
         self._check_cache()
         check_wire_ins(dict(self.wire_ins), [name for _, name in self.sent])
-        self._check_members()
+        self._check_combined()
         self._check_padding()
         if self.top_k is not None:
             unknown = set(self.top_k.predicts or ()) - set(self.predicts)
@@ -113,18 +114,19 @@ class ReaderSettings:
                     f"{', '.join(known)}"
                 )
 
-    def _check_members(self) -> None:
-        if not self.members:
+    def _check_combined(self) -> None:
+        if not self.combined_services:
             return
-        if self.combined not in ("probabilities", "logits"):
+        if self.combined_kind not in ("probabilities", "logits"):
             raise UsageError(
-                f"teachers combined: of: expected probabilities or logits, got {self.combined!r}"
+                "teachers combined: of: expected probabilities or logits, got "
+                f"{self.combined_kind!r}"
             )
         top = self.top_k
-        if top is not None and (not top.dense or top.of != self.combined):
+        if top is not None and (not top.dense or top.of != self.combined_kind):
             raise UsageError(
-                f"teachers combined: the mean is of whole rows of {self.combined}: say "
-                f"set_top_k(k, of={self.combined!r}, dense=True)"
+                f"teachers combined: the mean is of whole rows of {self.combined_kind}: say "
+                f"set_top_k(k, of={self.combined_kind!r}, dense=True)"
             )
 
     @property
@@ -133,13 +135,13 @@ class ReaderSettings:
         cache = self.cache
         kept = () if cache is None else (cache.id, cache.variant)
         return tuple(
-            (place, name)
-            for place, name in enumerate(self.ins)
+            (position, name)
+            for position, name in enumerate(self.ins)
             if name is not None and name not in kept
         )
 
     @property
-    def key_places(self) -> tuple[int, int | None] | None:
+    def key_positions(self) -> tuple[int, int | None] | None:
         """The fields that tell samples apart: ids, and variants (None: none); None: no cache."""
         if self.cache is None:
             return None
@@ -172,7 +174,7 @@ def with_environment(settings: ReaderSettings, environ: Mapping[str, str]) -> Re
         )
     if not servers:
         return settings
-    if settings.members:
+    if settings.combined_services:
         raise UsageError(
             "PADDLE_DISTILL_BALANCE_SERVER is set, and names one service, where "
             "set_teachers_combined names several: unset it"

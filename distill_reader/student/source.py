@@ -7,7 +7,7 @@ from typing import Protocol
 class TeacherSource(Protocol):
     """Tells a reader its teachers' endpoints. One belongs to one iteration."""
 
-    def start(self, tell: Callable[[Sequence[str]], None]) -> None:
+    def start(self, notify: Callable[[Sequence[str]], None]) -> None:
         """Call `tell` with all endpoints, and again with all of them whenever they change.
 
         `tell` may be called from any thread until `stop` returns. Teachers that are gone from the
@@ -26,9 +26,9 @@ class FixedTeachers:
     def __init__(self, endpoints: Sequence[str]) -> None:
         self._endpoints = tuple(endpoints)
 
-    def start(self, tell: Callable[[Sequence[str]], None]) -> None:
+    def start(self, notify: Callable[[Sequence[str]], None]) -> None:
         """See TeacherSource."""
-        tell(self._endpoints)
+        notify(self._endpoints)
 
     def stop(self) -> None:
         """See TeacherSource."""

@@ -114,7 +114,7 @@ def test_how_pixels_are_normalized_stays_with_the_model_and_is_part_of_its_versi
     )
     (model,) = load_models(start)
     tensor = model.spec.inputs[0]
-    assert {form.dtype: form.shape for form in tensor.accepts} == {
+    assert {encoding.dtype: encoding.shape for encoding in tensor.accepts} == {
         "float16": tensor.shape,
         "uint8": tensor.shape,
     }

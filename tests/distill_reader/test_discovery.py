@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from distill_reader import discovery, register, registering
-from distill_reader.balance.client import Feeding
+from distill_reader.balance.client import FeedStats
 from distill_reader.balance.registry.registrar import PortProbe, Readiness
 from distill_reader.balance.server.demand import demand_of
-from distill_reader.balance.table import Service, Student
+from distill_reader.balance.table import ServiceState, Student
 from distill_reader.errors import UsageError
 from tests.distill_reader.balance.discovery_process import DiscoveryProcess
 from tests.distill_reader.balance.local_discovery import LocalDiscovery, LocalStudent
@@ -33,7 +33,7 @@ def _no_token(monkeypatch):
         monkeypatch.delenv(f"{name}_FILE", raising=False)
 
 
-def parse(*arguments: str) -> discovery.Config:
+def parse(*arguments: str) -> discovery.DiscoveryConfig:
     return discovery.parse_config(discovery._parser().parse_args(arguments))
 
 
@@ -52,7 +52,7 @@ def test_the_originals_arguments_are_taken():
         *("--db_endpoints", "h:6379", "--service_name", "svc", "--server", "10.0.0.1:9292"),
         *("--db_passwd", "p@", "--service_token", "t"),
     )
-    assert [each.url for each in registrar.places] == ["redis://:p%40@h:6379"]
+    assert [each.url for each in registrar.addresses] == ["redis://:p%40@h:6379"]
     assert (registrar.service, registrar.server, registrar.token) == ("svc", "10.0.0.1:9292", "t")
 
 
@@ -144,7 +144,7 @@ def test_demand_is_what_students_say_together():
 
     students = {"a": student("a", 0.2, 30.0), "b": student("b", 0.6, 50.0)}
     students["c"] = student("c", None, None)  # has read nothing yet
-    service = Service(students=students, teachers=frozenset({"h:1"}))
+    service = ServiceState(students=students, teachers=frozenset({"h:1"}))
     assert demand_of("svc", service) == {
         "service": "svc",
         "students": 3,
@@ -152,7 +152,7 @@ def test_demand_is_what_students_say_together():
         "wait_share": pytest.approx(0.4),
         "samples_per_s": 80.0,
     }
-    assert demand_of("svc", Service(students={"c": students["c"]})) is None
+    assert demand_of("svc", ServiceState(students={"c": students["c"]})) is None
 
 
 class JobServer:
@@ -188,7 +188,7 @@ def test_a_job_server_is_told_of_the_demand(run):
     server = run(DiscoveryProcess, "--job_server", jobs.url, EDL_TOKEN="", EDL_TEACHER_TOKEN="")
     for service in ("other", "svc"):
         student = run(LocalStudent, server.endpoint, service)
-        student.feeding = Feeding(wait_share=0.25, samples_per_s=12.0)
+        student.feed_stats = FeedStats(wait_share=0.25, samples_per_s=12.0)
     wait_until(lambda: any("svc" in path for path, _, _ in jobs.posts))
     path, _, body = next(each for each in jobs.posts if "svc" in each[0])
     assert path == "/api/v1/services/svc/demand"
@@ -339,7 +339,7 @@ def test_a_registrar_asks_teachers_that_can_say_whether_they_are_ready(
     if None in answers:
         monkeypatch.setattr("distill_reader.balance.registry.registrar._PROBE_S", 1.0)
 
-    async def look() -> list[bool]:
+    async def view() -> list[bool]:
         server = Answers(b"")
         listener = await asyncio.start_server(server.answer_one, "127.0.0.1", 0)
         port = listener.sockets[0].getsockname()[1]
@@ -353,7 +353,7 @@ def test_a_registrar_asks_teachers_that_can_say_whether_they_are_ready(
         assert not await probe()
         return results
 
-    assert asyncio.run(look()) == found
+    assert asyncio.run(view()) == found
 
 
 def test_a_teacher_that_restarts_a_predictor_stays_and_a_new_one_must_be_ready_first():

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distill_reader.errors import BadRequest
-from distill_reader.model.specs import Accepted, ModelSpec, TensorSpec
+from distill_reader.model.specs import InputEncoding, ModelSpec, TensorSpec
 from distill_reader.model.tensors import OIP_TO_NUMPY
 from distill_reader.protocols import oip_json, oip_messages
 from distill_reader.protocols.oip_messages import MESSAGES
 from distill_reader.student.clients.rows import find_outputs
 from distill_reader.student.labels.labels import Labels
-from distill_reader.student.pool.asking import Asking
+from distill_reader.student.pool.request_mapping import RequestMapping
 
 SPEC = ModelSpec(
     name="lenet",
@@ -309,12 +309,16 @@ def test_metadata_of_ours_say_what_else_is_taken_and_those_of_others_do_not(prot
         document = oip_json.encode_metadata(spec, "p")
         return oip_json.decode_metadata(json.dumps(document).encode())
 
-    pixels = Accepted(dtype="uint8", shape=(3, 4, 1))
+    pixels = InputEncoding(dtype="uint8", shape=(3, 4, 1))
     inputs = (replace(SPEC.inputs[0], accepts=(pixels,)), *SPEC.inputs[1:])
-    found = passed_on(replace(SPEC, inputs=inputs, takes_forms=True, digest="5eed"))
-    assert (found.inputs[0].accepts, found.takes_forms, found.digest) == ((pixels,), True, "5eed")
+    found = passed_on(replace(SPEC, inputs=inputs, takes_encodings=True, digest="5eed"))
+    assert (found.inputs[0].accepts, found.takes_encodings, found.digest) == (
+        (pixels,),
+        True,
+        "5eed",
+    )
     plain = passed_on(SPEC)
-    assert (plain.inputs[0].accepts, plain.takes_forms, plain.digest) == ((), False, "")
+    assert (plain.inputs[0].accepts, plain.takes_encodings, plain.digest) == ((), False, "")
 
 
 @given(
@@ -363,7 +367,7 @@ OUTPUTS: dict[str, Any] = {
 )
 def test_a_tensor_that_cannot_be_read_matters_to_who_wants_it_alone(spec):
     assert list(find_outputs(spec, [])) == ["score", "half"]
-    asking = Asking("t:1", spec, ("x",), Labels(("score", "half"), "", None))
+    asking = RequestMapping("t:1", spec, ("x",), Labels(("score", "half"), "", None))
     assert asking.columns == ("score", "half")
     assert spec.output("half").dtype == "float32"
     for name, words in (
@@ -371,7 +375,7 @@ def test_a_tensor_that_cannot_be_read_matters_to_who_wants_it_alone(spec):
         ("flat", r"output flat has the shape \[16\], of which axis 0 does not .* max_batch_size"),
     ):
         with pytest.raises(BadRequest, match=words):
-            Asking("t:1", spec, ("x",), Labels((name,), "", None))
+            RequestMapping("t:1", spec, ("x",), Labels((name,), "", None))
 
 
 @pytest.mark.parametrize(
@@ -386,7 +390,7 @@ def test_a_tensor_that_cannot_be_read_matters_to_who_wants_it_alone(spec):
 def test_an_input_that_cannot_be_sent_is_refused_by_name(datatype, shape, words):
     spec = oip_messages.decode_metadata(metadata(x=(datatype, shape), score=("FP32", [-1, 3])))
     with pytest.raises(BadRequest, match=words):
-        Asking("t:1", spec, ("x",), Labels(("score",), "", None))
+        RequestMapping("t:1", spec, ("x",), Labels(("score",), "", None))
 
 
 def test_bfloat16_is_read_and_text_that_nobody_asked_for_is_passed_over():

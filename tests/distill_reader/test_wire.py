@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from distill_reader.errors import (
     BadRequest,
     DistillError,
+    FastPathError,
     ModelNotFound,
     RequestTooLarge,
     TeacherBusy,
     TeacherFailed,
     UsageError,
-    WireError,
 )
-from distill_reader.model.specs import Accepted, ModelSpec, TensorSpec
+from distill_reader.model.specs import InputEncoding, ModelSpec, TensorSpec
 from distill_reader.protocols import wire
 from distill_reader.protocols.wire import StudentHello, TeacherWelcome, WireTensor
 
@@ -77,9 +77,9 @@ def test_a_name_that_is_too_long_or_cut_is_refused():
         wire.pack_predict(1, [], ["x" * 5000], in_shared_memory=False)
     head, meta = split(wire.pack_predict(1, [], ["score@float16"], in_shared_memory=False))
     for end in range(len(meta)):
-        with pytest.raises(WireError):
+        with pytest.raises(FastPathError):
             wire.parse_predict(head, meta[:end])
-    with pytest.raises(WireError, match="no UTF-8"):
+    with pytest.raises(FastPathError, match="no UTF-8"):
         wire.parse_predict(head, meta.replace(b"score", b"sc\xffre"))
 
 
@@ -101,7 +101,7 @@ def test_any_bytes_are_a_frame_or_a_wire_error(data):
     try:
         head = wire.parse_head(data[: wire.HEAD.size])
         wire.parse_predict(head, data[wire.HEAD.size :])
-    except WireError:
+    except FastPathError:
         pass
 
 
@@ -114,7 +114,7 @@ def test_a_damaged_request_is_another_request_or_a_wire_error(data):
     try:
         head = wire.parse_head(frame[: wire.HEAD.size])
         tensors, _ = wire.parse_predict(head, bytes(frame[wire.HEAD.size :]))
-    except WireError:
+    except FastPathError:
         return
     assert head.flags & wire.IN_SHARED_MEMORY or head.payload_bytes == sum(
         tensor.size_bytes for tensor in tensors
@@ -132,7 +132,7 @@ def test_a_payload_that_its_tensors_do_not_add_up_to_is_refused():
     head, meta = split(
         wire.pack_predict(1, [WireTensor(0, "float32", (2, 3))], [], in_shared_memory=False)
     )
-    with pytest.raises(WireError, match="payload of 25 bytes; its tensors have 24"):
+    with pytest.raises(FastPathError, match="payload of 25 bytes; its tensors have 24"):
         wire.parse_predict(head._replace(payload_bytes=25), meta)
 
 
@@ -140,7 +140,7 @@ def test_a_payload_that_its_tensors_do_not_add_up_to_is_refused():
 def test_a_tensor_that_no_memory_holds_is_refused(shape):
     meta = struct.pack(f"<HBBQ{len(shape)}Q", 0, 10, len(shape), 0, *shape)
     head = wire.FrameHead(wire.ANSWER, 0, 1, 0, 0, 0, len(meta), 0)
-    with pytest.raises(WireError, match="too large"):
+    with pytest.raises(FastPathError, match="too large"):
         wire.parse_answer(head, meta)
 
 
@@ -163,7 +163,7 @@ def test_a_hello_ends_a_line_so_that_an_http_server_answers_it():
         (TeacherBusy("full", delay_s=0.75), TeacherBusy),
         (UsageError("token"), UsageError),
         (DistillError("else"), TeacherFailed),
-        (WireError("else"), TeacherFailed),
+        (FastPathError("else"), TeacherFailed),
         (TeacherFailed("twice", tries=2), TeacherFailed),
         (RequestTooLarge("1 MiB"), RequestTooLarge),
     ],
@@ -198,7 +198,7 @@ def test_another_version_says_which_one_and_what_to_do():
     ],
 )
 def test_a_greeting_that_is_none_is_refused(greeting, text):
-    with pytest.raises(WireError, match=text):
+    with pytest.raises(FastPathError, match=text):
         wire.parse_greeting(greeting, max_bytes=10)
 
 
@@ -227,7 +227,7 @@ def test_a_greeting_that_is_none_is_refused(greeting, text):
     ],
 )
 def test_a_welcome_that_is_none_is_a_wire_error(document):
-    with pytest.raises(WireError):
+    with pytest.raises(FastPathError):
         wire.parse_welcome(json.dumps(document).encode())
 
 
@@ -239,9 +239,9 @@ def test_dtypes_that_do_not_travel_are_named():
 
 
 def test_a_teacher_says_what_else_it_takes_and_an_older_one_says_nothing():
-    pixels = Accepted(dtype="uint8", shape=(28, 28, 1))
+    pixels = InputEncoding(dtype="uint8", shape=(28, 28, 1))
     tensor = replace(SPEC.inputs[0], accepts=(pixels,))
-    spec = replace(SPEC, inputs=(tensor,), takes_forms=True, digest="5eed")
+    spec = replace(SPEC, inputs=(tensor,), takes_encodings=True, digest="5eed")
     body = body_of(wire.pack_welcome(TeacherWelcome(spec=spec, max_request_bytes=1)))
     assert wire.parse_welcome(body).spec == spec
 

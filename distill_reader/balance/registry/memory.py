@@ -7,8 +7,8 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from distill_reader.balance.registry.registry import STUDENT_LEASE_S, RegistryAway
-from distill_reader.balance.table import Service, Student, Table
+from distill_reader.balance.registry.registry import STUDENT_LEASE_S, RegistryUnavailable
+from distill_reader.balance.table import ServiceState, Student, Table
 
 _MAX_ENTRIES = 20_000  # teachers, and students
 _STALL_S = 1.5  # without a look, which there is twice a second
@@ -26,7 +26,7 @@ class MemoryRegistry:
         self._tables: dict[str, Table] = {}
         self._changed: list[Callable[[], None]] = []
 
-    async def services(self, own: Collection[str]) -> Mapping[str, Service]:
+    async def services(self, own: Collection[str]) -> Mapping[str, ServiceState]:
         """See Registry."""
         now = self._clock()
         if now - self._looked_s > _STALL_S:  # this process was stopped: nobody could renew
@@ -47,7 +47,7 @@ class MemoryRegistry:
         alive = teachers.keys() | students.keys()
         self._tables = {name: each for name, each in self._tables.items() if name in alive}
         return {
-            name: Service(
+            name: ServiceState(
                 teachers=frozenset(teachers.get(name, ())),
                 students=students.get(name, {}),
                 table=self._tables.get(name),
@@ -60,15 +60,15 @@ class MemoryRegistry:
         key = service, endpoint
         is_new = key not in self._teachers
         if is_new and len(self._teachers) >= _MAX_ENTRIES:
-            raise RegistryAway(f"there are {_MAX_ENTRIES} teachers already")
+            raise RegistryUnavailable(f"there are {_MAX_ENTRIES} teachers already")
         self._teachers[key] = self._clock() + lease_s
         if is_new:
-            self._tell()
+            self._notify()
 
     async def drop_teacher(self, service: str, endpoint: str) -> None:
         """See Registry."""
         if self._teachers.pop((service, endpoint), None) is not None:
-            self._tell()
+            self._notify()
 
     async def put_students(
         self, students: Sequence[tuple[str, Student]], *, are_new: bool
@@ -84,7 +84,7 @@ class MemoryRegistry:
             elif known is not None or len(self._students) < _MAX_ENTRIES:
                 self._students[key] = student, ends
             else:
-                raise RegistryAway(f"there are {_MAX_ENTRIES} students already")
+                raise RegistryUnavailable(f"there are {_MAX_ENTRIES} students already")
         return moved
 
     async def drop_student(self, service: str, student: Student) -> None:
@@ -92,9 +92,9 @@ class MemoryRegistry:
         known = self._students.get((service, student.student))
         if known is not None and known[0].session == student.session:
             del self._students[service, student.student]
-            self._tell()
+            self._notify()
 
-    async def restore(self, name: str, service: Service, lease_s: float) -> None:
+    async def restore(self, name: str, service: ServiceState, lease_s: float) -> None:
         """See Registry."""
         ends = self._clock() + lease_s
         for endpoint in service.teachers:
@@ -118,6 +118,6 @@ class MemoryRegistry:
     async def close(self) -> None:
         """See Registry."""
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for changed in self._changed:
             changed()

@@ -13,14 +13,12 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote, unquote, urlsplit
 
-from distill_reader.balance.names import is_endpoint, is_name
-from distill_reader.balance.registry.registry import STUDENT_LEASE_S, RegistryAway
+from distill_reader.balance.addresses import RedisAddress, RegistryAddress, is_endpoint, is_name
+from distill_reader.balance.registry.registry import STUDENT_LEASE_S, RegistryUnavailable
 from distill_reader.balance.table import (
-    Service,
+    ServiceState,
     Student,
     Table,
     student_of,
@@ -68,54 +66,6 @@ return 1
 """
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class RedisAddress:
-    """Where a Redis is, and how to enter."""
-
-    url: str
-
-    @property
-    def address(self) -> tuple[str, int]:
-        parts = urlsplit(self.url)
-        return parts.hostname or "", parts.port or 6379
-
-    def __str__(self) -> str:
-        """Return it without the password: for logs."""
-        host, port = self.address
-        return f"redis at {host}:{port}"
-
-
-def redis_address(text: str, password: str | None = None) -> RedisAddress:
-    """Return where `redis://[[USER]:PASSWORD@]HOST[:PORT][/DB]` (or `HOST:PORT`) is.
-
-    Raises:
-        UsageError: it is no such text.
-    """
-    url = text if "://" in text else f"redis://{text}"
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        raise UsageError(f"{_hidden(text)}: {error}") from error
-    if parts.scheme not in ("redis", "rediss") or not parts.hostname or port == 0:
-        raise UsageError(
-            f"{_hidden(text)}: expected HOST:PORT or redis://[:PASSWORD@]HOST:PORT[/DB]"
-        )
-    if not (parts.path.strip("/") or "0").isdecimal():
-        raise UsageError(f"{_hidden(text)}: the database is a number, got {parts.path!r}")
-    if password and not parts.password:
-        place = parts.netloc.rpartition("@")[2]
-        user = quote(unquote(parts.username or ""), safe="")
-        url = parts._replace(netloc=f"{user}:{quote(password, safe='')}@{place}").geturl()
-    return RedisAddress(url)
-
-
-def _hidden(text: str) -> str:
-    """Return an address without what may be a password."""
-    before, at, place = text.rpartition("@")
-    return f"{before.partition('//')[0]}//...@{place}" if at else text
-
-
 class RedisRegistry:
     """A Registry. Of several addresses one is used until it fails: they are ways to one Redis."""
 
@@ -132,7 +82,7 @@ class RedisRegistry:
         self._turns = asyncio.Semaphore(_TURNS)
         self._raw_tables: dict[str, str] = {}  # as they were read; "" or absent: there was none
 
-    async def services(self, own: Collection[str]) -> Mapping[str, Service]:
+    async def services(self, own: Collection[str]) -> Mapping[str, ServiceState]:
         """See Registry.
 
         The tables are read before the keys are looked for: who comes and is put into a table
@@ -223,7 +173,7 @@ class RedisRegistry:
             if await client.eval(_DROP_STUDENT, 1, key, _digits(student.session)):
                 await client.publish(_CHANNEL, service)
 
-    async def restore(self, name: str, service: Service, lease_s: float) -> None:
+    async def restore(self, name: str, service: ServiceState, lease_s: float) -> None:
         """See Registry."""
         lease_ms = round(lease_s * 1000)
         async with self._redis() as client:
@@ -283,12 +233,12 @@ class RedisRegistry:
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """Let not all teachers, who may be many, ask at once. Raises: RegistryAway."""
+        """Let not all teachers, who may be many, ask at once. Raises: RegistryUnavailable."""
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 await self._turns.acquire()
         except TimeoutError as error:
-            raise RegistryAway(f"{self._name}: too many teachers at once") from error
+            raise RegistryUnavailable(f"{self._name}: too many teachers at once") from error
         try:
             yield
         finally:
@@ -303,11 +253,11 @@ class RedisRegistry:
             name = str(self._addresses[at])
             if at == self._at:
                 self._at = (at + 1) % len(self._clients)
-            raise RegistryAway(f"{name}: {str(error) or type(error).__name__}") from error
+            raise RegistryUnavailable(f"{name}: {str(error) or type(error).__name__}") from error
 
     def _services(
         self, nodes: Sequence[tuple[str, str]], values: Sequence[tuple[str, str, str, str]]
-    ) -> dict[str, Service]:
+    ) -> dict[str, ServiceState]:
         teachers: dict[str, set[str]] = {}
         students: dict[str, dict[str, Student]] = {}
         tables: dict[str, Table | None] = {}
@@ -324,13 +274,23 @@ class RedisRegistry:
                 if student is not None:
                     students.setdefault(service, {})[name] = student
         return {
-            name: Service(
+            name: ServiceState(
                 teachers=frozenset(teachers.get(name, ())),
                 students=students.get(name, {}),
                 table=tables.get(name),
             )
             for name in sorted(teachers.keys() | students.keys())
         }
+
+
+def require_packages(addresses: Sequence[RegistryAddress]) -> None:
+    """Check, before anything starts, that the packages for these addresses are installed.
+
+    Raises:
+        UsageError: the package redis is missing.
+    """
+    if any(isinstance(address, RedisAddress) for address in addresses):
+        RedisRegistry([])
 
 
 def _client(address: RedisAddress) -> Any:

@@ -11,12 +11,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from distill_reader.balance.names import address_of
-from distill_reader.balance.registry.places import DiscoveryAddress, Place
+from distill_reader.balance.addresses import DiscoveryAddress, RegistryAddress, host_port_of
 from distill_reader.balance.registry.redis_registry import RedisRegistry
 from distill_reader.balance.tasks import end_tasks, finish
-from distill_reader.balance.wire.line import Line, ServerAway
-from distill_reader.balance.wire.messages import Beat, beat_body, withdraw_body
+from distill_reader.balance.wire.client_connection import ClientConnection, DiscoveryUnavailable
+from distill_reader.balance.wire.messages import TeacherHeartbeat, heartbeat_body, withdrawal_body
 from distill_reader.errors import BadRequest, DistillError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ _RESTART_S = 2.0  # a teacher that is not ready for so long may just have lost a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegistrarConfig:
-    places: tuple[Place, ...]  # ways to one registry: the first that answers is used
+    addresses: tuple[RegistryAddress, ...]  # ways to one registry: the first that answers is used
     service: str
     server: str  # the teacher's endpoint
     token: str = ""  # for discovery servers
@@ -47,7 +46,7 @@ class RegistrarConfig:
 class _Link(Protocol):
     """A connection to a registry. Raises: DistillError."""
 
-    async def beat(self) -> None: ...
+    async def heartbeat(self) -> None: ...
     async def withdraw(self) -> None: ...
     async def close(self) -> None: ...
 
@@ -62,8 +61,8 @@ class Registrar:
         """
         self._config = config
         self._is_alive = is_alive
-        self._links: dict[Place, _Link] = {}
-        self._at = random.randrange(len(config.places))  # teachers spread over the servers
+        self._links: dict[RegistryAddress, _Link] = {}
+        self._at = random.randrange(len(config.addresses))  # teachers spread over the servers
         self._failures = 0  # in a row
         self._is_registered = False
         self._trouble_logged_s = -_LOG_EVERY_S
@@ -85,19 +84,19 @@ class Registrar:
         """Do what is due; return when to come again."""
         period_s = self._config.lease_s / _BEATS
         is_alive = await self._is_alive()
-        place = self._config.places[self._at]
+        address = self._config.addresses[self._at]
         try:
             async with asyncio.timeout(_ANSWER_S):
                 if is_alive:
-                    await self._link(place).beat()
+                    await self._link(address).heartbeat()
                 elif self._is_registered:
-                    await self._link(place).withdraw()
+                    await self._link(address).withdraw()
         except Exception as error:  # noqa: BLE001
             # The outermost loop, which nothing may end: the teacher would never come back.
-            await self._note(error, place)
-            self._at = (self._at + 1) % len(self._config.places)
+            await self._note(error, address)
+            self._at = (self._at + 1) % len(self._config.addresses)
             self._failures += 1
-            if self._failures < len(self._config.places):
+            if self._failures < len(self._config.addresses):
                 return 0.0  # another one may do, before the lease ends
             retry_s = _REFUSED_RETRY_S if isinstance(error, BadRequest) else _RETRY_S
             return retry_s * random.uniform(0.5, 1.5)
@@ -109,39 +108,39 @@ class Registrar:
                 self._config.server,
                 "is registered with" if is_alive else "does not answer: withdrawn from",
                 self._config.service,
-                place,
+                address,
             )
             self._is_registered = is_alive
         return period_s
 
-    async def _note(self, error: Exception, place: Place) -> None:
+    async def _note(self, error: Exception, address: RegistryAddress) -> None:
         if isinstance(error, TimeoutError):
-            error = ServerAway(f"{place}: it is silent")
+            error = DiscoveryUnavailable(f"{address}: it is silent")
         if not isinstance(error, DistillError):
             logger.error("registering failed", exc_info=error)
         elif self._is_registered or time.monotonic() - self._trouble_logged_s >= _LOG_EVERY_S:
             self._trouble_logged_s = time.monotonic()
             logger.warning("teacher %s cannot be registered now: %s", self._config.server, error)
         self._is_registered = False
-        link = self._links.get(place)
+        link = self._links.get(address)
         if link is not None:
             await link.close()
-            del self._links[place]
+            del self._links[address]
 
-    def _link(self, place: Place) -> _Link:
-        link = self._links.get(place)
+    def _link(self, address: RegistryAddress) -> _Link:
+        link = self._links.get(address)
         if link is None:
-            kind = _DiscoveryLink if isinstance(place, DiscoveryAddress) else _RedisLink
-            link = self._links[place] = kind(place, self._config)  # type: ignore[arg-type]
+            kind = _DiscoveryLink if isinstance(address, DiscoveryAddress) else _RedisLink
+            link = self._links[address] = kind(address, self._config)  # type: ignore[arg-type]
         return link
 
     async def _end(self) -> None:
-        place = self._config.places[self._at]
+        address = self._config.addresses[self._at]
         try:
             with contextlib.suppress(DistillError, TimeoutError):  # its lease ends by itself
                 async with asyncio.timeout(_WITHDRAW_S):
                     if self._is_registered:
-                        await self._link(place).withdraw()
+                        await self._link(address).withdraw()
                         logger.info("teacher %s is withdrawn", self._config.server)
         finally:
             for link in self._links.values():
@@ -170,7 +169,7 @@ class PortProbe:
     """
 
     def __init__(self, server: str) -> None:
-        self._address = address_of(server)
+        self._address = host_port_of(server)
         self._may_say = not server.startswith(("grpc://", "serving"))
         self._says: bool | None = None  # None: has not been asked since it began to listen
         self._silent = 0  # probes in a row without any answer
@@ -227,40 +226,42 @@ class PortProbe:
 
 
 class _DiscoveryLink:
-    def __init__(self, place: DiscoveryAddress, config: RegistrarConfig) -> None:
-        self._place = place
+    def __init__(self, address: DiscoveryAddress, config: RegistrarConfig) -> None:
+        self._address = address
         self._config = config
-        self._line: Line | None = None  # None: not connected
+        self._connection: ClientConnection | None = None  # None: not connected
 
-    async def beat(self) -> None:
+    async def heartbeat(self) -> None:
         config = self._config
-        beat = Beat(
+        heartbeat = TeacherHeartbeat(
             service=config.service, server=config.server, lease_s=config.lease_s, info=config.info
         )
-        await (await self._connected()).ask(beat_body(beat))
+        await (await self._connected()).ask(heartbeat_body(heartbeat))
 
     async def withdraw(self) -> None:
         config = self._config
-        line = await self._connected()
-        await line.ask(withdraw_body(config.service, config.server))
+        connection = await self._connected()
+        await connection.ask(withdrawal_body(config.service, config.server))
 
     async def close(self) -> None:
-        if self._line is not None:
-            await self._line.close()
+        if self._connection is not None:
+            await self._connection.close()
 
-    async def _connected(self) -> Line:
-        if self._line is None:
-            self._line = await Line.connect(self._place.endpoint, self._config.token)
-        return self._line
+    async def _connected(self) -> ClientConnection:
+        if self._connection is None:
+            self._connection = await ClientConnection.connect(
+                self._address.endpoint, self._config.token
+            )
+        return self._connection
 
 
 class _RedisLink:
-    def __init__(self, place: Place, config: RegistrarConfig) -> None:
-        assert not isinstance(place, DiscoveryAddress)
+    def __init__(self, address: RegistryAddress, config: RegistrarConfig) -> None:
+        assert not isinstance(address, DiscoveryAddress)
         self._config = config
-        self._registry = RedisRegistry([place])
+        self._registry = RedisRegistry([address])
 
-    async def beat(self) -> None:
+    async def heartbeat(self) -> None:
         config = self._config
         await self._registry.put_teacher(config.service, config.server, config.info, config.lease_s)
 
@@ -330,13 +331,13 @@ class RegistrarThread:
         return self._readiness.note(self._is_ready())
 
 
-def own_address(place: Place) -> str:
+def own_address(address: RegistryAddress) -> str:
     """Return the address of this host that `place` would see. Sends nothing.
 
     Raises:
         UsageError: there is none.
     """
-    host, port = place.address
+    host, port = address.host_port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -344,6 +345,6 @@ def own_address(place: Place) -> str:
             found = str(probe.getsockname()[0])
     except OSError as error:
         raise UsageError(
-            f"{place}: no address of this host is known there ({error}); name one by --advertise"
+            f"{address}: no address of this host is known there ({error}); name one by --advertise"
         ) from error
     return f"[{found}]" if ":" in found else found

@@ -3,20 +3,20 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
-from distill_reader.balance.table import Service, Student, Table
-from distill_reader.errors import Retryable
+from distill_reader.balance.table import ServiceState, Student, Table
+from distill_reader.errors import TransientFailure
 
 STUDENT_LEASE_S = 10.0  # a student's place is kept so long for when it finds another server
 
 
-class RegistryAway(Retryable):
+class RegistryUnavailable(TransientFailure):
     """The registry did not answer, or not what was asked."""
 
 
 class Registry(Protocol):
-    """All methods but `close` raise RegistryAway, after seconds at most."""
+    """All methods but `close` raise RegistryUnavailable, after seconds at most."""
 
-    async def services(self, own: Collection[str]) -> Mapping[str, Service]:
+    async def services(self, own: Collection[str]) -> Mapping[str, ServiceState]:
         """Return all that is known now, by service.
 
         Args:
@@ -49,7 +49,7 @@ class Registry(Protocol):
         """Forget it, if its session is still the one that counts."""
         ...
 
-    async def restore(self, name: str, service: Service, lease_s: float) -> None:
+    async def restore(self, name: str, service: ServiceState, lease_s: float) -> None:
         """Put back, for so long, the teachers and students of a service that are not there.
 
         The registry was away, or has lost its memory: they have had no chance to stay.

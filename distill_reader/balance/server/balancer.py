@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from distill_reader.balance.assign import count_moves
-from distill_reader.balance.registry.registry import Registry, RegistryAway
-from distill_reader.balance.table import Service, Student, Table, guest_table, next_table
+from distill_reader.balance.registry.registry import Registry, RegistryUnavailable
+from distill_reader.balance.table import ServiceState, Student, Table, guest_table, next_table
 from distill_reader.balance.tasks import end_tasks
 
 logger = logging.getLogger(__name__)
@@ -30,21 +30,21 @@ _LOG_EVERY_S = 10.0
 
 
 @dataclass(slots=True)
-class _Own:
+class _OwnStudent:
     """A student of ours."""
 
     student: Student
-    tell: Callable[[tuple[str, ...]], None]
+    notify: Callable[[tuple[str, ...]], None]
     moved: Callable[[], None]
-    told: tuple[str, ...] | None = None  # None: nothing yet
+    notified: tuple[str, ...] | None = None  # None: nothing yet
     is_new: bool = True  # others have not heard of it, or of what it wants now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class RegistryView:
     """What was seen last, for people and metrics."""
 
-    services: Mapping[str, Service]
+    services: Mapping[str, ServiceState]
     away: str | None  # why the registry is not there; None: it is
 
 
@@ -54,14 +54,14 @@ class Balancer:
     def __init__(self, registry: Registry, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._registry = registry
         self._clock = clock
-        self._own: dict[tuple[str, str], _Own] = {}
+        self._own: dict[tuple[str, str], _OwnStudent] = {}
         self._left: dict[tuple[str, str], Student] = {}  # to be dropped
         self._changed = asyncio.Event()
         self._refreshed_s = -_REFRESH_S
         self._looked_in_s = 0.0  # how long the last look took
         self._away: str | None = None
         self._away_logged_s = 0.0
-        self._known: dict[str, Service] = {}  # as it was, and as decided, when last seen
+        self._known: dict[str, ServiceState] = {}  # as it was, and as decided, when last seen
         self._young_until_s: dict[str, float] = {}
         self.moves = 0  # links that students got in addition to or in place of others
         self.tables = 0  # written
@@ -72,7 +72,7 @@ class Balancer:
         self,
         service: str,
         student: Student,
-        tell: Callable[[tuple[str, ...]], None],
+        notify: Callable[[tuple[str, ...]], None],
         moved: Callable[[], None],
     ) -> None:
         """Look after a student.
@@ -83,7 +83,7 @@ class Balancer:
         """
         key = service, student.student
         self._left.pop(key, None)
-        self._own[key] = _Own(student, tell, moved)
+        self._own[key] = _OwnStudent(student, notify, moved)
         self.poke()
 
     def update(self, service: str, student: Student) -> None:
@@ -111,8 +111,8 @@ class Balancer:
             self.poke()
 
     @property
-    def look(self) -> Look:
-        return Look(services=self._known, away=self._away)
+    def view(self) -> RegistryView:
+        return RegistryView(services=self._known, away=self._away)
 
     @property
     def students(self) -> int:
@@ -132,7 +132,7 @@ class Balancer:
             give_up_after_s: how long the registry may be away; None: for ever.
 
         Raises:
-            RegistryAway: it was longer.
+            RegistryUnavailable: it was longer.
         """
         watching = asyncio.create_task(self._registry.watch(self.poke))
         away_since_s: float | None = None
@@ -143,7 +143,7 @@ class Balancer:
                     await self._work()
                 except Exception as error:
                     # The outermost loop: a defect here must not leave students without news.
-                    if not isinstance(error, RegistryAway):
+                    if not isinstance(error, RegistryUnavailable):
                         logger.exception("looking after the students failed; trying again")
                     now = self._clock()
                     away_since_s = now if away_since_s is None else away_since_s
@@ -179,7 +179,7 @@ class Balancer:
             if not self._is_young(name, services[name], now):
                 services[name] = await self._decide(name, services[name], stored.get(name))
         self._known = services
-        self._tell()
+        self._notify()
 
     async def _put(self) -> None:
         """Tell the registry of our students."""
@@ -203,7 +203,7 @@ class Balancer:
         if is_due:
             self._refreshed_s = now
 
-    async def _decide(self, name: str, service: Service, stored: Table | None) -> Service:
+    async def _decide(self, name: str, service: ServiceState, stored: Table | None) -> ServiceState:
         """Return the service with the table in force, which this may write.
 
         Args:
@@ -230,7 +230,7 @@ class Balancer:
         )
         return replace(service, table=table)
 
-    def _is_young(self, name: str, service: Service, now: float) -> bool:
+    def _is_young(self, name: str, service: ServiceState, now: float) -> bool:
         """Whether to wait: the registry has lost its memory, and teachers are about to come back.
 
         Their students know of them.
@@ -242,16 +242,16 @@ class Balancer:
             return False
         return now < self._young_until_s.setdefault(name, now + _YOUNG_S)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for (service, name), own in list(self._own.items()):
             known = self._known.get(service)
             if known is None or known.table is None:
                 continue
             links = known.table.links.get(name)
-            if links is not None and links != own.told:
-                own.told = links
+            if links is not None and links != own.notified:
+                own.notified = links
                 own.student = replace(own.student, held=links)
-                own.tell(links)
+                own.notify(links)
 
     def _has_forgotten(self, stored: Mapping[str, Table | None]) -> bool:
         """Whether the registry has lost what it knew, as a Redis that was started anew."""
@@ -263,7 +263,7 @@ class Balancer:
 
     async def _restore(
         self, own_names: set[str]
-    ) -> tuple[dict[str, Service], dict[str, Table | None]]:
+    ) -> tuple[dict[str, ServiceState], dict[str, Table | None]]:
         """Put back what was known before; return what there is now, and which tables.
 
         In the registry itself, so that other servers, who may know less, do not take it off.
@@ -301,7 +301,7 @@ class Balancer:
             if known.table is None or students.keys() - known.table.links.keys():
                 service = replace(known, students=students)
                 self._known[name] = replace(service, table=guest_table(service))
-        self._tell()
+        self._notify()
 
 
 def _wants(student: Student) -> tuple[int, tuple[str, ...]]:

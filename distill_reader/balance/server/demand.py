@@ -12,7 +12,7 @@ import requests
 
 from distill_reader.balance.server.balancer import Balancer
 from distill_reader.balance.server.metrics import samples_per_s, wait_share
-from distill_reader.balance.table import Service
+from distill_reader.balance.table import ServiceState
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ _TIMEOUT_S = 5.0
 _LOG_EVERY_S = 30.0
 
 
-def demand_of(name: str, service: Service) -> dict[str, Any] | None:
+def demand_of(name: str, service: ServiceState) -> dict[str, Any] | None:
     """Return what the job server is told of a service; None: nothing, for nobody reads. Pure."""
     students = service.students.values()
     if all(student.wait_share is None for student in students):
@@ -56,7 +56,7 @@ class DemandPoster:
         """Work until cancelled. A job server that is away is told again when it is back."""
         while True:
             try:
-                trouble = await self._tell()
+                trouble = await self._notify()
             except Exception:  # a defect here must end neither the demand nor the discovery server
                 logger.exception("the demand cannot be told to the job server; trying again")
                 trouble = ""
@@ -65,8 +65,8 @@ class DemandPoster:
                 logger.warning("the demand cannot be told to the job server: %s", trouble)
             await asyncio.sleep(_PERIOD_S)
 
-    async def _tell(self) -> str:
-        services = self._balancer.look.services.items()
+    async def _notify(self) -> str:
+        services = self._balancer.view.services.items()
         demands = [demand_of(name, service) for name, service in services]
         return await asyncio.get_running_loop().run_in_executor(None, self._post, demands)
 

@@ -7,11 +7,11 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from distill_reader.balance.server.balancer import Balancer, Look
-from distill_reader.balance.table import Service, Table
+from distill_reader.balance.server.balancer import Balancer, RegistryView
+from distill_reader.balance.table import ServiceState, Table
 
 
-class Metrics:
+class DiscoveryMetrics:
     """The counters of one server, in a registry of their own."""
 
     CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -42,11 +42,11 @@ class _Services(Collector):
         self._connections = connections
 
     def collect(self) -> list[GaugeMetricFamily]:
-        look = self._balancer.look
+        view = self._balancer.view
         families = []
         for name, text, value in (
             ("edl_discovery_connections", "Open connections.", float(self._connections())),
-            ("edl_discovery_registry_up", "Whether the registry answers.", float(not look.away)),
+            ("edl_discovery_registry_up", "Whether the registry answers.", float(not view.away)),
             ("edl_discovery_moves", "Links that students got anew, by us.", self._balancer.moves),
         ):
             families.append(GaugeMetricFamily(name, text, value=value))
@@ -58,32 +58,32 @@ class _Services(Collector):
             ("edl_discovery_wait_share", "Of students' time, for teachers; mean.", wait_share),
         ):
             family = GaugeMetricFamily(name, text, labels=("service",))
-            for service, known in look.services.items():
+            for service, known in view.services.items():
                 family.add_metric((service,), count(known))
             families.append(family)
         return families
 
 
-def describe(look: Look) -> dict[str, Any]:
+def describe(view: RegistryView) -> dict[str, Any]:
     """Return what is known as JSON for people."""
     return {
-        "registry": look.away or "ok",
-        "services": {name: _describe(service) for name, service in look.services.items()},
+        "registry": view.away or "ok",
+        "services": {name: _describe(service) for name, service in view.services.items()},
     }
 
 
-def wait_share(service: Service) -> float:
+def wait_share(service: ServiceState) -> float:
     """Return the students' mean, of those that have said it."""
     shares = [each.wait_share for each in service.students.values() if each.wait_share is not None]
     return sum(shares) / len(shares) if shares else 0.0
 
 
-def samples_per_s(service: Service) -> float:
+def samples_per_s(service: ServiceState) -> float:
     """Return what all students read."""
     return sum(each.samples_per_s or 0.0 for each in service.students.values())
 
 
-def _describe(service: Service) -> dict[str, Any]:
+def _describe(service: ServiceState) -> dict[str, Any]:
     table = service.table or Table()
     return {
         "version": table.version,
@@ -106,14 +106,14 @@ def _sorted(classes: Mapping[str, int]) -> dict[str, int]:
     return dict(sorted(classes.items()))
 
 
-def _count_teachers(service: Service) -> float:
+def _count_teachers(service: ServiceState) -> float:
     return len(service.teachers)
 
 
-def _count_students(service: Service) -> float:
+def _count_students(service: ServiceState) -> float:
     return len(service.students)
 
 
-def _count_links(service: Service) -> float:
+def _count_links(service: ServiceState) -> float:
     links = (service.table or Table()).links
     return sum(len(links.get(student, ())) for student in service.students)

@@ -11,25 +11,25 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from distill_reader.balance.registry.registry import Registry, RegistryAway
+from distill_reader.balance.registry.registry import Registry, RegistryUnavailable
 from distill_reader.balance.server.balancer import Balancer
-from distill_reader.balance.server.metrics import Metrics, describe
+from distill_reader.balance.server.metrics import DiscoveryMetrics, describe
 from distill_reader.balance.table import Student
 from distill_reader.balance.tasks import end_tasks, finish
-from distill_reader.balance.wire.connection import Connection, Refused, Stalled
 from distill_reader.balance.wire.messages import (
-    Beat,
-    Heartbeat,
-    Hello,
-    Leave,
-    Meet,
-    Prove,
-    Register,
-    Report,
+    AuthProof,
+    AuthStart,
+    LegacyHeartbeat,
+    LegacyRegister,
     Request,
-    Withdraw,
+    StudentJoin,
+    StudentLeave,
+    StudentReport,
+    TeacherHeartbeat,
+    TeacherWithdrawal,
     parse,
 )
+from distill_reader.balance.wire.server_connection import AccessRefused, ServerConnection, Stalled
 from distill_reader.errors import BadRequest
 from distill_reader.tokens import new_nonce, prove, proves, same_token
 
@@ -41,7 +41,7 @@ _ACCEPT_STEPS = 5  # of the loop, until what it has just accepted is ours: a ser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
+class DiscoveryServerConfig:
     """Whom a server takes, and for how long it bears with them."""
 
     token: str = ""  # what those who come must prove to have; "": nothing
@@ -57,9 +57,9 @@ class ServerConfig:
 class DiscoveryServer:
     """Connections of one listener. Belongs to one event loop."""
 
-    def __init__(self, registry: Registry, config: ServerConfig) -> None:
+    def __init__(self, registry: Registry, config: DiscoveryServerConfig) -> None:
         self.balancer = Balancer(registry)
-        self.metrics = Metrics(self.balancer, lambda: len(self._tasks))
+        self.metrics = DiscoveryMetrics(self.balancer, lambda: len(self._tasks))
         self._registry = registry
         self._config = config
         self._tasks: set[asyncio.Task[None]] = set()
@@ -95,9 +95,9 @@ class DiscoveryServer:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        connection = Connection(reader, writer)
+        connection = ServerConnection(reader, writer)
         try:
-            await self._look(connection)
+            await self._dispatch(connection)
         except (Stalled, OSError, asyncio.IncompleteReadError) as error:
             logger.debug("%s is dropped: %s", connection.peer, error)
         except asyncio.CancelledError:
@@ -107,7 +107,7 @@ class DiscoveryServer:
             self._tasks.discard(task)
             connection.close()
 
-    async def _look(self, connection: Connection) -> None:
+    async def _dispatch(self, connection: ServerConnection) -> None:
         """Find out who it is, and go on as they do."""
         first = await connection.first(self._config.first_s)
         if first == b"GET ":
@@ -119,7 +119,7 @@ class DiscoveryServer:
         finally:
             session.ended()
 
-    async def _answer_http(self, connection: Connection) -> None:
+    async def _answer_http(self, connection: ServerConnection) -> None:
         path, token = await connection.http_request()
         content_type = "application/json"
         if path == "/health":
@@ -127,10 +127,14 @@ class DiscoveryServer:
         elif not self._is_welcome(token):
             status, body = "401 Unauthorized", b'{"error":"Authorization: Bearer TOKEN is wanted"}'
         elif path == "/metrics":
-            status, body, content_type = "200 OK", self.metrics.text(), Metrics.CONTENT_TYPE
+            status, body, content_type = (
+                "200 OK",
+                self.metrics.text(),
+                DiscoveryMetrics.CONTENT_TYPE,
+            )
         elif path == "/services":
             status = "200 OK"
-            body = json.dumps(describe(self.balancer.look), indent=1).encode() + b"\n"
+            body = json.dumps(describe(self.balancer.view), indent=1).encode() + b"\n"
         else:
             status, body = "404 Not Found", b'{"error":"there is /health, /services, /metrics"}'
         await connection.send_http(status, body, content_type)
@@ -142,16 +146,20 @@ class DiscoveryServer:
         return not wanted or same_token(token, wanted)
 
     def check(self, body: Mapping[str, Any], request: Request) -> None:
-        """Raise Refused if who says this does not show the token, as older releases do."""
+        """Raise AccessRefused if who says this does not show the token, as older releases do."""
         if not self._is_welcome(body.get("token")):
-            raise Refused(
+            raise AccessRefused(
                 "token: this server wants one; set EDL_TEACHER_TOKEN as on the server"
-                + (", or start it with --insecure_legacy" if isinstance(request, Register) else "")
+                + (
+                    ", or start it with --insecure_legacy"
+                    if isinstance(request, LegacyRegister)
+                    else ""
+                )
             )
 
-    async def answer_teacher(self, request: Beat | Withdraw) -> None:
-        """Raises: RegistryAway."""
-        if isinstance(request, Beat):
+    async def answer_teacher(self, request: TeacherHeartbeat | TeacherWithdrawal) -> None:
+        """Raises: RegistryUnavailable."""
+        if isinstance(request, TeacherHeartbeat):
             await self._registry.put_teacher(
                 request.service, request.server, request.info, request.lease_s
             )
@@ -162,7 +170,7 @@ class DiscoveryServer:
         timer = self._leaving.pop((service, student.student), None)
         if timer is not None:
             timer.cancel()
-        self.balancer.join(service, student, session.tell, session.moved)
+        self.balancer.join(service, student, session.notify, session.moved)
 
     def student_went(self, service: str, student: Student, *, may_return: bool) -> None:
         if not may_return or self._is_closing:  # another server will have it
@@ -181,7 +189,7 @@ class DiscoveryServer:
         self._leaving[key] = asyncio.get_running_loop().call_later(self._config.return_s, leave)
 
     @property
-    def config(self) -> ServerConfig:
+    def config(self) -> DiscoveryServerConfig:
         return self._config
 
     def legacy_name(self) -> str:
@@ -204,7 +212,7 @@ async def _step(times: int) -> None:
 class _Session:
     """What one connection has said so far."""
 
-    def __init__(self, server: DiscoveryServer, connection: Connection) -> None:
+    def __init__(self, server: DiscoveryServer, connection: ServerConnection) -> None:
         self._server = server
         self._connection = connection
         self._service = ""
@@ -231,12 +239,12 @@ class _Session:
                 kind = str(body["type"])
                 self._check(body, request)
                 answer, outcome = await self._answer(request), "ok"
-            except (BadRequest, Refused, RegistryAway) as error:
+            except (BadRequest, AccessRefused, RegistryUnavailable) as error:
                 logger.info("%s: refused: %s", self._connection.peer, error)
                 answer = {"type": "error", "error": str(error)}
-                if isinstance(error, RegistryAway):
+                if isinstance(error, RegistryUnavailable):
                     answer = {**answer, "retry": True}
-                self._is_over |= isinstance(error, Refused)
+                self._is_over |= isinstance(error, AccessRefused)
             self._server.metrics.answered(kind, outcome)
             self._connection.send(answer)
             silent_s = config.legacy_silent_s if self._is_legacy else config.silent_s
@@ -248,7 +256,7 @@ class _Session:
         if self._student is not None:
             self._server.student_went(self._service, self._student, may_return=not self._is_legacy)
 
-    def tell(self, teachers: tuple[str, ...]) -> None:
+    def notify(self, teachers: tuple[str, ...]) -> None:
         """Take a new list; ours hears of it at once, the original's when it asks."""
         self._teachers = teachers
         self._version += self._listed.is_set()
@@ -266,46 +274,48 @@ class _Session:
     # --- answers
 
     def _check(self, body: Mapping[str, Any], request: Request) -> None:
-        """Raise Refused if who says this may not.
+        """Raise AccessRefused if who says this may not.
 
         The original's students may come, ask for news and leave, where the server is open to them;
         whatever else is said on their connection needs the token like on any other one.
         """
-        if self._is_known or isinstance(request, Meet | Prove):
+        if self._is_known or isinstance(request, AuthStart | AuthProof):
             return
-        is_legacy = isinstance(request, Register) or (
-            self._is_legacy and isinstance(request, Heartbeat | Leave)
+        is_legacy = isinstance(request, LegacyRegister) or (
+            self._is_legacy and isinstance(request, LegacyHeartbeat | StudentLeave)
         )
         if not (is_legacy and self._server.config.is_open_to_legacy):
             self._server.check(body, request)
             self._is_known = True
 
-    def _meet(self, request: Meet) -> Mapping[str, Any]:
+    def _meet(self, request: AuthStart) -> Mapping[str, Any]:
         if not self._server.config.token:
             return {"type": "ok"}
         self._nonces = request.nonce, new_nonce()
         return {"type": "challenge", "nonce": self._nonces[1]}
 
-    def _prove(self, request: Prove) -> Mapping[str, Any]:
+    def _prove(self, request: AuthProof) -> Mapping[str, Any]:
         token, nonces, self._nonces = self._server.config.token, self._nonces, None
         if nonces is None:
             raise BadRequest("prove: comes behind meet, once")
         if not proves(request.proof, token, "discovery client", *nonces):
-            raise Refused("token: this server has another one; set EDL_TEACHER_TOKEN as there")
+            raise AccessRefused(
+                "token: this server has another one; set EDL_TEACHER_TOKEN as there"
+            )
         self._is_known = True
         return {"type": "ok", "proof": prove(token, "discovery server", *nonces)}
 
     async def _answer(self, request: Request) -> Mapping[str, Any]:
-        if isinstance(request, Meet):
+        if isinstance(request, AuthStart):
             return self._meet(request)
-        if isinstance(request, Prove):
+        if isinstance(request, AuthProof):
             return self._prove(request)
-        if isinstance(request, Beat | Withdraw):
+        if isinstance(request, TeacherHeartbeat | TeacherWithdrawal):
             await self._server.answer_teacher(request)
             return {"type": "ok"}
-        if isinstance(request, Register):
+        if isinstance(request, LegacyRegister):
             return await self._answer_register(request)
-        if isinstance(request, Hello):
+        if isinstance(request, StudentJoin):
             self._come(
                 request.service,
                 Student(
@@ -318,7 +328,7 @@ class _Session:
             return {"type": "ok"}
         if self._student is None:
             raise BadRequest("this connection has not said who it is: register first")
-        if isinstance(request, Heartbeat):
+        if isinstance(request, LegacyHeartbeat):
             if request.version >= self._version:
                 return {"type": "heartbeat"}
             return {
@@ -326,14 +336,14 @@ class _Session:
                 "servers": self._teachers,
                 "version": self._version,
             }
-        if isinstance(request, Leave):
+        if isinstance(request, StudentLeave):
             self._server.student_went(self._service, self._student, may_return=False)
             self._student, self._is_over = None, True
             return {"type": "ok"}
         self._report(self._student, request)
         return {"type": "ok"}
 
-    async def _answer_register(self, request: Register) -> Mapping[str, Any]:
+    async def _answer_register(self, request: LegacyRegister) -> Mapping[str, Any]:
         self._is_legacy = True
         name = self._server.legacy_name()
         self._come(request.service, Student(student=name, session=1, require=request.num))
@@ -357,7 +367,7 @@ class _Session:
         self._service, self._student = service, student
         self._server.student_came(self, service, student)
 
-    def _report(self, student: Student, request: Report) -> None:
+    def _report(self, student: Student, request: StudentReport) -> None:
         self._student = Student(
             student=student.student,
             session=student.session,

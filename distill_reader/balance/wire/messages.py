@@ -35,9 +35,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from distill_reader.balance.names import check_endpoint, check_name, shown
-from distill_reader.balance.speeds import Measured
-from distill_reader.balance.table import MAX_HELD, MAX_REQUIRE, MAX_UNUSABLE
+from distill_reader.balance.addresses import check_endpoint, check_name, shown
+from distill_reader.balance.table import MAX_HELD, MAX_REQUIRE, MAX_UNUSABLE, Measured
 from distill_reader.errors import BadRequest, UsageError
 
 HEAD = struct.Struct("!4si")
@@ -54,7 +53,7 @@ class BadFrame(BadRequest):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Register:
+class LegacyRegister:
     """The original's student comes."""
 
     service: str
@@ -63,14 +62,14 @@ class Register:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heartbeat:
+class LegacyHeartbeat:
     """The original's student asks for news since a version."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class StudentJoin:
     """A student comes."""
 
     service: str
@@ -81,7 +80,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class StudentReport:
     """A student is there, and says how it is fed."""
 
     require: int
@@ -92,12 +91,12 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leave:
+class StudentLeave:
     """A student goes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
+class TeacherHeartbeat:
     """A teacher is there."""
 
     service: str
@@ -107,7 +106,7 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Withdraw:
+class TeacherWithdrawal:
     """A teacher goes."""
 
     service: str
@@ -115,20 +114,30 @@ class Withdraw:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meet:
+class AuthStart:
     """Somebody with a token comes."""
 
     nonce: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prove:
+class AuthProof:
     """And shows that it is so."""
 
     proof: str
 
 
-Request = Register | Heartbeat | Hello | Report | Leave | Beat | Withdraw | Meet | Prove
+Request = (
+    LegacyRegister
+    | LegacyHeartbeat
+    | StudentJoin
+    | StudentReport
+    | StudentLeave
+    | TeacherHeartbeat
+    | TeacherWithdrawal
+    | AuthStart
+    | AuthProof
+)
 
 
 def encode(body: Mapping[str, Any]) -> bytes:
@@ -170,7 +179,7 @@ def parse(body: Mapping[str, Any]) -> Request:
         raise BadRequest(str(error)) from error
 
 
-def hello_body(student: Hello) -> dict[str, Any]:
+def hello_body(student: StudentJoin) -> dict[str, Any]:
     """Return what a student says first."""
     return {
         "type": "student",
@@ -182,7 +191,7 @@ def hello_body(student: Hello) -> dict[str, Any]:
     }
 
 
-def report_body(report: Report) -> dict[str, Any]:
+def report_body(report: StudentReport) -> dict[str, Any]:
     return {
         "type": "report",
         "require": report.require,
@@ -196,38 +205,40 @@ def report_body(report: Report) -> dict[str, Any]:
     }
 
 
-def beat_body(beat: Beat) -> dict[str, Any]:
+def heartbeat_body(heartbeat: TeacherHeartbeat) -> dict[str, Any]:
     return {
         "type": "teacher",
-        "service": beat.service,
-        "server": beat.server,
-        "lease_s": beat.lease_s,
-        "info": beat.info,
+        "service": heartbeat.service,
+        "server": heartbeat.server,
+        "lease_s": heartbeat.lease_s,
+        "info": heartbeat.info,
     }
 
 
-def withdraw_body(service: str, server: str) -> dict[str, Any]:
+def withdrawal_body(service: str, server: str) -> dict[str, Any]:
     return {"type": "withdraw", "service": service, "server": server}
 
 
 # --- readers of each kind
 
 
-def _register(body: Mapping[str, Any]) -> Register:
-    return Register(
+def _legacy_register(body: Mapping[str, Any]) -> LegacyRegister:
+    return LegacyRegister(
         service=check_name(body.get("service_name"), "service_name"),
         seq=_integer(body, "seq", 0, 1 << 62),
         num=min(_integer(body, "num", 1, 1 << 62), MAX_REQUIRE),
     )
 
 
-def _heartbeat(body: Mapping[str, Any]) -> Heartbeat:
+def _legacy_heartbeat(body: Mapping[str, Any]) -> LegacyHeartbeat:
     # The original takes heartbeats of older clients, which know no versions.
-    return Heartbeat(version=_integer(body, "version", 0, 1 << 62) if "version" in body else 0)
+    return LegacyHeartbeat(
+        version=_integer(body, "version", 0, 1 << 62) if "version" in body else 0
+    )
 
 
-def _hello(body: Mapping[str, Any]) -> Hello:
-    return Hello(
+def _hello(body: Mapping[str, Any]) -> StudentJoin:
+    return StudentJoin(
         service=check_name(body.get("service"), "service"),
         student=check_name(body.get("student"), "student"),
         session=_integer(body, "session", 1, 1 << 52),
@@ -236,7 +247,7 @@ def _hello(body: Mapping[str, Any]) -> Hello:
     )
 
 
-def _report(body: Mapping[str, Any]) -> Report:
+def _report(body: Mapping[str, Any]) -> StudentReport:
     measured = body.get("measured")
     if not isinstance(measured, dict) or len(measured) > MAX_HELD:
         raise BadRequest(f"measured: expected up to {MAX_HELD} teachers, got {shown(measured)}")
@@ -249,7 +260,7 @@ def _report(body: Mapping[str, Any]) -> Report:
             busy_share=min(1.0, _measure(values[1], "measured")),
         )
     wait_share, samples_per_s = body.get("wait_share"), body.get("samples_per_s")
-    return Report(
+    return StudentReport(
         require=_integer(body, "require", 1, MAX_REQUIRE),
         wait_share=None if wait_share is None else min(1.0, _measure(wait_share, "wait_share")),
         samples_per_s=None if samples_per_s is None else _measure(samples_per_s, "samples_per_s"),
@@ -258,11 +269,11 @@ def _report(body: Mapping[str, Any]) -> Report:
     )
 
 
-def _leave(_: Mapping[str, Any]) -> Leave:
-    return Leave()
+def _leave(_: Mapping[str, Any]) -> StudentLeave:
+    return StudentLeave()
 
 
-def _beat(body: Mapping[str, Any]) -> Beat:
+def _teacher_heartbeat(body: Mapping[str, Any]) -> TeacherHeartbeat:
     info = body.get("info", "")
     if not isinstance(info, str) or len(info) > MAX_INFO:
         raise BadRequest(f"info: expected a text of up to {MAX_INFO} characters, got {shown(info)}")
@@ -270,7 +281,7 @@ def _beat(body: Mapping[str, Any]) -> Beat:
     least, most = LEASE_S
     if not least <= lease_s <= most:
         raise BadRequest(f"lease_s: expected {least:g} to {most:g} seconds, got {lease_s:g}")
-    return Beat(
+    return TeacherHeartbeat(
         service=check_name(body.get("service"), "service"),
         server=check_endpoint(body.get("server"), "server"),
         lease_s=lease_s,
@@ -278,23 +289,23 @@ def _beat(body: Mapping[str, Any]) -> Beat:
     )
 
 
-def _withdraw(body: Mapping[str, Any]) -> Withdraw:
-    return Withdraw(
+def _withdraw(body: Mapping[str, Any]) -> TeacherWithdrawal:
+    return TeacherWithdrawal(
         service=check_name(body.get("service"), "service"),
         server=check_endpoint(body.get("server"), "server"),
     )
 
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], Request]] = {
-    "register": _register,
-    "heartbeat": _heartbeat,
+    "register": _legacy_register,
+    "heartbeat": _legacy_heartbeat,
     "student": _hello,
     "report": _report,
     "leave": _leave,
-    "teacher": _beat,
+    "teacher": _teacher_heartbeat,
     "withdraw": _withdraw,
-    "meet": lambda body: Meet(nonce=_text(body, "nonce")),
-    "prove": lambda body: Prove(proof=_text(body, "proof")),
+    "meet": lambda body: AuthStart(nonce=_text(body, "nonce")),
+    "prove": lambda body: AuthProof(proof=_text(body, "proof")),
 }
 
 

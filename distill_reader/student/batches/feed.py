@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from distill_reader.errors import BadRequest
-from distill_reader.student.batches.items import Item, Piece, Signature
+from distill_reader.student.batches.items import ItemPiece, ReaderItem, Signature
 from distill_reader.student.batches.tries import Blame, Tries
 from distill_reader.student.clients.client import Array
 
@@ -29,11 +29,11 @@ _OVERDUE_PART = 4
 # than one would be otherwise.
 _LEAST_OF_A_SHAPE = 64
 
-_place = attrgetter("place")
+_order_of = attrgetter("order")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class RequestLimits:
     """Of one request."""
 
     join_bytes: int  # pieces are joined up to here
@@ -49,7 +49,7 @@ class Request:
         "hedged_to", "holders", "is_answered", "is_hedged", "pieces", "samples", "signature",
     )  # fmt: skip
 
-    def __init__(self, pieces: list[Piece], signature: Signature, samples: int) -> None:
+    def __init__(self, pieces: list[ItemPiece], signature: Signature, samples: int) -> None:
         self.pieces = pieces
         self.signature = signature
         self.samples = samples
@@ -62,11 +62,11 @@ class Request:
     def size_bytes(self) -> int:
         return sum([piece.size_bytes for piece in self.pieces])
 
-    def feeds(self, place: int) -> list[Array]:
-        """Return the arrays of the sent field at `place` (among the sent ones)."""
+    def feeds(self, index: int) -> list[Array]:
+        """Return the arrays of the sent field at `index` (among the sent ones)."""
         if len(self.pieces) == 1:
-            return list(self.pieces[0].rows[place])
-        return [array for piece in self.pieces for array in piece.rows[place]]
+            return list(self.pieces[0].rows[index])
+        return [array for piece in self.pieces for array in piece.rows[index]]
 
 
 class Feed:
@@ -74,9 +74,9 @@ class Feed:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._order: deque[Item] = deque()  # not popped yet, as the generator yielded them
-        self._waiting: dict[Signature, deque[Piece]] = {}  # in order; none is empty
-        self._troubled: list[Piece] = []  # in order
+        self._order: deque[ReaderItem] = deque()  # not popped yet, as the generator yielded them
+        self._waiting: dict[Signature, deque[ItemPiece]] = {}  # in order; none is empty
+        self._troubled: list[ItemPiece] = []  # in order
         self._able: Collection[str] = ()  # teachers that may be asked, now or soon
         self._hedges: deque[Request] = deque()
         self._added = 0  # items, ever
@@ -96,7 +96,7 @@ class Feed:
 
     # --- the generator
 
-    def has_room(self, item: Item) -> bool:
+    def has_room(self, item: ReaderItem) -> bool:
         """Return whether `item` may be added; always, if nothing else is held."""
         if not self._held_bytes:
             return True
@@ -105,7 +105,7 @@ class Feed:
         charge = item.charge_bytes + item.samples * self._output_bytes
         return self._held_bytes + charge <= self._max_bytes
 
-    def add(self, item: Item) -> None:
+    def add(self, item: ReaderItem) -> None:
         """Append an item; its pieces wait for a teacher."""
         item.number = self._added
         self._added += 1
@@ -180,7 +180,7 @@ class Feed:
         """Whether an item lacks answers."""
         return any(item.missing and item.error is None for item in self._order)
 
-    def take(self, limits: Limits, teacher: str) -> Request | None:
+    def take(self, limits: RequestLimits, teacher: str) -> Request | None:
         """Return the next request, from now on with `teacher`; None: nothing waits for it."""
         troubled = self._troubled_for(teacher) if self._troubled else None
         if troubled is not None:
@@ -241,7 +241,7 @@ class Feed:
         request.holders.remove(teacher)
         if request.is_answered:
             return False
-        self._settle(request)
+        self._finish(request)
         self._answers += 1
         columns = tuple(outputs)
         per_sample = sum([output.nbytes for output in columns]) // request.samples
@@ -276,7 +276,7 @@ class Feed:
         if request.holders:
             request.is_hedged = request in self._hedges  # may be offered again
             return
-        self._settle(request)
+        self._finish(request)
         for piece in reversed(request.pieces):
             piece.is_overdue = True
             self._put_back(piece)
@@ -297,10 +297,10 @@ class Feed:
         if len(request.pieces) == 1:
             self._tries(request.pieces[0], now).refused(teacher, error)
             if not request.holders:
-                self._settle(request)
+                self._finish(request)
                 self._put_back(request.pieces[0])
             return []
-        self._settle(request)
+        self._finish(request)
         singles = [Request([piece], request.signature, piece.samples) for piece in request.pieces]
         for single in singles:
             single.holders.append(teacher)
@@ -312,7 +312,7 @@ class Feed:
             return False
         request.holders.remove(teacher)
         if not request.is_answered and not request.holders:
-            self._settle(request)
+            self._finish(request)
             pieces = request.pieces
             if len(pieces) == 1:
                 pieces = list(pieces[0].cut(request.samples // 2))
@@ -371,7 +371,7 @@ class Feed:
         """Whether the generator is at its end, and every item was popped."""
         return self.is_ended and not self._order
 
-    def pop(self, max_bytes: int) -> list[Item]:
+    def pop(self, max_bytes: int) -> list[ReaderItem]:
         """Return items in order, all answered; at least one, up to `max_bytes`.
 
         What the call before returned counts as consumed. Empty: nothing is ready, or all is done.
@@ -416,7 +416,7 @@ class Feed:
         """Return what is to be raised though no item lacks an answer."""
         return self._error if self.may_be_alone else self._trouble()
 
-    def _let_go(self, item: Item) -> None:
+    def _let_go(self, item: ReaderItem) -> None:
         """Have an item without answer go without; all pieces that wait are of such items."""
         if item.missing and item.error is None:
             item.missing = 0
@@ -425,37 +425,39 @@ class Feed:
         self._troubled.clear()
         self.waiting_bytes = self.waiting_samples = 0
 
-    def _settle(self, request: Request) -> None:
+    def _finish(self, request: Request) -> None:
         request.is_answered = True
         if request.is_hedged and request in self._hedges:
             self._hedges.remove(request)
 
-    def _tries(self, piece: Piece, now: float) -> Tries:
+    def _tries(self, piece: ItemPiece, now: float) -> Tries:
         if piece.tries is None:
             piece.tries = Tries(self._answers, now)
         return piece.tries
 
-    def _troubled_for(self, teacher: str) -> Piece | None:
+    def _troubled_for(self, teacher: str) -> ItemPiece | None:
         for piece in self._troubled:
             if piece.tries is not None and piece.tries.may_ask(teacher, self._able):
                 return piece
         return None
 
-    def _first_queue(self) -> deque[Piece]:
+    def _first_queue(self) -> deque[ItemPiece]:
         """Return what waits beside the piece that comes first."""
         queues = self._waiting.values()
         if len(queues) == 1:
             return next(iter(queues))
-        return min(queues, key=lambda queue: queue[0].place)
+        return min(queues, key=lambda queue: queue[0].order)
 
-    def _request(self, pieces: list[Piece], samples: int, size_bytes: int, teacher: str) -> Request:
+    def _request(
+        self, pieces: list[ItemPiece], samples: int, size_bytes: int, teacher: str
+    ) -> Request:
         self.waiting_samples -= samples
         self.waiting_bytes -= size_bytes
         request = Request(pieces, pieces[0].signature, samples)
         request.holders.append(teacher)
         return request
 
-    def _cut_off(self, piece: Piece, limits: Limits) -> Piece:
+    def _cut_off(self, piece: ItemPiece, limits: RequestLimits) -> ItemPiece:
         """Return what a request may have of a piece that was taken; the rest waits again."""
         most = _most_samples(limits, piece)
         if piece.samples <= most:
@@ -466,7 +468,7 @@ class Feed:
         self._put_back(rest)
         return head
 
-    def _put_back(self, piece: Piece) -> None:
+    def _put_back(self, piece: ItemPiece) -> None:
         """Have a piece wait again, in the order of the items: the consumer waits for the first.
 
         What waits is in that order, so only pieces that came back as well are looked at.
@@ -476,13 +478,13 @@ class Feed:
         self.waiting_bytes += piece.size_bytes
         self.waiting_samples += piece.samples
         if piece.tries is not None and piece.tries.is_alone:
-            insort(self._troubled, piece, key=_place)
+            insort(self._troubled, piece, key=_order_of)
             return
         queue = self._waiting.setdefault(piece.signature, deque())
-        own, place = piece.place, 0
-        while place < len(queue) and queue[place].place < own:
-            place += 1
-        queue.insert(place, piece)
+        own, at = piece.order, 0
+        while at < len(queue) and queue[at].order < own:
+            at += 1
+        queue.insert(at, piece)
 
 
 def _may_hedge(request: Request, teacher: str) -> bool:
@@ -491,7 +493,7 @@ def _may_hedge(request: Request, teacher: str) -> bool:
     )
 
 
-def _fits(limits: Limits, samples: int, size_bytes: int) -> bool:
+def _fits(limits: RequestLimits, samples: int, size_bytes: int) -> bool:
     return (
         size_bytes <= limits.join_bytes
         and (limits.samples is None or samples <= limits.samples)
@@ -499,7 +501,7 @@ def _fits(limits: Limits, samples: int, size_bytes: int) -> bool:
     )
 
 
-def _most_samples(limits: Limits, piece: Piece) -> int:
+def _most_samples(limits: RequestLimits, piece: ItemPiece) -> int:
     """Return how many samples of a piece one request may have, so that the parts are even."""
     parts = -(-piece.size_bytes // limits.most_bytes)
     if limits.samples is not None:

@@ -21,7 +21,7 @@ Signature = tuple[tuple[Any, tuple[int, ...]], ...]
 _ITEM_BYTES = 1024  # what an item costs beside its arrays
 
 
-class Piece:
+class ItemPiece:
     """Samples of one item that go in one request."""
 
     __slots__ = (
@@ -30,7 +30,7 @@ class Piece:
 
     def __init__(
         self,
-        item: "Item",
+        item: "ReaderItem",
         first: int,
         samples: int,
         rows: tuple[Sequence[Array], ...],
@@ -47,7 +47,7 @@ class Piece:
         self.tries: Tries | None = None  # that ended without an answer; None: there were none
 
     @property
-    def place(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, int]:
         """Where it comes in the generator's order."""
         return self.item.number, self.first
 
@@ -55,7 +55,7 @@ class Piece:
         last = self.first + self.samples - 1
         return f"item {self.item.number}, samples {self.first} to {last} of {self.item.samples}"
 
-    def cut(self, samples: int) -> tuple["Piece", "Piece"]:
+    def cut(self, samples: int) -> tuple["ItemPiece", "ItemPiece"]:
         """Return the first `samples` (fewer than there are), and the rest."""
         size_bytes = self.size_bytes * samples // self.samples
         head, tail = [], []
@@ -68,8 +68,8 @@ class Piece:
                 tail.append([arrays[0][samples:]])
         rest = self.samples - samples
         return (
-            Piece(self.item, self.first, samples, tuple(head), self.signature, size_bytes),
-            Piece(
+            ItemPiece(self.item, self.first, samples, tuple(head), self.signature, size_bytes),
+            ItemPiece(
                 self.item,
                 self.first + samples,
                 rest,
@@ -80,7 +80,7 @@ class Piece:
         )
 
 
-class Item:
+class ReaderItem:
     """What the generator yielded once, and what has been answered of it."""
 
     __slots__ = (
@@ -102,7 +102,7 @@ class Item:
         self.samples = samples
         self.number = 0  # its place in the generator's order, once it is added
         self.missing = samples  # samples without an answer; 0: may be yielded
-        self.pieces: list[Piece] = []  # until they are sent
+        self.pieces: list[ItemPiece] = []  # until they are sent
         self.lengths: list[int] = []  # of padded fields: of each sample, or of the batch
         self.keys: Keys | None = None  # of its samples in a cache; None: there is none
         # (first sample of the item, how many, the request's outputs, where they begin there)
@@ -116,16 +116,16 @@ class Item:
         """Bytes of what is sent, and of the item itself."""
         return sum(piece.size_bytes for piece in self.pieces) + _ITEM_BYTES
 
-    def twin(self) -> "Item":
+    def clone(self) -> "ReaderItem":
         """Return another item of the same fields and rows, to be answered by others."""
-        twin = Item(self.fields, self.samples)
-        twin.keys, twin.charge_bytes = self.keys, self.charge_bytes
-        twin.lengths = self.lengths
-        twin.pieces = [
-            Piece(twin, each.first, each.samples, each.rows, each.signature, each.size_bytes)
+        clone = ReaderItem(self.fields, self.samples)
+        clone.keys, clone.charge_bytes = self.keys, self.charge_bytes
+        clone.lengths = self.lengths
+        clone.pieces = [
+            ItemPiece(clone, each.first, each.samples, each.rows, each.signature, each.size_bytes)
             for each in self.pieces
         ]
-        return twin
+        return clone
 
     def columns(self) -> tuple[Array, ...]:
         """Return the predictions of all samples, once they are answered."""
@@ -146,12 +146,12 @@ class Item:
         )
 
 
-class Kind(Protocol):
+class ItemFormat(Protocol):
     """One of the three forms of the user's generator."""
 
     name: str
 
-    def item(self, given: Any) -> Item:
+    def item(self, given: Any) -> ReaderItem:
         """Return the item with its pieces.
 
         Raises:
@@ -159,15 +159,15 @@ class Kind(Protocol):
         """
         ...
 
-    def column(self, item: Item, place: int) -> Any:
+    def column(self, item: ReaderItem, position: int) -> Any:
         """Return the samples' values of a field that is not sent."""
         ...
 
-    def result(self, item: Item) -> Any:
+    def result(self, item: ReaderItem) -> Any:
         """Return what the user gets for an item whose samples are all answered."""
         ...
 
-    def without_predictions(self, item: Item) -> Any:
+    def without_predictions(self, item: ReaderItem) -> Any:
         """Return what the user gets where there was no teacher: None for each prediction."""
         ...
 
@@ -192,7 +192,7 @@ class _Fields:
             outputs: the output of each prediction, where there is padding.
         """
         self._sent = sent
-        self._places = [place for place, _ in sent]
+        self._positions = [position for position, _ in sent]
         self._fields = fields
         self._outputs = tuple(outputs)
         self._no_predictions = (None,) * predicts
@@ -201,7 +201,7 @@ class _Fields:
         values = () if padding is None else padding.values
         self._padded = [(names.index(name), name, value) for name, value in values]
         cut = () if padding is None else padding.outputs or ()
-        self._cut = [place for place, name in enumerate(outputs) if name in cut]
+        self._cut = [position for position, name in enumerate(outputs) if name in cut]
 
     def _take(self, given: Any) -> tuple[tuple[Any, ...], list[Array]]:
         """Return the fields as they are yielded, and the arrays of those that are sent."""
@@ -209,15 +209,15 @@ class _Fields:
             if not isinstance(given, tuple | list):
                 raise UsageError(
                     f"reader: expected a tuple of fields, got {type(given).__name__}; "
-                    f"{self._of_kind()}"
+                    f"{self._see_setters()}"
                 )
             given = tuple(given)
         if len(given) < self._fields:
             raise UsageError(
                 f"reader: expected {self._fields} fields as in `ins`, got {len(given)}; "
-                f"{self._of_kind()}"
+                f"{self._see_setters()}"
             )
-        arrays = [given[place] for place in self._places]
+        arrays = [given[position] for position in self._positions]
         for index, value in enumerate(arrays):
             if type(value) is not np.ndarray:
                 given = self._convert(given, arrays, index)
@@ -228,21 +228,21 @@ class _Fields:
 
         A framework's tensor stays what it is for the user, who may want it on its device.
         """
-        place, name = self._sent[index]
-        value = given[place]
+        position, name = self._sent[index]
+        value = given[position]
         is_tensor = hasattr(value, "numpy")
         try:
             array = array_of(value) if is_tensor else np.asarray(value)
         except (ValueError, TypeError, RuntimeError) as error:
             raise UsageError(f"field {name}: cannot be made an array: {error}") from error
         if array.dtype == object:
-            raise UsageError(f"field {name}: its values differ in shape; {self._of_kind()}")
+            raise UsageError(f"field {name}: its values differ in shape; {self._see_setters()}")
         arrays[index] = array
         if is_tensor:
             return given
-        return (*given[:place], array, *given[place + 1 :])
+        return (*given[:position], array, *given[position + 1 :])
 
-    def _pad(self, item: Item, arrays: list[Array], axis: int) -> None:
+    def _pad(self, item: ReaderItem, arrays: list[Array], axis: int) -> None:
         """Make the padded fields of one sample, or of a batch, longer.
 
         Raises:
@@ -281,38 +281,38 @@ class _Fields:
         cut = list(rows)
         assert self._padding is not None
         padded = self._padding.length(length)
-        for place in self._cut:
-            shape = cut[place].shape
+        for position in self._cut:
+            shape = cut[position].shape
             if len(shape) <= axis or shape[axis] != padded:
                 raise BadRequest(
-                    f"padding: output {self._outputs[place]}: expected a value for each of "
+                    f"padding: output {self._outputs[position]}: expected a value for each of "
                     f"{padded} positions, got shape {list(shape[axis:])} per sample: leave it out "
                     "of set_padding(outputs=)"
                 )
-            cut[place] = cut[place][(slice(None),) * axis + (slice(length),)]
+            cut[position] = cut[position][(slice(None),) * axis + (slice(length),)]
         return tuple(cut)
 
-    def _of_kind(self) -> str:
+    def _see_setters(self) -> str:
         return "see set_sample_generator, set_sample_list_generator and set_batch_generator"
 
     def _other_bytes(self, fields: tuple[Any, ...]) -> int:
         """Return the bytes of arrays that are not sent."""
         return sum(
             value.nbytes
-            for place, value in enumerate(fields)
-            if type(value) is np.ndarray and place not in self._places
+            for position, value in enumerate(fields)
+            if type(value) is np.ndarray and position not in self._positions
         )
 
 
-class BatchKind(_Fields):
+class BatchFormat(_Fields):
     """Tuples of arrays whose axis 0 counts samples; the predictions are such arrays too."""
 
     name = "batch"
 
-    def item(self, given: Any) -> Item:
-        """See Kind."""
+    def item(self, given: Any) -> ReaderItem:
+        """See ItemFormat."""
         fields, arrays = self._take(given)
-        item = Item(fields, 0)
+        item = ReaderItem(fields, 0)
         self._pad(item, arrays, 1)
         signature = []
         samples = -1
@@ -328,21 +328,21 @@ class BatchKind(_Fields):
             raise UsageError("reader: it yielded a batch without samples; leave it out")
         item.samples = item.missing = samples
         rows = tuple([[array] for array in arrays])
-        item.pieces.append(Piece(item, 0, samples, rows, tuple(signature), size_bytes))
+        item.pieces.append(ItemPiece(item, 0, samples, rows, tuple(signature), size_bytes))
         item.charge_bytes = size_bytes + self._other_bytes(fields) + _ITEM_BYTES
         return item
 
-    def result(self, item: Item) -> Any:
-        """See Kind."""
+    def result(self, item: ReaderItem) -> Any:
+        """See ItemFormat."""
         columns = item.columns()
         return item.fields + (self._cut_to(item.lengths[0], columns, 1) if self._cut else columns)
 
-    def column(self, item: Item, place: int) -> Any:
-        """See Kind."""
-        return item.fields[place]
+    def column(self, item: ReaderItem, position: int) -> Any:
+        """See ItemFormat."""
+        return item.fields[position]
 
-    def without_predictions(self, item: Item) -> Any:
-        """See Kind."""
+    def without_predictions(self, item: ReaderItem) -> Any:
+        """See ItemFormat."""
         return item.fields + self._no_predictions
 
     def _unequal(self, index: int, samples: int, shape: tuple[int, ...]) -> UsageError:
@@ -355,53 +355,54 @@ class BatchKind(_Fields):
         )
 
 
-class SampleKind(_Fields):
+class SampleFormat(_Fields):
     """One tuple per sample; the predictions are the sample's rows."""
 
     name = "sample"
 
-    def column(self, item: Item, place: int) -> Any:
-        """See Kind."""
-        return [item.fields[place]]
+    def column(self, item: ReaderItem, position: int) -> Any:
+        """See ItemFormat."""
+        return [item.fields[position]]
 
-    def item(self, given: Any) -> Item:
-        """See Kind."""
+    def item(self, given: Any) -> ReaderItem:
+        """See ItemFormat."""
         fields, arrays = self._take(given)
-        item = Item(fields, 1)
+        item = ReaderItem(fields, 1)
         self._pad(item, arrays, 0)
         piece = _piece_of_one(item, arrays)
         item.pieces.append(piece)
         item.charge_bytes = piece.size_bytes + self._other_bytes(fields) + _ITEM_BYTES
         return item
 
-    def result(self, item: Item) -> Any:
-        """See Kind."""
+    def result(self, item: ReaderItem) -> Any:
+        """See ItemFormat."""
         _, _, outputs, begin = item.answers[0]
         rows = [output[begin] for output in outputs]
         return (*item.fields, *(self._cut_to(item.lengths[0], rows, 0) if self._cut else rows))
 
-    def without_predictions(self, item: Item) -> Any:
-        """See Kind."""
+    def without_predictions(self, item: ReaderItem) -> Any:
+        """See ItemFormat."""
         return item.fields + self._no_predictions
 
 
-class SampleListKind(_Fields):
+class SampleListFormat(_Fields):
     """A list of such tuples per batch."""
 
     name = "sample list"
 
-    def column(self, item: Item, place: int) -> Any:
-        """See Kind."""
-        return [fields[place] for fields in item.fields]
+    def column(self, item: ReaderItem, position: int) -> Any:
+        """See ItemFormat."""
+        return [fields[position] for fields in item.fields]
 
-    def item(self, given: Any) -> Item:
-        """See Kind. Samples that differ in shape or type go in requests of their own."""
+    def item(self, given: Any) -> ReaderItem:
+        """See ItemFormat. Samples that differ in shape or type go in requests of their own."""
         if not isinstance(given, list | tuple):
             raise UsageError(
-                f"reader: expected a list of tuples, got {type(given).__name__}; {self._of_kind()}"
+                f"reader: expected a list of tuples, got {type(given).__name__}; "
+                f"{self._see_setters()}"
             )
         samples: list[tuple[Any, ...]] = []
-        item = Item(samples, len(given))
+        item = ReaderItem(samples, len(given))
         run: list[list[Array]] = []  # samples that agree, each with its sent arrays
         signature: Signature | None = None
         other_bytes = 0
@@ -421,20 +422,20 @@ class SampleListKind(_Fields):
         item.charge_bytes = item.size_bytes + other_bytes
         return item
 
-    def result(self, item: Item) -> Any:
-        """See Kind."""
+    def result(self, item: ReaderItem) -> Any:
+        """See ItemFormat."""
         samples: list[Any] = list(item.fields)
         for first, count, outputs, begin in item.answers:
             for offset in range(count):
-                place, sample = begin + offset, first + offset
-                rows = tuple([output[place] for output in outputs])
+                position, sample = begin + offset, first + offset
+                rows = tuple([output[position] for output in outputs])
                 samples[sample] += (
                     self._cut_to(item.lengths[sample], rows, 0) if self._cut else rows
                 )
         return samples
 
-    def without_predictions(self, item: Item) -> Any:
-        """See Kind."""
+    def without_predictions(self, item: ReaderItem) -> Any:
+        """See ItemFormat."""
         return [fields + self._no_predictions for fields in item.fields]
 
 
@@ -442,19 +443,19 @@ def _first(answer: tuple[int, int, tuple[Array, ...], int]) -> int:
     return answer[0]
 
 
-def _piece_of_one(item: Item, arrays: list[Array]) -> Piece:
+def _piece_of_one(item: ReaderItem, arrays: list[Array]) -> ItemPiece:
     rows = tuple([[array[None]] for array in arrays])
     signature = tuple([(array.dtype, array.shape) for array in arrays])
-    return Piece(item, 0, 1, rows, signature, sum([array.nbytes for array in arrays]))
+    return ItemPiece(item, 0, 1, rows, signature, sum([array.nbytes for array in arrays]))
 
 
 def _piece_of_run(
-    item: Item, first: int, run: list[list[Array]], signature: Signature | None
-) -> Piece:
+    item: ReaderItem, first: int, run: list[list[Array]], signature: Signature | None
+) -> ItemPiece:
     assert signature is not None
     rows = tuple([[array[None] for array in column] for column in zip(*run, strict=True)])
     size_bytes = len(run) * sum([array.nbytes for array in run[0]])
-    return Piece(item, first, len(run), rows, signature, size_bytes)
+    return ItemPiece(item, first, len(run), rows, signature, size_bytes)
 
 
-KINDS = {kind.name: kind for kind in (SampleKind, SampleListKind, BatchKind)}
+ITEM_FORMATS = {kind.name: kind for kind in (SampleFormat, SampleListFormat, BatchFormat)}

@@ -26,7 +26,7 @@ class _Sums:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class MeterReading:
     """Of the last seconds."""
 
     wait_share: float  # of the consumer's time, for predictions
@@ -88,7 +88,7 @@ class Meter:
         with self._lock:
             self._unusable = tuple(sorted(teachers))
 
-    def read(self) -> Reading | None:
+    def read(self) -> MeterReading | None:
         """Return how it goes; None: nothing has been read lately."""
         with self._lock:
             now = self._clock()
@@ -104,7 +104,7 @@ class Meter:
             if sums.elapsed_s <= 0:
                 return None
             elapsed_s = sums.elapsed_s
-            reading = Reading(
+            reading = MeterReading(
                 wait_share=min(1.0, sums.waited_s / elapsed_s),
                 samples_per_s=sums.samples / elapsed_s,
                 teachers={

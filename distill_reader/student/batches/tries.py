@@ -26,7 +26,7 @@ class Blame:
 class Tries:
     """Those of one piece."""
 
-    __slots__ = ("_answers", "_count", "_failed", "_lost", "_refusals", "_said", "_since_s")
+    __slots__ = ("_answers", "_count", "_failed", "_last_texts", "_lost", "_refusals", "_since_s")
 
     def __init__(self, answers: int, now: float) -> None:
         """
@@ -36,7 +36,7 @@ class Tries:
         self._answers = answers
         self._since_s = now
         self._refusals: dict[str, BadRequest] = {}  # by teacher: it will not answer
-        self._said: dict[str, str] = {}  # by teacher: what came last in place of an answer
+        self._last_texts: dict[str, str] = {}  # by teacher: what came last in place of an answer
         self._failed = self._lost = self._count = 0
 
     @property
@@ -48,7 +48,7 @@ class Tries:
         self._refusals[teacher] = error
 
     def blame(self, teacher: str, blame: Blame) -> None:
-        self._said[teacher] = blame.text
+        self._last_texts[teacher] = blame.text
         self._count += 1
         self._failed += blame.failed
         self._lost += blame.lost
@@ -60,8 +60,8 @@ class Tries:
         """
         if teacher in self._refusals:
             return False
-        return teacher not in self._said or all(
-            other in self._refusals or other in self._said for other in able
+        return teacher not in self._last_texts or all(
+            other in self._refusals or other in self._last_texts for other in able
         )
 
     def verdict(
@@ -79,7 +79,7 @@ class Tries:
         if refusals and (
             len(refusals) >= _MOST_REFUSED or all(each in self._refusals for each in able)
         ):
-            if len(refusals) == 1 and not self._said:
+            if len(refusals) == 1 and not self._last_texts:
                 return refusals[0]
             return BadRequest(
                 f"{what}: no teacher takes it: {'; '.join([*map(str, refusals), *self._texts])}"
@@ -95,4 +95,4 @@ class Tries:
 
     @property
     def _texts(self) -> list[str]:
-        return [text for teacher, text in self._said.items() if teacher not in self._refusals]
+        return [text for teacher, text in self._last_texts.items() if teacher not in self._refusals]

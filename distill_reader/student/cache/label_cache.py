@@ -13,10 +13,10 @@ import numpy as np
 from distill_reader.errors import BadRequest, UsageError
 from distill_reader.model.specs import ModelSpec
 from distill_reader.student.batches.feed import Request
-from distill_reader.student.batches.items import Item, Piece, Signature
+from distill_reader.student.batches.items import ItemPiece, ReaderItem, Signature
 from distill_reader.student.cache.label_store import Described, Inputs, LabelStore
 from distill_reader.student.clients.client import Array
-from distill_reader.student.labels.labels import Labels, Served
+from distill_reader.student.labels.labels import Labels, ServedOutput
 from distill_reader.student.options import CacheOptions
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class LabelCache:
         self._version = version
         logger.info("cache %s: %d labels", self._store.folder, len(self._store))
 
-    def find(self, item: Item) -> int:
+    def find(self, item: ReaderItem) -> int:
         """Answer what is known of an item; return the bytes of one sample's predictions, 0: none.
 
         Its pieces are then what is not known. They are all of the item before.
@@ -150,7 +150,9 @@ class LabelCache:
         item.pieces = [part for piece in item.pieces for part in _left(piece, is_there)]
         return sum([array.nbytes for array in arrays]) // begin
 
-    def keep(self, request: Request, columns: Sequence[Array], served: Sequence[Served]) -> None:
+    def keep(
+        self, request: Request, columns: Sequence[Array], served: Sequence[ServedOutput]
+    ) -> None:
         """Keep the answer to a request; before anybody else has its arrays, or the item's."""
         store = self._store
         keys = [
@@ -195,7 +197,7 @@ def _of_any_length(inputs: Described) -> Described:
     )
 
 
-def _check_input(pieces: Sequence[Piece], row: int) -> int:
+def _check_input(pieces: Sequence[ItemPiece], row: int) -> int:
     """Return the checksums of the inputs of one row, counted over all pieces: of shapes in the
     upper 32 bits, and of values."""
     for piece, end in zip(pieces, accumulate(piece.samples for piece in pieces), strict=True):
@@ -233,7 +235,7 @@ def _runs(mask: Any) -> list[tuple[int, int]]:
     ]
 
 
-def _left(piece: Piece, is_there: Any) -> list[Piece]:
+def _left(piece: ItemPiece, is_there: Any) -> list[ItemPiece]:
     """Return the parts of a piece whose samples are not there."""
     missing = ~is_there[piece.first : piece.first + piece.samples]
     if missing.all():

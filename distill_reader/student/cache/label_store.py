@@ -32,7 +32,7 @@ from distill_reader.errors import UsageError
 from distill_reader.student.batches.label_index import Keys, LabelIndex, mix
 from distill_reader.student.cache import label_space as space
 from distill_reader.student.clients.client import Array
-from distill_reader.student.labels.labels import Served
+from distill_reader.student.labels.labels import ServedOutput
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +49,11 @@ Described = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class RowLayout:
     """What a row is."""
 
     columns: tuple[tuple[str, tuple[int, ...]], ...]  # dtype and shape of one sample
-    served: tuple[Served, ...]  # what the columns are of
+    served: tuple[ServedOutput, ...]  # what the columns are of
     inputs: Described = ()  # (): not known, as an older release made it
 
     @property
@@ -91,10 +91,10 @@ class Layout:
         }
 
     @staticmethod
-    def from_json(fields: Mapping[str, Any]) -> "Layout":
-        return Layout(
+    def from_json(fields: Mapping[str, Any]) -> "RowLayout":
+        return RowLayout(
             columns=tuple((str(dtype), tuple(shape)) for dtype, shape in fields["columns"]),
-            served=tuple(map(Served.from_json, fields["served"])),
+            served=tuple(map(ServedOutput.from_json, fields["served"])),
             inputs=tuple(
                 (str(name), str(dtype), tuple(map(int, shape)))
                 for name, dtype, shape in fields.get("inputs", ())
@@ -129,7 +129,7 @@ class LabelStore:
         self._lock = threading.Lock()
         self._index = LabelIndex()
         self._count = 0  # keys that are in the index
-        self._layout: Layout | None = None
+        self._layout: RowLayout | None = None
         self._rows: mmap.mmap | None = None
         self._keys: mmap.mmap | None = None
         self._is_full = False
@@ -155,7 +155,7 @@ class LabelStore:
             raise
 
     @property
-    def layout(self) -> Layout | None:
+    def layout(self) -> RowLayout | None:
         """What a row is; None: nothing was ever kept here."""
         return self._layout
 
@@ -185,7 +185,7 @@ class LabelStore:
             return is_there, rows, self._read_inputs(places, is_there)
 
     def add(
-        self, keys: Keys, columns: Sequence[Array], served: Sequence[Served], inputs: Inputs
+        self, keys: Keys, columns: Sequence[Array], served: Sequence[ServedOutput], inputs: Inputs
     ) -> int:
         """Keep these rows, but for those that are there; return how many were added.
 
@@ -279,7 +279,7 @@ class LabelStore:
         return mmap.mmap(self._files[name], size, prot=mmap.PROT_READ)
 
     def _append(
-        self, keys: Keys, columns: Sequence[Array], served: tuple[Served, ...], inputs: Inputs
+        self, keys: Keys, columns: Sequence[Array], served: tuple[ServedOutput, ...], inputs: Inputs
     ) -> int:
         self._refresh()
         layout = self._layout or self._write_header(columns, served, inputs)
@@ -336,7 +336,7 @@ class LabelStore:
 
     # --- the header
 
-    def _read_header(self) -> Layout | None:
+    def _read_header(self) -> RowLayout | None:
         try:
             text = (self.folder / "header.json").read_text(encoding="utf-8")
             document, check = json.loads(text)
@@ -344,7 +344,7 @@ class LabelStore:
                 raise ValueError("it is damaged")
             if document["format"] != FORMAT or document["identity"] != self._identity:
                 raise ValueError("it is of another release, or of other labels")
-            return Layout.from_json(document)
+            return RowLayout.from_json(document)
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
@@ -353,10 +353,10 @@ class LabelStore:
             ) from error
 
     def _write_header(
-        self, columns: Sequence[Array], served: tuple[Served, ...], inputs: Inputs
-    ) -> Layout | None:
+        self, columns: Sequence[Array], served: tuple[ServedOutput, ...], inputs: Inputs
+    ) -> RowLayout | None:
         """Say what rows are, as the first ones are; under the lock."""
-        layout = Layout(
+        layout = RowLayout(
             columns=tuple((column.dtype.name, column.shape[1:]) for column in columns),
             served=served,
             inputs=inputs.layout,
@@ -395,7 +395,7 @@ def _check_of(document: Any) -> int:
     return zlib.crc32(json.dumps(document, sort_keys=True).encode())
 
 
-def _fits(layout: Layout, columns: Sequence[Array]) -> bool:
+def _fits(layout: RowLayout, columns: Sequence[Array]) -> bool:
     return len(columns) == len(layout.columns) and all(
         column.shape[1:] == shape and column.dtype.kind == np.dtype(dtype).kind
         for column, (dtype, shape) in zip(columns, layout.columns, strict=True)

@@ -13,9 +13,9 @@ from typing import TypeVar
 from distill_reader.errors import TeacherGone, TeacherTimeout, UsageError
 from distill_reader.model.specs import ModelSpec
 from distill_reader.student.clients.client import TeacherClient
-from distill_reader.student.clients.endpoints import NotSpoken, Target, parse_endpoint
+from distill_reader.student.clients.endpoints import ProtocolMismatch, Target, parse_endpoint
 from distill_reader.student.clients.fast_client import open_fast
-from distill_reader.student.clients.http_line import HttpLine
+from distill_reader.student.clients.http_connection import HttpClientConnection
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def connect(
         return _find_out(call)
     try:
         return _open(target.protocol, call)
-    except NotSpoken as error:
+    except ProtocolMismatch as error:
         if error.is_certain:
             text = f"{error}: give the endpoint without a protocol, or with another one"
             raise UsageError(text) from error
@@ -124,7 +124,7 @@ def _find_out(call: _Call) -> TeacherClient:
         began = time.monotonic()
         try:
             client = _open(protocol, call)
-        except NotSpoken as error:
+        except ProtocolMismatch as error:
             is_certain = is_certain and error.is_certain
             tried.append(f"{protocol} ({error}; {time.monotonic() - began:.1f} s)")
             continue
@@ -142,7 +142,7 @@ def _find_out(call: _Call) -> TeacherClient:
 
 
 def _open(protocol: str, call: _Call) -> TeacherClient:
-    """Open a client of one protocol. Raises: NotSpoken, and what `connect` raises."""
+    """Open a client of one protocol. Raises: ProtocolMismatch, and what `connect` raises."""
     return _OPENERS[protocol](call)
 
 
@@ -164,46 +164,50 @@ def _open_fast(transport: str, call: _Call) -> TeacherClient:
 
 
 def _open_oip_grpc(call: _Call) -> TeacherClient:
-    from distill_reader.student.clients.grpc_line import GrpcLine
+    from distill_reader.student.clients.grpc_connection import GrpcClientConnection
     from distill_reader.student.clients.oip_client import OipGrpcClient
 
-    line = GrpcLine(call.target.endpoint, call.target.address, token=call.token)
+    connection = GrpcClientConnection(call.target.endpoint, call.target.address, token=call.token)
     return _make(
-        call, lambda: OipGrpcClient(line, call.target.model, timeout_s=call.step_s), line.close
+        call,
+        lambda: OipGrpcClient(connection, call.target.model, timeout_s=call.step_s),
+        connection.close,
     )
 
 
 def _open_oip_http(call: _Call) -> TeacherClient:
     from distill_reader.student.clients.oip_client import OipHttpClient
 
-    line = _http_line(call)
+    connection = _http_connection(call)
     return _make(
-        call, lambda: OipHttpClient(line, call.target.model, timeout_s=call.step_s), line.close
+        call,
+        lambda: OipHttpClient(connection, call.target.model, timeout_s=call.step_s),
+        connection.close,
     )
 
 
 def _open_serving_http(call: _Call) -> TeacherClient:
     from distill_reader.student.clients.serving_client import ServingHttpClient
 
-    line = _http_line(call)
-    client = ServingHttpClient(line, call.config)
+    connection = _http_connection(call)
+    client = ServingHttpClient(connection, call.config)
     if call.is_trial:
-        _make(call, lambda: client.probe(timeout_s=call.step_s), line.close)
+        _make(call, lambda: client.probe(timeout_s=call.step_s), connection.close)
     return client
 
 
 def _open_serving_grpc(call: _Call) -> TeacherClient:
-    from distill_reader.student.clients.grpc_line import GrpcLine
+    from distill_reader.student.clients.grpc_connection import GrpcClientConnection
     from distill_reader.student.clients.serving_client import ServingGrpcClient
 
-    line = GrpcLine(call.target.endpoint, call.target.address, token=call.token)
-    client = ServingGrpcClient(line, call.config)
-    _make(call, lambda: client.probe(timeout_s=call.step_s), line.close)
+    connection = GrpcClientConnection(call.target.endpoint, call.target.address, token=call.token)
+    client = ServingGrpcClient(connection, call.config)
+    _make(call, lambda: client.probe(timeout_s=call.step_s), connection.close)
     return client
 
 
-def _http_line(call: _Call) -> HttpLine:
-    return HttpLine(
+def _http_connection(call: _Call) -> HttpClientConnection:
+    return HttpClientConnection(
         call.target.endpoint,
         call.target.address,
         token=call.token,
@@ -215,7 +219,7 @@ def _make(call: _Call, make: Callable[[], T], close: Callable[[], None]) -> T:
     """Return `make()`; close the connection where that fails.
 
     Raises:
-        NotSpoken: also where a trial ends with a broken connection or with silence.
+        ProtocolMismatch: also where a trial ends with a broken connection or with silence.
     """
     try:
         return make()
@@ -223,7 +227,7 @@ def _make(call: _Call, make: Callable[[], T], close: Callable[[], None]) -> T:
         close()
         if call.is_trial and isinstance(error, TeacherGone | TeacherTimeout):
             is_certain = isinstance(error, TeacherGone)
-            raise NotSpoken(str(error), is_certain=is_certain) from error
+            raise ProtocolMismatch(str(error), is_certain=is_certain) from error
         raise
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
-from distill_reader.balance.registry.places import places_of
+from distill_reader.balance.addresses import registry_addresses
 from distill_reader.errors import DistillError, UsageError
 
 _SCHEMES = {  # of an endpoint -> protocol
@@ -19,7 +19,7 @@ PROTOCOLS = (
 )  # fmt: skip
 
 
-class NotSpoken(DistillError):  # noqa: N818 - named by what is the case
+class ProtocolMismatch(DistillError):  # noqa: N818 - named by what is the case
     """Somebody listens there, but does not speak the protocol that was tried."""
 
     def __init__(self, text: str, *, is_certain: bool = True) -> None:
@@ -95,5 +95,5 @@ def servers_of(discovery_servers: Sequence[str] | str) -> tuple[str, ...]:
     """Return the servers of a list, or of a text with commas. Raises: UsageError."""
     given = discovery_servers
     servers = tuple(given.split(",") if isinstance(given, str) else given)
-    places_of(servers, "discovery_servers")
+    registry_addresses(servers, "discovery_servers")
     return tuple(server.strip() for server in servers)

@@ -11,24 +11,24 @@ import numpy as np
 
 from distill_reader.errors import (
     DistillError,
+    FastPathError,
     RequestTooLarge,
     TeacherBusy,
     TeacherFailed,
     TeacherGone,
     TeacherTimeout,
     UsageError,
-    WireError,
 )
-from distill_reader.model.forms import split_name
+from distill_reader.model.output_encodings import split_name
 from distill_reader.model.specs import ModelSpec
 from distill_reader.protocols import stream, wire
 from distill_reader.protocols.arena import ALIGNMENT, OwnArena
 from distill_reader.protocols.stream import StreamEnded, StreamStalled
 from distill_reader.protocols.wire import StudentHello, TeacherWelcome, WireTensor
 from distill_reader.student.clients.client import Array, Bounds
-from distill_reader.student.clients.endpoints import NotSpoken
-from distill_reader.student.clients.exclusive import Exclusive
-from distill_reader.student.clients.rows import Rows, find_outputs, gather
+from distill_reader.student.clients.connection_guard import ConnectionGuard
+from distill_reader.student.clients.endpoints import ProtocolMismatch
+from distill_reader.student.clients.rows import InputRows, find_outputs, gather
 from distill_reader.tokens import new_nonce, prove, proves
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ TRANSPORTS = ("tcp", "unix", "shm")  # slowest first; each is reached by way of 
 _SHARED_BYTES = 64 << 20  # of the memory that a client shares; taken as requests grow
 _MAX_ANSWER_BYTES = 8 << 30
 _LOCAL_WAIT_S = 2.0  # for the unix socket of a server on this host to answer
-_ENDS_OF_CONNECTION = (StreamEnded, StreamStalled, WireError)
+_ENDS_OF_CONNECTION = (StreamEnded, StreamStalled, FastPathError)
 
 
 class FastClient:
@@ -54,7 +54,7 @@ class FastClient:
         self._output_index = {tensor.name: i for i, tensor in enumerate(welcome.spec.outputs)}
         self._arena: OwnArena | None = None  # memory shared with the teacher, once it is
         self._memory: Array | None = None  # the arena's bytes
-        self._line = Exclusive(endpoint, wake=lambda: stream.end(sock), close=self._free)
+        self._guard = ConnectionGuard(endpoint, wake=lambda: stream.end(sock), close=self._free)
         self._timeout_s = 0.0  # as the socket has it
         self._request_id = 0
         self._head = memoryview(bytearray(wire.HEAD.size))
@@ -76,7 +76,7 @@ class FastClient:
         """
         arena = OwnArena(size_bytes, "edl-student")
         try:
-            with self._line:
+            with self._guard:
                 self._set_timeout(timeout_s)
                 head = wire.pack_share()
                 stream.send(self._sock, [head], len(head), timeout_s)
@@ -108,7 +108,7 @@ class FastClient:
         is_plain = len(places) == len(plain)
         wanted: Sequence[int] | Sequence[str]
         wanted = places if is_plain else list(find_outputs(self._spec, names).values())
-        with self._line:
+        with self._guard:
             try:
                 self._set_timeout(timeout_s)
                 self._send_request(rows, size, wanted, timeout_s)
@@ -118,7 +118,7 @@ class FastClient:
                 raise TeacherTimeout(
                     f"{self.endpoint}: no answer within {timeout_s:g} s ({error})"
                 ) from error
-            except (StreamEnded, WireError) as error:
+            except (StreamEnded, FastPathError) as error:
                 self.close()
                 raise TeacherGone(f"{self.endpoint}: {error}") from error
             except BaseException as error:
@@ -134,7 +134,7 @@ class FastClient:
 
     def close(self) -> None:
         """See TeacherClient."""
-        self._line.close()
+        self._guard.close()
 
     def _free(self) -> None:
         self._sock.close()
@@ -147,8 +147,8 @@ class FastClient:
         index = self._output_index.get(name)
         if index is not None:
             return index
-        output, form = split_name(self._spec, name)
-        return None if form else self._output_index[output.name]
+        output, encoding = split_name(self._spec, name)
+        return None if encoding else self._output_index[output.name]
 
     def _set_timeout(self, timeout_s: float) -> None:
         if timeout_s != self._timeout_s:
@@ -159,7 +159,7 @@ class FastClient:
 
     def _send_request(
         self,
-        rows: Sequence[Rows],
+        rows: Sequence[InputRows],
         size: int,
         wanted: Sequence[int] | Sequence[str],
         timeout_s: float,
@@ -175,7 +175,7 @@ class FastClient:
                 frame = wire.pack_predict(self._request_id, tensors, wanted, in_shared_memory=True)
                 stream.send(self._sock, [frame], len(frame), timeout_s)
                 return
-        tensors = [WireTensor(row.place, row.dtype, row.shape) for row in rows]
+        tensors = [WireTensor(row.input_index, row.dtype, row.shape) for row in rows]
         frame = wire.pack_predict(self._request_id, tensors, wanted, in_shared_memory=False)
         buffers: list[stream.Sendable] = [frame]
         for tensor in rows:
@@ -185,10 +185,10 @@ class FastClient:
     def _receive_answer(self, timeout_s: float) -> dict[int, Array]:
         head, meta = self._receive_frame(wire.ANSWER, timeout_s)
         if head.request_id != self._request_id:
-            raise WireError(f"answer to request {head.request_id}, not {self._request_id}")
+            raise FastPathError(f"answer to request {head.request_id}, not {self._request_id}")
         tensors = wire.parse_answer(head, meta)
         if head.payload_bytes > _MAX_ANSWER_BYTES:
-            raise WireError(f"answer of {head.payload_bytes} bytes")
+            raise FastPathError(f"answer of {head.payload_bytes} bytes")
         outputs: dict[int, Array] = {}
         for tensor in tensors:
             output = np.empty(tensor.shape, tensor.dtype)
@@ -204,7 +204,7 @@ class FastClient:
         if head.kind == wire.ERROR:
             raise _named(self.endpoint, wire.parse_error(meta))
         if head.kind != kind:
-            raise WireError(f"expected a frame of kind {kind}, got {head.kind}")
+            raise FastPathError(f"expected a frame of kind {kind}, got {head.kind}")
         return head, meta
 
 
@@ -230,7 +230,7 @@ def open_fast(
 
     Raises:
         TeacherGone: nobody listens there.
-        NotSpoken: somebody else does.
+        ProtocolMismatch: somebody else does.
         TeacherBusy: it starts, drains or has too many connections.
         UsageError, ModelNotFound: it has another token or version, or no such model.
     """
@@ -264,7 +264,9 @@ def _greet(
         got = stream.receive_some(sock, head)
         if bytes(head[: min(got, 4)]) != wire.MAGIC[: min(got, 4)]:
             answered = bytes(head[:got])
-            raise NotSpoken(f"{endpoint}: does not speak the fast path, answers {answered!r}")
+            raise ProtocolMismatch(
+                f"{endpoint}: does not speak the fast path, answers {answered!r}"
+            )
         stream.receive(sock, head[got:], timeout_s)
         body_bytes = wire.parse_greeting(bytes(head), max_bytes=wire.MAX_WELCOME_BYTES)
         body = stream.receive_bytes(sock, body_bytes, timeout_s)
@@ -276,10 +278,10 @@ def _greet(
     except BaseException as error:
         sock.close()
         if isinstance(error, _ENDS_OF_CONNECTION):
-            raise NotSpoken(
+            raise ProtocolMismatch(
                 f"{endpoint}: does not speak the fast path ({error})", is_certain=False
             ) from error
-        if isinstance(error, DistillError) and not isinstance(error, NotSpoken):
+        if isinstance(error, DistillError) and not isinstance(error, ProtocolMismatch):
             raise _named(endpoint, error) from None
         raise
 
@@ -350,16 +352,16 @@ def _is_local(sock: socket.socket) -> bool:
     return False
 
 
-def _place(rows: Sequence[Rows]) -> list[WireTensor]:
+def _place(rows: Sequence[InputRows]) -> list[WireTensor]:
     """Return where in the shared memory each input goes, from its start on."""
     tensors, offset = [], 0
     for row in rows:
-        tensors.append(WireTensor(row.place, row.dtype, row.shape, offset))
+        tensors.append(WireTensor(row.input_index, row.dtype, row.shape, offset))
         offset = -(-(offset + row.size_bytes) // ALIGNMENT) * ALIGNMENT
     return tensors
 
 
-def _copy(row: Rows, memory: Array, offset: int) -> None:
+def _copy(row: InputRows, memory: Array, offset: int) -> None:
     target = memory[offset : offset + row.size_bytes].view(row.dtype).reshape(row.shape)
     if len(row.arrays) == 1:
         np.copyto(target, row.arrays[0])

@@ -18,12 +18,12 @@ from distill_reader.errors import (
 from distill_reader.model.specs import ModelSpec
 from distill_reader.protocols import oip_json, oip_messages, protobuf_wire
 from distill_reader.student.clients.client import Array, Bounds
-from distill_reader.student.clients.endpoints import NotSpoken
-from distill_reader.student.clients.http_line import HttpLine
+from distill_reader.student.clients.endpoints import ProtocolMismatch
+from distill_reader.student.clients.http_connection import HttpClientConnection
 from distill_reader.student.clients.rows import find_outputs, gather, pick_outputs
 
 if TYPE_CHECKING:  # who uses HTTP alone loads no gRPC
-    from distill_reader.student.clients.grpc_line import GrpcLine
+    from distill_reader.student.clients.grpc_connection import GrpcClientConnection
 
 _SERVICE = f"/{oip_messages.SERVICE}/"
 _READY = "READY"  # state of a model in Triton's repository index
@@ -36,21 +36,21 @@ class OipGrpcClient:
 
     protocol = "oip-grpc"
 
-    def __init__(self, line: "GrpcLine", model: str, *, timeout_s: float) -> None:
+    def __init__(self, connection: "GrpcClientConnection", model: str, *, timeout_s: float) -> None:
         """Ask for the model's metadata.
 
         Args:
             model: "": the only one, where the teacher lists its models.
 
         Raises:
-            NotSpoken: the server speaks gRPC, but not this protocol.
+            ProtocolMismatch: the server speaks gRPC, but not this protocol.
             DistillError: as `predict`; UsageError where the model must be named.
         """
-        self.endpoint = line.endpoint
-        self._line = line
+        self.endpoint = connection.endpoint
+        self._connection = connection
         self._model = model or _only(self.endpoint, self._list_models(timeout_s))
         request = oip_messages.MESSAGES["ModelMetadataRequest"](name=self._model)
-        answer = line.call(
+        answer = connection.call(
             f"{_SERVICE}ModelMetadata", request.SerializeToString(), timeout_s=timeout_s
         )
         self._spec = oip_messages.decode_metadata(answer)
@@ -68,8 +68,8 @@ class OipGrpcClient:
         wanted = find_outputs(self._spec, fetch)
         request = oip_messages.encode_request(self._model, inputs, _distinct(wanted))
         try:
-            answer = self._line.call(f"{_SERVICE}ModelInfer", request, timeout_s=timeout_s)
-        except NotSpoken as error:
+            answer = self._connection.call(f"{_SERVICE}ModelInfer", request, timeout_s=timeout_s)
+        except ProtocolMismatch as error:
             raise TeacherGone(str(error)) from error
         try:
             outputs = oip_messages.decode_response(answer).outputs
@@ -79,15 +79,15 @@ class OipGrpcClient:
 
     def close(self) -> None:
         """See TeacherClient."""
-        self._line.close()
+        self._connection.close()
 
     def _list_models(self, timeout_s: float) -> list[str]:
         """Return the models that are ready; Triton's extension of the protocol."""
         try:
-            answer = self._line.call(f"{_SERVICE}RepositoryIndex", b"", timeout_s=timeout_s)
-        except NotSpoken:
+            answer = self._connection.call(f"{_SERVICE}RepositoryIndex", b"", timeout_s=timeout_s)
+        except ProtocolMismatch:
             # A server of the plain protocol has no such list; another server has no ServerLive.
-            self._line.call(f"{_SERVICE}ServerLive", b"", timeout_s=timeout_s)
+            self._connection.call(f"{_SERVICE}ServerLive", b"", timeout_s=timeout_s)
             return []
         names = []
         for number, _, model in protobuf_wire.read_fields(memoryview(answer)):
@@ -104,7 +104,7 @@ class OipGrpcClient:
         """Return the most samples of a request; None: it does not say. Triton's extension."""
         request = oip_messages.MESSAGES["ModelMetadataRequest"](name=self._model)
         try:
-            answer = self._line.call(
+            answer = self._connection.call(
                 f"{_SERVICE}ModelConfig", request.SerializeToString(), timeout_s=timeout_s
             )
             return next(
@@ -117,7 +117,7 @@ class OipGrpcClient:
                 ),
                 None,
             )
-        except (NotSpoken, BadRequest, TeacherFailed, protobuf_wire.ProtobufError):
+        except (ProtocolMismatch, BadRequest, TeacherFailed, protobuf_wire.ProtobufError):
             return None  # a server of the plain protocol
 
 
@@ -126,28 +126,28 @@ class OipHttpClient:
 
     protocol = "oip-http"
 
-    def __init__(self, line: HttpLine, model: str, *, timeout_s: float) -> None:
+    def __init__(self, connection: HttpClientConnection, model: str, *, timeout_s: float) -> None:
         """Ask for the model's metadata.
 
         Args:
             model: "": the only one, where the teacher lists its models.
 
         Raises:
-            NotSpoken: the server speaks HTTP, but not this protocol.
+            ProtocolMismatch: the server speaks HTTP, but not this protocol.
             DistillError: as `predict`; UsageError where the model must be named.
         """
-        self.endpoint = line.endpoint
-        self._line = line
-        live = line.request("GET", "/v2/health/live", timeout_s=timeout_s)
+        self.endpoint = connection.endpoint
+        self._connection = connection
+        live = connection.request("GET", "/v2/health/live", timeout_s=timeout_s)
         if live.status in (400, 404, 405, 501):
-            raise NotSpoken(f"{self.endpoint}: HTTP {live.status} for /v2/health/live")
+            raise ProtocolMismatch(f"{self.endpoint}: HTTP {live.status} for /v2/health/live")
         if live.status != 200:
-            line.refuse(live)
+            connection.refuse(live)
         self._model = model or _only(self.endpoint, self._list_models(timeout_s))
         self._path = f"/v2/models/{quote(self._model, safe='')}"
-        answer = line.request("GET", self._path, timeout_s=timeout_s)
+        answer = connection.request("GET", self._path, timeout_s=timeout_s)
         if answer.status != 200:
-            line.refuse(answer)
+            connection.refuse(answer)
         self._spec = oip_json.decode_metadata(bytes(answer.body))
         self.bounds = Bounds(most_samples=self._max_batch_size(timeout_s))
 
@@ -166,11 +166,11 @@ class OipHttpClient:
             "Content-Type": "application/octet-stream",
             oip_json.HEAD_LENGTH: str(head_length),
         }
-        answer = self._line.request(
+        answer = self._connection.request(
             "POST", f"{self._path}/infer", buffers, headers, timeout_s=timeout_s
         )
         if answer.status != 200:
-            self._line.refuse(answer)
+            self._connection.refuse(answer)
         try:
             length = answer.headers.get(oip_json.HEAD_LENGTH.lower())
             outputs = oip_json.decode_response(answer.body, None if length is None else int(length))
@@ -180,12 +180,12 @@ class OipHttpClient:
 
     def close(self) -> None:
         """See TeacherClient."""
-        self._line.close()
+        self._connection.close()
 
     def _list_models(self, timeout_s: float) -> list[str]:
         """Return the models that are ready; Triton's extension of the protocol."""
         headers = {"Content-Type": "application/json"}
-        answer = self._line.request(
+        answer = self._connection.request(
             "POST", "/v2/repository/index", [b"{}"], headers, timeout_s=timeout_s
         )
         if answer.status != 200:
@@ -198,7 +198,7 @@ class OipHttpClient:
 
     def _max_batch_size(self, timeout_s: float) -> int | None:
         """Return the most samples of a request; None: it does not say. Triton's extension."""
-        answer = self._line.request("GET", f"{self._path}/config", timeout_s=timeout_s)
+        answer = self._connection.request("GET", f"{self._path}/config", timeout_s=timeout_s)
         try:
             most = json.loads(bytes(answer.body))["max_batch_size"]
         except (ValueError, TypeError, KeyError):

@@ -7,16 +7,16 @@ from typing import NamedTuple
 import numpy as np
 
 from distill_reader.errors import BadRequest, TeacherGone
-from distill_reader.model.forms import MARK, split_name
+from distill_reader.model.output_encodings import MARK, split_name
 from distill_reader.model.specs import ModelSpec, TensorSpec
 from distill_reader.student.clients.client import Array
 
 
-class Rows(NamedTuple):  # a tuple: made for every request
+class InputRows(NamedTuple):  # a tuple: made for every request
     """One input: the rows of `arrays`, one array after the other."""
 
     name: str  # as the model's spec calls it
-    place: int  # among the spec's inputs
+    input_index: int  # among the spec's inputs
     dtype: str
     arrays: Sequence[Array]  # C-contiguous, at least one
     shape: tuple[int, ...]  # of all rows together
@@ -25,7 +25,7 @@ class Rows(NamedTuple):  # a tuple: made for every request
 
 def gather(
     spec: ModelSpec, feeds: Mapping[str, Sequence[Array]], *, is_exact: bool = True
-) -> list[Rows]:
+) -> list[InputRows]:
     """Return the inputs in the order of the spec.
 
     Args:
@@ -35,25 +35,25 @@ def gather(
     Raises:
         BadRequest: an input is missing, unknown, or does not fit; names it.
     """
-    by_place: dict[int, Rows] = {}
+    by_index: dict[int, InputRows] = {}
     for name, arrays in feeds.items():
         if not arrays:
             raise BadRequest(f"tensor {name}: no array is given")
         if spec.inputs:
             tensor = spec.input(name)
-            place = spec.inputs.index(tensor)
+            input_index = spec.inputs.index(tensor)
         else:
             tensor = _seen(name, arrays[0])
-            place = len(by_place)
-        if place in by_place:
+            input_index = len(by_index)
+        if input_index in by_index:
             raise BadRequest(f"tensor {tensor.name}: given twice, also as {name!r}")
         if not is_exact and arrays[0].shape[1:] != tensor.shape:
             tensor = replace(tensor, shape=arrays[0].shape[1:])
-        by_place[place] = _check(tensor, place, arrays)
-    missing = [t.name for place, t in enumerate(spec.inputs) if place not in by_place]
+        by_index[input_index] = _check(tensor, input_index, arrays)
+    missing = [t.name for input_index, t in enumerate(spec.inputs) if input_index not in by_index]
     if missing:
         raise BadRequest(f"model {spec.name} also takes {', '.join(missing)}")
-    rows = [by_place[place] for place in range(len(by_place))]
+    rows = [by_index[input_index] for input_index in range(len(by_index))]
     for other in rows[1:]:
         if other.shape[0] != rows[0].shape[0]:
             raise BadRequest(
@@ -95,8 +95,8 @@ def pick_outputs(
 
 def _wire_name(spec: ModelSpec, name: str) -> str:
     """Return the model's name of an output, in the form that is asked for."""
-    output, form = split_name(spec, name)
-    return f"{output.name}{MARK}{form}" if form else output.name
+    output, encoding = split_name(spec, name)
+    return f"{output.name}{MARK}{encoding}" if encoding else output.name
 
 
 def _seen(name: str, array: Array) -> TensorSpec:
@@ -104,7 +104,7 @@ def _seen(name: str, array: Array) -> TensorSpec:
     return TensorSpec(name=name, dtype=array.dtype.name, shape=array.shape[1:])
 
 
-def _check(tensor: TensorSpec, place: int, arrays: Sequence[Array]) -> Rows:
+def _check(tensor: TensorSpec, input_index: int, arrays: Sequence[Array]) -> InputRows:
     first = arrays[0]
     dtype = first.dtype
     tail = first.shape[1:]
@@ -125,4 +125,4 @@ def _check(tensor: TensorSpec, place: int, arrays: Sequence[Array]) -> Rows:
         is_contiguous = is_contiguous and array.flags.c_contiguous
     if not is_contiguous:
         arrays = [np.ascontiguousarray(array) for array in arrays]
-    return Rows(tensor.name, place, dtype.name, arrays, (samples, *tail), size)
+    return InputRows(tensor.name, input_index, dtype.name, arrays, (samples, *tail), size)

@@ -11,12 +11,12 @@ from distill_reader.errors import BadRequest, ModelNotFound, TeacherFailed, Teac
 from distill_reader.model.specs import ModelSpec
 from distill_reader.protocols import serving_messages
 from distill_reader.student.clients.client import Array, Bounds
-from distill_reader.student.clients.endpoints import NotSpoken
-from distill_reader.student.clients.http_line import HttpAnswer, HttpLine
+from distill_reader.student.clients.endpoints import ProtocolMismatch
+from distill_reader.student.clients.http_connection import HttpAnswer, HttpClientConnection
 from distill_reader.student.clients.rows import find_outputs, gather, pick_outputs
 
 if TYPE_CHECKING:  # who uses HTTP alone loads no gRPC
-    from distill_reader.student.clients.grpc_line import GrpcLine
+    from distill_reader.student.clients.grpc_connection import GrpcClientConnection
 
 _PATH = "/GeneralModelService/inference"
 _METHOD = f"/{serving_messages.SERVICE}/inference"
@@ -61,14 +61,14 @@ class ServingHttpClient:
     protocol = "serving-http"
     bounds = Bounds()  # nobody says
 
-    def __init__(self, line: HttpLine, config: ModelSpec | None) -> None:
+    def __init__(self, connection: HttpClientConnection, config: ModelSpec | None) -> None:
         """
         Args:
             config: from the client prototxt; None: nothing is known of the model.
         """
-        self.endpoint = line.endpoint
-        self._line = line
-        self._codec = _Codec(line.endpoint, config)
+        self.endpoint = connection.endpoint
+        self._connection = connection
+        self._codec = _Codec(connection.endpoint, config)
 
     @property
     def spec(self) -> ModelSpec:
@@ -79,12 +79,12 @@ class ServingHttpClient:
         """Find out whether the server speaks this protocol.
 
         Raises:
-            NotSpoken: it does not.
+            ProtocolMismatch: it does not.
             TeacherGone, TeacherTimeout.
         """
         answer = self._post(b"", timeout_s)
         if answer.status in (404, 405, 501):
-            raise NotSpoken(f"{self.endpoint}: HTTP {answer.status} for {_PATH}")
+            raise ProtocolMismatch(f"{self.endpoint}: HTTP {answer.status} for {_PATH}")
 
     def predict(
         self, feeds: Mapping[str, Sequence[Array]], fetch: Sequence[str], *, timeout_s: float
@@ -93,7 +93,7 @@ class ServingHttpClient:
         request, wanted = self._codec.encode(feeds, fetch)
         answer = self._post(request, timeout_s)
         if answer.status != 200:
-            self._line.refuse(answer)
+            self._connection.refuse(answer)
         content_type = answer.headers.get("content-type", "").partition(";")[0].strip()
         if content_type != _PROTO:
             raise TeacherGone(f"{self.endpoint}: its answer is {content_type!r}, not {_PROTO}")
@@ -101,11 +101,11 @@ class ServingHttpClient:
 
     def close(self) -> None:
         """See TeacherClient."""
-        self._line.close()
+        self._connection.close()
 
     def _post(self, body: bytes, timeout_s: float) -> HttpAnswer:
         headers = {"Content-Type": _PROTO}
-        return self._line.request("POST", _PATH, [body], headers, timeout_s=timeout_s)
+        return self._connection.request("POST", _PATH, [body], headers, timeout_s=timeout_s)
 
 
 class ServingGrpcClient:
@@ -114,14 +114,14 @@ class ServingGrpcClient:
     protocol = "serving-grpc"
     bounds = Bounds()  # nobody says
 
-    def __init__(self, line: "GrpcLine", config: ModelSpec | None) -> None:
+    def __init__(self, connection: "GrpcClientConnection", config: ModelSpec | None) -> None:
         """
         Args:
             config: from the client prototxt; None: nothing is known of the model.
         """
-        self.endpoint = line.endpoint
-        self._line = line
-        self._codec = _Codec(line.endpoint, config)
+        self.endpoint = connection.endpoint
+        self._connection = connection
+        self._codec = _Codec(connection.endpoint, config)
 
     @property
     def spec(self) -> ModelSpec:
@@ -132,11 +132,11 @@ class ServingGrpcClient:
         """Find out whether the server speaks this protocol.
 
         Raises:
-            NotSpoken: it does not.
+            ProtocolMismatch: it does not.
             DistillError: as `predict`, but for what is wrong with an empty request.
         """
         try:
-            self._line.call(_METHOD, b"", timeout_s=timeout_s)
+            self._connection.call(_METHOD, b"", timeout_s=timeout_s)
         except (BadRequest, TeacherFailed):  # of the empty request: it knows the method
             return
 
@@ -146,11 +146,11 @@ class ServingGrpcClient:
         """See TeacherClient."""
         request, wanted = self._codec.encode(feeds, fetch)
         try:
-            answer = self._line.call(_METHOD, request, timeout_s=timeout_s)
-        except NotSpoken as error:
+            answer = self._connection.call(_METHOD, request, timeout_s=timeout_s)
+        except ProtocolMismatch as error:
             raise ModelNotFound(str(error)) from error
         return self._codec.decode(answer, wanted)
 
     def close(self) -> None:
         """See TeacherClient."""
-        self._line.close()
+        self._connection.close()

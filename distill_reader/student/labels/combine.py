@@ -8,7 +8,7 @@ import numpy as np
 
 from distill_reader.errors import BadRequest
 from distill_reader.student.clients.client import Array
-from distill_reader.student.options import Kind
+from distill_reader.student.options import OutputKind
 
 _SUM_TOLERANCE = 2e-2
 
@@ -20,7 +20,7 @@ class Combination:
     names: tuple[str, ...]  # of the members, for messages
     weights: tuple[float, ...]
     predicts: tuple[str, ...]
-    of: Kind
+    of: OutputKind
 
     def __call__(self, members: Sequence[Sequence[Array]]) -> tuple[Array, ...]:
         """Return the outputs for those of each member, in the order of `names`.
@@ -29,8 +29,8 @@ class Combination:
             BadRequest: they differ in shape, are no floats, or no probabilities as was said.
         """
         return tuple(
-            self._mean(name, [outputs[place] for outputs in members])
-            for place, name in enumerate(self.predicts)
+            self._mean(name, [outputs[index] for outputs in members])
+            for index, name in enumerate(self.predicts)
         )
 
     def _mean(self, output: str, arrays: Sequence[Any]) -> Array:

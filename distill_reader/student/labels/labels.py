@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from distill_reader.errors import BadRequest
-from distill_reader.model.forms import INDICES, LOG_REST, VALUES, WHOLE, form_name
+from distill_reader.model.output_encodings import INDICES, LOG_REST, VALUES, WHOLE, encoding_name
 from distill_reader.model.specs import ModelSpec, TensorSpec
 from distill_reader.student.clients.client import Array
 from distill_reader.student.options import TopK
@@ -20,7 +20,7 @@ _NOTHING = 1e4  # below the largest logit: its share is 0 at any temperature in 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class ServedOutput:
     """What must be known of an output to make it whole again."""
 
     dtype: str
@@ -31,8 +31,8 @@ class Served:
         return {"dtype": self.dtype, "classes": self.classes}
 
     @staticmethod
-    def from_json(fields: Mapping[str, Any]) -> "Served":
-        return Served(dtype=str(fields["dtype"]), classes=int(fields["classes"]))
+    def from_json(fields: Mapping[str, Any]) -> "ServedOutput":
+        return ServedOutput(dtype=str(fields["dtype"]), classes=int(fields["classes"]))
 
 
 class Labels:
@@ -71,7 +71,7 @@ class Labels:
         return len(self.arrays)
 
     @property
-    def asks_forms(self) -> bool:
+    def asks_encodings(self) -> bool:
         return bool(self._wire_dtype) or any(self._is_top)
 
     def identity(self) -> dict[str, Any]:
@@ -87,14 +87,16 @@ class Labels:
 
     # --- asking
 
-    def asked(self, endpoint: str, spec: ModelSpec) -> tuple[tuple[str, ...], tuple[Served, ...]]:
+    def asked(
+        self, endpoint: str, spec: ModelSpec
+    ) -> tuple[tuple[str, ...], tuple[ServedOutput, ...]]:
         """Return the names to ask a teacher by, a column each, and what they are of.
 
         Raises:
             BadRequest: the model lacks an output, or cannot send it so; names the remedy.
         """
         names: list[str] = []
-        served: list[Served] = []
+        served: list[ServedOutput] = []
         for name, is_top in zip(self._predicts, self._is_top, strict=True):
             tensor = self._output(endpoint, spec, name)
             wire = self._wire_of(tensor)
@@ -102,7 +104,7 @@ class Labels:
                 names.append(name)
                 served.append(_served(tensor))
                 continue
-            if tensor is None or not spec.takes_forms:
+            if tensor is None or not spec.takes_encodings:
                 raise BadRequest(
                     f"{endpoint}: cannot be asked for {'the top' if is_top else wire} of {name}: "
                     "only teachers of edl can, of a release that has it, by fast://, grpc:// or "
@@ -113,7 +115,7 @@ class Labels:
                 names += self._top_names(name, wire, classes)
                 served.append(replace(_served(tensor), classes=classes))
             else:
-                names.append(form_name(name, WHOLE, dtype=wire))
+                names.append(encoding_name(name, WHOLE, dtype=wire))
                 served.append(_served(tensor))
         return tuple(names), tuple(served)
 
@@ -163,10 +165,10 @@ class Labels:
         # A class's index fits two bytes nearly always; the form refuses where it does not.
         index_dtype = "uint16" if classes <= 1 << 16 else ""
         names = [
-            form_name(name, VALUES, top.k, wire),
-            form_name(name, INDICES, top.k, index_dtype),
+            encoding_name(name, VALUES, top.k, wire),
+            encoding_name(name, INDICES, top.k, index_dtype),
         ]
-        return [*names, form_name(name, LOG_REST, top.k)] if self._has_rest else names
+        return [*names, encoding_name(name, LOG_REST, top.k)] if self._has_rest else names
 
     @property
     def _has_rest(self) -> bool:
@@ -176,13 +178,15 @@ class Labels:
 
     # --- handing out
 
-    def restore(self, columns: Sequence[Array], served: Sequence[Served]) -> tuple[Array, ...]:
+    def restore(
+        self, columns: Sequence[Array], served: Sequence[ServedOutput]
+    ) -> tuple[Array, ...]:
         """Return the user's arrays for columns as they came.
 
         Raises:
             BadRequest: they are not what the options say that they are.
         """
-        if not self.asks_forms:
+        if not self.asks_encodings:
             return tuple(columns)
         arrays: list[Array] = []
         at = 0
@@ -198,7 +202,7 @@ class Labels:
                 at += 1
         return tuple(arrays)
 
-    def _restore_top(self, name: str, columns: Sequence[Array], of: Served) -> list[Array]:
+    def _restore_top(self, name: str, columns: Sequence[Array], of: ServedOutput) -> list[Array]:
         top = self._top_k
         assert top is not None
         values: Any = columns[0].astype(of.dtype)  # a copy: what came may be kept elsewhere
@@ -238,13 +242,13 @@ class Labels:
             )
 
 
-def _served(tensor: TensorSpec | None) -> Served:
+def _served(tensor: TensorSpec | None) -> ServedOutput:
     if tensor is None:
-        return Served(dtype="")
-    return Served(dtype=tensor.dtype, varies=-1 in tensor.shape)
+        return ServedOutput(dtype="")
+    return ServedOutput(dtype=tensor.dtype, varies=-1 in tensor.shape)
 
 
-def _spread(values: Any, indices: Any, fill: Any, of: Served) -> Array:
+def _spread(values: Any, indices: Any, fill: Any, of: ServedOutput) -> Array:
     """Return (..., classes) with `values` at `indices` and `fill` (..., 1) elsewhere."""
     dense = np.empty((*values.shape[:-1], of.classes), of.dtype)
     dense[...] = fill

@@ -7,14 +7,15 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from distill_reader.balance.client import Feeding, StudentClient
-from distill_reader.balance.registry.places import check_places, places_of
-from distill_reader.balance.speeds import Measured
+from distill_reader.balance.addresses import registry_addresses
+from distill_reader.balance.client import FeedStats, StudentClient
+from distill_reader.balance.registry.redis_registry import require_packages
+from distill_reader.balance.table import Measured
 from distill_reader.student.batches.meter import Meter
 from distill_reader.student.clients.connect import read_token
 
-Tell = Callable[[Sequence[str]], None]
-MakeClient = Callable[[Tell, Sequence[str]], StudentClient]
+Notify = Callable[[Sequence[str]], None]
+MakeClient = Callable[[Notify, Sequence[str]], StudentClient]
 
 # Behind an iteration, until others may have its teachers: an evaluation between two epochs, or a
 # change of the pods, shall not move them away and back.
@@ -39,8 +40,8 @@ class DynamicTeachers:
         Raises:
             UsageError: the token is wrong, or a package is missing.
         """
-        places = places_of(servers, "discovery_servers")
-        check_places(places)
+        addresses = registry_addresses(servers, "discovery_servers")
+        require_packages(addresses)
         if os.getpid() != self._pid:
             self._pid, self._student = os.getpid(), None  # a fork: the thread is the parent's
         student = self._student
@@ -49,14 +50,18 @@ class DynamicTeachers:
                 student.stop()
             make = partial(
                 StudentClient,
-                places,
+                addresses,
                 service,
                 require=require,
                 token=read_token(os.environ),
-                feeding=partial(_feeding, self._meter),  # which must not keep this object alive
+                feed_stats=partial(
+                    _feed_stats, self._meter
+                ),  # which must not keep this object alive
             )
             student = self._student = _Student(
-                (servers, service), lambda tell, held: make(tell=tell, held=held), self._linger_s
+                (servers, service),
+                lambda notify, held: make(notify=notify, held=held),
+                self._linger_s,
             )
             atexit.register(student.stop)
             weakref.finalize(self, student.stop, wait=False).atexit = False
@@ -69,16 +74,16 @@ class DynamicSource:
     def __init__(self, student: "_Student", require: int) -> None:
         self._student = student
         self._require = require
-        self.tell: Tell | None = None  # None: it is over, or has not begun
+        self.notify: Notify | None = None  # None: it is over, or has not begun
 
-    def start(self, tell: Tell) -> None:
+    def start(self, notify: Notify) -> None:
         """See TeacherSource."""
-        self.tell = tell
+        self.notify = notify
         self._student.add(self, self._require)
 
     def stop(self) -> None:
         """See TeacherSource. A call that is under way finds a pool that closes."""
-        self.tell = None
+        self.notify = None
         self._student.remove(self)
 
 
@@ -105,12 +110,12 @@ class _Student:
             self._set_timer(None)
             client = self._client
             if client is None:
-                client = self._client = self._make(self._tell, self._held)
+                client = self._client = self._make(self._notify, self._held)
                 client.set_require(require)
                 client.start()
                 return
         client.set_require(require)
-        client.tell_again()
+        client.notify_again()
 
     def remove(self, source: DynamicSource) -> None:
         lingers = True
@@ -149,12 +154,12 @@ class _Student:
             self._held = client.held
             client.stop()
 
-    def _tell(self, teachers: Sequence[str]) -> None:
+    def _notify(self, teachers: Sequence[str]) -> None:
         with self._lock:
-            tells = [source.tell for source in self._sources]
-        for tell in tells:
-            if tell is not None:
-                tell(teachers)
+            tells = [source.notify for source in self._sources]
+        for notify in tells:
+            if notify is not None:
+                notify(teachers)
 
     def _set_timer(self, timer: threading.Timer | None) -> None:
         if self._timer is not None:
@@ -162,11 +167,11 @@ class _Student:
         self._timer = timer
 
 
-def _feeding(meter: Meter) -> Feeding:
+def _feed_stats(meter: Meter) -> FeedStats:
     reading = meter.read()
     if reading is None:
-        return Feeding()
-    return Feeding(
+        return FeedStats()
+    return FeedStats(
         wait_share=reading.wait_share,
         samples_per_s=reading.samples_per_s,
         measured={

@@ -18,24 +18,24 @@ from distill_reader.errors import (
     BadRequest,
     DistillError,
     RequestTooLarge,
-    Retryable,
     TeacherBusy,
     TeacherFailed,
     TeacherGone,
     TeacherTimeout,
+    TransientFailure,
 )
 from distill_reader.model.specs import ModelSpec
-from distill_reader.student.batches.feed import Feed, Limits, Request
+from distill_reader.student.batches.feed import Feed, Request, RequestLimits
 from distill_reader.student.batches.meter import Meter
 from distill_reader.student.batches.tries import Blame
 from distill_reader.student.cache.label_cache import LabelCache
 from distill_reader.student.clients.client import TeacherClient
 from distill_reader.student.labels.labels import Labels
 from distill_reader.student.options import Padding
-from distill_reader.student.pool.asking import Asking, is_another, version_of
 from distill_reader.student.pool.pace import Pace
-from distill_reader.student.pool.roster import MOST, Flight, Roster, Teacher
+from distill_reader.student.pool.request_mapping import RequestMapping, is_another, version_of
 from distill_reader.student.pool.supervisor import Supervisor
+from distill_reader.student.pool.teacher_registry import MOST, Flight, Teacher, TeacherRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ _Error = TypeVar("_Error", bound=DistillError)
 class PoolSettings:
     sent: tuple[str, ...]  # names of the fields that may be sent
     labels: Labels
-    limits: Limits
+    limits: RequestLimits
     no_teacher_timeout_s: float | None  # None: for ever
     skips: bool  # behind that time, instead of raising
     timeout_s: float | None = None  # for an answer; None: as a teacher's pace suggests
@@ -94,13 +94,13 @@ class TeacherPool:
         self._lock = lock
         self._ready = ready
         self._connect = connect
-        self._roster = Roster(lock, paces, time.monotonic())
+        self._registry = TeacherRegistry(lock, paces, time.monotonic())
         self._idle = 0  # threads of all teachers that wait for work
         self._called: Teacher | None = None  # woken for work, and has not come yet
         self._is_closing = False
         self._changed = threading.Condition(lock)  # closing, or a teacher is not wanted any more
         self._supervisor = Supervisor(
-            self._roster,
+            self._registry,
             feed,
             lock,
             ready,
@@ -131,7 +131,7 @@ class TeacherPool:
         with self._lock:
             if self._is_closing:
                 return
-            new, leaving = self._roster.update(endpoints, time.monotonic())
+            new, leaving = self._registry.update(endpoints, time.monotonic())
             for teacher in new:
                 self._start_teacher_thread(teacher)
             for teacher in leaving:
@@ -147,7 +147,7 @@ class TeacherPool:
             return
         now = None
         best = None
-        for teacher in self._roster.wanted:
+        for teacher in self._registry.wanted:
             if not teacher.idle or not self._may_take(teacher):
                 continue
             if teacher.rest_until_s:
@@ -170,8 +170,8 @@ class TeacherPool:
         """Let connections and threads end, whatever they do."""
         with self._lock:
             self._is_closing = True
-            clients = [client for teacher in self._roster.all for client in teacher.clients]
-            for teacher in self._roster.all:
+            clients = [client for teacher in self._registry.all for client in teacher.clients]
+            for teacher in self._registry.all:
                 teacher.wake.notify_all()
             self._changed.notify_all()
             self._supervisor.close()
@@ -183,9 +183,9 @@ class TeacherPool:
 
     def _run(self, teacher: Teacher) -> None:
         while (found := self._open(teacher)) is not None:
-            client, asking, its_round = found
+            client, mapping, its_round = found
             try:
-                error = self._serve(teacher, client, asking, its_round)
+                error = self._serve(teacher, client, mapping, its_round)
             finally:
                 with self._lock:
                     teacher.clients.discard(client)
@@ -196,7 +196,7 @@ class TeacherPool:
                 if not self._reopens(teacher):
                     return
 
-    def _open(self, teacher: Teacher) -> tuple[TeacherClient, Asking, int] | None:
+    def _open(self, teacher: Teacher) -> tuple[TeacherClient, RequestMapping, int] | None:
         """Return a connection, for which it may wait long; None: this thread is not needed."""
         while True:
             with self._lock:
@@ -213,7 +213,7 @@ class TeacherPool:
             try:
                 client = self._connect(teacher.endpoint)
                 settings = self._settings
-                asking = Asking(
+                mapping = RequestMapping(
                     teacher.endpoint,
                     client.spec,
                     settings.sent,
@@ -227,7 +227,7 @@ class TeacherPool:
                     if not self._is_over(teacher) and its_round == teacher.round:
                         self._meet(teacher, client.spec)
                         self._set_connected(teacher, client)
-                        return client, asking, its_round
+                        return client, mapping, its_round
             except DistillError as error:
                 if client is not None:
                     client.close()
@@ -246,7 +246,7 @@ class TeacherPool:
         """
         if self._settings.mixes_versions:
             return
-        if self._met is None or not (self._feed.has_answers or self._roster.connected):
+        if self._met is None or not (self._feed.has_answers or self._registry.connected):
             self._met = teacher.endpoint, spec
         endpoint, first = self._met
         differs = is_another(first, spec)
@@ -275,7 +275,7 @@ class TeacherPool:
             teacher.failures += 1
             if str(error) != str(teacher.trouble):
                 logger.log(
-                    logging.WARNING if not isinstance(error, Retryable) else logging.INFO,
+                    logging.WARNING if not isinstance(error, TransientFailure) else logging.INFO,
                     "teacher %s",
                     teacher.about(error),
                 )
@@ -285,15 +285,15 @@ class TeacherPool:
             delay_s = min(_FIRST_BACKOFF_S * 2 ** min(teacher.failures, 10), _MOST_BACKOFF_S)
             if isinstance(error, TeacherBusy):
                 delay_s = max(delay_s, min(error.delay_s, _MOST_REST_S))
-            elif not isinstance(error, Retryable):
+            elif not isinstance(error, TransientFailure):
                 delay_s = _REFUSED_BACKOFF_S
             delay_s *= random.uniform(0.8, 1.2)  # many students lost the same teacher
             self._changed.wait_for(lambda: self._is_over(teacher), delay_s)
             return True
 
     def _serve(
-        self, teacher: Teacher, client: TeacherClient, asking: Asking, its_round: int
-    ) -> Retryable | None:
+        self, teacher: Teacher, client: TeacherClient, mapping: RequestMapping, its_round: int
+    ) -> TransientFailure | None:
         """Ask until the connection fails; return how. None: it is not needed any more."""
         while True:
             with self._lock:
@@ -302,43 +302,47 @@ class TeacherPool:
                 return None
             blame = None
             try:
-                self._ask(teacher, client, asking, flight)
+                self._ask(teacher, client, mapping, flight)
             except TeacherFailed as error:
                 blame = Blame(text=teacher.about(error), failed=error.tries)
                 self._rest(teacher, flight, error)
             except TeacherBusy as error:
                 self._rest(teacher, flight, error)
-            except Retryable as error:
+            except TransientFailure as error:
                 blame = self._blame_for_loss(teacher, flight, error)
                 return _without_frames(error)
             finally:
                 self._land(teacher, flight, blame)
             del flight  # nor its arrays, while this thread waits for the next one
 
-    def _ask(self, teacher: Teacher, client: TeacherClient, asking: Asking, flight: Flight) -> None:
-        """Have all of `flight` answered or refused. Raises: Retryable."""
+    def _ask(
+        self, teacher: Teacher, client: TeacherClient, mapping: RequestMapping, flight: Flight
+    ) -> None:
+        """Have all of `flight` answered or refused. Raises: TransientFailure."""
         while flight.left:
             request = flight.request
             timeout_s = self._timeout_s(teacher, request)
             try:
-                answer = client.predict(asking.feeds(request), asking.columns, timeout_s=timeout_s)
-                columns = asking.outputs(answer, request.samples)
-                outputs = asking.restore(columns)
+                answer = client.predict(
+                    mapping.feeds(request), mapping.columns, timeout_s=timeout_s
+                )
+                columns = mapping.outputs(answer, request.samples)
+                outputs = mapping.restore(columns)
             except BadRequest as error:
                 with self._lock:
-                    self._refuse(teacher, flight, asking.named(error))
+                    self._refuse(teacher, flight, mapping.named(error))
                 continue
             cache = self._settings.cache
             if cache is not None and not request.is_answered:
                 # Before the consumer has them, who may work in place; of a hedge, once.
-                cache.keep(request, columns, asking.served)
+                cache.keep(request, columns, mapping.served)
             with self._lock:
                 now = time.monotonic()
                 teacher.pace.answered(request.samples, now - flight.since_s, now)
                 if teacher.has_answered(now) or self._supervisor.has_given_up:
                     self._resume()
                 flight.answered += request.samples
-                flight.settled([], now)
+                flight.advance([], now)
                 self._feed.answered(request, outputs, teacher.endpoint)
                 if self._feed.is_ready:
                     self._ready.notify()
@@ -372,7 +376,7 @@ class TeacherPool:
                 return
             blamed = _without_frames(error)
             singles = self._feed.refused(request, blamed, teacher.endpoint, now)
-        flight.settled(singles, now)
+        flight.advance(singles, now)
         self._judge()
         self._ready.notify()
 
@@ -387,11 +391,13 @@ class TeacherPool:
             return False
         return all(piece.tries is None for piece in request.pieces) and any(
             other.answered_s > teacher.refused_s
-            for other in self._roster.wanted
+            for other in self._registry.wanted
             if other is not teacher and other.is_able(now)
         )
 
-    def _blame_for_loss(self, teacher: Teacher, flight: Flight, error: Retryable) -> Blame | None:
+    def _blame_for_loss(
+        self, teacher: Teacher, flight: Flight, error: TransientFailure
+    ) -> Blame | None:
         """Return what a lost connection says about the request; None: nothing."""
         is_late = isinstance(error, TeacherTimeout)
         with self._lock:
@@ -421,8 +427,8 @@ class TeacherPool:
         """Find out who may answer what is in trouble. The caller has the lock."""
         if self._feed.has_troubled:
             now = time.monotonic()
-            roster = self._roster
-            self._feed.judge(roster.able(now), roster.hoped_for(now), now)
+            registry = self._registry
+            self._feed.judge(registry.able(now), registry.hoped_for(now), now)
             if self._feed.is_ready:
                 self._ready.notify()
             self._supervisor.look_soon()
@@ -431,7 +437,7 @@ class TeacherPool:
     def _tend(self, now: float) -> bool:
         """Do what falls due without an event; return whether more will. For the supervisor."""
         self._judge()
-        lacking = [teacher for teacher in self._roster.wanted if not teacher.threads]
+        lacking = [teacher for teacher in self._registry.wanted if not teacher.threads]
         for teacher in lacking:
             if now >= teacher.grows_after_s:
                 self._start_teacher_thread(teacher)
@@ -503,7 +509,7 @@ class TeacherPool:
             return request
         limits = self._settings.limits
         request = self._feed.take(
-            Limits(
+            RequestLimits(
                 join_bytes=min(limits.join_bytes, teacher.most_bytes),
                 most_bytes=min(limits.most_bytes, teacher.most_bytes),
                 samples=min(limits.samples or MOST, teacher.most_samples),
@@ -558,7 +564,7 @@ class TeacherPool:
                 return
             logger.warning("lost teacher %s", teacher.about(error))
             teacher.trouble = error
-            clients = self._roster.give_up(teacher, time.monotonic())
+            clients = self._registry.give_up(teacher, time.monotonic())
             self._judge()
             self._supervisor.look()
         for client in clients:

@@ -9,7 +9,7 @@ from distill_reader.errors import NoTeacher
 from distill_reader.student.batches.feed import Feed
 from distill_reader.student.clients.client import TeacherClient
 from distill_reader.student.pool.pace import is_worth_hedging
-from distill_reader.student.pool.roster import Flight, Roster, Teacher
+from distill_reader.student.pool.teacher_registry import Flight, Teacher, TeacherRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class Supervisor:
 
     def __init__(
         self,
-        roster: Roster,
+        registry: TeacherRegistry,
         feed: Feed,
         lock: threading.RLock,
         ready: threading.Condition,
@@ -51,7 +51,7 @@ class Supervisor:
             may_get_others: whether who knows of other teachers hears the report.
             name: of the service, where there are several.
         """
-        self._roster = roster
+        self._registry = registry
         self._feed = feed
         self._lock = lock
         self._ready = ready
@@ -93,7 +93,7 @@ class Supervisor:
                 now = time.monotonic()
                 hanging = self._look_for_late(now)
                 wait_s = self._look_for_none(now)
-                alone_since_s = self._roster.alone_since_s(now)
+                alone_since_s = self._registry.alone_since_s(now)
                 if alone_since_s is None:
                     logged_s = now
                 elif now - max(logged_s, alone_since_s) >= _LOG_PERIOD_S:
@@ -102,13 +102,13 @@ class Supervisor:
                         "no teacher%s for %.0f s, still looking (%s)",
                         self._of,
                         now - alone_since_s,
-                        self._roster.troubles(),
+                        self._registry.troubles(),
                     )
                 if not hanging:
                     is_due = self._tend(now)
                     if self._look_for_unusable(now) or is_due:
                         wait_s = _LOOK_S if wait_s is None else min(_LOOK_S, wait_s)
-                    is_flying = any(teacher.flights for teacher in self._roster.all)
+                    is_flying = any(teacher.flights for teacher in self._registry.all)
                     if is_flying or self._feed.has_troubled:
                         wait_s = TICK_S if wait_s is None else min(TICK_S, wait_s)
                     self._sleeps_long = wait_s is None or wait_s > TICK_S
@@ -120,8 +120,8 @@ class Supervisor:
     def _look_for_late(self, now: float) -> list[TeacherClient]:
         """Hedge what is late; return the connections of teachers that hang, to be closed."""
         hanging: list[TeacherClient] = []
-        roster = self._roster
-        for teacher in roster.all:
+        registry = self._registry
+        for teacher in registry.all:
             pace = teacher.pace
             for flight in teacher.flights:
                 if not flight.left or flight.is_given_up:
@@ -139,7 +139,7 @@ class Supervisor:
                     )
                     pace.overdue(request.samples, took_s)
                     teacher.is_asked_in_vain(flight.since_s)
-                    hanging += roster.give_up(teacher, now)
+                    hanging += registry.give_up(teacher, now)
                     break
         return hanging
 
@@ -156,7 +156,7 @@ class Supervisor:
             return
         others = frozenset(
             other.endpoint
-            for other in self._roster.connected
+            for other in self._registry.connected
             if other is not teacher
             and other.absent_since_s is None
             and is_worth_hedging(teacher.pace, other.pace, request.samples, took_s)
@@ -174,8 +174,8 @@ class Supervisor:
 
     def _look_for_unusable(self, now: float) -> bool:
         """Say which teachers are of no use; return whether to look again soon."""
-        roster = self._roster
-        found = roster.unusable(now)
+        registry = self._registry
+        found = registry.unusable(now)
         for teacher in found:
             if not teacher.is_reported:
                 teacher.is_reported = True
@@ -191,7 +191,7 @@ class Supervisor:
             self._report(endpoints)
         return any(
             not teacher.is_reported and teacher.missing_since_s(now) is not None
-            for teacher in roster.wanted
+            for teacher in registry.wanted
         )
 
     def _look_for_none(self, now: float) -> float | None:
@@ -200,8 +200,8 @@ class Supervisor:
         Returns:
             When to look again; None: there is a teacher.
         """
-        roster = self._roster
-        since_s = roster.alone_since_s(now)
+        registry = self._registry
+        since_s = registry.alone_since_s(now)
         if since_s is None:
             return None
         wait_s = self._look_for_refusals(since_s, now)
@@ -210,7 +210,7 @@ class Supervisor:
         left_s = since_s + self._timeout_s - now
         if left_s > 0:
             return min(wait_s, left_s)
-        is_connected = bool(roster.connected)
+        is_connected = bool(registry.connected)
         if self._skips:
             if self.has_given_up and is_connected and now >= self._trial_s:
                 self._trial_s = now + _TRIAL_S
@@ -220,7 +220,7 @@ class Supervisor:
         else:
             self._feed.suspend(
                 NoTeacher(
-                    f"no teacher{self._of} for {self._timeout_s:g} s ({roster.troubles()}); "
+                    f"no teacher{self._of} for {self._timeout_s:g} s ({registry.troubles()}); "
                     f"set_no_teacher_timeout says how long to wait and what to do then"
                 )
             )
@@ -230,7 +230,7 @@ class Supervisor:
 
     def _look_for_refusals(self, since_s: float, now: float) -> float:
         """Raise what teachers say if all that there are refuse; return when to look again."""
-        wanted = list(self._roster.wanted)
+        wanted = list(self._registry.wanted)
         troubles = [teacher.trouble for teacher in wanted if teacher.refuses]
         if not troubles or troubles[0] is None or len(troubles) < len(wanted):
             return _LOG_PERIOD_S

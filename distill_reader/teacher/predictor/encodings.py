@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from distill_reader.errors import BadRequest
-from distill_reader.model.forms import INDICES, LOG_REST, WHOLE, Form
 from distill_reader.model.normalization import Normalization
+from distill_reader.model.output_encodings import INDICES, LOG_REST, WHOLE, OutputEncoding
 from distill_reader.model.specs import TensorSpec
 from distill_reader.teacher.predictor.backend import Array
 
@@ -32,38 +32,38 @@ class Encoder:
         self._names = names
         self._tops: dict[tuple[int, int], tuple[Array, Any]] = {}
 
-    def encode(self, form: Form) -> Array:
+    def encode(self, encoding: OutputEncoding) -> Array:
         """Return (N, ...) in this form.
 
         Raises:
             BadRequest: values do not fit the type.
         """
-        output = self._outputs[form.place]
-        if form.part == WHOLE:
-            return self._as_float(output, form)
-        values, indices = self._top(form.place, form.top_k)
-        if form.part == INDICES:
-            if output.shape[-1] - 1 > np.iinfo(form.dtype).max:
+        output = self._outputs[encoding.output_index]
+        if encoding.part == WHOLE:
+            return self._as_float(output, encoding)
+        values, indices = self._top(encoding.output_index, encoding.top_k)
+        if encoding.part == INDICES:
+            if output.shape[-1] - 1 > np.iinfo(encoding.dtype).max:
                 raise BadRequest(
-                    f"output {self._names[form.place]}: {output.shape[-1]} values have indices "
-                    f"beyond {form.dtype}; want int32"
+                    f"output {self._names[encoding.output_index]}: {output.shape[-1]} values have "
+                    f"indices beyond {encoding.dtype}; want int32"
                 )
-            narrow: Array = indices.astype(form.dtype)
+            narrow: Array = indices.astype(encoding.dtype)
             return narrow
-        if form.part == LOG_REST:
-            return self._as_float(_log_rest(output, indices), form)
-        return self._as_float(values, form)
+        if encoding.part == LOG_REST:
+            return self._as_float(_log_rest(output, indices), encoding)
+        return self._as_float(values, encoding)
 
-    def _as_float(self, array: Array, form: Form) -> Array:
-        if array.dtype == np.dtype(form.dtype):
+    def _as_float(self, array: Array, encoding: OutputEncoding) -> Array:
+        if array.dtype == np.dtype(encoding.dtype):
             return array
         try:
             with np.errstate(over="raise"):
-                return array.astype(form.dtype)
+                return array.astype(encoding.dtype)
         except FloatingPointError:
             raise BadRequest(
-                f"output {self._names[form.place]}: has values beyond {form.dtype} "
-                f"(±{np.finfo(form.dtype).max:.6g}); want it as it is"
+                f"output {self._names[encoding.output_index]}: has values beyond {encoding.dtype} "
+                f"(±{np.finfo(encoding.dtype).max:.6g}); want it as it is"
             ) from None
 
     def _top(self, place: int, top_k: int) -> tuple[Array, Any]:

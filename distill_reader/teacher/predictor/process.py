@@ -21,7 +21,7 @@ import numpy as np
 
 from distill_reader.errors import BadRequest, ModelError, UsageError
 from distill_reader.model.normalization import Normalization, check_inputs, read_folder
-from distill_reader.model.specs import Accepted, ModelSpec, TensorSpec
+from distill_reader.model.specs import InputEncoding, ModelSpec, TensorSpec
 from distill_reader.protocols.arena import Arena, attach
 from distill_reader.teacher.predictor.backend import Array, Backend, BackendFactory, Device
 from distill_reader.teacher.predictor.digest import digest_of
@@ -106,7 +106,7 @@ class PredictorLoop:
                 inputs[tensor.name] = decode_input(inputs[tensor.name], tensor, normalization)
             outputs = _check_outputs(spec, model.backend.run(inputs), samples)
             encoder = Encoder(outputs, [tensor.name for tensor in spec.outputs])
-            columns = [encoder.encode(form) for form in run.columns]
+            columns = [encoder.encode(encoding) for encoding in run.columns]
         except _ABOUT_INPUTS as error:
             self._channel.send(MessageKind.REFUSED, (run.batch,), str(error).encode()[:4000])
             return
@@ -194,20 +194,20 @@ def _load(
                 replace(tensor, accepts=_accepts(tensor, normalizations.get(tensor.name)))
                 for tensor in spec.inputs
             ),
-            takes_forms=True,
+            takes_encodings=True,
             digest=digest_of(folder, [], spec.digest, *how) if spec.digest and how else spec.digest,
         ),
         normalizations=normalizations,
     )
 
 
-def _accepts(tensor: TensorSpec, normalization: Normalization | None) -> tuple[Accepted, ...]:
-    forms = list(tensor.accepts)
+def _accepts(tensor: TensorSpec, normalization: Normalization | None) -> tuple[InputEncoding, ...]:
+    encodings = list(tensor.accepts)
     if tensor.dtype in ("float32", "float64"):
-        forms.append(Accepted(dtype="float16", shape=tensor.shape))
+        encodings.append(InputEncoding(dtype="float16", shape=tensor.shape))
     if normalization is not None:
-        forms.append(normalization.accepted(tensor))
-    return tuple(forms)
+        encodings.append(normalization.accepted(tensor))
+    return tuple(encodings)
 
 
 def _find_factory(backend: str) -> BackendFactory:

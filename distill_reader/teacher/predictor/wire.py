@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
 
-from distill_reader.model.forms import INDICES, LOG_REST, VALUES, WHOLE, Form
 from distill_reader.model.normalization import Normalization, from_json
-from distill_reader.model.specs import Accepted, ModelSpec, TensorSpec
+from distill_reader.model.output_encodings import INDICES, LOG_REST, VALUES, WHOLE, OutputEncoding
+from distill_reader.model.specs import InputEncoding, ModelSpec, TensorSpec
 from distill_reader.protocols.wire import DTYPES
 from distill_reader.teacher.predictor.backend import Device
 
@@ -77,7 +77,7 @@ class RunMessage:
     input_dtypes: tuple[str, ...]  # as they came
     input_shapes: tuple[Shape, ...]  # of one sample, likewise
     output_shapes: tuple[Shape | None, ...]  # as the model returns them; None: not known
-    columns: tuple[Form, ...]  # what is wanted of them by any of the rows
+    columns: tuple[OutputEncoding, ...]  # what is wanted of them by any of the rows
     rows: tuple[BatchRows, ...]
 
 
@@ -145,8 +145,13 @@ def encode_run(run: RunMessage) -> list[int]:
         else:
             numbers.append(len(shape))
             numbers += shape
-    for form in run.columns:
-        numbers += (form.place, _PARTS.index(form.part), form.top_k, DTYPES.index(form.dtype))
+    for encoding in run.columns:
+        numbers += (
+            encoding.output_index,
+            _PARTS.index(encoding.part),
+            encoding.top_k,
+            DTYPES.index(encoding.dtype),
+        )
     for rows in run.rows:
         numbers.append(rows.count)
         for address in rows.inputs:
@@ -170,10 +175,10 @@ def decode_run(numbers: Sequence[int]) -> RunMessage:
             continue
         shapes.append(tuple(numbers[at : at + rank]))
         at += rank
-    forms = []
+    encodings = []
     for _ in range(columns):
         place, part, top_k, dtype = numbers[at : at + 4]
-        forms.append(Form(place, _PARTS[part], top_k, DTYPES[dtype]))
+        encodings.append(OutputEncoding(place, _PARTS[part], top_k, DTYPES[dtype]))
         at += 4
     all_rows: list[BatchRows] = []
     for _ in range(count):
@@ -194,7 +199,7 @@ def decode_run(numbers: Sequence[int]) -> RunMessage:
         dtypes,
         tuple(shape for shape in shapes[:inputs] if shape is not None),
         tuple(shapes[inputs:]),
-        tuple(forms),
+        tuple(encodings),
         tuple(all_rows),
     )
 
@@ -271,7 +276,7 @@ def parse_specs(text: bytes) -> tuple[ModelSpec, ...]:
             version=document["version"],
             inputs=tuple(map(_parse_tensor, document["inputs"])),
             outputs=tuple(map(_parse_tensor, document["outputs"])),
-            takes_forms=document["takes_forms"],
+            takes_encodings=document["takes_encodings"],
             digest=document["digest"],
         )
         for document in json.loads(text)
@@ -280,7 +285,8 @@ def parse_specs(text: bytes) -> tuple[ModelSpec, ...]:
 
 def _parse_tensor(document: dict[str, Any]) -> TensorSpec:
     accepts = tuple(
-        Accepted(dtype=form["dtype"], shape=tuple(form["shape"])) for form in document["accepts"]
+        InputEncoding(dtype=encoding["dtype"], shape=tuple(encoding["shape"]))
+        for encoding in document["accepts"]
     )
     return TensorSpec(**{**document, "shape": tuple(document["shape"]), "accepts": accepts})
 

@@ -19,11 +19,11 @@ import numpy as np
 
 from distill_reader.errors import (
     BadRequest,
+    FastPathError,
     ModelNotFound,
     TeacherBusy,
     TeacherFailed,
     UsageError,
-    WireError,
 )
 from distill_reader.model.specs import ModelSpec
 from distill_reader.protocols import stream, wire
@@ -157,7 +157,7 @@ def serve_connection(
         logger.debug("fast path: %s", error)
     except StreamStalled as error:
         logger.info("fast path: a student is dropped: %s", error)
-    except WireError as error:
+    except FastPathError as error:
         logger.warning("fast path: a connection is dropped: %s", error)
         with contextlib.suppress(StreamEnded, StreamStalled):
             data = wire.pack_error(0, error)
@@ -181,10 +181,10 @@ def _greet(sock: socket.socket, service: InferenceService, limits: FastLimits) -
         if not service.is_ready:
             raise TeacherBusy("the teacher starts or drains", delay_s=0.5)
         spec = _choose(service.models(), hello.model)
-    except (UsageError, BadRequest, TeacherBusy, WireError) as error:
+    except (UsageError, BadRequest, TeacherBusy, FastPathError) as error:
         data = wire.pack_refusal(error)
         stream.send(sock, [data], len(data), limits.hello_s)
-        if isinstance(error, WireError):
+        if isinstance(error, FastPathError):
             raise
         return None
     is_unix = sock.family == socket.AF_UNIX
@@ -206,7 +206,7 @@ def _prove_each_other(sock: socket.socket, hello: StudentHello, limits: FastLimi
 
     Raises:
         UsageError: it has not.
-        StreamEnded, StreamStalled, WireError.
+        StreamEnded, StreamStalled, FastPathError.
     """
     if not limits.token:
         return ""
@@ -263,7 +263,7 @@ class _Connection:
         """Answer frames until the stream ends.
 
         Raises:
-            StreamEnded, StreamStalled, WireError.
+            StreamEnded, StreamStalled, FastPathError.
         """
         head_view = memoryview(bytearray(wire.HEAD.size))
         while True:
@@ -275,7 +275,7 @@ class _Connection:
             elif head.kind == wire.SHARE:
                 self._share()
             else:
-                raise WireError(f"unexpected frame of kind {head.kind}")
+                raise FastPathError(f"unexpected frame of kind {head.kind}")
 
     def close(self) -> None:
         if self._shared is not None:
@@ -295,7 +295,7 @@ class _Connection:
     def _predict(self, head: FrameHead, meta: bytes) -> None:
         tensors, outputs = wire.parse_predict(head, meta)
         if head.payload_bytes > self._limits.max_request_bytes:
-            raise WireError(
+            raise FastPathError(
                 f"a request has {head.payload_bytes} bytes; allowed are "
                 f"{self._limits.max_request_bytes}"
             )
@@ -436,7 +436,7 @@ class _Connection:
 
     def _share(self) -> None:
         if self._sock.family != socket.AF_UNIX:
-            raise WireError("memory can be shared over the unix socket only")
+            raise FastPathError("memory can be shared over the unix socket only")
         fd = _receive_descriptor(self._sock)
         try:
             arena = attach(fd, max_bytes=self._limits.max_shared_bytes, is_writable=False)
@@ -466,7 +466,7 @@ def _receive_descriptor(sock: socket.socket) -> int:
     if len(data) != 1 or len(fds) != 1:
         for fd in fds:
             os.close(fd)
-        raise WireError(f"expected one descriptor, got {len(fds)}")
+        raise FastPathError(f"expected one descriptor, got {len(fds)}")
     return fds[0]
 
 

@@ -8,7 +8,7 @@ HTTP, in the metadata of gRPC), which clients of the original cannot and need no
 import time
 
 from distill_reader.errors import BadRequest, DistillError, ModelNotFound, TeacherBusy
-from distill_reader.model.forms import split_name
+from distill_reader.model.output_encodings import split_name
 from distill_reader.model.specs import ModelSpec
 from distill_reader.protocols.serving_messages import ServingRequest, ServingResponse, ServingTensor
 from distill_reader.teacher.service.requests import (
@@ -77,8 +77,8 @@ def response(
     """
     outputs = []
     for name, array in answer.outputs.items():
-        tensor, form = split_name(spec, name)
-        labels = (name, name) if form else (tensor.variable, tensor.name)
+        tensor, encoding = split_name(spec, name)
+        labels = (name, name) if encoding else (tensor.variable, tensor.name)
         outputs.append(ServingTensor(name=labels[0], alias_name=labels[1], array=array))
     profile_time: tuple[int, ...] = ()
     if request.profile_server:  # of the operations reader, infer and response

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from distill_reader.errors import BadRequest
-from distill_reader.model.forms import Form, form_shape, parse_form
+from distill_reader.model.output_encodings import OutputEncoding, encoded_shape, parse_encoding
 from distill_reader.model.specs import ModelSpec
 from distill_reader.protocols.arena import ALIGNMENT, Arena, ArenaError, Slice
 from distill_reader.teacher.predictor.wire import Shape, TensorAddress
@@ -23,7 +23,7 @@ Allocate = Callable[[int], Slice]  # raises TeacherBusy, BadRequest
 
 _LEARNED_SHAPES = 1024  # per model; after that many it starts over
 _LONGEST_AXIS = 2**31 - 1
-_MOST_FORMS = 64  # per request: each adds to the message to the predictor, once for every part
+_MOST_ENCODINGS = 64  # per request: each adds to the message to the predictor, once for every part
 
 
 class ServedModel:
@@ -63,12 +63,12 @@ class PendingRequest:
     input_dtypes: tuple[str, ...]  # in the spec's order, as received
     input_shapes: tuple[Shape, ...]  # of one sample, in the same order
     inputs: tuple["_ArenaTensor", ...]
-    wanted: tuple[tuple[str, Form], ...]  # outputs: name in the request, what it means
-    forms: tuple[Form, ...]  # those of `wanted` that are not whole outputs
+    wanted: tuple[tuple[str, OutputEncoding], ...]  # outputs: name in the request, what it means
+    encodings: tuple[OutputEncoding, ...]  # those of `wanted` that are not whole outputs
     held: tuple[Buffer, ...]  # memory of the inputs
     future: Future[InferAnswer] = field(default_factory=Future)
     output: Slice | None = None  # memory for the outputs; None: their sizes are not known yet
-    columns: dict[Form, "_ArenaTensor"] = field(default_factory=dict)  # within `output`
+    columns: dict[OutputEncoding, "_ArenaTensor"] = field(default_factory=dict)  # within `output`
     output_shapes: tuple[Shape, ...] | None = None  # as the model returns them, in its order
     left: int = 0  # samples still to be computed
     in_flight: int = 0  # parts that predictors are working on
@@ -83,7 +83,7 @@ class PendingRequest:
     @property
     def key(self) -> Hashable:
         """Requests with the same key can be computed together."""
-        return self.model.index, self.input_dtypes, self.input_shapes, self.forms
+        return self.model.index, self.input_dtypes, self.input_shapes, self.encodings
 
     @property
     def shapes_key(self) -> Hashable:
@@ -113,7 +113,7 @@ class PendingRequest:
         return tuple(tensor.at(start) for tensor in self.inputs)
 
     def output_addresses(
-        self, start: int, columns: Sequence[Form]
+        self, start: int, columns: Sequence[OutputEncoding]
     ) -> tuple[TensorAddress | None, ...]:
         """Return where sample `start` of each column goes; None: the column is not wanted."""
         found = map(self.columns.get, columns)
@@ -127,8 +127,10 @@ class PendingRequest:
             TeacherBusy: there is no room.
         """
         known = self.output_shapes
-        forms = dict.fromkeys(form for _, form in self.wanted)
-        if known is not None and all(known[form.place] == shapes[form.place] for form in forms):
+        encodings = dict.fromkeys(encoding for _, encoding in self.wanted)
+        if known is not None and all(
+            known[encoding.output_index] == shapes[encoding.output_index] for encoding in encodings
+        ):
             return
         if self.output is not None:
             if self.left < self.samples or self.in_flight > 1:
@@ -138,17 +140,17 @@ class PendingRequest:
                 )
             self.output.release()
             self.output = None
-        offsets: list[tuple[Form, int, int]] = []  # column, offset, bytes of one sample
+        offsets: list[tuple[OutputEncoding, int, int]] = []  # column, offset, bytes of one sample
         total = 0
-        for form in forms:
-            shape = form_shape(form, shapes[form.place])
-            sample_bytes = _elements(shape) * np.dtype(form.dtype).itemsize
-            offsets.append((form, total, sample_bytes))
+        for encoding in encodings:
+            shape = encoded_shape(encoding, shapes[encoding.output_index])
+            sample_bytes = _elements(shape) * np.dtype(encoding.dtype).itemsize
+            offsets.append((encoding, total, sample_bytes))
             total += _aligned(sample_bytes * self.samples)
         self.output = memory = allocate(total)
         self.columns = {
-            form: _ArenaTensor(memory.arena, memory.offset + offset, sample_bytes)
-            for form, offset, sample_bytes in offsets
+            encoding: _ArenaTensor(memory.arena, memory.offset + offset, sample_bytes)
+            for encoding, offset, sample_bytes in offsets
         }
         self.output_shapes = shapes
 
@@ -157,12 +159,12 @@ class PendingRequest:
         assert self.output is not None
         assert self.output_shapes is not None
         arrays: dict[str, Array] = {}
-        for name, form in self.wanted:
+        for name, encoding in self.wanted:
             arrays[name] = np.ndarray(
-                (self.samples, *form_shape(form, self.output_shapes[form.place])),
-                form.dtype,
+                (self.samples, *encoded_shape(encoding, self.output_shapes[encoding.output_index])),
+                encoding.dtype,
                 self.output.view,
-                self.columns[form].offset - self.output.offset,
+                self.columns[encoding].offset - self.output.offset,
             )
         return InferAnswer(
             outputs=arrays,
@@ -200,8 +202,8 @@ class _Plan:
     input_dtypes: tuple[str, ...]
     input_shapes: tuple[Shape, ...]
     sample_bytes: tuple[int, ...]
-    wanted: tuple[tuple[str, Form], ...]
-    forms: tuple[Form, ...]
+    wanted: tuple[tuple[str, OutputEncoding], ...]
+    encodings: tuple[OutputEncoding, ...]
 
 
 def prepare(request: InferRequest, model: ServedModel, allocate: Allocate) -> PendingRequest:
@@ -231,7 +233,7 @@ def prepare(request: InferRequest, model: ServedModel, allocate: Allocate) -> Pe
             input_shapes=plan.input_shapes,
             inputs=_store_inputs(tensors, plan, samples, memory),
             wanted=plan.wanted,
-            forms=plan.forms,
+            encodings=plan.encodings,
             held=(*buffers_of(request), *([memory] if memory is not None else [])),
         )
         expected = model.output_shapes(pending.shapes_key)
@@ -286,12 +288,12 @@ def _make_plan(request: InferRequest, spec: ModelSpec) -> "_Plan":
     shapes = tuple(tuple(tensor.shape[1:]) for tensor in tensors)
     dtypes = tuple(np.dtype(tensor.dtype).name for tensor in tensors)
     fetch = request.fetch or [output.name for output in spec.outputs]
-    asked = tuple((name, parse_form(spec, name)) for name in fetch)
-    whole = {parse_form(spec, output.name) for output in spec.outputs}
-    forms = tuple(sorted({form for _, form in asked} - whole))
-    if len(forms) > _MOST_FORMS:
+    asked = tuple((name, parse_encoding(spec, name)) for name in fetch)
+    whole = {parse_encoding(spec, output.name) for output in spec.outputs}
+    encodings = tuple(sorted({encoding for _, encoding in asked} - whole))
+    if len(encodings) > _MOST_ENCODINGS:
         raise BadRequest(
-            f"{len(forms)} forms of outputs are wanted; at most {_MOST_FORMS} at a time"
+            f"{len(encodings)} forms of outputs are wanted; at most {_MOST_ENCODINGS} at a time"
         )
     return _Plan(
         names=names,
@@ -302,7 +304,7 @@ def _make_plan(request: InferRequest, spec: ModelSpec) -> "_Plan":
             for shape, dtype in zip(shapes, dtypes, strict=True)
         ),
         wanted=asked,
-        forms=forms,
+        encodings=encodings,
     )
 
 

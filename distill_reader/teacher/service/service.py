@@ -19,13 +19,13 @@ from distill_reader.errors import (
     ModelError,
     ModelNotFound,
     RequestTooLarge,
-    Retryable,
     TeacherBusy,
     TeacherFailed,
+    TransientFailure,
     UsageError,
 )
-from distill_reader.model.forms import Form
 from distill_reader.model.normalization import Normalization
+from distill_reader.model.output_encodings import OutputEncoding
 from distill_reader.model.specs import ModelSpec
 from distill_reader.protocols.arena import Arena, ArenaError, ArenaFull, OwnArena, Slice
 from distill_reader.teacher.predictor.backend import Device
@@ -100,7 +100,7 @@ class _Batch:
     model: ServedModel
     parts: list[RequestPart[PendingRequest]]
     samples: int
-    columns: tuple[Form, ...]  # what any of the parts wants
+    columns: tuple[OutputEncoding, ...]  # what any of the parts wants
 
 
 _Ended = list[tuple[PendingRequest, DistillError | None]]  # None: answered, or not wanted any more
@@ -371,7 +371,7 @@ class PredictorService:
             state.silent_since = time.monotonic()
             if state.silent_since + self._config.predict_timeout_s < self._wakes_at:
                 self._due.notify()
-        columns = tuple(dict.fromkeys(form for p in parts for _, form in p.item.wanted))
+        columns = tuple(dict.fromkeys(encoding for p in parts for _, encoding in p.item.wanted))
         samples = sum(part.count for part in parts)
         batch = state.batches[self._batches] = _Batch(key, model, parts, samples, columns)
         for part in parts:
@@ -585,4 +585,4 @@ def _outcome(model: str, error: BaseException) -> tuple[str, str]:
     """Return model and outcome as the metrics count them; names that clients make up are none."""
     if isinstance(error, ModelNotFound):
         return "", "refused"
-    return model, "busy" if isinstance(error, Retryable) else "refused"
+    return model, "busy" if isinstance(error, TransientFailure) else "refused"

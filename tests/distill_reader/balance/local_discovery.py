@@ -8,19 +8,19 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from distill_reader.balance.client import Feeding, StudentClient
+from distill_reader.balance.addresses import redis_address, registry_addresses
+from distill_reader.balance.client import FeedStats, StudentClient
 from distill_reader.balance.registry.memory import MemoryRegistry
-from distill_reader.balance.registry.places import places_of
-from distill_reader.balance.registry.redis_registry import RedisRegistry, redis_address
+from distill_reader.balance.registry.redis_registry import RedisRegistry
 from distill_reader.balance.registry.registrar import PortProbe, Registrar, RegistrarConfig
-from distill_reader.balance.server.server import DiscoveryServer, ServerConfig
+from distill_reader.balance.server.server import DiscoveryServer, DiscoveryServerConfig
 from distill_reader.balance.tasks import end_tasks, finish
 from distill_reader.balance.wire.messages import HEAD, MAGIC, decode, encode
 from tests.support import free_port
 
 LEASE_S = 4.0  # of teachers: does not end because the machine is busy
 # Nor are students dropped for that, nor given an empty first list.
-PATIENT = ServerConfig(first_s=60, silent_s=60, legacy_silent_s=60, first_list_s=30)
+PATIENT = DiscoveryServerConfig(first_s=60, silent_s=60, legacy_silent_s=60, first_list_s=30)
 _BACKLOG = 4096  # probes that nobody accepts
 
 
@@ -63,7 +63,11 @@ class LocalDiscovery(LoopThread):
     """A discovery server: with a registry in memory, or with Redis."""
 
     def __init__(
-        self, redis_url: str | None = None, *, port: int = 0, config: ServerConfig | None = None
+        self,
+        redis_url: str | None = None,
+        *,
+        port: int = 0,
+        config: DiscoveryServerConfig | None = None,
     ) -> None:
         super().__init__()
         self._redis_url = redis_url
@@ -90,11 +94,11 @@ class LocalDiscovery(LoopThread):
 
     def links(self, service: str = "svc") -> dict[str, tuple[str, ...]]:
         """What is in force, as this server knows it."""
-        known = self.server.balancer.look.services.get(service)
+        known = self.server.balancer.view.services.get(service)
         return {} if known is None or known.table is None else dict(known.table.links)
 
     def teachers(self, service: str = "svc") -> set[str]:
-        known = self.server.balancer.look.services.get(service)
+        known = self.server.balancer.view.services.get(service)
         return set() if known is None else set(known.teachers)
 
 
@@ -119,7 +123,7 @@ class LocalTeacher(LoopThread):
         self.come_back()
         self.endpoint = f"127.0.0.1:{self._port}"
         self._config = RegistrarConfig(
-            places=places_of(where, "where"),
+            addresses=registry_addresses(where, "where"),
             service=service,
             server=self.endpoint,
             token=token,
@@ -168,14 +172,14 @@ class LocalStudent:
     ) -> None:
         self.told: list[tuple[str, ...]] = []
         self.told_s: list[float] = []
-        self.feeding = Feeding()
+        self.feed_stats = FeedStats()
         self.client = StudentClient(
-            places_of(where, "where"),
+            registry_addresses(where, "where"),
             service,
             require=require,
             token=token,
-            tell=self._tell,
-            feeding=lambda: self.feeding,
+            notify=self._notify,
+            feed_stats=lambda: self.feed_stats,
         )
         self.client.start()
 
@@ -186,7 +190,7 @@ class LocalStudent:
     def close(self) -> None:
         self.client.stop()
 
-    def _tell(self, teachers: Sequence[str]) -> None:
+    def _notify(self, teachers: Sequence[str]) -> None:
         self.told_s.append(time.monotonic())
         self.told.append(tuple(teachers))
 

@@ -3,8 +3,8 @@ Redis."""
 
 import pytest
 
-from distill_reader.balance.client import Feeding
-from distill_reader.balance.speeds import Measured
+from distill_reader.balance.client import FeedStats
+from distill_reader.balance.table import Measured
 from tests.distill_reader.balance.local_discovery import (
     LocalDiscovery,
     LocalStudent,
@@ -95,7 +95,7 @@ def test_fast_teachers_are_given_more_students(servers, run):
     students = [run(LocalStudent, servers[0].endpoint) for _ in range(5)]
     wait_until(lambda: all(len(student.teachers) == 1 for student in students))
     for student in students:
-        student.feeding = Feeding(
+        student.feed_stats = FeedStats(
             wait_share=0.5,
             samples_per_s=100.0,
             measured={
@@ -113,12 +113,12 @@ def test_a_student_that_gets_nothing_from_its_teacher_is_given_another_ones(serv
     other = run(LocalStudent, servers[-1].endpoint)
     wait_until(lambda: len(one.teachers) == 1 == len(other.teachers))
     bad, good = one.teachers, other.teachers
-    other.feeding = Feeding(
+    other.feed_stats = FeedStats(
         measured={teacher: Measured(samples_per_s=9.0, busy_share=0.5) for teacher in good}
     )
-    one.feeding = Feeding(unusable=sorted(bad))
+    one.feed_stats = FeedStats(unusable=sorted(bad))
     wait_until(lambda: one.teachers == good)
     wait_until(lambda: other.teachers == good | bad)  # which tries it
-    other.feeding = Feeding(measured=other.feeding.measured, unusable=sorted(bad))
+    other.feed_stats = FeedStats(measured=other.feed_stats.measured, unusable=sorted(bad))
     wait_until(lambda: other.teachers == good)
     assert one.teachers == good

@@ -6,7 +6,7 @@ import time
 import pytest
 import redis
 
-from distill_reader.balance.registry.places import places_of
+from distill_reader.balance.addresses import registry_addresses
 from distill_reader.balance.server import balancer
 from tests.distill_reader.balance.discovery_process import DiscoveryProcess
 from tests.distill_reader.balance.local_discovery import (
@@ -47,7 +47,7 @@ def test_a_server_that_is_killed_takes_nothing_with_it(redis_server, run):
     staying = run(LocalDiscovery, redis_server.url)
     _, students = group(run, redis_server.url, dying.endpoint, 4, 2)
     for student in students:  # as if they had been given both
-        student.client._places.append(*places_of(staying.endpoint, "where"))
+        student.client._addresses.append(*registry_addresses(staying.endpoint, "where"))
     told = [list(student.told) for student in students]
     dying.send(signal.SIGKILL)
     wait_until(lambda: staying.server.balancer.students == 2)
@@ -64,7 +64,7 @@ def test_a_server_that_hangs_is_left(redis_server, run, monkeypatch):
     hanging = run(DiscoveryProcess, "--db_endpoints", redis_server.endpoint)
     staying = run(LocalDiscovery, redis_server.url)
     (teacher,), (student,) = group(run, redis_server.url, hanging.endpoint, 1, 1)
-    student.client._places.append(*places_of(staying.endpoint, "where"))
+    student.client._addresses.append(*registry_addresses(staying.endpoint, "where"))
     told = len(student.told)
     hanging.send(signal.SIGSTOP)
     wait_until(lambda: staying.server.balancer.students == 1)
@@ -126,7 +126,7 @@ def test_redis_away_for_longer_than_leases_last_moves_nothing(redis_server, run,
         redis_server.kill()
     else:
         redis_server.freeze()
-    wait_until(lambda: all(server.server.balancer.look.away for server in servers))
+    wait_until(lambda: all(server.server.balancer.view.away for server in servers))
     late = run(LocalStudent, both)  # gets what there is, from what is known
     wait_until(lambda: late.teachers)
     late.close()
@@ -135,7 +135,7 @@ def test_redis_away_for_longer_than_leases_last_moves_nothing(redis_server, run,
         redis_server.start()  # with nothing in it
     else:
         redis_server.thaw()
-    wait_until(lambda: not any(server.server.balancer.look.away for server in servers))
+    wait_until(lambda: not any(server.server.balancer.view.away for server in servers))
     newcomer = run(LocalTeacher, redis_server.url)
     wait_until(lambda: any(newcomer.endpoint in student.teachers for student in students))
     everybody = {teacher.endpoint for teacher in teachers}
@@ -154,7 +154,7 @@ def test_teachers_that_die_while_redis_is_away_are_taken_off_when_it_is_back(
     server = run(LocalDiscovery, redis_server.url)
     teachers, (student,) = group(run, redis_server.url, server.endpoint, 2, 1)
     redis_server.kill()
-    wait_until(lambda: server.server.balancer.look.away)
+    wait_until(lambda: server.server.balancer.view.away)
     teachers[0].close()
     redis_server.start()
     wait_until(lambda: student.teachers == {teachers[1].endpoint})

@@ -9,7 +9,7 @@ import requests
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distill_reader.balance.server.server import ServerConfig
+from distill_reader.balance.server.server import DiscoveryServerConfig
 from distill_reader.balance.wire.messages import HEAD, MAGIC, MAX_REQUEST_BYTES, encode
 from distill_reader.tokens import prove
 from tests.distill_reader.balance.local_discovery import (
@@ -199,13 +199,13 @@ def test_a_message_may_come_byte_by_byte_and_two_at_once(client):
 class TestPatience:
     @pytest.fixture
     def server(self, run):
-        return run(LocalDiscovery, config=ServerConfig(first_s=0.2))
+        return run(LocalDiscovery, config=DiscoveryServerConfig(first_s=0.2))
 
     def test_who_says_nothing_is_dropped(self, client):
         assert client.is_ended()
 
     def test_who_stops_amid_a_message_is_dropped(self, client, monkeypatch):
-        monkeypatch.setattr("distill_reader.balance.wire.connection._STALL_S", 0.1)
+        monkeypatch.setattr("distill_reader.balance.wire.server_connection._STALL_S", 0.1)
         client.send(encode(REGISTER)[:20])
         assert client.is_ended()
 

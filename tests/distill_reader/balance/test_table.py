@@ -7,14 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill_reader.balance.client import Unusable
-from distill_reader.balance.speeds import Measured, measured_speeds, speed_classes, speed_of
+from distill_reader.balance.client import UnusableTeachers
 from distill_reader.balance.table import (
-    Service,
+    Measured,
+    ServiceState,
     Student,
     Table,
     guest_table,
+    measured_speeds,
     next_table,
+    speed_classes,
+    speed_of,
     student_of,
     student_text,
     table_of,
@@ -26,8 +29,8 @@ def student(name: str, *held: str, require: int = 9, **measured: Measured) -> St
     return Student(student=name, session=1, require=require, held=held, measured=measured)
 
 
-def service(*students: Student, teachers: str = "", table: Table | None = None) -> Service:
-    return Service(
+def service(*students: Student, teachers: str = "", table: Table | None = None) -> ServiceState:
+    return ServiceState(
         teachers=frozenset(f"{each}:1" for each in teachers.split()),
         students={each.student: each for each in students},
         table=table,
@@ -140,7 +143,7 @@ def test_a_teacher_that_gives_a_student_nothing_goes_and_comes_back_only_on_tria
 
 
 def test_a_teacher_that_gives_nothing_is_out_for_longer_each_time_that_it_is_found_so():
-    unusable = Unusable()
+    unusable = UnusableTeachers()
     assert unusable.note(["a:1"], 0.0) == ("a:1",)
     assert unusable.note([], 29.0) == ("a:1",)
     assert unusable.note([], 31.0) == ()

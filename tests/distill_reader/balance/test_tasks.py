@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Callable
 
+from distill_reader.balance.addresses import redis_address, registry_addresses
 from distill_reader.balance.registry import redis_registry, registrar
-from distill_reader.balance.registry.places import places_of
 from distill_reader.balance.registry.registrar import Registrar, RegistrarConfig
 from distill_reader.balance.server import demand
 from distill_reader.balance.tasks import end_tasks, finish
@@ -38,7 +38,7 @@ class SlowLink:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    async def beat(self) -> None:
+    async def heartbeat(self) -> None:
         self.calls.append("beat")
 
     async def withdraw(self) -> None:
@@ -57,7 +57,9 @@ def test_a_registrar_ends_when_its_teacher_is_withdrawn_and_not_before(monkeypat
         return True
 
     async def run() -> None:
-        config = RegistrarConfig(places=places_of("h:2", "where"), service="svc", server="h:1")
+        config = RegistrarConfig(
+            addresses=registry_addresses("h:2", "where"), service="svc", server="h:1"
+        )
         task = asyncio.create_task(Registrar(config, alive).run())
         while not link.calls:
             await asyncio.sleep(0.01)
@@ -80,7 +82,9 @@ def test_a_registrar_goes_on_after_a_defect_of_its_probe_or_its_link(monkeypatch
         return True
 
     async def run() -> None:
-        config = RegistrarConfig(places=places_of("h:2", "where"), service="svc", server="h:1")
+        config = RegistrarConfig(
+            addresses=registry_addresses("h:2", "where"), service="svc", server="h:1"
+        )
         task = asyncio.create_task(Registrar(config, probe).run())
         await until(lambda: bool(link.calls))
         await end_tasks(task)
@@ -94,7 +98,7 @@ def test_a_defect_in_telling_the_demand_ends_neither_that_nor_the_server(monkeyp
 
     class Odd:
         @property
-        def look(self) -> None:
+        def view(self) -> None:
             looks.append(1)
             raise ZeroDivisionError("a defect")
 
@@ -120,7 +124,7 @@ def test_who_listens_for_changes_in_redis_goes_on_after_a_defect(monkeypatch):
     monkeypatch.setattr(redis_registry.RedisRegistry, "_watch_one", watch_one)
 
     async def run() -> None:
-        address = redis_registry.redis_address("redis://127.0.0.1:1", "")
+        address = redis_address("redis://127.0.0.1:1", "")
         task = asyncio.create_task(redis_registry.RedisRegistry([address]).watch(lambda: None))
         await until(lambda: len(calls) > 2)
         await end_tasks(task)

@@ -11,7 +11,7 @@ import numpy as np
 
 from distill_reader.student.batches.label_index import make_keys
 from distill_reader.student.cache.label_store import Inputs, LabelStore
-from distill_reader.student.labels.labels import Served
+from distill_reader.student.labels.labels import ServedOutput
 
 IDENTITY = {"version": "1"}
 CLASSES = 50
@@ -24,7 +24,7 @@ def labels(ids: Any) -> list[Any]:
 
 
 def add(store: LabelStore, ids: Any) -> int:
-    served = (Served(dtype="float32"), Served(dtype="int64"))
+    served = (ServedOutput(dtype="float32"), ServedOutput(dtype="int64"))
     inputs = Inputs(layout=(("x", "int64", ()),), check=lambda row: 7 * int(ids[row]))
     return store.add(make_keys(ids, None, len(ids)), labels(ids), served, inputs)
 

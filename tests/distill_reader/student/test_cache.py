@@ -306,7 +306,7 @@ def test_what_is_augmented_is_kept_by_its_variant(make: Make, tmp_path: Path):
 
 
 def test_other_options_have_labels_of_their_own(make: Make, tmp_path: Path):
-    teacher = FakeTeacher("a:1", replace(V1, takes_forms=True))
+    teacher = FakeTeacher("a:1", replace(V1, takes_encodings=True))
     for predicts in (("total",), ("double",), ("double", "total")):
         reader = make(teacher, predicts=predicts).set_cache(tmp_path)
         list(reader.set_batch_generator(batches([1]))())

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from distill_reader import Discovered, DistillReader
-from distill_reader.balance.registry.places import places_of
+from distill_reader.balance.addresses import registry_addresses
 from distill_reader.balance.registry.registrar import RegistrarConfig, RegistrarThread
 from distill_reader.balance.table import Student
 from distill_reader.errors import BadRequest, NoTeacher, TeacherBusy, UsageError
@@ -39,7 +39,7 @@ class Registered:
         self.endpoint = self._teacher.endpoint
         self._registrar = RegistrarThread(
             RegistrarConfig(
-                places=places_of(where, "where"),
+                addresses=registry_addresses(where, "where"),
                 service="svc",
                 server=self.endpoint,
                 lease_s=20.0,  # does not end because the machine is busy
@@ -120,7 +120,7 @@ def test_teachers_that_join_are_used_and_those_that_leave_are_not(discovery, rea
 def test_a_student_whose_teacher_is_busy_for_ever_gets_another_one(
     discovery, reader, run, monkeypatch
 ):
-    monkeypatch.setattr("distill_reader.student.pool.roster.UNUSABLE_S", 0.3)
+    monkeypatch.setattr("distill_reader.student.pool.teacher_registry.UNUSABLE_S", 0.3)
     both = [run(Registered, discovery.endpoint) for _ in range(2)]
     wait_until(lambda: len(discovery.teachers()) == 2)
     reader.set_dynamic_teacher(discovery.endpoint, "svc", 1)
@@ -141,7 +141,7 @@ def test_a_student_that_is_given_one_that_refuses_it_gets_another_one(
     discovery, reader, run, monkeypatch
 ):
     """As in a rolling update, where the next teacher in line serves another model already."""
-    monkeypatch.setattr("distill_reader.student.pool.roster.UNUSABLE_S", 0.3)
+    monkeypatch.setattr("distill_reader.student.pool.teacher_registry.UNUSABLE_S", 0.3)
     three = [run(Registered, discovery.endpoint) for _ in range(3)]
     wait_until(lambda: len(discovery.teachers()) == 3)
     reader.set_dynamic_teacher(discovery.endpoint, "svc", 1)
@@ -265,7 +265,7 @@ def test_the_environment_has_the_last_word(discovery, reader, run, monkeypatch):
     reader.set_fixed_teacher("10.255.255.1:1")
     reader.set_batch_generator([(np.ones((4, 2, 3), np.float32), 0)])
     assert len(list(reader())) == 1
-    (student,) = discovery.server.balancer.look.services["svc"].students.values()
+    (student,) = discovery.server.balancer.view.services["svc"].students.values()
     assert student.require == 3
 
 

@@ -25,7 +25,7 @@ from distill_reader.model.specs import ModelSpec, TensorSpec
 from distill_reader.protocols import stream, wire
 from distill_reader.student.clients import fast_client
 from distill_reader.student.clients.client import Array
-from distill_reader.student.clients.endpoints import NotSpoken
+from distill_reader.student.clients.endpoints import ProtocolMismatch
 from distill_reader.student.clients.fast_client import TRANSPORTS, FastClient, open_fast
 from distill_reader.teacher.protocols.fast import FastLimits
 from tests.distill_reader.student.local_teacher import SPEC, LocalService, LocalTeacher, sums
@@ -191,7 +191,7 @@ def blocked() -> tuple[LocalService, threading.Event]:
     return LocalService(compute=compute), event
 
 
-class Asking(threading.Thread):
+class RequestMapping(threading.Thread):
     """A thread that predicts once; it has been asked when the constructor returns."""
 
     def __init__(self, client: FastClient, service: LocalService) -> None:
@@ -215,7 +215,7 @@ class Asking(threading.Thread):
 def test_closing_from_another_thread_ends_a_predict_that_waits(start, transport):
     service, event = blocked()
     client = dial(start(service), transport=transport)
-    asking = Asking(client, service)
+    asking = RequestMapping(client, service)
     client.close()
     asking.join(10)
     assert isinstance(asking.error, TeacherGone)
@@ -229,7 +229,7 @@ def test_a_request_whose_student_left_is_taken_back(start):
     service, event = blocked()
     teacher = start(service)
     clients = [dial(teacher, transport="tcp") for _ in range(5)]
-    asking = [Asking(client, service) for client in clients]  # four are computed, one waits
+    asking = [RequestMapping(client, service) for client in clients]  # four are computed, one waits
     clients[4].close()
     wait_until(asking[4].future.cancelled)
     clients[0].close()  # its answer is computed, and released unsent
@@ -258,7 +258,7 @@ def test_a_teacher_that_stops_answers_what_it_has_and_ends(start, transport):
     service, event = blocked()
     teacher = start(service)
     client, idle = (dial(teacher, transport=transport) for _ in range(2))
-    asking = Asking(client, service)
+    asking = RequestMapping(client, service)
     closing = threading.Thread(target=teacher.server.close, args=(20,))
     closing.start()
     wait_until(lambda: len(teacher.server._connections) == 1, what="the idle one has ended")
@@ -274,7 +274,7 @@ def test_a_teacher_that_stops_answers_what_it_has_and_ends(start, transport):
 def test_two_threads_may_not_use_a_client_at_once(start):
     service, event = blocked()
     client = dial(start(service))
-    asking = Asking(client, service)
+    asking = RequestMapping(client, service)
     with pytest.raises(RuntimeError, match="one thread at a time"):
         client.predict(feeds(2), [], timeout_s=60)
     event.set()
@@ -456,14 +456,14 @@ WELCOME = wire.pack_welcome(wire.TeacherWelcome(spec=SPEC, max_request_bytes=1 <
     ],
 )
 def test_who_does_not_speak_the_fast_path_is_told_apart(scripted, answer, is_certain):
-    with pytest.raises(NotSpoken) as caught:
+    with pytest.raises(ProtocolMismatch) as caught:
         open_fast("t:1", scripted(lambda sock: sock.sendall(answer)))
     assert caught.value.is_certain is is_certain
 
 
 def test_a_silent_server_is_waited_for_no_longer_than_said(scripted):
     done = threading.Event()
-    with pytest.raises(NotSpoken):
+    with pytest.raises(ProtocolMismatch):
         open_fast("t:1", scripted(lambda _sock: done.wait(20)), hello_timeout_s=0.05)
     done.set()
 

@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distill_reader.errors import BadRequest, NoTeacher
-from distill_reader.student.batches.feed import Feed, Limits, Request
-from distill_reader.student.batches.items import BatchKind, Item, SampleListKind
+from distill_reader.student.batches.feed import Feed, Request, RequestLimits
+from distill_reader.student.batches.items import BatchFormat, ReaderItem, SampleListFormat
 from distill_reader.student.batches.tries import Blame, Tries
 
-KIND = BatchKind(((0, "x"),), 1, 1)
+KIND = BatchFormat(((0, "x"),), 1, 1)
 ROW = 8  # bytes of a sample
-WIDE = Limits(join_bytes=1 << 20, most_bytes=1 << 20)
+WIDE = RequestLimits(join_bytes=1 << 20, most_bytes=1 << 20)
 
 
-def item(*values: float) -> Item:
+def item(*values: float) -> ReaderItem:
     return KIND.item((np.array(values),))
 
 
@@ -27,7 +27,7 @@ def answer(request: Request) -> tuple[np.ndarray]:
     return (np.concatenate(request.feeds(0)) * 2,)
 
 
-def take(feed: Feed, limits: Limits = WIDE, teacher: str = "a") -> Request:
+def take(feed: Feed, limits: RequestLimits = WIDE, teacher: str = "a") -> Request:
     request = feed.take(limits, teacher)
     assert request is not None
     return request
@@ -49,7 +49,7 @@ def test_whole_batches_are_joined_up_to_the_bytes_that_a_request_may_have():
     feed = Feed(1 << 20)
     for _ in range(5):
         feed.add(item(1, 2, 3))
-    limits = Limits(join_bytes=7 * ROW, most_bytes=1000)
+    limits = RequestLimits(join_bytes=7 * ROW, most_bytes=1000)
     assert [sizes(take(feed, limits)) for _ in range(3)] == [[3, 3], [3, 3], [3]]
     assert feed.take(limits, "a") is None
 
@@ -58,21 +58,21 @@ def test_batches_are_joined_up_to_a_number_of_samples():
     feed = Feed(1 << 20)
     for _ in range(5):
         feed.add(item(1, 2))
-    limits = Limits(join_bytes=1 << 20, most_bytes=1 << 20, join_samples=4)
+    limits = RequestLimits(join_bytes=1 << 20, most_bytes=1 << 20, join_samples=4)
     assert sizes(take(feed, limits)) == [2, 2]
 
 
 def test_a_large_batch_is_split_into_even_parts():
     feed = Feed(1 << 20)
     feed.add(item(*range(10)))
-    limits = Limits(join_bytes=4 * ROW, most_bytes=4 * ROW)
+    limits = RequestLimits(join_bytes=4 * ROW, most_bytes=4 * ROW)
     assert [sizes(take(feed, limits)) for _ in range(3)] == [[4], [3], [3]]
 
 
 def test_a_batch_that_exceeds_what_is_joined_but_not_the_most_goes_whole():
     feed = Feed(1 << 20)
     feed.add(item(*range(10)))
-    assert sizes(take(feed, Limits(join_bytes=4 * ROW, most_bytes=10 * ROW))) == [10]
+    assert sizes(take(feed, RequestLimits(join_bytes=4 * ROW, most_bytes=10 * ROW))) == [10]
 
 
 @pytest.mark.parametrize("batch", [1, 3, 64])
@@ -80,7 +80,7 @@ def test_no_request_has_more_samples_than_the_user_wants(batch: int):
     feed = Feed(1 << 20)
     for _ in range(7):
         feed.add(item(*range(batch)))
-    limits = Limits(join_bytes=1 << 20, most_bytes=1 << 20, samples=5)
+    limits = RequestLimits(join_bytes=1 << 20, most_bytes=1 << 20, samples=5)
     total = 0
     while (request := feed.take(limits, "a")) is not None:
         assert request.samples <= 5
@@ -96,7 +96,7 @@ def test_samples_of_different_shapes_or_types_do_not_share_a_request():
 
 
 def test_samples_of_one_shape_share_a_request_wherever_they_wait():
-    kind = SampleListKind(((0, "x"),), 1, 1)
+    kind = SampleListFormat(((0, "x"),), 1, 1)
     feed = Feed(1 << 20)
     given = [[(np.full(1 + (i + j) % 3, 1.0),) for j in range(6)] for i in range(8)]
     for samples in given:
@@ -112,13 +112,13 @@ def test_samples_of_one_shape_share_a_request_wherever_they_wait():
 
 
 def test_of_many_shapes_no_one_is_joined_so_far_that_the_first_item_waits_for_it():
-    kind = SampleListKind(((0, "x"),), 1, 1)
+    kind = SampleListFormat(((0, "x"),), 1, 1)
     feed = Feed(10 << 20)
     for index in range(4000):
         feed.add(kind.item([(np.zeros(1 + index % 10),)]))
-    request = take(feed, Limits(join_bytes=1 << 20, most_bytes=1 << 20, join_samples=1000))
+    request = take(feed, RequestLimits(join_bytes=1 << 20, most_bytes=1 << 20, join_samples=1000))
     assert request.samples == 100
-    request = take(feed, Limits(join_bytes=1 << 20, most_bytes=1 << 20, join_samples=300))
+    request = take(feed, RequestLimits(join_bytes=1 << 20, most_bytes=1 << 20, join_samples=300))
     assert request.samples == 64
 
 
@@ -126,7 +126,7 @@ def test_answers_in_any_order_come_out_in_the_generators_order():
     feed = Feed(1 << 20)
     for value in range(4):
         feed.add(item(value))
-    requests = [take(feed, Limits(join_bytes=1, most_bytes=100)) for _ in range(4)]
+    requests = [take(feed, RequestLimits(join_bytes=1, most_bytes=100)) for _ in range(4)]
     for index in (2, 1, 3):
         feed.answered(requests[index], answer(requests[index]), "a")
         assert not feed.is_ready
@@ -137,7 +137,7 @@ def test_answers_in_any_order_come_out_in_the_generators_order():
 def test_a_split_batch_is_put_together_in_order():
     feed = Feed(1 << 20)
     feed.add(item(*range(9)))
-    requests = [take(feed, Limits(join_bytes=1, most_bytes=3 * ROW)) for _ in range(3)]
+    requests = [take(feed, RequestLimits(join_bytes=1, most_bytes=3 * ROW)) for _ in range(3)]
     for request in reversed(requests):
         assert not feed.is_ready
         feed.answered(request, answer(request), "a")
@@ -148,7 +148,7 @@ def test_what_a_lost_teacher_had_goes_first():
     feed = Feed(1 << 20)
     for value in range(4):
         feed.add(item(value))
-    lost = take(feed, Limits(join_bytes=2 * ROW, most_bytes=100))
+    lost = take(feed, RequestLimits(join_bytes=2 * ROW, most_bytes=100))
     feed.give_back(lost, "a")
     assert np.concatenate(take(feed, teacher="b").feeds(0)).tolist() == [0, 1, 2, 3]
 
@@ -157,7 +157,7 @@ def test_what_lost_teachers_had_waits_in_order_whichever_is_lost_first():
     feed = Feed(1 << 20)
     for value in range(6):
         feed.add(item(value))
-    limits = Limits(join_bytes=2 * ROW, most_bytes=100)
+    limits = RequestLimits(join_bytes=2 * ROW, most_bytes=100)
     first, second = take(feed, limits, "a"), take(feed, limits, "b")
     feed.give_back(first, "a")
     feed.give_back(second, "b")
@@ -168,7 +168,7 @@ def test_what_a_lost_teacher_had_is_asked_for_in_small_requests():
     feed = Feed(1 << 20)
     for value in range(12):
         feed.add(item(value))
-    limits = Limits(join_bytes=8 * ROW, most_bytes=100)
+    limits = RequestLimits(join_bytes=8 * ROW, most_bytes=100)
     feed.give_back(take(feed, limits), "a")
     requests = [take(feed, limits, "b") for _ in range(5)]
     assert [request.samples for request in requests] == [2, 2, 2, 2, 4]
@@ -274,7 +274,7 @@ def test_a_request_that_is_too_large_waits_again_in_two_parts():
     feed = Feed(1 << 20)
     feed.add(item(1, 2, 3, 4))
     assert feed.too_large(take(feed), "a")
-    small = Limits(join_bytes=2 * ROW, most_bytes=2 * ROW)
+    small = RequestLimits(join_bytes=2 * ROW, most_bytes=2 * ROW)
     requests = [take(feed, small, "b") for _ in range(2)]
     for request in requests:
         feed.answered(request, answer(request), "b")
@@ -311,7 +311,7 @@ def test_no_teacher_is_raised_where_the_next_answer_is_missing_and_forgotten_whe
     feed = Feed(1 << 20)
     feed.add(item(1))
     feed.add(item(2))
-    first = take(feed, Limits(join_bytes=1, most_bytes=100))
+    first = take(feed, RequestLimits(join_bytes=1, most_bytes=100))
     feed.answered(first, answer(first), "a")
     feed.suspend(NoTeacher("for 3 s"))
     assert popped(feed) == [[1]]
@@ -327,8 +327,8 @@ def test_skipping_lets_items_go_without_predictions_until_a_teacher_is_back():
     feed = Feed(1 << 20)
     for value in range(3):
         feed.add(item(value))
-    first = take(feed, Limits(join_bytes=1, most_bytes=100))
-    on_its_way = take(feed, Limits(join_bytes=1, most_bytes=100))
+    first = take(feed, RequestLimits(join_bytes=1, most_bytes=100))
+    on_its_way = take(feed, RequestLimits(join_bytes=1, most_bytes=100))
     feed.answered(first, answer(first), "a")
     feed.skip()
     feed.add(item(3))
@@ -388,7 +388,7 @@ def test_the_consumer_takes_no_more_at_once_than_it_wants():
 
 
 def test_samples_of_a_list_that_differ_in_shape_are_put_together_again():
-    kind = SampleListKind(((0, "x"),), 1, 1)
+    kind = SampleListFormat(((0, "x"),), 1, 1)
     feed = Feed(1 << 20)
     given = [(np.full(length, float(index)),) for index, length in enumerate((2, 2, 3, 1, 1))]
     feed.add(kind.item(given))
@@ -414,7 +414,7 @@ def test_whatever_happens_to_requests_each_sample_comes_out_once_and_in_order(
 ):
     chance = random.Random(seed)
     feed = Feed(1 << 20)
-    limits = Limits(join_bytes=join * ROW, most_bytes=most * ROW, samples=samples)
+    limits = RequestLimits(join_bytes=join * ROW, most_bytes=most * ROW, samples=samples)
     values = iter(range(1000))
     expected = [[float(next(values)) for _ in range(size)] for size in batches]
     to_add = list(expected)

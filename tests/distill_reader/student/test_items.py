@@ -4,10 +4,18 @@ import numpy as np
 import pytest
 
 from distill_reader.errors import UsageError
-from distill_reader.student.batches.items import BatchKind, Item, Kind, SampleKind, SampleListKind
+from distill_reader.student.batches.items import (
+    BatchFormat,
+    ItemFormat,
+    ReaderItem,
+    SampleFormat,
+    SampleListFormat,
+)
 
 SENT = ((1, "image"),)
-BATCH, SAMPLE, SAMPLES = (kind(SENT, 2, 1) for kind in (BatchKind, SampleKind, SampleListKind))
+BATCH, SAMPLE, SAMPLES = (
+    kind(SENT, 2, 1) for kind in (BatchFormat, SampleFormat, SampleListFormat)
+)
 IMAGE = np.arange(6.0).reshape(2, 3)
 
 
@@ -25,13 +33,13 @@ class Tensor:
         return self.array.dtype
 
 
-def rows(item: Item) -> list[np.ndarray]:
+def rows(item: ReaderItem) -> list[np.ndarray]:
     (piece,) = item.pieces
     (arrays,) = piece.rows
     return list(arrays)
 
 
-def answered(kind: Kind, item: Item, output: np.ndarray) -> Any:
+def answered(kind: ItemFormat, item: ReaderItem, output: np.ndarray) -> Any:
     for piece in item.pieces:
         item.answers.append((piece.first, piece.samples, (output,), piece.first))
     return kind.result(item)
@@ -119,13 +127,13 @@ def test_arrays_that_are_not_sent_count_as_memory():
         (SAMPLE, [IMAGE], "expected 2 fields as in `ins`, got 1"),
     ],
 )
-def test_what_is_not_of_the_kind_is_refused(kind: Kind, given: Any, words: str):
+def test_what_is_not_of_the_kind_is_refused(kind: ItemFormat, given: Any, words: str):
     with pytest.raises(UsageError, match=words):
         kind.item(given)
 
 
 def test_sent_fields_of_a_batch_must_be_equally_long():
-    kind = BatchKind(((0, "a"), (1, "b")), 2, 1)
+    kind = BatchFormat(((0, "a"), (1, "b")), 2, 1)
     with pytest.raises(UsageError, match=r"fields a and b: .* got 2 and 3"):
         kind.item((np.zeros(2), np.zeros(3)))
 

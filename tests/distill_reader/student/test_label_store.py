@@ -18,7 +18,7 @@ from distill_reader.errors import UsageError
 from distill_reader.student.batches.label_index import make_keys
 from distill_reader.student.cache import label_space
 from distill_reader.student.cache.label_store import Inputs, LabelStore
-from distill_reader.student.labels.labels import Served
+from distill_reader.student.labels.labels import ServedOutput
 from tests.distill_reader.student.cache_writer import CLASSES, IDENTITY, add, check
 from tests.distill_reader.student.teacher_process import ROOT
 from tests.support import wait_until
@@ -186,7 +186,7 @@ def test_a_header_of_another_release_is_refused_with_the_remedy(tmp_path: Path):
 
 def test_labels_of_varying_shape_are_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     store = open_store(tmp_path)
-    served = (Served(dtype="float32"),)
+    served = (ServedOutput(dtype="float32"),)
     for length in (3, 4):
         columns = [np.zeros((2, length), np.float32)]
         inputs = Inputs(layout=(), check=lambda row: row)

@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distill_reader.errors import BadRequest, UsageError
-from distill_reader.model.forms import parse_form
+from distill_reader.model.output_encodings import parse_encoding
 from distill_reader.model.specs import ModelSpec, TensorSpec
 from distill_reader.student.labels.labels import Labels
 from distill_reader.student.options import TopK
 from distill_reader.teacher.predictor.encodings import Encoder
 
 
-def spec(classes: int = 20, *, takes_forms: bool = True, dtype: str = "float32") -> ModelSpec:
+def spec(classes: int = 20, *, takes_encodings: bool = True, dtype: str = "float32") -> ModelSpec:
     return ModelSpec(
         name="m",
         inputs=(TensorSpec(name="image", dtype="float32", shape=(4,)),),
@@ -21,7 +21,7 @@ def spec(classes: int = 20, *, takes_forms: bool = True, dtype: str = "float32")
             TensorSpec(name="score", dtype=dtype, shape=(classes,)),
             TensorSpec(name="count", dtype="int64", shape=(1,)),
         ),
-        takes_forms=takes_forms,
+        takes_encodings=takes_encodings,
     )
 
 
@@ -29,7 +29,7 @@ def taught(labels: Labels, outputs: dict[str, np.ndarray], of: ModelSpec) -> lis
     """What the user gets of these outputs, by way of a teacher's own encoder."""
     names, served = labels.asked("t:1", of)
     encoder = Encoder([outputs[o.name] for o in of.outputs], [o.name for o in of.outputs])
-    columns = [encoder.encode(parse_form(of, name)) for name in names]
+    columns = [encoder.encode(parse_encoding(of, name)) for name in names]
     return list(labels.restore(columns, served))
 
 
@@ -42,7 +42,7 @@ def shares(rows: int, classes: int, seed: int = 0, sharpness: float = 3.0) -> np
 
 def test_without_options_the_outputs_are_asked_for_by_their_names():
     labels = Labels(("count", "score"), "", None)
-    assert labels.asked("t:1", spec(takes_forms=False))[0] == ("count", "score")
+    assert labels.asked("t:1", spec(takes_encodings=False))[0] == ("count", "score")
     assert labels.count == 2
 
 
@@ -145,8 +145,12 @@ def test_what_cannot_be_the_top_of_probabilities_is_refused(columns, words: str)
 @pytest.mark.parametrize(
     ("of", "labels", "words"),
     [
-        (spec(takes_forms=False), Labels(("score",), "float16", None), "float16 of score: only"),
-        (spec(takes_forms=False), Labels(("score",), "", TopK(k=1)), "the top of score: only"),
+        (
+            spec(takes_encodings=False),
+            Labels(("score",), "float16", None),
+            "float16 of score: only",
+        ),
+        (spec(takes_encodings=False), Labels(("score",), "", TopK(k=1)), "the top of score: only"),
         (ModelSpec(name="s", inputs=(), outputs=()), Labels(("a",), "", TopK(k=1)), "upgrade it"),
         (spec(), Labels(("count",), "", TopK(k=1)), "count is int64.*name those by predicts="),
         (spec(-1), Labels(("score",), "", TopK(k=1)), r"how many classes.*classes=\.\.\."),

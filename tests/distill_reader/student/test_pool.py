@@ -24,21 +24,21 @@ from distill_reader.errors import (
     TeacherGone,
     UsageError,
 )
-from distill_reader.student.batches.feed import Limits
-from distill_reader.student.batches.items import BatchKind
+from distill_reader.student.batches.feed import RequestLimits
+from distill_reader.student.batches.items import BatchFormat
 from distill_reader.student.batches.meter import Meter
 from distill_reader.student.clients.client import Bounds
 from distill_reader.student.labels.labels import Labels
 from distill_reader.student.pool import pace
 from distill_reader.student.pool.pool import PoolSettings
-from distill_reader.student.pool.roster import UNUSABLE_S, Roster
-from distill_reader.student.session import Service, Session
+from distill_reader.student.pool.teacher_registry import UNUSABLE_S, TeacherRegistry
+from distill_reader.student.session import ReaderSession, Service
 from distill_reader.student.source import FixedTeachers
 from tests.distill_reader.student.fake_teachers import FakeTeacher, Teachers
 from tests.support import wait_until
 
-KIND = BatchKind(((0, "image"),), 2, 1)
-WIDE = Limits(join_bytes=1 << 20, most_bytes=1 << 20)
+KIND = BatchFormat(((0, "image"),), 2, 1)
+WIDE = RequestLimits(join_bytes=1 << 20, most_bytes=1 << 20)
 
 
 class ToldTeachers:
@@ -48,15 +48,15 @@ class ToldTeachers:
         self.endpoints = endpoints
         self.is_stopped = False
 
-    def start(self, tell: Callable[[Sequence[str]], None]) -> None:
-        self.tell = tell
-        tell(self.endpoints)
+    def start(self, notify: Callable[[Sequence[str]], None]) -> None:
+        self.notify = notify
+        notify(self.endpoints)
 
     def stop(self) -> None:
         self.is_stopped = True
 
 
-class Reading:
+class MeterReading:
     """A session over batches `(image, index)`; collects what comes, in a thread."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Reading:
         *teachers: FakeTeacher,
         batches: int | None,
         source: Any = None,
-        limits: Limits = WIDE,
+        limits: RequestLimits = WIDE,
         timeout_s: float | None = None,
         skips: bool = False,
         max_bytes: int = 1 << 20,
@@ -75,7 +75,7 @@ class Reading:
         self.teachers = Teachers(*teachers)
         self.batches = batches
         self.go_on = True
-        self.session = Session(
+        self.session = ReaderSession(
             self.generate,
             KIND,
             [
@@ -136,11 +136,11 @@ class Reading:
 
 
 @pytest.fixture
-def read() -> Iterator[Callable[..., Reading]]:
-    begun: list[Reading] = []
+def read() -> Iterator[Callable[..., MeterReading]]:
+    begun: list[MeterReading] = []
 
-    def start(*teachers: FakeTeacher, batches: int | None = None, **options: Any) -> Reading:
-        begun.append(Reading(*teachers, batches=batches, **options))
+    def start(*teachers: FakeTeacher, batches: int | None = None, **options: Any) -> MeterReading:
+        begun.append(MeterReading(*teachers, batches=batches, **options))
         return begun[-1]
 
     yield start
@@ -189,7 +189,7 @@ def test_a_hung_teachers_requests_are_answered_by_another_and_it_is_dropped(read
 
 def test_a_slow_teacher_gets_less_by_itself(read):
     fast, slow = FakeTeacher("a:1", delay_s=0.002), FakeTeacher("b:1", delay_s=0.5)
-    reading = read(fast, slow, limits=Limits(join_bytes=1, most_bytes=1 << 20))
+    reading = read(fast, slow, limits=RequestLimits(join_bytes=1, most_bytes=1 << 20))
     wait_until(lambda: len(slow.requests) > 2)
     reading.finish()
     assert fast.samples > 3 * slow.samples
@@ -197,7 +197,7 @@ def test_a_slow_teacher_gets_less_by_itself(read):
 
 def test_each_teacher_has_at_least_two_requests_at_once(read):
     one, two = FakeTeacher("a:1", delay_s=0.02), FakeTeacher("b:1", delay_s=0.02)
-    reading = read(one, two, limits=Limits(join_bytes=1, most_bytes=1 << 20))
+    reading = read(one, two, limits=RequestLimits(join_bytes=1, most_bytes=1 << 20))
     wait_until(lambda: one.most_in_flight >= 2 and two.most_in_flight >= 2)
     reading.finish()
 
@@ -282,11 +282,11 @@ def test_the_log_says_what_is_waited_for(read, caplog, monkeypatch):
 
 def test_a_teacher_that_is_listed_late_has_time_to_connect():
     """Nobody was listed for long: that is not the fault of who comes then."""
-    roster = Roster(threading.RLock(), {}, 0.0)
-    roster.update(["a:1"], 60.0)
-    assert roster.alone_since_s(61.0) == 0.0
-    assert roster.unusable(61.0) == []
-    assert roster.unusable(60.0 + UNUSABLE_S) == list(roster.wanted)
+    registry = TeacherRegistry(threading.RLock(), {}, 0.0)
+    registry.update(["a:1"], 60.0)
+    assert registry.alone_since_s(61.0) == 0.0
+    assert registry.unusable(61.0) == []
+    assert registry.unusable(60.0 + UNUSABLE_S) == list(registry.wanted)
 
 
 def test_teachers_may_come_and_go_while_reading(read):
@@ -295,14 +295,14 @@ def test_teachers_may_come_and_go_while_reading(read):
     reading = read(first, second, source=source)
     reading.more(20)
     assert not second.requests
-    source.tell(["a:1", "b:1"])
+    source.notify(["a:1", "b:1"])
     wait_until(lambda: second.requests)
-    source.tell(["b:1"])
+    source.notify(["b:1"])
     wait_until(lambda: not first.clients)
     reading.more(20)
-    source.tell([])
+    source.notify([])
     wait_until(lambda: not second.clients)
-    source.tell(["a:1"])
+    source.notify(["a:1"])
     reading.more(20)
     reading.finish()
     reading.session.close()
@@ -315,7 +315,7 @@ def test_a_teacher_that_leaves_the_list_while_it_hangs_keeps_nothing_back(read):
     reading = read(hung, other, source=source)
     wait_until(lambda: len(hung.requests) > 5)
     hung.stop()
-    source.tell(["b:1"])
+    source.notify(["b:1"])
     reading.more(200)
     hung.go_on()
     reading.finish()
@@ -355,7 +355,7 @@ def test_a_teacher_that_was_away_for_hours_is_still_looked_for(read):
     teacher = FakeTeacher("a:1")
     teacher.kill()
     reading = read(teacher, batches=5)
-    (known,) = reading.session._lanes[0].pool._roster.wanted
+    (known,) = reading.session._lanes[0].pool._registry.wanted
     known.failures = 100_000
     wait_until(lambda: known.failures > 100_000)
     teacher.come_back()
@@ -370,18 +370,20 @@ def test_whatever_teachers_do_each_item_comes_once_and_in_order(read, seed: int)
     for teacher in teachers:
         teacher.refuse_with = lambda: chance.choice(moods)() if chance.random() < 0.05 else None
     source = ToldTeachers(*[teacher.endpoint for teacher in teachers])
-    limits = chance.choice([WIDE, Limits(join_bytes=50, most_bytes=50), replace(WIDE, samples=3)])
+    limits = chance.choice(
+        [WIDE, RequestLimits(join_bytes=50, most_bytes=50), replace(WIDE, samples=3)]
+    )
     reading = read(*teachers, source=source, limits=limits)
     for _ in range(30):
         teacher = chance.choice(teachers)
         chance.choice([teacher.kill, teacher.come_back, teacher.stop, teacher.go_on])()
         if chance.random() < 0.2:
-            source.tell([each.endpoint for each in teachers if chance.random() < 0.7])
+            source.notify([each.endpoint for each in teachers if chance.random() < 0.7])
         reading.thread.join(0.02)  # for a while, unless it fails
     for teacher in teachers:
         teacher.come_back()
         teacher.go_on()
-    source.tell([teacher.endpoint for teacher in teachers])
+    source.notify([teacher.endpoint for teacher in teachers])
     reading.finish()
 
 
@@ -392,7 +394,7 @@ def test_whatever_teachers_do_each_item_comes_once_and_in_order(read, seed: int)
 def hurried(monkeypatch) -> None:
     """Pauses a tenth as long."""
     monkeypatch.setattr("distill_reader.student.pool.pool._FAILED_REST_S", (0.025, 0.4))
-    monkeypatch.setattr("distill_reader.student.pool.roster._MOST_PAUSE_S", 0.5)
+    monkeypatch.setattr("distill_reader.student.pool.teacher_registry._MOST_PAUSE_S", 0.5)
 
 
 def failing_at(teacher: FakeTeacher, index: int, error: Callable[[], Exception]) -> list[int]:
@@ -427,7 +429,7 @@ def test_a_request_that_no_teacher_can_compute_is_an_error_that_names_item_and_t
 ):
     one, two = FakeTeacher("a:1"), FakeTeacher("b:1")
     failed = [failing_at(teacher, 6, error) for teacher in (one, two)]
-    reading = read(one, two, batches=40, limits=Limits(join_bytes=1, most_bytes=1 << 20))
+    reading = read(one, two, batches=40, limits=RequestLimits(join_bytes=1, most_bytes=1 << 20))
     wait_until(lambda: reading.error)
     assert [index for index, _ in reading.found] == list(range(6))
     with pytest.raises(
@@ -451,7 +453,9 @@ def test_a_teacher_that_fails_keeps_its_connection_and_is_left_alone_for_a_while
 def test_what_one_teacher_fails_another_one_answers(read, hurried, caplog):
     broken, well = FakeTeacher("a:1"), FakeTeacher("b:1", delay_s=0.002)
     broken.refuse_with = lambda: TeacherFailed("HTTP 500: broken")
-    reading = read(broken, well, batches=200, limits=Limits(join_bytes=1, most_bytes=1 << 20))
+    reading = read(
+        broken, well, batches=200, limits=RequestLimits(join_bytes=1, most_bytes=1 << 20)
+    )
     reading.finish()
     assert caplog.text.count("HTTP 500: broken") <= 1 + caplog.text.count("answered nothing")
 
@@ -520,7 +524,7 @@ def test_refused_requests_are_let_go_without_the_garbage_collector(read):
     refuses.refuse_with = lambda: BadRequest("no")
     made: list[weakref.ref[Any]] = []
 
-    class Watched(Reading):
+    class Watched(MeterReading):
         def generate(self) -> Iterator[tuple[Any, int]]:
             for image, index in super().generate():
                 made.append(weakref.ref(image))
@@ -607,7 +611,7 @@ def test_a_sample_that_is_too_large_for_one_teacher_goes_to_another(read):
 
 
 def test_a_teacher_that_is_busy_for_ever_is_no_teacher(read, monkeypatch, caplog):
-    monkeypatch.setattr("distill_reader.student.pool.roster.UNUSABLE_S", 0.2)
+    monkeypatch.setattr("distill_reader.student.pool.teacher_registry.UNUSABLE_S", 0.2)
     meter = Meter()
     busy = FakeTeacher("a:1", delay_s=0.002)
     reading = read(busy, timeout_s=1.0, meter=meter)
@@ -661,7 +665,7 @@ def test_teachers_of_two_versions_do_not_answer_in_one_iteration(
     source = ToldTeachers(one.endpoint)
     reading = read(one, other, source=source)
     reading.more(5)
-    source.tell([one.endpoint, other.endpoint])
+    source.notify([one.endpoint, other.endpoint])
     if is_mixed:
         wait_until(lambda: other.requests)
     else:
@@ -709,7 +713,7 @@ def test_if_only_another_version_is_left_the_consumer_hears_why(read):
     source = ToldTeachers(one.endpoint)
     reading = read(one, other, source=source)
     reading.more(5)
-    source.tell([other.endpoint])
+    source.notify([other.endpoint])
     wait_until(lambda: reading.error)
     with pytest.raises(BadRequest, match=r"version d2; this iteration began with .*version d1"):
         raise reading.error
@@ -734,7 +738,7 @@ def test_a_thread_that_cannot_be_started_costs_a_connection_not_the_epoch(
 
     monkeypatch.setattr(threading.Thread, "start", scarce)
     one, two = FakeTeacher("a:1", delay_s=0.005), FakeTeacher("b:1", delay_s=0.005)
-    reading = read(one, two, limits=Limits(join_bytes=1, most_bytes=1 << 20))
+    reading = read(one, two, limits=RequestLimits(join_bytes=1, most_bytes=1 << 20))
     wait_until(lambda: one.requests and two.requests)
     wait_until(lambda: len(names) > 5)
     reading.finish()
@@ -759,7 +763,7 @@ def test_slow_teachers_compute_nothing_twice_and_are_not_dropped(read, quick, ca
     one, two = (FakeTeacher(name, delay_s=seconds / 50) for name in ("a:1", "b:1"))
     for teacher in (one, two):
         teacher.computes_in_turn()
-    reading = read(one, two, batches=12, limits=Limits(join_bytes=1, most_bytes=1 << 20))
+    reading = read(one, two, batches=12, limits=RequestLimits(join_bytes=1, most_bytes=1 << 20))
     reading.finish()
     assert one.samples + two.samples == 4 * 12
     assert min(one.samples, two.samples) >= 4 * 4  # both are busy
@@ -771,7 +775,7 @@ def test_a_slow_teacher_beside_a_fast_one_adds_to_it(read, quick, caplog):
     fast, slow = FakeTeacher("a:1", delay_s=10 / 50), FakeTeacher("b:1", delay_s=20 / 50)
     for teacher in (fast, slow):
         teacher.computes_in_turn()
-    reading = read(fast, slow, batches=12, limits=Limits(join_bytes=1, most_bytes=1 << 20))
+    reading = read(fast, slow, batches=12, limits=RequestLimits(join_bytes=1, most_bytes=1 << 20))
     reading.finish()
     assert fast.samples + slow.samples == 4 * 12
     assert slow.samples >= 4 * 2
@@ -810,7 +814,7 @@ def test_the_users_timeout_counts_for_every_answer(read):
 def test_the_users_timeout_is_for_one_request_whatever_waits_at_the_teacher(read):
     slow = FakeTeacher("a:1", delay_s=0.2)
     slow.computes_in_turn()
-    one_by_one = Limits(join_bytes=1, most_bytes=1 << 20)
+    one_by_one = RequestLimits(join_bytes=1, most_bytes=1 << 20)
     reading = read(slow, batches=8, limits=one_by_one, answer_timeout_s=0.35)
     reading.finish()
     assert slow.most_in_flight == 2
@@ -822,7 +826,7 @@ def test_waiting_costs_no_time_of_the_processor(read):
     teacher = FakeTeacher("a:1")
     release = threading.Event()
 
-    class Stalled(Reading):
+    class Stalled(MeterReading):
         def generate(self) -> Iterator[tuple[Any, int]]:
             yield from itertools.islice(super().generate(), 3)
             release.wait(20)

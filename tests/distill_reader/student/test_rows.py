@@ -19,7 +19,7 @@ def words(samples: int = 2, length: int = 5) -> np.ndarray:
 
 def test_rows_of_several_arrays_form_one_input():
     rows = gather(SPEC, {"words": [words(3)], "image": [image(1), image(0), image(2)]})
-    assert [(row.name, row.place, row.shape) for row in rows] == [
+    assert [(row.name, row.input_index, row.shape) for row in rows] == [
         ("image", 0, (3, 2, 3)),
         ("words", 1, (3, 5)),
     ]

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from distill_reader.errors import BadRequest
-from distill_reader.model.forms import INDICES, LOG_REST, VALUES, WHOLE, Form
 from distill_reader.model.normalization import Normalization
+from distill_reader.model.output_encodings import INDICES, LOG_REST, VALUES, WHOLE, OutputEncoding
 from distill_reader.model.specs import TensorSpec
 from distill_reader.teacher.predictor.encodings import Encoder, decode_input
 
@@ -19,8 +19,8 @@ outputs = hnp.arrays(
 )
 
 
-def encode(output: Any, *form: Any) -> Any:
-    return Encoder([output], ["score"]).encode(Form(0, *form))
+def encode(output: Any, *encoding: Any) -> Any:
+    return Encoder([output], ["score"]).encode(OutputEncoding(0, *encoding))
 
 
 @given(output=outputs, top_k=st.integers(1, 12))

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distill_reader.model.forms import INDICES, LOG_REST, VALUES, WHOLE, Form
 from distill_reader.model.normalization import Normalization
-from distill_reader.model.specs import Accepted, ModelSpec, TensorSpec
+from distill_reader.model.output_encodings import INDICES, LOG_REST, VALUES, WHOLE, OutputEncoding
+from distill_reader.model.specs import InputEncoding, ModelSpec, TensorSpec
 from distill_reader.protocols.wire import DTYPES
 from distill_reader.teacher.predictor.backend import Device
 from distill_reader.teacher.predictor.wire import (
@@ -29,9 +29,9 @@ from distill_reader.teacher.predictor.wire import (
 )
 
 places = st.tuples(st.integers(1, 2**31), st.integers(0, 2**40))
-forms = st.builds(
-    Form,
-    place=st.integers(0, 9),
+encodings = st.builds(
+    OutputEncoding,
+    output_index=st.integers(0, 9),
     part=st.sampled_from([WHOLE, VALUES, INDICES, LOG_REST]),
     top_k=st.integers(0, 65_535),
     dtype=st.sampled_from(DTYPES),
@@ -51,7 +51,7 @@ def channels():
 @st.composite
 def runs(draw: st.DrawFn) -> RunMessage:
     inputs, outputs = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    columns = draw(st.lists(forms, max_size=4))
+    columns = draw(st.lists(encodings, max_size=4))
     return RunMessage(
         draw(st.integers(0, 2**40)),
         draw(st.integers(0, 9)),
@@ -101,14 +101,14 @@ def test_what_to_load_and_what_was_loaded_come_as_they_were_sent(channels):
     assert (kind, numbers, parse_start(text)) == (MessageKind.START, (), start)
     tensor = TensorSpec(name="image", dtype="uint8", shape=(-1, 3), variable="x")
     pixels = TensorSpec(
-        name="y", dtype="float32", shape=(2,), accepts=(Accepted(dtype="uint8", shape=(2,)),)
+        name="y", dtype="float32", shape=(2,), accepts=(InputEncoding(dtype="uint8", shape=(2,)),)
     )
     specs = (
         ModelSpec(
             name="m",
             inputs=(tensor, pixels),
             outputs=(tensor, tensor),
-            takes_forms=True,
+            takes_encodings=True,
             digest="5eed",
         ),
     )

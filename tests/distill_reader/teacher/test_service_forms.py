@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from distill_reader.errors import BadRequest
-from distill_reader.model.forms import parse_form
+from distill_reader.model.output_encodings import parse_encoding
 from distill_reader.teacher.predictor.backend import Device
 from distill_reader.teacher.predictor.encodings import Encoder
 from distill_reader.teacher.service.requests import InferRequest
@@ -82,7 +82,7 @@ def test_requests_of_all_forms_and_types_at_once_get_what_each_wants(start):
         encoder = Encoder([plain[name] for name in WHOLE], WHOLE)
         for name, array in found.items():
             if name != "batch":
-                expected: Any = encoder.encode(parse_form(spec, name))
+                expected: Any = encoder.encode(parse_encoding(spec, name))
                 assert array.dtype == expected.dtype
                 np.testing.assert_allclose(array, expected, rtol=1e-3, atol=1e-3)
 

@@ -26,16 +26,16 @@ INDEX_DTYPES = ("int32", "uint16", "int64")
 _TOP = re.compile(r"top([1-9]\d{0,4}):(values|indices|logrest)(?::(\w+))?")
 
 
-class Form(NamedTuple):  # a tuple: hashed for every request
+class OutputEncoding(NamedTuple):  # a tuple: hashed for every request
     """What is wanted of one output."""
 
-    place: int  # among the spec's outputs
+    output_index: int  # among the spec's outputs
     part: str  # WHOLE, VALUES, INDICES or LOG_REST
     top_k: int  # 0 where WHOLE
     dtype: str  # of what comes
 
 
-def form_name(output: str, part: str = WHOLE, top_k: int = 0, dtype: str = "") -> str:
+def encoding_name(output: str, part: str = WHOLE, top_k: int = 0, dtype: str = "") -> str:
     """Return the name to ask by; `dtype` "": that of the output, or int32 of indices."""
     if part == WHOLE:
         return f"{output}{MARK}{dtype}" if dtype else output
@@ -48,31 +48,31 @@ def split_name(spec: ModelSpec, name: str) -> tuple[TensorSpec, str]:
     Raises:
         BadRequest: the model has no such output; lists those there are.
     """
-    output, mark, form = name.rpartition(MARK)
+    output, mark, encoding = name.rpartition(MARK)
     if not mark or any(name in (known.name, known.variable) for known in spec.outputs):
         return spec.output(name), ""
-    return spec.output(output), form
+    return spec.output(output), encoding
 
 
-def parse_form(spec: ModelSpec, name: str) -> Form:
+def parse_encoding(spec: ModelSpec, name: str) -> OutputEncoding:
     """Return what a name asks for.
 
     Raises:
         BadRequest: there is no such output, or it has no such form; says which there are.
     """
-    output, form = split_name(spec, name)
-    place = spec.outputs.index(output)
+    output, encoding = split_name(spec, name)
+    output_index = spec.outputs.index(output)
     own = np.dtype(output.dtype).name
-    if not form:
-        return Form(place, WHOLE, 0, own)
+    if not encoding:
+        return OutputEncoding(output_index, WHOLE, 0, own)
     if np.dtype(own).kind != "f":
         raise BadRequest(f"output {name}: {output.name} is {own}; forms are of floats only")
-    if form in FLOAT_DTYPES:
-        return Form(place, WHOLE, 0, form)
-    match = _TOP.fullmatch(form)
+    if encoding in FLOAT_DTYPES:
+        return OutputEncoding(output_index, WHOLE, 0, encoding)
+    match = _TOP.fullmatch(encoding)
     if match is None:
         raise BadRequest(
-            f"output {name}: no form {form!r}; there are {output.name}{MARK}float16 and "
+            f"output {name}: no form {encoding!r}; there are {output.name}{MARK}float16 and "
             f"{output.name}{MARK}topK:values, :indices and :logrest"
         )
     if not output.shape:
@@ -83,13 +83,13 @@ def parse_form(spec: ModelSpec, name: str) -> Form:
     known = INDEX_DTYPES if part == INDICES else (own, *FLOAT_DTYPES)
     if dtype is not None and dtype not in known:
         raise BadRequest(f"output {name}: {part} come as {' or '.join(known)}, not as {dtype}")
-    return Form(place, part, top_k, dtype or known[0])
+    return OutputEncoding(output_index, part, top_k, dtype or known[0])
 
 
-def form_shape(form: Form, shape: tuple[int, ...]) -> tuple[int, ...]:
+def encoded_shape(encoding: OutputEncoding, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of one sample of a form, for an output of this shape."""
-    if form.part == WHOLE:
+    if encoding.part == WHOLE:
         return shape
-    if form.part == LOG_REST:
+    if encoding.part == LOG_REST:
         return (*shape[:-1], 1)
-    return (*shape[:-1], min(form.top_k, shape[-1]))
+    return (*shape[:-1], min(encoding.top_k, shape[-1]))

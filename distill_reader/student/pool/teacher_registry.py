@@ -29,7 +29,7 @@ class Flight:
     def request(self) -> Request:
         return self.left[0]
 
-    def settled(self, instead: list[Request], now: float) -> None:
+    def advance(self, instead: list[Request], now: float) -> None:
         """Go on to the next one; `instead` are to be asked in place of the one that was."""
         self.left[:1] = instead
         self.since_s = now
@@ -128,7 +128,7 @@ class Teacher:
         return text if self.endpoint in text else f"{self.endpoint}: {text}"
 
 
-class Roster:
+class TeacherRegistry:
     """The teachers by endpoint, and those that leave."""
 
     def __init__(self, lock: threading.RLock, paces: dict[str, Pace], now: float) -> None:

@@ -7,7 +7,7 @@ from types import TracebackType
 from distill_reader.errors import TeacherGone
 
 
-class Exclusive:
+class ConnectionGuard:
     """`with` it around each use of the connection."""
 
     def __init__(

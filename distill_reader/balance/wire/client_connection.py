@@ -1,25 +1,28 @@
-"""What students and teachers have of a connection to a discovery server."""
+"""The end of students and teachers of a connection to a discovery server."""
 
 import asyncio
 import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from distill_reader.balance.names import address_of
+from distill_reader.balance.addresses import host_port_of
 from distill_reader.balance.wire.messages import HEAD, MAX_ANSWER_BYTES, body_bytes, decode, encode
-from distill_reader.errors import BadRequest, Retryable
+from distill_reader.errors import BadRequest, TransientFailure
 from distill_reader.tokens import new_nonce, prove, proves
 
 CONNECT_S = 2.0
 ANSWER_S = 3.0  # a server that is alive says something within it
 
 
-class ServerAway(Retryable):
-    """Nobody answers there."""
+class DiscoveryUnavailable(TransientFailure):
+    """No discovery server answers at this address."""
 
 
-class Line:
-    """One connection. Methods raise ServerAway when it has failed, BadRequest for nonsense."""
+class ClientConnection:
+    """One connection.
+
+    Methods raise DiscoveryUnavailable if it fails, BadRequest if an answer is malformed.
+    """
 
     def __init__(
         self, endpoint: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -29,36 +32,40 @@ class Line:
         self._writer = writer
 
     @classmethod
-    async def connect(cls, endpoint: str, token: str) -> "Line":
+    async def connect(cls, endpoint: str, token: str) -> "ClientConnection":
         """Connect; with a token, to a server that has the same: it is not sent.
 
         Args:
             token: "": there is none.
 
         Raises:
-            ServerAway, BadRequest.
+            DiscoveryUnavailable, BadRequest.
         """
-        line = await cls._connect(endpoint)
+        connection = await cls._connect(endpoint)
         try:
             if token:
-                await line._prove(token)
+                await connection._prove(token)
         except BaseException:
-            await line.close()
+            await connection.close()
             raise
-        return line
+        return connection
 
     @classmethod
-    async def _connect(cls, endpoint: str) -> "Line":
-        host, port = address_of(endpoint)
+    async def _connect(cls, endpoint: str) -> "ClientConnection":
+        host, port = host_port_of(endpoint)
         try:
             async with asyncio.timeout(CONNECT_S):
                 return cls(endpoint, *await asyncio.open_connection(host, port))
         except (OSError, TimeoutError) as error:
             reason = str(error) or f"no connection within {CONNECT_S:g} s"
-            raise ServerAway(f"discovery server {endpoint}: {reason}") from error
+            raise DiscoveryUnavailable(f"discovery server {endpoint}: {reason}") from error
 
     async def _prove(self, token: str) -> None:
-        """Have each other prove that they know the token. Raises: ServerAway, BadRequest."""
+        """Prove to the server that we know the token, and check its proof.
+
+        Raises:
+            DiscoveryUnavailable, BadRequest.
+        """
         own = new_nonce()
         try:
             answer = await self.ask({"type": "meet", "nonce": own})
@@ -97,17 +104,22 @@ class Line:
         return decode(data)
 
     async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer. Raises: BadRequest: the server refuses; ServerAway: for now."""
+        """Send a message and return the answer.
+
+        Raises:
+            BadRequest: the server refuses the message.
+            DiscoveryUnavailable: the server cannot answer now.
+        """
         await self.send(body)
         answer = await self.receive()
         self.check(answer)
         return answer
 
     def check(self, answer: Mapping[str, Any]) -> None:
-        """Raises: BadRequest, ServerAway: it is an error."""
+        """Raises: BadRequest, DiscoveryUnavailable: it is an error."""
         if answer.get("type") == "error":
             text = f"discovery server {self.endpoint}: {answer.get('error')}"
-            raise ServerAway(text) if answer.get("retry") is True else BadRequest(text)
+            raise DiscoveryUnavailable(text) if answer.get("retry") is True else BadRequest(text)
 
     async def close(self) -> None:
         self._writer.close()
@@ -115,6 +127,6 @@ class Line:
             async with asyncio.timeout(1.0):
                 await self._writer.wait_closed()
 
-    def _away(self, error: Exception) -> ServerAway:
+    def _away(self, error: Exception) -> DiscoveryUnavailable:
         reason = "it is silent" if isinstance(error, TimeoutError) else "the connection ended"
-        return ServerAway(f"discovery server {self.endpoint}: {reason}")
+        return DiscoveryUnavailable(f"discovery server {self.endpoint}: {reason}")

@@ -18,8 +18,8 @@ from distill_reader.errors import (
     TeacherTimeout,
     UsageError,
 )
-from distill_reader.student.clients.endpoints import NotSpoken
-from distill_reader.student.clients.exclusive import Exclusive
+from distill_reader.student.clients.connection_guard import ConnectionGuard
+from distill_reader.student.clients.endpoints import ProtocolMismatch
 
 _MAX_MESSAGE_BYTES = 512 << 20
 _LARGE_BLOCK_BYTES = 31 << 20  # glibc learns nothing from blocks of 32 MiB and more
@@ -32,7 +32,7 @@ _OPTIONS = (
 )
 
 
-class GrpcLine:
+class GrpcClientConnection:
     """One thread calls at a time, any may close. TeacherGone and TeacherTimeout close it."""
 
     def __init__(self, endpoint: str, address: tuple[str, int], *, token: str) -> None:
@@ -44,19 +44,19 @@ class GrpcLine:
         self._channel = grpc.insecure_channel(target, options=_OPTIONS)
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._calls: dict[str, Callable[..., bytes]] = {}
-        self._line = Exclusive(endpoint, wake=self._channel.close, close=self._channel.close)
+        self._guard = ConnectionGuard(endpoint, wake=self._channel.close, close=self._channel.close)
 
     def call(self, method: str, request: bytes, *, timeout_s: float) -> bytes:
         """Call "/service/method"; return the answer's bytes.
 
         Raises:
-            NotSpoken: the server does not know the method.
+            ProtocolMismatch: the server does not know the method.
             TeacherGone, TeacherTimeout, TeacherBusy, BadRequest, UsageError.
         """
         call = self._calls.get(method)
         if call is None:
             call = self._calls[method] = self._channel.unary_unary(method)
-        with self._line:
+        with self._guard:
             try:
                 return call(request, timeout=timeout_s, metadata=self._metadata)
             except grpc.RpcError as error:
@@ -66,12 +66,12 @@ class GrpcLine:
                     self.close()
                 raise meaning from error
             except ValueError as error:
-                if not self._line.is_closed:
+                if not self._guard.is_closed:
                     raise
                 raise TeacherGone(f"{self.endpoint}: the connection is closed") from error
 
     def close(self) -> None:
-        self._line.close()
+        self._guard.close()
 
 
 @functools.cache
@@ -93,7 +93,7 @@ def _meaning(endpoint: str, error: Any, timeout_s: float) -> DistillError:
     if code is statuses.DEADLINE_EXCEEDED:
         return TeacherTimeout(f"{endpoint}: no answer within {timeout_s:g} s")
     if code is statuses.UNIMPLEMENTED:
-        return NotSpoken(text)
+        return ProtocolMismatch(text)
     if code is statuses.RESOURCE_EXHAUSTED:
         if "larger than max" in details:
             return RequestTooLarge(f"{text}: send fewer samples at once")

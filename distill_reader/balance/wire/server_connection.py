@@ -21,7 +21,7 @@ _MAX_UNSENT_BYTES = 8 << 20  # of a peer that does not read
 _MAX_HTTP_BYTES = 8 << 10
 
 
-class Refused(DistillError):  # noqa: N818 - named by what is the case
+class AccessRefused(DistillError):  # noqa: N818 - named by what is the case
     """Who says this may not; the connection ends."""
 
 
@@ -29,7 +29,7 @@ class Stalled(DistillError):  # noqa: N818 - named by what is the case
     """The peer said or took nothing for too long."""
 
 
-class Connection:
+class ServerConnection:
     """Belongs to one event loop."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -15,7 +15,7 @@ from distill_reader.student.options import Padding
 _Change = Callable[[Array], Array]
 
 
-class Asking:
+class RequestMapping:
     """Which of the sent fields one teacher gets, and what is asked of it."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Asking:
         self._inputs: list[tuple[int, str, TensorSpec | None]] = []
         self._changes: dict[Signature, tuple[_Change | None, ...]] = {}
         if not spec.inputs:
-            self._inputs = [(place, name, None) for place, name in enumerate(sent)]
+            self._inputs = [(index, name, None) for index, name in enumerate(sent)]
         for tensor in spec.inputs:
             if tensor.unusable:
                 raise BadRequest(
@@ -65,7 +65,7 @@ class Asking:
                 )
             self._inputs.append((sent.index(names[0]), tensor.name, tensor))
         self._wires = {
-            place: self._wire_of(sent[place], tensor) for place, _, tensor in self._inputs
+            index: self._wire_of(sent[index], tensor) for index, _, tensor in self._inputs
         }
         if "uint8" in self._wire_ins.values() and "uint8" not in self._wires.values():
             raise BadRequest(
@@ -82,15 +82,15 @@ class Asking:
         changes = self._changes.get(request.signature)
         if changes is None:
             changes = tuple(
-                self._change(place, tensor, *request.signature[place])
-                for place, _, tensor in self._inputs
+                self._change(index, tensor, *request.signature[index])
+                for index, _, tensor in self._inputs
             )
             if len(self._changes) > 1000:  # sentences of any length: not for ever
                 self._changes.clear()
             self._changes[request.signature] = changes
         feeds = {}
-        for (place, name, _), change in zip(self._inputs, changes, strict=True):
-            arrays = request.feeds(place)
+        for (index, name, _), change in zip(self._inputs, changes, strict=True):
+            arrays = request.feeds(index)
             feeds[name] = arrays if change is None else [change(array) for array in arrays]
         return feeds
 
@@ -155,7 +155,7 @@ class Asking:
 
     def _change(
         self,
-        place: int,
+        index: int,
         tensor: TensorSpec | None,
         dtype: np.dtype[np.generic],
         shape: tuple[int, ...],
@@ -165,7 +165,7 @@ class Asking:
         Raises:
             BadRequest: they cannot go in the type that they are to go in.
         """
-        name, wire = self._sent[place], self._wires[place]
+        name, wire = self._sent[index], self._wires[index]
         if wire == "uint8" and dtype != np.uint8:
             raise BadRequest(
                 f"{self.endpoint}: field {name} is {dtype}: to go as uint8 it must be the raw "
@@ -220,7 +220,7 @@ def version_of(spec: ModelSpec) -> str:
 
 
 def _normalizes(tensor: TensorSpec) -> bool:
-    return any(form.dtype == "uint8" for form in tensor.accepts)
+    return any(encoding.dtype == "uint8" for encoding in tensor.accepts)
 
 
 def _change(

@@ -3,11 +3,11 @@ import pytest
 
 from distill_reader.errors import BadRequest
 from distill_reader.model.specs import ModelSpec, TensorSpec
-from distill_reader.student.batches.feed import Feed, Limits
-from distill_reader.student.batches.items import BatchKind
+from distill_reader.student.batches.feed import Feed, RequestLimits
+from distill_reader.student.batches.items import BatchFormat
 from distill_reader.student.clients.client import Array
 from distill_reader.student.labels.labels import Labels
-from distill_reader.student.pool.asking import Asking
+from distill_reader.student.pool.request_mapping import RequestMapping
 
 SPEC = ModelSpec(
     name="net",
@@ -24,62 +24,62 @@ OPEN = ModelSpec(
 )
 
 
-def asking(spec: ModelSpec = SPEC, sent: tuple[str, ...] = ("image",)) -> Asking:
-    return Asking("t:1", spec, sent, Labels(("score",), "", None))
+def mapping(spec: ModelSpec = SPEC, sent: tuple[str, ...] = ("image",)) -> RequestMapping:
+    return RequestMapping("t:1", spec, sent, Labels(("score",), "", None))
 
 
-def fed(asking: Asking, *arrays: Array) -> dict[str, list[Array]]:
+def fed(mapping: RequestMapping, *arrays: Array) -> dict[str, list[Array]]:
     names = tuple((place, f"field{place}") for place in range(len(arrays)))
     feed = Feed(1 << 20)
-    feed.add(BatchKind(names, len(arrays), 1).item(arrays))
-    request = feed.take(Limits(join_bytes=1 << 20, most_bytes=1 << 20), "t:1")
+    feed.add(BatchFormat(names, len(arrays), 1).item(arrays))
+    request = feed.take(RequestLimits(join_bytes=1 << 20, most_bytes=1 << 20), "t:1")
     assert request is not None
-    return asking.feeds(request)
+    return mapping.feeds(request)
 
 
 def test_only_what_the_model_takes_is_sent():
     image, label = np.zeros((2, 1, 2, 2), np.float32), np.zeros(2, np.int64)
-    feeds = fed(asking(sent=("label", "image")), label, image)
+    feeds = fed(mapping(sent=("label", "image")), label, image)
     assert list(feeds) == ["image"]
     assert feeds["image"][0] is image
 
 
 def test_the_models_own_variable_names_are_names_too():
-    feeds = fed(asking(sent=("x0",)), np.zeros((2, 1, 2, 2), np.float32))
+    feeds = fed(mapping(sent=("x0",)), np.zeros((2, 1, 2, 2), np.float32))
     assert list(feeds) == ["image"]
 
 
 def test_a_teacher_that_cannot_say_what_it_takes_gets_every_field():
     unknown = ModelSpec(name="", inputs=(), outputs=())
-    feeds = fed(asking(unknown, ("a", "b")), np.zeros(2), np.zeros(2))
+    feeds = fed(mapping(unknown, ("a", "b")), np.zeros(2), np.zeros(2))
     assert list(feeds) == ["a", "b"]
 
 
 def test_flat_samples_get_the_models_shape():
-    (array,) = fed(asking(), np.arange(8, dtype=np.float32).reshape(2, 4))["image"]
+    (array,) = fed(mapping(), np.arange(8, dtype=np.float32).reshape(2, 4))["image"]
     assert array.shape == (2, 1, 2, 2)
     assert array.ravel().tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "uint8", "int8", "bool"])
 def test_types_that_fit_into_the_models_are_changed(dtype: str):
-    (array,) = fed(asking(), np.ones((2, 1, 2, 2), dtype))["image"]
+    (array,) = fed(mapping(), np.ones((2, 1, 2, 2), dtype))["image"]
     assert array.dtype == np.float32
 
 
 def test_16_bits_without_a_sign_may_be_those_of_bfloat16_and_are_refused_for_floats():
     with pytest.raises(BadRequest, match=r"t:1: field image is uint16, .* bits of bfloat16.* cast"):
-        fed(asking(), np.ones((2, 1, 2, 2), np.uint16))
+        fed(mapping(), np.ones((2, 1, 2, 2), np.uint16))
     words = np.ones((2, 7), np.uint16)
-    (sent,) = fed(asking(OPEN, ("words",)), words)["words"]
+    (sent,) = fed(mapping(OPEN, ("words",)), words)["words"]
     assert sent.dtype == np.int64
 
 
 def test_types_that_do_not_fit_are_left_for_the_client_to_refuse():
     given = np.zeros((2, 1, 2, 2), np.int64)
-    assert fed(asking(), given)["image"][0] is given
+    assert fed(mapping(), given)["image"][0] is given
     floats = np.zeros((2, 7))
-    assert fed(asking(OPEN, ("words",)), floats)["words"][0] is floats
+    assert fed(mapping(OPEN, ("words",)), floats)["words"][0] is floats
 
 
 @pytest.mark.parametrize(
@@ -93,16 +93,16 @@ def test_an_input_without_a_field_is_refused_by_name(
     spec: ModelSpec, sent: tuple[str, ...], words: str
 ):
     with pytest.raises(BadRequest, match=words):
-        asking(spec, sent)
+        mapping(spec, sent)
 
 
 def test_an_output_that_the_model_lacks_is_refused_by_name():
     with pytest.raises(BadRequest, match=r"t:1: predicts: .*'logits'; it has score, feature"):
-        Asking("t:1", SPEC, ("image",), Labels(("logits",), "", None))
+        RequestMapping("t:1", SPEC, ("image",), Labels(("logits",), "", None))
 
 
 def test_predictions_come_in_the_order_of_predicts_and_one_per_sample():
-    both = Asking("t:1", SPEC, ("image",), Labels(("feature", "score"), "", None))
+    both = RequestMapping("t:1", SPEC, ("image",), Labels(("feature", "score"), "", None))
     score, feature = np.zeros((2, 3)), np.zeros((2, 5))
     found = both.outputs({"score": score, "feature": feature}, 2)
     assert found[0] is feature

@@ -3,15 +3,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distill_reader.errors import BadRequest
-from distill_reader.model.forms import (
+from distill_reader.model.output_encodings import (
     INDICES,
     LOG_REST,
     VALUES,
     WHOLE,
-    Form,
-    form_name,
-    form_shape,
-    parse_form,
+    OutputEncoding,
+    encoded_shape,
+    encoding_name,
+    parse_encoding,
     split_name,
 )
 from distill_reader.model.specs import ModelSpec, TensorSpec
@@ -29,23 +29,23 @@ SPEC = ModelSpec(
 
 
 @pytest.mark.parametrize(
-    ("name", "form"),
+    ("name", "encoding"),
     [
-        ("score", Form(0, WHOLE, 0, "float32")),
-        ("fc_0", Form(0, WHOLE, 0, "float32")),
-        ("label", Form(1, WHOLE, 0, "int64")),
-        ("score@float16", Form(0, WHOLE, 0, "float16")),
-        ("fc_0@top10:values", Form(0, VALUES, 10, "float32")),
-        ("score@top10:values:float16", Form(0, VALUES, 10, "float16")),
-        ("score@top10:indices", Form(0, INDICES, 10, "int32")),
-        ("score@top10:indices:uint16", Form(0, INDICES, 10, "uint16")),
-        ("score@top10:logrest", Form(0, LOG_REST, 10, "float32")),
-        ("odd@top5:values", Form(2, WHOLE, 0, "float32")),  # its name, and no form
-        ("odd@top5:values@float16", Form(2, WHOLE, 0, "float16")),
+        ("score", OutputEncoding(0, WHOLE, 0, "float32")),
+        ("fc_0", OutputEncoding(0, WHOLE, 0, "float32")),
+        ("label", OutputEncoding(1, WHOLE, 0, "int64")),
+        ("score@float16", OutputEncoding(0, WHOLE, 0, "float16")),
+        ("fc_0@top10:values", OutputEncoding(0, VALUES, 10, "float32")),
+        ("score@top10:values:float16", OutputEncoding(0, VALUES, 10, "float16")),
+        ("score@top10:indices", OutputEncoding(0, INDICES, 10, "int32")),
+        ("score@top10:indices:uint16", OutputEncoding(0, INDICES, 10, "uint16")),
+        ("score@top10:logrest", OutputEncoding(0, LOG_REST, 10, "float32")),
+        ("odd@top5:values", OutputEncoding(2, WHOLE, 0, "float32")),  # its name, and no form
+        ("odd@top5:values@float16", OutputEncoding(2, WHOLE, 0, "float16")),
     ],
 )
-def test_what_a_name_asks_for(name: str, form: Form):
-    assert parse_form(SPEC, name) == form
+def test_what_a_name_asks_for(name: str, encoding: OutputEncoding):
+    assert parse_encoding(SPEC, name) == encoding
 
 
 @pytest.mark.parametrize(
@@ -66,10 +66,10 @@ def test_what_a_name_asks_for(name: str, form: Form):
 )
 def test_a_form_that_there_is_not_is_refused_by_name(name: str, words: str | None):
     if words is None:
-        assert parse_form(SPEC, name) == Form(0, WHOLE, 0, "float32")
+        assert parse_encoding(SPEC, name) == OutputEncoding(0, WHOLE, 0, "float32")
         return
     with pytest.raises(BadRequest, match=words):
-        parse_form(SPEC, name)
+        parse_encoding(SPEC, name)
 
 
 @given(
@@ -80,25 +80,25 @@ def test_a_form_that_there_is_not_is_refused_by_name(name: str, words: str | Non
 def test_a_form_is_what_its_name_was_made_of(part: str, top_k: int, dtype: str):
     if part == INDICES:
         dtype = "uint16" if dtype else ""
-    form = parse_form(SPEC, form_name("score", part, top_k, dtype))
-    assert (form.place, form.part, form.top_k) == (0, part, top_k)
-    assert not dtype or form.dtype == dtype
+    encoding = parse_encoding(SPEC, encoding_name("score", part, top_k, dtype))
+    assert (encoding.output_index, encoding.part, encoding.top_k) == (0, part, top_k)
+    assert not dtype or encoding.dtype == dtype
 
 
 @given(st.text(max_size=40))
 def test_any_text_is_a_form_or_is_refused(text: str):
     for name in (text, f"score@{text}", f"score@top3:{text}"):
         try:
-            form = parse_form(SPEC, name)
+            encoding = parse_encoding(SPEC, name)
         except BadRequest:
             continue
-        assert 0 <= form.place < len(SPEC.outputs)
-        assert split_name(SPEC, name)[0] is SPEC.outputs[form.place]
+        assert 0 <= encoding.output_index < len(SPEC.outputs)
+        assert split_name(SPEC, name)[0] is SPEC.outputs[encoding.output_index]
 
 
 def test_the_shape_of_a_form_follows_that_of_the_output():
     shape = (7, 1000)
-    assert form_shape(Form(0, WHOLE, 0, "float16"), shape) == (7, 1000)
-    assert form_shape(Form(0, VALUES, 10, "float16"), shape) == (7, 10)
-    assert form_shape(Form(0, INDICES, 2000, "int32"), shape) == (7, 1000)
-    assert form_shape(Form(0, LOG_REST, 10, "float32"), shape) == (7, 1)
+    assert encoded_shape(OutputEncoding(0, WHOLE, 0, "float16"), shape) == (7, 1000)
+    assert encoded_shape(OutputEncoding(0, VALUES, 10, "float16"), shape) == (7, 10)
+    assert encoded_shape(OutputEncoding(0, INDICES, 2000, "int32"), shape) == (7, 1000)
+    assert encoded_shape(OutputEncoding(0, LOG_REST, 10, "float32"), shape) == (7, 1)

@@ -22,7 +22,7 @@ from distill_reader.errors import (
     UsageError,
 )
 from distill_reader.protocols import stream
-from distill_reader.student.clients.exclusive import Exclusive
+from distill_reader.student.clients.connection_guard import ConnectionGuard
 
 _MAX_ANSWER_BYTES = 4 << 30
 _MAX_TEXT = 2000  # characters of an error's body
@@ -49,7 +49,7 @@ class HttpAnswer:
         return text[:_MAX_TEXT]
 
 
-class HttpLine:
+class HttpClientConnection:
     """One thread asks at a time, any may close. TeacherGone and TeacherTimeout close it."""
 
     def __init__(
@@ -64,7 +64,7 @@ class HttpLine:
         self._sock: socket.socket | None = (
             None  # of the connection, also while it is read to its end
         )
-        self._line = Exclusive(endpoint, wake=self._wake, close=self._free)
+        self._guard = ConnectionGuard(endpoint, wake=self._wake, close=self._free)
         try:
             self._connect()
         except OSError as error:
@@ -90,14 +90,14 @@ class HttpLine:
         if len(buffers) > _JOIN_BUFFERS:
             buffers = [b"".join(buffers)]
         all_headers = {**self._headers, **(headers or {})}
-        with self._line:
+        with self._guard:
             try:
                 try:
                     was_used = self._sock is not None and self._connection.sock is not None
                     return self._exchange(method, path, buffers, all_headers, timeout_s)
                 except (ConnectionError, http.client.BadStatusLine):
                     # Servers close connections that were idle for a while: that is no failure.
-                    if not was_used or self._line.is_closed:
+                    if not was_used or self._guard.is_closed:
                         raise
                     self._connection.close()
                     return self._exchange(method, path, buffers, all_headers, timeout_s)
@@ -115,7 +115,7 @@ class HttpLine:
                 raise
 
     def close(self) -> None:
-        self._line.close()
+        self._guard.close()
 
     def refuse(self, answer: HttpAnswer) -> NoReturn:
         """Raise what an answer means whose status is not 200."""
@@ -138,7 +138,7 @@ class HttpLine:
     def _connect(self) -> None:
         self._connection.connect()
         self._sock = self._connection.sock
-        if self._line.is_closed:  # while it connected: nobody could wake it
+        if self._guard.is_closed:  # while it connected: nobody could wake it
             raise ConnectionAbortedError("the connection is closed")
 
     def _exchange(

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from job_server.api.wire import RestoreFrom, SnapshotRef, StagePlan
+from job_server.api.wire import Order, RestoreFrom, SnapshotRef, StagePlan
 from pod_runtime.launcher.channel import close_all
 from pod_runtime.launcher.channel_wire import SegmentMade, SnapshotMade
 from pod_runtime.launcher.state import own_pod
@@ -110,13 +110,20 @@ class NodeSegments:
     def for_restore(self, plan: StagePlan) -> tuple[list[dict[str, object]], tuple[int, ...]]:
         """Return the segments that hold the state to start from, and their descriptors.
 
-        From the own shim, else from another one on this node that the plan names; ([], ()) where
-        there is none: the trainer gets its state from other nodes, or from a checkpoint. The
-        caller closes the descriptors.
+        They come from this pod's shim, or from the shim of another pod on this node that the plan
+        names. ([], ()): neither has any; the trainer gets its state from other nodes, or from a
+        checkpoint. The caller closes the descriptors.
+
+        While a stage is prepared, the state that it will start from does not exist yet. Its
+        trainers then get the newest state there is, to check that they can continue it.
         """
         source = plan.restore_from
         if source is None:
-            return [], ()
+            if plan.order is not Order.PREPARE:
+                return [], ()
+            held = (self._fetch(each, None) for each in (self._pod_id, *self._neighbours(plan)))
+            found = next((each for each in held if each), [])
+            return [segment for segment, _ in found], tuple(fd for _, fd in found)
         found = [(segment, os.dup(fd)) for segment, fd in self._at_hand if _has(fd, source)]
         others = [pod_id for pod_id in source.pods if pod_id != self._pod_id]
         for pod_id in (self._pod_id, *others):
@@ -130,12 +137,15 @@ class NodeSegments:
                 close_all(unfit)
         return [segment for segment, _ in found], tuple(fd for _, fd in found)
 
-    def _fetch(self, pod_id: str, stage: int) -> list[tuple[dict[str, object], int]]:
-        """Return the segments of a stage that a shim holds, with descriptors for the caller."""
+    def _fetch(self, pod_id: str, stage: int | None) -> list[tuple[dict[str, object], int]]:
+        """Return the segments of a stage (None: of all) that a shim holds.
+
+        The caller closes their descriptors.
+        """
         try:
             answer, fds = request(self._dir(pod_id), {"op": "get", "stage": stage})
         except ShimError as error:
-            logger.warning("stage %d: no state from %s: %s", stage, pod_id, error)
+            logger.warning("no state of stage %s from %s: %s", stage, pod_id, error)
             return []
         return list(zip(answer["segments"], fds, strict=True))
 

@@ -110,10 +110,26 @@ def answers(folder: Path) -> bool:
 
 def restored(pod: NodeSegments, wanted: RestoreFrom) -> list[Stamp]:
     """Return what the descriptors hold that a trainer would be given."""
-    _, fds = pod.for_restore(dataclasses.replace(PLAN, stage=3, restore_from=wanted))
+    return stamps(pod, dataclasses.replace(PLAN, stage=3, restore_from=wanted))
+
+
+def stamps(pod: NodeSegments, plan: StagePlan) -> list[Stamp]:
+    _, fds = pod.for_restore(plan)
     headers = [read_newest(fd) for fd in fds]
     close_all(fds)
     return [header.stamp for header in headers if header is not None]
+
+
+def test_trainers_that_are_prepared_are_shown_the_newest_state_of_their_node(pods, memory):
+    plan = dataclasses.replace(PLAN, stage=4, order=Order.PREPARE)
+    assert pods[0].for_restore(plan) == ([], ()), "no stage has made a step yet"
+    first = memory()
+    first.put(7)
+    pods[0].keep(PLAN, made(first), first.fd)  # its own shim's, and the next pod's
+    for pod in pods:
+        assert stamps(pod, plan) == [Stamp(stage=2, step=7)]
+    begins = dataclasses.replace(plan, order=Order.START)
+    assert pods[0].for_restore(begins) == ([], ()), "from a checkpoint, or afresh"
 
 
 def made(memory: Memory) -> SegmentMade:

@@ -30,7 +30,7 @@ from pod_runtime.trainer.state.checkpoint_writer import CheckpointWriter
 from pod_runtime.trainer.state.host_state import SaveTarget
 from pod_runtime.trainer.state.owner import Owner, this_holder
 from pod_runtime.trainer.state.owner_record import State
-from pod_runtime.trainer.state.snapshot import SnapshotSegment, read_snapshot
+from pod_runtime.trainer.state.snapshot import SnapshotSegment, newest_status, read_snapshot
 from pod_runtime.trainer.state.storage import open_storage
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,23 @@ class StageJoiner:
         self._loaded: LoadedAhead | None = None  # ahead of the commit; None: nothing was
         self._terms = self._make_terms()  # before a state is loaded: as the script made them
         with self._as_victim():
+            if self.overlaps:
+                self._check_running_state()
             self._form_group()
+
+    def _check_running_state(self) -> None:
+        """Check that this script can continue what trains now, while that can still go on.
+
+        Raises:
+            StateError: the script was edited, so this change has to be called off.
+        """
+        place = self._place
+        status = newest_status(place.fds)
+        for fd in place.fds:
+            os.close(fd)
+        self._place = replace(place, fds=())
+        if status is not None:
+            _continued(status, self._settings, self._source, self._run())
 
     def _form_group(self) -> None:
         place = self._place

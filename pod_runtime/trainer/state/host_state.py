@@ -78,24 +78,36 @@ def meta_bytes(
     return data.ljust(-(-len(data) // 64) * 64)
 
 
+def status_from(meta: bytes) -> LoopStatus:
+    """Return the progress that `meta_bytes` wrote. Raises StateError: it is malformed."""
+    return LoopStatus.from_json(_read(meta)["status"])
+
+
 def host_state_from(meta: bytes, data: memoryview) -> HostState:
-    """Build a state from what `meta_bytes` made and the tensors' bytes.
+    """Build an host_state from what `meta_bytes` made and the tensors' bytes.
 
     Raises:
         StateError: they do not fit each other, or are malformed.
     """
-    try:
-        value = json.loads(meta)
-        status, scalars, layout = value["status"], value["scalars"], value["layout"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise StateError(f"state: its description is damaged: {error!r}") from error
-    made = layout_from_json(layout)
+    value = _read(meta)
+    made = layout_from_json(value["layout"])
     if made.total_bytes != len(data):
         raise StateError(f"state: {len(data)} bytes, its layout wants {made.total_bytes}")
     return HostState(
-        status=LoopStatus.from_json(status),
-        scalars=scalars,
+        status=LoopStatus.from_json(value["status"]),
+        scalars=value["scalars"],
         layout=made,
         data=data,
         save_target=SaveTarget.from_json(value.get("places")),
     )
+
+
+def _read(meta: bytes) -> dict[str, Any]:
+    try:
+        value: dict[str, Any] = json.loads(meta)
+        missing = {"status", "scalars", "layout"} - value.keys()
+    except (ValueError, AttributeError) as error:
+        raise StateError(f"state: its description is damaged: {error!r}") from error
+    if missing:
+        raise StateError(f"state: its description is damaged: no {', '.join(sorted(missing))}")
+    return value

@@ -28,7 +28,8 @@ from pod_runtime.segment_header import (
 from pod_runtime.trainer.errors import SnapshotError, StateError
 from pod_runtime.trainer.frameworks.adapter import Adapter
 from pod_runtime.trainer.layout import StateLayout, split_bytes
-from pod_runtime.trainer.state.host_state import HostState, host_state_from
+from pod_runtime.trainer.progress.loop_status import LoopStatus
+from pod_runtime.trainer.state.host_state import HostState, host_state_from, status_from
 
 META_RESERVE = 64 << 10  # the ledger grows by a row per stage and epoch
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14; Python does not name it
@@ -263,6 +264,23 @@ def read_snapshot(fds: Iterable[int], stamp: Stamp) -> HostState | None:
                 view = memoryview(mapped)[geometry.meta_room :]
                 return host_state_from(mapped[: header.meta_bytes], view)
     return None
+
+
+def newest_status(fds: Iterable[int]) -> LoopStatus | None:
+    """Return the progress of the newest complete state, while its trainers go on writing.
+
+    None: there is no complete state, or it was overwritten while it was read.
+    """
+    found = [(header, slot, fd) for fd in fds for slot, header in read_slots(fd)]
+    if not found:
+        return None
+    header, slot, fd = max(found, key=lambda each: each[0].stamp)
+    geometry = read_geometry(fd)
+    if geometry is None:
+        return None
+    meta = os.pread(fd, header.meta_bytes, geometry.meta_offset(slot))
+    # Writers take their headers back before they change a byte.
+    return status_from(meta) if (slot, header) in read_slots(fd, geometry) else None
 
 
 def copy_newest(fd: int, into: bytearray) -> HostState | None:

@@ -409,6 +409,13 @@ class FakeLauncher:
         )  # fmt: skip
         return pod_env, plan
 
+    def _segments_for(self, plan: StagePlan) -> tuple[int, ...]:
+        """Return the segments of the state to start from, or, before a change, of the newest."""
+        stages = [plan.restore_from.stage] if plan.restore_from else []
+        if plan.order is Order.PREPARE:
+            stages = sorted(self.segments)[-1:]
+        return tuple(fd for stage in stages for fd in self.segments.get(stage, ()))
+
     def _serve(
         self,
         listener: socket.socket,
@@ -451,8 +458,8 @@ class FakeLauncher:
                 trainer.lines = lines
                 plan = stage.plan or plan  # a script's second loop comes when it is committed
                 given: tuple[int, ...] = ()
-                if plan.restore_from and (give_to is None or trainer.rank in give_to):
-                    given = tuple(self.segments.get(plan.restore_from.stage, ()))
+                if give_to is None or trainer.rank in give_to:
+                    given = self._segments_for(plan)
                 welcome = {"do": "welcome", "plan": encode(plan), "segments": []}
                 with contextlib.suppress(OSError):  # it was killed meanwhile
                     lines.send({**welcome, "fds": len(given)}, given)

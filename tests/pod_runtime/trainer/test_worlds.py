@@ -88,6 +88,22 @@ def test_ranks_that_make_their_own_seeds_are_refused_at_a_fresh_start_and_none_h
     assert not (job.run_dir / "ledger.jsonl").exists()
 
 
+def test_an_edited_seed_is_refused_while_the_change_can_be_called_off_and_the_old_go_on(launch):
+    job = launch("counting.py", 2)
+    old = job.start(1, *out(job))
+    old.go()
+    old.wait_step(1)
+    old.cut()
+    old.drained()  # so that it does not end before the other one has been started
+    new = job.start(1, *out(job, "--own_seed"), overlaps=True)
+    assert new.codes() == [1], new.logs()
+    edited = new.trainers[0].process.pid
+    assert f"this script says {edited}; continue with seed=0, or start afresh" in new.logs()
+    assert not new.trainers[0].words("prepared")
+    old.resume()
+    finish(old)
+
+
 @pytest.mark.parametrize("all_reduce", ["flat", "overlapped"])
 def test_a_rank_that_dies_before_its_update_costs_the_step_in_flight_only(launch, all_reduce):
     job = launch("counting.py", 2)

@@ -7,7 +7,7 @@ message or a restart of the client needs no special case.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from job_server.api.wire import NodePod, PodPhase, Want, is_same_job
+from job_server.api.wire import DesiredState, NodePod, PodPhase, is_same_job
 
 PodKey = tuple[str, str]  # (job_id, pod_id): pod ids are unique within a job only
 
@@ -78,13 +78,17 @@ def plan_changes(current: Iterable[LocalPod], wanted: Iterable[NodePod]) -> list
         action = _end(pod, spec)
         if action is not None:
             ends.append(action)
-        stays = pod.phase is not PodPhase.STOPPING and spec is not None and spec.want is Want.RUN
+        stays = (
+            pod.phase is not PodPhase.STOPPING
+            and spec is not None
+            and spec.want is DesiredState.RUN
+        )
         if pod.phase is not PodPhase.EXITED and not stays:
             busy.update(pod.slots)
     starts = [
         StartPod(pod)
         for key, pod in plan.items()
-        if pod.want is Want.RUN and key not in local and busy.isdisjoint(pod.slots)
+        if pod.want is DesiredState.RUN and key not in local and busy.isdisjoint(pod.slots)
     ]
     order: Mapping[type, int] = {KillPod: 0, StopPod: 1, ReleasePod: 2}
     return [*sorted(ends, key=lambda action: order[type(action)]), *starts]
@@ -94,12 +98,12 @@ def _end(pod: LocalPod, wanted: NodePod | None) -> KillPod | StopPod | ReleasePo
     """Return what ends `pod` a bit further, or None when it is as it should be."""
     if pod.phase is PodPhase.EXITED:
         return ReleasePod(pod.key, "not in the plan any more") if wanted is None else None
-    if wanted is not None and wanted.want is Want.KILL:
+    if wanted is not None and wanted.want is DesiredState.KILL:
         return None if pod.killed else KillPod(pod.key, "the plan wants it killed")
     if pod.phase is PodPhase.STOPPING:
         return None
     if wanted is None:
         return StopPod(pod.key, pod.grace_s, "not in the plan")
-    if wanted.want is Want.HOLD:
+    if wanted.want is DesiredState.HOLD:
         return StopPod(pod.key, wanted.grace_s, "the plan wants only its snapshot held")
     return None

@@ -15,8 +15,22 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hin
 T = TypeVar("T")
 Decoder = Callable[[Any], Any]  # of JSON data; raises _MisfitError
 
+# Fields whose name in JSON is older than their name in Python. The old name stays, in messages and
+# in the database, so that programs of either version understand each other.
+JSON_NAMES = {
+    "snapshot_is_current": "kept",
+    "local_on_all_nodes": "on_every_node",
+    "survivable_failures": "losses",
+    "missing_pods": "lost",
+}
+
 MAX_INT = 2**63 - 1  # what SQLite and other languages hold; either sign
 _PLAIN = frozenset((str, int, float, bool, types.NoneType))
+
+
+def json_name(field: str) -> str:
+    """Return what a dataclass field is called in JSON."""
+    return JSON_NAMES.get(field, field)
 
 
 class WireError(ValueError):
@@ -47,8 +61,8 @@ def encode(value: Any) -> Any:
 @functools.cache
 def _encoder(kind: type) -> Callable[[Any], Any]:
     if dataclasses.is_dataclass(kind):
-        names = tuple(field.name for field in dataclasses.fields(kind))
-        return lambda value: {name: encode(getattr(value, name)) for name in names}
+        names = [(json_name(field.name), field.name) for field in dataclasses.fields(kind)]
+        return lambda value: {key: encode(getattr(value, name)) for key, name in names}
     if issubclass(kind, enum.Enum):
         return lambda value: value.value
     if issubclass(kind, tuple | list):
@@ -157,6 +171,7 @@ def _dataclass_decoder(kind: type) -> Decoder:
     hints = get_type_hints(kind)
     fields = [
         (
+            json_name(field.name),
             field.name,
             _decoder(hints[field.name]),
             field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
@@ -167,14 +182,14 @@ def _dataclass_decoder(kind: type) -> Decoder:
     def decode_dataclass(data: Any) -> Any:
         _check_object(data)
         values: dict[str, Any] = {}
-        for name, decoder, is_needed in fields:
-            if name in data:
+        for key, name, decoder, is_needed in fields:
+            if key in data:
                 try:
-                    values[name] = decoder(data[name])
+                    values[name] = decoder(data[key])
                 except _MisfitError as misfit:
-                    raise misfit.under(name) from None
+                    raise misfit.under(key) from None
             elif is_needed:
-                raise _MisfitError("missing").under(name)
+                raise _MisfitError("missing").under(key)
         try:
             return kind(**values)
         except WireError as error:  # it names the field itself

@@ -42,7 +42,7 @@ class StoreTrouble(Retryable):
 
 
 class Rejected(JobServerError):  # noqa: N818 - as above
-    """Refused. Repeating the same request gives the same answer."""
+    """RequestRefused. Repeating the same request gives the same answer."""
 
     status = 400
 

@@ -155,7 +155,7 @@ class Saved:
     spare: bool = False  # a run folder, where a start looks only if it is told to
 
 
-class Want(Enum):
+class DesiredState(Enum):
     RUN = "run"
     HOLD = "hold"  # stop every process of the pod, keep its shim: it holds a snapshot
     KILL = "kill"  # SIGKILL the whole pod now (a change script or an operator asked for it)
@@ -173,7 +173,7 @@ class NodePod:
     pod_id: str
     job_id: str
     slots: tuple[int, ...]
-    want: Want
+    want: DesiredState
     folder: str | None = None  # subfolder of --jobs_dir; None: the client's own script
     max_trainers: int = 1
     grace_s: float = 15.0
@@ -287,7 +287,7 @@ class RestoreFrom:
     serial: int = 0  # as of SnapshotRef
     # Exactly this state, and every node of the stage has a pod that holds it: nobody needs to ask
     # the others what they have.
-    on_every_node: bool = False
+    local_on_all_nodes: bool = False
     path: str = ""  # no shim has it: it is a checkpoint below this folder or URL
     spare: bool = False  # ... which is nobody's checkpoint path: without it all would be lost
 
@@ -324,8 +324,10 @@ class StagePlan:
     policy: str = "fixed_global"  # of the job, for a training script that names none
     # Sets of pods without any of which the prepared trainers could take over as well: for each
     # they form a group of all others, beside the one of all.
-    losses: tuple[tuple[str, ...], ...] = ()
-    lost: tuple[str, ...] = ()  # one of `losses`, whose pods are gone: `pods` are the others
+    survivable_failures: tuple[tuple[str, ...], ...] = ()
+    missing_pods: tuple[
+        str, ...
+    ] = ()  # one of `survivable_failures`, whose pods are gone: `pods` are the others
     halt: str = ""  # with CUT: the job is to "pause" or to "stop"; "": neither
     submitted_at: float = 0.0  # of the job: ids are used again; 0: a server of the version before
     take_over: bool = False  # of the job
@@ -410,7 +412,7 @@ class PodReport:
     step: int = 0  # global steps committed so far
     epoch: int = 0
     snapshot: SnapshotRef | None = None  # None: this pod's shim holds none
-    kept: bool = False  # DRAINED: a snapshot of just this state is on the pod's node
+    snapshot_is_current: bool = False  # DRAINED: a snapshot of just this state is on the pod's node
     durable: str = ""  # DRAINED: the path of checkpoints that a trainer has written it to; "": none
     rank: int | None = None  # FAILED: whose; None: the launcher's own trouble
     code: int | None = None  # FAILED, EXITED: exit code, negative for a signal
@@ -543,7 +545,7 @@ class JobSpec:
     folder: str | None = None  # subfolder of the clients' --jobs_dir; None: their own script
     script: ScriptSpec = ScriptSpec()
     policy: str = "fixed_global"
-    overlap: str = "auto"  # on, off, join, auto; `transitions.choose_way` says what they mean
+    overlap: str = "auto"  # on, off, join, auto; `moves.choose_way` says what they mean
     spares: int = 0
     standby: int = 0
     prepare_timeout_s: float = 120.0

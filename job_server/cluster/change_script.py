@@ -43,14 +43,14 @@ class ScriptedChange:
     text: str
 
 
-class Script(Protocol):
+class ChangeScript(Protocol):
     """Which changes fall due when."""
 
     def change(self, index: int) -> ScriptedChange | None:
         """Return the change with this 0-based index; None: the script ends before it."""
 
 
-def parse_script(spec: ScriptSpec, job: JobSpec) -> Script:
+def parse_script(spec: ScriptSpec, job: JobSpec) -> ChangeScript:
     """Check `spec` wholly and return it as a script. Repeated calls with equal specs are cheap.
 
     Equal specs may share one script, which a walk extends as it is asked: not for several threads
@@ -65,7 +65,7 @@ def parse_script(spec: ScriptSpec, job: JobSpec) -> Script:
 @functools.lru_cache(maxsize=256)
 def _parse(
     spec: ScriptSpec, min_pods: int, max_pods: int, first_pods: int, slots_per_pod: int
-) -> Script:
+) -> ChangeScript:
     match spec.kind:
         case ScriptKind.NONE:
             return _Listed(changes=())

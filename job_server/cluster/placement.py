@@ -26,7 +26,7 @@ class Cluster:
 
     nodes: tuple[NodeView, ...] = ()
     heartbeat_s: float = 1.0
-    promised: int = 0  # pods for which teachers are about to leave slots; see `claims`
+    promised: int = 0  # pods for which teachers are about to leave slots; see `reservations`
 
     @property
     def silence_s(self) -> float:
@@ -155,7 +155,7 @@ def deal_ports(
     cluster: Cluster,
     *,
     avoid: Mapping[str, frozenset[int]],
-    dealt: Mapping[str, int],
+    last_ports: Mapping[str, int],
 ) -> tuple[tuple[int, ...], ...]:
     """Return one port per slot of every site, from its node's range.
 
@@ -163,13 +163,13 @@ def deal_ports(
 
     Args:
         avoid: address -> ports of this job's other stages.
-        dealt: node -> the port that was dealt last there.
+        last_ports: node -> the port that was dealt last there.
     """
     taken: dict[str, set[int]] = {addr: set(ports) for addr, ports in avoid.items()}
     for view in cluster.nodes:
         taken.setdefault(view.node.addr, set()).update(view.ports_taken)
     dealt_now: dict[str, set[int]] = {}  # address -> ports of the stage that is being made
-    last = dict(dealt)
+    last = dict(last_ports)
     answer = []
     for site in sites:
         own = dealt_now.setdefault(site.addr, set())

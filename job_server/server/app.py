@@ -22,7 +22,14 @@ from job_server.server.openapi import build_openapi
 from job_server.server.page import page_context
 from job_server.server.polls import JsonReply
 from job_server.server.service import JobService
-from job_server.training import stages
+from job_server.training.events import (
+    KillAsked,
+    PauseAsked,
+    ResizeAsked,
+    ResumeAsked,
+    RunTimeStatic,
+    StopAsked,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -111,23 +118,23 @@ def _add_job_routes(app: Flask, service: JobService) -> None:
 
     @_route(app, "POST", "/api/v1/jobs/<job_id>/resize")
     def resize(job_id: str) -> Response:
-        return _send(service.ask(job_id, stages.ResizeAsked(_body(wire.Resize))))
+        return _send(service.ask(job_id, ResizeAsked(_body(wire.Resize))))
 
     @_route(app, "POST", "/api/v1/jobs/<job_id>/pause")
     def pause(job_id: str) -> Response:
-        return _send(service.ask(job_id, stages.PauseAsked()))
+        return _send(service.ask(job_id, PauseAsked()))
 
     @_route(app, "POST", "/api/v1/jobs/<job_id>/resume")
     def resume(job_id: str) -> Response:
-        return _send(service.ask(job_id, stages.ResumeAsked()))
+        return _send(service.ask(job_id, ResumeAsked()))
 
     @_route(app, "POST", "/api/v1/jobs/<job_id>/stop")
     def stop(job_id: str) -> Response:
-        return _send(service.ask(job_id, stages.StopAsked(discard=_discard_arg())))
+        return _send(service.ask(job_id, StopAsked(discard=_discard_arg())))
 
     @_route(app, "POST", "/api/v1/jobs/<job_id>/kill")
     def kill(job_id: str) -> Response:
-        return _send(service.ask(job_id, stages.KillAsked(_body(wire.Kill))))
+        return _send(service.ask(job_id, KillAsked(_body(wire.Kill))))
 
     @_route(app, "GET", "/api/v1/jobs/<job_id>/events")
     def events(job_id: str) -> Response:
@@ -205,7 +212,7 @@ def _add_legacy_routes(app: Flask, service: JobService) -> None:
         if isinstance(seconds, bool) or not isinstance(seconds, int | float):
             raise BadRequest(f"estimated_run_time: expected seconds, got {str(seconds)[:60]}")
         wire.check_range("estimated_run_time", seconds, 0, wire.MAX_RUN_TIME_S)
-        service.ask(job_id, stages.RunTimeStatic(float(seconds)))
+        service.ask(job_id, RunTimeStatic(float(seconds)))
         return _json({"job_id": job_id, "estimated_run_time": seconds})
 
 

@@ -20,12 +20,13 @@ from job_server.cluster.placement import Cluster
 from job_server.server.nodes import Held, KnownNode, NodeRegistry, Plan
 from job_server.server.polls import Topic, Watchers
 from job_server.server.store import Store
-from job_server.sharing import kinds
-from job_server.sharing.claims import NO_CLAIMS, Claims, claim
-from job_server.sharing.kinds import AnyJob
+from job_server.sharing import job_types
+from job_server.sharing.job_types import AnyJob
+from job_server.sharing.reservations import NO_RESERVATIONS, Reservations, reserve
 from job_server.teachers.job import TeacherJob
-from job_server.training import stages
+from job_server.training.events import Event, NodesChanged, RequestRefused, ServerRestarted, Tick
 from job_server.training.job import Job
+from job_server.training.views import PodView
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class JobEntry:
     written_at: float
     published_at: float = 0.0
     defect: str = ""  # what was said last of a step that failed
-    orders: dict[str, Topic[stages.PodView]] = field(default_factory=dict)  # by pod id
+    orders: dict[str, Topic[PodView]] = field(default_factory=dict)  # by pod id
     node_pods: dict[str, Plan] = field(default_factory=dict)  # by node id; registered nodes only
     slots: Held = field(default_factory=dict)
     ports: Held = field(default_factory=dict)
@@ -91,7 +92,7 @@ class Engine:
         self.jobs: dict[str, JobEntry] = {}
         self.unreadable: dict[str, str] = {}  # job id -> why; its row stays as it is
         self._aside: dict[str, AnyJob] = {}  # what of those is known to be on the nodes
-        self.slots_moved = False  # settle() has something to do
+        self.slots_moved = False  # converge() has something to do
         self._timer_wakes = threading.Condition(self.lock)
         self._timer = threading.Thread(target=self._run_timer, name="timer", daemon=True)
         self._timer_due = math.inf  # monotonic: when its next round is to begin
@@ -101,10 +102,10 @@ class Engine:
     def _load(self) -> None:
         for stored in self.store.jobs():
             try:
-                job = kinds.decode_job(stored.data)
+                job = job_types.decode_job(stored.data)
             except wire.WireError as error:
                 self.unreadable[stored.job_id] = str(error)
-                held = kinds.pods_of_unreadable(stored.data)
+                held = job_types.pods_of_unreadable(stored.data)
                 if held is not None:
                     self._aside[stored.job_id] = held
                 logger.error("%s", unreadable_text(stored.job_id, str(error)))
@@ -128,8 +129,8 @@ class Engine:
                 self.derive(entry)
             for entry in list(self.jobs.values()):
                 if not entry.state.ended:
-                    self._step_unwatched(entry, stages.ServerRestarted())
-            self.settle()
+                    self._step_unwatched(entry, ServerRestarted())
+            self.converge()
         self._timer_due = time.monotonic()
         self._timer.start()
 
@@ -197,8 +198,8 @@ class Engine:
                 if entry.state.ended and entry.forget:
                     self.drop_unwatched(entry)
                 else:
-                    self._step_unwatched(entry, stages.Tick())
-        self.settle()
+                    self._step_unwatched(entry, Tick())
+        self.converge()
         for node_id in self.registry.forgettable(now):
             logger.info("node %s: silent for an hour and without pods: forgotten", node_id)
             try:
@@ -214,14 +215,14 @@ class Engine:
         # A job that has ended is due no more, unless it is still to be forgotten.
         entry.due_at = math.inf if entry.state.ended and not entry.forget else now + TICK_S
         try:
-            deadline = kinds.next_deadline(entry.job, now, self.cluster(entry))
+            deadline = job_types.next_deadline(entry.job, now, self.cluster(entry))
         except Exception:  # as in _step_unwatched; the job is stepped every TICK_S all the same
             logger.exception("job %s: its next deadline is not known", entry.spec.job_id)
             return
         if deadline is not None:
             entry.due_at = min(entry.due_at, deadline)
 
-    def _step_unwatched(self, entry: JobEntry, event: stages.Event) -> None:
+    def _step_unwatched(self, entry: JobEntry, event: Event) -> None:
         """Step where no request waits to be told what goes wrong."""
         try:
             self.apply(entry, event)
@@ -234,7 +235,7 @@ class Engine:
 
     # --- change ---------------------------------------------------------------------------------
 
-    def apply(self, entry: JobEntry, event: stages.Event) -> None:
+    def apply(self, entry: JobEntry, event: Event) -> None:
         """Step; write and tell what changed.
 
         Raises:
@@ -242,21 +243,23 @@ class Engine:
         """
         now = self.now()
         try:
-            job, reason = kinds.step(entry.job, event, now, self.cluster(entry), self.claims())
-        except stages.Refused as error:
+            job, reason = job_types.step(
+                entry.job, event, now, self.cluster(entry), self.reservations()
+            )
+        except RequestRefused as error:
             raise Conflict(str(error)) from None
         except Exception as error:  # also said where users look; whoever asked hears of it as well
             self._say_defect(entry, event, error)
             raise
         if job == entry.job:
             return
-        if kinds.same_but_progress(entry.job, job):
+        if job_types.same_but_progress(entry.job, job):
             entry.job = job
             self._note_progress(entry, now)
             self._reset_timer(entry)
             return
         job_id = entry.spec.job_id
-        status = kinds.job_status(job, now, entry.status.revision + 1)
+        status = job_types.job_status(job, now, entry.status.revision + 1)
         said: tuple[wire.JobEvent, ...] = ()
         if reason:
             number = entry.events.value + 1
@@ -274,7 +277,7 @@ class Engine:
         if entry.forget and entry.state.ended:
             self.drop_unwatched(entry)
 
-    def _say_defect(self, entry: JobEntry, event: stages.Event, error: Exception) -> None:
+    def _say_defect(self, entry: JobEntry, event: Event, error: Exception) -> None:
         """Note among a job's events that a step failed: it stays as it was. Once per text."""
         text = f"the server has a defect: {type(event).__name__} is left out: {error}"[:1000]
         if text == entry.defect:
@@ -282,7 +285,7 @@ class Engine:
         entry.defect = text
         logger.error("job %s: %s", entry.spec.job_id, text)
         number, now = entry.events.value + 1, self.now()
-        stage = kinds.job_status(entry.job, now, 0).stage
+        stage = job_types.job_status(entry.job, now, 0).stage
         job_id = entry.spec.job_id
         said = wire.JobEvent(number=number, at=now, job_id=job_id, stage=stage, text=text)
         try:
@@ -321,24 +324,24 @@ class Engine:
     def derive(self, entry: JobEntry) -> None:
         """Bring up to date, and tell, all that follows from a job."""
         for pod_id, topic in list(entry.orders.items()):
-            orders = kinds.pod_orders(entry.job, pod_id)
+            orders = job_types.pod_orders(entry.job, pod_id)
             if orders is None:
                 topic.end(not_wanted(pod_id))
                 del entry.orders[pod_id]
             elif orders != topic.value:
                 topic.publish(orders)
         for node_id, known in self.registry.nodes.items():
-            pods = kinds.node_pods(entry.job, node_id)
+            pods = job_types.node_pods(entry.job, node_id)
             if entry.node_pods.get(node_id, ()) != pods:
                 entry.node_pods[node_id] = pods
                 known.plan.publish(self._plan(node_id))
-        slots, ports = kinds.slots_held(entry.job), kinds.ports_held(entry.job)
-        short_of = kinds.short_of(entry.job, self.now(), self.cluster(entry))
+        slots, ports = job_types.slots_held(entry.job), job_types.ports_held(entry.job)
+        short_of = job_types.short_of(entry.job, self.now(), self.cluster(entry))
         if (slots, ports, short_of) != (entry.slots, entry.ports, entry.short_of):
             entry.slots, entry.ports, entry.short_of = slots, ports, short_of
             self.slots_moved = True
 
-    def settle(self) -> None:
+    def converge(self) -> None:
         """Let jobs that wait for slots see what nodes and other jobs offer now."""
         for _ in range(MAX_ROUNDS):
             if not self.slots_moved:
@@ -346,7 +349,7 @@ class Engine:
             self.slots_moved = False
             for entry in list(self.jobs.values()):
                 if not entry.state.ended:
-                    self._step_unwatched(entry, stages.NodesChanged())
+                    self._step_unwatched(entry, NodesChanged())
         if self.slots_moved:
             logger.warning("slots still move from job to job after %d rounds", MAX_ROUNDS)
 
@@ -355,30 +358,30 @@ class Engine:
         others = [other for other in self.jobs.values() if other is not entry]
         aside = self._aside.values()
         return self.registry.cluster(
-            [*(other.slots for other in others), *map(kinds.slots_held, aside)],
-            [*(other.ports for other in others), *map(kinds.ports_held, aside)],
+            [*(other.slots for other in others), *map(job_types.slots_held, aside)],
+            [*(other.ports for other in others), *map(job_types.ports_held, aside)],
         )
 
-    def claims(self) -> Claims:
+    def reservations(self) -> Reservations:
         """Return what training jobs are to have before teachers."""
         jobs = [(entry, entry.job) for entry in self.jobs.values()]
         teachers = [job for _, job in jobs if isinstance(job, TeacherJob)]
         if not teachers:
-            return NO_CLAIMS
+            return NO_RESERVATIONS
         trainings = [
             (job, self.cluster(entry))
             for entry, job in jobs
             # Whether one that has not begun is short of pods may depend on the time as well.
             if isinstance(job, Job) and (entry.short_of or job.fresh)
         ]
-        return claim(trainings, teachers, self.now())
+        return reserve(trainings, teachers, self.now())
 
     # --- jobs and nodes -------------------------------------------------------------------------
 
     def add(self, job: AnyJob, *, forget: bool = False, last_event: int = 0) -> JobEntry:
         """Take up a job that is written already."""
         now = self.now()
-        status = kinds.job_status(job, now, 0)
+        status = job_types.job_status(job, now, 0)
         entry = JobEntry(
             job=job,
             spec=status.spec,
@@ -395,8 +398,8 @@ class Engine:
     def begin(self, entry: JobEntry) -> None:
         """Let a new job look at the nodes for the first time."""
         self.derive(entry)
-        self._step_unwatched(entry, stages.NodesChanged())
-        self.settle()
+        self._step_unwatched(entry, NodesChanged())
+        self.converge()
         self._timer_wakes.notify_all()
 
     def drop_unwatched(self, entry: JobEntry) -> None:
@@ -443,7 +446,7 @@ class Engine:
         for entry in list(self.jobs.values()):
             self.derive(entry)
         self.slots_moved = True
-        self.settle()
+        self.converge()
         self._timer_wakes.notify_all()
         return known
 
@@ -466,15 +469,15 @@ class Engine:
 
     def _plan(self, node_id: str) -> Plan:
         plans = [entry.node_pods.get(node_id, ()) for entry in self.jobs.values()]
-        plans += [kinds.node_pods(job, node_id) for job in self._aside.values()]
+        plans += [job_types.node_pods(job, node_id) for job in self._aside.values()]
         return tuple(pod for pods in plans for pod in pods)
 
     # --- bodies; called by topics, without the lock ----------------------------------------------
 
     def status_body(self, job: AnyJob, revision: int) -> bytes:
-        return to_body(wire.encode(kinds.job_status(job, self.now(), revision)))
+        return to_body(wire.encode(job_types.job_status(job, self.now(), revision)))
 
-    def orders_body(self, orders: stages.PodView, revision: int) -> bytes:
+    def orders_body(self, orders: PodView, revision: int) -> bytes:
         message = wire.PodOrders(
             server_id=self.server_id,
             revision=revision,

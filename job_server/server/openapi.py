@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from job_server.api import wire
+from job_server.api.codec import json_name
 
 Schema = dict[str, Any]
 
@@ -367,12 +368,12 @@ def _dataclass_schema(kind: type) -> Schema:
     properties: dict[str, Schema] = {}
     required: list[str] = []
     for field in dataclasses.fields(kind):
-        schema = _schema(hints[field.name])
+        name, schema = json_name(field.name), _schema(hints[field.name])
         if field.default is not dataclasses.MISSING:
-            properties[field.name] = {**schema, "default": wire.encode(field.default)}
+            properties[name] = {**schema, "default": wire.encode(field.default)}
         else:
-            properties[field.name] = schema
-            required.append(field.name)
+            properties[name] = schema
+            required.append(name)
     schema = {"type": "object", "properties": properties}
     if kind.__doc__ and not kind.__doc__.startswith(f"{kind.__name__}("):
         schema["description"] = " ".join(kind.__doc__.split())

@@ -13,10 +13,17 @@ from job_server.cluster.change_script import parse_script
 from job_server.server.engine import Engine, JobEntry, not_wanted, steady_clock, unreadable_text
 from job_server.server.polls import JsonReply, Topic
 from job_server.server.store import Store
-from job_server.sharing import kinds
+from job_server.sharing import job_types
 from job_server.teachers.job import TeacherJob
-from job_server.training import stages
-from job_server.training.events import Demanded
+from job_server.training.events import (
+    Demanded,
+    Event,
+    LauncherAttached,
+    LauncherReported,
+    NodeReported,
+    StopAsked,
+)
+from job_server.training.views import PodView
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +87,7 @@ class JobService:
                     "stop that one, or name another service"
                 )
             now = self.now()
-            job = kinds.new_job(spec, now, legacy_nodes=legacy_nodes)
+            job = job_types.new_job(spec, now, legacy_nodes=legacy_nodes)
             event = wire.JobEvent(number=1, at=now, job_id=spec.job_id, stage=0, text="submitted")
             engine.store.save_job(spec.job_id, wire.encode(job), events=(event,))
             entry = engine.add(job, last_event=event.number)
@@ -110,9 +117,9 @@ class JobService:
         """Return all jobs' statuses, for the page."""
         with self._engine.lock:
             jobs = [(entry.job, entry.status.revision) for entry in self._engine.jobs.values()]
-        return [kinds.job_status(job, self.now(), revision) for job, revision in jobs]
+        return [job_types.job_status(job, self.now(), revision) for job, revision in jobs]
 
-    def ask(self, job_id: str, event: stages.Event) -> JsonReply:
+    def ask(self, job_id: str, event: Event) -> JsonReply:
         """Pass on what a user asks of a job; return its JobStatus then.
 
         Raises:
@@ -122,7 +129,7 @@ class JobService:
         with self._engine.lock:
             entry = self._entry(job_id)
             self._engine.apply(entry, event)
-            self._engine.settle()
+            self._engine.converge()
             return self._now(entry)
 
     def delete(self, job_id: str, *, discard: bool = False) -> JsonReply:
@@ -138,7 +145,7 @@ class JobService:
         with engine.lock:
             if job_id in engine.unreadable:
                 engine.drop_unreadable(job_id)
-                engine.settle()
+                engine.converge()
                 raise NotFound(f"job_id: job {job_id!r}, which could not be read, was deleted")
             entry = self._entry(job_id)
             if not entry.forget:
@@ -146,13 +153,13 @@ class JobService:
                 entry.forget = True
             if not entry.state.ended:
                 try:
-                    engine.apply(entry, stages.StopAsked(discard=discard))
+                    engine.apply(entry, StopAsked(discard=discard))
                 except Conflict as error:
                     logger.info("job %s: deleted; %s", job_id, error)
             answer = self._now(entry)
             if entry.state.ended and job_id in engine.jobs:
                 engine.drop_unwatched(entry)
-            engine.settle()
+            engine.converge()
             return answer
 
     def events(self, job_id: str, *, after: int, limit: int, timeout_s: float) -> JsonReply:
@@ -201,8 +208,8 @@ class JobService:
         with self._engine.lock:
             entry = self._entry(job_id)
             job, revision = entry.job, entry.status.revision
-        pods = sorted(kinds.running_pods(job), key=lambda pod: pod.pod_rank)
-        return job_id, kinds.job_status(job, self.now(), revision).flag, tuple(pods)
+        pods = sorted(job_types.running_pods(job), key=lambda pod: pod.pod_rank)
+        return job_id, job_types.job_status(job, self.now(), revision).flag, tuple(pods)
 
     def _trainings(self) -> list[str]:
         # Clients of the original know no jobs of teachers.
@@ -246,7 +253,7 @@ class JobService:
                     f"`edl submit --kind teacher --service {service[:100]}` adds one"
                 )
             engine.apply(entry, Demanded(demand))
-            engine.settle()
+            engine.converge()
             job = entry.job
             assert isinstance(job, TeacherJob)
             answer = wire.DemandAnswer(
@@ -279,8 +286,8 @@ class JobService:
             entry = self._entry(job_id)
             _check_job(entry, pod_id, attach.submitted_at)
             self._orders(entry, pod_id)
-            self._engine.apply(entry, stages.Attached(attach))
-            self._engine.settle()
+            self._engine.apply(entry, LauncherAttached(attach))
+            self._engine.converge()
             return self._orders(entry, pod_id).poll(-1, 0)
 
     def orders(self, job_id: str, pod_id: str, revision: int, timeout_s: float) -> JsonReply:
@@ -305,15 +312,15 @@ class JobService:
             entry = self._entry(job_id)
             _check_job(entry, pod_id, report.submitted_at)
             self._orders(entry, pod_id)
-            self._engine.apply(entry, stages.Reported(pod_id, report))
-            self._engine.settle()
+            self._engine.apply(entry, LauncherReported(pod_id, report))
+            self._engine.converge()
         return self._heard()
 
-    def _orders(self, entry: JobEntry, pod_id: str) -> Topic[stages.PodView]:
+    def _orders(self, entry: JobEntry, pod_id: str) -> Topic[PodView]:
         engine = self._engine
         topic = entry.orders.get(pod_id)
         if topic is None:
-            orders = kinds.pod_orders(entry.job, pod_id)
+            orders = job_types.pod_orders(entry.job, pod_id)
             if orders is None and entry.spec.kind is wire.JobKind.TEACHER:
                 raise Gone(
                     f"pod_id: {pod_id[:100]!r} is a teacher's: its script runs a teacher server "
@@ -366,16 +373,16 @@ class JobService:
                 pods = tuple(pod for pod in report.pods if _is_of(entry, pod))
                 if pods or entry.node_pods.get(node_id) or node_id in entry.slots:
                     try:
-                        engine.apply(entry, stages.NodeReported(node_id, pods))
+                        engine.apply(entry, NodeReported(node_id, pods))
                     except Exception as error:  # noqa: BLE001 - raised below: the others hear first
                         trouble = trouble or error
             if trouble is not None:
-                engine.settle()
+                engine.converge()
                 raise trouble
             if report.leaving:
                 logger.info("node %s: leaves", node_id)
                 engine.remove_node(node_id)
-            engine.settle()
+            engine.converge()
         return self._heard()
 
     def nodes(self) -> JsonReply:

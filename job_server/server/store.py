@@ -12,7 +12,8 @@ from typing import Any
 from job_server.api import wire
 from job_server.api.errors import ConfigError, StoreTrouble
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1 differs in the fields of jobs, which `sharing.upgrade` knows
+_READABLE = (1, SCHEMA_VERSION)
 KEPT_EVENTS = 10_000  # per job; older ones are forgotten
 
 _SCHEMA = """
@@ -92,12 +93,12 @@ class Store:
             if version == 0:
                 for statement in _SCHEMA.split(";"):
                     self._db.execute(statement)
-                self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-            elif version != SCHEMA_VERSION:
+            elif version not in _READABLE:
                 raise ConfigError(
                     f"--db: {self._path} has schema version {version}, this server knows "
                     f"{SCHEMA_VERSION}; use the server that wrote it, or name another file"
                 )
+            self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
     @contextmanager
     def _transaction(self, *, durable: bool) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from job_server.api.text import ending
-from job_server.api.wire import JobState, PodPhase, PodState
+from job_server.api.wire import DesiredState, JobState, PodPhase, PodState
 from job_server.teachers.job import SUSPECT_S, TeacherPod
 from job_server.teachers.work import TeacherWork
 from job_server.training.budget import HEALTHY_S, backoff_s
@@ -67,7 +67,7 @@ def _died(work: TeacherWork, pod: TeacherPod, state: PodState) -> None:
     """A pod that was to run has exited; whatever its code is, a teacher does not end by itself."""
     code = state.exit_code if state.signal is None else -state.signal
     text = f"pod {pod.pod_id} {'is gone' if code is None else ending(code)}"
-    if pod.kill:
+    if pod.desired is DesiredState.KILL:
         work.notes.append(f"{text}, as requested")
         work.set(retry_at=work.now)
         return

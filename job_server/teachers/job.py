@@ -7,10 +7,10 @@ derives what clients and users are told. The counterpart of `job`, without stage
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from job_server.api.wire import Account, Demand, JobSpec, JobState, PodPhase
+from job_server.api.wire import Account, Demand, DesiredState, JobSpec, JobState, PodPhase
 from job_server.cluster.placement import Cluster, Site, find_node
-from job_server.teachers.demand import Governor
-from job_server.training.job import Goal, Keep
+from job_server.teachers.autoscaler import TeacherAutoscaler
+from job_server.training.job import Goal
 
 EARLY = 0.75  # share of the interval after which the next demand counts: posts are not punctual
 REGISTER_S = 120.0  # how long a pod that runs may take to be in service
@@ -25,8 +25,7 @@ class TeacherPod:
     site: Site
     ports: tuple[int, ...]
     given_at: float
-    keep: Keep = Keep.RUN  # never HOLD: a teacher has no state
-    kill: bool = False  # SIGKILL it: an operator asked for it
+    desired: DesiredState | None = DesiredState.RUN  # None: released; never HOLD, it has no state
     phase: PodPhase | None = None  # as its client said last; None: not yet
     running_since: float | None = None  # None: it has not run
     log_path: str = ""
@@ -37,18 +36,18 @@ class TeacherPod:
 
     @property
     def leaving(self) -> bool:
-        return self.keep is not Keep.RUN
+        return self.desired is None
 
     @property
     def runs(self) -> bool:
-        return not self.leaving and not self.kill and self.phase is PodPhase.RUNNING
+        return self.desired is DesiredState.RUN and self.phase is PodPhase.RUNNING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherProgress:
     """What changes with every report and need not be written each time."""
 
-    governor: Governor
+    autoscaler: TeacherAutoscaler
     demand: Demand | None = None  # None: none was ever posted
     demand_at: float = 0.0
     counted_at: float = 0.0  # when a demand last counted
@@ -72,9 +71,9 @@ class TeacherJob:
     fixed: int | None = None  # a user's number; None: by demand
     pods: tuple[TeacherPod, ...] = ()
     given: int = 0  # pods so far: ids are never reused
-    dealt: Mapping[str, int] = field(default_factory=dict)  # node -> port dealt last
+    last_ports: Mapping[str, int] = field(default_factory=dict)  # node -> port dealt last
     suspects: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # slots of early deaths
-    heed_from: float = 0.0  # silence is counted from here at the earliest
+    grace_from: float = 0.0  # silence is counted from here at the earliest
     retry_at: float = 0.0
     grow_at: float = 0.0  # slots were given back: none are taken again before
     failed_at: float = 0.0
@@ -119,7 +118,7 @@ def silent_at(job: TeacherJob, pod: TeacherPod, cluster: Cluster) -> float:
     """Return when the pod counts as out of reach if its client is not heard until then."""
     view = find_node(cluster, pod.site.node_id)
     seen_at = view.seen_at if view is not None else 0.0
-    return max(seen_at, job.heed_from, pod.given_at) + cluster.silence_s
+    return max(seen_at, job.grace_from, pod.given_at) + cluster.silence_s
 
 
 def is_steady(job: TeacherJob, reachable: Sequence[TeacherPod], now: float) -> bool:

@@ -7,10 +7,10 @@ and none waits for another. `demand` decides how many there should be, `step` wh
 from collections.abc import Iterator
 from dataclasses import replace
 
-from job_server.api.wire import Demand, JobSpec, JobState, Kill, Resize
+from job_server.api.wire import Demand, DesiredState, JobSpec, JobState, Kill, Resize
 from job_server.cluster.clocks import moved_back
 from job_server.cluster.placement import Cluster, deal_ports, explain_shortage, find_node, place
-from job_server.teachers.demand import Governor, no_students, observe
+from job_server.teachers.autoscaler import TeacherAutoscaler, no_students, observe
 from job_server.teachers.exits import node_reported
 from job_server.teachers.job import (
     EARLY,
@@ -31,7 +31,7 @@ from job_server.training.events import (
     KillAsked,
     NodeReported,
     PauseAsked,
-    Refused,
+    RequestRefused,
     ResizeAsked,
     ResumeAsked,
     RunTimeStatic,
@@ -50,11 +50,13 @@ def new_job(spec: JobSpec, now: float) -> TeacherJob:
     return TeacherJob(
         spec=spec,
         submitted_at=now,
-        heed_from=now,
+        grace_from=now,
         wanted=spec.first_pods,
         why=why,
         progress=TeacherProgress(
-            governor=Governor(wanted=spec.first_pods, reason=why), asked_at=now, accrued_at=now
+            autoscaler=TeacherAutoscaler(wanted=spec.first_pods, reason=why),
+            asked_at=now,
+            accrued_at=now,
         ),
     )
 
@@ -64,16 +66,16 @@ def step(
     event: Event,
     now: float,
     cluster: Cluster,
-    give_back: frozenset[str] = frozenset(),
+    preempted: frozenset[str] = frozenset(),
 ) -> tuple[TeacherJob, str]:
     """Return the job after `event` at `now`, and why it has changed ("": it has not).
 
     Args:
         cluster: all registered nodes; what other jobs hold or are about to take counts as taken.
-        give_back: pods whose slots training jobs are to have.
+        preempted: pods whose slots training jobs are to have.
 
     Raises:
-        Refused: a user asked for what makes no sense now; the job is unchanged.
+        RequestRefused: a user asked for what makes no sense now; the job is unchanged.
     """
     lead_s = job.progress.accrued_at - now
     was_set_back = isinstance(event, ServerRestarted) and lead_s > 0
@@ -87,7 +89,7 @@ def step(
     if not work.job.state.ended:
         if work.job.goal is Goal.RUN:
             _choose_number(work)
-            _give_back(work, give_back)
+            _preempt(work, preempted)
             _adjust(work)
         else:
             _halt(work)
@@ -134,7 +136,7 @@ def _deadlines(job: TeacherJob, cluster: Cluster) -> Iterator[float]:
 
 def _quiet_at(job: TeacherJob) -> float:
     """Return when the teachers are too many, if no student is said to ask until then."""
-    return max(job.progress.asked_at, job.heed_from) + job.spec.demand_timeout_s
+    return max(job.progress.asked_at, job.grace_from) + job.spec.demand_timeout_s
 
 
 def _name_state(job: TeacherJob) -> JobState:
@@ -161,11 +163,13 @@ def _enter(work: TeacherWork, event: Event) -> None:
         case Demanded():
             _demanded(work, event.demand)
         case ServerRestarted():
-            work.set(heed_from=work.now)
+            work.set(grace_from=work.now)
             work.progress(missing={})
             work.notes.append("the server is back")
         case RunTimeStatic():
-            raise Refused(f"job_id: {work.job.spec.job_id} is a job of teachers, which never ends")
+            raise RequestRefused(
+                f"job_id: {work.job.spec.job_id} is a job of teachers, which never ends"
+            )
         case StopAsked() if work.job.state is JobState.STOPPED:
             pass
         case ResizeAsked() | KillAsked() | PauseAsked() | ResumeAsked() | StopAsked():
@@ -180,12 +184,12 @@ def _asked(
     """Enter what a user asked for.
 
     Raises:
-        Refused: it makes no sense now.
+        RequestRefused: it makes no sense now.
     """
     job = work.job
     name = job.spec.job_id
     if job.state.ended:
-        raise Refused(f"job_id: {name} has ended ({job.state.value}); submit it again")
+        raise RequestRefused(f"job_id: {name} has ended ({job.state.value}); submit it again")
     match event:
         case ResizeAsked():
             _resize(work, event.resize)
@@ -197,13 +201,13 @@ def _asked(
                 work.notes.append("stopping on request")
         case PauseAsked():
             if job.goal is Goal.STOP:
-                raise Refused(f"job_id: {name} is stopping")
+                raise RequestRefused(f"job_id: {name} is stopping")
             if job.goal is Goal.RUN:
                 work.set(goal=Goal.PAUSE, waiting="")
                 work.notes.append("pausing on request")
         case ResumeAsked():
             if job.state is not JobState.PAUSED:
-                raise Refused(
+                raise RequestRefused(
                     f"job_id: {name} is {job.state.value}, not PAUSED; only then it can resume"
                 )
             work.set(goal=Goal.RUN, reason="", retry_at=work.now, grow_at=work.now)
@@ -214,17 +218,17 @@ def _asked(
 def _resize(work: TeacherWork, asked: Resize) -> None:
     job, spec = work.job, work.job.spec
     if job.goal is Goal.STOP:
-        raise Refused(f"pods: the job {spec.job_id} is stopping")
+        raise RequestRefused(f"pods: the job {spec.job_id} is stopping")
     if asked.assume_dead:
-        raise Refused("assume_dead: means nothing for teachers: nobody waits for lost ones")
+        raise RequestRefused("assume_dead: means nothing for teachers: nobody waits for lost ones")
     if asked.pods is None:
-        governor = Governor(wanted=job.wanted, reason="by demand again")
+        autoscaler = TeacherAutoscaler(wanted=job.wanted, reason="by demand again")
         work.set(fixed=None)
-        work.progress(governor=governor, asked_at=work.now)
+        work.progress(autoscaler=autoscaler, asked_at=work.now)
         work.notes.append("the number of teachers follows the demand again")
         return
     if not spec.min_pods <= asked.pods <= spec.max_pods:
-        raise Refused(
+        raise RequestRefused(
             f"pods: {asked.pods} teachers are not within the job's min_pods ({spec.min_pods}) and "
             f"max_pods ({spec.max_pods})"
         )
@@ -234,13 +238,13 @@ def _resize(work: TeacherWork, asked: Resize) -> None:
 
 def _kill(work: TeacherWork, kill: Kill) -> None:
     if kill.pod_id is None:
-        raise Refused(f"rank: {kill.rank} does not run: teachers have no ranks; name a pod")
+        raise RequestRefused(f"rank: {kill.rank} does not run: teachers have no ranks; name a pod")
     pod = work.job.pod(kill.pod_id)
     if pod is None or pod.leaving:
         have = ", ".join(pod.pod_id for pod in work.job.staying) or "none"
-        raise Refused(f"pod_id: {kill.pod_id!r} does not run; running pods: {have}")
-    if not pod.kill:
-        work.set_pod(replace(pod, kill=True))
+        raise RequestRefused(f"pod_id: {kill.pod_id!r} does not run; running pods: {have}")
+    if pod.desired is DesiredState.RUN:
+        work.set_pod(replace(pod, desired=DesiredState.KILL))
         work.notes.append(f"killing pod {kill.pod_id} on request")
 
 
@@ -257,15 +261,15 @@ def _demanded(work: TeacherWork, demand: Demand) -> None:
     if job.goal is not Goal.RUN or job.fixed is not None or not counts:
         return  # several discovery servers may post, the same each
     reachable = [pod for pod in job.pods if not work.is_silent(pod)]
-    governor = observe(
-        job.progress.governor,
+    autoscaler = observe(
+        job.progress.autoscaler,
         demand,
         pods=sum(pod.runs for pod in reachable),
         steady=is_steady(job, reachable, work.now),
         low=job.spec.min_pods,
         high=job.spec.max_pods,
     )
-    work.progress(governor=governor, counted_at=work.now)
+    work.progress(autoscaler=autoscaler, counted_at=work.now)
 
 
 def _drop_unreachable(work: TeacherWork) -> None:
@@ -286,16 +290,16 @@ def _choose_number(work: TeacherWork) -> None:
     else:
         if work.now >= _quiet_at(job):
             why = f"no student has asked for {spec.demand_timeout_s:g} s"
-            work.progress(governor=no_students(job.progress.governor, spec.min_pods, why))
-        governor = work.job.progress.governor
-        wanted, why = governor.wanted, governor.reason
+            work.progress(autoscaler=no_students(job.progress.autoscaler, spec.min_pods, why))
+        autoscaler = work.job.progress.autoscaler
+        wanted, why = autoscaler.wanted, autoscaler.reason
     if wanted != job.wanted:
         verb = "growing" if wanted > job.wanted else "shrinking"
         work.notes.append(f"{verb} to {wanted}: {why}")
     work.set(wanted=wanted, why=why)
 
 
-def _give_back(work: TeacherWork, pod_ids: frozenset[str]) -> None:
+def _preempt(work: TeacherWork, pod_ids: frozenset[str]) -> None:
     given = [pod for pod in work.job.staying if pod.pod_id in pod_ids]
     for pod in given:
         work.release(pod)
@@ -348,12 +352,14 @@ def _grow(work: TeacherWork, count: int, here: int) -> None:
     for pod in job.pods:
         avoid[pod.site.addr] = avoid.get(pod.site.addr, frozenset()) | frozenset(pod.ports)
     silent = [pod for pod in job.staying if work.is_silent(pod)]
-    all_ports = deal_ports(sites, work.cluster, avoid=avoid, dealt=job.dealt)
+    all_ports = deal_ports(sites, work.cluster, avoid=avoid, last_ports=job.last_ports)
     for site, ports in zip(sites, all_ports, strict=True):
         number = work.job.given + 1
         pod = TeacherPod(pod_id=f"teacher_{number}", site=site, ports=ports, given_at=work.now)
-        dealt = {**work.job.dealt, site.node_id: ports[-1]} if ports else work.job.dealt
-        work.set(pods=(*work.job.pods, pod), given=number, dealt=dealt)
+        last_ports = (
+            {**work.job.last_ports, site.node_id: ports[-1]} if ports else work.job.last_ports
+        )
+        work.set(pods=(*work.job.pods, pod), given=number, last_ports=last_ports)
         if silent:  # it takes the place of one that cannot be reached
             gone = silent.pop()
             work.release(gone)

@@ -4,16 +4,16 @@ from collections.abc import Mapping
 
 from job_server.api.wire import (
     Account,
+    DesiredState,
     JobPod,
     JobStatus,
     NodePod,
     PlanPod,
     PodPhase,
     TeacherStatus,
-    Want,
 )
 from job_server.teachers.job import TeacherJob, TeacherPod, slots_of
-from job_server.training.job import Goal, Keep
+from job_server.training.job import Goal
 
 
 def node_pods(job: TeacherJob, node_id: str) -> tuple[NodePod, ...]:
@@ -23,7 +23,7 @@ def node_pods(job: TeacherJob, node_id: str) -> tuple[NodePod, ...]:
             pod_id=pod.pod_id,
             job_id=job.spec.job_id,
             slots=pod.site.slots,
-            want=Want.KILL if pod.kill else Want.RUN,
+            want=pod.desired,
             folder=job.spec.folder,
             max_trainers=job.spec.slots_per_pod,
             grace_s=job.spec.grace_s,
@@ -31,8 +31,8 @@ def node_pods(job: TeacherJob, node_id: str) -> tuple[NodePod, ...]:
             ports=pod.ports,
             submitted_at=job.submitted_at,
         )
-        for pod in job.staying
-        if pod.site.node_id == node_id
+        for pod in job.pods
+        if pod.site.node_id == node_id and pod.desired is not None
     )
 
 
@@ -121,7 +121,7 @@ def _reason(job: TeacherJob) -> str:
 
 def _shown(pod: TeacherPod, index: int) -> JobPod:
     phase = "running" if pod.runs else "starting"
-    if pod.keep is not Keep.RUN or pod.kill or pod.phase is PodPhase.STOPPING:
+    if pod.desired is not DesiredState.RUN or pod.phase is PodPhase.STOPPING:
         phase = "leaving"
     return JobPod(
         pod_id=pod.pod_id,

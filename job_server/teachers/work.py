@@ -6,7 +6,6 @@ from typing import Any
 from job_server.api.wire import JobState
 from job_server.cluster.placement import Cluster
 from job_server.teachers.job import TeacherJob, TeacherPod, silent_at
-from job_server.training.job import Keep
 from job_server.training.work import without
 
 
@@ -37,7 +36,7 @@ class TeacherWork:
 
     def release(self, pod: TeacherPod) -> None:
         """Have a pod end: its client sends SIGTERM, and SIGKILL after the grace."""
-        self.set_pod(replace(pod, keep=Keep.RELEASED))
+        self.set_pod(replace(pod, desired=None))
 
     def is_silent(self, pod: TeacherPod) -> bool:
         return self.now >= silent_at(self.job, pod, self.cluster)

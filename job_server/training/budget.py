@@ -25,12 +25,12 @@ def backoff_s(job_id: str, failures_in_row: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RetryVerdict:
     job: Job
     give_up: str  # why the job has failed; "": it goes on
 
 
-def count(job: Job, cause: Cause, now: float, *, ran_s: float) -> Verdict:
+def count(job: Job, cause: Cause, now: float, *, ran_s: float) -> RetryVerdict:
     """Book why a stage ended, and say whether the job may try again.
 
     Args:
@@ -51,10 +51,10 @@ def count(job: Job, cause: Cause, now: float, *, ran_s: float) -> Verdict:
         limit = job.spec.max_preemptions
         if limit is not None and job.preemptions > limit:
             give_up = f"preempted more than {limit} times (max_preemptions)"
-            return Verdict(job, f"{give_up}; the last time: {cause.text}")
-        return Verdict(job, "")
+            return RetryVerdict(job, f"{give_up}; the last time: {cause.text}")
+        return RetryVerdict(job, "")
     if cause.kind is not CauseKind.FAILURE:
-        return Verdict(replace(job, retry_at=now), "")
+        return RetryVerdict(replace(job, retry_at=now), "")
     return _count_failure(job, cause, now, ran_s)
 
 
@@ -64,7 +64,7 @@ def _progressed(job: Job, since_step: int, ran_s: float) -> bool:
     return job.progress.best_step > since_step
 
 
-def _count_failure(job: Job, cause: Cause, now: float, ran_s: float) -> Verdict:
+def _count_failure(job: Job, cause: Cause, now: float, ran_s: float) -> RetryVerdict:
     progressed = _progressed(job, job.step_at_failure, ran_s)
     in_row = 1 if progressed else job.failures_in_row + 1
     # An error of the elastic loop names its step. Of any other nobody knows how far the training
@@ -80,8 +80,8 @@ def _count_failure(job: Job, cause: Cause, now: float, ran_s: float) -> Verdict:
     )
     lasting = find_lasting(cause.faults, before, of_change=cause.of_change)
     if lasting:
-        return Verdict(job, lasting)
-    return Verdict(job, _used_up(job, cause))
+        return RetryVerdict(job, lasting)
+    return RetryVerdict(job, _used_up(job, cause))
 
 
 def _used_up(job: Job, cause: Cause) -> str:

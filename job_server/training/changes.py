@@ -3,22 +3,30 @@
 import itertools
 from dataclasses import replace
 
-from job_server.api.wire import Kill, WireError
+from job_server.api.wire import DesiredState, Kill, WireError
 from job_server.cluster.change_script import ScriptedChange, pods_after
 from job_server.cluster.placement import explain_shortage, place
+from job_server.training.allocation import make_pods, slots_of_leavers, slots_of_stayers
 from job_server.training.deadlines import (
     DUE_SLACK_S,
     SCRIPT_STORE_S,
+    declare_deadline,
     due_changes,
-    heeded_at,
     is_regular,
+    may_apply_at,
     scripted,
-    settle_deadline,
 )
-from job_server.training.events import Refused
-from job_server.training.job import At, Goal, HaltPhase, Job, Keep, ManualChange, Pod, Stage
-from job_server.training.layout import make_pods, slots_of_leavers, slots_of_stayers
-from job_server.training.transitions import begin, choose_way, dismiss_standby
+from job_server.training.events import RequestRefused
+from job_server.training.job import (
+    Goal,
+    HaltPhase,
+    Job,
+    JobStage,
+    ManualChange,
+    PodStagePhase,
+    TrainingPod,
+)
+from job_server.training.moves import begin, choose_way, dismiss_standby
 from job_server.training.work import Work
 
 SHOWN_CHANGES = 10
@@ -27,16 +35,16 @@ KILL_HEARD_S = 5.0  # until the server knows that what it had killed is dead
 
 def may_change(job: Job, now: float) -> bool:
     """Whether a change can begin now: one at a time, and nothing that is not settled."""
-    stage = job.current
+    stage = job.active
     if stage is None or job.goal is not Goal.RUN or job.state.ended:
         return False
-    if job.coming is not None and not job.coming.standby:
+    if job.preparing is not None and not job.preparing.standby:
         return False
-    if job.previous is not None or job.done or job.cut_off:
+    if job.retiring is not None or job.done or job.cut_off:
         return False
     if stage.over is not None or stage.resuming or stage.finishing or not stage.committed:
         return False
-    if any(member.at is At.PARKED for member in stage.members):
+    if any(member.phase is PodStagePhase.PARKED for member in stage.members):
         return False
     if not all(job.usable(pod_id) for pod_id in stage.pod_ids):
         return False
@@ -44,7 +52,7 @@ def may_change(job: Job, now: float) -> bool:
         return stage.first_step_at is not None
     # A first stage is in force as soon as its trainers have been started. To change it by `stop`
     # at once could cost steps of trainers that were about to call the elastic loop.
-    return job.commits > 1 or now >= settle_deadline(stage)
+    return job.commits > 1 or now >= declare_deadline(stage)
 
 
 def take_next(work: Work) -> bool:
@@ -56,7 +64,7 @@ def take_next(work: Work) -> bool:
     if not may_change(job, work.now):
         return False
     due = list(due_changes(job))
-    if due and work.now < heeded_at(job, due[0], work.now):
+    if due and work.now < may_apply_at(job, due[0], work.now):
         due = []
     manual = job.manual
     if manual is not None and manual.asked_at_s > job.progress.script_s + DUE_SLACK_S:
@@ -102,10 +110,10 @@ def _skip_to(work: Work, count: int) -> None:
 
 def _add_up(work: Work, changes: list[ScriptedChange]) -> tuple[int | None, str]:
     """Return the number of pods after all of these, and why; None: all of them were skipped."""
-    job, stage = work.job, work.job.current
+    job, stage = work.job, work.job.active
     assert stage is not None
     pods, skipped = len(stage.members), ""
-    heeded: list[str] = []
+    applied: list[str] = []
     for change in changes:
         if change.action == "kill":
             continue
@@ -115,19 +123,19 @@ def _add_up(work: Work, changes: list[ScriptedChange]) -> tuple[int | None, str]
             skipped = f"{change.text}: skipped: {why_skipped}"
         else:
             pods = wanted
-            heeded.append(change.text)
-    if not heeded:
+            applied.append(change.text)
+    if not applied:
         if skipped:
             work.note(skipped)
         return None, ""
-    if len(heeded) == 1:
-        return pods, heeded[0]
+    if len(applied) == 1:
+        return pods, applied[0]
     _say_too_short(work, stage)
-    shown = heeded if len(heeded) <= SHOWN_CHANGES else [heeded[0], "...", heeded[-1]]
-    return pods, f"{len(heeded)} changes that fell due meanwhile, as one ({', '.join(shown)})"
+    shown = applied if len(applied) <= SHOWN_CHANGES else [applied[0], "...", applied[-1]]
+    return pods, f"{len(applied)} changes that fell due meanwhile, as one ({', '.join(shown)})"
 
 
-def _say_too_short(work: Work, stage: Stage) -> None:
+def _say_too_short(work: Work, stage: JobStage) -> None:
     """Say that the stages of this job start more slowly than its script would change them."""
     job, began_at = work.job, stage.first_step_at or stage.committed_at
     record = next((record for record in job.records if record.stage == stage.stage), None)
@@ -151,7 +159,7 @@ def _kill_and_wait(work: Work, changes: list[ScriptedChange]) -> None:
             by_rank = change.target.isdigit()
             kill = Kill(rank=int(change.target)) if by_rank else Kill(pod_id=change.target)
             kill_now(work, kill)
-        except (Refused, WireError) as refusal:
+        except (RequestRefused, WireError) as refusal:
             work.note(f"{change.text}: skipped: {refusal}")
     if wanted is not None:
         asked_at_s = work.job.progress.script_s + KILL_HEARD_S
@@ -161,7 +169,7 @@ def _kill_and_wait(work: Work, changes: list[ScriptedChange]) -> None:
 def change_pods(work: Work, pods: int, why: str) -> None:
     """Begin a change to `pods` pods, or note why there is none."""
     job = work.job
-    stage = job.current
+    stage = job.active
     assert stage is not None
     skip = why_not(job, pods)
     if skip:
@@ -193,7 +201,7 @@ def why_not(job: Job, pods: int) -> str:
     return ""
 
 
-def _begin_change(work: Work, stage: Stage, pods: int, why: str, *, counts: bool) -> bool:
+def _begin_change(work: Work, stage: JobStage, pods: int, why: str, *, counts: bool) -> bool:
     """Prepare a stage of up to `pods` pods; False: no new pod finds a place."""
     job = work.job
     stay = _survivors(job, stage, pods)
@@ -207,7 +215,7 @@ def _begin_change(work: Work, stage: Stage, pods: int, why: str, *, counts: bool
     )
     if pods > len(stay) and not sites:
         return False
-    stood_by = job.coming is not None and job.coming.standby
+    stood_by = job.preparing is not None and job.preparing.standby
     dismiss_standby(work)
     new = make_pods(work, sites, len(stay))
     way = choose_way(work.job, work.cluster, stood_by=stood_by)
@@ -215,7 +223,7 @@ def _begin_change(work: Work, stage: Stage, pods: int, why: str, *, counts: bool
     return True
 
 
-def _survivors(job: Job, stage: Stage, pods: int) -> tuple[Pod, ...]:
+def _survivors(job: Job, stage: JobStage, pods: int) -> tuple[TrainingPod, ...]:
     held = (job.pod(pod_id) for pod_id in stage.pod_ids[:pods])
     return tuple(pod for pod in held if pod is not None)
 
@@ -223,7 +231,7 @@ def _survivors(job: Job, stage: Stage, pods: int) -> tuple[Pod, ...]:
 def _grow_back(work: Work) -> bool:
     """Take the pods that the job is still short of, where there is a place for them now."""
     job = work.job
-    stage = job.current
+    stage = job.active
     if stage is None or len(stage.members) >= job.target or work.now < job.grow_at:
         return False
     why = f"growing back to {job.target}"
@@ -242,16 +250,16 @@ def resize(work: Work, pods: int) -> None:
     """Take a user's resize: at once where nothing runs, else after what is going on.
 
     Raises:
-        Refused: the job may never have so many pods.
+        RequestRefused: the job may never have so many pods.
     """
     job = work.job
     if job.goal in (Goal.STOP, Goal.FAIL):
-        raise Refused(f"pods: the job {job.spec.job_id} is stopping")
+        raise RequestRefused(f"pods: the job {job.spec.job_id} is stopping")
     refusal = why_not(job, pods)
     if refusal:
-        raise Refused(f"pods: {refusal}")
+        raise RequestRefused(f"pods: {refusal}")
     waits = bool(job.waiting) and not job.cut_off  # else the stage in force may go on
-    idle = job.current is None and job.coming is None
+    idle = job.active is None and job.preparing is None
     paused = job.halt is not None and job.halt.phase is HaltPhase.DONE
     if idle or waits or paused:
         work.set(target=pods, manual=None)
@@ -267,25 +275,25 @@ def kill_now(work: Work, kill: Kill) -> None:
     """Have a pod or a trainer killed; that it dies is then nobody's failure.
 
     Raises:
-        Refused: there is no such pod or rank now.
+        RequestRefused: there is no such pod or rank now.
     """
     job = work.job
     if kill.pod_id is not None:
         pod = job.pod(kill.pod_id)
         if pod is None or not any(stage.member(kill.pod_id) for stage in job.stages):
-            have = ", ".join(job.current.pod_ids) if job.current else "none"
-            raise Refused(f"pod_id: {kill.pod_id!r} does not run; running pods: {have}")
-        if pod.keep is Keep.RUN and not pod.kill:
-            work.set_pod(replace(pod, kill=True, planned=True))
+            have = ", ".join(job.active.pod_ids) if job.active else "none"
+            raise RequestRefused(f"pod_id: {kill.pod_id!r} does not run; running pods: {have}")
+        if pod.desired is DesiredState.RUN:
+            work.set_pod(replace(pod, desired=DesiredState.KILL, planned=True))
             work.note(f"killing pod {kill.pod_id} on request", lasting=False)
         return
-    stage = job.current
+    stage = job.active
     ranks = sum(len(member.pod.ranks) for member in stage.members) if stage is not None else 0
     if stage is None or kill.rank is None or kill.rank >= ranks or stage.over is not None:
-        raise Refused(f"rank: {kill.rank} does not run; there are {ranks} ranks now")
+        raise RequestRefused(f"rank: {kill.rank} does not run; there are {ranks} ranks now")
     kill_id = f"kill_{job.kills + 1}"
     kills = (*stage.kill_ranks, (kill_id, kill.rank))
-    work.set(current=replace(stage, kill_ranks=kills), kills=job.kills + 1)
+    work.set(active=replace(stage, kill_ranks=kills), kills=job.kills + 1)
     work.note(f"killing rank {kill.rank} on request", lasting=False)
 
 

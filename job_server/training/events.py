@@ -1,15 +1,15 @@
-"""What can happen to a job: the events that `stages.step` and `teachers.step` take."""
+"""What can happen to a job: the events that `machine.step` and `teachers.step` take."""
 
 from dataclasses import dataclass
 
 from job_server.api.wire import Attach, Demand, Kill, PodReport, PodState, Resize
 
 
-class Refused(ValueError):  # noqa: N818 - the interface's word
+class RequestRefused(ValueError):  # noqa: N818 - the interface's word
     """A user asked for something that makes no sense now; the job is unchanged."""
 
 
-class Unsettled(RuntimeError):  # noqa: N818 - as above
+class NotConverging(RuntimeError):  # noqa: N818 - as above
     """Two rules of the state machine undo each other: a defect; the job is unchanged."""
 
 
@@ -32,12 +32,12 @@ class NodeReported:
 
 
 @dataclass(frozen=True, slots=True)
-class Attached:
+class LauncherAttached:
     attach: Attach
 
 
 @dataclass(frozen=True, slots=True)
-class Reported:
+class LauncherReported:
     pod_id: str
     report: PodReport
 
@@ -90,8 +90,8 @@ Event = (
     Tick
     | NodesChanged
     | NodeReported
-    | Attached
-    | Reported
+    | LauncherAttached
+    | LauncherReported
     | ResizeAsked
     | PauseAsked
     | ResumeAsked

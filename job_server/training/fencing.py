@@ -2,16 +2,27 @@
 
 from dataclasses import replace
 
-from job_server.training.job import OVER, STOPPED, At, Cause, CauseKind, Goal, Job, Keep, Pod, Stage
-from job_server.training.transitions import lose
+from job_server.api.wire import DesiredState
+from job_server.training.job import (
+    GONE,
+    TERMINATED,
+    Cause,
+    CauseKind,
+    Goal,
+    Job,
+    JobStage,
+    PodStagePhase,
+    TrainingPod,
+)
+from job_server.training.moves import lose
 from job_server.training.work import Work, fenced_at
 
 
 def lose_silent(work: Work) -> None:
     """Give up pods that cannot be reached, unless none of the stage in force can."""
     job = work.job
-    current = job.current
-    reachable = current is None or _reaches(work, current)
+    active = job.active
+    reachable = active is None or _reaches(work, active)
     cut_off = not reachable
     if cut_off != job.cut_off:
         work.set(cut_off=cut_off)
@@ -20,30 +31,30 @@ def lose_silent(work: Work) -> None:
             work.set(waiting=text)
             work.note(text, lasting=False)
         else:
-            if job.heed_from < work.now:  # else the server has just come back
+            if job.grace_from < work.now:  # else the server has just come back
                 work.note("a pod answers again", lasting=False)
             # The others get as long to answer as anybody.
-            work.set(heed_from=work.now, waiting="")
+            work.set(grace_from=work.now, waiting="")
     for pod in work.job.pods:
-        if pod.keep is Keep.RELEASED or not work.is_silent(pod):
+        if pod.released or not work.is_silent(pod):
             continue
-        in_force = current is not None and current.member(pod.pod_id) is not None
+        in_force = active is not None and active.member(pod.pod_id) is not None
         if (in_force and cut_off) or _waits_to_save(job, pod):
             continue
-        if pod.keep is Keep.HOLD:
+        if pod.desired is DesiredState.HOLD:
             work.release(pod.pod_id)
         elif work.job.pod(pod.pod_id) == pod:
             lose(work, pod.pod_id, _silent_cause(work, pod), confirmed=False)
 
 
-def _waits_to_save(job: Job, pod: Pod) -> bool:
+def _waits_to_save(job: Job, pod: TrainingPod) -> bool:
     """Whether nothing of the pod is needed but what it holds, once its client answers again."""
-    stage = job.current
-    over = stage is None or stage.over is not None or stage.all_at(*OVER)
+    stage = job.active
+    over = stage is None or stage.over is not None or stage.all_in(*GONE)
     return job.goal is not Goal.RUN and over and pod.pod_id in job.progress.snapshots
 
 
-def _reaches(work: Work, stage: Stage) -> bool:
+def _reaches(work: Work, stage: JobStage) -> bool:
     """Whether a pod of the stage answers, or is known to have stopped: then the stage is over.
 
     A stage whose ranks were never told GO is over as soon as we say so.
@@ -52,21 +63,21 @@ def _reaches(work: Work, stage: Stage) -> bool:
         return True
     for member in stage.members:
         pod = work.job.pod(member.pod.pod_id)
-        if member.at in STOPPED or (
-            pod is not None and pod.keep is Keep.RUN and not work.is_silent(pod)
+        if member.phase in TERMINATED or (
+            pod is not None and not pod.leaving and not work.is_silent(pod)
         ):
             return True
     return False
 
 
 def _or_stopped(work: Work) -> str:
-    current = work.job.current
-    pods = [work.job.pod(pod_id) for pod_id in (current.pod_ids if current is not None else ())]
+    active = work.job.active
+    pods = [work.job.pod(pod_id) for pod_id in (active.pod_ids if active is not None else ())]
     fences = [None if pod is None else fenced_at(work.job, pod, work.cluster) for pod in pods]
     return "" if None in fences else ", or until their clients have stopped them (stop_after)"
 
 
-def _silent_cause(work: Work, pod: Pod) -> Cause:
+def _silent_cause(work: Work, pod: TrainingPod) -> Cause:
     stepped_at = work.job.progress.stepped_at
     return Cause(
         kind=CauseKind.PLANNED if pod.planned else CauseKind.PREEMPTION,
@@ -81,14 +92,14 @@ def count_fenced(work: Work) -> None:
     for stage in job.stages:
         for member in stage.members:
             pod = job.pod(member.pod.pod_id)
-            if member.at is At.LOST and pod is not None and _is_fenced(work, pod):
-                work.move(stage, pod.pod_id, At.ENDED)
+            if member.phase is PodStagePhase.LOST and pod is not None and _is_fenced(work, pod):
+                work.move(stage, pod.pod_id, PodStagePhase.ENDED)
                 work.note(f"{pod.pod_id} cannot be reached; its client has stopped it by now")
-    if job.cut_off and job.current is not None:
-        _give_up_fenced(work, job.current)
+    if job.cut_off and job.active is not None:
+        _give_up_fenced(work, job.active)
 
 
-def _give_up_fenced(work: Work, stage: Stage) -> None:
+def _give_up_fenced(work: Work, stage: JobStage) -> None:
     """End the stage of which no pod can be reached, once all of its pods must have stopped."""
     pods = [pod for pod_id in stage.pod_ids if (pod := work.job.pod(pod_id)) is not None]
     if not pods or not all(_is_fenced(work, pod) for pod in pods):
@@ -100,6 +111,6 @@ def _give_up_fenced(work: Work, stage: Stage) -> None:
         lose(work, pod.pod_id, replace(cause, text=text), confirmed=True)
 
 
-def _is_fenced(work: Work, pod: Pod) -> bool:
+def _is_fenced(work: Work, pod: TrainingPod) -> bool:
     at = fenced_at(work.job, pod, work.cluster)
     return at is not None and work.now >= at

@@ -11,26 +11,25 @@ from dataclasses import replace
 from job_server.api.text import duration
 from job_server.api.wire import JobState, RestoreFrom, Save, Saved, SavePhase, Way
 from job_server.cluster.placement import find_node
+from job_server.training.allocation import newest_in_memory, unsaved
 from job_server.training.deadlines import SAVE_STALL_S, halt_deadline, save_deadline
 from job_server.training.job import (
-    OVER,
-    STOPPED,
-    At,
+    GONE,
+    TERMINATED,
     Goal,
     Halt,
     HaltPhase,
-    Keep,
+    JobStage,
     ManualChange,
     Phase,
-    Pod,
-    Stage,
+    PodStagePhase,
+    TrainingPod,
 )
-from job_server.training.layout import newest_in_memory, unsaved
-from job_server.training.transitions import (
+from job_server.training.moves import (
     abandon,
     cut_for_halt,
-    fail_coming,
-    fail_current,
+    fail_active,
+    fail_preparing,
     finish,
     neutral,
     tell_to_end,
@@ -88,7 +87,7 @@ def _where(work: Work) -> str:
     job = work.job
     saved = job.saved
     if not job.elastic:
-        at_work = job.current is not None or job.commits
+        at_work = job.active is not None or job.commits
         return "; the script saves by itself: EDL cannot know what was saved" if at_work else ""
     step = job.progress.step
     if job.discard and not job.done and step > (0 if saved is None else saved.step):
@@ -99,60 +98,64 @@ def _where(work: Work) -> str:
 def _begin(work: Work, *, late: bool) -> None:
     """Clear the way: no change in preparation, no rank that is parked for one."""
     job = work.job
-    coming, current = job.coming, job.current
-    if coming is not None:
-        change = coming.way is not Way.START
+    preparing, active = job.preparing, job.active
+    if preparing is not None:
+        change = preparing.way is not Way.START
         patient = job.goal is not Goal.FAIL and not job.discard and not late
-        if change and coming.phase in (Phase.PREPARE, Phase.CUT):
-            _remember_wish(work, coming)
+        if change and preparing.phase in (Phase.PREPARE, Phase.CUT):
+            _remember_wish(work, preparing)
             abandon(work, _why(work))
         elif change and job.elastic and patient:
             return  # its state is only in memory: commit, then cut
         else:
-            _remember_wish(work, coming)
-            fail_coming(work, neutral(work, _why(work)))
+            _remember_wish(work, preparing)
+            fail_preparing(work, neutral(work, _why(work)))
         return
-    if current is None:
+    if active is None:
         _after_end(work)
         return
-    trains = current.over is None and job.elastic and not job.done and not current.finishing
+    trains = active.over is None and job.elastic and not job.done and not active.finishing
     if trains and not job.discard and not late:
-        if not current.resuming:
+        if not active.resuming:
             _to(work, HaltPhase.CUT)
             cut_for_halt(work)
-            work.note(f"cutting stage {current.stage} for a {_word(work)}")
+            work.note(f"cutting stage {active.stage} for a {_word(work)}")
         return
     _end(work)
 
 
-def _remember_wish(work: Work, coming: Stage) -> None:
+def _remember_wish(work: Work, preparing: JobStage) -> None:
     """Let a change that is dropped for a pause hold once the job goes on, as a resize would."""
     job = work.job
-    if job.goal is Goal.PAUSE and coming.counts and job.manual is None:
+    if job.goal is Goal.PAUSE and preparing.counts and job.manual is None:
         asked_at_s = job.progress.script_s
-        work.set(manual=ManualChange(pods=coming.target, asked_at_s=asked_at_s))
+        work.set(manual=ManualChange(pods=preparing.target, asked_at_s=asked_at_s))
 
 
 def _end(work: Work) -> None:
     _to(work, HaltPhase.END)
-    if work.job.current is not None and work.job.current.over is None:
-        fail_current(work, neutral(work, _why(work)))
-    for stage in (work.job.previous, work.job.current):
+    if work.job.active is not None and work.job.active.over is None:
+        fail_active(work, neutral(work, _why(work)))
+    for stage in (work.job.retiring, work.job.active):
         if stage is not None:
             tell_to_end(work, stage)
 
 
 def _await_cut(work: Work, *, late: bool) -> None:
     job = work.job
-    stage = job.current
+    stage = job.active
     if stage is None or stage.over is not None or job.discard:
         _end(work)
         return
-    steps = {member.step for member in stage.members if member.at is At.PARKED}
-    if stage.all_at(At.PARKED, *STOPPED) and len(steps) <= 1:
+    steps = {member.step for member in stage.members if member.phase is PodStagePhase.PARKED}
+    if stage.all_in(PodStagePhase.PARKED, *TERMINATED) and len(steps) <= 1:
         _to(work, HaltPhase.SAVE)
     elif late:
-        others = [m.pod.pod_id for m in stage.members if m.at not in (At.PARKED, *STOPPED)]
+        others = [
+            m.pod.pod_id
+            for m in stage.members
+            if m.phase not in (PodStagePhase.PARKED, *TERMINATED)
+        ]
         text = f"not parked in time: {', '.join(others)}"
         if job.goal is Goal.PAUSE and newest_in_memory(job) is None:
             _call_off(work, f"{text}; and nothing is in memory yet")
@@ -177,24 +180,26 @@ def _await_save(work: Work, held: Halt) -> None:
     elif held.save is None:
         _order_save(work, held, source)
     else:
-        _heed_save(work, held, held.save, source)
+        _apply_save(work, held, held.save, source)
 
 
-def _parked_without_snapshot(work: Work) -> Stage | None:
+def _parked_without_snapshot(work: Work) -> JobStage | None:
     """Return the stage that is parked with a state that is in no snapshot; None: it is in one.
 
     There was no memory for a snapshot.
     """
-    stage = work.job.current
+    stage = work.job.active
     if stage is None or stage.over is not None:
         return None
-    step = max((member.step for member in stage.members if member.at is At.PARKED), default=0)
+    step = max(
+        (member.step for member in stage.members if member.phase is PodStagePhase.PARKED), default=0
+    )
     source = newest_in_memory(work.job)
     is_kept = source is not None and (source.stage, source.step) >= (stage.stage, step)
     return None if is_kept else stage
 
 
-def _end_without_snapshot(work: Work, stage: Stage) -> None:
+def _end_without_snapshot(work: Work, stage: JobStage) -> None:
     wrote = next((member for member in stage.members if member.durable), None)
     if wrote is not None:
         saved = Saved(
@@ -238,12 +243,12 @@ def _has_saver(work: Work, source: RestoreFrom) -> bool:
     return any(view is None or view.node.saves for view in nodes)
 
 
-def _savers(work: Work, source: RestoreFrom) -> list[Pod]:
+def _savers(work: Work, source: RestoreFrom) -> list[TrainingPod]:
     """Return pods that hold the state, one a node; first the node that the trainers save on."""
     job = work.job
-    stage = job.current
+    stage = job.active
     ranked = [] if stage is None else [member.pod.node_id for member in stage.members]
-    found: dict[str, Pod] = {}
+    found: dict[str, TrainingPod] = {}
     for pod_id in source.pods:
         pod = job.pod(pod_id)
         if pod is not None:
@@ -252,7 +257,7 @@ def _savers(work: Work, source: RestoreFrom) -> list[Pod]:
     return sorted(found.values(), key=lambda pod: first.get(pod.site.node_id, len(ranked)))
 
 
-def _heed_save(work: Work, held: Halt, order: Save, source: RestoreFrom) -> None:
+def _apply_save(work: Work, held: Halt, order: Save, source: RestoreFrom) -> None:
     said = work.job.progress.saving
     if said is not None and said.id != order.id:
         said = None
@@ -283,7 +288,7 @@ def _not_saved(work: Work, held: Halt, source: RestoreFrom) -> None:
     if job.goal is Goal.PAUSE:
         _call_off(work, f"the state of step {source.step} cannot be written: {held.why_not}")
         return
-    if job.current is not None and not job.current.all_at(*OVER):
+    if job.active is not None and not job.active.all_in(*GONE):
         _end(work)  # its pods' slots are others' until it is over; then it is tried again
         return
     since = work.now if held.kept_since is None else held.kept_since
@@ -295,7 +300,7 @@ def _not_saved(work: Work, held: Halt, source: RestoreFrom) -> None:
     holding = newest_in_memory(job)
     for pod in job.pods:
         holds = holding is not None and pod.pod_id in holding.pods
-        work.release(pod.pod_id, Keep.HOLD if holds else Keep.RELEASED)
+        work.release(pod.pod_id, hold=holds)
     if held.kept_since is None:
         work.note(
             f"{f'failed: {job.failed}; ' if job.failed else ''}"
@@ -317,13 +322,13 @@ def _call_off(work: Work, why: str) -> None:
 
 
 def _await_end(work: Work, *, late: bool) -> None:
-    stages = [s for s in (work.job.previous, work.job.current) if s is not None]
-    if not late and not all(member.at in OVER for s in stages for member in s.members):
+    stages = [s for s in (work.job.retiring, work.job.active) if s is not None]
+    if not late and not all(member.phase in GONE for s in stages for member in s.members):
         return
     for stage in stages:
         for member in stage.members:
-            if member.at not in OVER:
-                work.move(stage, member.pod.pod_id, At.LOST)
+            if member.phase not in GONE:
+                work.move(stage, member.pod.pod_id, PodStagePhase.LOST)
     _after_end(work)
 
 
@@ -344,20 +349,20 @@ def _await_release(work: Work, *, late: bool) -> None:
     """Wait until clients have confirmed, but not for those that cannot be reached."""
     job = work.job
     for pod in job.pods:
-        if pod.keep is not Keep.RELEASED:
+        if not pod.released:
             work.release(pod.pod_id)
     job = work.job
     waits = [pod for pod in job.pods if not work.is_silent(pod)]
     if waits and not late:
         return
     where = _where(work)
-    current = job.current
-    stopped = current is None or any(member.at in STOPPED for member in current.members)
-    if current is not None and not job.elastic:
-        stopped = current.all_at(*STOPPED)
+    active = job.active
+    stopped = active is None or any(member.phase in TERMINATED for member in active.members)
+    if active is not None and not job.elastic:
+        stopped = active.all_in(*TERMINATED)
     if stopped:
-        current = None  # else the next start has to see that the old stage is over
-    work.set(current=current, previous=None, roster=(), fresh=True, served=())
+        active = None  # else the next start has to see that the old stage is over
+    work.set(active=active, retiring=None, recovery_pods=(), fresh=True, served=())
     _to(work, HaltPhase.DONE)
     if job.goal is Goal.PAUSE:
         work.note(f"paused{where}")
@@ -372,7 +377,7 @@ def _await_release(work: Work, *, late: bool) -> None:
 def resume(work: Work) -> None:
     """Start again after a pause."""
     work.set(goal=Goal.RUN, halt=None, start_since=work.now, retry_at=work.now)
-    current = work.job.current
-    if current is not None and current.over is not None:
-        work.set(current=replace(current, over=replace(current.over, counted=True)))
+    active = work.job.active
+    if active is not None and active.over is not None:
+        work.set(active=replace(active, over=replace(active.over, counted=True)))
     work.note("resumed")

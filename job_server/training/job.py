@@ -1,6 +1,6 @@
 """A job as the server keeps it: plain values, saved and read back by `job_server.api.codec`.
 
-Pure, and without decisions: `stages.step` makes the next job from an event, `views` derives what
+Pure, and without decisions: `machine.step` makes the next job from an event, `views` derives what
 clients, launchers and users are told.
 """
 
@@ -10,6 +10,7 @@ from enum import Enum
 
 from job_server.api.wire import (
     Account,
+    DesiredState,
     JobSpec,
     JobState,
     Node,
@@ -28,31 +29,31 @@ from job_server.cluster.placement import Site
 MAX_RECORDS = 1000  # an overnight script must not grow the job without limit
 
 
-class Keep(Enum):
-    """What is wanted of a pod's processes."""
-
-    RUN = "run"
-    HOLD = "hold"  # no process but the shim with its snapshot
-    RELEASED = "released"  # nothing; kept in the books until its client confirms
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pod:
+class TrainingPod:
     """A pod that has been given out and is not yet confirmed gone."""
 
     pod_id: str
     site: Site
-    keep: Keep = Keep.RUN
-    kill: bool = False  # SIGKILL it: somebody asked, or it does not end
-    planned: bool = False  # ... and that somebody was a change script or an operator
+    desired: DesiredState | None = DesiredState.RUN  # None: released, its client has to confirm
+    planned: bool = False  # KILL: a change script or an operator asked for it
     left: bool = False  # its launcher has exited 0; what its script does after that is its own
     phase: PodPhase | None = None  # as its client said last; None: not yet
     log_path: str = ""
 
     @property
+    def released(self) -> bool:
+        return self.desired is None
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it was let go; a pod that is to be killed was not: its end is news."""
+        return self.desired in (None, DesiredState.HOLD)
+
+    @property
     def usable(self) -> bool:
         """Whether a next stage may count on it."""
-        return self.keep is Keep.RUN and not self.kill and not self.left
+        return self.desired is DesiredState.RUN and not self.left
 
 
 class Phase(Enum):
@@ -65,7 +66,7 @@ class Phase(Enum):
     COMMITTED = "committed"
 
 
-class At(Enum):
+class PodStagePhase(Enum):
     """How far a pod is with a stage."""
 
     ABSENT = "absent"
@@ -82,18 +83,26 @@ class At(Enum):
     LOST = "lost"  # given up without having been reached
 
 
-STOPPED = frozenset({At.ENDED, At.LEFT, At.FINISHED})  # confirmed: trains no more
-OVER = STOPPED | {At.LOST}  # nothing more is to be waited for
-DONE = (At.LEFT, At.FINISHED)  # nothing is to be started again
-EARLY = (At.ABSENT, At.READY, At.STARTED, At.LOADED, At.TRAINING)  # in this order
+TERMINATED = frozenset(
+    {PodStagePhase.ENDED, PodStagePhase.LEFT, PodStagePhase.FINISHED}
+)  # confirmed: trains no more
+GONE = TERMINATED | {PodStagePhase.LOST}  # nothing more is to be waited for
+COMPLETED = (PodStagePhase.LEFT, PodStagePhase.FINISHED)  # nothing is to be started again
+STARTUP_ORDER = (
+    PodStagePhase.ABSENT,
+    PodStagePhase.READY,
+    PodStagePhase.STARTED,
+    PodStagePhase.LOADED,
+    PodStagePhase.TRAINING,
+)  # in this order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class StagePod:
     pod: PlanPod
-    at: At = At.ABSENT
+    phase: PodStagePhase = PodStagePhase.ABSENT
     step: int = 0  # PARKED: after which step
-    kept: bool = False  # PARKED: a snapshot of just this state is on its node
+    snapshot_is_current: bool = False  # PARKED: a snapshot of just this state is on its node
     durable: str = ""  # PARKED: the path that a trainer of it has written this state to; "": none
 
 
@@ -129,18 +138,20 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class JobStage:
     stage: int
     way: Way
     phase: Phase
     since: float  # when the phase began, or the server restarted in it
     reason: str
-    members: tuple[Member, ...]
+    members: tuple[StagePod, ...]
     target: int  # pods that the job is to have once this is committed
     counts: bool = False  # a requested change: counts as a resize
     standby: bool = False  # nothing is cut for it: it waits for a crash of the stage in force
-    losses: tuple[tuple[str, ...], ...] = ()  # standby: sets of pods that it can do without
-    lost: tuple[str, ...] = ()  # standby: that of them which is gone
+    survivable_failures: tuple[
+        tuple[str, ...], ...
+    ] = ()  # standby: sets of pods that it can do without
+    missing_pods: tuple[str, ...] = ()  # standby: that of them which is gone
     attempt: int = 0
     restore_from: RestoreFrom | None = None  # None: not chosen yet, or the checkpoint
     base_step: int | None = None  # step that it began from; None: not known
@@ -162,26 +173,28 @@ class Stage:
 
     @property
     def finishing(self) -> bool:
-        return any(member.at in DONE for member in self.members)
+        return any(member.phase in COMPLETED for member in self.members)
 
     @property
     def stands_by(self) -> bool:
         """Ready to take over from a stage that crashes, and costs nothing but memory."""
-        return self.standby and self.phase is Phase.PREPARE and not self.any_at(At.ABSENT)
+        return (
+            self.standby and self.phase is Phase.PREPARE and not self.any_in(PodStagePhase.ABSENT)
+        )
 
-    def member(self, pod_id: str) -> Member | None:
+    def member(self, pod_id: str) -> StagePod | None:
         """Return the member by pod id, None where the pod is not of this stage."""
         return next((m for m in self.members if m.pod.pod_id == pod_id), None)
 
-    def with_member(self, member: Member) -> "Stage":
+    def with_member(self, member: StagePod) -> "JobStage":
         members = tuple(member if m.pod.pod_id == member.pod.pod_id else m for m in self.members)
         return replace(self, members=members)
 
-    def any_at(self, *places: At) -> bool:
-        return any(member.at in places for member in self.members)
+    def any_in(self, *phases: PodStagePhase) -> bool:
+        return any(member.phase in phases for member in self.members)
 
-    def all_at(self, *places: At) -> bool:
-        return all(member.at in places for member in self.members)
+    def all_in(self, *phases: PodStagePhase) -> bool:
+        return all(member.phase in phases for member in self.members)
 
 
 class Goal(Enum):
@@ -226,7 +239,7 @@ class ManualChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class JobProgress:
     """What changes with every heartbeat and need not be written each time."""
 
     step: int = 0
@@ -257,17 +270,17 @@ class Job:
     waiting_told: str = ""  # what an event said of it
     goal: Goal = Goal.RUN
     halt: Halt | None = None  # None: neither pausing nor paused nor stopping
-    previous: Stage | None = None  # replace, join: parked until the next one has made a step
-    current: Stage | None = None  # in force, or over and being ended
-    coming: Stage | None = None  # in preparation
-    roster: tuple[str, ...] = ()  # pods that a recovery builds on, in rank order
-    pods: tuple[Pod, ...] = ()
+    retiring: JobStage | None = None  # replace, join: parked until the next one has made a step
+    active: JobStage | None = None  # in force, or over and being ended
+    preparing: JobStage | None = None  # in preparation
+    recovery_pods: tuple[str, ...] = ()  # pods that a recovery builds on, in rank order
+    pods: tuple[TrainingPod, ...] = ()
     target: int = 1
     next_stage: int = 1
     commits: int = 0  # committed stages; the original's flag is commits - 2
     given_ids: tuple[str, ...] = ()  # pod ids given out under the flag `given_flag`
     given_flag: int = 0
-    dealt: Mapping[str, int] = field(default_factory=dict)  # node -> port dealt last
+    last_ports: Mapping[str, int] = field(default_factory=dict)  # node -> port dealt last
     served: tuple[PlanPod, ...] = ()  # the last committed pods
     legacy_nodes: tuple[Node, ...] = ()  # nodes of original clients only, until ours come
     elastic: bool = False  # a trainer has called the elastic loop
@@ -276,7 +289,7 @@ class Job:
     fresh: bool = True  # the next start is a first one or follows a pause: no recovery
     cut_off: bool = False  # no pod of the stage in force can be reached
     start_since: float = 0.0
-    heed_from: float = 0.0  # silence is counted from here at the earliest
+    grace_from: float = 0.0  # silence is counted from here at the earliest
     retry_at: float = 0.0
     grow_at: float = 0.0
     standby_at: float = 0.0  # no standby is prepared before: one failed
@@ -297,7 +310,7 @@ class Job:
     manual: ManualChange | None = None  # None: no resize waits
     kills: int = 0
     stopped_at: float | None = None  # when the last old step ended; None: it trains
-    line_step: int = 0  # the last step of what ran before
+    previous_lineage_last_step: int = 0  # the last step of what ran before
     snapshot_stage: int = 0  # newest stage that has reported a snapshot
     estimated_run_time_s: float | None = None  # None: nobody said
     records: tuple[StageRecord, ...] = ()
@@ -306,7 +319,7 @@ class Job:
     saved: Saved | None = None  # the newest state that was written by such an order
     discard: bool = False  # who stops it does not want its state
     failed: str = ""  # FAIL: why
-    progress: Progress = Progress()
+    progress: JobProgress = JobProgress()
 
     @property
     def flag(self) -> int:
@@ -322,10 +335,10 @@ class Job:
         return bool(self.legacy_nodes)
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
-        return tuple(s for s in (self.previous, self.current, self.coming) if s is not None)
+    def stages(self) -> tuple[JobStage, ...]:
+        return tuple(s for s in (self.retiring, self.active, self.preparing) if s is not None)
 
-    def pod(self, pod_id: str) -> Pod | None:
+    def pod(self, pod_id: str) -> TrainingPod | None:
         """Return the pod, None where it is unknown or confirmed gone."""
         return next((pod for pod in self.pods if pod.pod_id == pod_id), None)
 
@@ -345,24 +358,24 @@ def same_but_progress(old: Job, new: Job) -> bool:
 
 
 def _without_parking(job: Job) -> Job:
-    stage = job.current
-    if stage is None or not stage.any_at(At.CUTTING, At.PARKED):
+    stage = job.active
+    if stage is None or not stage.any_in(PodStagePhase.CUTTING, PodStagePhase.PARKED):
         return job
     members = tuple(
-        replace(m, at=At.CUTTING, step=0, kept=False, durable="")
-        if m.at in (At.CUTTING, At.PARKED)
+        replace(m, phase=PodStagePhase.CUTTING, step=0, snapshot_is_current=False, durable="")
+        if m.phase in (PodStagePhase.CUTTING, PodStagePhase.PARKED)
         else m
         for m in stage.members
     )
-    stopped_at = None if stage.any_at(At.PARKED) else job.stopped_at
-    return replace(job, current=replace(stage, members=members), stopped_at=stopped_at)
+    stopped_at = None if stage.any_in(PodStagePhase.PARKED) else job.stopped_at
+    return replace(job, active=replace(stage, members=members), stopped_at=stopped_at)
 
 
-def occupied(pods: Iterable[Pod]) -> dict[str, frozenset[int]]:
+def occupied(pods: Iterable[TrainingPod]) -> dict[str, frozenset[int]]:
     """Return node -> slots on which processes of these pods are or may be."""
     slots: dict[str, frozenset[int]] = {}
     for pod in pods:
-        if pod.keep is Keep.HOLD and pod.phase is PodPhase.EXITED:
+        if pod.desired is DesiredState.HOLD and pod.phase is PodPhase.EXITED:
             continue
         node_id = pod.site.node_id
         slots[node_id] = slots.get(node_id, frozenset()) | frozenset(pod.site.slots)

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from job_server.api.wire import StageRecord, Way
 from job_server.cluster.placement import NodeView, place, serving_nodes
-from job_server.training.bookkeeping import update_record
+from job_server.training.accounting import update_record
+from job_server.training.allocation import lay_out, make_pods, slots_of_stayers
 from job_server.training.changes import store_script_clock, why_not
 from job_server.training.deadlines import is_due, scripted
-from job_server.training.job import MAX_RECORDS, Pod
-from job_server.training.layout import lay_out, make_pods, slots_of_stayers
+from job_server.training.job import MAX_RECORDS, TrainingPod
 from job_server.training.work import Work
 
 
@@ -22,7 +22,7 @@ def begin_legacy(work: Work) -> None:
         _commit_pods(work, work.job.target, "first start, for clients of the original")
 
 
-def settle_legacy(work: Work) -> None:
+def converge_legacy(work: Work) -> None:
     """Apply every change that is due, or hand the job to clients of ours."""
     if serving_nodes(work.job.spec, work.cluster, work.now):
         _hand_over(work)
@@ -69,7 +69,7 @@ def _commit_pods(work: Work, pods: int, why: str) -> bool:
         work.set(pods=job.pods)
         work.note(f"{why}: skipped: no place for {pods} pods on the nodes of --node_ips")
         return False
-    new: tuple[Pod, ...] = make_pods(virtual, sites, len(stay))
+    new: tuple[TrainingPod, ...] = make_pods(virtual, sites, len(stay))
     served = lay_out(virtual, (*stay, *new))
     number = job.next_stage
     record = StageRecord(
@@ -107,7 +107,7 @@ def _hand_over(work: Work) -> None:
         commits=0 if unchanged else job.commits,
         next_stage=1 if unchanged else job.next_stage,
         given_ids=() if unchanged else job.given_ids,
-        dealt={},
+        last_ports={},
         start_since=work.now,
     )
     if unchanged:

@@ -18,10 +18,10 @@ def warn_plain(work: Work, *, ended: bool = False) -> None:
     where several have trained to their end (`ended`).
     """
     job = work.job
-    stage = job.current
+    stage = job.active
     if job.warned or job.elastic or job.legacy or stage is None or stage.committed_at is None:
         return
-    stops = job.coming is not None and job.coming.way is Way.STOP
+    stops = job.preparing is not None and job.preparing.way is Way.STOP
     if stops or work.now >= stage.committed_at + LOOP_S or (ended and trainers(job) > 1):
         work.set(warned=True)
         work.note(f"warning: {plain_warning(work.job)}", lasting=False)
@@ -46,4 +46,4 @@ def plain_warning(job: Job) -> str:
 
 def trainers(job: Job) -> int:
     """Return how many trainers the stage in force has."""
-    return sum(len(member.pod.ranks) for member in job.current.members) if job.current else 0
+    return sum(len(member.pod.ranks) for member in job.active.members) if job.active else 0

@@ -6,10 +6,18 @@ A report may be late or come twice: what it says counts only where it is news.
 from dataclasses import replace
 
 from job_server.api.text import ending
-from job_server.api.wire import PodPhase, PodReport, PodState, Saved, SavePhase, SaveState
+from job_server.api.wire import (
+    DesiredState,
+    PodPhase,
+    PodReport,
+    PodState,
+    Saved,
+    SavePhase,
+    SaveState,
+)
 from job_server.training.faults import fault_of_pod
-from job_server.training.job import At, Cause, CauseKind, Keep, Phase, Pod, Stage
-from job_server.training.transitions import let_go, lose
+from job_server.training.job import Cause, CauseKind, JobStage, Phase, PodStagePhase, TrainingPod
+from job_server.training.moves import let_go, lose
 from job_server.training.work import (
     MISSING_HEARTBEATS,
     Work,
@@ -37,14 +45,14 @@ def node_reported(work: Work, node_id: str, states: tuple[PodState, ...]) -> Non
             _named(work, pod, state)
 
 
-def _named(work: Work, pod: Pod, state: PodState) -> None:
+def _named(work: Work, pod: TrainingPod, state: PodState) -> None:
     work.progress(missing=without(work.job.progress.missing, pod.pod_id))
     if pod.phase is PodPhase.EXITED:
-        _heed_save(work, pod, state.save)
-        if not state.holds and pod.keep is Keep.HOLD:
+        _apply_save(work, pod, state.save)
+        if not state.holds and pod.desired is DesiredState.HOLD:
             work.drop_pod(pod.pod_id)
         return  # final; a late report of before changes nothing
-    _heed_save(work, pod, state.save)
+    _apply_save(work, pod, state.save)
     changed = replace(pod, phase=state.phase, log_path=state.log_path[:PATH_CHARS] or pod.log_path)
     if changed != pod:
         work.set_pod(changed)
@@ -54,7 +62,7 @@ def _named(work: Work, pod: Pod, state: PodState) -> None:
     holds = state.holds and (state.exit_code is not None or state.signal is not None)
     if not holds:
         work.progress(snapshots=without(work.job.progress.snapshots, pod.pod_id))
-    if pod.keep is Keep.RUN:
+    if not pod.leaving:
         exited(
             work,
             changed,
@@ -65,11 +73,11 @@ def _named(work: Work, pod: Pod, state: PodState) -> None:
         )
         return
     _confirm_stopped(work, pod.pod_id)
-    if pod.keep is Keep.RELEASED or not holds:
+    if pod.released or not holds:
         work.drop_pod(pod.pod_id)
 
 
-def _heed_save(work: Work, pod: Pod, said: SaveState | None) -> None:
+def _apply_save(work: Work, pod: TrainingPod, said: SaveState | None) -> None:
     """Remember what has become of the writing of a state."""
     held = work.job.halt
     if said is None:
@@ -79,12 +87,12 @@ def _heed_save(work: Work, pod: Pod, said: SaveState | None) -> None:
     if ordered and held is not None and held.pod_id == pod.pod_id:
         if said != work.job.progress.saving:
             work.progress(saving=said, saving_at=work.now)
-            _heed_written(work, pod, said)
+            _apply_written(work, pod, said)
     elif said.id == 0:
-        _heed_written(work, pod, said)
+        _apply_written(work, pod, said)
 
 
-def _heed_written(work: Work, pod: Pod, said: SaveState) -> None:
+def _apply_written(work: Work, pod: TrainingPod, said: SaveState) -> None:
     """Remember at once where a state is: who wrote it may be gone with the next line.
 
     Number 0 is what a client that was ended has written by itself.
@@ -112,8 +120,8 @@ def _heed_written(work: Work, pod: Pod, said: SaveState) -> None:
         work.note(text, lasting=False)
 
 
-def _not_named(work: Work, pod: Pod) -> None:
-    if pod.keep is Keep.RELEASED:
+def _not_named(work: Work, pod: TrainingPod) -> None:
+    if pod.released:
         _confirm_stopped(work, pod.pod_id)
         work.drop_pod(pod.pod_id)
         return
@@ -133,13 +141,13 @@ def _not_named(work: Work, pod: Pod) -> None:
 def _confirm_stopped(work: Work, pod_id: str) -> None:
     for stage in work.job.stages:
         member = stage.member(pod_id)
-        if member is not None and member.at not in (At.ENDED, At.FINISHED):
-            work.move(stage, pod_id, At.ENDED)
+        if member is not None and member.phase not in (PodStagePhase.ENDED, PodStagePhase.FINISHED):
+            work.move(stage, pod_id, PodStagePhase.ENDED)
 
 
 def exited(
     work: Work,
-    pod: Pod,
+    pod: TrainingPod,
     *,
     code: int | None,
     reason: str,
@@ -161,8 +169,8 @@ def exited(
     elif pod.left:
         text += " after its trainers were done"
     elif code == 0:
-        current = work.job.current
-        ending_it = current is not None and told_to_end(current) and current.member(pod.pod_id)
+        active = work.job.active
+        ending_it = active is not None and told_to_end(active) and active.member(pod.pod_id)
         if ending_it:
             text += " while its stage was ended"
         elif _completing(work, pod) is not None:
@@ -185,7 +193,7 @@ def exited(
     lose(work, pod.pod_id, cause, confirmed=True, holds=holds)
 
 
-def _finished(work: Work, pod: Pod) -> bool:
+def _finished(work: Work, pod: TrainingPod) -> bool:
     """Enter that a pod has exited 0; False: it had nothing that could have been complete.
 
     Of an elastic training only its trainers or its launcher can say that it is complete: the
@@ -197,23 +205,23 @@ def _finished(work: Work, pod: Pod) -> bool:
     if work.job.elastic and not (pod.left or work.job.done):
         return False
     if stage is not None:
-        work.move(stage, pod.pod_id, At.FINISHED)
+        work.move(stage, pod.pod_id, PodStagePhase.FINISHED)
     let_go(work, pod.pod_id)
     work.note(f"pod {pod.pod_id} has finished")
     return True
 
 
-def _completing(work: Work, pod: Pod) -> Stage | None:
+def _completing(work: Work, pod: TrainingPod) -> JobStage | None:
     """Return the stage that a pod completes by exiting 0; None: there is none."""
-    current, coming = work.job.current, work.job.coming
-    if coming is not None and coming.phase is Phase.START and coming.member(pod.pod_id):
-        return coming
-    if current is not None and current.committed and not told_to_end(current):
-        return current if current.member(pod.pod_id) else None
+    active, preparing = work.job.active, work.job.preparing
+    if preparing is not None and preparing.phase is Phase.START and preparing.member(pod.pod_id):
+        return preparing
+    if active is not None and active.committed and not told_to_end(active):
+        return active if active.member(pod.pod_id) else None
     return None
 
 
-def launcher_exited(work: Work, pod: Pod, report: PodReport) -> None:
+def launcher_exited(work: Work, pod: TrainingPod, report: PodReport) -> None:
     """A launcher's 0 says that its trainers are done: the pod's script may go on, say to upload."""
     if pod.left:
         return  # told twice, or a later launcher of the same script
@@ -221,7 +229,7 @@ def launcher_exited(work: Work, pod: Pod, report: PodReport) -> None:
     if report.code != 0 or stage is None:
         exited(work, pod, code=report.code, reason=report.reason)
         return
-    work.move(stage, pod.pod_id, At.LEFT)
+    work.move(stage, pod.pod_id, PodStagePhase.LEFT)
     work.set_pod(replace(pod, left=True))
     work.note(f"the trainers of pod {pod.pod_id} are done; waiting for its script to end")
 
@@ -229,19 +237,19 @@ def launcher_exited(work: Work, pod: Pod, report: PodReport) -> None:
 def finish_unsupervised(work: Work) -> None:
     """Where no client looks after a pod, its launcher's word is the last that is heard of it."""
     for pod in work.job.pods:
-        if not (pod.left and pod.keep is Keep.RUN):
+        if not (pod.left and not pod.leaving):
             continue
         if work.now >= client_silent_at(work.job, pod, work.cluster):
             exited(work, pod, code=0, reason="")
 
 
-def _cause(work: Work, pod: Pod, text: str, *, preempted: bool = False) -> Cause:
+def _cause(work: Work, pod: TrainingPod, text: str, *, preempted: bool = False) -> Cause:
     if pod.planned:
         return Cause(kind=CauseKind.PLANNED, text=text, at=work.now)
     kind = CauseKind.PREEMPTION if preempted else CauseKind.FAILURE
     return Cause(kind=kind, text=text, at=work.now)
 
 
-def preempted(work: Work, pod: Pod, text: str) -> Cause:
+def preempted(work: Work, pod: TrainingPod, text: str) -> Cause:
     """Return the loss of a pod as nobody's fault."""
     return _cause(work, pod, text, preempted=True)

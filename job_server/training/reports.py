@@ -7,32 +7,39 @@ anything new about a stage that still counts, and otherwise changes nothing.
 from dataclasses import replace
 
 from job_server.api.text import ending
-from job_server.api.wire import Attach, LocalStage, PodReport, ReportKind, SnapshotRef, Way
-from job_server.training.bookkeeping import first_step, stand_still, update_record
+from job_server.api.wire import (
+    Attach,
+    DesiredState,
+    LocalStage,
+    PodReport,
+    ReportKind,
+    SnapshotRef,
+    Way,
+)
+from job_server.training.accounting import first_step, stand_still, update_record
 from job_server.training.faults import fault_of
 from job_server.training.job import (
     CUT_PHASES,
-    EARLY,
-    OVER,
-    At,
+    GONE,
+    STARTUP_ORDER,
     Cause,
     CauseKind,
     Goal,
-    Keep,
-    Member,
+    JobStage,
     Phase,
-    Stage,
+    PodStagePhase,
+    StagePod,
 )
-from job_server.training.pod_exits import SHOWN_CHARS, launcher_exited
-from job_server.training.transitions import (
+from job_server.training.moves import (
     choose_way,
-    deal_again,
     dismiss_leavers,
-    fail_coming,
-    fail_current,
+    fail_active,
+    fail_preparing,
     join_otherwise,
+    reallocate_ports,
     renumber,
 )
+from job_server.training.pod_exits import SHOWN_CHARS, launcher_exited
 from job_server.training.work import Work, stage_named, told_to_end
 
 MAX_ATTEMPTS = 10  # how often a stage may be dealt new ports
@@ -41,22 +48,22 @@ MAX_ATTEMPTS = 10  # how often a stage may be dealt new ports
 def attached(work: Work, attach: Attach) -> None:
     """Take a launcher's whole truth as the reports that it implies."""
     pod = work.job.pod(attach.pod_id)
-    if pod is None or pod.keep is Keep.RELEASED:
+    if pod is None or pod.released:
         return
-    _hear(work, pod.pod_id, attach.snapshot)
-    if pod.keep is not Keep.RUN:
+    _record_heartbeat(work, pod.pod_id, attach.snapshot)
+    if pod.leaving:
         return
     if attach.elastic and not work.job.elastic:
         work.set(elastic=True)
-    _heed_numbers(work, attach)
-    coming = work.job.coming
-    if coming is not None and coming.way not in (Way.REPLACE, Way.JOIN):
-        _raise(work, coming, pod.pod_id, At.READY)
+    _apply_numbers(work, attach)
+    preparing = work.job.preparing
+    if preparing is not None and preparing.way not in (Way.REPLACE, Way.JOIN):
+        _raise(work, preparing, pod.pod_id, PodStagePhase.READY)
     if attach.stage:
-        _heed_phase(work, attach)
+        _apply_phase(work, attach)
 
 
-def _heed_numbers(work: Work, attach: Attach) -> None:
+def _apply_numbers(work: Work, attach: Attach) -> None:
     """Keep the job's stage numbers above all that this launcher knows of."""
     job = work.job
     known = attach.stage
@@ -64,13 +71,13 @@ def _heed_numbers(work: Work, attach: Attach) -> None:
         known = max(known, attach.highest_stage)
     if known >= job.next_stage:
         work.set(next_stage=known + 1)
-    coming = job.coming
-    first = job.commits == 0 and coming is not None and coming.phase is Phase.PREPARE
-    if first and coming is not None and attach.highest_stage >= coming.stage:
+    preparing = job.preparing
+    first = job.commits == 0 and preparing is not None and preparing.phase is Phase.PREPARE
+    if first and preparing is not None and attach.highest_stage >= preparing.stage:
         renumber(work, attach.highest_stage)
 
 
-def _heed_phase(work: Work, attach: Attach) -> None:
+def _apply_phase(work: Work, attach: Attach) -> None:
     stage = stage_named(work.job, attach.stage)
     if stage is None or attach.attempt < stage.attempt:
         return
@@ -100,13 +107,18 @@ def _heed_phase(work: Work, attach: Attach) -> None:
         reported(work, attach.pod_id, replace(implied, kind=ReportKind.DONE))
 
 
-def _trains(work: Work, stage: Stage, pod_id: str) -> None:
+def _trains(work: Work, stage: JobStage, pod_id: str) -> None:
     """A launcher that attaches knows whether its trainers train, whatever their step."""
     member = stage.member(pod_id)
-    if member is None or stage is not work.job.current or _cut_is_on(work):
+    if member is None or stage is not work.job.active or _cut_is_on(work):
         return
-    if member.at in (At.CUTTING, At.PARKED, At.STARTED, At.LOADED):
-        work.move(stage, pod_id, At.TRAINING)
+    if member.phase in (
+        PodStagePhase.CUTTING,
+        PodStagePhase.PARKED,
+        PodStagePhase.STARTED,
+        PodStagePhase.LOADED,
+    ):
+        work.move(stage, pod_id, PodStagePhase.TRAINING)
 
 
 def reported(work: Work, pod_id: str, report: PodReport) -> None:
@@ -116,15 +128,15 @@ def reported(work: Work, pod_id: str, report: PodReport) -> None:
         return
     if len(report.reason) > SHOWN_CHARS:  # it is kept in records and events
         report = replace(report, reason=report.reason[:SHOWN_CHARS])
-    if pod.keep is Keep.RELEASED:
-        _heed_ended(work, pod_id, report)
+    if pod.released:
+        _apply_ended(work, pod_id, report)
         return
     if report.kind is ReportKind.ALIVE:
-        _hear(work, pod_id, None)
+        _record_heartbeat(work, pod_id, None)
         return
-    _hear(work, pod_id, report.snapshot)
-    if pod.keep is Keep.HOLD:
-        _heed_ended(work, pod_id, report)
+    _record_heartbeat(work, pod_id, report.snapshot)
+    if pod.desired is DesiredState.HOLD:
+        _apply_ended(work, pod_id, report)
         return
     if report.elastic and not work.job.elastic:
         work.set(elastic=True)
@@ -133,30 +145,30 @@ def reported(work: Work, pod_id: str, report: PodReport) -> None:
         return
     stage = stage_named(work.job, report.stage)
     member = stage.member(pod_id) if stage is not None else None
-    if member is not None and member.at is At.LOST:
-        _heed_ended(work, pod_id, report)  # it was given up in a pause that was called off
-    if stage is None or member is None or member.at in OVER:
+    if member is not None and member.phase is PodStagePhase.LOST:
+        _apply_ended(work, pod_id, report)  # it was given up in a pause that was called off
+    if stage is None or member is None or member.phase in GONE:
         return
-    _hear_joins(work, stage, pod_id, report)
+    _record_joins(work, stage, pod_id, report)
     _dispatch(work, stage, member, report)
 
 
-def _heed_ended(work: Work, pod_id: str, report: PodReport) -> None:
+def _apply_ended(work: Work, pod_id: str, report: PodReport) -> None:
     """A pod that was given up may still confirm that its trainers are gone."""
     if report.kind in (ReportKind.ENDED, ReportKind.EXITED):
         for stage in work.job.stages:
             member = stage.member(pod_id)
             exit_or_this = report.kind is ReportKind.EXITED or report.stage >= stage.stage
-            if member is not None and member.at is At.LOST and exit_or_this:
-                work.move(stage, pod_id, At.ENDED)
+            if member is not None and member.phase is PodStagePhase.LOST and exit_or_this:
+                work.move(stage, pod_id, PodStagePhase.ENDED)
 
 
-def _dispatch(work: Work, stage: Stage, member: Member, report: PodReport) -> None:
+def _dispatch(work: Work, stage: JobStage, member: StagePod, report: PodReport) -> None:
     pod_id = member.pod.pod_id
     match report.kind:
         case ReportKind.READY:
-            if report.attempt >= stage.attempt and stage is work.job.coming:
-                _raise(work, stage, pod_id, At.READY)
+            if report.attempt >= stage.attempt and stage is work.job.preparing:
+                _raise(work, stage, pod_id, PodStagePhase.READY)
         case ReportKind.STARTED | ReportKind.LOADED:
             _started(work, stage, pod_id, report)
         case ReportKind.FIRST_STEP | ReportKind.PROGRESS:
@@ -183,24 +195,24 @@ def _age(snapshot: SnapshotRef) -> tuple[int, int, int]:
     return snapshot.stage, snapshot.step, snapshot.serial
 
 
-def _hear(work: Work, pod_id: str, snapshot: SnapshotRef | None) -> None:
+def _record_heartbeat(work: Work, pod_id: str, snapshot: SnapshotRef | None) -> None:
     progress = work.job.progress
     work.progress(heard={**progress.heard, pod_id: work.now})
-    current = work.job.current
-    if snapshot is None or current is None or snapshot.stage > current.stage:
+    active = work.job.active
+    if snapshot is None or active is None or snapshot.stage > active.stage:
         return
     known = progress.snapshots.get(pod_id)
     if known is None or _age(snapshot) > _age(known):
         work.progress(snapshots={**progress.snapshots, pod_id: snapshot})
     if snapshot.stage > work.job.snapshot_stage:
         work.set(snapshot_stage=snapshot.stage)
-    if current.committed and snapshot.stage == current.stage:
+    if active.committed and snapshot.stage == active.stage:
         for pod in work.job.pods:
-            if pod.keep is Keep.HOLD and current.member(pod.pod_id) is None:
+            if pod.desired is DesiredState.HOLD and active.member(pod.pod_id) is None:
                 work.release(pod.pod_id)
 
 
-def _hear_joins(work: Work, stage: Stage, pod_id: str, report: PodReport) -> None:
+def _record_joins(work: Work, stage: JobStage, pod_id: str, report: PodReport) -> None:
     """Remember whether the pod's trainers could join a next stage in place."""
     joins = work.job.progress.joins
     tells = report.kind in (ReportKind.LOADED, ReportKind.FIRST_STEP, ReportKind.PROGRESS)
@@ -209,40 +221,44 @@ def _hear_joins(work: Work, stage: Stage, pod_id: str, report: PodReport) -> Non
         work.progress(joins={**joins, pod_id: report.joins})
 
 
-def _raise(work: Work, stage: Stage, pod_id: str, at: At) -> None:
+def _raise(work: Work, stage: JobStage, pod_id: str, phase: PodStagePhase) -> None:
     """Move a pod forward on the way to training, never back."""
     member = stage.member(pod_id)
-    if member is not None and member.at in EARLY and EARLY.index(member.at) < EARLY.index(at):
-        work.move(stage, pod_id, at)
+    if (
+        member is not None
+        and member.phase in STARTUP_ORDER
+        and STARTUP_ORDER.index(member.phase) < STARTUP_ORDER.index(phase)
+    ):
+        work.move(stage, pod_id, phase)
 
 
-def _started(work: Work, stage: Stage, pod_id: str, report: PodReport) -> None:
+def _started(work: Work, stage: JobStage, pod_id: str, report: PodReport) -> None:
     starts = stage.phase is Phase.START or stage.committed
     if not starts or report.attempt != stage.attempt:
         return
     loaded = report.kind is ReportKind.LOADED
-    _raise(work, stage, pod_id, At.LOADED if loaded else At.STARTED)
+    _raise(work, stage, pod_id, PodStagePhase.LOADED if loaded else PodStagePhase.STARTED)
     held = stage_named(work.job, stage.stage)
     if loaded and report.step and held is not None and held.first_step_at is None:
         work.set_stage(replace(held, base_step=report.step))
 
 
-def _progressed(work: Work, stage: Stage, member: Member, report: PodReport) -> None:
-    if stage is not work.job.current or not stage.committed:
+def _progressed(work: Work, stage: JobStage, member: StagePod, report: PodReport) -> None:
+    if stage is not work.job.active or not stage.committed:
         return
     pod_id = member.pod.pod_id
-    trains = member.at in (At.READY, At.STARTED, At.LOADED)
+    trains = member.phase in (PodStagePhase.READY, PodStagePhase.STARTED, PodStagePhase.LOADED)
     if not _cut_is_on(work):
-        trains |= member.at is At.CUTTING
-        trains |= member.at is At.PARKED and report.step > member.step
+        trains |= member.phase is PodStagePhase.CUTTING
+        trains |= member.phase is PodStagePhase.PARKED and report.step > member.step
     if trains and not told_to_end(stage):
-        work.move(stage, pod_id, At.TRAINING)
+        work.move(stage, pod_id, PodStagePhase.TRAINING)
     _advance_step(work, pod_id, report)
-    _heed_first_step(work, stage, report)
+    _apply_first_step(work, stage, report)
 
 
-def _heed_first_step(work: Work, stage: Stage, report: PodReport) -> None:
-    held = work.job.current
+def _apply_first_step(work: Work, stage: JobStage, report: PodReport) -> None:
+    held = work.job.active
     if held is None or held.first_step_at is not None or not held.committed:
         return
     first = report.kind is ReportKind.FIRST_STEP
@@ -252,10 +268,10 @@ def _heed_first_step(work: Work, stage: Stage, report: PodReport) -> None:
     step = report.step
     if not first and held.base_step is not None:
         step = held.base_step + 1
-    work.set(current=first_step(work, held, step))
-    previous = work.job.previous
-    if previous is not None and previous.end_since is None:
-        work.set(previous=replace(previous, end_since=work.now))
+    work.set(active=first_step(work, held, step))
+    retiring = work.job.retiring
+    if retiring is not None and retiring.end_since is None:
+        work.set(retiring=replace(retiring, end_since=work.now))
 
 
 def _advance_step(work: Work, pod_id: str, report: PodReport) -> None:
@@ -275,37 +291,44 @@ def _advance_step(work: Work, pod_id: str, report: PodReport) -> None:
 def _cut_is_on(work: Work) -> bool:
     """Whether the stage in force is told to cut now."""
     job = work.job
-    if job.coming is not None:
-        return job.coming.phase is Phase.CUT
+    if job.preparing is not None:
+        return job.preparing.phase is Phase.CUT
     halt = job.halt
     return job.goal is not Goal.RUN and halt is not None and halt.phase in CUT_PHASES
 
 
-def _drained(work: Work, stage: Stage, member: Member, report: PodReport) -> None:
+def _drained(work: Work, stage: JobStage, member: StagePod, report: PodReport) -> None:
     """A pod has parked. One that says so of an earlier cut has made steps since."""
     job = work.job
     pod_id = member.pod.pod_id
-    if stage is not job.current or not stage.committed or told_to_end(stage):
+    if stage is not job.active or not stage.committed or told_to_end(stage):
         return
     if report.step < job.progress.steps.get(pod_id, 0):
         return
     _advance_step(work, pod_id, report)
-    work.move(stage, pod_id, At.PARKED, report.step, kept=report.kept, durable=report.durable)
+    work.move(
+        stage,
+        pod_id,
+        PodStagePhase.PARKED,
+        report.step,
+        snapshot_is_current=report.snapshot_is_current,
+        durable=report.durable,
+    )
     if _cut_is_on(work):
         stand_still(work)
 
 
-def _ended(work: Work, stage: Stage, pod_id: str, report: PodReport) -> None:
+def _ended(work: Work, stage: JobStage, pod_id: str, report: PodReport) -> None:
     if told_to_end(stage):
-        work.move(stage, pod_id, At.ENDED)
-    elif stage is work.job.current:
+        work.move(stage, pod_id, PodStagePhase.ENDED)
+    elif stage is work.job.active:
         # END is never taken back, so this launcher lost its trainers in another way.
         text = f"pod {pod_id} has no trainers of stage {stage.stage} any more"
-        fail_current(work, Cause(kind=CauseKind.FAILURE, text=text, at=work.now))
-        work.move(stage, pod_id, At.ENDED)
+        fail_active(work, Cause(kind=CauseKind.FAILURE, text=text, at=work.now))
+        work.move(stage, pod_id, PodStagePhase.ENDED)
 
 
-def _failed(work: Work, stage: Stage, member: Member, report: PodReport) -> None:
+def _failed(work: Work, stage: JobStage, member: StagePod, report: PodReport) -> None:
     if report.attempt < stage.attempt:
         return
     job = work.job
@@ -321,21 +344,21 @@ def _failed(work: Work, stage: Stage, member: Member, report: PodReport) -> None
         at=work.now,
         peer_lost=report.peer_lost,
         faults=() if fault is None or planned or report.peer_lost else (fault,),
-        of_change=stage is job.coming and stage.way is not Way.START,
+        of_change=stage is job.preparing and stage.way is not Way.START,
     )
-    if stage is job.coming:
+    if stage is job.preparing:
         if stage.way is Way.JOIN and report.peer_lost:
             # A new trainer could not meet those that stay; what is wrong there they say themselves.
             _join_otherwise(work, stage, text)
         else:
-            fail_coming(work, cause)
+            fail_preparing(work, cause)
         return
-    work.move(stage, pod_id, At.FAILED)
-    if stage is not job.current:
+    work.move(stage, pod_id, PodStagePhase.FAILED)
+    if stage is not job.active:
         return
     if told_to_end(stage) and stage.over is None:
         return  # it was being ended anyway
-    fail_current(work, cause)
+    fail_active(work, cause)
 
 
 def _who(pod_id: str, report: PodReport) -> str:
@@ -352,7 +375,7 @@ def _failure_text(pod_id: str, report: PodReport, *, planned: bool) -> str:
     return f"{who} {how}" + (f": {report.reason}" if report.reason else "")
 
 
-def _was_killed(stage: Stage, report: PodReport) -> bool:
+def _was_killed(stage: JobStage, report: PodReport) -> bool:
     """Whether a requested kill explains the failure, its own or its victims'."""
     if not stage.kill_ranks:
         return False
@@ -360,41 +383,41 @@ def _was_killed(stage: Stage, report: PodReport) -> bool:
     return report.peer_lost or report.rank in killed
 
 
-def _port_taken(work: Work, stage: Stage, pod_id: str, report: PodReport) -> None:
+def _port_taken(work: Work, stage: JobStage, pod_id: str, report: PodReport) -> None:
     beside = stage.way in (Way.REPLACE, Way.JOIN)
     phase = Phase.PREPARE if beside else Phase.START
-    if stage is not work.job.coming or stage.phase is not phase:
+    if stage is not work.job.preparing or stage.phase is not phase:
         return
     if report.attempt != stage.attempt:
         return
     why = f"pod {pod_id} found a port taken" + (f": {report.reason}" if report.reason else "")
     if stage.attempt + 1 >= MAX_ATTEMPTS:
         text = f"{why}, {MAX_ATTEMPTS} times in a row"
-        fail_coming(work, Cause(kind=CauseKind.FAILURE, text=text, at=work.now))
+        fail_preparing(work, Cause(kind=CauseKind.FAILURE, text=text, at=work.now))
     else:
-        deal_again(work, why)
+        reallocate_ports(work, why)
 
 
-def _cannot_join(work: Work, stage: Stage, pod_id: str, report: PodReport) -> None:
+def _cannot_join(work: Work, stage: JobStage, pod_id: str, report: PodReport) -> None:
     """A pod that was to stay cannot form a second group, or could not this time."""
     work.progress(joins={**work.job.progress.joins, pod_id: False})
-    joins = stage is work.job.coming and stage.way is Way.JOIN
+    joins = stage is work.job.preparing and stage.way is Way.JOIN
     if joins and report.attempt == stage.attempt:
         _join_otherwise(work, stage, f"pod {pod_id} cannot join: {report.reason}"[:SHOWN_CHARS])
 
 
-def _join_otherwise(work: Work, stage: Stage, why: str) -> None:
+def _join_otherwise(work: Work, stage: JobStage, why: str) -> None:
     """Take another way; once the stage in force is told to cut, only one without preparation."""
-    current = work.job.current
+    active = work.job.active
     joins = dict(work.job.progress.joins)
     work.progress(joins={})
     way = choose_way(work.job, work.cluster)
     work.progress(joins=joins)
-    parks = stage.phase is Phase.CUT or (current is not None and current.over is not None)
+    parks = stage.phase is Phase.CUT or (active is not None and active.over is not None)
     join_otherwise(work, Way.DRAIN if parks else way, why)
 
 
-def _stage_too_low(work: Work, stage: Stage, pod_id: str, report: PodReport) -> None:
+def _stage_too_low(work: Work, stage: JobStage, pod_id: str, report: PodReport) -> None:
     if told_to_end(stage) or report.attempt < stage.attempt:
         return
     text = f"the checkpoint path holds stage {report.highest_stage}, stage {stage.stage} is lower"
@@ -403,29 +426,29 @@ def _stage_too_low(work: Work, stage: Stage, pod_id: str, report: PodReport) -> 
         kind, text = CauseKind.FAILURE, f"pod {pod_id} refuses stage {stage.stage}: {report.reason}"
     cause = Cause(kind=kind, text=text, at=work.now)
     work.set(next_stage=max(work.job.next_stage, report.highest_stage + 1))
-    if stage is work.job.current:
-        fail_current(work, cause)
-    elif stage is work.job.coming and kind is CauseKind.NEUTRAL:
+    if stage is work.job.active:
+        fail_active(work, cause)
+    elif stage is work.job.preparing and kind is CauseKind.NEUTRAL:
         renumber(work, report.highest_stage)
-    elif stage is work.job.coming:
-        fail_coming(work, cause)
+    elif stage is work.job.preparing:
+        fail_preparing(work, cause)
 
 
-def _done(work: Work, stage: Stage, member: Member, report: PodReport) -> None:
-    if stage is not work.job.current or not stage.committed or told_to_end(stage):
+def _done(work: Work, stage: JobStage, member: StagePod, report: PodReport) -> None:
+    if stage is not work.job.active or not stage.committed or told_to_end(stage):
         return
     _advance_step(work, member.pod.pod_id, report)
-    if member.at in (At.CUTTING, At.PARKED):
-        work.move(stage, member.pod.pod_id, At.TRAINING)
+    if member.phase in (PodStagePhase.CUTTING, PodStagePhase.PARKED):
+        work.move(stage, member.pod.pod_id, PodStagePhase.TRAINING)
     if not work.job.done:
         work.set(done=True)
         update_record(work, stage.stage, last_step=work.job.progress.step)
         work.note(f"training is complete after step {work.job.progress.step}")
 
 
-def previous_ended(work: Work) -> None:
+def forget_retired(work: Work) -> None:
     """Forget the stage before, once its parked trainers are gone."""
-    previous = work.job.previous
-    if previous is not None and all(member.at in OVER for member in previous.members):
-        work.set(previous=None)
+    retiring = work.job.retiring
+    if retiring is not None and all(member.phase in GONE for member in retiring.members):
+        work.set(retiring=None)
         dismiss_leavers(work)

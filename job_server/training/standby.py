@@ -10,7 +10,7 @@ from job_server.api.wire import PlanPod, SlotKind, Way
 from job_server.cluster.placement import Cluster, find_node
 from job_server.training.deadlines import STANDBY_AFTER_S, scripted, standby_times
 from job_server.training.losses import MOST_LOSSES, likely_losses
-from job_server.training.transitions import begin, choose_way
+from job_server.training.moves import begin, choose_way
 from job_server.training.work import Work
 
 
@@ -21,8 +21,8 @@ def stand_by(work: Work, *, may_begin: bool) -> None:
         may_begin: a change could begin now.
     """
     job = work.job
-    stage = job.current
-    if not job.spec.standby or stage is None or job.coming is not None:
+    stage = job.active
+    if not job.spec.standby or stage is None or job.preparing is not None:
         return
     if not may_begin or any(work.now < at for at in standby_times(job)):
         return
@@ -57,7 +57,7 @@ def _say_once(work: Work, text: str) -> None:
 
 def _be_ready_for_losses(work: Work) -> None:
     """Have the trainers of the standby form groups without each of those that may be lost."""
-    stage = work.job.coming
+    stage = work.job.preparing
     if stage is None:
         return
     pods = tuple(member.pod for member in stage.members)
@@ -69,7 +69,7 @@ def _be_ready_for_losses(work: Work) -> None:
     if why:
         _say_once(work, f"standby 2 acts as 1, for crashes of trainers only: {why}")
         return
-    work.set(coming=replace(stage, losses=likely_losses(pods)))
+    work.set(preparing=replace(stage, survivable_failures=likely_losses(pods)))
 
 
 def _is_on_gpu(cluster: Cluster, pod: PlanPod) -> bool:

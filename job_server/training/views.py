@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from job_server.api.wire import (
+    DesiredState,
     JobPod,
     JobStatus,
     NodePod,
@@ -15,23 +16,21 @@ from job_server.api.wire import (
     Save,
     StagePlan,
     StageRecord,
-    Want,
     Way,
 )
-from job_server.training.bookkeeping import account_at, script_runs
+from job_server.training.accounting import account_at, script_runs
+from job_server.training.allocation import unsaved
 from job_server.training.changes import queued
 from job_server.training.job import (
     CUT_PHASES,
     Goal,
     HaltPhase,
     Job,
-    Keep,
+    JobStage,
     Phase,
-    Pod,
-    Stage,
+    TrainingPod,
     occupied,
 )
-from job_server.training.layout import unsaved
 from job_server.training.plain import plain_warning
 
 
@@ -54,7 +53,7 @@ def node_pods(job: Job, node_id: str) -> tuple[NodePod, ...]:
             pod_id=pod.pod_id,
             job_id=job.spec.job_id,
             slots=pod.site.slots,
-            want=_want(pod),
+            want=pod.desired,
             folder=job.spec.folder,
             max_trainers=job.spec.max_trainers,
             grace_s=job.spec.grace_s,
@@ -63,11 +62,11 @@ def node_pods(job: Job, node_id: str) -> tuple[NodePod, ...]:
             submitted_at=job.submitted_at,
         )
         for pod in job.pods
-        if pod.site.node_id == node_id and pod.keep is not Keep.RELEASED
+        if pod.site.node_id == node_id and pod.desired is not None
     )
 
 
-def _save(job: Job, pod: Pod) -> Save | None:
+def _save(job: Job, pod: TrainingPod) -> Save | None:
     held = job.halt
     if held is None or held.phase is not HaltPhase.SAVE or held.pod_id != pod.pod_id:
         return None
@@ -81,23 +80,17 @@ def _last_saver(job: Job) -> str | None:
     """
     source = unsaved(job)
     holding = {pod.site.node_id for pod in job.pods if source and pod.pod_id in source.pods}
-    stage = job.current
+    stage = job.active
     ranked = [] if stage is None else [member.pod.node_id for member in stage.members]
     return next((node_id for node_id in (*ranked, *sorted(holding)) if node_id in holding), None)
-
-
-def _want(pod: Pod) -> Want:
-    if pod.keep is Keep.HOLD:
-        return Want.HOLD
-    return Want.KILL if pod.kill else Want.RUN
 
 
 def pod_orders(job: Job, pod_id: str) -> PodView | None:
     """Return what the pod's launcher is to do; None: the pod is unknown or not wanted."""
     pod = job.pod(pod_id)
-    if pod is None or pod.keep is Keep.RELEASED or job.legacy:
+    if pod is None or pod.released or job.legacy:
         return None
-    if pod.keep is Keep.HOLD or pod.left:
+    if pod.desired is DesiredState.HOLD or pod.left:
         return PodView(leave=True)
     plans = tuple(
         plan
@@ -107,7 +100,7 @@ def pod_orders(job: Job, pod_id: str) -> PodView | None:
     return PodView(plans=plans, spares=job.spec.spares)
 
 
-def _plan(job: Job, stage: Stage) -> StagePlan:
+def _plan(job: Job, stage: JobStage) -> StagePlan:
     first = stage.members[0].pod
     return StagePlan(
         job_id=job.spec.job_id,
@@ -125,8 +118,8 @@ def _plan(job: Job, stage: Stage) -> StagePlan:
         cut=stage.cut,
         kill_ranks=stage.kill_ranks,
         policy=job.spec.policy,
-        losses=stage.losses,
-        lost=stage.lost,
+        survivable_failures=stage.survivable_failures,
+        missing_pods=stage.missing_pods,
         halt=job.goal.value if _cutting_for_halt(job) else "",
         submitted_at=job.submitted_at,
         take_over=job.spec.take_over,
@@ -139,19 +132,19 @@ def _cutting_for_halt(job: Job) -> bool:
 
 
 def _cutting_for_join(job: Job) -> bool:
-    coming = job.coming
-    return coming is not None and coming.way is Way.JOIN and coming.phase is Phase.CUT
+    preparing = job.preparing
+    return preparing is not None and preparing.way is Way.JOIN and preparing.phase is Phase.CUT
 
 
-def _order(job: Job, stage: Stage) -> Order:
+def _order(job: Job, stage: JobStage) -> Order:
     if stage.end_since is not None:
         return Order.END
-    if stage is job.coming:
+    if stage is job.preparing:
         return Order.START if stage.phase is Phase.START else Order.PREPARE
-    if stage is job.previous:
+    if stage is job.retiring:
         return Order.CUT  # parked, until the stage after it has made a step
-    coming = job.coming
-    if _cutting_for_halt(job) or (coming is not None and coming.phase is Phase.CUT):
+    preparing = job.preparing
+    if _cutting_for_halt(job) or (preparing is not None and preparing.phase is Phase.CUT):
         return Order.CUT
     return Order.RESUME if stage.resuming else Order.GO
 
@@ -183,7 +176,7 @@ def job_status(job: Job, now: float, revision: int) -> JobStatus:
     script_s = progress.script_s
     if script_runs(job):
         script_s += max(0.0, now - progress.accrued_at)
-    stage = job.current if job.current is not None else job.coming
+    stage = job.active if job.active is not None else job.preparing
     return JobStatus(
         job_id=job.spec.job_id,
         state=job.state,
@@ -223,7 +216,7 @@ def _is_saving(job: Job) -> bool:
 
 def _live(job: Job, record: StageRecord) -> StageRecord:
     """Fill in what is written only when the stage ends."""
-    stage = job.current
+    stage = job.active
     runs = stage is not None and stage.stage == record.stage and record.ended_at is None
     if not runs or record.first_step is None:
         return record
@@ -234,16 +227,16 @@ def _job_pods(job: Job) -> tuple[JobPod, ...]:
     if job.legacy:
         return tuple(_shown(pod, "running") for pod in job.served)
     shown: list[JobPod] = []
-    current, coming = job.current, job.coming
-    for stage in (current, coming):
+    active, preparing = job.active, job.preparing
+    for stage in (active, preparing):
         for member in stage.members if stage is not None else ():
             pod = job.pod(member.pod.pod_id)
             if pod is None or any(pod.pod_id == other.pod_id for other in shown):
                 continue
-            phase = "running" if stage is current else "preparing"
-            leaves = coming is not None and coming.member(pod.pod_id) is None
+            phase = "running" if stage is active else "preparing"
+            leaves = preparing is not None and preparing.member(pod.pod_id) is None
             if not pod.usable or leaves:
-                phase = "holding" if pod.keep is Keep.HOLD else "leaving"
+                phase = "holding" if pod.desired is DesiredState.HOLD else "leaving"
             shown.append(_shown(member.pod, phase, pod.log_path))
     for pod in job.pods:
         if not any(pod.pod_id == other.pod_id for other in shown):
@@ -256,7 +249,7 @@ def _job_pods(job: Job) -> tuple[JobPod, ...]:
                 ranks=(),
                 ports=(),
             )
-            phase = "holding" if pod.keep is Keep.HOLD else "leaving"
+            phase = "holding" if pod.desired is DesiredState.HOLD else "leaving"
             shown.append(_shown(plan_pod, phase, pod.log_path))
     return tuple(shown)
 

@@ -1,10 +1,11 @@
-"""One call of `stages.step` at work: the job so far, the time, and what is to be logged. Pure."""
+"""One call of `machine.step` at work: the job so far, the time, and what is to be logged. Pure."""
 
 from dataclasses import replace
 from typing import Any
 
+from job_server.api.wire import DesiredState
 from job_server.cluster.placement import Cluster, find_node
-from job_server.training.job import At, Job, Keep, Pod, Stage
+from job_server.training.job import Job, JobStage, PodStagePhase, TrainingPod
 
 END_MARGIN_S = 20.0  # beyond the grace, for a launcher that ends its trainers
 LOAD_PATIENCE = 5.0  # times prepare_timeout_s: where nothing trains that a timeout would save
@@ -41,7 +42,7 @@ class Work:
         if lasting:
             self.reason = text
 
-    def set_pod(self, pod: Pod) -> None:
+    def set_pod(self, pod: TrainingPod) -> None:
         self.set(pods=tuple(pod if p.pod_id == pod.pod_id else p for p in self.job.pods))
 
     def drop_pod(self, pod_id: str) -> None:
@@ -56,21 +57,21 @@ class Work:
             steps=without(progress.steps, pod_id),
         )
 
-    def set_stage(self, stage: Stage) -> None:
+    def set_stage(self, stage: JobStage) -> None:
         """Put a changed stage back into the place where its number stands."""
-        for place in ("previous", "current", "coming"):
+        for place in ("retiring", "active", "preparing"):
             held = getattr(self.job, place)
             if held is not None and held.stage == stage.stage:
                 self.set(**{place: stage})
 
     def move(
         self,
-        stage: Stage,
+        stage: JobStage,
         pod_id: str,
-        at: At,
+        phase: PodStagePhase,
         step: int | None = None,
         *,
-        kept: bool = False,
+        snapshot_is_current: bool = False,
         durable: str = "",
     ) -> None:
         """Record how far a pod is with a stage."""
@@ -79,36 +80,42 @@ class Work:
         if held is None or member is None:
             return
         step = member.step if step is None else step
-        changed = replace(member, at=at, step=step, kept=kept, durable=durable)
+        changed = replace(
+            member, phase=phase, step=step, snapshot_is_current=snapshot_is_current, durable=durable
+        )
         self.set_stage(held.with_member(changed))
 
-    def is_silent(self, pod: Pod) -> bool:
+    def is_silent(self, pod: TrainingPod) -> bool:
         """Whether neither the pod's node nor its launcher has been heard for four heartbeats."""
         return self.now >= silent_at(self.job, pod, self.cluster)
 
-    def release(self, pod_id: str, keep: Keep = Keep.RELEASED) -> None:
-        """Let a pod go: HOLD keeps its shim and the snapshot in it."""
+    def release(self, pod_id: str, *, hold: bool = False) -> None:
+        """Let a pod go.
+
+        Args:
+            hold: its shim and the snapshot in it stay.
+        """
         pod = self.job.pod(pod_id)
-        if pod is not None and pod.keep is not Keep.RELEASED:
-            self.set_pod(replace(pod, keep=keep))
+        if pod is not None and not pod.released:
+            self.set_pod(replace(pod, desired=DesiredState.HOLD if hold else None))
 
 
-def silent_at(job: Job, pod: Pod, cluster: Cluster) -> float:
+def silent_at(job: Job, pod: TrainingPod, cluster: Cluster) -> float:
     """Return when a pod counts as silent if nothing is heard until then."""
     view = find_node(cluster, pod.site.node_id)
-    heard = job.progress.heard.get(pod.pod_id, job.heed_from)
-    seen = view.seen_at if view is not None else job.heed_from
-    return max(heard, seen, job.heed_from) + cluster.silence_s
+    heard = job.progress.heard.get(pod.pod_id, job.grace_from)
+    seen = view.seen_at if view is not None else job.grace_from
+    return max(heard, seen, job.grace_from) + cluster.silence_s
 
 
-def client_silent_at(job: Job, pod: Pod, cluster: Cluster) -> float:
+def client_silent_at(job: Job, pod: TrainingPod, cluster: Cluster) -> float:
     """Return when nobody looks after the pod if its client is not heard until then."""
     view = find_node(cluster, pod.site.node_id)
-    seen = view.seen_at if view is not None else job.heed_from
-    return max(seen, job.heed_from) + cluster.silence_s
+    seen = view.seen_at if view is not None else job.grace_from
+    return max(seen, job.grace_from) + cluster.silence_s
 
 
-def fenced_at(job: Job, pod: Pod, cluster: Cluster) -> float | None:
+def fenced_at(job: Job, pod: TrainingPod, cluster: Cluster) -> float | None:
     """Return when the pod's client has stopped it if neither is heard until then.
 
     None: its client keeps pods running while the server is away, or fell silent so long before
@@ -117,10 +124,10 @@ def fenced_at(job: Job, pod: Pod, cluster: Cluster) -> float | None:
     view = find_node(cluster, pod.site.node_id)
     if view is None or view.node.stop_after_s is None:
         return None
-    heard = job.progress.heard.get(pod.pod_id, job.heed_from)
-    if heard > max(view.seen_at, job.heed_from) + cluster.silence_s:
+    heard = job.progress.heard.get(pod.pod_id, job.grace_from)
+    if heard > max(view.seen_at, job.grace_from) + cluster.silence_s:
         return None
-    last = max(heard, view.seen_at, job.heed_from)
+    last = max(heard, view.seen_at, job.grace_from)
     return last + view.node.stop_after_s + FENCE_MARGIN_S
 
 
@@ -128,10 +135,10 @@ def without(mapping: Any, key: str) -> dict[str, Any]:
     return {k: v for k, v in mapping.items() if k != key}
 
 
-def stage_named(job: Job, number: int) -> Stage | None:
+def stage_named(job: Job, number: int) -> JobStage | None:
     return next((stage for stage in job.stages if stage.stage == number), None)
 
 
-def told_to_end(stage: Stage) -> bool:
+def told_to_end(stage: JobStage) -> bool:
     """Whether the pods of a stage are told to end its trainers."""
     return stage.end_since is not None

@@ -115,7 +115,7 @@ def _drained(run: StageRun) -> PodReport:
         run,
         ReportKind.DRAINED,
         snapshot=run.parked_as,
-        kept=run.parked_as is not None,
+        snapshot_is_current=run.parked_as is not None,
         durable=run.durable,
     )
     return replace(report, step=steps.pop())

@@ -131,7 +131,7 @@ class NodeSegments:
                 break
             if (self._dir(pod_id) / "sock").exists():  # else: on another node, or gone
                 found = self._fetch(pod_id, source.stage)
-            if source.on_every_node:
+            if source.local_on_all_nodes:
                 unfit = [fd for _, fd in found if not _has(fd, source)]
                 found = [(segment, fd) for segment, fd in found if fd not in unfit]
                 close_all(unfit)

@@ -359,7 +359,7 @@ def new_ranks(pod_id: str, old: StagePlan, new: StagePlan) -> dict[int, int]:
 
 def renumbered(run: StageRun, pod_id: str) -> tuple[StageRun, dict[int, int]]:
     """Return the run with the ranks that its plan gives it now, and which became which."""
-    if not run.plan.lost:
+    if not run.plan.missing_pods:
         return run, {}
     ranks = own_pod(pod_id, run.plan).ranks
     changed = {

@@ -14,6 +14,7 @@ from job_client.config import ClientConfig
 from job_client.devices.gpus import CpuSlots
 from job_server.api.errors import NotFound, ServerAway
 from job_server.api.wire import (
+    DesiredState,
     JobStatus,
     Node,
     NodePlan,
@@ -21,7 +22,6 @@ from job_server.api.wire import (
     NodeReport,
     PodPhase,
     PodState,
-    Want,
 )
 from pod_runtime import env, processes
 from tests.support import wait_until
@@ -161,7 +161,9 @@ class Client:
         assert not self._thread.is_alive(), "the client does not end"
 
 
-def pod(pod_id: str = "pod_0_0", want: Want = Want.RUN, **fields: object) -> NodePod:
+def pod(
+    pod_id: str = "pod_0_0", want: DesiredState = DesiredState.RUN, **fields: object
+) -> NodePod:
     values: dict[str, object] = {
         "pod_id": pod_id, "job_id": "job", "slots": (0,), "want": want, "grace_s": 5.0, **fields,
     }  # fmt: skip

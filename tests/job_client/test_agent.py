@@ -10,7 +10,7 @@ import pytest
 from job_client.agent import EndMode
 from job_client.errors import FatalError, SetupError
 from job_server.api.errors import Conflict, Unauthorized
-from job_server.api.wire import PodPhase, Want
+from job_server.api.wire import DesiredState, PodPhase
 from pod_runtime import env, processes, shim_wire
 from tests.job_client.conftest import pod
 from tests.support import wait_until
@@ -100,7 +100,7 @@ def test_a_held_pod_is_stopped_but_keeps_its_snapshot(start_client, server, tmp_
     shim_wire.request(folder, {"op": "put", "segment": segment}, (fd,))
     os.close(fd)
 
-    server.want(pod(want=Want.HOLD))
+    server.want(pod(want=DesiredState.HOLD))
     state = server.wait_phase("pod_0_0", PodPhase.EXITED)
     assert state.signal == signal.SIGTERM
     _, fds = shim_wire.request(folder, {"op": "get", "stage": None})
@@ -115,7 +115,7 @@ def test_a_killed_pod_gets_no_grace(start_client, server):
     start_client("trap '' TERM; while :; do sleep 1; done")
     server.want(pod(grace_s=600.0))
     server.wait_phase("pod_0_0", PodPhase.RUNNING)
-    server.want(pod(want=Want.KILL, grace_s=600.0))
+    server.want(pod(want=DesiredState.KILL, grace_s=600.0))
     state = server.wait_phase("pod_0_0", PodPhase.EXITED)
     assert state.signal == signal.SIGKILL
     assert "killed on request" in state.reason
@@ -179,7 +179,7 @@ def test_a_pod_can_be_stopped_while_its_package_script_runs(start_client, server
     start_client(package_sh=package)
     server.want(pod())
     child = pid_in(tmp_path / "child")
-    server.want(pod(want=Want.HOLD))
+    server.want(pod(want=DesiredState.HOLD))
     state = server.wait_phase("pod_0_0", PodPhase.EXITED)
     assert "stopped before the package script had ended" in state.reason
     assert is_gone(child)

@@ -15,12 +15,12 @@ from job_client.reconcile import (
     StopPod,
     plan_changes,
 )
-from job_server.api.wire import NodePod, PodPhase, Want
+from job_server.api.wire import DesiredState, NodePod, PodPhase
 
 KEY = ("job", "a")
 
 
-def wanted(want: Want, pod_id: str = "a", job_id: str = "job") -> NodePod:
+def wanted(want: DesiredState, pod_id: str = "a", job_id: str = "job") -> NodePod:
     return NodePod(pod_id=pod_id, job_id=job_id, slots=(0,), want=want, grace_s=7.0)
 
 
@@ -32,7 +32,7 @@ def kinds(actions: list[Action]) -> list[str]:
     return [type(action).__name__ for action in actions]
 
 
-RUN, HOLD, KILL = Want.RUN, Want.HOLD, Want.KILL
+RUN, HOLD, KILL = DesiredState.RUN, DesiredState.HOLD, DesiredState.KILL
 STARTING, RUNNING = PodPhase.STARTING, PodPhase.RUNNING
 STOPPING, EXITED = PodPhase.STOPPING, PodPhase.EXITED
 
@@ -115,7 +115,7 @@ def test_a_pod_starts_when_who_leaves_its_slot_has_exited(phase, want):
 
 phases = st.sampled_from(list(PodPhase))
 states = st.dictionaries(st.sampled_from("abcdef"), phases)
-plans = st.dictionaries(st.sampled_from("abcdef"), st.sampled_from(list(Want)))
+plans = st.dictionaries(st.sampled_from("abcdef"), st.sampled_from(list(DesiredState)))
 
 
 @given(states, plans)

@@ -15,7 +15,7 @@ import pytest
 
 from job_client.agent import EndMode
 from job_client.pods.saving import SaveAttempt
-from job_server.api.wire import PodPhase, Save, SavePhase, SaveState, Want
+from job_server.api.wire import DesiredState, PodPhase, Save, SavePhase, SaveState
 from pod_runtime import shim_wire
 from pod_runtime.segment_header import Stamp
 from pod_runtime.shim_wire import ShimError
@@ -199,9 +199,9 @@ def test_a_client_writes_what_the_server_orders_and_says_so(start_client, server
     server.want(pod())
     server.wait_phase("pod_0_0", PodPhase.RUNNING)
     hold(tmp_path / "log" / "pods" / "pod_0_0", places(tmp_path))
-    server.want(pod(want=Want.HOLD))
+    server.want(pod(want=DesiredState.HOLD))
     server.wait_phase("pod_0_0", PodPhase.EXITED)
-    server.want(pod(want=Want.HOLD, save=Save(id=4)))
+    server.want(pod(want=DesiredState.HOLD, save=Save(id=4)))
     state = server.wait_state(
         "pod_0_0",
         lambda state: state.save is not None and state.save.phase is SavePhase.WRITTEN,
@@ -210,7 +210,7 @@ def test_a_client_writes_what_the_server_orders_and_says_so(start_client, server
     assert state.save is not None
     assert (state.save.id, state.save.step) == (4, 12)
     assert weight_at(tmp_path / "checkpoint", 12) == 1.0
-    server.want(pod(want=Want.HOLD))
+    server.want(pod(want=DesiredState.HOLD))
     server.wait_state("pod_0_0", lambda state: state.save is None, "not told to save")
 
 
@@ -260,7 +260,7 @@ def test_a_client_that_is_ended_tells_what_it_wrote_at_last_though_an_order_had_
     nowhere = tmp_path / "run"
     nowhere.write_text("a file where the run folder is to be")
     hold(tmp_path / "log" / "pods" / "pod_0_0", SaveTarget.of(None, 3, nowhere))
-    server.want(pod(want=Want.HOLD, save=Save(id=4), last_save=True))
+    server.want(pod(want=DesiredState.HOLD, save=Save(id=4), last_save=True))
     server.wait_state(
         "pod_0_0",
         lambda state: state.save is not None and state.save.phase is SavePhase.FAILED,
@@ -284,7 +284,7 @@ def test_a_client_that_is_ended_amid_an_order_to_write_has_one_writer_at_a_time(
     folder = tmp_path / "checkpoint" / CheckpointId(3, 12).folder
     folder.mkdir(parents=True)
     os.mkfifo(folder / "train_status.json")  # nobody reads: the writer stays here
-    server.want(pod(want=Want.HOLD, save=Save(id=4), last_save=True))
+    server.want(pod(want=DesiredState.HOLD, save=Save(id=4), last_save=True))
     server.wait_phase("pod_0_0", PodPhase.EXITED)
     wait_until(lambda: bool(writers()) and (folder / "extra.safetensors").exists())
     (first,) = writers()

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass, field
 
 from job_server.api.wire import Demand
-from job_server.teachers.demand import Governor, observe
+from job_server.teachers.autoscaler import TeacherAutoscaler, observe
 
 REPORT_S = 2.0
 
@@ -67,12 +67,12 @@ class School:
 
 @dataclass
 class Trial:
-    """A governor and the school that it governs; teachers start and stop as they are wanted."""
+    """A autoscaler and the school that it governs; teachers start and stop as they are wanted."""
 
     school: School
     low: int = 1
     high: int = 16
-    governor: Governor = field(default_factory=lambda: Governor(wanted=1))
+    autoscaler: TeacherAutoscaler = field(default_factory=lambda: TeacherAutoscaler(wanted=1))
     running: int = 1
     rates: list[float] = field(default_factory=list)  # without noise
     numbers: list[int] = field(default_factory=list)
@@ -80,8 +80,8 @@ class Trial:
 
     def run(self, reports: int) -> None:
         for _ in range(reports):
-            if self.running != self.governor.wanted:
-                self.running, self._since = self.governor.wanted, 0
+            if self.running != self.autoscaler.wanted:
+                self.running, self._since = self.autoscaler.wanted, 0
             self._since += 1
             started = self._since > self.school.starts_in
             self.school.serving = (
@@ -89,8 +89,8 @@ class Trial:
             )
             demand = self.school.report()
             steady = demand.teachers is None or demand.teachers >= self.running
-            self.governor = observe(
-                self.governor,
+            self.autoscaler = observe(
+                self.autoscaler,
                 demand,
                 pods=self.running,
                 steady=steady,

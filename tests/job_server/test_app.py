@@ -271,7 +271,7 @@ def test_a_node_gets_its_pods_and_the_job_runs(client):
     launchers = Launchers(client)
     plan = launchers.plan()
     assert sorted(plan) == ["pod_0_0", "pod_1_0"]
-    assert {pod.want for pod in plan.values()} == {wire.Want.RUN}
+    assert {pod.want for pod in plan.values()} == {wire.DesiredState.RUN}
     launchers.train()
     status = get_job(client)
     assert status["state"] == "RUNNING"

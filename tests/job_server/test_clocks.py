@@ -36,7 +36,7 @@ def float_fields(kind: type, seen: set[type]) -> set[str]:
 
 def test_every_float_of_a_job_is_a_time_or_a_duration_by_its_name():
     found = float_fields(Job, set()) | float_fields(TeacherJob, set())
-    assert {"since", "at", "heed_from", "retry_at", "heard", "demand_at"} <= found
+    assert {"since", "at", "grace_from", "retry_at", "heard", "demand_at"} <= found
     odd = {n for n in found if not (is_time(n) or n.endswith("_s") or n in NUMBERS)}
     assert odd == set(), "name it *_at where it is a time, *_s where it is a duration"
 
@@ -44,7 +44,7 @@ def test_every_float_of_a_job_is_a_time_or_a_duration_by_its_name():
 def test_times_move_together_and_durations_stay():
     job = teachers.new_job(SPEC, 5000.0)
     moved = moved_back(job, 600.0)
-    assert (moved.heed_from, moved.progress.accrued_at) == (4400.0, 4400.0)
+    assert (moved.grace_from, moved.progress.accrued_at) == (4400.0, 4400.0)
     assert moved.submitted_at == job.submitted_at  # it tells jobs of one id apart
     assert moved.spec == job.spec
     assert moved.retry_at == 0.0  # never

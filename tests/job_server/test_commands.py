@@ -11,7 +11,8 @@ from edl.__main__ import main as edl
 from job_server.api import wire
 from job_server.cli import commands
 from job_server.cli.commands import main
-from job_server.training import stages
+from job_server.training import views
+from job_server.training.events import PauseAsked, StopAsked
 from tests.job_server.serving import InThread, cpu_node, running_server
 from tests.job_server.test_stages_changes import trains, world
 from tests.job_server.world import World
@@ -266,14 +267,14 @@ class SimulatedApi:
         self.made = made
 
     def _status(self) -> wire.JobStatus:
-        return stages.job_status(self.made.job, self.made.now, 0)
+        return views.job_status(self.made.job, self.made.now, 0)
 
     def pause(self, _job_id: str) -> wire.JobStatus:
-        self.made.send(stages.PauseAsked())
+        self.made.send(PauseAsked())
         return self._status()
 
     def stop(self, _job_id: str, *, discard: bool) -> wire.JobStatus:
-        self.made.send(stages.StopAsked(discard=discard))
+        self.made.send(StopAsked(discard=discard))
         return self._status()
 
     delete = stop

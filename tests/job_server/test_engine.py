@@ -13,7 +13,7 @@ import pytest
 from job_server.api import wire
 from job_server.server.service import JobService
 from job_server.server.store import Store
-from job_server.training import advance
+from job_server.training import rules
 from job_server.training.work import Work
 from tests.job_server.serving import ROOT, browse, cpu_node, open_service
 from tests.support import wait_until
@@ -244,7 +244,7 @@ def test_rules_that_undo_each_other_are_named_with_the_job_and_stop_no_other(mon
         service.submit(SPEC)
         service.submit(teachers("teachers", "soft"))
         before = client.get("/api/v1/jobs/digits").get_json()
-        monkeypatch.setattr(advance, "RULES", (*advance.RULES, _flip))
+        monkeypatch.setattr(rules, "RULES", (*rules.RULES, _flip))
         answer = client.post("/api/v1/jobs/digits/resize", json={"pods": 1})
         assert answer.status_code == 500
         service.register(cpu_node())  # all jobs look at it

@@ -20,7 +20,7 @@ from job_server.server.guard import Guard
 from job_server.server.openapi import OPERATIONS
 from job_server.server.service import JobService
 from job_server.server.store import Store
-from job_server.sharing.kinds import AnyJob
+from job_server.sharing.job_types import AnyJob
 from tests.job_server.serving import browse, cpu_node
 
 TOKEN = "correct horse"

@@ -132,28 +132,28 @@ def site(name: str = "a", slots: tuple[int, ...] = (0,), low: int = 20000, high:
 
 def test_ports_go_round_through_the_range():
     sites = (site(slots=(0, 1)), site(slots=(2,)))
-    first = deal_ports(sites, cluster(), avoid={}, dealt={})
+    first = deal_ports(sites, cluster(), avoid={}, last_ports={})
     assert first == ((20000, 20001), (20002,))
-    second = deal_ports(sites, cluster(), avoid={}, dealt={"a": 20002})
+    second = deal_ports(sites, cluster(), avoid={}, last_ports={"a": 20002})
     assert second == ((20003, 20004), (20005,))
-    third = deal_ports(sites, cluster(), avoid={}, dealt={"a": 20006})
+    third = deal_ports(sites, cluster(), avoid={}, last_ports={"a": 20006})
     assert third == ((20007, 20000), (20001,))
 
 
 def test_ports_of_the_stage_before_and_of_other_jobs_are_left_out():
     nodes = cluster(view(node("a"), ports_taken=frozenset({20001})))
     avoid = {"addr-a": frozenset({20000})}
-    assert deal_ports((site(slots=(0, 1)),), nodes, avoid=avoid, dealt={}) == ((20002, 20003),)
+    assert deal_ports((site(slots=(0, 1)),), nodes, avoid=avoid, last_ports={}) == ((20002, 20003),)
 
 
 @given(
     shapes=st.lists(st.integers(1, 4), min_size=1, max_size=6),
-    dealt=st.integers(20000, 20079),
+    last_ports=st.integers(20000, 20079),
     avoid=st.frozensets(st.integers(20000, 20079), max_size=50),
 )
-def test_no_two_ranks_of_a_stage_share_a_port_whatever_is_in_use(shapes, dealt, avoid):
+def test_no_two_ranks_of_a_stage_share_a_port_whatever_is_in_use(shapes, last_ports, avoid):
     sites = tuple(site(slots=tuple(range(n)), high=20079) for n in shapes)
-    ports = deal_ports(sites, cluster(), avoid={"addr-a": avoid}, dealt={"a": dealt})
+    ports = deal_ports(sites, cluster(), avoid={"addr-a": avoid}, last_ports={"a": last_ports})
     flat = [port for own in ports for port in own]
     assert [len(own) for own in ports] == shapes
     assert len(set(flat)) == len(flat)

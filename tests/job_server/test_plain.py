@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from job_server.api.wire import JobSpec, JobState
-from job_server.training import stages
+from job_server.cluster.placement import Cluster
+from job_server.training import machine, views
 from job_server.training.deadlines import TELL_WAITING_S
+from job_server.training.events import NodesChanged, Tick
 from job_server.training.job import Job
 from job_server.training.plain import LOOP_S
-from job_server.training.stages import Cluster, NodesChanged, Tick
 from tests.job_server.test_stages_changes import resize, trains, world
 from tests.job_server.world import World
 
@@ -22,7 +23,7 @@ def warned(made: World) -> list[str]:
 
 
 def shown(made: World) -> tuple[str, ...]:
-    return stages.job_status(made.job, made.now, 0).warnings
+    return views.job_status(made.job, made.now, 0).warnings
 
 
 def test_a_change_of_a_script_without_the_loop_is_warned_of_once():
@@ -66,17 +67,17 @@ def test_a_script_that_calls_the_loop_is_not_warned_of_even_if_it_calls_it_late(
 
 
 def start(job: Job, now: float, event: Any) -> tuple[Job, str]:
-    return stages.step(job, event, now, Cluster())
+    return machine.step(job, event, now, Cluster())
 
 
 def test_that_no_client_has_come_yet_is_told_only_when_it_lasts():
-    job = stages.new_job(JobSpec(job_id="job"), 0.0)
+    job = machine.new_job(JobSpec(job_id="job"), 0.0)
     job, told = start(job, 0.1, NodesChanged())
     assert told == ""
-    assert "0 of 1 nodes" in stages.job_status(job, 0.1, 0).reason  # whoever asks is told at once
+    assert "0 of 1 nodes" in views.job_status(job, 0.1, 0).reason  # whoever asks is told at once
     at = 0.1
     while told == "" and at < TELL_WAITING_S:
-        at = stages.next_deadline(job, at, Cluster()) or 1000.0
+        at = machine.next_deadline(job, at, Cluster()) or 1000.0
         job, told = start(job, at, Tick())
     assert at == TELL_WAITING_S
     assert "0 of 1 nodes have registered: no job client serves this job" in told

@@ -8,6 +8,7 @@ import pytest
 
 from job_server.api import wire
 from job_server.api.wire import (
+    DesiredState,
     JobSpec,
     JobState,
     Order,
@@ -18,12 +19,11 @@ from job_server.api.wire import (
     ScriptSpec,
     SnapshotRef,
     StageRecord,
-    Want,
     Way,
 )
-from job_server.training import stages
-from job_server.training.job import At, Phase
-from job_server.training.stages import ResizeAsked
+from job_server.training import views
+from job_server.training.events import LauncherReported, RequestRefused, ResizeAsked
+from job_server.training.job import Phase, PodStagePhase, same_but_progress
 from tests.job_server.world import World, node
 
 RUNNING, SUCCEEDED = JobState.RUNNING, JobState.SUCCEEDED
@@ -50,7 +50,7 @@ def resize(made: World, pods: int) -> None:
 
 
 def ids(made: World) -> tuple[str, ...]:
-    return tuple(pod.pod_id for pod in stages.running_pods(made.job))
+    return tuple(pod.pod_id for pod in views.running_pods(made.job))
 
 
 def records(made: World) -> list[StageRecord]:
@@ -58,14 +58,14 @@ def records(made: World) -> list[StageRecord]:
 
 
 def orders(made: World, pod_id: str) -> dict[int, Order]:
-    view = stages.pod_orders(made.job, pod_id)
+    view = views.pod_orders(made.job, pod_id)
     assert view is not None
     return {plan.stage: plan.order for plan in view.plans}
 
 
 def test_a_drain_redoes_no_step_and_keeps_pods_and_ranks():
     made = trains(world(pods=3))
-    before = {pod.pod_id: pod for pod in stages.running_pods(made.job)}
+    before = {pod.pod_id: pod for pod in views.running_pods(made.job)}
     resize(made, 2)
     made.run_until(JobState.CUTTING_OVER)
     trains(made)
@@ -73,7 +73,7 @@ def test_a_drain_redoes_no_step_and_keeps_pods_and_ranks():
     made.run_until(JobState.CUTTING_OVER)
     trains(made)
     assert ids(made) == ("pod_0_0", "pod_1_0", "pod_2_1", "pod_3_1")
-    for pod in stages.running_pods(made.job)[:2]:
+    for pod in views.running_pods(made.job)[:2]:
         assert (pod.slots, pod.ranks) == (before[pod.pod_id].slots, before[pod.pod_id].ranks)
     first, second, third = records(made)
     assert [r.way for r in records(made)] == [Way.START, Way.DRAIN, Way.DRAIN]
@@ -108,13 +108,13 @@ def test_a_leaving_pod_holds_its_snapshot_until_the_next_stage_has_one():
     resize(made, 1)
     made.run_until(JobState.CUTTING_OVER)
     made.run_until(RUNNING)
-    wants = {p.pod_id: p.want for n in "ab" for p in stages.node_pods(made.job, n)}
-    assert wants == {"pod_0_0": Want.RUN, "pod_1_0": Want.HOLD}
-    left = stages.pod_orders(made.job, "pod_1_0")
+    wants = {p.pod_id: p.want for n in "ab" for p in views.node_pods(made.job, n)}
+    assert wants == {"pod_0_0": DesiredState.RUN, "pod_1_0": DesiredState.HOLD}
+    left = views.pod_orders(made.job, "pod_1_0")
     assert left is not None
     assert left.leave
     made.rounds(12)  # a snapshot every third step
-    assert stages.pod_orders(made.job, "pod_1_0") is None
+    assert views.pod_orders(made.job, "pod_1_0") is None
     assert not made.job.pod("pod_1_0")
 
 
@@ -153,7 +153,7 @@ def test_a_scripted_change_that_makes_no_sense_is_skipped_with_a_reason(script, 
 
 
 def queue(made: World) -> tuple[str, ...]:
-    return stages.job_status(made.job, made.now, 0).queued_changes
+    return views.job_status(made.job, made.now, 0).queued_changes
 
 
 def timeline(text: str) -> ScriptSpec:
@@ -258,7 +258,7 @@ def test_a_job_whose_trainers_never_call_the_loop_is_changed_once_that_is_known(
 @pytest.mark.parametrize(("pods", "field"), [(5, "max_pods"), (1, "min_pods")])
 def test_a_resize_beyond_the_jobs_limits_is_refused(pods, field):
     made = trains(world(min_pods=2))
-    with pytest.raises(stages.Refused, match=field):
+    with pytest.raises(RequestRefused, match=field):
         resize(made, pods)
 
 
@@ -306,12 +306,12 @@ def test_parked_ranks_go_on_when_a_new_pod_dies_before_the_commit():
 def test_a_start_that_fails_after_the_drain_recovers_the_old_pods_from_the_drained_step():
     made = trains(world())
     resize(made, 3)
-    while made.job.coming is None or made.job.coming.phase is not Phase.START:
+    while made.job.preparing is None or made.job.preparing.phase is not Phase.START:
         made.round(0.2)
-    assert made.job.coming.restore_from is not None
-    drained = made.job.coming.restore_from.step
+    assert made.job.preparing.restore_from is not None
+    drained = made.job.preparing.restore_from.step
     failed = PodReport(kind=ReportKind.FAILED, stage=2, rank=2, code=1, reason="out of memory")
-    made.send(stages.Reported("pod_2_0", failed))
+    made.send(LauncherReported("pod_2_0", failed))
     assert made.job.state is JobState.RECOVERING
     trains(made)
     assert ids(made) == ("pod_0_0", "pod_1_0")
@@ -325,11 +325,11 @@ def test_no_change_starts_once_a_trainer_has_said_done():
     made = trains(world(total_steps=14))
     resize(made, 3)
     done = PodReport(kind=ReportKind.DONE, stage=1, step=made.job.progress.step)
-    made.send(stages.Reported("pod_0_0", done))
-    assert made.job.coming is None
+    made.send(LauncherReported("pod_0_0", done))
+    assert made.job.preparing is None
     assert records(made)[-1].outcome == "abandoned: training is complete"
     resize(made, 3)
-    assert made.job.coming is None
+    assert made.job.preparing is None
     made.run_until(SUCCEEDED)
     assert made.job.records[-1].outcome.startswith(("ended", "abandoned"))
 
@@ -340,10 +340,10 @@ def test_a_pod_that_has_finished_stops_a_change_of_a_job_without_the_loop():
     resize(made, 3)
     made.nodes["a"].pods["pod_0_0"].end(code=0)
     made.client_acts(made.nodes["a"])
-    assert made.job.coming is None or made.job.coming.phase is not Phase.PREPARE
-    member = made.job.current and made.job.current.member("pod_0_0")
+    assert made.job.preparing is None or made.job.preparing.phase is not Phase.PREPARE
+    member = made.job.active and made.job.active.member("pod_0_0")
     assert member
-    assert member.at is At.FINISHED
+    assert member.phase is PodStagePhase.FINISHED
     made.nodes["a"].pods["pod_1_0"].end(code=0)
     made.rounds(3)
     assert made.job.state is SUCCEEDED
@@ -361,25 +361,25 @@ def test_a_growth_without_a_free_slot_waits_for_one():
 
 def test_late_news_of_an_earlier_cut_does_not_count_for_a_later_one():
     made = trains(world())
-    stage = made.job.current
+    stage = made.job.active
     assert stage is not None
     resize(made, 1)
     made.run_until(JobState.CUTTING_OVER)
     old = PodReport(kind=ReportKind.DRAINED, stage=1, step=made.job.progress.step - 2)
-    made.send(stages.Reported("pod_0_0", old))
-    member = made.job.current and made.job.current.member("pod_0_0")
+    made.send(LauncherReported("pod_0_0", old))
+    member = made.job.active and made.job.active.member("pod_0_0")
     assert member
-    assert member.at is At.CUTTING
+    assert member.phase is PodStagePhase.CUTTING
 
 
 def test_a_stage_is_prepared_with_ports_that_the_one_before_does_not_use():
     made = trains(world())
-    old = {(pod.addr, port) for pod in stages.running_pods(made.job) for port in pod.ports}
+    old = {(pod.addr, port) for pod in views.running_pods(made.job) for port in pod.ports}
     resize(made, 3)
-    assert made.job.coming is not None
-    new = {(m.pod.addr, port) for m in made.job.coming.members for port in m.pod.ports}
+    assert made.job.preparing is not None
+    new = {(m.pod.addr, port) for m in made.job.preparing.members for port in m.pod.ports}
     assert old.isdisjoint(new)
-    held = {(a, p) for a, ports in stages.ports_held(made.job).items() for p in ports}
+    held = {(a, p) for a, ports in views.ports_held(made.job).items() for p in ports}
     assert held == old | new
 
 
@@ -390,13 +390,13 @@ def beside(way: Way) -> World:
     """Return a world with a change in PREPARE whose way is `way`; no launcher knows it yet."""
     made = trains(world())
     resize(made, 3)
-    assert made.job.coming is not None
-    made.job = replace(made.job, coming=replace(made.job.coming, way=way))
+    assert made.job.preparing is not None
+    made.job = replace(made.job, preparing=replace(made.job.preparing, way=way))
     return made
 
 
 def tell(made: World, pod_id: str, kind: ReportKind, stage: int, **more: Any) -> None:
-    made.send(stages.Reported(pod_id, PodReport(kind=kind, stage=stage, **more)))
+    made.send(LauncherReported(pod_id, PodReport(kind=kind, stage=stage, **more)))
 
 
 @pytest.mark.parametrize("way", [Way.REPLACE, Way.JOIN])
@@ -412,7 +412,7 @@ def test_replace_and_join_commit_when_all_have_drained_and_end_the_old_after_the
         ref = SnapshotRef(stage=1, step=step)
         tell(made, pod_id, ReportKind.DRAINED, 1, step=step, snapshot=ref)
     assert orders(made, "pod_0_0") == {1: Order.CUT, 2: Order.GO}
-    view = stages.pod_orders(made.job, "pod_2_0")
+    view = views.pod_orders(made.job, "pod_2_0")
     assert view is not None
     assert view.plans[0].restore_from == wire.RestoreFrom(stage=1, step=step, pods=old)
     tell(made, "pod_2_0", ReportKind.FIRST_STEP, 2, step=step + 1)
@@ -435,8 +435,8 @@ def test_replace_and_join_commit_when_all_have_drained_and_end_the_old_after_the
 def test_trainers_ask_nobody_where_every_node_has_what_they_begin_from(refs, kept, everywhere):
     made = trains(world(pods=3))  # two on node a, one on b
     resize(made, 4)
-    assert made.job.coming is not None
-    made.job = replace(made.job, coming=replace(made.job.coming, way=Way.REPLACE))
+    assert made.job.preparing is not None
+    made.job = replace(made.job, preparing=replace(made.job.preparing, way=Way.REPLACE))
     made.client_acts(made.nodes["b"])
     for pod_id in ("pod_0_0", "pod_1_0", "pod_2_0", "pod_3_0"):
         tell(made, pod_id, ReportKind.READY, 2)
@@ -447,13 +447,13 @@ def test_trainers_ask_nobody_where_every_node_has_what_they_begin_from(refs, kep
         for sim in made.nodes.values():
             if pod_id in sim.pods:
                 sim.pods[pod_id].snapshot = ref
-        tell(made, pod_id, ReportKind.DRAINED, 1, step=step, snapshot=ref, kept=kept)
+        tell(made, pod_id, ReportKind.DRAINED, 1, step=step, snapshot=ref, snapshot_is_current=kept)
         unwritten = pod_id != "pod_2_0"
-        assert stages.same_but_progress(before, made.job) is unwritten, "only what is told of"
-    assert made.job.current is not None
-    source = made.job.current.restore_from
+        assert same_but_progress(before, made.job) is unwritten, "only what is told of"
+    assert made.job.active is not None
+    source = made.job.active.restore_from
     assert source is not None
-    assert (source.serial, source.on_every_node) == (3, everywhere)
+    assert (source.serial, source.local_on_all_nodes) == (3, everywhere)
 
 
 @pytest.mark.parametrize("overlap", ["on", "join"])
@@ -494,9 +494,12 @@ def test_replace_recovers_when_the_new_stage_crashes_before_its_first_step():
         tell(made, pod_id, ReportKind.ENDED, 2)
     for pod_id in ("pod_0_0", "pod_1_0", "pod_2_0"):
         tell(made, pod_id, ReportKind.READY, 3)
-    assert made.job.coming is not None
-    assert made.job.coming.restore_from is not None
-    assert (made.job.coming.restore_from.stage, made.job.coming.restore_from.step) == (1, step)
+    assert made.job.preparing is not None
+    assert made.job.preparing.restore_from is not None
+    assert (made.job.preparing.restore_from.stage, made.job.preparing.restore_from.step) == (
+        1,
+        step,
+    )
 
 
 def test_progress_alone_need_not_be_written():
@@ -505,8 +508,8 @@ def test_progress_alone_need_not_be_written():
     step = before.progress.step + 1
     tell(made, "pod_0_0", ReportKind.PROGRESS, 1, step=step, metrics={"loss": 0.5})
     assert made.job.progress.step == step
-    assert stages.same_but_progress(before, made.job)
-    assert stages.job_status(made.job, made.now, 0).metrics == {"loss": 0.5}
+    assert same_but_progress(before, made.job)
+    assert views.job_status(made.job, made.now, 0).metrics == {"loss": 0.5}
 
 
 def test_the_script_clock_is_worth_a_write_every_five_seconds():
@@ -515,7 +518,7 @@ def test_the_script_clock_is_worth_a_write_every_five_seconds():
     for _ in range(200):
         before = made.job
         made.round(0.1)
-        writes += not stages.same_but_progress(before, made.job)
+        writes += not same_but_progress(before, made.job)
     assert 3 <= writes <= 5
 
 
@@ -523,7 +526,7 @@ def test_each_cut_of_a_stage_has_a_number_that_stays_when_the_cut_is_off():
     made = trains(world())
 
     def told() -> tuple[Order, int]:
-        view = stages.pod_orders(made.job, "pod_0_0")
+        view = views.pod_orders(made.job, "pod_0_0")
         assert view is not None
         return view.plans[0].order, view.plans[0].cut
 
@@ -535,7 +538,7 @@ def test_each_cut_of_a_stage_has_a_number_that_stays_when_the_cut_is_off():
         made.stop_server()
         made.start_server()
         assert told() == (Order.CUT, number)
-        assert made.job.coming is not None
+        assert made.job.preparing is not None
         abandon(made)
         assert told() == (Order.RESUME, number)
         trains(made)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from job_server.api.wire import (
+    DesiredState,
     JobState,
     Order,
     PodPhase,
@@ -12,11 +13,10 @@ from job_server.api.wire import (
     ReportKind,
     Resize,
     StagePlan,
-    Want,
 )
-from job_server.training import stages
+from job_server.training import machine, views
+from job_server.training.events import LauncherReported, PauseAsked, ResizeAsked, StopAsked
 from job_server.training.job import Phase
-from job_server.training.stages import PauseAsked, Reported, StopAsked
 from tests.job_server.test_stages_changes import RUNNING, ids, records, trains, world
 from tests.job_server.world import World
 
@@ -27,7 +27,7 @@ def launchers_leave(made: World) -> None:
     """All trainers are done: every launcher exits with 0, its script goes on."""
     for sim, pod, _ in made.launchers():
         pod.launcher = None
-        made.send(Reported(pod.pod_id, replace(DONE)))
+        made.send(LauncherReported(pod.pod_id, replace(DONE)))
         made.report(sim)
 
 
@@ -38,8 +38,8 @@ def end_script(made: World, pod_id: str, code: int) -> None:
             made.report(sim)
 
 
-def wants(made: World) -> list[Want]:
-    return [pod.want for name in made.nodes for pod in stages.node_pods(made.job, name)]
+def wants(made: World) -> list[DesiredState]:
+    return [pod.want for name in made.nodes for pod in views.node_pods(made.job, name)]
 
 
 @pytest.mark.parametrize("elastic", [True, False])
@@ -48,7 +48,10 @@ def test_a_job_succeeds_when_its_pods_scripts_have_ended_and_not_before(elastic)
     launchers_leave(made)
     made.pass_time(1.0)
     assert made.job.state is RUNNING
-    assert wants(made) == [Want.RUN, Want.RUN]  # a script that uploads gets no SIGTERM
+    assert wants(made) == [
+        DesiredState.RUN,
+        DesiredState.RUN,
+    ]  # a script that uploads gets no SIGTERM
     assert "waiting for its script to end" in made.job.reason
     end_script(made, "pod_0_0", 0)
     assert made.job.state is RUNNING
@@ -78,7 +81,7 @@ def test_a_script_that_still_runs_while_others_recover_is_left_to_end():
     made = trains(world(total_steps=4000))
     sim, pod, _ = made.launchers()[0]
     pod.launcher = None
-    made.send(Reported(pod.pod_id, DONE))
+    made.send(LauncherReported(pod.pod_id, DONE))
     _, other, who = made.launchers()[0]
     made.kill_trainer(other, who)
     made.run_until(JobState.RECOVERING)
@@ -96,9 +99,9 @@ def test_where_no_client_looks_after_a_pod_its_launchers_word_counts():
     made.nodes["a"].client = False
     launchers = [pod.pod_id for _, pod, _ in made.launchers()]
     for pod_id in launchers:
-        made.send(Reported(pod_id, DONE))
+        made.send(LauncherReported(pod_id, DONE))
     assert made.job.state is RUNNING  # its client may be about to speak
-    deadline = stages.next_deadline(made.job, made.now, made.cluster)
+    deadline = machine.next_deadline(made.job, made.now, made.cluster)
     assert deadline is not None
     made.pass_to(made.nodes["a"].seen_at + 4.0)
     assert made.job.state is JobState.SUCCEEDED
@@ -114,10 +117,10 @@ def test_a_stop_ends_scripts_as_well():
 def test_a_later_launcher_of_the_same_script_is_told_to_leave_and_changes_nothing():
     made = trains(world())
     launchers_leave(made)
-    view = stages.pod_orders(made.job, "pod_0_0")
+    view = views.pod_orders(made.job, "pod_0_0")
     assert view is not None
     assert view.leave
-    made.send(Reported("pod_0_0", DONE))
+    made.send(LauncherReported("pod_0_0", DONE))
     assert made.job.state is RUNNING
 
 
@@ -127,7 +130,7 @@ def test_trainers_are_told_whose_they_are_and_what_a_cut_is_for(asked, halt):
     pod_id = ids(made)[0]
 
     def plan() -> StagePlan:
-        view = stages.pod_orders(made.job, pod_id)
+        view = views.pod_orders(made.job, pod_id)
         assert view is not None
         return view.plans[0]
 
@@ -156,8 +159,8 @@ def test_a_script_that_goes_on_behind_a_killed_launcher_makes_no_success_of_half
 
 def test_a_launcher_that_is_killed_while_its_trainers_load_fails_that_start():
     made = trains(world(total_steps=400))
-    made.send(stages.ResizeAsked(Resize(pods=3)))
-    while made.job.coming is None or made.job.coming.phase is not Phase.START:
+    made.send(ResizeAsked(Resize(pods=3)))
+    while made.job.preparing is None or made.job.preparing.phase is not Phase.START:
         made.round()
     kill_launcher(made, "pod_0_0")
     assert made.job.state is JobState.RECOVERING
@@ -167,7 +170,7 @@ def test_a_launcher_that_is_killed_while_its_trainers_load_fails_that_start():
 def test_a_launcher_that_is_killed_after_the_training_was_complete_spoils_nothing():
     made = trains(world(total_steps=40))
     done = PodReport(kind=ReportKind.DONE, stage=1, step=40)
-    made.send(Reported("pod_0_0", done))
+    made.send(LauncherReported("pod_0_0", done))
     for pod_id in ("pod_0_0", "pod_1_0"):
         kill_launcher(made, pod_id)
     assert made.job.state is JobState.SUCCEEDED
@@ -185,6 +188,6 @@ def test_a_plain_script_that_exits_0_has_succeeded_with_or_without_its_launchers
 def test_what_a_launcher_tells_at_length_is_kept_short():
     made = trains(world())
     report = PodReport(kind=ReportKind.STAGE_TOO_LOW, stage=1, reason="x" * 1_000_000)
-    made.send(Reported("pod_0_0", report))
+    made.send(LauncherReported("pod_0_0", report))
     assert len(str(made.job)) < 50_000
     assert all(len(reason) < 5_000 for reason in made.reasons)

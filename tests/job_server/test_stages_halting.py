@@ -3,9 +3,16 @@
 import pytest
 
 from job_server.api.wire import JobState, Kill, Order, ReportKind, Resize, ScriptKind, ScriptSpec
-from job_server.training import stages
-from job_server.training.job import Phase
-from job_server.training.stages import KillAsked, PauseAsked, ResizeAsked, ResumeAsked, StopAsked
+from job_server.training import machine, views
+from job_server.training.events import (
+    KillAsked,
+    PauseAsked,
+    RequestRefused,
+    ResizeAsked,
+    ResumeAsked,
+    StopAsked,
+)
+from job_server.training.job import Phase, same_but_progress
 from tests.job_server.test_stages_changes import RUNNING, ids, records, tell, trains, world
 from tests.job_server.world import World
 
@@ -13,7 +20,7 @@ PAUSED, STOPPED = JobState.PAUSED, JobState.STOPPED
 
 
 def made_reason(made: World) -> str:
-    return stages.job_status(made.job, made.now, 0).reason
+    return views.job_status(made.job, made.now, 0).reason
 
 
 def paused(made: World) -> World:
@@ -25,14 +32,14 @@ def paused(made: World) -> World:
 def test_a_pause_saves_frees_the_slots_and_a_resume_loses_nothing():
     made = trains(world())
     made.send(PauseAsked())
-    view = stages.pod_orders(made.job, "pod_0_0")
+    view = views.pod_orders(made.job, "pod_0_0")
     assert view is not None
     assert [(plan.order, plan.durable) for plan in view.plans] == [(Order.CUT, True)]
     made.run_until(PAUSED)
     step = made.job.progress.step
     assert made.durable == step
     assert made.reasons[-1].endswith(f"paused; step {step} is in /shared/checkpoint")
-    assert not stages.slots_held(made.job)
+    assert not views.slots_held(made.job)
     assert not any(sim.pods for sim in made.nodes.values())
     made.rounds(20)
     assert made.job.state is PAUSED
@@ -49,9 +56,9 @@ def test_a_pause_saves_frees_the_slots_and_a_resume_loses_nothing():
 def test_the_script_clock_stands_while_paused():
     script = ScriptSpec(kind=ScriptKind.ALTERNATE, interval_s=30.0)
     made = paused(trains(world(script=script)))
-    clock = stages.job_status(made.job, made.now, 0).script_elapsed_s
+    clock = views.job_status(made.job, made.now, 0).script_elapsed_s
     made.rounds(200)
-    assert stages.job_status(made.job, made.now, 0).script_elapsed_s == clock
+    assert views.job_status(made.job, made.now, 0).script_elapsed_s == clock
     assert made.job.state is PAUSED
 
 
@@ -68,7 +75,7 @@ def test_a_pause_abandons_a_preparation_and_lets_parked_ranks_go_on_before_it_cu
 def test_a_pause_after_the_drain_waits_for_the_commit_so_that_nothing_is_lost():
     made = trains(world())
     made.send(ResizeAsked(Resize(pods=3)))
-    while made.job.coming is None or made.job.coming.phase is not Phase.START:
+    while made.job.preparing is None or made.job.preparing.phase is not Phase.START:
         made.round(0.2)
     paused(made)
     assert records(made)[-1].pods == 3
@@ -117,7 +124,7 @@ def test_a_job_that_waits_for_nodes_can_be_paused_and_stopped():
     assert made.job.state is PAUSED
     made.send(ResumeAsked())
     assert made.job.state is JobState.WAITING
-    assert "no job client serves this job" in stages.job_status(made.job, made.now, 0).reason
+    assert "no job client serves this job" in views.job_status(made.job, made.now, 0).reason
     made.send(StopAsked())
     assert made.job.state is STOPPED
 
@@ -143,7 +150,7 @@ def test_what_makes_no_sense_is_refused(state, event, said):
         made.send(PauseAsked() if state is PAUSED else StopAsked())
         made.run_until(state)
     before = made.job
-    with pytest.raises(stages.Refused, match=said):
+    with pytest.raises(RequestRefused, match=said):
         made.send(event)
     assert made.job is before
 
@@ -162,8 +169,8 @@ def test_asking_twice_changes_nothing(state, event):
     made.send(event)
     made.run_until(state)
     before = made.job
-    job, reason = stages.step(before, event, made.now, made.cluster)
-    assert stages.same_but_progress(before, job)
+    job, reason = machine.step(before, event, made.now, made.cluster)
+    assert same_but_progress(before, job)
     assert reason == ""
 
 
@@ -178,7 +185,7 @@ def test_a_resize_while_paused_holds_from_the_resume_on():
 def prepares(made: World) -> None:
     made.send(ResizeAsked(Resize(pods=3)))
     made.round(0.2)
-    assert made.job.coming is not None
+    assert made.job.preparing is not None
 
 
 def waits(made: World) -> None:
@@ -189,7 +196,7 @@ def waits(made: World) -> None:
 
 
 def due_by_script(made: World) -> None:
-    while made.job.coming is None:
+    while made.job.preparing is None:
         made.round(0.2)
 
 
@@ -214,7 +221,7 @@ def test_a_resize_that_a_pause_comes_before_is_not_forgotten(asked, called_off):
 def test_a_resize_during_a_pause_is_the_last_word(pods, called_off):
     made = trains(world())
     made.send(ResizeAsked(Resize(pods=3)))
-    while made.job.coming is None or made.job.coming.phase is not Phase.START:
+    while made.job.preparing is None or made.job.preparing.phase is not Phase.START:
         made.round(0.2)
     made.full = {"path", "a", "b"} if called_off else set()
     made.send(PauseAsked())
@@ -229,13 +236,13 @@ def test_a_resize_during_a_pause_is_the_last_word(pods, called_off):
 
 def test_training_that_completes_during_a_pause_is_not_forgotten():
     made = trains(world(total_steps=9))
-    tell_done = [pod.pod_id for pod in stages.running_pods(made.job)]
+    tell_done = [pod.pod_id for pod in views.running_pods(made.job)]
     for pod_id in tell_done:
         tell(made, pod_id, ReportKind.DONE, 1)
         made.nodes["a"].pods[pod_id].end(code=0)
     made.client_acts(made.nodes["a"])
     assert made.job.state is JobState.SUCCEEDED
-    with pytest.raises(stages.Refused, match="SUCCEEDED"):
+    with pytest.raises(RequestRefused, match="SUCCEEDED"):
         made.send(PauseAsked())
 
 
@@ -260,4 +267,4 @@ def test_a_pause_does_not_wait_for_ever_for_a_client_that_never_confirms():
     assert made.job.state is JobState.PAUSING
     made.pass_time(2.0)
     assert made.job.state is PAUSED
-    assert stages.slots_held(made.job)["a"] == {0, 1}
+    assert views.slots_held(made.job)["a"] == {0, 1}

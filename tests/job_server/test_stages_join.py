@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from job_server.api.wire import JobSpec, JobState, Resize, StageRecord, Way
-from job_server.training import stages, transitions
-from job_server.training.job import Phase, Stage
-from job_server.training.stages import ResizeAsked
+from job_server.training import moves, views
+from job_server.training.events import PauseAsked, ResizeAsked
+from job_server.training.job import JobStage, Phase
 from tests.job_server.world import Launcher, SimPod, World, node
 
 RUNNING = JobState.RUNNING
@@ -26,13 +26,13 @@ def resize(made: World, pods: int) -> None:
     made.send(ResizeAsked(Resize(pods=pods)))
 
 
-def coming(made: World) -> Stage:
-    assert made.job.coming is not None
-    return made.job.coming
+def preparing(made: World) -> JobStage:
+    assert made.job.preparing is not None
+    return made.job.preparing
 
 
 def last(made: World) -> StageRecord:
-    return stages.job_status(made.job, made.now, 0).stages[-1]
+    return views.job_status(made.job, made.now, 0).stages[-1]
 
 
 def launcher(made: World, pod_id: str) -> tuple[SimPod, Launcher]:
@@ -42,23 +42,23 @@ def launcher(made: World, pod_id: str) -> tuple[SimPod, Launcher]:
 def to_phase(made: World, phase: Phase) -> None:
     """Let messages pass one by one until the change is in `phase`."""
     for _ in range(200):
-        if coming(made).phase is phase and made.job.coming is not None:
+        if preparing(made).phase is phase and made.job.preparing is not None:
             return
         for sim in made.nodes.values():
             made.client_acts(sim)
         for each in made.launchers():
             made.launcher_acts(*each)
         for _, _, who in made.launchers():
-            if who.outbox and coming(made).phase is not phase:
+            if who.outbox and preparing(made).phase is not phase:
                 made.deliver(who)
         made.now += 0.01
-    raise AssertionError(f"{coming(made).phase} instead of {phase}")
+    raise AssertionError(f"{preparing(made).phase} instead of {phase}")
 
 
 def settled(made: World, pods: int) -> StageRecord:
     made.rounds(30)
     assert made.job.state is RUNNING, made.reasons[-10:]
-    assert len(stages.running_pods(made.job)) == pods
+    assert len(views.running_pods(made.job)) == pods
     return last(made)
 
 
@@ -69,19 +69,19 @@ def test_a_change_by_join_costs_no_step_and_no_pod_that_stays(pods):
     record = settled(made, pods)
     assert (record.way, record.redone_steps, record.stage) == (Way.JOIN, 0, 2)
     stay = {"pod_0_0", "pod_1_0"} if pods > 1 else {"pod_0_0"}
-    assert stay <= {pod.pod_id for pod in stages.running_pods(made.job)}
-    assert made.job.previous is None
+    assert stay <= {pod.pod_id for pod in views.running_pods(made.job)}
+    assert made.job.retiring is None
     assert len([sim for node in made.nodes.values() for sim in node.pods.values()]) == pods
 
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_a_trainer_that_cannot_join_lets_the_change_go_another_way(fits, monkeypatch):
-    monkeypatch.setattr(transitions, "_both_fit", lambda _job, _cluster, sets: fits)
+    monkeypatch.setattr(moves, "_both_fit", lambda _job, _cluster, sets: fits)
     made = world()
     _, who = launcher(made, "pod_1_0")
     who.refuses = True
     resize(made, 3)
-    assert coming(made).way is Way.JOIN
+    assert preparing(made).way is Way.JOIN
     record = settled(made, 3)
     assert (record.stage, record.redone_steps) == (2, 0)
     assert record.way is (Way.REPLACE if fits else Way.DRAIN)
@@ -93,7 +93,7 @@ def test_a_pod_that_no_longer_offers_to_join_is_not_asked():
     launcher(made, "pod_0_0")[1].joins = False
     made.rounds(4)
     resize(made, 3)
-    assert coming(made).way is Way.REPLACE
+    assert preparing(made).way is Way.REPLACE
     settled(made, 3)
 
 
@@ -124,7 +124,7 @@ def test_a_new_trainer_that_dies_before_the_commit_leaves_the_others_as_they_are
             made.launcher_acts(*each)
     made.kill_prepared(new[0])
     made.rounds(30)
-    assert len(stages.running_pods(made.job)) == 2
+    assert len(views.running_pods(made.job)) == 2
     assert last(made).outcome.startswith("abandoned: ")
     assert made.job.redone_steps == 0
     assert made.job.progress.step > before
@@ -136,7 +136,7 @@ def test_a_crash_after_the_commit_starts_all_anew_from_where_the_old_stage_has_p
     resize(made, 3)
     to_phase(made, Phase.CUT)
     for _ in range(400):
-        if made.job.coming is None:
+        if made.job.preparing is None:
             break
         made.train()
         for each in made.launchers():
@@ -144,8 +144,8 @@ def test_a_crash_after_the_commit_starts_all_anew_from_where_the_old_stage_has_p
         for _, _, who in made.launchers():
             made.deliver(who)
         made.now += 0.01
-    assert made.job.current is not None
-    assert made.job.current.stage == 2
+    assert made.job.active is not None
+    assert made.job.active.stage == 2
     for each in made.launchers():
         made.launcher_acts(*each)
     parked = made.job.progress.step
@@ -181,11 +181,11 @@ def test_the_cut_for_those_who_stay_waits_for_a_step_and_others_do_not():
     resize(made, 1)
     to_phase(made, Phase.CUT)
     for pod_id in ("pod_0_0", "pod_1_0"):  # also who leaves: all ranks must agree
-        view = stages.pod_orders(made.job, pod_id)
+        view = views.pod_orders(made.job, pod_id)
         assert view is not None
         assert view.plans[0].patient
     settled(made, 1)
-    made.send(stages.PauseAsked())
-    view = stages.pod_orders(made.job, "pod_0_0")
+    made.send(PauseAsked())
+    view = views.pod_orders(made.job, "pod_0_0")
     assert view is not None
     assert [plan.patient for plan in view.plans] == [False]

@@ -5,7 +5,21 @@ from hypothesis import strategies as st
 
 from job_server.api import wire
 from job_server.api.wire import LocalStage, PodPhase, ReportKind, SnapshotRef
-from job_server.training import stages
+from job_server.training import views
+from job_server.training.events import (
+    KillAsked,
+    LauncherAttached,
+    LauncherReported,
+    NodeReported,
+    NodesChanged,
+    PauseAsked,
+    ResizeAsked,
+    ResumeAsked,
+    RunTimeStatic,
+    ServerRestarted,
+    StopAsked,
+    Tick,
+)
 from tests.job_server.test_stages_changes import trains, world
 from tests.job_server.world import World
 
@@ -50,23 +64,23 @@ STATES = st.builds(
     signal=st.none() | st.sampled_from([9, 15]),
 )
 EVENTS = st.one_of(
-    st.builds(stages.Reported, PODS, REPORTS),
-    st.builds(stages.Reported, PODS, REPORTS),
-    st.builds(stages.Attached, ATTACHES),
+    st.builds(LauncherReported, PODS, REPORTS),
+    st.builds(LauncherReported, PODS, REPORTS),
+    st.builds(LauncherAttached, ATTACHES),
     st.builds(
-        stages.NodeReported,
+        NodeReported,
         st.sampled_from(["a", "b", "c"]),
         st.lists(STATES, max_size=3).map(tuple),
     ),
-    st.builds(stages.ResizeAsked, st.builds(wire.Resize, pods=st.integers(1, 5))),
+    st.builds(ResizeAsked, st.builds(wire.Resize, pods=st.integers(1, 5))),
     st.builds(
-        stages.ResizeAsked,
+        ResizeAsked,
         st.builds(wire.Resize, pods=st.integers(1, 4), assume_dead=st.just(True)),
     ),
-    st.sampled_from([stages.PauseAsked(), stages.ResumeAsked(), stages.ServerRestarted()]),
-    st.sampled_from([stages.Tick(), stages.NodesChanged(), stages.RunTimeStatic(5.0)]),
-    st.builds(stages.KillAsked, st.builds(wire.Kill, rank=st.integers(0, 4))),
-    st.builds(stages.KillAsked, st.builds(wire.Kill, pod_id=PODS)),
+    st.sampled_from([PauseAsked(), ResumeAsked(), ServerRestarted()]),
+    st.sampled_from([Tick(), NodesChanged(), RunTimeStatic(5.0)]),
+    st.builds(KillAsked, st.builds(wire.Kill, rank=st.integers(0, 4))),
+    st.builds(KillAsked, st.builds(wire.Kill, pod_id=PODS)),
 )
 
 
@@ -74,12 +88,12 @@ def look(made: World) -> None:
     """Ask everything that can be asked."""
     job = made.job
     for pod_id in ("pod_0_0", "pod_9_9", *(pod.pod_id for pod in job.pods)):
-        view = stages.pod_orders(job, pod_id)
+        view = views.pod_orders(job, pod_id)
         assert view is None or all(plan.world_size > 0 for plan in view.plans)
     for name in ("a", "b", "c"):
-        stages.node_pods(job, name)
-    stages.ports_held(job)
-    stages.running_pods(job)
+        views.node_pods(job, name)
+    views.ports_held(job)
+    views.running_pods(job)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -99,7 +113,7 @@ def test_no_message_makes_the_state_machine_stumble(elastic, started, events):
         made.pass_time(seconds)
         look(made)
     made.check_json()
-    made.ask(stages.StopAsked())
+    made.ask(StopAsked())
     for sim in made.nodes.values():
         sim.pods.clear()
     made.rounds(60, 5.0)

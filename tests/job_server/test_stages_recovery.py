@@ -7,9 +7,18 @@ import pytest
 
 from job_server.api import wire
 from job_server.api.wire import JobState, Kill, PodReport, ReportKind, Resize, Way
-from job_server.training import budget, stages
-from job_server.training.job import At, Cause, CauseKind
-from job_server.training.stages import KillAsked, Reported, ResizeAsked
+from job_server.training import budget, machine, views
+from job_server.training.events import (
+    KillAsked,
+    LauncherAttached,
+    LauncherReported,
+    PauseAsked,
+    ResizeAsked,
+    ResumeAsked,
+    ServerRestarted,
+    Tick,
+)
+from job_server.training.job import Cause, CauseKind, PodStagePhase, same_but_progress
 from tests.job_server.test_stages_changes import RUNNING, ids, records, tell, trains, world
 from tests.job_server.world import HEARTBEAT_S, World, node
 
@@ -54,7 +63,7 @@ def test_a_pod_that_is_lost_is_replaced_on_the_node_that_holds_its_state():
     assert pod.snapshot is not None
     pod.end(code=137)
     trains(made)
-    assert [each.node_id for each in stages.running_pods(made.job)] == ["b"]
+    assert [each.node_id for each in views.running_pods(made.job)] == ["b"]
     assert records(made)[-1].first_step == pod.snapshot.step + 1
 
 
@@ -76,7 +85,7 @@ def test_the_culprit_is_named_although_a_victim_spoke_first():
     victim = PodReport(
         kind=ReportKind.FAILED, stage=1, rank=0, code=-6, peer_lost=True, reason="gloo: peer"
     )
-    made.send(Reported("pod_0_0", victim))
+    made.send(LauncherReported("pod_0_0", victim))
     tell(made, "pod_1_0", ReportKind.FAILED, 1, rank=1, code=1, reason="CUDA out of memory")
     trains(made)
     assert made.job.failures == 1
@@ -112,8 +121,8 @@ def test_a_dead_shim_takes_its_snapshot_along():
     durable = made.durable
     made.run_until(JobState.RECOVERING)
     trains(made)
-    assert made.job.current is not None
-    assert made.job.current.restore_from is None
+    assert made.job.active is not None
+    assert made.job.active.restore_from is None
     assert records(made)[-1].first_step == durable + 1
 
 
@@ -183,12 +192,12 @@ def test_below_min_pods_the_job_waits_and_its_script_clock_stands():
     made = trains(world(pods=4, min_pods=3, script=script))
     made.power_off(made.nodes["b"])
     made.run_until(JobState.WAITING)
-    clock = stages.job_status(made.job, made.now, 0).script_elapsed_s
+    clock = views.job_status(made.job, made.now, 0).script_elapsed_s
     waited = made.job.progress.account.waiting_s
     made.rounds(40)
     assert made.job.state is JobState.WAITING
-    assert "only 2 of 3 pods find a place" in stages.job_status(made.job, made.now, 0).reason
-    assert stages.job_status(made.job, made.now, 0).script_elapsed_s == clock
+    assert "only 2 of 3 pods find a place" in views.job_status(made.job, made.now, 0).reason
+    assert views.job_status(made.job, made.now, 0).script_elapsed_s == clock
     assert made.job.progress.account.waiting_s > waited + 15
     assert made.job.preemptions == 1
     made.power_on(made.nodes["b"])
@@ -202,14 +211,14 @@ def test_nothing_is_started_while_no_pod_can_be_reached_and_all_goes_on_when_one
     cut_link(made, "a")
     made.run_until(JobState.WAITING)
     made.rounds(20)  # the cut-off pods train on
-    assert made.job.coming is None
-    assert "no pod can be reached" in stages.job_status(made.job, made.now, 0).reason
+    assert made.job.preparing is None
+    assert "no pod can be reached" in views.job_status(made.job, made.now, 0).reason
     made.nodes["a"].link = True
     made.rounds(4)
     assert made.job.state is RUNNING
     assert made.job.progress.step > step + 15
     assert len(records(made)) == 1
-    reason = stages.job_status(made.job, made.now, 0).reason
+    reason = views.job_status(made.job, made.now, 0).reason
     assert reason == "stage 1 committed: 2 pods, first start"
 
 
@@ -226,14 +235,12 @@ def cut_off(*, stop_after_s: float | None, **spec: Any) -> World:
 def test_a_job_that_is_cut_off_recovers_elsewhere_once_its_clients_have_stopped_its_pods():
     made = cut_off(stop_after_s=20.0)
     silent_since = made.nodes["a"].seen_at
-    assert (
-        "until their clients have stopped them" in stages.job_status(made.job, made.now, 0).reason
-    )
+    assert "until their clients have stopped them" in views.job_status(made.job, made.now, 0).reason
     made.run_until(JobState.RECOVERING)
     assert silent_since + 22.0 <= made.now <= silent_since + 22.5 + HEARTBEAT_S
     assert (made.job.preemptions, made.job.failures) == (1, 0)
     trains(made)
-    assert {pod.node_id for pod in stages.running_pods(made.job)} == {"b"}
+    assert {pod.node_id for pod in views.running_pods(made.job)} == {"b"}
     made.nodes["a"].link = True
     made.rounds(4)
     assert not made.nodes["a"].pods
@@ -244,7 +251,7 @@ def test_the_state_machine_asks_to_be_woken_when_the_pods_must_have_stopped():
     made.power_off(made.nodes["b"])  # so that nobody wakes it by a report
     made.rounds(20)
     heard = max(made.nodes["a"].seen_at, *made.job.progress.heard.values())
-    assert stages.next_deadline(made.job, made.now, made.cluster) == heard + 302.0
+    assert machine.next_deadline(made.job, made.now, made.cluster) == heard + 302.0
 
 
 @pytest.mark.parametrize("why", ["told to go on", "its client has died"])
@@ -259,7 +266,7 @@ def test_pods_that_nobody_stops_are_not_counted_as_stopped(why):
         made.run_until(JobState.WAITING)
     made.rounds(100)
     assert made.job.state is JobState.WAITING
-    assert made.job.coming is None
+    assert made.job.preparing is None
 
 
 def test_a_stage_without_the_loop_goes_on_without_a_node_whose_client_has_stopped_its_pods():
@@ -270,7 +277,7 @@ def test_a_stage_without_the_loop_goes_on_without_a_node_whose_client_has_stoppe
     made.run_until(JobState.WAITING)
     assert "or has stopped it" in made.job.waiting
     trains(made)
-    assert {pod.node_id for pod in stages.running_pods(made.job)} == {"a"}
+    assert {pod.node_id for pod in views.running_pods(made.job)} == {"a"}
 
 
 def test_an_operator_can_say_that_what_cannot_be_reached_is_dead():
@@ -279,7 +286,7 @@ def test_an_operator_can_say_that_what_cannot_be_reached_is_dead():
     made.run_until(JobState.WAITING)
     made.send(ResizeAsked(Resize(pods=2, assume_dead=True)))
     trains(made)
-    assert {pod.node_id for pod in stages.running_pods(made.job)} == {"b"}
+    assert {pod.node_id for pod in views.running_pods(made.job)} == {"b"}
 
 
 def test_a_stage_without_the_loop_is_over_only_when_all_its_pods_are_confirmed_stopped():
@@ -287,7 +294,7 @@ def test_a_stage_without_the_loop_is_over_only_when_all_its_pods_are_confirmed_s
     cut_link(made, "b")
     made.run_until(JobState.WAITING)
     made.rounds(20)
-    assert made.job.coming is None
+    assert made.job.preparing is None
     assert "--assume_dead" in made.job.waiting
     made.nodes["b"].link = True
     trains(made)
@@ -370,8 +377,8 @@ def test_a_port_that_is_taken_is_dealt_anew_without_a_failure():
     launcher(made, "pod_1_0")[2].ports_fail = True
     made.run_until(RUNNING)
     trains(made)
-    assert made.job.current is not None
-    assert made.job.current.attempt == 1
+    assert made.job.active is not None
+    assert made.job.active.attempt == 1
     assert made.job.failures == 0
 
 
@@ -379,7 +386,7 @@ def test_ports_that_are_always_taken_do_not_go_on_for_ever():
     made = world(pods=1)
     made.rounds(1)
     for attempt in range(30):
-        stage = made.job.coming
+        stage = made.job.preparing
         if stage is None:
             break
         tell(made, "pod_0_0", ReportKind.READY, stage.stage, attempt=stage.attempt)
@@ -393,7 +400,7 @@ def test_a_stage_number_that_the_checkpoint_path_knows_is_burnt():
     tell(made, "pod_0_0", ReportKind.READY, 1)
     tell(made, "pod_1_0", ReportKind.READY, 1)
     made.now += 1
-    if made.job.coming is not None:
+    if made.job.preparing is not None:
         tell(made, "pod_0_0", ReportKind.STAGE_TOO_LOW, 1, highest_stage=7)
     trains(made)
     assert [record.stage for record in records(made)] == [1, 8]
@@ -413,10 +420,10 @@ def test_the_first_stage_gets_a_number_above_what_launchers_find():
     made = world(pods=1)
     made.client_acts(made.nodes["a"])
     attach = wire.Attach(pod_id="pod_0_0", node_id="a", pid=1, highest_stage=12)
-    made.send(stages.Attached(attach))
+    made.send(LauncherAttached(attach))
     trains(made)
-    assert made.job.current is not None
-    assert made.job.current.stage == 13
+    assert made.job.active is not None
+    assert made.job.active.stage == 13
 
 
 def test_a_pod_that_does_not_end_its_trainers_is_killed():
@@ -466,7 +473,7 @@ def test_a_restarted_server_goes_on_where_it_was_and_declares_nobody_dead_at_onc
     made.rounds(10)
     assert made.job.state is RUNNING
     assert len(records(made)) == 1
-    assert stages.next_deadline(made.job, made.now, made.cluster) is not None
+    assert machine.next_deadline(made.job, made.now, made.cluster) is not None
 
 
 @pytest.mark.parametrize("rounds", range(1, 8))
@@ -489,18 +496,18 @@ def test_a_server_that_comes_back_in_a_cut_waits_for_the_next_trainers_to_show_t
     made = trains(world(overlap="on"))
     made.send(ResizeAsked(Resize(pods=3)))
     made.run_until(JobState.CUTTING_OVER)
-    old, new = made.job.current, made.job.coming
+    old, new = made.job.active, made.job.preparing
     assert old is not None
     assert new is not None
-    made.send(stages.ServerRestarted())
+    made.send(ServerRestarted())
     for pod_id in old.pod_ids:
         tell(made, pod_id, ReportKind.DRAINED, old.stage, step=made.job.progress.step)
     for pod_id in new.pod_ids:
-        assert made.job.current is not None
-        assert made.job.current.stage == old.stage, "they may have died meanwhile"
+        assert made.job.active is not None
+        assert made.job.active.stage == old.stage, "they may have died meanwhile"
         tell(made, pod_id, ReportKind.READY, new.stage)
-    assert made.job.current is not None
-    assert made.job.current.stage == new.stage
+    assert made.job.active is not None
+    assert made.job.active.stage == new.stage
 
 
 def test_reports_of_stages_that_are_gone_change_nothing():
@@ -512,9 +519,9 @@ def test_reports_of_stages_that_are_gone_change_nothing():
     for kind in ReportKind:
         if kind is not ReportKind.EXITED:
             tell(made, "pod_0_0", kind, 1, highest_stage=50, reason="old")
-    assert stages.same_but_progress(before, made.job)
-    assert made.job.current is not None
-    assert made.job.current.all_at(At.TRAINING)
+    assert same_but_progress(before, made.job)
+    assert made.job.active is not None
+    assert made.job.active.all_in(PodStagePhase.TRAINING)
 
 
 def test_progress_of_a_pod_that_was_given_up_does_not_count():
@@ -525,16 +532,16 @@ def test_progress_of_a_pod_that_was_given_up_does_not_count():
     step = made.job.progress.step
     tell(made, "pod_3_0", ReportKind.PROGRESS, 1, step=9999)
     assert made.job.progress.step == step
-    assert stages.pod_orders(made.job, "pod_3_0") is None
+    assert views.pod_orders(made.job, "pod_3_0") is None
 
 
 def test_a_recovery_begins_when_all_that_can_be_reached_have_ended():
     made = trains(world())
     tell(made, "pod_0_0", ReportKind.FAILED, 1, rank=0, code=1)
     tell(made, "pod_0_0", ReportKind.ENDED, 1)
-    assert made.job.coming is None
+    assert made.job.preparing is None
     tell(made, "pod_1_0", ReportKind.ENDED, 1)
-    assert made.job.coming is not None
+    assert made.job.preparing is not None
 
 
 def test_a_stage_starts_from_the_newest_snapshot_that_is_within_reach():
@@ -546,9 +553,9 @@ def test_a_stage_starts_from_the_newest_snapshot_that_is_within_reach():
         tell(made, pod_id, ReportKind.ENDED, 1, snapshot=ref)
     for pod_id in refs:
         tell(made, pod_id, ReportKind.READY, 2)
-    assert made.job.coming is not None
+    assert made.job.preparing is not None
     expected = wire.RestoreFrom(stage=1, step=60, pods=("pod_1_0", "pod_2_0"))
-    assert made.job.coming.restore_from == expected
+    assert made.job.preparing.restore_from == expected
 
 
 def quiet(made: World) -> World:
@@ -562,14 +569,14 @@ def test_the_next_deadline_is_that_of_the_phase():
     made = quiet(trains(world(prepare_timeout_s=50.0, grace_s=5.0)))
     made.send(ResizeAsked(Resize(pods=3)))
     at = made.now
-    assert stages.next_deadline(made.job, at + 20, made.cluster) == at + 50
+    assert machine.next_deadline(made.job, at + 20, made.cluster) == at + 50
     made.now = at + 30
-    made.send(stages.ServerRestarted())
-    assert stages.next_deadline(made.job, at + 40, made.cluster) == at + 80  # a fresh timeout
+    made.send(ServerRestarted())
+    assert machine.next_deadline(made.job, at + 40, made.cluster) == at + 80  # a fresh timeout
     tell(made, "pod_0_0", ReportKind.FAILED, 1, rank=0, code=1)
     made.now = at + 36
-    made.send(stages.Tick())
-    assert stages.next_deadline(made.job, at + 40, made.cluster) == at + 30 + 5 + 20
+    made.send(Tick())
+    assert machine.next_deadline(made.job, at + 40, made.cluster) == at + 30 + 5 + 20
 
 
 @pytest.mark.parametrize(
@@ -593,12 +600,12 @@ def test_what_failed_is_told_in_words(report, text):
 
 def test_a_server_that_comes_back_does_not_say_so_for_ever():
     made = trains(world())
-    before = stages.job_status(made.job, made.now, 0).reason
+    before = views.job_status(made.job, made.now, 0).reason
     made.stop_server()
     made.start_server()
     assert "the server is back" in made.reasons[-1]
     made.rounds(4)
-    assert stages.job_status(made.job, made.now, 0).reason == before
+    assert views.job_status(made.job, made.now, 0).reason == before
 
 
 @pytest.mark.parametrize("doing", ["prepared", "parked"])
@@ -606,26 +613,26 @@ def test_a_launcher_that_only_says_that_it_lives_is_not_lost_with_its_client(doi
     made = trains(world())
     made.nodes["a"].client = False
     if doing == "parked":
-        made.job = replace_members(made, At.PARKED)
+        made.job = replace_members(made, PodStagePhase.PARKED)
     for _ in range(20):
         made.now += 1.0
         for pod_id in ids(made):
             tell(made, pod_id, ReportKind.ALIVE, 0, snapshot=None)
-        made.send(stages.Tick())
-        assert made.job.current is not None
-        assert made.job.current.over is None
+        made.send(Tick())
+        assert made.job.active is not None
+        assert made.job.active.over is None
         assert not made.job.cut_off
     assert len(records(made)) == 1
     made.now += 5.0
-    made.send(stages.Tick())
+    made.send(Tick())
     assert made.job.cut_off
 
 
-def replace_members(made: World, at: At) -> Any:
-    stage = made.job.current
+def replace_members(made: World, phase: PodStagePhase) -> Any:
+    stage = made.job.active
     assert stage is not None
-    members = tuple(replace(member, at=at) for member in stage.members)
-    return replace(made.job, current=replace(stage, members=members))
+    members = tuple(replace(member, phase=phase) for member in stage.members)
+    return replace(made.job, active=replace(stage, members=members))
 
 
 def test_a_job_whose_state_is_lost_says_that_it_begins_again_and_how_much_that_costs():
@@ -652,24 +659,24 @@ def test_a_clock_that_is_set_back_between_two_lives_of_the_server_stops_nothing(
     standby = 1 if before == "a standby" else 0
     made = trains(world(script=script, standby=standby, overlap="auto", total_steps=4000))
     if before == "a change":
-        made.send(stages.ResizeAsked(wire.Resize(pods=1)))
+        made.send(ResizeAsked(wire.Resize(pods=1)))
     elif before == "a retry":
         for _ in range(2):  # the second one waits
             _, pod, launcher = made.launchers()[0]
             made.kill_trainer(pod, launcher)
             made.round()
     elif before == "a pause":
-        made.send(stages.PauseAsked())
+        made.send(PauseAsked())
     made.round()
     made.stop_server()
     made.rounds(4)
     made.start_server(clock_back_s=clock_back_s)
     if before == "a pause":
         made.run_until(JobState.PAUSED)
-        made.send(stages.ResumeAsked())
+        made.send(ResumeAsked())
     made.rounds(80, 1.0)
     assert made.job.state is JobState.RUNNING, made.reasons
-    assert len(stages.running_pods(made.job)) == 3, made.reasons
+    assert len(views.running_pods(made.job)) == 3, made.reasons
     assert not any("abandoned: not ready" in reason for reason in made.reasons)
     assert any("set back by" in reason for reason in made.reasons) is (clock_back_s > 0)
     script_s = made.job.progress.script_s

@@ -6,9 +6,9 @@ import pytest
 
 from job_server.api import wire
 from job_server.api.wire import JobState
-from job_server.training import stages
-from job_server.training.job import At, HaltPhase
-from job_server.training.stages import PauseAsked, ResumeAsked, StopAsked
+from job_server.training import views
+from job_server.training.events import NodeReported, PauseAsked, ResumeAsked, StopAsked, Tick
+from job_server.training.job import HaltPhase, PodStagePhase
 from tests.job_server.test_stages_changes import records, trains, world
 from tests.job_server.world import World, node
 
@@ -16,7 +16,7 @@ PAUSED, STOPPED, FAILED = JobState.PAUSED, JobState.STOPPED, JobState.FAILED
 
 
 def reason(made: World) -> str:
-    return stages.job_status(made.job, made.now, 0).reason
+    return views.job_status(made.job, made.now, 0).reason
 
 
 def crash(made: World, count: int = 1) -> None:
@@ -96,7 +96,7 @@ def test_a_checkpoint_is_waited_for_as_long_as_its_bytes_grow(asked):
     made.send(asked)
     made.rounds(120)  # a minute
     assert made.job.state in (JobState.PAUSING, JobState.STOPPING)
-    status = stages.job_status(made.job, made.now, 0)
+    status = views.job_status(made.job, made.now, 0)
     assert status.saving is not None
     assert 50 < status.saving.written_bytes < status.saving.total_bytes == 200
     made.run_until(PAUSED, STOPPED)
@@ -120,7 +120,7 @@ def test_a_pause_without_a_checkpoint_path_goes_to_a_run_folder_and_is_resumed_t
     made.nodes["a"].link = True
     trains(made)
     assert records(made)[-1].first_step == step + 1
-    assert [pod.node_id for pod in stages.running_pods(made.job)] == ["a"]
+    assert [pod.node_id for pod in views.running_pods(made.job)] == ["a"]
 
 
 def test_a_pause_that_can_be_written_nowhere_is_called_off_and_the_trainers_go_on():
@@ -195,7 +195,7 @@ def test_a_failed_state_that_cannot_be_written_stays_in_memory_for_a_while(ended
     assert f"the state of step {step} is kept in memory for 1 min 40 s" in reason(made)
     assert "No space left on device" in reason(made)
     assert "`edl stop job --discard` gives it up" in reason(made)
-    assert not stages.slots_held(made.job).get("a"), "others may have the slots"
+    assert not views.slots_held(made.job).get("a"), "others may have the slots"
     assert newest(made) == step
     if ended_by == "room":
         made.full = set()
@@ -259,7 +259,7 @@ def test_one_node_is_told_to_write_when_it_is_ended_and_the_other_takes_its_plac
         return [
             name
             for name in made.nodes
-            if any(pod.last_save for pod in stages.node_pods(made.job, name))
+            if any(pod.last_save for pod in views.node_pods(made.job, name))
         ]
 
     assert told() == ["a"]
@@ -292,7 +292,7 @@ def test_what_a_client_wrote_as_it_was_ended_is_where_the_job_goes_on():
     )
     made.in_run_folders.add(("a", 1, step))
     made.nodes["a"].pods.clear()
-    made.send(stages.NodeReported("a", states))
+    made.send(NodeReported("a", states))
     trains(made)
     assert records(made)[-1].first_step == step + 1
     assert f"from step {step} of stage 1, in /a/run/checkpoint" in "".join(made.reasons)
@@ -370,7 +370,7 @@ def test_what_was_written_as_ordered_counts_though_its_shim_is_gone_by_then(aske
     )
     made.in_run_folders.add(("a", 1, step))
     made.nodes["a"].pods.clear()
-    made.send(stages.NodeReported("a", (state,)))
+    made.send(NodeReported("a", (state,)))
     made.run_until(PAUSED, STOPPED)
     assert reason(made).endswith(f"step {step} is in /a/run/checkpoint")
     assert made.job.saved is not None
@@ -383,13 +383,16 @@ def test_trainers_without_memory_for_a_snapshot_have_written_a_checkpoint_or_the
     for durable, state in (("/shared/checkpoint", PAUSED), ("", JobState.RUNNING)):
         made = trains(world(pods=1))
         made.send(PauseAsked())
-        stage = made.job.current
+        stage = made.job.active
         assert stage is not None
         member = replace(
-            stage.members[0], at=At.PARKED, step=made.job.progress.step, durable=durable
+            stage.members[0],
+            phase=PodStagePhase.PARKED,
+            step=made.job.progress.step,
+            durable=durable,
         )
-        made.job = replace(made.job, current=stage.with_member(member))
-        made.send(stages.Tick())
+        made.job = replace(made.job, active=stage.with_member(member))
+        made.send(Tick())
         made.run_until(state)
         assert (made.job.saved is not None) == bool(durable)
 

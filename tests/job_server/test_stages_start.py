@@ -8,9 +8,18 @@ import pytest
 from job_server.api import wire
 from job_server.api.wire import JobSpec, JobState, Resize, ScriptKind, ScriptSpec
 from job_server.cluster.placement import Cluster, NodeView
-from job_server.training import stages
+from job_server.training import machine, moves, views
+from job_server.training.events import (
+    NodesChanged,
+    PauseAsked,
+    RequestRefused,
+    ResizeAsked,
+    ResumeAsked,
+    RunTimeStatic,
+    StopAsked,
+    Tick,
+)
 from job_server.training.job import MAX_RECORDS, Job
-from job_server.training.stages import NodesChanged, ResizeAsked, RunTimeStatic, Tick
 from tests.job_server.test_stages_changes import ids, trains, world
 from tests.job_server.world import World, node
 
@@ -22,7 +31,7 @@ def test_a_first_start_waits_for_all_nodes():
     made = world(expected_nodes=3)
     made.rounds(10)
     assert made.job.state is JobState.WAITING
-    assert stages.job_status(made.job, made.now, 0).reason == "2 of 3 nodes have registered"
+    assert views.job_status(made.job, made.now, 0).reason == "2 of 3 nodes have registered"
     made.nodes["c"] = type(made.nodes["a"])(node("c"), made.now, registered=False)
     trains(made)
 
@@ -40,13 +49,13 @@ def test_below_min_pods_there_is_no_first_start():
     made = world(expected_nodes=1, start_timeout_s=1.0, min_pods=5, max_pods=5, pods=5)
     made.rounds(30)
     assert made.job.state is JobState.WAITING
-    assert "only 4 of 5 pods find a place" in stages.job_status(made.job, made.now, 0).reason
+    assert "only 4 of 5 pods find a place" in views.job_status(made.job, made.now, 0).reason
 
 
 def test_a_stage_whose_trainers_may_not_be_elastic_is_committed_when_they_have_started():
     made = world()
     made.run_until(JobState.RUNNING)
-    assert made.job.current is not None
+    assert made.job.active is not None
     assert not made.job.elastic
     trains(made)
     assert made.job.elastic
@@ -69,23 +78,23 @@ def test_a_first_stage_is_not_changed_before_its_trainers_could_show_what_they_a
 def legacy_job(pods: int = 3, interval_s: float = 10.0) -> Job:
     script = ScriptSpec(kind=ScriptKind.ALTERNATE, interval_s=interval_s)
     spec = JobSpec(job_id="job", max_pods=pods, script=script)
-    return stages.new_job(spec, NOW, legacy_nodes=(node("a", pods),))
+    return machine.new_job(spec, NOW, legacy_nodes=(node("a", pods),))
 
 
 def test_without_a_client_of_ours_changes_happen_at_once_with_the_originals_flags_and_ids():
     job = legacy_job()
     assert job.state is JobState.RUNNING
-    seen = [(job.flag, [pod.pod_id for pod in stages.running_pods(job)])]
+    seen = [(job.flag, [pod.pod_id for pod in views.running_pods(job)])]
     for n in range(1, 5):
-        deadline = stages.next_deadline(job, NOW + 10 * n - 9, NOBODY)
+        deadline = machine.next_deadline(job, NOW + 10 * n - 9, NOBODY)
         assert deadline is not None
         ticks = 0
         while deadline is not None and deadline <= NOW + 10 * n + 0.01:
             ticks += 1
-            job, _ = stages.step(job, Tick(), deadline, NOBODY)
-            deadline = stages.next_deadline(job, deadline, NOBODY)
+            job, _ = machine.step(job, Tick(), deadline, NOBODY)
+            deadline = machine.next_deadline(job, deadline, NOBODY)
         assert ticks < 10, "a busy loop"
-        seen.append((job.flag, [pod.pod_id for pod in stages.running_pods(job)]))
+        seen.append((job.flag, [pod.pod_id for pod in views.running_pods(job)]))
     assert seen == [
         (-1, ["pod_0_0", "pod_1_0", "pod_2_0"]),
         (0, ["pod_0_0", "pod_1_0"]),
@@ -93,30 +102,30 @@ def test_without_a_client_of_ours_changes_happen_at_once_with_the_originals_flag
         (2, ["pod_0_0", "pod_1_0"]),
         (3, ["pod_0_0", "pod_1_0", "pod_2_3"]),
     ]
-    for pod_rank, pod in enumerate(stages.running_pods(job)):
+    for pod_rank, pod in enumerate(views.running_pods(job)):
         assert (pod.pod_rank, len(pod.ports), pod.addr) == (pod_rank, 1, "addr-a")
-    assert stages.node_pods(job, "a") == ()
-    assert stages.pod_orders(job, "pod_0_0") is None
+    assert views.node_pods(job, "a") == ()
+    assert views.pod_orders(job, "pod_0_0") is None
     assert wire.decode(Job, wire.encode(job)) == job
 
 
 def test_the_alternation_never_goes_below_one_pod():
     job = legacy_job(pods=1)
-    job, reason = stages.step(job, Tick(), NOW + 11, NOBODY)
+    job, reason = machine.step(job, Tick(), NOW + 11, NOBODY)
     assert "skipped" in reason
-    assert len(stages.running_pods(job)) == 1
+    assert len(views.running_pods(job)) == 1
     assert job.flag == -1
 
 
 def test_a_resize_of_such_a_job_is_immediate_and_a_pause_is_refused():
     job = legacy_job()
-    job, _ = stages.step(job, ResizeAsked(Resize(pods=1)), NOW + 1, NOBODY)
-    assert len(stages.running_pods(job)) == 1
-    with pytest.raises(stages.Refused, match="no job client of ours"):
-        stages.step(job, stages.PauseAsked(), NOW + 2, NOBODY)
-    job, _ = stages.step(job, stages.StopAsked(), NOW + 3, NOBODY)
+    job, _ = machine.step(job, ResizeAsked(Resize(pods=1)), NOW + 1, NOBODY)
+    assert len(views.running_pods(job)) == 1
+    with pytest.raises(RequestRefused, match="no job client of ours"):
+        machine.step(job, PauseAsked(), NOW + 2, NOBODY)
+    job, _ = machine.step(job, StopAsked(), NOW + 3, NOBODY)
     assert job.state is JobState.STOPPED
-    assert stages.running_pods(job) == ()
+    assert views.running_pods(job) == ()
 
 
 @pytest.mark.parametrize(("after_s", "flag", "first"), [(3.0, -1, "pod_0_0"), (11.0, 1, "pod_0_1")])
@@ -137,7 +146,7 @@ def test_a_client_of_ours_takes_the_job_over_and_starts_it_properly(after_s, fla
 
 def test_a_node_that_serves_another_job_does_not_take_it_over():
     other = NodeView(node=node("b", job_id="other"), seen_at=NOW + 1)
-    job, reason = stages.step(legacy_job(), NodesChanged(), NOW + 1, Cluster(nodes=(other,)))
+    job, reason = machine.step(legacy_job(), NodesChanged(), NOW + 1, Cluster(nodes=(other,)))
     assert reason == ""
     assert job.legacy
 
@@ -147,10 +156,10 @@ def test_a_node_that_serves_another_job_does_not_take_it_over():
 
 def test_the_parts_of_the_account_add_up_to_the_wall_clock():
     made = trains(world())
-    for event in (ResizeAsked(Resize(pods=3)), stages.PauseAsked(), stages.ResumeAsked()):
+    for event in (ResizeAsked(Resize(pods=3)), PauseAsked(), ResumeAsked()):
         made.send(event)
         made.rounds(30)
-    account = stages.job_status(made.job, made.now + 5, 1).account
+    account = views.job_status(made.job, made.now + 5, 1).account
     assert account.total_s == pytest.approx(made.now + 5 - made.job.submitted_at)
     assert min(account.training_s, account.cutting_over_s, account.paused_s) > 0
 
@@ -158,14 +167,14 @@ def test_the_parts_of_the_account_add_up_to_the_wall_clock():
 def test_a_clock_that_is_set_back_books_nothing_twice():
     made = trains(world())
     total = made.job.progress.account.total_s
-    job, _ = stages.step(made.job, Tick(), made.now - 50, made.cluster)
+    job, _ = machine.step(made.job, Tick(), made.now - 50, made.cluster)
     assert job.progress.account.total_s == total
 
 
 def test_the_expected_run_time_is_kept():
     made = world()
     made.send(RunTimeStatic(77.5))
-    assert stages.job_status(made.job, made.now, 0).estimated_run_time_s == 77.5
+    assert views.job_status(made.job, made.now, 0).estimated_run_time_s == 77.5
 
 
 def test_the_history_keeps_the_newest_stages_only():
@@ -173,7 +182,7 @@ def test_the_history_keeps_the_newest_stages_only():
     now = NOW
     for _ in range(MAX_RECORDS + 50):
         now += 1.0
-        job, _ = stages.step(job, Tick(), now, NOBODY)
+        job, _ = machine.step(job, Tick(), now, NOBODY)
     assert len(job.records) == MAX_RECORDS
     assert job.records[-1].stage == job.next_stage - 1
     assert len(job.given_ids) < 10
@@ -181,11 +190,11 @@ def test_the_history_keeps_the_newest_stages_only():
 
 def test_a_change_stops_all_only_where_trainers_cannot_agree_on_a_step():
     plain = trains(world(elastic=False, overlap="on"))
-    assert stages.choose_way(plain.job, plain.cluster) is wire.Way.STOP
+    assert moves.choose_way(plain.job, plain.cluster) is wire.Way.STOP
     made = trains(world(overlap="off"))
-    assert stages.choose_way(made.job, made.cluster) is wire.Way.DRAIN
+    assert moves.choose_way(made.job, made.cluster) is wire.Way.DRAIN
     made = trains(world(overlap="auto"))
-    assert stages.choose_way(made.job, made.cluster) is wire.Way.REPLACE  # CPU slots
+    assert moves.choose_way(made.job, made.cluster) is wire.Way.REPLACE  # CPU slots
 
 
 @pytest.mark.parametrize(
@@ -218,16 +227,16 @@ def test_two_trainers_share_a_gpu_only_where_both_fit_unless_the_user_says_so(
         )
         for view in made.cluster.nodes
     )
-    assert stages.choose_way(made.job, replace(made.cluster, nodes=views)) is way
+    assert moves.choose_way(made.job, replace(made.cluster, nodes=views)) is way
 
 
 @pytest.mark.parametrize("pods", [1, 4])
 def test_a_resize_while_the_first_start_is_prepared_follows_it(pods):
     made = world(overlap="auto", pods=2, max_pods=4)
     made.round()
-    assert made.job.coming is not None
+    assert made.job.preparing is not None
     made.send(ResizeAsked(Resize(pods=pods)))
     made.run_until(JobState.RUNNING)
     made.rounds(30)
     assert made.job.target == pods
-    assert len(stages.running_pods(made.job)) == pods
+    assert len(views.running_pods(made.job)) == pods

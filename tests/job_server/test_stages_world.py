@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from job_server.api import wire
 from job_server.api.wire import JobSpec, JobState, LocalStage, ScriptKind, ScriptSpec
-from job_server.training import stages
+from job_server.training import machine, views
+from job_server.training.events import KillAsked, PauseAsked, ResizeAsked, ResumeAsked, StopAsked
 from tests.job_server.world import Launcher, SimNode, SimPod, World, node
 
 Pick = Callable[[int], int]
@@ -75,7 +76,7 @@ def a_while(world: World, n: int) -> None:
 
 
 def to_deadline(world: World, n: int) -> None:
-    deadline = stages.next_deadline(world.job, world.now, world.cluster)
+    deadline = machine.next_deadline(world.job, world.now, world.cluster)
     if deadline is not None:
         world.pass_time(deadline - world.now)
 
@@ -167,25 +168,25 @@ def restart_server(world: World, n: int) -> None:
 
 
 def resize(world: World, n: int) -> None:
-    world.ask(stages.ResizeAsked(wire.Resize(pods=1 + n % 5)))
+    world.ask(ResizeAsked(wire.Resize(pods=1 + n % 5)))
 
 
 def pause(world: World, n: int) -> None:
-    world.ask(stages.PauseAsked())
+    world.ask(PauseAsked())
 
 
 def resume(world: World, n: int) -> None:
-    world.ask(stages.ResumeAsked())
+    world.ask(ResumeAsked())
 
 
 def stop(world: World, n: int) -> None:
     if n % 4 == 0:  # rarely: little is to be seen after it
-        world.ask(stages.StopAsked())
+        world.ask(StopAsked())
 
 
 def stop_at_once(world: World, n: int) -> None:
     if n % 4 == 0:
-        world.ask(stages.StopAsked(discard=True))
+        world.ask(StopAsked(discard=True))
 
 
 def fill_disks(world: World, n: int) -> None:
@@ -196,7 +197,7 @@ def fill_disks(world: World, n: int) -> None:
 def kill(world: World, n: int) -> None:
     pods = [pod.pod_id for pod in world.job.pods] or ["pod_9_9"]
     by_rank = wire.Kill(rank=n % 5)
-    world.ask(stages.KillAsked(by_rank if n % 2 else wire.Kill(pod_id=pods[n % len(pods)])))
+    world.ask(KillAsked(by_rank if n % 2 else wire.Kill(pod_id=pods[n % len(pods)])))
 
 
 USUAL = (
@@ -277,7 +278,7 @@ def finish(world: World) -> None:
     world.heal()
     for _ in range(12):
         if world.job.state is JobState.PAUSED:
-            world.ask(stages.ResumeAsked())
+            world.ask(ResumeAsked())
         world.rounds(100)
         if world.job.state.ended:
             break
@@ -294,7 +295,7 @@ def finish(world: World) -> None:
     left = [pod for sim in world.nodes.values() for pod in sim.pods.values()]
     assert not left, f"left behind: {left}"
     assert not world.job.pods
-    assert not stages.slots_held(world.job)
+    assert not views.slots_held(world.job)
     parked = [who for _, _, who in world.launchers() if who.run is not None]
     assert not [who for who in parked if who.run and who.run.phase is LocalStage.PARKED]
 

@@ -7,21 +7,22 @@ import pytest
 
 from job_server.api import wire
 from job_server.cluster.placement import Cluster, NodeView
-from job_server.training import stages
-from job_server.training.job import Stage
+from job_server.training import machine, moves
+from job_server.training.events import KillAsked, ResizeAsked, Tick
+from job_server.training.job import JobStage
 from job_server.training.losses import MOST_LOSSES, likely_losses
 from tests.job_server.test_stages_changes import RUNNING, records, trains, world
 from tests.job_server.world import World, node
 
 
-def coming(made: World) -> Stage:
-    assert made.job.coming is not None
-    return made.job.coming
+def preparing(made: World) -> JobStage:
+    assert made.job.preparing is not None
+    return made.job.preparing
 
 
-def current(made: World) -> Stage:
-    assert made.job.current is not None
-    return made.job.current
+def active(made: World) -> JobStage:
+    assert made.job.active is not None
+    return made.job.active
 
 
 def stands_by(standby: int = 1, **spec: Any) -> World:
@@ -32,7 +33,7 @@ def stands_by(standby: int = 1, **spec: Any) -> World:
 
 def until_ready(made: World, rounds: int = 200) -> World:
     for _ in range(rounds):
-        if made.job.coming is not None and made.job.coming.stands_by:
+        if made.job.preparing is not None and made.job.preparing.stands_by:
             return made
         made.round()
     raise AssertionError(f"nobody stands by: {made.reasons[-30:]}")
@@ -42,48 +43,48 @@ def test_a_standby_is_prepared_once_training_is_settled_and_the_job_is_called_ru
     made = world(overlap="auto", standby=1)
     made.run_until(RUNNING)
     made.rounds(4)
-    assert made.job.coming is None
+    assert made.job.preparing is None
     made = stands_by()
-    assert coming(made).pod_ids == current(made).pod_ids
+    assert preparing(made).pod_ids == active(made).pod_ids
     assert made.job.state is RUNNING
     made.rounds(400)  # it is never cut for, and never too late
-    assert coming(made).stands_by
+    assert preparing(made).stands_by
 
 
 def test_a_crash_puts_the_standby_in_force_from_the_newest_snapshot():
     made = stands_by()
-    standby = coming(made).stage
+    standby = preparing(made).stage
     _, pod, who = made.launchers()[0]
     made.kill_trainer(pod, who)
     made.rounds(6)
-    assert current(made).stage == standby
-    assert current(made).restore_from is not None
-    assert current(made).way is wire.Way.REPLACE
+    assert active(made).stage == standby
+    assert active(made).restore_from is not None
+    assert active(made).way is wire.Way.REPLACE
     assert made.job.redone_steps <= 3  # the world takes a snapshot every three steps
     until_ready(made)
 
 
 def test_a_change_goes_before_the_standby_which_is_prepared_again_for_its_outcome():
     made = stands_by(pods=2, max_pods=3)
-    first = coming(made).stage
-    made.send(stages.ResizeAsked(wire.Resize(pods=1)))
-    assert coming(made).stage > first
-    assert not coming(made).standby
+    first = preparing(made).stage
+    made.send(ResizeAsked(wire.Resize(pods=1)))
+    assert preparing(made).stage > first
+    assert not preparing(made).standby
     until_ready(made)
-    assert len(coming(made).members) == 1
+    assert len(preparing(made).members) == 1
 
 
 def test_a_standby_that_fails_is_no_crash_and_is_tried_again_later():
     made = stands_by()
-    standby = coming(made).stage
+    standby = preparing(made).stage
     _, _, who = made.launchers()[0]
     made.kill_prepared(who)
     made.rounds(2)
-    assert made.job.coming is None
+    assert made.job.preparing is None
     assert made.job.state is RUNNING
     assert made.job.redone_steps == 0
     until_ready(made, 400)
-    assert coming(made).stage > standby
+    assert preparing(made).stage > standby
     waited = []
     for _ in range(3):  # ever later, where it always fails
         until_ready(made, 2000)
@@ -100,18 +101,18 @@ def test_the_loss_of_a_pod_takes_its_standby_with_it():
     pod.snapshot = None
     pod.end()
     made.rounds(40)
-    assert pod.pod_id not in current(made).pod_ids
+    assert pod.pod_id not in active(made).pod_ids
     assert made.job.state is RUNNING
 
 
 def test_a_standby_that_takes_over_leaves_alone_what_was_asked_for_since():
     made = stands_by(pods=4, max_pods=6)  # there are four slots
-    made.send(stages.ResizeAsked(wire.Resize(pods=6)))
-    assert coming(made).stands_by
+    made.send(ResizeAsked(wire.Resize(pods=6)))
+    assert preparing(made).stands_by
     _, pod, who = made.launchers()[0]
     made.kill_trainer(pod, who)
     made.rounds(6)
-    assert len(current(made).members) == 4
+    assert len(active(made).members) == 4
     assert made.job.target == 6
 
 
@@ -132,8 +133,8 @@ def power_off(made: World, name: str) -> None:
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_standby_of_two_takes_over_without_the_pod_that_is_lost_and_grows_back(victim):
     made = stands_by(2, pods=3, max_pods=3)
-    standby, before = coming(made), current(made).pod_ids
-    assert standby.losses[:3] == tuple((pod_id,) for pod_id in before)
+    standby, before = preparing(made), active(made).pod_ids
+    assert standby.survivable_failures[:3] == tuple((pod_id,) for pod_id in before)
     lose_pod(made, before[victim])
     made.rounds(8)
     record = next(each for each in records(made) if each.stage == standby.stage)
@@ -142,49 +143,49 @@ def test_a_standby_of_two_takes_over_without_the_pod_that_is_lost_and_grows_back
     assert record.redone_steps <= 3
     trains(made)
     made.rounds(30)
-    assert len(current(made).members) == 3, "it has grown back"
-    assert before[victim] not in current(made).pod_ids
+    assert len(active(made).members) == 3, "it has grown back"
+    assert before[victim] not in active(made).pod_ids
     assert made.job.target == 3
 
 
 def test_a_node_that_is_lost_takes_all_its_pods_and_the_standby_does_without_them():
     made = stands_by(2, pods=4, max_pods=4)  # two nodes of two
-    standby = coming(made)
-    assert len(standby.losses) == 4 + 2
+    standby = preparing(made)
+    assert len(standby.survivable_failures) == 4 + 2
     power_off(made, "b")
     made.rounds(12)
-    assert current(made).stage == standby.stage
-    assert {member.pod.node_id for member in current(made).members} == {"a"}
-    assert [member.pod.ranks for member in current(made).members] == [(0,), (1,)]
+    assert active(made).stage == standby.stage
+    assert {member.pod.node_id for member in active(made).members} == {"a"}
+    assert [member.pod.ranks for member in active(made).members] == [(0,), (1,)]
 
 
 def test_two_pods_of_two_nodes_are_more_than_a_standby_can_do_without():
     made = stands_by(2, pods=4, max_pods=4)
-    standby, before = coming(made), current(made)
+    standby, before = preparing(made), active(made)
     for name in ("a", "b"):
         lose_pod(made, next(m.pod.pod_id for m in before.members if m.pod.node_id == name))
     made.rounds(20)
     record = next(each for each in records(made) if each.stage == standby.stage)
     assert record.outcome.startswith("abandoned")
     made.run_until(RUNNING)
-    assert len(current(made).members) in (2, 3, 4)
+    assert len(active(made).members) in (2, 3, 4)
 
 
 def test_a_standby_of_two_takes_over_whole_from_a_trainer_that_crashes():
     made = stands_by(2, pods=3, max_pods=3)
-    standby = coming(made).stage
+    standby = preparing(made).stage
     _, pod, who = made.launchers()[1]
     made.kill_trainer(pod, who)
     made.rounds(6)
-    assert current(made).stage == standby
-    assert len(current(made).members) == 3
-    assert current(made).lost == ()
+    assert active(made).stage == standby
+    assert len(active(made).members) == 3
+    assert active(made).missing_pods == ()
 
 
 def test_a_pod_that_an_operator_has_killed_is_done_without():
     made = stands_by(2, pods=3, max_pods=3)
-    standby, before = coming(made).stage, current(made).pod_ids
-    made.send(stages.KillAsked(wire.Kill(pod_id=before[1])))
+    standby, before = preparing(made).stage, active(made).pod_ids
+    made.send(KillAsked(wire.Kill(pod_id=before[1])))
     made.rounds(8)
     record = next(each for each in records(made) if each.stage == standby)
     assert record.committed_at is not None
@@ -193,7 +194,7 @@ def test_a_pod_that_an_operator_has_killed_is_done_without():
 
 def test_a_standby_does_not_take_over_below_the_least_pods_of_the_job():
     made = stands_by(2, pods=2, max_pods=2, min_pods=2)
-    standby, before = coming(made).stage, current(made).pod_ids
+    standby, before = preparing(made).stage, active(made).pod_ids
     lose_pod(made, before[1])
     made.rounds(20)
     record = next(each for each in records(made) if each.stage == standby)
@@ -212,7 +213,7 @@ def test_more_pods_than_provided_for_are_said_once_and_the_standby_covers_crashe
         )
     )
     until_ready(made)
-    assert coming(made).losses == ()
+    assert preparing(made).survivable_failures == ()
     said = [reason for reason in made.reasons if "standby 2 acts as 1" in reason]
     assert len(said) == 1
     made.rounds(4)
@@ -255,9 +256,9 @@ def gpus(used_bytes: int, seen_at: float = 0.0) -> Cluster:
 
 def test_the_memory_of_a_standby_that_is_dismissed_lets_a_change_go_by_replace_all_the_same():
     made = stands_by(nodes=1, pods=2)
-    assert stages.choose_way(made.job, gpus(80)) is wire.Way.JOIN
-    assert stages.choose_way(made.job, gpus(80), stood_by=True) is wire.Way.REPLACE
-    assert stages.choose_way(made.job, gpus(98), stood_by=True) is wire.Way.JOIN
+    assert moves.choose_way(made.job, gpus(80)) is wire.Way.JOIN
+    assert moves.choose_way(made.job, gpus(80), stood_by=True) is wire.Way.REPLACE
+    assert moves.choose_way(made.job, gpus(98), stood_by=True) is wire.Way.JOIN
 
 
 @pytest.mark.parametrize(
@@ -273,6 +274,6 @@ def test_where_a_standby_cannot_act_the_job_says_so_once(standby, used, said):
     reasons = []
     for _ in range(8):
         later += 1.0
-        job, reason = stages.step(job, stages.Tick(), later, gpus(used, later))
+        job, reason = machine.step(job, Tick(), later, gpus(used, later))
         reasons.append(reason)
     assert len([each for each in reasons if said in each]) == 1, reasons

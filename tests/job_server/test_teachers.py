@@ -8,8 +8,8 @@ import pytest
 from job_server.api import wire
 from job_server.api.wire import JobKind, JobSpec, JobState, PodPhase, PodState
 from job_server.cluster.placement import Cluster, NodeView
-from job_server.sharing import kinds
-from job_server.sharing.claims import NO_CLAIMS
+from job_server.sharing import job_types
+from job_server.sharing.reservations import NO_RESERVATIONS
 from job_server.teachers import machine as teachers
 from job_server.teachers import views as teacher_views
 from job_server.teachers.job import TeacherJob
@@ -20,7 +20,7 @@ from job_server.training.events import (
     NodeReported,
     NodesChanged,
     PauseAsked,
-    Refused,
+    RequestRefused,
     ResizeAsked,
     ResumeAsked,
     ServerRestarted,
@@ -66,7 +66,7 @@ class Nodes:
         cluster = Cluster(nodes=views, heartbeat_s=1.0)
         self.job, reason = teachers.step(self.job, event, self.now, cluster)
         # What is stored is what is read back.
-        assert kinds.decode_job(wire.encode(self.job)) == self.job
+        assert job_types.decode_job(wire.encode(self.job)) == self.job
         if reason:
             self.said.append(reason)
 
@@ -89,7 +89,7 @@ class Nodes:
                 del mine[pod_id]
             elif pod.phase is PodPhase.STARTING:
                 mine[pod_id] = replace(pod, phase=PodPhase.RUNNING)
-            elif pod_id in plan and plan[pod_id].want is wire.Want.KILL:
+            elif pod_id in plan and plan[pod_id].want is wire.DesiredState.KILL:
                 mine[pod_id] = replace(pod, phase=PodPhase.EXITED, signal=9)
             elif pod_id not in plan and pod.phase is PodPhase.RUNNING:
                 phase = PodPhase.STOPPING if self.slow_to_end else PodPhase.EXITED
@@ -116,7 +116,7 @@ class Nodes:
 
     @property
     def status(self) -> wire.JobStatus:
-        return kinds.job_status(self.job, self.now, 1)
+        return job_types.job_status(self.job, self.now, 1)
 
 
 def running(pods: int, **changes: object) -> Nodes:
@@ -149,7 +149,7 @@ def test_a_job_starts_with_its_fewest_teachers_each_with_slot_and_ports_of_its_o
     assert len({pod.ports for pod in plans if pod.pod_id != "teacher_3"}) == 2
     nodes.act()
     assert nodes.status.account.training_s > 0
-    assert kinds.pod_orders(nodes.job, "teacher_1") is None
+    assert job_types.pod_orders(nodes.job, "teacher_1") is None
 
 
 def test_teachers_come_and_go_one_by_one_and_the_others_are_left_alone():
@@ -163,7 +163,7 @@ def test_teachers_come_and_go_one_by_one_and_the_others_are_left_alone():
     nodes.acts(2)
     leaving = next(pod for pod in nodes.status.pods if pod.pod_id == "teacher_4")
     assert leaving.phase == "leaving"
-    assert 1 in kinds.slots_held(nodes.job)["b"]  # until its client says that it has ended
+    assert 1 in job_types.slots_held(nodes.job)["b"]  # until its client says that it has ended
     nodes.slow_to_end = False
     nodes.crash("teacher_4", exit_code=0)
     nodes.acts(2)
@@ -245,7 +245,7 @@ def test_a_users_number_holds_whatever_the_demand_is_until_it_is_let_go():
 )
 def test_what_makes_no_sense_is_refused(event, text):
     nodes = running(1)
-    with pytest.raises(Refused, match=text):
+    with pytest.raises(RequestRefused, match=text):
         nodes.send(event)
 
 
@@ -386,7 +386,7 @@ def test_pause_ends_all_teachers_and_resume_starts_them_again():
     assert nodes.is_in(JobState.PAUSING)
     nodes.acts(2)
     assert nodes.is_in(JobState.PAUSED)
-    assert kinds.slots_held(nodes.job) == {}
+    assert job_types.slots_held(nodes.job) == {}
     nodes.send(demand(wait_share=0.9))
     nodes.acts(2)
     assert nodes.is_in(JobState.PAUSED)
@@ -405,7 +405,7 @@ def test_stop_waits_for_the_teachers_but_not_for_a_node_that_is_silent():
     nodes.silent.update(nodes.names)
     nodes.acts(6)
     assert nodes.is_in(JobState.STOPPED)
-    with pytest.raises(Refused, match="has ended"):
+    with pytest.raises(RequestRefused, match="has ended"):
         nodes.send(PauseAsked())
     nodes.send(demand())  # says nothing, changes nothing
     assert nodes.is_in(JobState.STOPPED)
@@ -440,7 +440,7 @@ def test_a_tick_is_due_when_it_would_change_something():
     nodes = running(2, demand_timeout_s=50)
     cluster = Cluster(heartbeat_s=1.0)
     due = [nodes.now]
-    while (at := kinds.next_deadline(nodes.job, due[-1], cluster)) is not None:
+    while (at := job_types.next_deadline(nodes.job, due[-1], cluster)) is not None:
         due.append(at)
     assert any(abs(at - (NOW + 50)) < 1e-6 for at in due)
     assert len(due) < 20
@@ -471,6 +471,6 @@ def test_options_that_make_no_sense_for_teachers_are_refused_by_name(changes, te
 def test_a_training_knows_neither_none_pods_nor_an_automatic_number():
     with pytest.raises(wire.WireError, match="min_pods: must be between 1"):
         JobSpec(job_id="a", min_pods=0)
-    job = kinds.new_job(JobSpec(job_id="a"), NOW)
-    with pytest.raises(Refused, match="pods: only the number of teachers"):
-        kinds.step(job, ResizeAsked(wire.Resize(pods=None)), NOW, Cluster(), NO_CLAIMS)
+    job = job_types.new_job(JobSpec(job_id="a"), NOW)
+    with pytest.raises(RequestRefused, match="pods: only the number of teachers"):
+        job_types.step(job, ResizeAsked(wire.Resize(pods=None)), NOW, Cluster(), NO_RESERVATIONS)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from job_server.api import wire
 from job_server.api.wire import (
+    DesiredState,
     LocalStage,
     Order,
     PodPhase,
@@ -20,13 +21,23 @@ from job_server.api.wire import (
     SaveState,
     SnapshotRef,
     StagePlan,
-    Want,
     Way,
 )
-from job_server.training import stages
-from job_server.training.job import HaltPhase
-from job_server.training.layout import unsaved
-from job_server.training.stages import Cluster, Event, Job, NodeView
+from job_server.cluster.placement import Cluster, NodeView
+from job_server.training import machine, views
+from job_server.training.allocation import unsaved
+from job_server.training.events import (
+    Event,
+    LauncherAttached,
+    LauncherReported,
+    NodeReported,
+    NodesChanged,
+    RequestRefused,
+    ServerRestarted,
+    Tick,
+)
+from job_server.training.job import HaltPhase, Job, same_but_progress
+from job_server.training.views import PodView
 
 HEARTBEAT_S = 1.0
 
@@ -126,7 +137,7 @@ class World:
         self.now = 1000.0
         self.elastic, self.total_steps = elastic, total_steps
         self.nodes = {n.node_id: SimNode(n, self.now) for n in nodes}
-        self.job = stages.new_job(spec, self.now)
+        self.job = machine.new_job(spec, self.now)
         self.stored = self.job  # as on disk; through JSON when the server restarts
         self.sent = 0
         self.up, self.life = True, 0
@@ -165,10 +176,10 @@ class World:
         if not self.up:
             return
         before = self.job
-        self.job, reason = stages.step(before, event, self.now, self.cluster)
+        self.job, reason = machine.step(before, event, self.now, self.cluster)
         if reason:
             self.reasons.append(f"{self.now - 1000:.1f} {type(event).__name__}: {reason}")
-        if not stages.same_but_progress(before, self.job):
+        if not same_but_progress(before, self.job):
             self.stored = self.job
         self.check(before)
         self.sent += 1
@@ -179,7 +190,7 @@ class World:
         """Send what a user asks; False: refused."""
         try:
             self.send(event)
-        except stages.Refused as refusal:
+        except RequestRefused as refusal:
             self.refusal = str(refusal)
             return False
         return True
@@ -200,17 +211,17 @@ class World:
         assert self.job == self.stored
         for sim in self.nodes.values():
             sim.registered = False
-        self.send(stages.ServerRestarted())
+        self.send(ServerRestarted())
 
     def check_json(self) -> None:
         job = self.job
-        status = stages.job_status(job, self.now, 0)
+        status = views.job_status(job, self.now, 0)
         assert wire.decode(wire.JobStatus, wire.encode(status)) == status
         assert wire.decode(Job, wire.encode(job)) == job
 
     def check(self, before: Job) -> None:
         job = self.job
-        status = stages.job_status(job, self.now, 0)
+        status = views.job_status(job, self.now, 0)
         lived_s = self.end_or_now(job) + self.set_back_s - job.submitted_at
         assert abs(status.account.total_s - lived_s) < 1e-6
         assert status.reason
@@ -221,9 +232,11 @@ class World:
                     record.committed_at
                 ), "a stage was committed twice"
         self.check_restore(job, before)
-        if job.coming is not None and job.coming.stage not in (s.stage for s in before.stages):
-            assert job.coming.stage > self.max_stage, "a stage number came again"
-            self.max_stage = job.coming.stage
+        if job.preparing is not None and job.preparing.stage not in (
+            s.stage for s in before.stages
+        ):
+            assert job.preparing.stage > self.max_stage, "a stage number came again"
+            self.max_stage = job.preparing.stage
         for pod in job.pods:
             if before.pod(pod.pod_id) is None:
                 assert pod.pod_id not in self.pod_ids, f"{pod.pod_id} came again"
@@ -231,17 +244,17 @@ class World:
         self.check_stages(job)
         self.check_slots(job)
         self.check_kept(job, before)
-        deadline = stages.next_deadline(job, self.now, self.cluster)
+        deadline = machine.next_deadline(job, self.now, self.cluster)
         assert deadline is None or deadline > self.now
 
     def check_restore(self, job: Job, before: Job) -> None:
         """What every node is said to have when a stage is committed, every node has."""
-        stage = job.current
+        stage = job.active
         if stage is None or not stage.committed or stage.restore_from is None:
             return
         source = stage.restore_from
-        is_new = before.current is None or before.current.stage != stage.stage
-        if not is_new or not source.on_every_node:
+        is_new = before.active is None or before.active.stage != stage.stage
+        if not is_new or not source.local_on_all_nodes:
             return
         self.committed_alone += 1
         for node_id in {member.pod.node_id for member in stage.members}:
@@ -276,7 +289,7 @@ class World:
             if any(
                 plan.stage == stage.stage and plan.order in (Order.GO, Order.RESUME)
                 for pod_id in stage.pod_ids
-                for plan in (stages.pod_orders(job, pod_id) or stages.PodView()).plans
+                for plan in (views.pod_orders(job, pod_id) or PodView()).plans
             )
         ]
         assert len(told_go) <= 1, f"two stages are told to train: {told_go}"
@@ -289,10 +302,10 @@ class World:
 
     def check_slots(self, job: Job) -> None:
         for name in self.nodes:
-            wanted = [p for p in stages.node_pods(job, name) if p.want is Want.RUN]
+            wanted = [p for p in views.node_pods(job, name) if p.want is DesiredState.RUN]
             slots = [slot for pod in wanted for slot in pod.slots]
             assert len(set(slots)) == len(slots), "two pods on one slot"
-            held = stages.slots_held(job).get(name, frozenset())
+            held = views.slots_held(job).get(name, frozenset())
             assert set(slots) <= held
             sim = self.nodes[name]
             told = sim.client and sim.link and not self.clients_lie
@@ -309,10 +322,10 @@ class World:
             return
         if not sim.registered:
             sim.registered, sim.seen_at = True, self.now
-            self.send(stages.NodesChanged())
-        for wanted in stages.node_pods(self.job, sim.node.node_id):
+            self.send(NodesChanged())
+        for wanted in views.node_pods(self.job, sim.node.node_id):
             self.reconcile(sim, wanted)
-        named = {pod.pod_id for pod in stages.node_pods(self.job, sim.node.node_id)}
+        named = {pod.pod_id for pod in views.node_pods(self.job, sim.node.node_id)}
         for pod_id in [pod_id for pod_id in sim.pods if pod_id not in named]:
             del sim.pods[pod_id]
         self.report(sim)
@@ -322,15 +335,15 @@ class World:
         if pod is None:
             held = [p for p in sim.pods.values() if p.phase is not PodPhase.EXITED]
             busy = {s for p in held for s in p.slots}
-            if wanted.want is Want.RUN and busy.isdisjoint(wanted.slots):
+            if wanted.want is DesiredState.RUN and busy.isdisjoint(wanted.slots):
                 pod = sim.pods[wanted.pod_id] = SimPod(wanted.pod_id, wanted.slots)
                 if self.script_fails:
                     self.script_fails -= 1
                     pod.end(code=3)
                 else:
                     pod.launcher = Launcher(wanted.pod_id)
-        elif pod.phase is not PodPhase.EXITED and wanted.want is not Want.RUN:
-            pod.end(signal=9) if wanted.want is Want.KILL else pod.end(code=0)
+        elif pod.phase is not PodPhase.EXITED and wanted.want is not DesiredState.RUN:
+            pod.end(signal=9) if wanted.want is DesiredState.KILL else pod.end(code=0)
         if pod is not None:
             pod.save = self.saved(sim, pod, wanted.save)
 
@@ -373,7 +386,7 @@ class World:
         hears = sim.link and self.up and sim.registered
         if hears:
             self.report(sim)
-        told = {p.pod_id for p in stages.node_pods(self.job, sim.node.node_id) if p.last_save}
+        told = {p.pod_id for p in views.node_pods(self.job, sim.node.node_id) if p.last_save}
         held = [p.snapshot for p in sim.pods.values() if p.snapshot is not None]
         saved = None
         if told & set(sim.pods) and held and sim.node.node_id not in self.full:
@@ -397,7 +410,7 @@ class World:
         if hears:
             self.report(sim, saved, leaving=True)
             sim.registered = False
-            self.send(stages.NodesChanged())
+            self.send(NodesChanged())
         sim.client = False
         sim.pods.clear()
 
@@ -417,7 +430,7 @@ class World:
             )
             for pod in sim.pods.values()
         )
-        event = stages.NodeReported(sim.node.node_id, states)
+        event = NodeReported(sim.node.node_id, states)
         sim.seen_at = self.now
         self.send(event)
 
@@ -440,7 +453,7 @@ class World:
             launcher.told.clear()
             launcher.outbox = [self.attach(sim, pod, launcher)]
             return
-        orders = stages.pod_orders(self.job, pod.pod_id)
+        orders = views.pod_orders(self.job, pod.pod_id)
         if orders is None or orders.leave:
             pod.end(code=0)
             return
@@ -461,9 +474,9 @@ class World:
         )
         run = launcher.run
         if run is None:
-            return stages.Attached(blank)
+            return LauncherAttached(blank)
         failure = self.failed(run) if run.phase is LocalStage.FAILED else None
-        return stages.Attached(
+        return LauncherAttached(
             replace(
                 blank,
                 stage=run.plan.stage,
@@ -493,8 +506,10 @@ class World:
             if prepared.phase is LocalStage.FAILED:
                 return  # it has said so
             formed = prepared.plan
-            assert not plan.lost or plan.lost in formed.losses, "no group was formed without them"
-            left = [p.pod_id for p in formed.pods if p.pod_id not in plan.lost]
+            assert not plan.missing_pods or plan.missing_pods in formed.survivable_failures, (
+                "no group was formed without them"
+            )
+            left = [p.pod_id for p in formed.pods if p.pod_id not in plan.missing_pods]
             assert [p.pod_id for p in plan.pods] == left
             launcher.run = Run(plan, step=self.restored(plan), blank=plan.way is Way.JOIN)
             launcher.prepared = None
@@ -643,7 +658,7 @@ class World:
             attempt=plan.attempt,
             step=step,
             snapshot=pod.snapshot,
-            kept=kind is ReportKind.DRAINED and self.elastic,
+            snapshot_is_current=kind is ReportKind.DRAINED and self.elastic,
             elastic=self.elastic and loaded,
             joins=self.elastic and launcher.joins,
             reason=reason,
@@ -651,7 +666,7 @@ class World:
             rank=None,
             peer_lost=bool(run and run.peer_lost) and kind is ReportKind.FAILED,
         )
-        launcher.outbox.append(stages.Reported(pod.pod_id, report))
+        launcher.outbox.append(LauncherReported(pod.pod_id, report))
 
     def deliver(self, launcher: Launcher, *, overtake: bool = False) -> None:
         """Let the server get a launcher's oldest message, or, late ones first, its newest."""
@@ -725,7 +740,7 @@ class World:
                 pod.launcher, pod.tail = None, True
                 report = PodReport(kind=ReportKind.EXITED, stage=0, code=0)
                 if sim.link:
-                    self.send(stages.Reported(pod.pod_id, report))
+                    self.send(LauncherReported(pod.pod_id, report))
 
     # --- what goes wrong ------------------------------------------------------------------------
 
@@ -736,7 +751,7 @@ class World:
         run.phase = LocalStage.FAILED
         report = replace(self.failed(run), rank=run.plan.pods[0].ranks[0] if rank is None else rank)
         launcher.told.add((ReportKind.FAILED, run.plan.stage, run.plan.attempt, None))
-        launcher.outbox.append(stages.Reported(pod.pod_id, report))
+        launcher.outbox.append(LauncherReported(pod.pod_id, report))
         launcher.joining = None
         for _, peer_pod, peer in self.launchers():
             other = peer.run
@@ -762,7 +777,7 @@ class World:
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         self.fence()
-        self.send(stages.Tick())
+        self.send(Tick())
 
     def round(self, dt: float = 0.5) -> None:
         """Everybody does what is to be done, all messages arrive, `dt` seconds pass."""
@@ -781,12 +796,12 @@ class World:
         """Let time pass as the shell does, with a tick whenever the job wants one."""
         ticks = 0
         while self.up:
-            deadline = stages.next_deadline(self.job, self.now, self.cluster)
+            deadline = machine.next_deadline(self.job, self.now, self.cluster)
             if deadline is None or deadline > then:
                 break
             self.now = deadline
             self.fence()
-            self.send(stages.Tick())
+            self.send(Tick())
             ticks += 1
             assert ticks < 30, f"a busy loop in {self.job}"
         self.now = then
@@ -822,9 +837,9 @@ class World:
         self.stuck = False
         for sim in self.nodes.values():
             self.power_on(sim)
-        current = self.job.current
+        active = self.job.active
         for _, pod, launcher in self.launchers():
             launcher.ports_fail = False
-            trains = current is not None and current.member(pod.pod_id) is not None
-            if trains and current is not None and current.end_since is None:
+            trains = active is not None and active.member(pod.pod_id) is not None
+            if trains and active is not None and active.end_since is None:
                 launcher.hangs = False  # to notice that one is the work of a hang watch

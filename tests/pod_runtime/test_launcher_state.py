@@ -207,7 +207,7 @@ def test_what_the_others_parked_with_is_shown_once_after_it_was_told_and_again_a
     drained, *shown = park(1, 7, first)
     assert pod.pod.at_hand == ((1, 0), 1)
     assert isinstance(drained, SendReport)
-    assert (drained.report.snapshot, drained.report.kept) == (first, True)
+    assert (drained.report.snapshot, drained.report.snapshot_is_current) == (first, True)
     assert shown == [ShowPreview(key=(2, 0), rank=rank, snapshot=first) for rank in (0, 1)]
     assert pod.settle() == []
     resumed = pod.told(plan(1, Order.RESUME, cut=1), preparing())
@@ -223,7 +223,7 @@ def test_a_state_that_is_in_no_snapshot_is_not_shown():
     actions = [pod.say(rank, Drained(step=7, id=1)) for rank in (0, 1)][1]
     (drained,) = actions
     assert isinstance(drained, SendReport)
-    assert not drained.report.kept
+    assert not drained.report.snapshot_is_current
 
 
 def test_where_one_trainer_has_written_the_state_is_told_of_that_cut_only():
@@ -825,14 +825,14 @@ def test_a_launcher_without_progress_says_every_heartbeat_that_it_lives():
 
 
 def test_a_pod_knows_its_trainers_by_new_ranks_once_its_standby_has_lost_another_pod():
-    whole = replace(plan(2, Order.PREPARE, way=Way.REPLACE), losses=(("a",), ("b",)))
+    whole = replace(plan(2, Order.PREPARE, way=Way.REPLACE), survivable_failures=(("a",), ("b",)))
     pod = Simulated(pod_id="b")
     pod.told(whole)
     for rank in (2, 3):
         pod.say(rank, TrainerHello(rank=rank, stage=2, pid=1), 2)
         pod.say(rank, Prepared(), 2)
     left = (part("b", 0, (0, 1)),)
-    actions = pod.told(replace(whole, order=Order.GO, pods=left, lost=("a",)))
+    actions = pod.told(replace(whole, order=Order.GO, pods=left, missing_pods=("a",)))
     assert [a.ranks for a in actions if isinstance(a, Renumber)] == [{2: 0, 3: 1}]
     assert [a.rank for a in actions if isinstance(a, SendGo)] == [0, 1]
     assert not [a for a in pod.settle() if isinstance(a, Renumber)], "once"

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from job_server.api.wire import JobState
-from job_server.training import stages
+from job_server.training import views
+from job_server.training.events import StopAsked
 from pod_runtime import processes
 from pod_runtime.errors import LaunchError
 from pod_runtime.local import session as run_session
@@ -271,14 +272,14 @@ def test_the_launcher_outside_a_pod_is_a_run_of_its_own(tmp_path):
 
 def test_a_second_ctrl_c_names_what_is_lost_and_the_first_shows_how_far_the_state_is(capsys):
     made = trains(world())
-    made.send(stages.StopAsked())
-    status = stages.job_status(made.job, made.now, 0)
+    made.send(StopAsked())
+    status = views.job_status(made.job, made.now, 0)
     shown = ""
     while status.state is JobState.STOPPING:
         shown = run_session._show_saving(status, shown)
         before = run_session._lost(status)
         made.round()
-        status = stages.job_status(made.job, made.now, 0)
+        status = views.job_status(made.job, made.now, 0)
     step = status.step
     assert f"edl: writing step {step}: " in capsys.readouterr().out
     assert before == f"ended at once; step {step} is in /shared/checkpoint"

@@ -46,7 +46,7 @@ def ref(step: int, serial: int = 0) -> SnapshotRef:
 
 def source(step: int, serial: int = 0) -> RestoreFrom:
     return RestoreFrom(
-        stage=2, step=step, serial=serial, pods=("pod_0", "pod_1"), on_every_node=True
+        stage=2, step=step, serial=serial, pods=("pod_0", "pod_1"), local_on_all_nodes=True
     )
 
 
@@ -175,5 +175,5 @@ def test_an_older_state_of_the_own_shim_does_not_hide_the_one_that_is_wanted(pod
         segment = {"pod_id": "pod_0", "stage": 2, "size_bytes": 1, "digest": DIGEST}
         shim_wire.request(pods[0]._dir(folder), {"op": "put", "segment": segment}, (each.fd,))
     assert restored(pods[1], source(7)) == [Stamp(stage=2, step=7)]
-    whatever = dataclasses.replace(source(7), on_every_node=False)
+    whatever = dataclasses.replace(source(7), local_on_all_nodes=False)
     assert restored(pods[1], whatever) == [Stamp(stage=2, step=6)]

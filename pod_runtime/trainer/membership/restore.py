@@ -81,7 +81,7 @@ def restore(
         InUseError: on rank 0; another training has the folder of checkpoints.
         PeerLost: another rank is gone.
     """
-    if wanted is not None and wanted.on_every_node:
+    if wanted is not None and wanted.local_on_all_nodes:
         return _restore_here(adapter, wanted, fds, stage=stage, kept=kept, loaded=loaded)
     newest = newest_stamp(fds, wanted.stage) if wanted else None
     have = np.zeros((world_size, 3))

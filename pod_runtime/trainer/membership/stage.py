@@ -325,7 +325,7 @@ class StageJoiner:
         self._place = replace(self._place, wanted=start.plan.restore_from, fds=start.fds)
         if self._joined_group is not None:
             self.adapter.adopt(self._joined_group)
-        if start.plan.lost:
+        if start.plan.missing_pods:
             self._do_without_lost(start.plan)
         return self._place
 
@@ -340,9 +340,9 @@ class StageJoiner:
         """Become a member of the stage that is left when some of its pods have been lost."""
         place = self._place
         losses = [loss for loss, _ in place.parts]
-        if plan.lost not in losses:
-            raise LinkError(f"go: no group was formed without {', '.join(plan.lost)}")
-        index = losses.index(plan.lost)
+        if plan.missing_pods not in losses:
+            raise LinkError(f"go: no group was formed without {', '.join(plan.missing_pods)}")
+        index = losses.index(plan.missing_pods)
         rank = place.parts[index][1].ranks.index(place.rank)
         spec = GroupSpec(
             rank=rank, world_size=plan.world_size, master=plan.master, generation=plan.stage
@@ -502,7 +502,7 @@ def _find_place(
     wanted = plan.restore_from
     if wanted is not None:
         # Who is welcomed to a stage that trains has a second loop: nobody has that state any more.
-        wanted = replace(wanted, on_every_node=False)
+        wanted = replace(wanted, local_on_all_nodes=False)
     if plan.world_size != env.world_size:
         raise UsageError(
             f"PADDLE_TRAINERS_NUM: {env.world_size}, the launcher's plan has {plan.world_size} "
@@ -528,7 +528,7 @@ def _find_place(
         fds=welcome.fds,
         joined=plan if plan.way is Way.JOIN and plan.order is Order.PREPARE else None,
         overlaps=plan.order is Order.PREPARE,
-        parts=tuple((loss, _part(plan, loss)) for loss in plan.losses),
+        parts=tuple((loss, _part(plan, loss)) for loss in plan.survivable_failures),
     )
 
 

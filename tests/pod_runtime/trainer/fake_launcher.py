@@ -122,13 +122,13 @@ class Stage:
         self,
         restore_from: tuple[int, int],
         give_to: list[int] | None = None,
-        on_every_node: bool = False,
+        local_on_all_nodes: bool = False,
     ) -> None:
         """Have trainers that were prepared beside an older stage begin from that state.
 
         Args:
             give_to: new ranks that get the segments; None: all.
-            on_every_node: they are told that nobody has to be asked for it.
+            local_on_all_nodes: they are told that nobody has to be asked for it.
         """
         self.wait_prepared()
         assert self.plan is not None
@@ -144,7 +144,7 @@ class Stage:
             step=step,
             pods=("pod_0_0",),
             serial=max(serials, default=0),
-            on_every_node=on_every_node,
+            local_on_all_nodes=local_on_all_nodes,
         )
         self.plan = replace(self.plan, order=Order.GO, restore_from=restore)
         plan = encode(self.plan)

@@ -43,7 +43,7 @@ class Training:
         new.wait_prepared()
         old.cut(patient=True)
         step = old.drained()
-        new.commit((old.number, step), give_to, on_every_node=give_to is None)
+        new.commit((old.number, step), give_to, local_on_all_nodes=give_to is None)
         new.wait_step(step + 2)
         stayed = {trainer.process.pid for trainer in new.stayed.values()}
         for trainer in old.trainers:
@@ -90,7 +90,7 @@ def test_those_that_stay_have_the_state_and_who_comes_new_wants_it_from_its_node
     new = made.join(stage, [1, 0, None])
     new.wait_prepared()
     stage.cut(patient=True)
-    new.commit((stage.number, stage.drained()), give_to=[], on_every_node=True)
+    new.commit((stage.number, stage.drained()), give_to=[], local_on_all_nodes=True)
     comes = new.trainers[2]
     wait_until(lambda: comes.process.poll() is not None, 60)
     assert "this node has lost" in comes.log.read_text()
@@ -104,7 +104,7 @@ def test_who_comes_new_with_an_edited_script_trains_with_nobody(training):
     new = made.job.join(stage, [0, None], *made.args, "--save_steps", "7")
     new.wait_prepared()
     stage.cut(patient=True)
-    new.commit((stage.number, stage.drained()), on_every_node=True)
+    new.commit((stage.number, stage.drained()), local_on_all_nodes=True)
     comes = new.trainers[1]
     assert comes.process.wait(60) == 1
     text = "save_steps: rank 1 was told 7, rank 0 1000, as all that stay; was the script edited"

@@ -40,7 +40,7 @@ def change(
     if prepared is not None:
         if alone and world_size != 4:
             prepared.preview(restore_from[1])
-        prepared.commit(restore_from, on_every_node=alone)
+        prepared.commit(restore_from, local_on_all_nodes=alone)
         prepared.wait_all("loaded")
     old.end()
     if prepared is not None:
@@ -125,7 +125,7 @@ def test_trainers_that_stay_and_trainers_that_join_train_the_same(launch, all_re
         old, stage = stage, job.join(stage, ranks, *out, "--step_s", "1")
         stage.wait_prepared()
         old.cut(patient=True)
-        stage.commit((old.number, old.drained()), on_every_node=len(ranks) == 2)
+        stage.commit((old.number, old.drained()), local_on_all_nodes=len(ranks) == 2)
         stage.wait_all("step")
     hurry.touch()
     assert stage.codes() == [0, 0], stage.logs()

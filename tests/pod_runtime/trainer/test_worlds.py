@@ -315,7 +315,7 @@ def test_a_second_loop_of_a_script_does_not_begin_from_what_the_first_one_did(la
     new.wait_all("prepared")
     old.wait_all("loaded")
     old.cut()
-    new.commit((1, old.drained()), on_every_node=True)
+    new.commit((1, old.drained()), local_on_all_nodes=True)
     new.wait_all("done")
     close_all(job.segments.pop(1))  # as shims do after the first snapshot of the next stage
 
@@ -333,7 +333,7 @@ def test_a_second_loop_of_a_script_does_not_begin_from_what_the_first_one_did(la
 def test_a_state_that_a_node_has_lost_since_it_was_told_of_is_not_trained_without(launch):
     old, new = prepared_beside(launch("counting.py", 2))
     old.cut()
-    new.commit((1, old.drained()), give_to=[0], on_every_node=True)
+    new.commit((1, old.drained()), give_to=[0], local_on_all_nodes=True)
     wait_until(lambda: new.trainers[1].process.poll() is not None, 60)
     assert new.trainers[1].process.returncode not in (0, None)
     assert "this node has lost" in new.trainers[1].log.read_text()
@@ -350,7 +350,7 @@ def test_what_was_loaded_ahead_of_the_commit_is_not_loaded_again(launch):
     wait_until(lambda: len(old.trainers[0].words("drained")) == 2, 60)
     step = old.drained()
     new.preview(step)
-    new.commit((1, step), give_to=[], on_every_node=True)  # it has nothing else to begin from
+    new.commit((1, step), give_to=[], local_on_all_nodes=True)  # it has nothing else to begin from
     assert {said["step"] for said in new.wait_all("loaded")} == {step}
     old.end()
     finish(new)

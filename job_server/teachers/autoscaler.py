@@ -97,7 +97,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Governor:
+class TeacherAutoscaler:
     """What has been learnt of a service, and the number that follows from it."""
 
     wanted: int
@@ -118,9 +118,9 @@ class Governor:
 
 
 def observe(
-    governor: Governor, demand: Demand, *, pods: int, steady: bool, low: int, high: int
-) -> Governor:
-    """Return the governor after a report: `wanted` teachers, and the `reason` for that number.
+    autoscaler: TeacherAutoscaler, demand: Demand, *, pods: int, steady: bool, low: int, high: int
+) -> TeacherAutoscaler:
+    """Return the autoscaler after a report: `wanted` teachers, and the `reason` for that number.
 
     Args:
         pods: teachers that run now; fewer than wanted where there is no place for more.
@@ -129,102 +129,104 @@ def observe(
     """
     low = max(low, 1)  # there are students
     students = demand.students
-    if abs(students - governor.students) > STUDENTS_CHANGE * governor.students:
-        governor = _forget(governor, students)
-    if governor.wanted < low:
-        return _want(governor, low, f"{_students(students)} came")
-    governor = replace(
-        governor,
-        no_more=max(0, governor.no_more - 1),
-        no_fewer=max(0, governor.no_fewer - 1),
+    if abs(students - autoscaler.students) > STUDENTS_CHANGE * autoscaler.students:
+        autoscaler = _forget(autoscaler, students)
+    if autoscaler.wanted < low:
+        return _want(autoscaler, low, f"{_students(students)} came")
+    autoscaler = replace(
+        autoscaler,
+        no_more=max(0, autoscaler.no_more - 1),
+        no_fewer=max(0, autoscaler.no_fewer - 1),
     )
     if not steady or pods == 0 or demand.samples_per_s < LEAST_RATE:
         # Where nothing is answered at all, more of the same would not help.
-        return replace(governor, window=Window(pods=pods))
-    window = governor.window
+        return replace(autoscaler, window=Window(pods=pods))
+    window = autoscaler.window
     if window.pods != pods:
         window = Window(pods=pods)
-    settle = SETTLE if demand.teachers is not None else _untold_settle(governor)
-    governor = replace(governor, window=window.with_report(demand, settle))
-    if not _is_complete(governor):
-        return governor
-    governor = _learn(governor, pods)
-    if governor.probe is not None:
-        governor, done = _judge(governor, governor.probe, pods)
+    settle = SETTLE if demand.teachers is not None else _untold_settle(autoscaler)
+    autoscaler = replace(autoscaler, window=window.with_report(demand, settle))
+    if not _is_complete(autoscaler):
+        return autoscaler
+    autoscaler = _learn(autoscaler, pods)
+    if autoscaler.probe is not None:
+        autoscaler, done = _judge(autoscaler, autoscaler.probe, pods)
         if done:
-            return governor
-    governor = _next(governor, pods, low=low, high=high)
+            return autoscaler
+    autoscaler = _next(autoscaler, pods, low=low, high=high)
     # The window of a number that stays begins anew, but need not settle again.
-    return replace(governor, window=Window(pods=pods, seen=MAX_SETTLE))
+    return replace(autoscaler, window=Window(pods=pods, seen=MAX_SETTLE))
 
 
-def no_students(governor: Governor, low: int, reason: str) -> Governor:
-    """Return the governor of a service that nobody uses: as few teachers as may be."""
-    if governor.wanted == low and governor.students == 0:
-        return governor
-    forgotten = replace(_forget(governor, 0), window=Window())
+def no_students(autoscaler: TeacherAutoscaler, low: int, reason: str) -> TeacherAutoscaler:
+    """Return the autoscaler of a service that nobody uses: as few teachers as may be."""
+    if autoscaler.wanted == low and autoscaler.students == 0:
+        return autoscaler
+    forgotten = replace(_forget(autoscaler, 0), window=Window())
     return replace(forgotten, wanted=low, reason=reason)
 
 
-def _forget(governor: Governor, students: int) -> Governor:
+def _forget(autoscaler: TeacherAutoscaler, students: int) -> TeacherAutoscaler:
     """Drop what other students taught; what a teacher can do stays known."""
-    return Governor(
-        wanted=governor.wanted,
+    return TeacherAutoscaler(
+        wanted=autoscaler.wanted,
         reason=f"the first reports of {_students(students)} are being gathered",
         students=students,
-        per_teacher=governor.per_teacher,
-        idle_windows=IDLE_WINDOWS - 1 if students < governor.students else 0,
+        per_teacher=autoscaler.per_teacher,
+        idle_windows=IDLE_WINDOWS - 1 if students < autoscaler.students else 0,
     )
 
 
-def _untold_settle(governor: Governor) -> int:
-    probe = governor.probe
+def _untold_settle(autoscaler: TeacherAutoscaler) -> int:
+    probe = autoscaler.probe
     if probe is None or probe.pods < probe.before:
         return SETTLE
     # What brought nothing may have been judged too early: more time with every failure.
-    return min(MAX_SETTLE, UNTOLD_SETTLE * (1 + governor.more_failures))
+    return min(MAX_SETTLE, UNTOLD_SETTLE * (1 + autoscaler.more_failures))
 
 
-def _is_complete(governor: Governor) -> bool:
-    window, probe = governor.window, governor.probe
+def _is_complete(autoscaler: TeacherAutoscaler) -> bool:
+    window, probe = autoscaler.window, autoscaler.probe
     if probe is not None and window.pods != probe.before and window.seen >= CRASH_AFTER:
-        reference = governor.peak_per_s if probe.pods < probe.before else probe.before_per_s
+        reference = autoscaler.peak_per_s if probe.pods < probe.before else probe.before_per_s
         if max(window.last) < reference * (1 - CRASH):
             return True  # to wait for more would cost the students their time
     return window.count >= WINDOW and (window.error <= NOISE or window.count >= LONG_WINDOW)
 
 
-def _learn(governor: Governor, pods: int) -> Governor:
+def _learn(autoscaler: TeacherAutoscaler, pods: int) -> TeacherAutoscaler:
     """Take a window into what is known of the service."""
-    rate = governor.window.rate_per_s
-    peak, peak_pods = governor.peak_per_s, governor.peak_pods
-    if governor.probe is None and peak and pods == peak_pods and rate < peak * (1 - DRIFT):
-        fresh = replace(_forget(governor, governor.students), window=governor.window)
+    rate = autoscaler.window.rate_per_s
+    peak, peak_pods = autoscaler.peak_per_s, autoscaler.peak_pods
+    if autoscaler.probe is None and peak and pods == peak_pods and rate < peak * (1 - DRIFT):
+        fresh = replace(_forget(autoscaler, autoscaler.students), window=autoscaler.window)
         return replace(fresh, peak_per_s=rate, peak_pods=pods)
     if rate > peak * (1 + LOSS) or peak == 0:
         peak, peak_pods = rate, pods
     elif pods == peak_pods:
         # The highest of many noisy means would be too high for all of them.
         peak = (peak + rate) / 2
-    per_teacher = max(governor.per_teacher, rate / pods)
-    return replace(governor, per_teacher=per_teacher, peak_per_s=peak, peak_pods=peak_pods)
+    per_teacher = max(autoscaler.per_teacher, rate / pods)
+    return replace(autoscaler, per_teacher=per_teacher, peak_per_s=peak, peak_pods=peak_pods)
 
 
-def _judge(governor: Governor, probe: Probe, pods: int) -> tuple[Governor, bool]:
+def _judge(
+    autoscaler: TeacherAutoscaler, probe: Probe, pods: int
+) -> tuple[TeacherAutoscaler, bool]:
     """Keep the number that was tried, or take it back; True: nothing else is to be decided."""
-    rate = governor.window.rate_per_s
-    judged = replace(governor, probe=None)
+    rate = autoscaler.window.rate_per_s
+    judged = replace(autoscaler, probe=None)
     grows = probe.pods > probe.before
     if pods == probe.before or (pods > probe.before) != grows:
         return judged, False  # there was no place for it, or a pod was lost: nothing was tried
     back = probe.before
-    if governor.peak_per_s > probe.before_per_s * (1 + LOSS) and governor.peak_pods != pods:
-        back = governor.peak_pods
+    if autoscaler.peak_per_s > probe.before_per_s * (1 + LOSS) and autoscaler.peak_pods != pods:
+        back = autoscaler.peak_pods
     if grows and rate >= probe.needed_per_s:
         known = replace(judged, too_few=max(judged.too_few, probe.before), more_failures=0)
         return replace(known, no_fewer=BLOCK if probe.pods == probe.before + 1 else 0), False
     if grows:
-        failures = governor.more_failures + 1
+        failures = autoscaler.more_failures + 1
         block = _block(failures) if pods == probe.before + 1 else 0
         judged = replace(judged, too_many=pods, no_more=block, more_failures=failures)
         return _want(
@@ -232,25 +234,27 @@ def _judge(governor: Governor, probe: Probe, pods: int) -> tuple[Governor, bool]
         ), True
     if rate >= probe.needed_per_s:
         return replace(judged, fewer_failures=0, too_many=judged.too_many or probe.before), False
-    failures = governor.fewer_failures + 1
+    failures = autoscaler.fewer_failures + 1
     block = _block(failures) if pods == probe.before - 1 else 0
     judged = replace(judged, too_few=pods, no_fewer=block, fewer_failures=failures)
     return _want(judged, back, f"{_teachers(pods)} were too few: {rate:,.0f} samples/s"), True
 
 
-def _next(governor: Governor, pods: int, *, low: int, high: int) -> Governor:
+def _next(autoscaler: TeacherAutoscaler, pods: int, *, low: int, high: int) -> TeacherAutoscaler:
     """Begin to try another number, or say why this one stays."""
-    rate, wait = governor.window.rate_per_s, governor.window.wait_share
-    verb = "waits" if governor.students == 1 else "wait"
-    share = f"{_students(governor.students)} {verb} {100 * wait:.0f} % of the time"
-    idle_windows = governor.idle_windows + 1 if wait < IDLE else 0
-    governor = replace(governor, idle_windows=idle_windows)
-    if wait <= WAITING and governor.wanted > pods:
-        governor = replace(governor, wanted=pods)  # there was no place for more, and no need now
-    if wait > WAITING and pods < high and governor.no_more == 0:
-        more = _more(governor, pods, wait, high)
-        if more <= governor.wanted:
-            return replace(governor, reason=f"{share}, and there is no place for more teachers")
+    rate, wait = autoscaler.window.rate_per_s, autoscaler.window.wait_share
+    verb = "waits" if autoscaler.students == 1 else "wait"
+    share = f"{_students(autoscaler.students)} {verb} {100 * wait:.0f} % of the time"
+    idle_windows = autoscaler.idle_windows + 1 if wait < IDLE else 0
+    autoscaler = replace(autoscaler, idle_windows=idle_windows)
+    if wait <= WAITING and autoscaler.wanted > pods:
+        autoscaler = replace(
+            autoscaler, wanted=pods
+        )  # there was no place for more, and no need now
+    if wait > WAITING and pods < high and autoscaler.no_more == 0:
+        more = _more(autoscaler, pods, wait, high)
+        if more <= autoscaler.wanted:
+            return replace(autoscaler, reason=f"{share}, and there is no place for more teachers")
         gain = min(more / pods, 1 / (1 - min(wait, MOST_WAIT))) - 1
         probe = Probe(
             before=pods,
@@ -258,22 +262,22 @@ def _next(governor: Governor, pods: int, *, low: int, high: int) -> Governor:
             pods=more,
             needed_per_s=rate * (1 + min(0.05, max(0.01, gain / 4))),
         )
-        return _want(replace(governor, probe=probe), more, share)
-    fewer = max(low, _fewer(governor, pods))
-    if fewer < pods and governor.no_fewer == 0:
+        return _want(replace(autoscaler, probe=probe), more, share)
+    fewer = max(low, _fewer(autoscaler, pods))
+    if fewer < pods and autoscaler.no_fewer == 0:
         probe = Probe(
             before=pods,
             before_per_s=rate,
             pods=fewer,
-            needed_per_s=max(rate, governor.peak_per_s) * (1 - LOSS),
+            needed_per_s=max(rate, autoscaler.peak_per_s) * (1 - LOSS),
         )
-        return _want(replace(governor, probe=probe), fewer, share)
-    return replace(governor, reason=_why_it_stays(governor, share, pods, low=low, high=high))
+        return _want(replace(autoscaler, probe=probe), fewer, share)
+    return replace(autoscaler, reason=_why_it_stays(autoscaler, share, pods, low=low, high=high))
 
 
-def _more(governor: Governor, pods: int, wait: float, high: int) -> int:
+def _more(autoscaler: TeacherAutoscaler, pods: int, wait: float, high: int) -> int:
     """Return the larger number to try."""
-    if governor.too_many > pods:
+    if autoscaler.too_many > pods:
         return pods + 1  # a jump failed: what is between may still bring something
     # What they would ask for if they never waited; but not more than twice at once, since something
     # else than the teachers may hold them up.
@@ -281,36 +285,38 @@ def _more(governor: Governor, pods: int, wait: float, high: int) -> int:
     return min(high, max(pods + 1, min(2 * pods, ideal)))
 
 
-def _fewer(governor: Governor, pods: int) -> int:
+def _fewer(autoscaler: TeacherAutoscaler, pods: int) -> int:
     """Return the smaller number to try; `pods`: none."""
-    rate, wait = governor.window.rate_per_s, governor.window.wait_share
-    needed = math.ceil(rate / governor.per_teacher * HEADROOM - ROUNDING)
-    if governor.idle_windows >= IDLE_WINDOWS or (wait > WAITING and governor.too_many > pods):
+    rate, wait = autoscaler.window.rate_per_s, autoscaler.window.wait_share
+    needed = math.ceil(rate / autoscaler.per_teacher * HEADROOM - ROUNDING)
+    if autoscaler.idle_windows >= IDLE_WINDOWS or (wait > WAITING and autoscaler.too_many > pods):
         fewer = min(pods - 1, needed)  # they do not wait, or more did not help
     elif wait > WAITING:
         fewer = min(pods, needed)  # the most that there may be: do so many bring more than fewer?
     else:
         return pods
-    if fewer <= governor.too_few < pods - 1:
-        return (governor.too_few + pods) // 2
+    if fewer <= autoscaler.too_few < pods - 1:
+        return (autoscaler.too_few + pods) // 2
     return fewer
 
 
-def _why_it_stays(governor: Governor, share: str, pods: int, *, low: int, high: int) -> str:
-    wait = governor.window.wait_share
-    if wait > WAITING and governor.no_more > 0:
+def _why_it_stays(
+    autoscaler: TeacherAutoscaler, share: str, pods: int, *, low: int, high: int
+) -> str:
+    wait = autoscaler.window.wait_share
+    if wait > WAITING and autoscaler.no_more > 0:
         return f"{share}, but more teachers brought no more samples"
     if wait > WAITING and pods >= high:
         return f"{share}, and {high} is the most (max_pods)"
     if wait < IDLE and pods <= low:
         return f"{share}; {low} is the fewest"
-    if wait < IDLE and governor.no_fewer > 0:
+    if wait < IDLE and autoscaler.no_fewer > 0:
         return f"{share}, and fewer teachers were too few"
     return share
 
 
-def _want(governor: Governor, pods: int, reason: str) -> Governor:
-    return replace(governor, wanted=pods, reason=reason, window=Window())
+def _want(autoscaler: TeacherAutoscaler, pods: int, reason: str) -> TeacherAutoscaler:
+    return replace(autoscaler, wanted=pods, reason=reason, window=Window())
 
 
 def _block(failures: int) -> int:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from job_server.api.wire import Account, JobState, StageRecord, Way
-from job_server.training.job import MAX_RECORDS, Cause, Goal, HaltPhase, Job, Phase, Stage
+from job_server.training.job import MAX_RECORDS, Cause, Goal, HaltPhase, Job, JobStage, Phase
 from job_server.training.work import Work
 
 CLOCK_RUNS = frozenset(
@@ -49,7 +49,7 @@ def script_runs(job: Job) -> bool:
 def _bucket(job: Job) -> str:
     match job.state:
         case JobState.RUNNING:
-            stage = job.current
+            stage = job.active
             if stage is None or not job.elastic or stage.first_step_at is not None:
                 return "training_s"
             # Loaded, but the first step is not yet made: the pause still lasts.
@@ -82,21 +82,21 @@ def name_state(job: Job) -> JobState:
     if job.cut_off or job.waiting:
         return JobState.WAITING
     starting = JobState.STARTING if job.fresh else JobState.RECOVERING
-    if job.coming is None:
-        if job.current is None:
+    if job.preparing is None:
+        if job.active is None:
             return JobState.WAITING if job.fresh else JobState.RECOVERING
-        return starting if job.current.over is not None else JobState.RUNNING
-    if job.coming.way is Way.START:
+        return starting if job.active.over is not None else JobState.RUNNING
+    if job.preparing.way is Way.START:
         return starting
-    if job.coming.phase is Phase.PREPARE:
-        over = job.current is not None and job.current.over is not None
-        if not over and job.coming.stands_by:
+    if job.preparing.phase is Phase.PREPARE:
+        over = job.active is not None and job.active.over is not None
+        if not over and job.preparing.stands_by:
             return JobState.RUNNING
         return JobState.RECOVERING if over else JobState.PREPARING
     return JobState.CUTTING_OVER
 
 
-def open_record(work: Work, stage: Stage, trainers: int) -> None:
+def open_record(work: Work, stage: JobStage, trainers: int) -> None:
     record = StageRecord(
         stage=stage.stage,
         flag=work.job.next_flag,
@@ -123,7 +123,7 @@ def close_attempt(work: Work, number: int, why: str) -> None:
     update_record(work, number, outcome=f"abandoned: {why}", ended_at=work.now)
 
 
-def close_stage(work: Work, stage: Stage, outcome: str) -> None:
+def close_stage(work: Work, stage: JobStage, outcome: str) -> None:
     """Record the end of a stage in force, and remember where its steps stopped."""
     job = work.job
     record = next((r for r in job.records if r.stage == stage.stage), None)
@@ -147,11 +147,13 @@ def stand_still(work: Work, cause: Cause | None = None) -> None:
         work.set(stopped_at=at)
 
 
-def first_step(work: Work, stage: Stage, step: int) -> Stage:
+def first_step(work: Work, stage: JobStage, step: int) -> JobStage:
     """Book the first step of the stage in force: its pause, and what is done again."""
     job = work.job
     stage = replace(stage, first_step_at=work.now)
-    redone = max(0, job.line_step - (step - 1)) if job.line_step else 0
+    redone = (
+        max(0, job.previous_lineage_last_step - (step - 1)) if job.previous_lineage_last_step else 0
+    )
     pause_s = None if job.stopped_at is None else max(0.0, work.now - job.stopped_at)
     update_record(
         work,

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from job_server.api.wire import Demand
-from job_server.teachers.demand import Governor, no_students, observe
+from job_server.teachers.autoscaler import TeacherAutoscaler, no_students, observe
 from tests.job_server.students import School, Trial
 
 HALF_AN_HOUR = 900  # reports
@@ -17,11 +17,13 @@ def demand(**changes: float) -> Demand:
     return Demand(service="soft", **fields)  # type: ignore[arg-type]
 
 
-def tell(governor: Governor, reports: int, *, pods: int, high: int = 8, **changes: float):
+def tell(
+    autoscaler: TeacherAutoscaler, reports: int, *, pods: int, high: int = 8, **changes: float
+):
     for _ in range(reports):
         message = demand(**{"teachers": pods, **changes})
-        governor = observe(governor, message, pods=pods, steady=True, low=1, high=high)
-    return governor
+        autoscaler = observe(autoscaler, message, pods=pods, steady=True, low=1, high=high)
+    return autoscaler
 
 
 @pytest.mark.parametrize(
@@ -86,9 +88,9 @@ def test_it_falls_where_throughput_peaks_before_the_most_teachers():
 
 
 def test_students_who_never_wait_get_no_more_teachers():
-    governor = tell(Governor(wanted=1), 100, pods=1, wait_share=0.0)
-    assert governor.wanted == 1
-    assert "1 is the fewest" in governor.reason
+    autoscaler = tell(TeacherAutoscaler(wanted=1), 100, pods=1, wait_share=0.0)
+    assert autoscaler.wanted == 1
+    assert "1 is the fewest" in autoscaler.reason
 
 
 def test_what_brings_nothing_is_taken_back_and_tried_ever_more_rarely():
@@ -113,52 +115,54 @@ def test_one_student_more_or_less_of_many_does_not_begin_everything_anew():
 
 
 def test_where_there_is_no_place_for_more_it_asks_for_them_and_says_so():
-    governor = tell(Governor(wanted=1), 60, pods=1)
-    assert governor.wanted == 2
-    assert governor.reason.endswith("there is no place for more teachers")
-    governor = tell(governor, 60, pods=1, wait_share=0.0)  # and no longer when nobody waits
-    assert governor.wanted == 1
+    autoscaler = tell(TeacherAutoscaler(wanted=1), 60, pods=1)
+    assert autoscaler.wanted == 2
+    assert autoscaler.reason.endswith("there is no place for more teachers")
+    autoscaler = tell(autoscaler, 60, pods=1, wait_share=0.0)  # and no longer when nobody waits
+    assert autoscaler.wanted == 1
 
 
 def test_a_service_that_answers_nothing_gets_no_more_teachers():
-    governor = tell(Governor(wanted=2), 100, pods=2, samples_per_s=0.0, wait_share=1.0)
-    assert governor.wanted == 2
+    autoscaler = tell(TeacherAutoscaler(wanted=2), 100, pods=2, samples_per_s=0.0, wait_share=1.0)
+    assert autoscaler.wanted == 2
 
 
 def test_the_most_is_never_exceeded():
-    governor = tell(Governor(wanted=3), 200, pods=3, high=3, wait_share=0.9)
-    assert governor.wanted == 3
-    assert "3 is the most" in governor.reason
+    autoscaler = tell(TeacherAutoscaler(wanted=3), 200, pods=3, high=3, wait_share=0.9)
+    assert autoscaler.wanted == 3
+    assert "3 is the most" in autoscaler.reason
 
 
 def test_a_number_that_costs_throughput_is_taken_back_before_its_window_is_full():
-    governor = tell(Governor(wanted=4), 20, pods=4, wait_share=0.0, samples_per_s=400)
-    assert governor.wanted == 3
+    autoscaler = tell(TeacherAutoscaler(wanted=4), 20, pods=4, wait_share=0.0, samples_per_s=400)
+    assert autoscaler.wanted == 3
     reports = 0
-    while governor.wanted == 3:
-        governor = tell(governor, 1, pods=3, wait_share=0.3, samples_per_s=300)
+    while autoscaler.wanted == 3:
+        autoscaler = tell(autoscaler, 1, pods=3, wait_share=0.3, samples_per_s=300)
         reports += 1
-    assert (governor.wanted, reports) == (4, 4)
-    assert "3 teachers were too few" in governor.reason
+    assert (autoscaler.wanted, reports) == (4, 4)
+    assert "3 teachers were too few" in autoscaler.reason
 
 
 def test_reports_while_a_teacher_starts_count_for_nothing():
-    governor = Governor(wanted=1)
+    autoscaler = TeacherAutoscaler(wanted=1)
     for _ in range(50):
-        governor = observe(governor, demand(), pods=1, steady=False, low=1, high=8)
-    assert governor.wanted == 1
+        autoscaler = observe(autoscaler, demand(), pods=1, steady=False, low=1, high=8)
+    assert autoscaler.wanted == 1
 
 
 def test_the_first_student_of_a_service_without_teachers_gets_one():
-    governor = observe(Governor(wanted=0), demand(students=1), pods=0, steady=True, low=0, high=4)
-    assert governor.wanted == 1
-    assert "1 student came" in governor.reason
+    autoscaler = observe(
+        TeacherAutoscaler(wanted=0), demand(students=1), pods=0, steady=True, low=0, high=4
+    )
+    assert autoscaler.wanted == 1
+    assert "1 student came" in autoscaler.reason
 
 
 def test_a_service_without_students_falls_to_the_fewest():
-    governor = no_students(tell(Governor(wanted=6), 10, pods=6), 1, "nobody asks")
-    assert (governor.wanted, governor.reason) == (1, "nobody asks")
-    assert no_students(governor, 1, "nobody asks") is governor
+    autoscaler = no_students(tell(TeacherAutoscaler(wanted=6), 10, pods=6), 1, "nobody asks")
+    assert (autoscaler.wanted, autoscaler.reason) == (1, "nobody asks")
+    assert no_students(autoscaler, 1, "nobody asks") is autoscaler
 
 
 RATES = (5e-324, 1e-300, 1e-6, 1.0, 1e15)
@@ -167,7 +171,9 @@ RATES = (5e-324, 1e-300, 1e-6, 1.0, 1e15)
 @pytest.mark.parametrize("wait_share", [0.0, 0.5])
 @pytest.mark.parametrize(("rate", "next_rate"), list(itertools.product(RATES, RATES)))
 def test_no_rate_that_can_be_posted_breaks_the_arithmetic(rate, next_rate, wait_share):
-    governor = Governor(wanted=3)
+    autoscaler = TeacherAutoscaler(wanted=3)
     for samples_per_s in (rate, next_rate, rate):
-        governor = tell(governor, 60, pods=3, samples_per_s=samples_per_s, wait_share=wait_share)
-        assert 1 <= governor.wanted <= 8
+        autoscaler = tell(
+            autoscaler, 60, pods=3, samples_per_s=samples_per_s, wait_share=wait_share
+        )
+        assert 1 <= autoscaler.wanted <= 8

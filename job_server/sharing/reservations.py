@@ -10,44 +10,44 @@ from dataclasses import dataclass, field, replace
 
 from job_server.cluster.placement import Cluster, NodeView, place, serving_nodes, usable_slots
 from job_server.teachers.job import TeacherJob, TeacherPod, slots_of
+from job_server.training.allocation import slots_of_leavers, slots_of_stayers
 from job_server.training.deadlines import start_deadline
 from job_server.training.job import Goal, Job
-from job_server.training.layout import slots_of_leavers, slots_of_stayers
 
 Slots = dict[str, frozenset[int]]  # by node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claims:
+class Reservations:
     """What training jobs need."""
 
     reserved: Mapping[str, frozenset[int]] = field(default_factory=dict)  # node -> slots
-    give_back: Mapping[str, frozenset[str]] = field(default_factory=dict)  # job -> pods that leave
+    preempted: Mapping[str, frozenset[str]] = field(default_factory=dict)  # job -> pods that leave
     promised: Mapping[str, int] = field(default_factory=dict)  # job -> pods, on slots not yet free
 
 
-NO_CLAIMS = Claims()
+NO_RESERVATIONS = Reservations()
 
 
 def shortage(job: Job, now: float, cluster: Cluster) -> int:
     """Return how many pods the job is short of, and would start if it had a place for them."""
     if job.state.ended or job.legacy or job.done or job.cut_off or job.goal is not Goal.RUN:
         return 0
-    stage = job.coming
+    stage = job.preparing
     if stage is not None and not stage.standby:
         return max(0, stage.target - len(stage.members))
-    stage = job.current
+    stage = job.active
     if stage is not None and stage.over is None:
         return 0 if stage.finishing else max(0, job.target - len(stage.members))
     nodes = len(serving_nodes(job.spec, cluster, now))
     if job.fresh and nodes < job.spec.expected_nodes and now < start_deadline(job):
         return 0  # it waits for nodes first
-    return max(0, job.target - sum(job.usable(pod_id) for pod_id in job.roster))
+    return max(0, job.target - sum(job.usable(pod_id) for pod_id in job.recovery_pods))
 
 
-def claim(
+def reserve(
     trainings: Iterable[tuple[Job, Cluster]], teachers: Sequence[TeacherJob], now: float
-) -> Claims:
+) -> Reservations:
     """Return what is reserved, and which teachers leave.
 
     Args:
@@ -83,14 +83,14 @@ def claim(
             found += 1
         if found > len(at_once):
             promised[job.spec.job_id] = found - len(at_once)
-    return Claims(
+    return Reservations(
         reserved=reserved,
-        give_back={job_id: frozenset(pods) for job_id, pods in spare.given.items() if pods},
+        preempted={job_id: frozenset(pods) for job_id, pods in spare.given.items() if pods},
         promised=promised,
     )
 
 
-def bar(cluster: Cluster, reserved: Mapping[str, frozenset[int]]) -> Cluster:
+def hide_reserved(cluster: Cluster, reserved: Mapping[str, frozenset[int]]) -> Cluster:
     """Return the cluster as teachers see it: what is reserved is taken."""
     return _as_if(cluster, free={}, taken=reserved) if reserved else cluster
 

@@ -1,66 +1,70 @@
 """What follows from what is true now: the rules that take a job on. Pure.
 
-`settle` applies them until none changes anything, so their order matters little, and a lost or
+`converge` applies them until none changes anything, so their order matters little, and a lost or
 late message needs no case of its own.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 
-from job_server.api.wire import JobState, PodPhase, RestoreFrom, Way
+from job_server.api.wire import DesiredState, JobState, PodPhase, RestoreFrom, Way
 from job_server.cluster.placement import explain_shortage, place, serving_nodes
+from job_server.training.allocation import (
+    choose_restore,
+    make_pods,
+    slots_of_leavers,
+    slots_of_stayers,
+)
 from job_server.training.changes import may_change, store_script_clock, take_next
 from job_server.training.deadlines import (
-    coming_deadline,
     crash_deadline,
     end_deadline,
-    heed_deadline,
+    grace_deadline,
+    preparing_deadline,
     start_deadline,
 )
-from job_server.training.events import Unsettled
+from job_server.training.events import NotConverging
 from job_server.training.fencing import count_fenced, lose_silent
 from job_server.training.halting import halt
 from job_server.training.job import (
-    DONE,
-    OVER,
-    STOPPED,
-    At,
+    COMPLETED,
+    GONE,
+    TERMINATED,
     Cause,
     CauseKind,
     Goal,
     HaltPhase,
     Job,
-    Keep,
+    JobStage,
     Phase,
-    Pod,
-    Stage,
+    PodStagePhase,
+    TrainingPod,
 )
-from job_server.training.layout import choose_restore, make_pods, slots_of_leavers, slots_of_stayers
-from job_server.training.plain import warn_plain
-from job_server.training.pod_exits import finish_unsupervised
-from job_server.training.reports import previous_ended
-from job_server.training.standby import stand_by
-from job_server.training.transitions import (
+from job_server.training.moves import (
     abandon,
     begin,
     commit,
-    count_current,
+    count_active,
     dismiss_leavers,
     enter,
     enter_start,
-    fail_coming,
+    fail_preparing,
     finish,
 )
+from job_server.training.plain import warn_plain
+from job_server.training.pod_exits import finish_unsupervised
+from job_server.training.reports import forget_retired
+from job_server.training.standby import stand_by
 from job_server.training.work import Work, fenced_at
 
 MAX_ROUNDS = 100  # far more than any job needs: two rules that undo each other are a defect
 
 
-def settle(work: Work) -> None:
+def converge(work: Work) -> None:
     """Apply the rules until nothing changes any more.
 
     Raises:
-        Unsettled: they never come to rest; the text names those that go on.
+        NotConverging: they never come to rest; the text names those that go on.
     """
     fired: list[str] = []  # in the last round
     for number in range(MAX_ROUNDS):
@@ -76,18 +80,18 @@ def settle(work: Work) -> None:
         if work.job == before:
             return
     said = "; ".join(work.notes[-3:])
-    raise Unsettled(
+    raise NotConverging(
         f"the rules of the job do not come to rest after {MAX_ROUNDS} rounds; those that go on: "
         f"{', '.join(fired)}; they said last: {said or 'nothing'}"
     )
 
 
 def _succeed(work: Work) -> None:
-    stage = work.job.current
+    stage = work.job.active
     if stage is None or not stage.committed or stage.over is not None:
         return
-    busy = any(pod.left and pod.keep is Keep.RUN for pod in work.job.pods)
-    if stage.members and stage.all_at(At.FINISHED) and not busy:
+    busy = any(pod.left and not pod.leaving for pod in work.job.pods)
+    if stage.members and stage.all_in(PodStagePhase.FINISHED) and not busy:
         warn_plain(work, ended=True)
         finish(work, JobState.SUCCEEDED, "all pods have exited with 0")
 
@@ -95,16 +99,18 @@ def _succeed(work: Work) -> None:
 def _unpark(work: Work) -> None:
     """Tell parked ranks to go on where no cut is in force, until they are known to."""
     job = work.job
-    stage = job.current
+    stage = job.active
     if stage is None or stage.over is not None or stage.end_since is not None:
         return
-    if job.coming is not None and job.coming.phase is Phase.CUT:
+    if job.preparing is not None and job.preparing.phase is Phase.CUT:
         return
     if job.halt is not None and job.halt.phase is not HaltPhase.WAIT:
         return
-    parked = any(member.at in (At.PARKED, At.CUTTING) for member in stage.members)
+    parked = any(
+        member.phase in (PodStagePhase.PARKED, PodStagePhase.CUTTING) for member in stage.members
+    )
     if parked != stage.resuming:
-        work.set(current=replace(stage, resuming=parked))
+        work.set(active=replace(stage, resuming=parked))
 
 
 def _kill_stuck(work: Work) -> None:
@@ -115,41 +121,41 @@ def _kill_stuck(work: Work) -> None:
             continue
         for member in stage.members:
             pod = work.job.pod(member.pod.pod_id)
-            if member.at not in OVER and pod is not None and pod.usable:
-                work.set_pod(replace(pod, kill=True))
+            if member.phase not in GONE and pod is not None and pod.usable:
+                work.set_pod(replace(pod, desired=DesiredState.KILL))
                 work.note(f"killing pod {pod.pod_id}: it does not end stage {stage.stage}")
 
 
-def _advance_coming(work: Work) -> None:
+def _advance_preparing(work: Work) -> None:
     job = work.job
-    stage = job.coming
+    stage = job.preparing
     if stage is None:
         return
-    current = job.current
-    trains = current is not None and current.over is None
-    finishing = job.done or (current is not None and current.finishing)
+    active = job.active
+    trains = active is not None and active.over is None
+    finishing = job.done or (active is not None and active.finishing)
     if trains and finishing and stage.phase in (Phase.PREPARE, Phase.CUT):
         abandon(work, "training is complete")
         return
-    if work.now >= coming_deadline(job, stage):
-        _give_up_coming(work, stage)
+    if work.now >= preparing_deadline(job, stage):
+        _give_up_preparing(work, stage)
         return
     match stage.phase:
         case Phase.PREPARE:
-            _advance_prepare(work, stage, current)
-        case Phase.CUT if current is not None:
-            _advance_cut(work, stage, current)
+            _advance_prepare(work, stage, active)
+        case Phase.CUT if active is not None:
+            _advance_cut(work, stage, active)
         case Phase.END:
-            _advance_end(work, stage, current)
+            _advance_end(work, stage, active)
         case Phase.START:
             _advance_start(work, stage)
         case _:
             pass
 
 
-def _give_up_coming(work: Work, stage: Stage) -> None:
+def _give_up_preparing(work: Work, stage: JobStage) -> None:
     """The phase has taken too long; who is to blame gets no second chance."""
-    current = work.job.current
+    active = work.job.active
     late: list[str] = []
     what = {
         Phase.PREPARE: "ready",
@@ -158,74 +164,76 @@ def _give_up_coming(work: Work, stage: Stage) -> None:
         Phase.START: "loaded",
     }[stage.phase]
     if stage.phase is Phase.PREPARE:
-        late = [m.pod.pod_id for m in stage.members if m.at is At.ABSENT]
+        late = [m.pod.pod_id for m in stage.members if m.phase is PodStagePhase.ABSENT]
     elif stage.phase is Phase.START:
-        late = [m.pod.pod_id for m in stage.members if m.at not in _loaded(work.job)]
-    elif current is not None:
-        left = STOPPED | ({At.PARKED} if stage.phase is Phase.CUT else set())
-        late = [m.pod.pod_id for m in current.members if m.at not in left]
+        late = [m.pod.pod_id for m in stage.members if m.phase not in _loaded(work.job)]
+    elif active is not None:
+        left = TERMINATED | ({PodStagePhase.PARKED} if stage.phase is Phase.CUT else set())
+        late = [m.pod.pod_id for m in active.members if m.phase not in left]
     waited_s = work.now - stage.since
     text = f"not {what} within {waited_s:.0f} s: {', '.join(late) or 'nobody'}"
     if stage.way is Way.START and stage.phase is Phase.PREPARE:
         for pod_id in late:
             work.release(pod_id)
     if stage.phase is Phase.END:
-        work.set(coming=replace(stage, since=work.now))  # pods that do not end are killed
+        work.set(preparing=replace(stage, since=work.now))  # pods that do not end are killed
         return
-    fail_coming(work, Cause(kind=CauseKind.FAILURE, text=text, at=work.now))
+    fail_preparing(work, Cause(kind=CauseKind.FAILURE, text=text, at=work.now))
 
 
-def _advance_prepare(work: Work, stage: Stage, current: Stage | None) -> None:
+def _advance_prepare(work: Work, stage: JobStage, active: JobStage | None) -> None:
     job = work.job
-    ready = all(member.at is not At.ABSENT for member in stage.members)
-    if current is not None and current.over is not None and stage.way is not Way.START:
-        _replace_recovery(work, stage, current, ready=ready)
+    ready = all(member.phase is not PodStagePhase.ABSENT for member in stage.members)
+    if active is not None and active.over is not None and stage.way is not Way.START:
+        _replace_recovery(work, stage, active, ready=ready)
         return
     if not ready or work.now < job.retry_at or stage.standby:
         return
     if stage.way is Way.START:
         enter_start(work)
         return
-    if current is None or current.resuming:
+    if active is None or active.resuming:
         return
     if stage.way is Way.STOP and job.elastic:
         # A trainer has declared itself meanwhile; it must have made a step to agree on one.
-        if current.first_step_at is None:
+        if active.first_step_at is None:
             return
-        work.set(coming=replace(stage, way=Way.DRAIN))
+        work.set(preparing=replace(stage, way=Way.DRAIN))
         enter(work, Phase.CUT)
     else:
         enter(work, Phase.END if stage.way is Way.STOP else Phase.CUT)
 
 
-def _replace_recovery(work: Work, stage: Stage, current: Stage, *, ready: bool) -> None:
+def _replace_recovery(work: Work, stage: JobStage, active: JobStage, *, ready: bool) -> None:
     """The old stage has crashed: the change takes the recovery's place if it is as quick."""
-    if not _is_fenced(work, current):
+    if not _is_fenced(work, active):
         return
-    patience = crash_deadline(current)
+    patience = crash_deadline(active)
     if ready:
         enter(work, Phase.END)
     elif patience is not None and work.now >= patience:
         abandon(work, "the stage before crashed, and a recovery is quicker")
 
 
-def _advance_cut(work: Work, stage: Stage, current: Stage) -> None:
-    steps = {member.step for member in current.members}
-    if not current.all_at(At.PARKED) or len(steps) != 1:
+def _advance_cut(work: Work, stage: JobStage, active: JobStage) -> None:
+    steps = {member.step for member in active.members}
+    if not active.all_in(PodStagePhase.PARKED) or len(steps) != 1:
         return
-    if stage.any_at(At.ABSENT):  # the server was away: are its trainers still there?
+    if stage.any_in(PodStagePhase.ABSENT):  # the server was away: are its trainers still there?
         return
     if stage.way in (Way.REPLACE, Way.JOIN):
-        commit(work, kept=all(member.kept for member in current.members))
+        commit(
+            work, snapshot_is_current=all(member.snapshot_is_current for member in active.members)
+        )
     else:
         enter(work, Phase.END)
 
 
-def _advance_end(work: Work, stage: Stage, current: Stage | None) -> None:
-    if current is not None:
-        if not _is_fenced(work, current):
+def _advance_end(work: Work, stage: JobStage, active: JobStage | None) -> None:
+    if active is not None:
+        if not _is_fenced(work, active):
             return
-        count_current(work)
+        count_active(work)
         if work.job.state.ended or work.job.goal is Goal.FAIL:
             return
     if work.now < work.job.retry_at:
@@ -236,51 +244,51 @@ def _advance_end(work: Work, stage: Stage, current: Stage | None) -> None:
         enter_start(work)
 
 
-def _loaded(job: Job) -> tuple[At, ...]:
+def _loaded(job: Job) -> tuple[PodStagePhase, ...]:
     """How far a pod must be for the commit: loaded, but for trainers without the elastic loop."""
-    loaded = (At.LOADED, At.TRAINING, *DONE)
-    return loaded if job.elastic else (At.STARTED, *loaded)
+    loaded = (PodStagePhase.LOADED, PodStagePhase.TRAINING, *COMPLETED)
+    return loaded if job.elastic else (PodStagePhase.STARTED, *loaded)
 
 
-def _advance_start(work: Work, stage: Stage) -> None:
-    if stage.all_at(*_loaded(work.job)):
+def _advance_start(work: Work, stage: JobStage) -> None:
+    if stage.all_in(*_loaded(work.job)):
         commit(work)
 
 
-def _is_fenced(work: Work, stage: Stage) -> bool:
+def _is_fenced(work: Work, stage: JobStage) -> bool:
     """Whether no step of the stage can count any more, whoever still runs.
 
     A step needs every rank: one pod that has stopped is enough, of an elastic stage. Ranks that
     were never told GO made no step. All that can be reached have to have ended.
     """
     job = work.job
-    stages = [s for s in (job.previous, stage) if s is not None]
-    if not all(member.at in OVER for s in stages for member in s.members):
+    stages = [s for s in (job.retiring, stage) if s is not None]
+    if not all(member.phase in GONE for s in stages for member in s.members):
         return False
     if not job.elastic:
-        return all(s.all_at(*STOPPED) for s in stages)
+        return all(s.all_in(*TERMINATED) for s in stages)
     if not stage.committed:
         return True
-    return any(member.at in STOPPED for member in stage.members)
+    return any(member.phase in TERMINATED for member in stage.members)
 
 
 def _recover(work: Work) -> None:
     """Begin the next start: a first one, one after a pause, or a recovery."""
     job = work.job
-    current = job.current
-    if job.goal is not Goal.RUN or job.coming is not None or job.legacy or job.cut_off:
+    active = job.active
+    if job.goal is not Goal.RUN or job.preparing is not None or job.legacy or job.cut_off:
         return
-    if current is not None:
-        if current.over is None:
+    if active is not None:
+        if active.over is None:
             return
-        if not _is_fenced(work, current):
-            _wait_for_fence(work, current)
+        if not _is_fenced(work, active):
+            _wait_for_fence(work, active)
             return
-        count_current(work)
+        count_active(work)
         if work.job.state.ended or work.job.goal is Goal.FAIL:
             return
-    if work.job.previous is not None:
-        work.set(previous=None)
+    if work.job.retiring is not None:
+        work.set(retiring=None)
         dismiss_leavers(work)
     if work.now < work.job.retry_at:
         work.set(waiting="")
@@ -292,9 +300,9 @@ def _recover(work: Work) -> None:
     _begin_start(work)
 
 
-def _wait_for_fence(work: Work, stage: Stage) -> None:
-    lost = [member.pod.pod_id for member in stage.members if member.at is At.LOST]
-    ending = [m for m in stage.members if m.at not in OVER]
+def _wait_for_fence(work: Work, stage: JobStage) -> None:
+    lost = [member.pod.pod_id for member in stage.members if member.phase is PodStagePhase.LOST]
+    ending = [m for m in stage.members if m.phase not in GONE]
     if ending or not lost:
         work.set(waiting="")
         return
@@ -328,7 +336,9 @@ def _cannot_start_yet(work: Work) -> str:
 
 def _begin_start(work: Work) -> None:
     job = work.job
-    stay = [pod for pod_id in job.roster if (pod := job.pod(pod_id)) is not None and pod.usable]
+    stay = [
+        pod for pod_id in job.recovery_pods if (pod := job.pod(pod_id)) is not None and pod.usable
+    ]
     for pod in job.pods:
         if pod.usable and pod not in stay:
             work.release(pod.pod_id)
@@ -346,7 +356,7 @@ def _begin_start(work: Work) -> None:
         first=home,
     )
     size = len(stay) + len(sites)
-    if size < job.target and work.now < heed_deadline(job, work.cluster) and not job.fresh:
+    if size < job.target and work.now < grace_deadline(job, work.cluster) and not job.fresh:
         work.set(waiting="")  # nodes may not have registered again since the server came back
         return
     if job.fresh and size < job.target and work.cluster.promised:
@@ -368,15 +378,15 @@ def _begin_start(work: Work) -> None:
         work.set(waiting=f"{text}, and that node {why}")
         return
     new = make_pods(work, sites, len(stay))
-    current = job.current
+    active = job.active
     reason = "first start" if job.commits == 0 else "start after a pause"
-    if not job.fresh or (current is not None and current.over is not None):
-        cause = current.over if current is not None else None
+    if not job.fresh or (active is not None and active.over is not None):
+        cause = active.over if active is not None else None
         reason = "recovery" if cause is None else f"recovery: {cause.text}"
     begin(work, (*stay, *new), way=Way.START, reason=reason, target=job.target)
 
 
-def _home(job: Job, stay: list[Pod], source: RestoreFrom | None) -> str:
+def _home(job: Job, stay: list[TrainingPod], source: RestoreFrom | None) -> str:
     """Return the node that a start needs to find its state; "": any will do."""
     if source is None:
         return ""
@@ -391,7 +401,7 @@ def _home(job: Job, stay: list[Pod], source: RestoreFrom | None) -> str:
 def _forget_released(work: Work) -> None:
     """Take pods off the books of which their clients have said that nothing is left."""
     for pod in work.job.pods:
-        if pod.keep is Keep.RELEASED and pod.phase is PodPhase.EXITED:
+        if pod.released and pod.phase is PodPhase.EXITED:
             work.drop_pod(pod.pod_id)
 
 
@@ -410,11 +420,11 @@ RULES: tuple[Callable[[Work], None], ...] = (
     count_fenced,
     _succeed,
     halt,
-    _advance_coming,
+    _advance_preparing,
     _unpark,
     _kill_stuck,
     _recover,
-    previous_ended,
+    forget_retired,
     _forget_released,
     _change,
     _stand_by,

@@ -1,29 +1,46 @@
 """The state machine of a job: `step(job, event, now, cluster) -> (job, reason)`. Pure.
 
-An event is entered into the job (`reports`, `changes`), then the rules of `advance` take it as
+An event is entered into the job (`reports`, `changes`), then the rules of `rules` take it as
 far as what is true allows. Whoever calls `step` writes the new job before anybody is told of it;
 what clients and launchers are told is derived from it (`views`).
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from job_server.api.wire import JobSpec, JobState, Node, PodPhase, Resize, Way
 from job_server.cluster.clocks import moved_back
-from job_server.cluster.placement import Cluster, NodeView
+from job_server.cluster.placement import Cluster
 from job_server.training import legacy, pod_exits, reports
-from job_server.training.advance import settle
-from job_server.training.bookkeeping import accrue, name_state
+from job_server.training.accounting import accrue, name_state, script_runs
 from job_server.training.changes import kill_now, resize
-from job_server.training.deadlines import next_deadline, told_waiting_at
+from job_server.training.deadlines import (
+    DUE_SLACK_S,
+    SAVE_STALL_S,
+    SCRIPT_STORE_S,
+    crash_deadline,
+    declare_deadline,
+    end_deadline,
+    grace_deadline,
+    halt_deadline,
+    is_due,
+    may_apply_at,
+    preparing_deadline,
+    save_deadline,
+    scripted,
+    standby_times,
+    start_deadline,
+    told_waiting_at,
+)
 from job_server.training.events import (
-    Attached,
     Event,
     KillAsked,
+    LauncherAttached,
+    LauncherReported,
     NodeReported,
     NodesChanged,
     PauseAsked,
-    Refused,
-    Reported,
+    RequestRefused,
     ResizeAsked,
     ResumeAsked,
     RunTimeStatic,
@@ -33,58 +50,24 @@ from job_server.training.events import (
 )
 from job_server.training.halting import resume
 from job_server.training.job import (
-    At,
     Goal,
     HaltPhase,
     Job,
-    Keep,
-    Progress,
-    Stage,
+    JobProgress,
+    JobStage,
+    PodStagePhase,
     same_but_progress,
 )
-from job_server.training.transitions import choose_way, lose
-from job_server.training.views import (
-    PodView,
-    job_status,
-    node_pods,
-    pod_orders,
-    ports_held,
-    running_pods,
-    slots_held,
+from job_server.training.moves import lose
+from job_server.training.plain import LOOP_S
+from job_server.training.rules import converge
+from job_server.training.work import (
+    MISSING_HEARTBEATS,
+    Work,
+    client_silent_at,
+    fenced_at,
+    silent_at,
 )
-from job_server.training.work import Work
-
-__all__ = [
-    "Attached",
-    "Cluster",
-    "Event",
-    "Job",
-    "KillAsked",
-    "NodeReported",
-    "NodeView",
-    "NodesChanged",
-    "PauseAsked",
-    "PodView",
-    "Refused",
-    "Reported",
-    "ResizeAsked",
-    "ResumeAsked",
-    "RunTimeStatic",
-    "ServerRestarted",
-    "StopAsked",
-    "Tick",
-    "choose_way",
-    "job_status",
-    "new_job",
-    "next_deadline",
-    "node_pods",
-    "pod_orders",
-    "ports_held",
-    "running_pods",
-    "same_but_progress",
-    "slots_held",
-    "step",
-]
 
 
 def new_job(spec: JobSpec, now: float, *, legacy_nodes: tuple[Node, ...] = ()) -> Job:
@@ -99,9 +82,9 @@ def new_job(spec: JobSpec, now: float, *, legacy_nodes: tuple[Node, ...] = ()) -
         submitted_at=now,
         target=spec.first_pods,
         start_since=now,
-        heed_from=now,
+        grace_from=now,
         legacy_nodes=legacy_nodes,
-        progress=Progress(accrued_at=now),
+        progress=JobProgress(accrued_at=now),
     )
     work = Work(job, now, Cluster())
     legacy.begin_legacy(work)
@@ -122,7 +105,7 @@ def step(job: Job, event: Event, now: float, cluster: Cluster) -> tuple[Job, str
         cluster: all registered nodes, with what other jobs hold on them.
 
     Raises:
-        Refused: a user asked for what makes no sense now; the job is unchanged.
+        RequestRefused: a user asked for what makes no sense now; the job is unchanged.
     """
     restarted = isinstance(event, ServerRestarted)
     lead_s = job.progress.accrued_at - now
@@ -135,9 +118,9 @@ def step(job: Job, event: Event, now: float, cluster: Cluster) -> tuple[Job, str
     if work.job.state.ended:
         _tidy_ended(work)
     elif work.job.legacy:
-        legacy.settle_legacy(work)
+        legacy.converge_legacy(work)
     if not work.job.state.ended and not work.job.legacy:
-        settle(work)
+        converge(work)
     work.set(state=name_state(work.job))
     if work.reason:
         work.set(reason=work.reason)
@@ -145,8 +128,8 @@ def step(job: Job, event: Event, now: float, cluster: Cluster) -> tuple[Job, str
     if not work.notes and same_but_progress(job, work.job):
         return work.job, ""
     if not work.notes and work.job.state is not job.state:
-        coming = work.job.coming
-        stands_by = coming is not None and coming.stands_by
+        preparing = work.job.preparing
+        stands_by = preparing is not None and preparing.stands_by
         work.note("the standby is ready" if stands_by else f"now {work.job.state.value}")
     return work.job, "; ".join(work.notes)
 
@@ -173,11 +156,11 @@ def _enter(work: Work, event: Event) -> None:
                 work.note(f"estimated run time: {event.seconds:g} s", lasting=False)
         case ServerRestarted():
             _restarted(work)
-        case Attached() | Reported() if work.job.state.ended or work.job.legacy:
+        case LauncherAttached() | LauncherReported() if work.job.state.ended or work.job.legacy:
             pass
-        case Attached():
+        case LauncherAttached():
             reports.attached(work, event.attach)
-        case Reported():
+        case LauncherReported():
             reports.reported(work, event.pod_id, event.report)
         case StopAsked() if work.job.state is JobState.STOPPED:
             pass
@@ -189,12 +172,12 @@ def _asked(work: Work, event: Event) -> None:
     """Enter what a user asked for.
 
     Raises:
-        Refused: it makes no sense now.
+        RequestRefused: it makes no sense now.
     """
     job = work.job
     name = job.spec.job_id
     if job.state.ended:
-        raise Refused(f"job_id: {name} has ended ({job.state.value}); submit it again")
+        raise RequestRefused(f"job_id: {name} has ended ({job.state.value}); submit it again")
     match event:
         case ResizeAsked():
             _resize(work, event.resize)
@@ -203,17 +186,21 @@ def _asked(work: Work, event: Event) -> None:
         case StopAsked():
             _stop(work, discard=event.discard)
         case PauseAsked() | ResumeAsked() if job.legacy:
-            raise Refused(f"job_id: no job client of ours runs {name}; start one to pause it")
+            raise RequestRefused(
+                f"job_id: no job client of ours runs {name}; start one to pause it"
+            )
         case PauseAsked():
             if job.goal in (Goal.STOP, Goal.FAIL):
-                raise Refused(f"job_id: {name} is stopping")
+                raise RequestRefused(f"job_id: {name} is stopping")
             if job.goal is Goal.RUN:
                 work.set(goal=Goal.PAUSE, halt=None)
                 work.note("pausing on request")
         case ResumeAsked():
             if job.halt is None or job.halt.phase is not HaltPhase.DONE:
                 state = job.state.value
-                raise Refused(f"job_id: {name} is {state}, not PAUSED; only then it can resume")
+                raise RequestRefused(
+                    f"job_id: {name} is {state}, not PAUSED; only then it can resume"
+                )
             resume(work)
         case _:
             raise TypeError(f"not an event: {event!r}")
@@ -235,7 +222,7 @@ def _stop(work: Work, *, discard: bool) -> None:
 def _resize(work: Work, asked: Resize) -> None:
     job, pods = work.job, asked.pods
     if pods is None:
-        raise Refused("pods: only the number of teachers follows a demand; give a number")
+        raise RequestRefused("pods: only the number of teachers follows a demand; give a number")
     if job.legacy:
         legacy.resize_legacy(work, pods, f"resize to {pods}")
         return
@@ -250,11 +237,11 @@ def _assume_dead(work: Work) -> bool:
     found = False
     for stage in work.job.stages:
         for member in stage.members:
-            if member.at is At.LOST:
-                work.move(stage, member.pod.pod_id, At.ENDED)
+            if member.phase is PodStagePhase.LOST:
+                work.move(stage, member.pod.pod_id, PodStagePhase.ENDED)
                 found = True
     for pod in work.job.pods:
-        if pod.keep is Keep.RUN and work.is_silent(pod):
+        if not pod.leaving and work.is_silent(pod):
             text = f"pod {pod.pod_id} is assumed dead by an operator"
             lose(work, pod.pod_id, pod_exits.preempted(work, pod, text), confirmed=True)
             found = True
@@ -273,26 +260,90 @@ def _restarted(work: Work) -> None:
             since=work.now,
             end_since=None if stage.end_since is None else work.now,
         )
-        for place in ("previous", "current", "coming")
+        for place in ("retiring", "active", "preparing")
         if (stage := getattr(job, place)) is not None
     }
-    coming = changes.get("coming")
-    if isinstance(coming, Stage) and coming.way in (Way.REPLACE, Way.JOIN):
+    preparing = changes.get("preparing")
+    if isinstance(preparing, JobStage) and preparing.way in (Way.REPLACE, Way.JOIN):
         # Its trainers may have died meanwhile; those that live are reported ready again.
-        members = tuple(replace(member, at=At.ABSENT) for member in coming.members)
-        changes["coming"] = replace(coming, members=members)
+        members = tuple(replace(member, phase=PodStagePhase.ABSENT) for member in preparing.members)
+        changes["preparing"] = replace(preparing, members=members)
     if job.halt is not None:
         kept_since = None if job.halt.kept_since is None else work.now
         changes["halt"] = replace(job.halt, since=work.now, kept_since=kept_since)
-    work.set(heed_from=work.now, **changes)
+    work.set(grace_from=work.now, **changes)
     work.progress(missing={})
     work.note("the server is back", lasting=False)
 
 
 def _tidy_ended(work: Work) -> None:
     for pod in work.job.pods:
-        if pod.keep is not Keep.RELEASED:
+        if not pod.released:
             work.release(pod.pod_id)
     for pod in work.job.pods:
         if pod.phase is PodPhase.EXITED:
             work.drop_pod(pod.pod_id)
+
+
+# --- when time alone changes something -----------------------------------------------------------
+
+
+def next_deadline(job: Job, now: float, cluster: Cluster) -> float | None:
+    """Return when a Tick would change something; None: only a message can."""
+    if job.state.ended:
+        return None
+    return min((at for at in _deadlines(job, now, cluster) if at > now), default=None)
+
+
+def _deadlines(job: Job, now: float, cluster: Cluster) -> Iterator[float]:
+    if job.preparing is not None and not job.preparing.stands_by:
+        yield preparing_deadline(job, job.preparing)
+    if job.preparing is None and job.spec.standby:
+        yield from standby_times(job)
+    for stage in job.stages:
+        yield from (at for at in (end_deadline(job, stage), crash_deadline(stage)) if at)
+    if job.halt is not None and job.halt.phase is not HaltPhase.DONE:
+        yield halt_deadline(job, job.halt)
+    if job.halt is not None and job.halt.phase is HaltPhase.SAVE:
+        yield from (save_deadline(job, job.halt), job.halt.since + SAVE_STALL_S)
+        yield job.halt.again_at or 0.0
+    if job.fresh:
+        yield start_deadline(job)
+        yield told_waiting_at(job)
+    if job.active is not None:
+        yield declare_deadline(job.active)
+        if not job.elastic and not job.warned and job.active.committed_at is not None:
+            yield job.active.committed_at + LOOP_S
+    yield from (job.retry_at, job.grow_at, grace_deadline(job, cluster))
+    for pod in job.pods:
+        if not pod.released:
+            yield silent_at(job, pod, cluster)
+        if pod.left:
+            yield client_silent_at(job, pod, cluster)
+    for since in job.progress.missing.values():
+        yield since + MISSING_HEARTBEATS * cluster.heartbeat_s
+    yield from _fences(job, cluster)
+    if script_runs(job):
+        yield from _script_deadlines(job, now)
+
+
+def _fences(job: Job, cluster: Cluster) -> Iterator[float]:
+    for stage in job.stages:
+        for member in stage.members:
+            pod = job.pod(member.pod.pod_id)
+            if pod is not None and (job.cut_off or member.phase is PodStagePhase.LOST):
+                at = fenced_at(job, pod, cluster)
+                if at is not None:
+                    yield at
+
+
+def _script_deadlines(job: Job, now: float) -> Iterator[float]:
+    change = scripted(job)
+    if change is None:
+        return
+    started_at = now - job.progress.script_s - max(0.0, now - job.progress.accrued_at)
+    if is_due(job, change):
+        yield may_apply_at(job, change, now)
+    else:
+        yield max(started_at + change.at_s, now + DUE_SLACK_S)
+    yield max(started_at + job.script_stored_s + SCRIPT_STORE_S, now + DUE_SLACK_S)

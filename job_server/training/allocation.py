@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from job_server.api.wire import PlanPod, RestoreFrom, Saved
 from job_server.cluster.placement import Site, deal_ports, find_node
-from job_server.training.job import Job, Keep, Pod, Stage, occupied
+from job_server.training.job import Job, JobStage, TrainingPod, occupied
 from job_server.training.work import Work
 
 
-def make_pods(work: Work, sites: Iterable[Site], first_rank: int) -> tuple[Pod, ...]:
+def make_pods(work: Work, sites: Iterable[Site], first_rank: int) -> tuple[TrainingPod, ...]:
     """Give out pods with ids that were never given before."""
     job = work.job
     flag = max(job.next_flag, 0)
@@ -25,28 +25,28 @@ def make_pods(work: Work, sites: Iterable[Site], first_rank: int) -> tuple[Pod, 
             again += 1
             pod_id = f"{base}_{again}"
         given.append(pod_id)
-        pods.append(Pod(pod_id=pod_id, site=site))
+        pods.append(TrainingPod(pod_id=pod_id, site=site))
     work.set(pods=(*job.pods, *pods), given_ids=tuple(given), given_flag=flag)
     return tuple(pods)
 
 
-def lay_out(work: Work, pods: tuple[Pod, ...]) -> tuple[PlanPod, ...]:
+def lay_out(work: Work, pods: tuple[TrainingPod, ...]) -> tuple[PlanPod, ...]:
     """Number ranks and deal ports for a stage of these pods."""
-    sites = [current_site(work, pod) for pod in pods]
+    sites = [registered_site(work, pod) for pod in pods]
     avoid: dict[str, frozenset[int]] = {}
     for stage in work.job.stages:
         for member in stage.members:
             addr = member.pod.addr
             avoid[addr] = avoid.get(addr, frozenset()) | frozenset(member.pod.ports)
-    ports = deal_ports(sites, work.cluster, avoid=avoid, dealt=work.job.dealt)
-    dealt = dict(work.job.dealt)
+    ports = deal_ports(sites, work.cluster, avoid=avoid, last_ports=work.job.last_ports)
+    last_ports = dict(work.job.last_ports)
     plan_pods = []
     next_rank = 0
     for pod_rank, (pod, site, own_ports) in enumerate(zip(pods, sites, ports, strict=True)):
         ranks = tuple(range(next_rank, next_rank + len(site.slots)))
         next_rank += len(ranks)
         if own_ports:
-            dealt[site.node_id] = own_ports[-1]
+            last_ports[site.node_id] = own_ports[-1]
         plan_pods.append(
             PlanPod(
                 pod_id=pod.pod_id,
@@ -58,11 +58,11 @@ def lay_out(work: Work, pods: tuple[Pod, ...]) -> tuple[PlanPod, ...]:
                 ports=own_ports,
             )
         )
-    work.set(dealt=dealt)
+    work.set(last_ports=last_ports)
     return tuple(plan_pods)
 
 
-def current_site(work: Work, pod: Pod) -> Site:
+def registered_site(work: Work, pod: TrainingPod) -> Site:
     """Return where a pod stands, with the address and ports that its node has registered now."""
     view = find_node(work.cluster, pod.site.node_id)
     if view is None:
@@ -114,7 +114,7 @@ def newest_in_memory(job: Job) -> RestoreFrom | None:
     within_reach = [
         ((ref.stage, ref.step, ref.serial), pod.pod_id)
         for pod in job.pods
-        if pod.keep is not Keep.RELEASED and (ref := job.progress.snapshots.get(pod.pod_id))
+        if not pod.released and (ref := job.progress.snapshots.get(pod.pod_id))
     ]
     if not within_reach:
         return None
@@ -126,7 +126,7 @@ def newest_in_memory(job: Job) -> RestoreFrom | None:
     return RestoreFrom(stage=stage, step=step, serial=serial, pods=pods)
 
 
-def is_on_every_node(job: Job, stage: Stage, source: RestoreFrom) -> bool:
+def is_local_on_all_nodes(job: Job, stage: JobStage, source: RestoreFrom) -> bool:
     """Whether each node of a stage has a pod whose shim holds the state."""
     holding = {pod.site.node_id for pod in job.pods if pod.pod_id in source.pods}
     return all(member.pod.node_id in holding for member in stage.members)

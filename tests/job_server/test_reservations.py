@@ -13,8 +13,8 @@ from job_server.api.wire import JobKind, JobSpec, JobState, PodPhase, PodState, 
 from job_server.server.engine import Engine
 from job_server.server.service import JobService
 from job_server.server.store import Store
-from job_server.sharing.claims import claim, shortage
-from job_server.training import stages
+from job_server.sharing.reservations import reserve, shortage
+from job_server.training.events import PauseAsked, ResizeAsked, ResumeAsked
 from job_server.training.job import Job
 from tests.job_server.serving import cpu_node
 
@@ -171,12 +171,12 @@ def test_a_training_that_is_paused_frees_its_slots_and_gets_them_back(site):
     site.submit("teachers", pods=4, folder="teach")
     site.act(2)
     assert (site.count("training"), site.count("teachers")) == (3, 1)
-    site.service.ask("training", stages.PauseAsked())
+    site.service.ask("training", PauseAsked())
     site.act(140)
     assert site.status("training").state is JobState.PAUSED
     site.act(30)
     assert site.count("teachers") == 4
-    site.service.ask("training", stages.ResumeAsked())
+    site.service.ask("training", ResumeAsked())
     site.act(3)
     assert (site.count("training"), site.count("teachers")) == (3, 1)
 
@@ -194,7 +194,7 @@ def test_a_pod_of_several_slots_gets_them_where_the_fewest_teachers_must_leave()
 
 def test_a_number_that_a_user_has_fixed_gives_slots_back_as_well(site):
     site.submit("teachers", pods=1, folder="teach")
-    site.service.ask("teachers", stages.ResizeAsked(Resize(pods=4)))
+    site.service.ask("teachers", ResizeAsked(Resize(pods=4)))
     site.act(2)
     site.submit("training", pods=1)
     site.act(3)
@@ -254,7 +254,7 @@ def test_teachers_and_their_number_survive_a_kill_of_the_server(tmp_path):
         job_id="teachers", kind=JobKind.TEACHER, service="soft", folder="teach", max_pods=2
     )
     first.submit(spec)
-    first.ask("teachers", stages.ResizeAsked(Resize(pods=2)))
+    first.ask("teachers", ResizeAsked(Resize(pods=2)))
     before = first.statuses()[0]
     first._engine.store.close()  # nothing is written after this moment
     second = JobService(Store(store), heartbeat_s=1.0)
@@ -286,7 +286,7 @@ def test_nothing_is_claimed_where_nothing_is_short(site):
     assert isinstance(entry.job, Job)
     cluster = site.engine.cluster(entry)
     assert shortage(entry.job, site.now, cluster) == 0
-    assert claim([(entry.job, cluster)], [], site.now).reserved == {}
+    assert reserve([(entry.job, cluster)], [], site.now).reserved == {}
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -312,8 +312,8 @@ def test_whatever_happens_no_two_pods_share_a_slot_and_all_calms_down(seed):
     site.slow_to_end = False
     site.act(3)
     with suppress(Conflict):
-        site.service.ask("teachers", stages.ResumeAsked())
-    site.service.ask("teachers", stages.ResizeAsked(Resize(pods=3)))
+        site.service.ask("teachers", ResumeAsked())
+    site.service.ask("teachers", ResizeAsked(Resize(pods=3)))
     for status in site.service.statuses():
         if status.job_id != "teachers":
             site.service.delete(status.job_id)
@@ -336,7 +336,7 @@ def _something_happens(site: Site, rng: random.Random) -> None:
         case 2:
             with suppress(Conflict):
                 resize = Resize(pods=rng.choice([None, 1, 3, 6]))
-                site.service.ask("teachers", stages.ResizeAsked(resize))
+                site.service.ask("teachers", ResizeAsked(resize))
         case 3:
             for key, pod in site.pods.items():
                 if rng.random() < 0.3:
@@ -348,7 +348,7 @@ def _something_happens(site: Site, rng: random.Random) -> None:
         case 6:
             paused = site.status("teachers").state is JobState.PAUSED
             with suppress(Conflict):
-                event = stages.ResumeAsked() if paused else stages.PauseAsked()
+                event = ResumeAsked() if paused else PauseAsked()
                 site.service.ask("teachers", event)
         case _:
             demand = wire.Demand(

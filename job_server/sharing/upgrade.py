@@ -1,0 +1,64 @@
+"""Read jobs of a database that the version before wrote. Pure.
+
+Each table says where a field of that version is now. A job of this version passes unchanged.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+# Old name -> the path to its new place.
+_JOB = {
+    "previous": "retiring",
+    "current": "active",
+    "coming": "preparing",
+    "roster": "recovery_pods",
+    "dealt": "last_ports",
+    "heed_from": "grace_from",
+    "line_step": "previous_lineage_last_step",
+}
+_STAGE_POD = {"at": "phase"}
+_TEACHERS = {"dealt": "last_ports", "heed_from": "grace_from"}
+_TEACHER_PROGRESS = {"governor": "autoscaler"}
+_STAGES = ("previous", "current", "coming")
+
+
+def upgraded(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an encoded job as this version encodes it.
+
+    Raises:
+        LookupError, TypeError, AttributeError: it is damaged.
+    """
+    if "heed_from" not in data:  # every job of the version before has it
+        return data
+    data = {**data, "pods": [upgraded_pod(pod) for pod in data["pods"]]}
+    if "governor" in data["progress"]:
+        data["progress"] = _moved(data["progress"], _TEACHER_PROGRESS)
+        return _moved(data, _TEACHERS)
+    for place in _STAGES:
+        if data[place] is not None:
+            data[place] = _stage(data[place])
+    return _moved(data, _JOB)
+
+
+def upgraded_pod(pod: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an encoded pod as this version encodes it; raises as `upgraded`."""
+    if "keep" not in pod:
+        return pod
+    kept = {key: value for key, value in pod.items() if key not in ("keep", "kill")}
+    desired = "kill" if pod["keep"] == "run" and pod["kill"] else pod["keep"]
+    return {**kept, "desired": None if desired == "released" else desired}
+
+
+def _stage(stage: Mapping[str, Any]) -> dict[str, Any]:
+    return {**stage, "members": [_moved(member, _STAGE_POD) for member in stage["members"]]}
+
+
+def _moved(data: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, Any]:
+    moved: dict[str, Any] = {}
+    for key, value in data.items():
+        *groups, name = places.get(key, key).split(".")
+        held = moved
+        for group in groups:
+            held = held.setdefault(group, {})
+        held[name] = value
+    return moved

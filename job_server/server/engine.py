@@ -46,6 +46,7 @@ class JobEntry:
     spec: wire.JobSpec
     state: wire.JobState
     forget: bool  # delete it when it has ended
+    was_away: bool  # that the server was is still to be entered into the job
     status: Topic[AnyJob]
     events: Topic[int]  # the number of the newest, which is also the revision
     due_at: float  # when the timer steps it next
@@ -129,7 +130,8 @@ class Engine:
                 self.derive(entry)
             for entry in list(self.jobs.values()):
                 if not entry.state.ended:
-                    self._step_unwatched(entry, ServerRestarted())
+                    entry.was_away = True
+                    self._step_unwatched(entry, Tick())
             self.converge()
         self._timer_due = time.monotonic()
         self._timer.start()
@@ -241,6 +243,16 @@ class Engine:
         Raises:
             Conflict: the state machine refused the event.
         """
+        if entry.was_away:  # it comes before all else, however long it cannot be written
+            entry.was_away = False
+            try:
+                self._apply(entry, ServerRestarted())
+            except StoreTrouble:
+                entry.was_away = True
+                raise
+        self._apply(entry, event)
+
+    def _apply(self, entry: JobEntry, event: Event) -> None:
         now = self.now()
         try:
             job, reason = job_types.step(
@@ -387,6 +399,7 @@ class Engine:
             spec=status.spec,
             state=status.state,
             forget=forget,
+            was_away=False,
             status=Topic(job, self.status_body, self.watchers, self.first_revision()),
             events=Topic(last_event, _no_body, self.watchers, last_event),
             due_at=now,

@@ -14,6 +14,7 @@ from job_server.api import wire
 from job_server.server.service import JobService
 from job_server.server.store import Store
 from job_server.training import rules
+from job_server.training.job import Job
 from job_server.training.work import Work
 from tests.job_server.serving import ROOT, browse, cpu_node, open_service
 from tests.support import wait_until
@@ -259,6 +260,34 @@ def test_rules_that_undo_each_other_are_named_with_the_job_and_stop_no_other(mon
         assert client.get("/api/v1/health").status_code == 200
         monkeypatch.undo()
         assert client.post("/api/v1/jobs/digits/resize", json={"pods": 1}).status_code == 200
+
+
+def test_that_the_server_was_away_is_entered_before_all_else_once_it_can_be_written(tmp_path):
+    now = 1_000_000.0
+    path = tmp_path / "server.db"
+    with open_service(path, now=lambda: now) as service:
+        service.submit(SPEC)
+        service.register(cpu_node())
+    now -= 5000.0  # the clock is set back, or no wait of the job would show that it was told
+    service = JobService(Store(str(path)), now=lambda: now)
+    db = service._engine.store._db
+    db.execute(
+        "CREATE TRIGGER busy BEFORE UPDATE ON jobs BEGIN SELECT RAISE(FAIL, 'disk full'); END"
+    )
+    service.start()
+    try:
+        client = browse(service)
+        assert client.post("/api/v1/jobs/digits/resize", json={"pods": 1}).status_code == 503
+        db.execute("DROP TRIGGER busy")
+        assert client.post("/api/v1/jobs/digits/resize", json={"pods": 1}).status_code == 200
+        said = [event.text for event in service.last_events("digits", 10)]
+        assert "the clock was set back by 5000 s since; the server is back" in said[-2]
+        assert "resize to 1" in said[-1]
+        job = service._engine.jobs["digits"].job
+        assert isinstance(job, Job)
+        assert job.progress.accrued_at == now
+    finally:
+        service.close()
 
 
 def test_a_job_that_waits_for_slots_gets_none_of_another_job_when_the_server_restarts(tmp_path):

@@ -307,7 +307,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--port", type=int, default=9292, help="default 9292; 0: any that is free")
     add("--bind", default="127.0.0.1", help="address to listen on; default 127.0.0.1")
-    add("--grpc_port", type=int, help="a port for gRPC alone: saves it a copy; default: none")
+    add(
+        "--grpc_port",
+        type=int,
+        help="a further port for gRPC alone, for trusted clients: saves a copy, and does not "
+        "bound what unfinished requests hold; default: none",
+    )
     add("--gpu_ids", default="", help="GPUs to compute on, e.g. 0,1; default: the CPU")
     add("--thread", type=int, help="predictors per GPU, or in all on the CPU; default 1")
     add(

@@ -39,21 +39,15 @@ MAX_TENSORS = 1024  # of a request or a response
 # Properties of a model, beside those of other servers.
 _FORMS, _DIGEST, _ACCEPTS = "edl_takes_forms", "edl_digest", "edl_accepts"
 
-_TENSOR = (
-    "string name = 1; string datatype = 2; repeated int64 shape = 3;"
-    "map<string, InferParameter> parameters = 4; InferTensorContents contents = 5"
-)
 _METADATA = "string name = 1; string datatype = 2; repeated int64 shape = 3"
+# The small calls. ModelInfer is read and written by hand: protobuf_wire.py says why.
 MESSAGES = message_classes(
     "inference",
     {
-        "ServerLiveRequest": "",
         "ServerLiveResponse": "bool live = 1",
-        "ServerReadyRequest": "",
         "ServerReadyResponse": "bool ready = 1",
         "ModelReadyRequest": "string name = 1; string version = 2",
         "ModelReadyResponse": "bool ready = 1",
-        "ServerMetadataRequest": "",
         "ServerMetadataResponse": (
             "string name = 1; string version = 2; repeated string extensions = 3"
         ),
@@ -70,35 +64,6 @@ MESSAGES = message_classes(
         "RepositoryIndexResponse.ModelIndex": (
             "string name = 1; string version = 2; string state = 3; string reason = 4"
         ),
-        "InferParameter": (
-            "oneof: bool bool_param = 1; oneof: int64 int64_param = 2;"
-            "oneof: string string_param = 3; oneof: double double_param = 4;"
-            "oneof: uint64 uint64_param = 5"
-        ),
-        "InferTensorContents": (
-            "repeated bool bool_contents = 1; repeated int32 int_contents = 2;"
-            "repeated int64 int64_contents = 3; repeated uint32 uint_contents = 4;"
-            "repeated uint64 uint64_contents = 5; repeated float fp32_contents = 6;"
-            "repeated double fp64_contents = 7; repeated bytes bytes_contents = 8"
-        ),
-        "ModelInferRequest": (
-            "string model_name = 1; string model_version = 2; string id = 3;"
-            "map<string, InferParameter> parameters = 4;"
-            "repeated ModelInferRequest.InferInputTensor inputs = 5;"
-            "repeated ModelInferRequest.InferRequestedOutputTensor outputs = 6;"
-            "repeated bytes raw_input_contents = 7"
-        ),
-        "ModelInferRequest.InferInputTensor": _TENSOR,
-        "ModelInferRequest.InferRequestedOutputTensor": (
-            "string name = 1; map<string, InferParameter> parameters = 2"
-        ),
-        "ModelInferResponse": (
-            "string model_name = 1; string model_version = 2; string id = 3;"
-            "map<string, InferParameter> parameters = 4;"
-            "repeated ModelInferResponse.InferOutputTensor outputs = 5;"
-            "repeated bytes raw_output_contents = 6"
-        ),
-        "ModelInferResponse.InferOutputTensor": _TENSOR,
     },
 )
 

@@ -24,9 +24,8 @@ def message_classes(
 
     Args:
         schema: message name -> its fields, separated by ";" as .proto files write them:
-            "repeated TYPE NAME = NUMBER", "TYPE NAME = NUMBER" or
-            "map<string, TYPE> NAME = NUMBER"; "oneof:" precedes the fields of a oneof.
-            TYPE: a scalar, or a message of the schema.
+            "TYPE NAME = NUMBER", "repeated TYPE NAME = NUMBER" or
+            "map<string, TYPE> NAME = NUMBER". TYPE: a scalar, or a message of the schema.
         syntax: "proto2" writes fields that are set to their default, "proto3" leaves them out.
     """
     file = descriptor_pb2.FileDescriptorProto(
@@ -46,8 +45,7 @@ def message_classes(
 
 
 def _add_field(message: Any, prefix: str, name: str, line: str) -> None:
-    is_in_oneof = line.startswith("oneof:")
-    head, _, number = line.removeprefix("oneof:").strip().rpartition("=")
+    head, _, number = line.rpartition("=")
     kind, field_name = head.rsplit(maxsplit=1)
     field = message.field.add(name=field_name, number=int(number))
     field.label = descriptor_pb2.FieldDescriptorProto.LABEL_OPTIONAL
@@ -67,10 +65,6 @@ def _add_field(message: Any, prefix: str, name: str, line: str) -> None:
     else:
         field.type = descriptor_pb2.FieldDescriptorProto.TYPE_MESSAGE
         field.type_name = prefix + kind
-    if is_in_oneof:
-        if not message.oneof_decl:
-            message.oneof_decl.add(name="choice")
-        field.oneof_index = 0
 
 
 def _message_class(pool: Any, full_name: str) -> Any:

@@ -1,8 +1,15 @@
-"""Protocol buffers on the wire, for messages that are mostly tensors: read and written by hand.
+"""Read and write protobuf messages that are mostly tensors. A tensor becomes a view of its message.
 
-The protobuf library copies a tensor two to four times on its way; here it is a view of the message.
-The library's own messages (`protobuf_schema.py`) serve for the small calls, and as the yardstick of
-the tests.
+The protobuf library does it too slowly, and in too much memory. Microseconds of CPU to write and to
+read a request of 16 images of 3x224x224 (9.6 MB), on one machine:
+
+    Open Inference, raw contents          here 1,470 and 23, library   4,260 and   2,240
+    Paddle Serving, float_data            here   820 and 41, library 482,000 and 233,000
+
+The library makes an object of every part of a message: from 16 MiB of empty tensors, 700 MiB (Open
+Inference) or 1,350 MiB (Paddle Serving), which a front that takes 512 MiB at a time cannot afford.
+Here such a message is refused before it takes memory. The library's own classes
+(`protobuf_schema.py`) serve the small calls.
 """
 
 from collections.abc import Iterable, Iterator

@@ -21,37 +21,12 @@ from distill_reader.model.tensors import (
     view_bytes,
 )
 from distill_reader.protocols import protobuf_wire as pb
-from distill_reader.protocols.protobuf_schema import message_classes
 from distill_reader.protocols.protobuf_wire import PackedNumbers, ProtobufError
 
 SERVICE = "baidu.paddle_serving.predictor.general_model.GeneralModelService"
 ENGINE = "general_infer_0"  # what the original calls the only model of a server
 MAX_TENSORS = 1024
 MAX_REQUEST_BYTES = 512 << 20  # the original's bound
-
-MESSAGES = message_classes(
-    SERVICE.rpartition(".")[0],
-    {
-        "Tensor": (
-            "repeated int64 int64_data = 1; repeated float float_data = 2;"
-            "repeated int32 int_data = 3; repeated double float64_data = 4;"
-            "repeated uint32 uint32_data = 5; repeated bool bool_data = 6;"
-            "repeated float complex64_data = 7; repeated double complex128_data = 8;"
-            "repeated string data = 9; int32 elem_type = 10; repeated int32 shape = 11;"
-            "repeated int32 lod = 12; string name = 13; string alias_name = 14;"
-            "bytes tensor_content = 15"
-        ),
-        "Request": (
-            "repeated Tensor tensor = 1; repeated string fetch_var_names = 2;"
-            "bool profile_server = 3; uint64 log_id = 4"
-        ),
-        "ModelOutput": "repeated Tensor tensor = 1; string engine_name = 2",
-        "Response": (
-            "repeated ModelOutput outputs = 1; repeated int64 profile_time = 2;"
-            "bool profile_server = 3; uint64 log_id = 4; int32 err_no = 5; string err_msg = 6"
-        ),
-    },
-)
 
 ELEM_TYPES = {  # elem_type -> numpy's name; BF16 (6), COMPLEX and STRING (20) have none here
     0: "int64",

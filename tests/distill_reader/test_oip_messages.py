@@ -14,10 +14,10 @@ from distill_reader.errors import BadRequest
 from distill_reader.model.specs import InputEncoding, ModelSpec, TensorSpec
 from distill_reader.model.tensors import OIP_TO_NUMPY
 from distill_reader.protocols import oip_json, oip_messages
-from distill_reader.protocols.oip_messages import MESSAGES
 from distill_reader.student.clients.rows import find_outputs
 from distill_reader.student.labels.labels import Labels
 from distill_reader.student.pool.request_mapping import RequestMapping
+from tests.distill_reader.protobuf_messages import OIP_MESSAGES
 
 SPEC = ModelSpec(
     name="lenet",
@@ -28,7 +28,7 @@ SPEC = ModelSpec(
     ),
     outputs=(TensorSpec(name="p", dtype="float16", shape=(10,)),),
 )
-Request, Response = MESSAGES["ModelInferRequest"], MESSAGES["ModelInferResponse"]
+Request, Response = OIP_MESSAGES["ModelInferRequest"], OIP_MESSAGES["ModelInferResponse"]
 
 
 def test_a_request_is_one_that_the_library_reads():
@@ -173,7 +173,7 @@ def test_a_response_is_one_that_the_library_and_we_read(dtype):
 
 def test_metadata_say_what_a_model_takes_and_returns():
     data = oip_messages.encode_metadata(SPEC, "paddle")
-    message = MESSAGES["ModelMetadataResponse"].FromString(data)
+    message = OIP_MESSAGES["ModelMetadataResponse"].FromString(data)
     assert (message.name, list(message.versions), message.platform) == ("lenet", ["3"], "paddle")
     assert list(message.inputs[0].shape) == [-1, 1, -1, 28]
     assert message.outputs[0].datatype == "FP16"

@@ -19,8 +19,8 @@ from distill_reader.errors import UsageError
 from distill_reader.model.normalization import Normalization
 from distill_reader.model.specs import ModelSpec, TensorSpec
 from distill_reader.protocols import oip_messages
-from distill_reader.protocols.serving_messages import MESSAGES
 from distill_reader.teacher.predictor.backend import Device
+from tests.distill_reader.protobuf_messages import SERVING_MESSAGES
 from tests.support import standing_still, wait_until
 
 TOYS = "tests.distill_reader.teacher.toy_backends"
@@ -112,7 +112,7 @@ def test_every_protocol_leads_to_the_predictors(server):
     image = np.arange(8, dtype="f4").reshape(2, 4)
     np.testing.assert_array_equal(infer(server, image), [[6], [22]])
     np.testing.assert_array_equal(infer(server, image, "other"), [[6], [22]])
-    message = MESSAGES["Request"](fetch_var_names=["sum"])
+    message = SERVING_MESSAGES["Request"](fetch_var_names=["sum"])
     message.tensor.add(
         name="x_0", alias_name="image", elem_type=1, shape=[2, 4], float_data=range(8)
     )
@@ -122,7 +122,7 @@ def test_every_protocol_leads_to_the_predictors(server):
         data=message.SerializeToString(),
         headers={"Content-Type": "application/proto"},
     )
-    (tensor,) = MESSAGES["Response"].FromString(response.content).outputs[0].tensor
+    (tensor,) = SERVING_MESSAGES["Response"].FromString(response.content).outputs[0].tensor
     assert (tensor.name, list(tensor.float_data)) == ("y_0", [6, 22])
     document = {
         "inputs": [{"name": "image", "datatype": "FP32", "shape": [2, 4], "data": [*range(8)]}]

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from distill_reader.errors import BadRequest
 from distill_reader.protocols import serving_json, serving_messages
-from distill_reader.protocols.serving_messages import MESSAGES, ServingResponse, ServingTensor
+from distill_reader.protocols.serving_messages import ServingResponse, ServingTensor
+from tests.distill_reader.protobuf_messages import SERVING_MESSAGES
 
-Request, Response = MESSAGES["Request"], MESSAGES["Response"]
+Request, Response = SERVING_MESSAGES["Request"], SERVING_MESSAGES["Response"]
 
 
 def as_dict(tensor: ServingTensor):

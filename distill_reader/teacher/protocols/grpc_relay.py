@@ -1,7 +1,14 @@
-"""Passes the bytes of gRPC connections between the shared port and the gRPC server behind it.
+"""Copy gRPC connections between the shared port and the gRPC server behind it, within bounds.
 
-gRPC's core wants a listening socket of its own, so it has an abstract unix socket; two threads per
-connection copy, and end connections that would hold memory for ever or too much of it.
+gRPC's core wants a listening socket of its own, so it gets an abstract unix socket. Two threads per
+connection copy the bytes.
+
+The relay also bounds what clients hold by requests that they do not finish, by size and by time.
+gRPC cannot: its core takes in all that comes of a message, and its options bound calls, not bytes.
+With 24 clients that each send 15 of 16 MiB and a bound of 32 MiB, a teacher grew by 376 MiB with
+gRPC's options alone, and by 56 MiB with this relay (test_half_sent_grpc.py). With room for only two
+calls (maximum_concurrent_rpcs) it would grow by 50 MiB, but then two such clients shut out the
+others.
 """
 
 import contextlib

@@ -12,10 +12,11 @@ import pytest
 
 from distill_reader.errors import UsageError
 from distill_reader.protocols import wire
-from distill_reader.protocols.oip_messages import MESSAGES, SERVICE
+from distill_reader.protocols.oip_messages import SERVICE
 from distill_reader.teacher.front import Front, FrontConfig
 from distill_reader.teacher.protocols.http2_frames import PREFACE
 from distill_reader.teacher.protocols.limits import FrontLimits, bearer_matches
+from tests.distill_reader.protobuf_messages import OIP_MESSAGES
 from tests.distill_reader.teacher.fake_service import FakeService
 from tests.support import free_port, wait_until
 
@@ -48,7 +49,7 @@ def is_served(running) -> bool:
         f"127.0.0.1:{running.port}", options=[("grpc.use_local_subchannel_pool", 1)]
     ) as channel:
         live = channel.unary_unary(f"/{SERVICE}/ServerLive")(b"", timeout=20)
-    is_live = MESSAGES["ServerLiveResponse"].FromString(live).live
+    is_live = OIP_MESSAGES["ServerLiveResponse"].FromString(live).live
     return bool(is_live) and running.http("GET", "/v2/health/live").ok
 
 
@@ -56,9 +57,12 @@ def frame(kind: int, stream: int, payload: bytes = b"", flags: int = 0) -> bytes
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
 
-def grpc_begin() -> bytes:
-    """What a client sends until the body of a ModelInfer begins: HPACK without compression."""
-    headers = b""
+def grpc_begin(headers: bytes = b"") -> bytes:
+    """Return what a client sends before the body of a ModelInfer; HPACK without compression.
+
+    `headers`: further ones, encoded.
+    """
+    own = b""
     for name, value in (
         (b":method", b"POST"),
         (b":scheme", b"http"),
@@ -67,8 +71,8 @@ def grpc_begin() -> bytes:
         (b"te", b"trailers"),
         (b"content-type", b"application/grpc"),
     ):
-        headers += b"\0" + bytes((len(name),)) + name + bytes((len(value),)) + value
-    return PREFACE + frame(4, 0) + frame(1, 1, headers, flags=4)
+        own += b"\0" + bytes((len(name),)) + name + bytes((len(value),)) + value
+    return PREFACE + frame(4, 0) + frame(1, 1, own + headers, flags=4)
 
 
 @pytest.mark.parametrize("split", [1, 2, 3, 5])

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from distill_reader.errors import TeacherBusy
-from distill_reader.protocols.oip_messages import MESSAGES, SERVICE
+from distill_reader.protocols.oip_messages import SERVICE
 from distill_reader.teacher.protocols.limits import FrontLimits
+from tests.distill_reader.protobuf_messages import OIP_MESSAGES
 from tests.support import wait_until
 
 X = np.arange(6, dtype="f4").reshape(2, 3)
@@ -24,17 +25,15 @@ def call(served) -> Any:
 
 def caller(channel) -> Any:
     def call(method, message=None, **options) -> Any:
-        name = method if message is None else type(message).__name__.removesuffix("Request")
-        message = message or MESSAGES[f"{name}Request"]()
-        data = message if isinstance(message, bytes) else message.SerializeToString()
+        data = b"" if message is None else message.SerializeToString()
         answer = channel.unary_unary(f"/{SERVICE}/{method}")(data, timeout=30, **options)
-        return MESSAGES[f"{method}Response"].FromString(answer)
+        return OIP_MESSAGES[f"{method}Response"].FromString(answer)
 
     return call
 
 
 def infer_request(model="double", **fields) -> Any:
-    message = MESSAGES["ModelInferRequest"](model_name=model, id="7", **fields)
+    message = OIP_MESSAGES["ModelInferRequest"](model_name=model, id="7", **fields)
     message.inputs.add(name="x", datatype="FP32", shape=X.shape)
     message.inputs.add(name="n", datatype="INT64", shape=N.shape)
     message.raw_input_contents.extend([X.tobytes(), N.tobytes()])
@@ -45,12 +44,12 @@ def test_the_server_tells_about_itself(call):
     assert call("ServerLive").live
     assert call("ServerReady").ready
     assert call("ServerMetadata").name == "edl-teacher"
-    ready = MESSAGES["ModelReadyRequest"]
+    ready = OIP_MESSAGES["ModelReadyRequest"]
     assert call("ModelReady", ready(name="double")).ready
     assert call("ModelReady", ready(name="half", version="7")).ready
     assert not call("ModelReady", ready(name="half", version="8")).ready
     assert not call("ModelReady", ready(name="nope")).ready
-    metadata = call("ModelMetadata", MESSAGES["ModelMetadataRequest"](name="half"))
+    metadata = call("ModelMetadata", OIP_MESSAGES["ModelMetadataRequest"](name="half"))
     assert (metadata.name, list(metadata.versions)) == ("half", ["7"])
     assert [(t.name, t.datatype, list(t.shape)) for t in metadata.inputs] == [
         ("x", "FP16", [-1, 2])
@@ -70,7 +69,7 @@ def test_raw_contents_are_answered_by_raw_contents(call):
 
 
 def test_typed_contents_are_understood(call):
-    message = MESSAGES["ModelInferRequest"](model_name="double")
+    message = OIP_MESSAGES["ModelInferRequest"](model_name="double")
     x = message.inputs.add(name="x", datatype="FP32", shape=[1, 2])
     x.contents.fp32_contents.extend([1, 2])
     n = message.inputs.add(name="n", datatype="INT64", shape=[1, 1])
@@ -86,7 +85,7 @@ def test_typed_contents_are_understood(call):
         (infer_request("nope"), grpc.StatusCode.NOT_FOUND, "no model 'nope'"),
         (infer_request(model_version="2"), grpc.StatusCode.NOT_FOUND, "version 1"),
         (
-            MESSAGES["ModelInferRequest"](model_name="double"),
+            OIP_MESSAGES["ModelInferRequest"](model_name="double"),
             grpc.StatusCode.INVALID_ARGUMENT,
             "tensor x: is missing",
         ),

@@ -6,9 +6,10 @@ import grpc
 import numpy as np
 import pytest
 
-from distill_reader.protocols.serving_messages import MESSAGES, SERVICE
+from distill_reader.protocols.serving_messages import SERVICE
+from tests.distill_reader.protobuf_messages import SERVING_MESSAGES
 
-Request, Response = MESSAGES["Request"], MESSAGES["Response"]
+Request, Response = SERVING_MESSAGES["Request"], SERVING_MESSAGES["Response"]
 
 
 @pytest.fixture

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from distill_reader.errors import TeacherBusy
-from distill_reader.protocols.serving_messages import MESSAGES, SERVICE
+from distill_reader.protocols.serving_messages import SERVICE
 from distill_reader.teacher.protocols.limits import FrontLimits
+from tests.distill_reader.protobuf_messages import SERVING_MESSAGES
 
 PATH = "/GeneralModelService/inference"
 PROTO = {"Content-Type": "application/proto"}
-Request, Response = MESSAGES["Request"], MESSAGES["Response"]
+Request, Response = SERVING_MESSAGES["Request"], SERVING_MESSAGES["Response"]
 
 
 def client_request(*, fetch=("y",), samples=2, width=3, **fields) -> Any:

@@ -12,7 +12,7 @@ from distill_reader.balance.client import FeedStats, StudentClient
 from distill_reader.balance.registry.redis_registry import require_packages
 from distill_reader.balance.table import Measured
 from distill_reader.student.batches.meter import Meter
-from distill_reader.student.clients.connect import read_token
+from distill_reader.tokens import read_student_token
 
 Notify = Callable[[Sequence[str]], None]
 MakeClient = Callable[[Notify, Sequence[str]], StudentClient]
@@ -53,7 +53,7 @@ class DynamicTeachers:
                 addresses,
                 service,
                 require=require,
-                token=read_token(os.environ),
+                token=read_student_token(os.environ),
                 feed_stats=partial(
                     _feed_stats, self._meter
                 ),  # which must not keep this object alive

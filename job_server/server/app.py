@@ -17,12 +17,7 @@ from job_server.api import wire
 from job_server.api.bodies import MAX_BODY_BYTES, from_body, to_body
 from job_server.api.errors import BadRequest, JobServerError, Rejected, Retryable, Unauthorized
 from job_server.cluster.change_script import timeline
-from job_server.server.guard import PAGE_PATH, Guard
-from job_server.server.openapi import build_openapi
-from job_server.server.page import page_context
-from job_server.server.polls import JsonReply
-from job_server.server.service import JobService
-from job_server.training.events import (
+from job_server.jobs.events import (
     KillAsked,
     PauseAsked,
     ResizeAsked,
@@ -30,6 +25,11 @@ from job_server.training.events import (
     RunTimeStatic,
     StopAsked,
 )
+from job_server.server.guard import PAGE_PATH, Guard
+from job_server.server.openapi import build_openapi
+from job_server.server.page import page_context
+from job_server.server.polls import JsonReply
+from job_server.server.service import JobService
 
 logger = logging.getLogger(__name__)
 

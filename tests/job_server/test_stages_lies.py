@@ -5,8 +5,7 @@ from hypothesis import strategies as st
 
 from job_server.api import wire
 from job_server.api.wire import LocalStage, PodPhase, ReportKind, SnapshotRef
-from job_server.training import views
-from job_server.training.events import (
+from job_server.jobs.events import (
     KillAsked,
     LauncherAttached,
     LauncherReported,
@@ -20,6 +19,7 @@ from job_server.training.events import (
     StopAsked,
     Tick,
 )
+from job_server.training import views
 from tests.job_server.test_stages_changes import trains, world
 from tests.job_server.world import World
 

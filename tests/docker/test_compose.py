@@ -14,7 +14,8 @@ import yaml
 from distill_reader import discovery, serve
 from job_client.__main__ import parse_args
 from job_server.server.config import read_config
-from tests.docker.compose import DOCKER, ROOT, Service, services, variables
+from tests.docker.compose import DOCKER, Service, services, variables
+from tests.support import ROOT
 
 SCRIPT = ROOT / "scripts" / "docker_resnet50.sh"
 

@@ -13,8 +13,9 @@ import yaml
 
 from distill_reader import discovery, serve
 from pod_runtime.run import read_config
-from tests.docker.compose import DOCKER, ROOT, Service
+from tests.docker.compose import DOCKER, Service
 from tests.docker.test_compose import command_line
+from tests.support import ROOT
 
 K8S = DOCKER / "k8s"
 OVERLAYS = ("digits", "imagenet-gpu")

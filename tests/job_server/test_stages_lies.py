@@ -1,5 +1,6 @@
 """Whatever is told, true or not, the state machine neither raises nor loses its footing."""
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +23,8 @@ from job_server.jobs.events import (
 from job_server.training import views
 from tests.job_server.test_stages_changes import trains, world
 from tests.job_server.world import World
+
+pytestmark = pytest.mark.full  # hundreds of histories
 
 PODS = st.sampled_from(["pod_0_0", "pod_1_0", "pod_2_0", "pod_0_0_1", "pod_2_1", "pod_9_9"])
 STAGES = st.integers(0, 6)

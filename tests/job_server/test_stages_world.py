@@ -12,6 +12,8 @@ from job_server.jobs.events import KillAsked, PauseAsked, ResizeAsked, ResumeAsk
 from job_server.training import machine, views
 from tests.job_server.world import Launcher, SimNode, SimPod, World, node
 
+pytestmark = pytest.mark.full  # hundreds of histories
+
 Pick = Callable[[int], int]
 
 

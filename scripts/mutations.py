@@ -8,8 +8,8 @@ its function and the text of its line, so that it is found again after lines hav
 code itself has changed, "now" in the list holds the equivalent.
 
 `run` wants a clean worktree that nobody uses, with its own .venv. It runs the tests that import
-the mutated module, directly or not, until one fails that passes without the mutation. Tests that
-start no process run first.
+the mutated module, directly or not, until one fails that passes without the mutation, and fails
+again with it. Tests that start no process run first.
 """
 
 import argparse
@@ -408,20 +408,28 @@ def run_one(worktree: Path, mutation: Mutation, limit_s: float) -> dict[str, Any
     unsure: list[str] = []
     result: dict[str, Any] = {"number": mutation.number, "found": False, "files": len(tests)}
     while time.monotonic() - start < limit_s:
-        path.write_text(mutated, "utf-8")
-        try:
+        with _mutated(path, original, mutated):
             failed, ended = _pytest(worktree, tests, limit_s - (time.monotonic() - start), unsure)
-        finally:
-            path.write_text(original, "utf-8")
         result["all run"] = ended and not failed
         if not failed:
             break
-        fails_anyway, _ = _pytest(worktree, failed, limit_s, [])
-        if not fails_anyway:
+        passes_without = not _pytest(worktree, failed, limit_s, [])[0]
+        with _mutated(path, original, mutated):
+            fails_again = passes_without and _pytest(worktree, failed, limit_s, [])[0]
+        if fails_again:
             result |= {"found": True, "by": failed[0]}
             break
         unsure += failed
-    return result | {"seconds": round(time.monotonic() - start), "fail without it": unsure}
+    return result | {"seconds": round(time.monotonic() - start), "unsure": unsure}
+
+
+@contextlib.contextmanager
+def _mutated(path: Path, original: str, mutated: str) -> Iterator[None]:
+    path.write_text(mutated, "utf-8")
+    try:
+        yield
+    finally:
+        path.write_text(original, "utf-8")
 
 
 def _pytest(

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests import lanes
+from tests.support import ROOT
 
 
 @pytest.mark.parametrize(
@@ -51,15 +52,14 @@ def test_a_test_that_is_marked_full_may_start_processes(pytester_folder):
 @pytest.fixture
 def pytester_folder(tmp_path):
     """Run pytest on a module beside the conftest.py of all tests; return what it prints."""
-    root = lanes.ROOT
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    fast\n    full\n    slow\n")
-    (tmp_path / "conftest.py").write_text((root / "tests" / "conftest.py").read_text())
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
 
     def run(text: str, *options: str) -> str:
         (tmp_path / "test_it.py").write_text(text)
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, "."],
-            cwd=tmp_path, env={"PYTHONPATH": str(root)}, stdout=subprocess.PIPE, text=True,
+            cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True,
             check=False,
         )  # fmt: skip
         return done.stdout

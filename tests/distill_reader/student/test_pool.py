@@ -32,7 +32,7 @@ from distill_reader.student.labels.labels import Labels
 from distill_reader.student.pool import pace
 from distill_reader.student.pool.pool import PoolSettings
 from distill_reader.student.pool.teacher_registry import UNUSABLE_S, TeacherRegistry
-from distill_reader.student.session import ReaderSession, Service
+from distill_reader.student.session import ReaderSession, ServiceStream, SessionLock
 from distill_reader.student.source import FixedTeachers
 from tests.distill_reader.student.fake_teachers import FakeTeacher, Teachers
 from tests.support import wait_until
@@ -75,13 +75,14 @@ class MeterReading:
         self.teachers = Teachers(*teachers)
         self.batches = batches
         self.go_on = True
+        lock = SessionLock()
         self.session = ReaderSession(
             self.generate,
             KIND,
             [
-                Service(
-                    source=source or FixedTeachers(list(self.teachers.by_endpoint)),
-                    settings=PoolSettings(
+                ServiceStream(
+                    source or FixedTeachers(list(self.teachers.by_endpoint)),
+                    PoolSettings(
                         sent=("image",),
                         labels=Labels(("total",), "", None),
                         limits=limits,
@@ -90,12 +91,14 @@ class MeterReading:
                         timeout_s=answer_timeout_s,
                         **settings,
                     ),
+                    lock,
+                    max_bytes=max_bytes,
+                    connect=self.teachers.connect,
                     paces={},
                     meter=meter,
                 )
             ],
-            max_bytes=max_bytes,
-            connect=self.teachers.connect,
+            lock,
         )
         self.found: list[tuple[int, Any]] = []
         self.error: Exception | None = None
@@ -124,7 +127,7 @@ class MeterReading:
         assert self.error is None
 
     def has_no_threads(self) -> bool:
-        return not self.session._lanes[0].pool.threads
+        return not self.session.threads
 
     def finish(self) -> None:
         """Let the generator end, unless it is bound to; each item came once, in order."""

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import FrameType
 
 from distill_reader.balance.registry.registrar import RegistrarThread
-from distill_reader.command_line import make_parser, report_error, start_logging
 from distill_reader.errors import DistillError, UsageError
 from distill_reader.listening import bracketed, is_loopback
 from distill_reader.model.normalization import Normalization, parse_option
@@ -62,8 +61,12 @@ Exit codes: 0 ended by a signal, 1 failed, 2 wrong arguments or a model that can
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal comes; return the exit code."""
-    args = parser().parse_args(argv)
-    start_logging(args)
+    args = _parser().parse_args(argv)
+    logging.basicConfig(
+        level=args.log_level,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
     logging.getLogger("grpc").setLevel(logging.WARNING)
     try:
         service_config, front_config = parse_config(args)
@@ -71,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _signals() as stopping:
             return _serve(service_config, front_config, register, args.drain_timeout_s, stopping)
     except DistillError as error:
-        return report_error("serve", error)
+        sys.stderr.write(f"edl serve: error: {error}\n")
+        return 2
 
 
 def parse_config(args: argparse.Namespace) -> tuple[ServiceConfig, FrontConfig]:
@@ -270,9 +274,17 @@ def _seconds(text: str) -> float:
     return value
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parser = make_parser("serve", _DESCRIPTION, _EPILOG)
+def _level(text: str) -> int | str:
+    return int(text) if text.isdigit() else text.upper()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="edl serve",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
     add(
         "--model",
@@ -345,6 +357,7 @@ def parser() -> argparse.ArgumentParser:
         default=120.0,
         help="a predictor that computes one batch for longer is killed as hung; default 120",
     )
+    add("--log_level", type=_level, default="INFO", help="e.g. 20 or INFO (default), DEBUG")
     return parser
 
 

@@ -1,19 +1,31 @@
-"""Dataclasses to JSON and back, strictly: what does not fit is refused with the field's path.
+"""Turn messages into JSON and back, strictly: what does not fit is refused by the field's path.
 
-Standard library only. Unknown keys are ignored, so that old programs survive new ones. How a type
-is converted is worked out once and kept: messages are converted while a training waits for them.
+Standard library and msgspec only. Unknown keys are ignored and missing ones have the default of
+their field, so that programs of two versions understand each other. A field whose Python name has
+changed keeps its old name in the JSON (`JSON_NAMES`).
 """
 
-import dataclasses
 import enum
 import functools
-import math
+import json
+import re
 import types
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from dataclasses import fields, make_dataclass
+from typing import (
+    Annotated,
+    Any,
+    NoReturn,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import msgspec
 
 T = TypeVar("T")
-Decoder = Callable[[Any], Any]  # of JSON data; raises _MisfitError
 
 # Fields whose name in JSON is older than their name in Python. The old name stays, in messages and
 # in the database, so that programs of either version understand each other.
@@ -24,58 +36,48 @@ JSON_NAMES = {
     "missing_pods": "lost",
 }
 
-MAX_INT = 2**63 - 1  # what SQLite and other languages hold; either sign
-_PLAIN = frozenset((str, int, float, bool, types.NoneType))
+MAX_INT = 10**16 - 1  # 16 digits: every language's JSON holds that
+Int = Annotated[int, msgspec.Meta(ge=-MAX_INT, le=MAX_INT)]
 
-
-def json_name(field: str) -> str:
-    """Return what a dataclass field is called in JSON."""
-    return JSON_NAMES.get(field, field)
+_EXPECTED = re.compile(r"Expected `(.+?)`, got ")
+_MISSING = re.compile(r"Object missing required field `(.+)`")
+_STEP = re.compile(r"\.(?P<name>[^.\[\]`]+)|\[(?P<index>\d+|\.\.\.)\]")
+_WORDS = {"object": "an object", "array": "a list"}
 
 
 class WireError(ValueError):
     """A message does not match the contract; the text names the field, the value and the remedy."""
 
 
-class _MisfitError(Exception):
-    """A value does not fit; on its way out it gathers the path to it."""
+class _DataclassFields:
+    """The attribute by which `dataclasses` knows its own, made of what msgspec knows of a class."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-        self.path = ""  # within what is decoded
-
-    def under(self, step: str) -> "_MisfitError":
-        """Return itself as seen from one level above; `step` leads here from there."""
-        between = "." if self.path and not self.path.startswith("[") else ""
-        self.path = f"{step}{between}{self.path}"
-        return self
-
-
-def encode(value: Any) -> Any:
-    """Return `value` (dataclass, enum, tuple, mapping, scalar) as plain JSON types."""
-    kind: Any = type(value)
-    return value if kind in _PLAIN else _encoder(kind)(value)
+    def __get__(self, _instance: object, kind: type[msgspec.Struct]) -> dict[str, Any]:
+        return _dataclass_fields(kind)
 
 
 @functools.cache
-def _encoder(kind: type) -> Callable[[Any], Any]:
-    if dataclasses.is_dataclass(kind):
-        names = [(json_name(field.name), field.name) for field in dataclasses.fields(kind)]
-        return lambda value: {key: encode(getattr(value, name)) for key, name in names}
-    if issubclass(kind, enum.Enum):
-        return lambda value: value.value
-    if issubclass(kind, tuple | list):
-        return lambda value: [encode(item) for item in value]
-    if issubclass(kind, frozenset | set):
-        return lambda value: [encode(item) for item in sorted(value)]
-    if issubclass(kind, Mapping):
-        return lambda value: {str(key): encode(item) for key, item in value.items()}
-    return lambda value: value
+def _dataclass_fields(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    names = [(field.name, field.type) for field in msgspec.structs.fields(kind)]
+    return {field.name: field for field in fields(make_dataclass(kind.__name__, names))}
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, rename=JSON_NAMES):
+    """Base of all messages: frozen, made by keywords alone, and fit for `dataclasses.replace`.
+
+    A type checker takes a Struct for a dataclass, so the functions of `dataclasses` have to work.
+    """
+
+    __dataclass_fields__ = _DataclassFields()
+
+
+def encode(value: object) -> Any:
+    """Return `value` (a message, dataclass, enum, tuple, mapping, scalar) as what JSON can hold."""
+    return msgspec.to_builtins(value, str_keys=True)
 
 
 def decode(kind: type[T], data: object, path: str = "") -> T:
-    """Build a `kind` (a dataclass or any type that wire dataclasses use) from decoded JSON.
+    """Build a `kind` (a message, a dataclass or a type of their fields) from plain JSON types.
 
     Args:
         path: where `data` stands in the message; it begins every error text.
@@ -84,147 +86,119 @@ def decode(kind: type[T], data: object, path: str = "") -> T:
         WireError: a key is missing, or a value has another JSON type or is refused by the class.
     """
     try:
-        return cast(T, _decoder(cast(Any, kind))(data))
-    except _MisfitError as misfit:
-        where = (misfit.under(path) if path else misfit).path
-        raise WireError(f"{where or 'body'}: {misfit.text}") from None
+        return msgspec.convert(data, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise _explain(error, kind, data, path) from None
+
+
+def to_json(value: object) -> bytes:
+    """Return `value` as a body."""
+    return msgspec.json.encode(value)
+
+
+def from_json(kind: type[T], body: bytes) -> T:
+    """Return the message in a body.
+
+    Raises:
+        WireError: it is not JSON, or as `decode`.
+    """
+    try:
+        return cast(T, _decoder(cast(Any, kind)).decode(body))
+    except msgspec.ValidationError as error:
+        raise _explain(error, kind, _loads(body), "") from None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        _loads(body)  # it takes what is valid JSON but not valid Unicode
+        raise WireError("body: a text holds a lone surrogate; send valid Unicode") from None
+    except RecursionError:
+        raise WireError("body: nested too deeply") from None
 
 
 @functools.cache
-def _decoder(kind: Any) -> Decoder:
-    origin, args = get_origin(kind), get_args(kind)
-    if kind is Any or kind is object:
-        return lambda data: data
-    if origin in (Union, types.UnionType):
-        return _union_decoder(args)
-    if origin is tuple:
-        return _tuple_decoder(args)
-    if origin is not None or kind is dict:
-        return _mapping_decoder(_decoder(args[1]) if len(args) == 2 else _decoder(Any))
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return _enum_decoder(kind)
-    if dataclasses.is_dataclass(kind):
-        return _dataclass_decoder(cast(type, kind))
-    return _scalar_decoder(kind)
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
 
 
-def _union_decoder(args: tuple[Any, ...]) -> Decoder:
-    kinds = [arg for arg in args if arg is not types.NoneType]
-    by_type = {kind: _decoder(kind) for kind in kinds if isinstance(kind, type)}
-    first = _decoder(kinds[0])
+def _loads(body: bytes) -> Any:
+    """Parse by the standard library: for the value in an error's text, or for a better text."""
 
-    def decode_union(data: Any) -> Any:
-        if data is None and len(kinds) < len(args):
-            return None
-        return by_type.get(type(data), first)(data)
+    def refuse(constant: str) -> NoReturn:
+        raise WireError(f"body: {constant} is not a JSON number; leave the key out or send null")
 
-    return decode_union
+    def number(digits: str) -> float:
+        return int(digits) if len(digits) < 20 else float(digits)
 
-
-def _tuple_decoder(args: tuple[Any, ...]) -> Decoder:
-    def check(data: Any) -> None:
-        if not isinstance(data, list | tuple):
-            raise _MisfitError(f"expected a list, got {_show(data)}")
-
-    if len(args) == 2 and args[1] is Ellipsis:
-        item_decoder = _decoder(args[0])
-
-        def decode_all(data: Any) -> tuple[Any, ...]:
-            check(data)
-            return tuple(_within(f"[{i}]", item_decoder, item) for i, item in enumerate(data))
-
-        return decode_all
-    decoders = [_decoder(arg) for arg in args]
-
-    def decode_each(data: Any) -> tuple[Any, ...]:
-        check(data)
-        if len(data) != len(decoders):
-            raise _MisfitError(f"expected {len(decoders)} items, got {len(data)}")
-        pairs = enumerate(zip(decoders, data, strict=True))
-        return tuple(_within(f"[{i}]", decoder, item) for i, (decoder, item) in pairs)
-
-    return decode_each
-
-
-def _mapping_decoder(item_decoder: Decoder) -> Decoder:
-    def decode_mapping(data: Any) -> dict[str, Any]:
-        _check_object(data)
-        return {str(key): _within(str(key), item_decoder, item) for key, item in data.items()}
-
-    return decode_mapping
-
-
-def _enum_decoder(kind: type[enum.Enum]) -> Decoder:
-    members = {(type(member.value), member.value): member for member in kind}
-    allowed = ", ".join(str(member.value) for member in kind)
-
-    def decode_enum(data: Any) -> enum.Enum:
-        member = members.get((type(data), data)) if type(data) in _PLAIN else None
-        if member is None:
-            raise _MisfitError(f"expected one of {allowed}, got {_show(data)}")
-        return member
-
-    return decode_enum
-
-
-def _dataclass_decoder(kind: type) -> Decoder:
-    hints = get_type_hints(kind)
-    fields = [
-        (
-            json_name(field.name),
-            field.name,
-            _decoder(hints[field.name]),
-            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
-        )
-        for field in dataclasses.fields(kind)
-    ]
-
-    def decode_dataclass(data: Any) -> Any:
-        _check_object(data)
-        values: dict[str, Any] = {}
-        for key, name, decoder, is_needed in fields:
-            if key in data:
-                try:
-                    values[name] = decoder(data[key])
-                except _MisfitError as misfit:
-                    raise misfit.under(key) from None
-            elif is_needed:
-                raise _MisfitError("missing").under(key)
-        try:
-            return kind(**values)
-        except WireError as error:  # it names the field itself
-            field, colon, text = str(error).partition(": ")
-            raise (_MisfitError(text).under(field) if colon else _MisfitError(field)) from None
-
-    return decode_dataclass
-
-
-def _scalar_decoder(kind: Any) -> Decoder:
-    def decode_scalar(data: Any) -> Any:
-        if type(data) is int:
-            if abs(data) > MAX_INT:
-                raise _MisfitError(f"expected at most {MAX_INT}, got a larger number")
-            if kind is float:
-                data = float(data)
-        if type(data) is not kind:  # not isinstance: JSON true is not a rank
-            raise _MisfitError(f"expected {kind.__name__}, got {_show(data)}")
-        if kind is float and not math.isfinite(data):
-            raise _MisfitError(f"expected a finite number, got {data}")
-        return data
-
-    return decode_scalar
-
-
-def _within(step: str, decoder: Decoder, data: Any) -> Any:
     try:
-        return decoder(data)
-    except _MisfitError as misfit:
-        raise misfit.under(step) from None
+        return json.loads(body, parse_constant=refuse, parse_int=number)
+    except json.JSONDecodeError as error:
+        raise WireError(f"body: not JSON: {error}") from None
+    except UnicodeDecodeError as error:
+        raise WireError(f"body: not UTF-8 at byte {error.start}") from None
+    except RecursionError:
+        raise WireError("body: nested too deeply") from None
 
 
-def _check_object(data: Any) -> None:
-    if not isinstance(data, Mapping):
-        raise _MisfitError(f"expected an object, got {_show(data)}")
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def _explain(error: msgspec.ValidationError, kind: Any, data: Any, path: str) -> WireError:
+    """Return msgspec's error in our form: the field's path, what was expected, the value."""
+    text, found, where = str(error).rpartition(" - at `$")
+    for step in _STEP.finditer(where) if found else ():
+        kind, data, name = _enter(_plain(kind), data, step)
+        path += name
+    if (cause := error.__cause__) is not None:  # the class itself has refused its values
+        joint = "." if isinstance(cause, WireError) else ": "  # which names the field
+        return WireError(f"{path}{joint if path else ''}{cause}".lstrip("."))
+    if missing := _MISSING.match(text or where):
+        return WireError(f"{path}.{missing[1]}: missing".lstrip("."))
+    text = _expectation(text or where, _plain(kind), data)
+    return WireError(f"{path.lstrip('.') or 'body'}: {text}")
+
+
+def _enter(kind: Any, data: Any, step: re.Match[str]) -> tuple[Any, Any, str]:
+    """Return the type, the value and the name of a field or an item of `kind`."""
+    if (name := step["name"]) is not None:
+        return _fields(kind)[name], data[name], f".{name}"
+    kinds = get_args(kind)
+    if (index := step["index"]) != "...":
+        own = len(kinds) > 1 and kinds[1] is not ...  # each item has its own type
+        return kinds[int(index) if own else 0], data[int(index)], f"[{index}]"
+    for key, value in data.items():  # of a mapping, msgspec does not tell the key
+        try:
+            decode(kinds[1], value)
+        except WireError:
+            return kinds[1], value, f".{key}"
+    return kinds[1], data, ""
+
+
+def _fields(kind: Any) -> dict[str, Any]:
+    """Return the types of a class's fields, by their names in the JSON."""
+    if issubclass(kind, msgspec.Struct):
+        return {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    return get_type_hints(kind)
+
+
+def _plain(kind: Any) -> Any:
+    """Return a type without its bounds, and without null."""
+    if get_origin(kind) is Annotated:
+        return _plain(get_args(kind)[0])
+    if get_origin(kind) in (Union, types.UnionType):
+        return _plain(next(each for each in get_args(kind) if each is not types.NoneType))
+    return kind
+
+
+def _expectation(text: str, kind: Any, data: Any) -> str:
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        allowed = ", ".join(str(member.value) for member in kind)
+        return f"expected one of {allowed}, got {_show(data)}"
+    if "out of range" in text or "=" in text:
+        return f"expected at most {MAX_INT}, got a larger number"
+    if "of length" in text:
+        return f"expected {len(get_args(kind))} items, got {len(data)}"
+    if (found := _EXPECTED.match(text)) is None:
+        return text
+    names = (_WORDS.get(name, name) for name in found[1].split(" | "))
+    return f"expected {' or '.join(names)}, got {_show(data)}"
 
 
 def _show(data: object) -> str:

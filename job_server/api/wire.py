@@ -1,7 +1,7 @@
 """The job server's contract: every type that crosses its wire, and nothing else.
 
-Server, job client, pod runtime and controller import these types from here. Standard library
-only: importing this module never pulls in Flask. JSON is made and checked by `codec`.
+Server, job client, pod runtime and controller import these types from here. Importing this module
+loads the standard library and msgspec alone. JSON is made and checked by `codec`.
 
 The conversation is level-triggered. Clients and launchers long-poll for what should be true now
 (`NodePlan`, `PodOrders`) and report what is true now (`NodeReport`, `Attach`, `PodReport`); every
@@ -9,15 +9,15 @@ message may be repeated, and none carries a difference to an earlier one.
 """
 
 import re
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from job_server.api.codec import WireError, decode, encode
+from job_server.api.codec import Int, Message, WireError, decode, encode
 
 __all__ = ["WireError", "decode", "encode"]  # the rest is public as well; these are re-exports
 
 API = "/api/v1"
+MAX_BODY_BYTES = 2 * 1024 * 1024
 SHOWN_CHARS = 300  # of the text of an exception
 MAX_ERROR_CHARS = 4096  # of the same, as it is sent
 MAX_POLL_S = 60.0  # the longest a server holds a long poll
@@ -57,15 +57,14 @@ class SlotKind(Enum):
     CPU = "cpu"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class Slot(Message, frozen=True, kw_only=True):
     """A place for one trainer: one GPU, or a share of the CPU."""
 
-    index: int  # as NVML numbers GPUs; CPU slots count from 0
+    index: Int  # as NVML numbers GPUs; CPU slots count from 0
     kind: SlotKind
     name: str = ""
     uuid: str = ""
-    memory_bytes: int = 0
+    memory_bytes: Int = 0
     usable: bool = True
     reason: str = ""  # why it is not usable
 
@@ -73,15 +72,14 @@ class Slot:
         check_range("index", self.index, 0, 4095)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class Node(Message, frozen=True, kw_only=True):
     """What a job client registers: its slots and where its pods listen."""
 
     node_id: str
     addr: str  # address that other nodes' trainers reach
     slots: tuple[Slot, ...]
-    port_low: int  # first port that trainers of this node may use
-    port_high: int  # last one, inclusive
+    port_low: Int  # first port that trainers of this node may use
+    port_high: Int  # last one, inclusive
     job_id: str | None = None  # the one job it serves; None: any job whose folder it has
     folders: tuple[str, ...] = ()  # jobs it can run by `--jobs_dir`; unused where job_id is set
     stop_after_s: float | None = None  # None: its pods keep running while the server is away
@@ -108,15 +106,14 @@ class Node:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Save:
+class Save(Message, frozen=True, kw_only=True):
     """An order to a client: write the newest state that a pod's shim holds as a checkpoint.
 
     It goes where the training script has its checkpoints; where that cannot be written, or the
     script has none, to the run folder of the pod.
     """
 
-    id: int  # another number is another try
+    id: Int  # another number is another try
     spare: bool = False  # to the run folder only: another node may write to the script's path
 
 
@@ -126,30 +123,28 @@ class SavePhase(Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveState:
+class SaveState(Message, frozen=True, kw_only=True):
     """What has become of a `Save`; also of one that a client began by itself, as it was ended."""
 
-    id: int  # of the order; 0: nobody's
+    id: Int  # of the order; 0: nobody's
     phase: SavePhase
-    stage: int = 0  # of the state; 0: not known yet
-    step: int = 0
-    serial: int = 0
-    written_bytes: int = 0  # a number other than the last is a sign of life
-    total_bytes: int = 0
+    stage: Int = 0  # of the state; 0: not known yet
+    step: Int = 0
+    serial: Int = 0
+    written_bytes: Int = 0  # a number other than the last is a sign of life
+    total_bytes: Int = 0
     path: str = ""  # WRITTEN: the folder of checkpoints, or URL, that it is in
     spare: bool = False  # WRITTEN: that is a run folder, not where the script has its checkpoints
     reason: str = ""  # FAILED
     nothing: bool = False  # FAILED: the shims answer, and hold no state
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class Saved(Message, frozen=True, kw_only=True):
     """The newest state that was written when nobody trained it any more."""
 
-    stage: int
-    step: int
-    serial: int = 0
+    stage: Int
+    step: Int
+    serial: Int = 0
     path: str  # folder of checkpoints, or URL
     node_id: str  # who wrote it; others may not see a local path
     spare: bool = False  # a run folder, where a start looks only if it is told to
@@ -166,19 +161,18 @@ def is_same_job(one: float, other: float) -> bool:
     return not one or not other or one == other
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodePod:
+class NodePod(Message, frozen=True, kw_only=True):
     """One pod as its node should have it. A pod that is not named is stopped and released."""
 
     pod_id: str
     job_id: str
-    slots: tuple[int, ...]
+    slots: tuple[Int, ...]
     want: DesiredState
     folder: str | None = None  # subfolder of --jobs_dir; None: the client's own script
-    max_trainers: int = 1
+    max_trainers: Int = 1
     grace_s: float = 15.0
     service: str | None = None  # None: not a teacher
-    ports: tuple[int, ...] = ()  # of a teacher, on its node's address; trainers' are in the stage
+    ports: tuple[Int, ...] = ()  # of a teacher, on its node's address; trainers' are in the stage
     save: Save | None = None  # None: nothing is to be written
     last_save: bool = False  # if the client is ended, it writes the state that its pods hold
     submitted_at: float = 0.0  # of the job: its id may be used again; 0: not known
@@ -190,12 +184,11 @@ class NodePod:
             check_id("service", self.service)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodePlan:
+class NodePlan(Message, frozen=True, kw_only=True):
     """Answer to a client's long poll: all of this node's pods, of all jobs."""
 
     server_id: str  # changes when the server restarts: register and report again
-    revision: int
+    revision: Int
     pods: tuple[NodePod, ...]
     heartbeat_s: float
 
@@ -207,34 +200,31 @@ class PodPhase(Enum):
     EXITED = "exited"  # no process but, perhaps, the shim that holds a snapshot
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PodState:
+class PodState(Message, frozen=True, kw_only=True):
     pod_id: str
     job_id: str
     phase: PodPhase
-    exit_code: int | None = None  # None: not exited, or ended by a signal
-    signal: int | None = None
+    exit_code: Int | None = None  # None: not exited, or ended by a signal
+    signal: Int | None = None
     reason: str = ""
     last_lines: tuple[str, ...] = ()
     log_path: str = ""
     cpu_percent: float = 0.0
-    memory_bytes: int = 0
+    memory_bytes: Int = 0
     save: SaveState | None = None  # None: nothing was to be written
     holds: bool = True  # EXITED: its shim is there, with what it holds
     submitted_at: float = 0.0  # of the job that it was started for; 0: not known
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotUsage:
-    index: int
+class SlotUsage(Message, frozen=True, kw_only=True):
+    index: Int
     utilization_percent: float = 0.0
-    memory_used_bytes: int = 0
+    memory_used_bytes: Int = 0
     temperature_c: float | None = None  # None: not a GPU, or not known
     stranger: str = ""  # who else is on it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeReport:
+class NodeReport(Message, frozen=True, kw_only=True):
     """Heartbeat of a client, sent every `heartbeat_s` and at once when a pod's phase changes."""
 
     node_id: str
@@ -267,24 +257,22 @@ class Order(Enum):
     END = "end"  # the stage is over: stop its trainers, keep the launcher
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotRef:
+class SnapshotRef(Message, frozen=True, kw_only=True):
     """The newest complete snapshot that a pod's shim holds."""
 
-    stage: int
-    step: int  # global steps committed since the job began
+    stage: Int
+    step: Int  # global steps committed since the job began
     digest: str = ""  # of the layout: names, shapes and types
-    serial: int = 0  # states of one stage in order; what follows an epoch shares its last step
+    serial: Int = 0  # states of one stage in order; what follows an epoch shares its last step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreFrom:
+class RestoreFrom(Message, frozen=True, kw_only=True):
     """Where a stage's state comes from. Without it: the newest intact checkpoint, else afresh."""
 
-    stage: int
-    step: int
+    stage: Int
+    step: Int
     pods: tuple[str, ...]  # whose shims hold it
-    serial: int = 0  # as of SnapshotRef
+    serial: Int = 0  # as of SnapshotRef
     # Exactly this state, and every node of the stage has a pod that holds it: nobody needs to ask
     # the others what they have.
     local_on_all_nodes: bool = False
@@ -292,35 +280,33 @@ class RestoreFrom:
     spare: bool = False  # ... which is nobody's checkpoint path: without it all would be lost
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanPod:
+class PlanPod(Message, frozen=True, kw_only=True):
     pod_id: str
-    pod_rank: int
+    pod_rank: Int
     node_id: str
     addr: str
-    slots: tuple[int, ...]
-    ranks: tuple[int, ...]
-    ports: tuple[int, ...]  # one per rank
+    slots: tuple[Int, ...]
+    ranks: tuple[Int, ...]
+    ports: tuple[Int, ...]  # one per rank
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagePlan:
+class StagePlan(Message, frozen=True, kw_only=True):
     """One stage as every pod of it must see it, with this pod's order."""
 
     job_id: str
-    stage: int
-    flag: int  # the original's count of committed changes; -1 is the first stage
+    stage: Int
+    flag: Int  # the original's count of committed changes; -1 is the first stage
     way: Way
     order: Order
-    attempt: int = 0  # +1 whenever ports were dealt anew; a START with a new attempt starts again
+    attempt: Int = 0  # +1 whenever ports were dealt anew; a START with a new attempt starts again
     pods: tuple[PlanPod, ...]
     master: str  # "addr:port" of rank 0
     restore_from: RestoreFrom | None = None  # None: checkpoint or afresh
-    max_trainers: int
+    max_trainers: Int
     durable: bool = False  # with CUT: nothing follows (pause, stop), no checkpoint may be amid
     patient: bool = False  # with CUT: trainers stay, so none parks amid a step
-    cut: int = 0  # CUT: its number in this stage, the lower ones are off; else: all up to it are
-    kill_ranks: tuple[tuple[str, int], ...] = ()  # (kill id, rank): SIGKILL that trainer, once
+    cut: Int = 0  # CUT: its number in this stage, the lower ones are off; else: all up to it are
+    kill_ranks: tuple[tuple[str, Int], ...] = ()  # (kill id, rank): SIGKILL that trainer, once
     policy: str = "fixed_global"  # of the job, for a training script that names none
     # Sets of pods without any of which the prepared trainers could take over as well: for each
     # they form a group of all others, beside the one of all.
@@ -337,16 +323,15 @@ class StagePlan:
         return sum(len(pod.ranks) for pod in self.pods)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PodOrders:
+class PodOrders(Message, frozen=True, kw_only=True):
     """Answer to a launcher's long poll: at most the stage in force and the one in preparation."""
 
     server_id: str  # changes when the server restarts: attach again
-    revision: int
+    revision: Int
     plans: tuple[StagePlan, ...]
     heartbeat_s: float
     leave: bool = False  # no stage needs this pod any more: end the trainers and exit 0
-    spares: int = 0  # warm processes that the launcher is to keep
+    spares: Int = 0  # warm processes that the launcher is to keep
 
 
 class ReportKind(Enum):
@@ -366,13 +351,12 @@ class ReportKind(Enum):
     ALIVE = "alive"  # heartbeat where there is no PROGRESS: the launcher lives, no more
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RaisedError:
+class RaisedError(Message, frozen=True, kw_only=True):
     """One Python exception, as the trainer that it ended described it."""
 
     types: tuple[str, ...]  # its class, then those it derives from; built-in ones without a module
     text: str = ""
-    errno: int | None = None  # None: it is no OSError, or one without a number
+    errno: Int | None = None  # None: it is no OSError, or one without a number
     at: str = ""  # FILE:LINE of the innermost frame; "": not known
 
     def __post_init__(self) -> None:
@@ -382,13 +366,12 @@ class RaisedError:
             raise WireError(f"text: at most {MAX_ERROR_CHARS} characters, and 100 types")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerError:
+class TrainerError(Message, frozen=True, kw_only=True):
     """The Python exception that ended a trainer, and where the training then was."""
 
     chain: tuple[RaisedError, ...]  # itself, then what it was raised from or amid
     where: str = ""  # FILE:LINE of the innermost frame in the user's own files
-    step: int | None = None  # global steps committed; None: it was not in the elastic loop
+    step: Int | None = None  # global steps committed; None: it was not in the elastic loop
     hint: str = ""  # what the trainer adds to explain it
 
     def __post_init__(self) -> None:
@@ -402,27 +385,26 @@ class TrainerError:
         return ": ".join(part for part in parts if part) + (f"; {self.hint}" if self.hint else "")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PodReport:
+class PodReport(Message, frozen=True, kw_only=True):
     """What a launcher tells. Idempotent, keyed by (pod, stage, kind)."""
 
     kind: ReportKind
-    stage: int
-    attempt: int = 0
-    step: int = 0  # global steps committed so far
-    epoch: int = 0
+    stage: Int
+    attempt: Int = 0
+    step: Int = 0  # global steps committed so far
+    epoch: Int = 0
     snapshot: SnapshotRef | None = None  # None: this pod's shim holds none
     snapshot_is_current: bool = False  # DRAINED: a snapshot of just this state is on the pod's node
     durable: str = ""  # DRAINED: the path of checkpoints that a trainer has written it to; "": none
-    rank: int | None = None  # FAILED: whose; None: the launcher's own trouble
-    code: int | None = None  # FAILED, EXITED: exit code, negative for a signal
+    rank: Int | None = None  # FAILED: whose; None: the launcher's own trouble
+    code: Int | None = None  # FAILED, EXITED: exit code, negative for a signal
     reason: str = ""
     error: TrainerError | None = None  # FAILED: what the trainer said; None: it said nothing
     peer_lost: bool = False  # FAILED: a victim of another trainer's death, not the cause
     elastic: bool = False  # a trainer of this stage has called the elastic loop
     joins: bool = False  # all its trainers can form a next group beside the one they train in
-    highest_stage: int = 0  # STAGE_TOO_LOW
-    total_steps: int | None = None  # None: not known
+    highest_stage: Int = 0  # STAGE_TOO_LOW
+    total_steps: Int | None = None  # None: not known
     step_s: float | None = None  # mean duration of recent steps; None: no step yet
     metrics: dict[str, float] | None = None  # None: unchanged
     submitted_at: float = 0.0  # of the job that the pod was started for; 0: not known
@@ -443,18 +425,17 @@ class LocalStage(Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attach:
+class Attach(Message, frozen=True, kw_only=True):
     """A launcher's whole truth; sent first, and again whenever the server has restarted."""
 
     pod_id: str
     node_id: str
-    pid: int
-    highest_stage: int = 0  # found in the checkpoint path, 0 for none or unknown
-    stage: int = 0  # the newest stage it has trainers (or had them) for; 0: none yet
-    attempt: int = 0
+    pid: Int
+    highest_stage: Int = 0  # found in the checkpoint path, 0 for none or unknown
+    stage: Int = 0  # the newest stage it has trainers (or had them) for; 0: none yet
+    attempt: Int = 0
     phase: LocalStage = LocalStage.IDLE  # of `stage`
-    step: int = 0
+    step: Int = 0
     snapshot: SnapshotRef | None = None  # None: its shim holds none
     elastic: bool = False
     done: bool = False
@@ -503,18 +484,17 @@ class ScriptKind(Enum):
     TRACE = "trace"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptSpec:
+class ScriptSpec(Message, frozen=True, kw_only=True):
     """Which changes fall due when. Only the fields of its kind count."""
 
     kind: ScriptKind = ScriptKind.NONE
     interval_s: float = 900.0  # alternate, walk: time between changes
-    del_pods: int = 1  # alternate: pods removed in one step
-    add_pods: int = 1  # alternate: pods added in one step
+    del_pods: Int = 1  # alternate: pods removed in one step
+    add_pods: Int = 1  # alternate: pods added in one step
     text: str = ""  # timeline: YAML; trace: CSV
-    seed: int = 0  # walk
-    min_pods: int = 1  # walk
-    max_pods: int | None = None  # walk; None: the job's
+    seed: Int = 0  # walk
+    min_pods: Int = 1  # walk
+    max_pods: Int | None = None  # walk; None: the job's
 
     def __post_init__(self) -> None:
         check_range("interval_s", self.interval_s, 0.05, 366 * 86400)
@@ -531,32 +511,31 @@ class ScriptSpec:
 USUAL_SPARES = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobSpec:
+class JobSpec(Message, frozen=True, kw_only=True):
     """What a user submits. Pods count, not slots; a pod has `slots_per_pod` trainers."""
 
     job_id: str
     kind: JobKind = JobKind.TRAINING
     service: str | None = None  # of teachers: the name that students ask for; None: a training
-    min_pods: int = 1  # teachers: 0 means none while there are no students
-    max_pods: int = 1
-    pods: int | None = None  # at the first start; None: max_pods, of teachers min_pods
-    slots_per_pod: int = 1
+    min_pods: Int = 1  # teachers: 0 means none while there are no students
+    max_pods: Int = 1
+    pods: Int | None = None  # at the first start; None: max_pods, of teachers min_pods
+    slots_per_pod: Int = 1
     folder: str | None = None  # subfolder of the clients' --jobs_dir; None: their own script
     script: ScriptSpec = ScriptSpec()
     policy: str = "fixed_global"
     overlap: str = "auto"  # on, off, join, auto; `moves.choose_way` says what they mean
-    spares: int = 0
-    standby: int = 0
+    spares: Int = 0
+    standby: Int = 0
     prepare_timeout_s: float = 120.0
     start_timeout_s: float = 60.0
-    expected_nodes: int = 1  # a first start waits for so many, or for start_timeout_s
+    expected_nodes: Int = 1  # a first start waits for so many, or for start_timeout_s
     grace_s: float = 15.0
     keep_failed_s: float = 3600.0  # a state that cannot be written stays in memory for so long
-    max_failures: int | None = 20  # None: no limit
-    max_preemptions: int | None = None
-    max_resizes: int | None = None
-    max_restarts_without_progress: int = 3
+    max_failures: Int | None = 20  # None: no limit
+    max_preemptions: Int | None = None
+    max_resizes: Int | None = None
+    max_restarts_without_progress: Int = 3
     demand_timeout_s: float = 300.0  # teachers: without demand for so long, min_pods are enough
     demand_interval_s: float = 2.0  # teachers: of several posts in that time, one counts
     take_over: bool = False  # replace another training that has the folder of checkpoints
@@ -649,42 +628,39 @@ def _check_kind(spec: JobSpec) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobPod:
+class JobPod(Message, frozen=True, kw_only=True):
     pod_id: str
-    pod_rank: int
+    pod_rank: Int
     node_id: str
     addr: str
-    slots: tuple[int, ...]
-    ranks: tuple[int, ...]
+    slots: tuple[Int, ...]
+    ranks: tuple[Int, ...]
     phase: str  # "running", "preparing", "leaving" or "holding"; of teachers also "starting"
     log_path: str = ""
-    ports: tuple[int, ...] = ()  # teachers: where to listen
+    ports: tuple[Int, ...] = ()  # teachers: where to listen
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageRecord:
+class StageRecord(Message, frozen=True, kw_only=True):
     """One attempt, in the order in which they were made."""
 
-    stage: int
-    flag: int
+    stage: Int
+    flag: Int
     way: Way
-    pods: int
-    trainers: int
+    pods: Int
+    trainers: Int
     reason: str  # why it was made
     outcome: str = "preparing"  # "preparing", "committed", "ended" or "abandoned: why"
     wanted_at: float = 0.0  # all *_at: seconds since 1970
     committed_at: float | None = None  # None: never
     first_step_at: float | None = None  # None: not yet
     ended_at: float | None = None  # None: it runs
-    first_step: int | None = None  # of the job, 1-based; None: no step yet
-    last_step: int | None = None  # None: no step yet
+    first_step: Int | None = None  # of the job, 1-based; None: no step yet
+    last_step: Int | None = None  # None: no step yet
     pause_s: float | None = None  # last old step's end to first new step's end; None: not known
-    redone_steps: int = 0
+    redone_steps: Int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Account:
+class Account(Message, frozen=True, kw_only=True):
     """Where a job's wall clock went; the parts add up to it."""
 
     training_s: float = 0.0  # of teachers: with one at least that runs
@@ -706,15 +682,14 @@ class Account:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
+class Demand(Message, frozen=True, kw_only=True):
     """What the students of a service report together; posted every 2 s, by a discovery service."""
 
     service: str
-    students: int
+    students: Int
     wait_share: float  # mean share of their time, 0 to 1, in which they wait for predictions
     samples_per_s: float  # of all of them
-    teachers: int | None = None  # registered under the service; None: not known
+    teachers: Int | None = None  # registered under the service; None: not known
 
     def __post_init__(self) -> None:
         check_id("service", self.service)
@@ -725,51 +700,48 @@ class Demand:
             check_range("teachers", self.teachers, 0, 1_000_000)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DemandAnswer:
+class DemandAnswer(Message, frozen=True, kw_only=True):
     """What becomes of a demand."""
 
     server_id: str
     job_id: str
-    running: int  # pods
-    wanted: int
+    running: Int  # pods
+    wanted: Int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TeacherStatus:
+class TeacherStatus(Message, frozen=True, kw_only=True):
     """What only a job of kind teacher has."""
 
     service: str
-    running: int  # pods that run; others may be starting or leaving
-    wanted: int
+    running: Int  # pods that run; others may be starting or leaving
+    wanted: Int
     chosen_by: str  # "demand", or "resize": a user has fixed the number
     why: str  # the number is what it is
     demand: Demand | None  # None: none was ever posted
     demand_age_s: float | None  # None: as above
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobStatus:
+class JobStatus(Message, frozen=True, kw_only=True):
     """A job as users see it."""
 
     job_id: str
     state: JobState
     reason: str
-    revision: int
+    revision: Int
     spec: JobSpec
-    stage: int
-    flag: int
+    stage: Int
+    flag: Int
     pods: tuple[JobPod, ...]
-    target_pods: int
+    target_pods: Int
     queued_changes: tuple[str, ...]
-    step: int
-    epoch: int
-    total_steps: int | None
+    step: Int
+    epoch: Int
+    total_steps: Int | None
     metrics: dict[str, float]
-    failures: int
-    preemptions: int
-    resizes: int
-    redone_steps: int
+    failures: Int
+    preemptions: Int
+    resizes: Int
+    redone_steps: Int
     script_elapsed_s: float
     estimated_run_time_s: float | None  # from POST job_runtime_static; None: nobody said
     submitted_at: float  # seconds since 1970
@@ -781,20 +753,28 @@ class JobStatus:
     saved: Saved | None = None  # what was written at the last pause or end; None: nothing was
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobEvent:
+class JobEvent(Message, frozen=True, kw_only=True):
     """A line of a job's life, for `edl events` and the page."""
 
-    number: int
+    number: Int
     at: float  # seconds since 1970
     job_id: str
-    stage: int
+    stage: Int
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resize:
-    pods: int | None  # None: of teachers only, whose number follows the demand again
+class RunTime(Message, frozen=True, kw_only=True):
+    """An original client's estimate of how long a job takes."""
+
+    job_id: str
+    estimated_run_time: float  # seconds
+
+    def __post_init__(self) -> None:
+        check_range("estimated_run_time", self.estimated_run_time, 0, MAX_RUN_TIME_S)
+
+
+class Resize(Message, frozen=True, kw_only=True):
+    pods: Int | None  # None: of teachers only, whose number follows the demand again
     assume_dead: bool = False  # treat the pods that cannot be reached as stopped
 
     def __post_init__(self) -> None:
@@ -802,12 +782,11 @@ class Resize:
             check_range("pods", self.pods, 1, 4096)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kill:
+class Kill(Message, frozen=True, kw_only=True):
     """Exactly one of the two."""
 
     pod_id: str | None = None  # kill that whole pod; None: a rank is named
-    rank: int | None = None  # kill that trainer; None: a pod is named
+    rank: Int | None = None  # kill that trainer; None: a pod is named
 
     def __post_init__(self) -> None:
         if (self.pod_id is None) == (self.rank is None):
@@ -818,8 +797,7 @@ class Kill:
             check_range("rank", self.rank, 0, 1_000_000)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeStatus:
+class NodeStatus(Message, frozen=True, kw_only=True):
     node: Node
     alive: bool
     last_seen_at: float

@@ -1,15 +1,23 @@
 """A job from flags and a YAML file: what `edl submit` and `edl simulate` take."""
 
 import argparse
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from job_server.api.codec import WireError, decode, encode
+from job_server.api.codec import Message
 from job_server.api.errors import ConfigError
-from job_server.api.wire import USUAL_SPARES, JobKind, JobSpec, ScriptKind, ScriptSpec
+from job_server.api.wire import (
+    USUAL_SPARES,
+    JobKind,
+    JobSpec,
+    ScriptKind,
+    ScriptSpec,
+    WireError,
+    decode,
+    encode,
+)
 from job_server.server.config import read_script_file
 
 _BUDGETS = ("max_failures", "max_preemptions", "max_resizes")
@@ -106,10 +114,10 @@ def read_job(args: argparse.Namespace, default_id: str | None = None) -> JobSpec
         ConfigError: a file or value is wrong; the text names the flag or field and the remedy.
     """
     fields = _read_file(args.file) if args.file else {}
-    for field in dataclasses.fields(JobSpec):
-        given = getattr(args, field.name, None)
+    for name in JobSpec.__struct_fields__:
+        given = getattr(args, name, None)
         if given is not None:
-            fields[field.name] = None if given == "none" and field.name in _BUDGETS else given
+            fields[name] = None if given == "none" and name in _BUDGETS else given
     fields["script"] = _script(args, fields.get("script", {}))
     if fields.get("kind") != JobKind.TEACHER.value:
         fields.setdefault("spares", USUAL_SPARES)
@@ -158,9 +166,9 @@ def _read_file(name: str) -> dict[str, Any]:
     return data
 
 
-def _check_keys(name: str, prefix: str, data: dict[str, Any], kind: type) -> None:
+def _check_keys(name: str, prefix: str, data: dict[str, Any], kind: type[Message]) -> None:
     # The wire ignores unknown keys for the sake of old programs; a file is written by hand.
-    known = [field.name for field in dataclasses.fields(kind)]
+    known = kind.__struct_fields__
     for key in data:
         if key not in known:
             raise ConfigError(

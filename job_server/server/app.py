@@ -14,10 +14,15 @@ from flask import Flask, Request, Response, render_template, request
 from werkzeug.exceptions import HTTPException
 
 from job_server.api import wire
-from job_server.api.bodies import MAX_BODY_BYTES, from_body, to_body
+from job_server.api.codec import from_json, to_json
 from job_server.api.errors import BadRequest, JobServerError, Rejected, Retryable, Unauthorized
 from job_server.cluster.change_script import timeline
-from job_server.jobs.events import (
+from job_server.server.guard import PAGE_PATH, Guard
+from job_server.server.openapi import build_openapi
+from job_server.server.page import page_context
+from job_server.server.polls import JsonReply
+from job_server.server.service import JobService
+from job_server.training.events import (
     KillAsked,
     PauseAsked,
     ResizeAsked,
@@ -25,11 +30,6 @@ from job_server.jobs.events import (
     RunTimeStatic,
     StopAsked,
 )
-from job_server.server.guard import PAGE_PATH, Guard
-from job_server.server.openapi import build_openapi
-from job_server.server.page import page_context
-from job_server.server.polls import JsonReply
-from job_server.server.service import JobService
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ _one_at_a_time = threading.Lock()  # or the first to end would enable what the o
 def create_app(service: JobService, guard: Guard) -> Flask:
     """Return the WSGI application. `service` is started and closed by the caller."""
     app = Flask(__name__, static_folder=None)
-    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
+    app.config["MAX_CONTENT_LENGTH"] = wire.MAX_BODY_BYTES
     app.url_map.strict_slashes = False
     app.before_request(lambda: guard.check(request))
     with _no_garbage_collection():
@@ -79,7 +79,7 @@ def _route(app: Flask, method: str, path: str) -> Callable[[View], View]:
 
 
 def _add_server_routes(app: Flask, service: JobService) -> None:
-    description = to_body(build_openapi())
+    description = to_json(build_openapi())
 
     @_route(app, "GET", "/api/v1/health")
     def health() -> Response:
@@ -203,17 +203,9 @@ def _add_legacy_routes(app: Flask, service: JobService) -> None:
 
     @_route(app, "POST", "/rest/1.0/post/job_runtime_static")
     def job_runtime_static() -> Response:
-        data = from_body(request.get_data(cache=False))
-        if not isinstance(data, dict):
-            raise BadRequest("body: expected an object with job_id and estimated_run_time")
-        job_id, seconds = data.get("job_id"), data.get("estimated_run_time")
-        if not isinstance(job_id, str):
-            raise BadRequest(f"job_id: expected a text, got {str(job_id)[:60]}")
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-            raise BadRequest(f"estimated_run_time: expected seconds, got {str(seconds)[:60]}")
-        wire.check_range("estimated_run_time", seconds, 0, wire.MAX_RUN_TIME_S)
-        service.ask(job_id, RunTimeStatic(float(seconds)))
-        return _json({"job_id": job_id, "estimated_run_time": seconds})
+        told = _body(wire.RunTime)
+        service.ask(told.job_id, RunTimeStatic(told.estimated_run_time))
+        return _json(told)
 
 
 def _add_page(app: Flask, service: JobService) -> None:
@@ -267,7 +259,7 @@ def _http_error_text(error: HTTPException, asked: Request) -> str:
     if error.code == 405:
         return f"{asked.method[:20]} is not possible on {asked.path[:200]!r}"
     if error.code == 413:
-        return f"body: at most {MAX_BODY_BYTES} bytes are read; send less"
+        return f"body: at most {wire.MAX_BODY_BYTES} bytes are read; send less"
     return f"{error.name}: {error.description}"
 
 
@@ -284,7 +276,7 @@ def version() -> str:
 
 def _body(kind: type[T]) -> T:
     """Return the request's body as a wire type; raise BadRequest or WireError if it is none."""
-    return wire.decode(kind, from_body(request.get_data(cache=False)))
+    return from_json(kind, request.get_data(cache=False))
 
 
 def _poll_args() -> tuple[int, float]:
@@ -320,7 +312,7 @@ def _int_arg(name: str, default: int, low: int, high: int) -> int:
 
 
 def _json(data: object, status: int = 200) -> Response:
-    return _send(JsonReply(body=to_body(data)), status)
+    return _send(JsonReply(body=to_json(data)), status)
 
 
 def _send(answer: JsonReply, status: int = 200) -> Response:

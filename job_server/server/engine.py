@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from job_server.api import wire
-from job_server.api.bodies import to_body
+from job_server.api.codec import to_json
 from job_server.api.errors import Conflict, Gone, NotFound, StoreTrouble
 from job_server.cluster.placement import Cluster
-from job_server.jobs.events import Event, NodesChanged, RequestRefused, ServerRestarted, Tick
 from job_server.server.nodes import Held, KnownNode, NodeRegistry, Plan
 from job_server.server.polls import Topic, Watchers
 from job_server.server.store import Store
@@ -25,6 +24,7 @@ from job_server.sharing import job_types
 from job_server.sharing.job_types import AnyJob
 from job_server.sharing.reservations import NO_RESERVATIONS, Reservations, reserve
 from job_server.teachers.job import TeacherJob
+from job_server.training.events import Event, NodesChanged, RequestRefused, ServerRestarted, Tick
 from job_server.training.job import Job
 from job_server.training.views import PodView
 
@@ -488,7 +488,7 @@ class Engine:
     # --- bodies; called by topics, without the lock ----------------------------------------------
 
     def status_body(self, job: AnyJob, revision: int) -> bytes:
-        return to_body(wire.encode(job_types.job_status(job, self.now(), revision)))
+        return to_json(job_types.job_status(job, self.now(), revision))
 
     def orders_body(self, orders: PodView, revision: int) -> bytes:
         message = wire.PodOrders(
@@ -499,7 +499,7 @@ class Engine:
             leave=orders.leave,
             spares=orders.spares,
         )
-        return to_body(wire.encode(message))
+        return to_json(message)
 
     def _plan_body(self, pods: Plan, revision: int) -> bytes:
         plan = wire.NodePlan(
@@ -508,7 +508,7 @@ class Engine:
             pods=pods,
             heartbeat_s=self.registry.heartbeat_s,
         )
-        return to_body(wire.encode(plan))
+        return to_json(plan)
 
 
 def unreadable_text(job_id: str, why: str) -> str:

@@ -12,8 +12,9 @@ from waitress.channel import HTTPChannel
 from waitress.server import create_server
 from waitress.task import ErrorTask
 
-from job_server.api.bodies import MAX_BODY_BYTES, to_body
+from job_server.api.codec import to_json
 from job_server.api.errors import ConfigError
+from job_server.api.wire import MAX_BODY_BYTES
 
 RESERVE_THREADS = 32  # for requests that do not wait
 _SLACK_BYTES = 64 * 1024
@@ -24,7 +25,7 @@ class _JsonErrorTask(ErrorTask):  # type: ignore[misc]  # waitress has no types
 
     def execute(self) -> None:
         error = self.request.error
-        body = to_body({"error": f"{error.reason}: {error.body}"})
+        body = to_json({"error": f"{error.reason}: {error.body}"})
         self.status = f"{error.code} {error.reason}"
         self.set_close_on_finish()
         self.content_length = len(body)

@@ -1,14 +1,12 @@
 """The OpenAPI description of every route, made from the wire types themselves."""
 
-import dataclasses
-import enum
-import types
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
+
+import msgspec
 
 from job_server.api import wire
-from job_server.api.codec import json_name
+from job_server.api.codec import from_json, to_json
 
 Schema = dict[str, Any]
 
@@ -348,63 +346,11 @@ def _describe(operation: Operation) -> Schema:
 
 
 def _component_schemas() -> dict[str, Schema]:
-    """Return a schema for every dataclass and enum of the contract."""
+    """Return a schema for every message and enum of the contract."""
     kinds = [
         kind
         for kind in vars(wire).values()
         if isinstance(kind, type) and kind.__module__ == wire.__name__
     ]
-    return {
-        kind.__name__: _dataclass_schema(kind)
-        if dataclasses.is_dataclass(kind)
-        else {"enum": [member.value for member in kind]}
-        for kind in kinds
-        if dataclasses.is_dataclass(kind) or issubclass(kind, enum.Enum)
-    }
-
-
-def _dataclass_schema(kind: type) -> Schema:
-    hints = get_type_hints(kind)
-    properties: dict[str, Schema] = {}
-    required: list[str] = []
-    for field in dataclasses.fields(kind):
-        name, schema = json_name(field.name), _schema(hints[field.name])
-        if field.default is not dataclasses.MISSING:
-            properties[name] = {**schema, "default": wire.encode(field.default)}
-        else:
-            properties[name] = schema
-            required.append(name)
-    schema = {"type": "object", "properties": properties}
-    if kind.__doc__ and not kind.__doc__.startswith(f"{kind.__name__}("):
-        schema["description"] = " ".join(kind.__doc__.split())
-    return {**schema, "required": required} if required else schema
-
-
-def _schema(kind: Any) -> Schema:
-    origin, args = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        return {"anyOf": [_schema(arg) for arg in args]}
-    if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
-        return _list(_schema(args[0]))
-    if origin is tuple:
-        items = [_schema(arg) for arg in args]
-        return {
-            "type": "array",
-            "prefixItems": items,
-            "minItems": len(items),
-            "maxItems": len(items),
-        }
-    if origin in (dict, Mapping):
-        return {"type": "object", "additionalProperties": _schema(args[1])}
-    if isinstance(kind, type) and (dataclasses.is_dataclass(kind) or issubclass(kind, enum.Enum)):
-        return _ref(kind)
-    return dict(_SCALARS.get(kind, {}))
-
-
-_SCALARS: dict[Any, Schema] = {
-    str: {"type": "string"},
-    int: {"type": "integer"},
-    float: {"type": "number"},
-    bool: {"type": "boolean"},
-    type(None): {"type": "null"},
-}
+    _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    return from_json(dict[str, Schema], to_json(schemas))  # its defaults are tuples

@@ -7,10 +7,15 @@ import logging
 from collections.abc import Callable
 
 from job_server.api import wire
-from job_server.api.bodies import to_body
+from job_server.api.codec import to_json
 from job_server.api.errors import BadRequest, Conflict, Gone, NotFound
 from job_server.cluster.change_script import parse_script
-from job_server.jobs.events import (
+from job_server.server.engine import Engine, JobEntry, not_wanted, steady_clock, unreadable_text
+from job_server.server.polls import JsonReply, Topic
+from job_server.server.store import Store
+from job_server.sharing import job_types
+from job_server.teachers.job import TeacherJob
+from job_server.training.events import (
     Demanded,
     Event,
     LauncherAttached,
@@ -18,11 +23,6 @@ from job_server.jobs.events import (
     NodeReported,
     StopAsked,
 )
-from job_server.server.engine import Engine, JobEntry, not_wanted, steady_clock, unreadable_text
-from job_server.server.polls import JsonReply, Topic
-from job_server.server.store import Store
-from job_server.sharing import job_types
-from job_server.teachers.job import TeacherJob
 from job_server.training.views import PodView
 
 logger = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ class JobService:
             made_for, body = entry.page
             if made_for != key:  # who follows asks for the same: one query for all of them
                 found = self._engine.store.events(job_id, after=after, limit=limit)
-                body = to_body({"events": wire.encode(found)})
+                body = to_json({"events": found})
                 entry.page = (key, body)
         return JsonReply(body=body, busy=busy)
 
@@ -262,7 +262,7 @@ class JobService:
                 running=job.running,
                 wanted=job.wanted,
             )
-        return JsonReply(body=to_body(wire.encode(answer)))
+        return JsonReply(body=to_json(answer))
 
     def _serving(self, service: str) -> JobEntry | None:
         """Return the job of teachers that serves it; None: there is none that has not ended."""
@@ -387,14 +387,14 @@ class JobService:
 
     def nodes(self) -> JsonReply:
         """Return all nodes' NodeStatus."""
-        return JsonReply(body=to_body({"nodes": wire.encode(self.node_statuses())}))
+        return JsonReply(body=to_json({"nodes": self.node_statuses()}))
 
     def node_statuses(self) -> list[wire.NodeStatus]:
         with self._engine.lock:
             return self._engine.registry.statuses(self.now())
 
     def _heard(self) -> JsonReply:
-        return JsonReply(body=to_body({"server_id": self.server_id}))
+        return JsonReply(body=to_json({"server_id": self.server_id}))
 
 
 def _is_of(entry: JobEntry, pod: wire.PodState) -> bool:

@@ -11,8 +11,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from tests.docker.compose import DOCKER
-from tests.support import ROOT
+from tests.docker.compose import DOCKER, ROOT
 
 TEXT = (DOCKER / "Dockerfile").read_text()
 

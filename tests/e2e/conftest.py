@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import Cluster
-from tests.support import ROOT
+from tests.e2e.cluster import ROOT, Cluster
 
 pytest.importorskip("paddle", reason="trains with Paddle")
 

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from job_server.api import wire
+from job_server.api.codec import to_json
 from job_server.server.guard import Guard
 from job_server.server.openapi import OPERATIONS
 from job_server.server.service import JobService
@@ -24,17 +25,23 @@ from job_server.sharing.job_types import AnyJob
 from tests.job_server.serving import browse, cpu_node
 
 TOKEN = "correct horse"
+
+
+def plain(message: object) -> Any:
+    return json.loads(to_json(message))
+
+
 GOOD: dict[str, Any] = {
     "submit": {"job_id": "new", "max_pods": 2, "script": {"kind": "walk", "max_pods": 2}},
     "preview": {"job_id": "new", "script": {"kind": "timeline", "text": "- {at: 1m, add: 1}"}},
     "resize": {"pods": 1, "assume_dead": False},
     "kill": {"pod_id": "pod_0_0"},
-    "attach": wire.encode(wire.Attach(pod_id="pod_0_0", node_id="node-a", pid=1)),
-    "report": wire.encode(
+    "attach": plain(wire.Attach(pod_id="pod_0_0", node_id="node-a", pid=1)),
+    "report": plain(
         wire.PodReport(kind=wire.ReportKind.READY, stage=1, step_s=0.5, metrics={"loss": 0.25})
     ),
-    "register": wire.encode(cpu_node("node-b", addr="10.0.0.9")),
-    "report_node": wire.encode(
+    "register": plain(cpu_node("node-b", addr="10.0.0.9")),
+    "report_node": plain(
         wire.NodeReport(
             node_id="node-a",
             pods=(wire.PodState(pod_id="pod_0_0", job_id="digits", phase=wire.PodPhase.RUNNING),),

@@ -38,11 +38,10 @@ def test_the_server_serves_its_description(description):
 def test_every_wire_type_is_described(description):
     schemas = description["components"]["schemas"]
     assert schemas["JobSpec"]["required"] == ["job_id"]
-    assert schemas["JobSpec"]["properties"]["pods"]["anyOf"] == [
-        {"type": "integer"},
-        {"type": "null"},
-    ]
-    assert schemas["JobState"]["enum"][0] == "WAITING"
+    pods = schemas["JobSpec"]["properties"]["pods"]
+    assert [each["type"] for each in pods["anyOf"]] == ["integer", "null"]
+    assert pods["default"] is None
+    assert set(schemas["JobState"]["enum"]) == {state.value for state in wire.JobState}
     assert schemas["StagePlan"]["properties"]["way"] == {"$ref": "#/components/schemas/Way"}
     assert schemas["PodOrders"]["properties"]["plans"]["items"] == {
         "$ref": "#/components/schemas/StagePlan"

@@ -3,7 +3,8 @@
 import pytest
 
 from job_server.api.wire import JobState, Kill, Order, ReportKind, Resize, ScriptKind, ScriptSpec
-from job_server.jobs.events import (
+from job_server.training import machine, views
+from job_server.training.events import (
     KillAsked,
     PauseAsked,
     RequestRefused,
@@ -11,7 +12,6 @@ from job_server.jobs.events import (
     ResumeAsked,
     StopAsked,
 )
-from job_server.training import machine, views
 from job_server.training.job import Phase, same_but_progress
 from tests.job_server.test_stages_changes import RUNNING, ids, records, tell, trains, world
 from tests.job_server.world import World

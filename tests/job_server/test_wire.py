@@ -1,12 +1,25 @@
 """What does not fit is refused with its field, however far off it is."""
 
 import dataclasses
+import json
+import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
-from job_server.api.codec import MAX_INT, WireError, decode
-from job_server.api.wire import JobSpec, PodReport, check_range
+from job_server.api.codec import MAX_INT, WireError, decode, encode, from_json, to_json
+from job_server.api.wire import (
+    JobSpec,
+    Node,
+    Order,
+    PodReport,
+    RestoreFrom,
+    StagePlan,
+    Way,
+    check_range,
+)
 
 HUGE = 10**400
 
@@ -17,19 +30,120 @@ def test_a_number_out_of_range_is_refused_by_the_name_of_its_field(value):
         check_range("port_low", value, 1, 2)
 
 
-@pytest.mark.parametrize("value", [HUGE, -HUGE, MAX_INT + 1])
+@pytest.mark.parametrize("value", [HUGE, -HUGE, MAX_INT + 1, -MAX_INT - 1])
 @pytest.mark.parametrize(
-    ("kind", "field"),
-    [(JobSpec, "max_pods"), (JobSpec, "grace_s"), (JobSpec, "max_failures"), (PodReport, "step_s")],
+    ("kind", "needed", "field"),
+    [
+        (JobSpec, {"job_id": "a"}, "max_pods"),
+        (JobSpec, {"job_id": "a"}, "max_failures"),
+        (PodReport, {"kind": "ready", "stage": 1}, "total_steps"),
+    ],
 )
-def test_a_number_that_no_field_takes_is_refused_and_not_computed_with(kind, field, value):
-    needed: dict[str, Any] = {"job_id": "a", "kind": "ready", "stage": 1}
-    if kind is JobSpec:
-        needed["kind"] = "training"
-    names = {f.name for f in dataclasses.fields(kind)}
-    data = {key: needed[key] for key in needed if key in names}
-    with pytest.raises(WireError, match=f"{field}: expected at most"):
-        decode(kind, {**data, field: value})
+def test_an_integer_that_no_field_takes_is_refused_and_not_computed_with(
+    kind, needed, field, value
+):
+    data = {**needed, field: value}
+    with pytest.raises(WireError, match=f"^{field}: expected at most"):
+        decode(kind, data)
+    with pytest.raises(WireError, match=f"^{field}: expected at most"):
+        from_json(kind, json.dumps(data).encode())
+
+
+@pytest.mark.parametrize("value", [HUGE, -HUGE])
+@pytest.mark.parametrize(
+    ("kind", "needed", "field"),
+    [(JobSpec, {"job_id": "a"}, "grace_s"), (PodReport, {"kind": "ready", "stage": 1}, "step_s")],
+)
+def test_a_float_that_is_not_finite_is_refused(kind, needed, field, value):
+    data = {**needed, field: value}
+    with pytest.raises(WireError, match=f"^{field}: expected at most"):
+        decode(kind, data)
+    with pytest.raises(WireError, match=f"^{field}: expected at most"):
+        from_json(kind, json.dumps(data).encode())
+
+
+NODE = {"node_id": "a", "addr": "b", "port_low": 2000, "port_high": 3000}
+PLAN: dict[str, Any] = {
+    "job_id": "a",
+    "stage": 1,
+    "flag": 0,
+    "way": "start",
+    "order": "go",
+    "master": "b:1",
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "says"),
+    [
+        pytest.param(JobSpec, [], "body: expected an object, got []", id="list"),
+        pytest.param(JobSpec, {}, "job_id: missing", id="missing"),
+        pytest.param(
+            JobSpec, {"job_id": "a", "kind": "x"},
+            "kind: expected one of training, teacher, got 'x'", id="enum",
+        ),
+        pytest.param(
+            JobSpec, {"job_id": "a", "pods": True}, "pods: expected int or null, got True",
+            id="true is no number",
+        ),
+        pytest.param(
+            JobSpec, {"job_id": "a", "script": {"interval_s": "5"}},
+            "script.interval_s: expected float, got '5'", id="nested",
+        ),
+        pytest.param(
+            JobSpec, {"job_id": "a", "script": {"interval_s": 0}},
+            "script.interval_s: must be between 0.05", id="refused by a nested class",
+        ),
+        pytest.param(
+            Node, {**NODE, "slots": [{"index": 0, "kind": "gpu"}, {"index": 1, "kind": 5}]},
+            "slots[1].kind: expected one of gpu, cpu, got 5", id="item of a list",
+        ),
+        pytest.param(Node, {**NODE, "slots": [{}]}, "slots[0].index: missing", id="in an item"),
+        pytest.param(
+            StagePlan, {**PLAN, "pods": [], "max_trainers": 1, "kill_ranks": [["a"]]},
+            "kill_ranks[0]: expected 2 items, got 1", id="length",
+        ),
+        pytest.param(
+            StagePlan, {**PLAN, "pods": [], "max_trainers": 1, "kill_ranks": [["a", "b"]]},
+            "kill_ranks[0][1]: expected int, got 'b'", id="item of a pair",
+        ),
+        pytest.param(
+            PodReport, {"kind": "ready", "stage": 1, "metrics": {"a": 1, "loss": "x"}},
+            "metrics.loss: expected float, got 'x'", id="key of a mapping",
+        ),
+    ],
+)  # fmt: skip
+def test_an_error_names_the_field_what_was_expected_and_the_value(kind, data, says):
+    with pytest.raises(WireError, match=re.escape(says)):
+        decode(kind, data)
+    with pytest.raises(WireError, match=re.escape(says)):
+        from_json(kind, json.dumps(data).encode())
+    with pytest.raises(WireError, match=r"^a\.b"):
+        decode(kind, data, "a.b")
+
+
+def test_unknown_keys_are_ignored_and_missing_ones_have_their_default():
+    spec = from_json(JobSpec, b'{"job_id": "a", "of_the_future": [1e999, {"deep": null}]}')
+    assert spec == JobSpec(job_id="a") == decode(JobSpec, {"job_id": "a", "odd": 1})
+
+
+def test_a_message_is_what_it_was_after_a_journey():
+    plan = StagePlan(
+        **{**PLAN, "way": Way.JOIN, "order": Order.CUT}, pods=(), max_trainers=1,
+        kill_ranks=(("a", 1),), restore_from=RestoreFrom(stage=1, step=2, pods=("a", "b")),
+    )  # fmt: skip
+    assert from_json(StagePlan, to_json(plan)) == plan
+    assert decode(StagePlan, encode(plan)) == plan
+    assert dataclasses.replace(plan, stage=2).stage == 2
+
+
+def test_importing_the_contract_loads_no_server_and_no_framework():
+    code = (
+        "import sys, job_server.api.wire; "
+        "print([m for m in ('flask', 'requests', 'waitress', 'numpy', 'yaml') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_a_standby_that_could_never_be_prepared_is_refused():

@@ -24,7 +24,9 @@ from job_server.api.wire import (
     Way,
 )
 from job_server.cluster.placement import Cluster, NodeView
-from job_server.jobs.events import (
+from job_server.training import machine, views
+from job_server.training.allocation import unsaved
+from job_server.training.events import (
     Event,
     LauncherAttached,
     LauncherReported,
@@ -34,8 +36,6 @@ from job_server.jobs.events import (
     ServerRestarted,
     Tick,
 )
-from job_server.training import machine, views
-from job_server.training.allocation import unsaved
 from job_server.training.job import HaltPhase, Job, same_but_progress
 from job_server.training.views import PodView
 

@@ -6,7 +6,6 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
-from job_server.api.codec import decode, encode
 from job_server.api.wire import (
     Attach,
     Order,
@@ -17,6 +16,8 @@ from job_server.api.wire import (
     RestoreFrom,
     StagePlan,
     Way,
+    decode,
+    encode,
 )
 from tests.support import free_port
 

@@ -1,8 +1,8 @@
-"""The teacher's side of the fast path, with a thread for each connection.
+"""The teacher's end of the fast path: a thread per connection, from the socket to the predictors.
 
-A teacher has few students, and a connection carries one request at a time, so blocking threads cost
-less than an event loop. A frame is checked before memory is allocated for it (see `wire.py`), and
-inputs are received straight into memory that the predictors map.
+A teacher has few students, and each of their connections carries one request at a time: threads
+that block cost less here than a loop that switches. What is in `wire.py` is checked before any
+memory is taken for it; inputs are received straight into memory that the predictors see.
 """
 
 import contextlib
@@ -36,33 +36,32 @@ from distill_reader.teacher.service.requests import (
     InferenceService,
     InferRequest,
     SharedTensor,
-    get_model,
 )
 from distill_reader.tokens import new_nonce, prove, proves, same_token
 
 logger = logging.getLogger(__name__)
 
-_CHECK_S = 0.2  # how often to check that a student still waits for its answer
+_LOOK_S = 0.2  # between two looks whether a student that waits for its answer is still there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastLimits:
-    """Limits of a connection."""
+    """What a connection may ask for, and how long it may take."""
 
     max_request_bytes: int = 512 << 20  # of all inputs of one request
-    max_shared_bytes: int = 4 << 30  # of a student's shared memory, which is only mapped
+    max_shared_bytes: int = 4 << 30  # of a student's shared memory: mapped, not taken
     max_connections: int = 1024
-    token: str = ""  # students must prove that they have it; "": no token is needed
-    hello_s: float = 10.0  # how long a greeting may take
-    stall_s: float = 20.0  # how long a frame may pause
-    unix: str = ""  # abstract name of the unix socket for students on this host
+    token: str = ""  # what a student must prove to have; "": nothing
+    hello_s: float = 10.0  # for a greeting to come
+    stall_s: float = 20.0  # for a frame that has begun to go on
+    unix: str = ""  # abstract name of the unix socket that students of this host are told of
 
 
 class FastServer:
-    """All connections of the fast path, and the unix socket for students on the same host."""
+    """All connections of the fast path, and the unix socket for students of the same host."""
 
     def __init__(self, service: InferenceService, limits: FastLimits) -> None:
-        """Open the unix socket. Its name is random, so only welcomed students know it."""
+        """Open the unix socket; its name is random, so that only who was told it finds it."""
         self._service = service
         self.limits = replace(limits, unix=f"edl-teacher-{os.getpid()}-{secrets.token_hex(8)}")
         self._lock = threading.Lock()
@@ -79,7 +78,7 @@ class FastServer:
         self._acceptor.start()
 
     def start(self, sock: socket.socket) -> None:
-        """Serve a connection in a thread of its own. The server owns `sock` from here on."""
+        """Serve a connection in a thread of its own. `sock` belongs to the server from here on."""
         thread = threading.Thread(target=self._serve, args=(sock,), name="fast", daemon=True)
         with self._lock:
             has_room = len(self._connections) < self.limits.max_connections
@@ -97,14 +96,14 @@ class FastServer:
             sock.send(wire.pack_refusal(TeacherBusy("too many connections", delay_s=1.0)))
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Accept no more requests; return when the running ones are answered or the time is up."""
+        """Take no more requests; return when those at work are answered, or after `timeout_s`."""
         self._closing.set()
         stream.end(self._listener)
         self._acceptor.join()
         self._listener.close()
         with self._lock:
             connections = dict(self._connections)
-        for sock in connections:  # threads that wait for a request see the end of the stream
+        for sock in connections:  # those that wait for a request find the end of the stream
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RD)
         for thread in connections.values():
@@ -120,7 +119,7 @@ class FastServer:
                 if self._closing.is_set():
                     return
                 logger.warning("cannot accept on the unix socket: %s", error)
-                self._closing.wait(0.2)  # out of descriptors: others will be closed
+                self._closing.wait(0.2)  # out of descriptors: some will be closed
                 continue
             self.start(sock)
 
@@ -138,13 +137,13 @@ def serve_connection(
     limits: FastLimits,
     closing: threading.Event | None = None,
 ) -> None:
-    """Answer one student until it leaves, fails or stalls; then close `sock`.
+    """Answer one student until it leaves, errs or stalls; close `sock`.
 
-    The student's greeting has not been read yet.
+    The connection begins with the student's greeting, still unread.
 
     Args:
-        closing: set before the receiving side of `sock` is shut down, so that the connection ends
-            after the running answer; None: that never happens.
+        closing: set before the receiving side of `sock` is shut down to end the connection behind
+            the answer at work; None: nobody does that.
     """
     connection = None
     try:
@@ -157,14 +156,14 @@ def serve_connection(
     except StreamEnded as error:
         logger.debug("fast path: %s", error)
     except StreamStalled as error:
-        logger.info("fast path: a student is disconnected: %s", error)
+        logger.info("fast path: a student is dropped: %s", error)
     except FastPathError as error:
-        logger.warning("fast path: a connection is ended: %s", error)
+        logger.warning("fast path: a connection is dropped: %s", error)
         with contextlib.suppress(StreamEnded, StreamStalled):
             data = wire.pack_error(0, error)
             stream.send(sock, [data], len(data), limits.stall_s)
     except Exception:
-        # A defect in one connection must not end the others.
+        # The outermost place of one connection: a defect here must not end the others.
         logger.exception("fast path: a connection failed")
     finally:
         if connection is not None:
@@ -173,7 +172,7 @@ def serve_connection(
 
 
 def _greet(sock: socket.socket, service: InferenceService, limits: FastLimits) -> ModelSpec | None:
-    """Exchange greetings; return the model that the student asks for, None if it is refused."""
+    """Return the model that the student asks for; None: it was refused."""
     try:
         head = stream.receive_bytes(sock, wire.GREETING.size, limits.hello_s)
         body_bytes = wire.parse_greeting(head, max_bytes=wire.MAX_HELLO_BYTES)
@@ -181,7 +180,7 @@ def _greet(sock: socket.socket, service: InferenceService, limits: FastLimits) -
         proof = _prove_each_other(sock, hello, limits)
         if not service.is_ready:
             raise TeacherBusy("the teacher starts or drains", delay_s=0.5)
-        spec = _find_model(service.models(), hello.model)
+        spec = _choose(service.models(), hello.model)
     except (UsageError, BadRequest, TeacherBusy, FastPathError) as error:
         data = wire.pack_refusal(error)
         stream.send(sock, [data], len(data), limits.hello_s)
@@ -203,10 +202,10 @@ def _greet(sock: socket.socket, service: InferenceService, limits: FastLimits) -
 
 
 def _prove_each_other(sock: socket.socket, hello: StudentHello, limits: FastLimits) -> str:
-    """Check that the student has the token; return the teacher's own proof for the student.
+    """Return what the student is to see, once it has shown that it has the token.
 
     Raises:
-        UsageError: the student does not have the token.
+        UsageError: it has not.
         StreamEnded, StreamStalled, FastPathError.
     """
     if not limits.token:
@@ -220,25 +219,28 @@ def _prove_each_other(sock: socket.socket, hello: StudentHello, limits: FastLimi
         shown = wire.parse_proof(stream.receive_bytes(sock, body_bytes, limits.hello_s))
         if proves(shown, limits.token, "fast student", hello.nonce, own):
             return prove(limits.token, "fast teacher", hello.nonce, own)
-    elif same_token(hello.token, limits.token):  # students of older releases send the token
+    elif same_token(hello.token, limits.token):  # of an older release, which sends it
         return ""
     raise UsageError(
         "the teacher wants a token, and "
         f"{'another' if hello.token or hello.nonce else 'none'} was given: "
-        "set EDL_TEACHER_TOKEN to the teacher's"
+        "set EDL_TEACHER_TOKEN as on the teacher"
     )
 
 
-def _find_model(models: Mapping[str, ModelSpec], name: str) -> ModelSpec:
+def _choose(models: Mapping[str, ModelSpec], name: str) -> ModelSpec:
+    names = ", ".join(models)
     if name:
-        return get_model(models, name)
+        if name not in models:
+            raise ModelNotFound(f"no model {name!r} here; served are: {names}")
+        return models[name]
     if len(models) != 1:
-        raise ModelNotFound(f"several models are served, name one of them: {', '.join(models)}")
+        raise ModelNotFound(f"several models are served, name one of them: {names}")
     return next(iter(models.values()))
 
 
 class _Connection:
-    """A connection whose student has been welcomed."""
+    """A student that was greeted."""
 
     def __init__(
         self,
@@ -254,7 +256,7 @@ class _Connection:
         self._spec = spec
         self._closing = closing
         self._output_index = {tensor.name: index for index, tensor in enumerate(spec.outputs)}
-        self._shared: Arena | None = None  # the student's memory; None: it has shared none
+        self._shared: Arena | None = None  # the student's memory, once it has shared some
         self._protocol = "fast-unix" if sock.family == socket.AF_UNIX else "fast-tcp"
 
     def run(self) -> None:
@@ -283,7 +285,7 @@ class _Connection:
         while True:
             try:
                 got = stream.receive_some(self._sock, head_view)
-            except StreamStalled:  # silent between frames, which is fine
+            except StreamStalled:  # idle between frames is fine
                 continue
             stream.receive(self._sock, head_view[got:], self._limits.stall_s)
             return
@@ -331,7 +333,7 @@ class _Connection:
         for output in outputs:
             if isinstance(output, str):
                 if output in names:
-                    raise BadRequest(f"output {output}: is named twice")
+                    raise BadRequest(f"output {output}: is wanted twice")
                 names.append(output)
             elif output < count:
                 names.append(self._spec.outputs[output].name)
@@ -342,7 +344,7 @@ class _Connection:
     def _receive_inputs(
         self, head: FrameHead, tensors: Sequence[WireTensor]
     ) -> dict[str, SharedTensor]:
-        """Receive the payload into memory that the predictors map. A refused payload is skipped."""
+        """Receive the payload into memory of the predictors; also where it is refused, skip it."""
         sizes = [tensor.size_bytes for tensor in tensors]
         try:
             names = self._input_names(tensors)
@@ -365,7 +367,7 @@ class _Connection:
         return inputs
 
     def _find_inputs(self, tensors: Sequence[WireTensor]) -> dict[str, SharedTensor]:
-        """Return the inputs in place, in the student's memory."""
+        """Return the inputs where they lie in the student's memory."""
         arena = self._shared
         if arena is None:
             raise BadRequest("no memory was shared on this connection")
@@ -396,7 +398,7 @@ class _Connection:
     def _wait(self, future: Future[InferAnswer]) -> InferAnswer:
         while True:
             try:
-                return future.result(_CHECK_S)
+                return future.result(_LOOK_S)
             except CancelledError as error:
                 raise TeacherBusy("the teacher stops") from error
             except TimeoutError:

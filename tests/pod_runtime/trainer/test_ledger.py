@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from job_server.api.codec import decode, encode
+from job_server.api.wire import decode, encode
 from pod_runtime.trainer.progress.batches import Ids, permutation
 from pod_runtime.trainer.progress.drawn import hash_samples
 from pod_runtime.trainer.progress.ledger import Ledger, LedgerFile, Row, StageEntry, read_lines
@@ -116,7 +116,7 @@ def test_the_cached_text_of_a_status_is_its_json(first, second):
     status = train(begin(FRESH, 1, None), min(first, 39))
     progress = begin(status, 2, None)
     train(progress, min(second, 40 - status.step))
-    assert json.loads(progress.status_json()) == progress.status().to_json()
+    assert json.loads(progress.status_json()) == json.loads(json.dumps(progress.status().to_json()))
     assert LoopStatus.from_json(json.loads(progress.status_json())) == progress.status()
 
 

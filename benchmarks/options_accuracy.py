@@ -43,7 +43,7 @@ _BATCH, _EPOCHS, _TEACHER_EPOCHS = 32, 60, 40
 
 VARIANTS: dict[str, Callable[[DistillReader], DistillReader]] = {
     "float32": lambda reader: reader,
-    "float16": lambda reader: reader.set_wire_dtype(ins="float16", predicts="float16"),
+    "float16": lambda reader: reader.set_wire_dtype(predicts="float16"),
     "uint8": lambda reader: reader.set_wire_dtype(ins="uint8"),
     "top-5": lambda reader: reader.set_top_k(5),
     "top-3": lambda reader: reader.set_top_k(3),

@@ -30,7 +30,7 @@ from distill_reader.student.clients.connect import connect
 
 OPTIONS: dict[str, Callable[[DistillReader], DistillReader]] = {
     "float32": lambda reader: reader,
-    "float16": lambda reader: reader.set_wire_dtype(ins="float16", predicts="float16"),
+    "float16": lambda reader: reader.set_wire_dtype(predicts="float16"),
     "uint8": lambda reader: reader.set_wire_dtype(ins="uint8"),
     "top-10": lambda reader: reader.set_top_k(10),
     "uint8, top-10 float16": lambda reader: reader.set_wire_dtype(

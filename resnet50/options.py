@@ -228,8 +228,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("distill_max_teacher", whole(1), 8, "how many a trainer asks for there")
     add("no_teacher_timeout_s", number(0, above=True), None, "give up when there has been none for "
         "so long; not given: wait")  # fmt: skip
-    add("distill_wire_dtype", str, "float32", "how images travel to teachers: float32, float16, "
-        "or uint8: raw pixels that teachers normalize")  # fmt: skip
+    add("distill_wire_dtype", str, "float32", "how images travel to teachers: float32, or uint8: "
+        "raw pixels that teachers normalize")  # fmt: skip
     add("distill_top_k", whole(1), None, "have teachers send so many of the largest soft labels; "
         "not given: all")  # fmt: skip
     add("distill_alpha", number(0, 1), 1.0, "weight of the loss against the teachers; the one "
@@ -314,7 +314,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
     choose("model", MODELS)
     choose("lr_strategy", tuple(STRATEGIES))
     choose("data_format", ("NCHW", "NHWC"))
-    choose("distill_wire_dtype", ("float32", "float16", "uint8"))
+    choose("distill_wire_dtype", ("float32", "uint8"))
     if options.interpolation is not None and options.interpolation > 4:
         parser.error(f"argument --interpolation: got {options.interpolation}; choose one of 0 to 4")
     if options.decay_epochs != sorted(set(options.decay_epochs)):

@@ -188,9 +188,9 @@ class DistillReader:
         """Send fewer bytes per value; who computes does so in the model's own types.
 
         Args:
-            ins: "float16": floats are rounded to it. "uint8": the fields are raw pixels, which
-                the teacher normalizes as it was told (`edl serve --normalize`). Or a dtype by
-                the name of the field. None: as the teachers take them.
+            ins: "uint8": the fields are raw pixels, which the teacher normalizes
+                (`edl serve --normalize`). Or {field: "uint8"} for some of them. None: fields are
+                sent as the teachers take them.
             predicts: "float16": predictions are rounded to it on their way; you get the type
                 that the teacher serves. None: as they are.
         """

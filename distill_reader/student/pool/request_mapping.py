@@ -1,22 +1,24 @@
-"""Match what the user's fields are called with what a teacher's model takes and returns. Pure."""
+"""Map the user's fields to the inputs of a teacher's model, and its outputs back. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from distill_reader.errors import BadRequest
-from distill_reader.model.specs import ModelSpec, TensorSpec
+from distill_reader.model.specs import InputEncoding, ModelSpec, TensorSpec
 from distill_reader.student.batches.feed import Request
 from distill_reader.student.batches.items import Signature
 from distill_reader.student.clients.client import Array
 from distill_reader.student.labels.labels import Labels
 from distill_reader.student.options import Padding
 
-_Change = Callable[[Array], Array]
+_MOST_CONVERSIONS = 1000  # that are remembered: sentences may have any length
+
+_Convert = Callable[[Array], Array]
 
 
 class RequestMapping:
-    """Which of the sent fields one teacher gets, and what is asked of it."""
+    """Which fields one teacher gets, and which outputs it is asked for."""
 
     def __init__(
         self,
@@ -30,15 +32,14 @@ class RequestMapping:
         """
         Args:
             endpoint: for messages.
-            spec: of the teacher's model. Without inputs: unknown, so every field is sent.
+            spec: of the teacher's model. Without inputs it is unknown, and every field is sent.
             sent: names of the fields that may be sent, in the order of a request's rows.
             labels: the predictions wanted.
-            wire_ins: field and dtype of what is sent in another type; field "": all it suits.
+            wire_ins: fields that are sent as raw pixels, each with "uint8"; field "": all that can.
 
         Raises:
-            BadRequest: the model takes an input that has no field, lacks an output, or cannot
-                take or send it in the type that is asked for; or nobody has said whether an
-                output is as long as the fields that are padded.
+            BadRequest: the model has an input without a field, lacks an output, or does not take
+                pixels; or it is unknown whether an output is as long as the padded fields.
         """
         self.endpoint = endpoint
         self.spec = spec
@@ -47,9 +48,8 @@ class RequestMapping:
         if padding is not None and padding.outputs is None and spec.outputs:
             self._check_lengths([spec.output(name) for name in labels.predicts])
         self._sent = tuple(sent)
-        self._wire_ins = dict(wire_ins)
-        self._inputs: list[tuple[int, str, TensorSpec | None]] = []
-        self._changes: dict[Signature, tuple[_Change | None, ...]] = {}
+        self._inputs: list[tuple[int, str, TensorSpec | None]] = []  # index in `sent`, name, spec
+        self._conversions: dict[Signature, tuple[_Convert | None, ...]] = {}
         if not spec.inputs:
             self._inputs = [(index, name, None) for index, name in enumerate(sent)]
         for tensor in spec.inputs:
@@ -64,10 +64,12 @@ class RequestMapping:
                     f"`ins` ({', '.join(sent)}): name the field of that input so"
                 )
             self._inputs.append((sent.index(names[0]), tensor.name, tensor))
-        self._wires = {
-            index: self._wire_of(sent[index], tensor) for index, _, tensor in self._inputs
+        pixels = {name for name, _ in wire_ins}
+        self._is_pixels = {
+            index: self._goes_as_pixels(sent[index], tensor, pixels)
+            for index, _, tensor in self._inputs
         }
-        if "uint8" in self._wire_ins.values() and "uint8" not in self._wires.values():
+        if pixels and not any(self._is_pixels.values()):
             raise BadRequest(
                 f"{endpoint}: takes no input as uint8: start it with `edl serve --normalize "
                 f"INPUT:...`, or leave out set_wire_dtype(ins='uint8')"
@@ -76,29 +78,29 @@ class RequestMapping:
     def feeds(self, request: Request) -> dict[str, list[Array]]:
         """Return the arrays of each input.
 
-        Other shapes with as many values per sample are reshaped, as the original does, and types
-        are changed where nothing but digits of floats is lost; the client refuses the rest.
+        As in the original, samples of another shape with as many values are reshaped. Types are
+        converted if floats lose no more than digits. The client refuses what still does not fit.
         """
-        changes = self._changes.get(request.signature)
-        if changes is None:
-            changes = tuple(
-                self._change(index, tensor, *request.signature[index])
+        conversions = self._conversions.get(request.signature)
+        if conversions is None:
+            conversions = tuple(
+                self._conversion(index, tensor, *request.signature[index])
                 for index, _, tensor in self._inputs
             )
-            if len(self._changes) > 1000:  # sentences of any length: not for ever
-                self._changes.clear()
-            self._changes[request.signature] = changes
+            if len(self._conversions) > _MOST_CONVERSIONS:
+                self._conversions.clear()
+            self._conversions[request.signature] = conversions
         feeds = {}
-        for (index, name, _), change in zip(self._inputs, changes, strict=True):
+        for (index, name, _), convert in zip(self._inputs, conversions, strict=True):
             arrays = request.feeds(index)
-            feeds[name] = arrays if change is None else [change(array) for array in arrays]
+            feeds[name] = arrays if convert is None else [convert(array) for array in arrays]
         return feeds
 
     def outputs(self, answer: Mapping[str, Array], samples: int) -> tuple[Array, ...]:
-        """Return the columns of the predictions, as they came.
+        """Return the columns of the predictions as they were sent.
 
         Raises:
-            BadRequest: one has not one row per sample.
+            BadRequest: a column does not have one row per sample.
         """
         outputs = tuple([answer[name] for name in self.columns])
         for name, output in zip(self.columns, outputs, strict=True):
@@ -110,7 +112,7 @@ class RequestMapping:
         return outputs
 
     def restore(self, columns: Sequence[Array]) -> tuple[Array, ...]:
-        """Return what the user gets for columns as they came. Raises: BadRequest."""
+        """Return the user's arrays for columns as they were sent. Raises: BadRequest."""
         return self.labels.restore(columns, self.served)
 
     def named(self, error: BadRequest) -> BadRequest:
@@ -127,86 +129,69 @@ class RequestMapping:
                     "outputs=[] to have it as it comes"
                 )
 
-    def _wire_of(self, field: str, tensor: TensorSpec | None) -> str:
-        """Return the dtype in which a field goes; "": as the model has it.
+    def _goes_as_pixels(self, field: str, tensor: TensorSpec | None, pixels: set[str]) -> bool:
+        """Return whether a field is sent as raw pixels.
 
         Raises:
-            BadRequest: the teacher does not take that one.
+            BadRequest: the user has named this field, and the teacher does not take pixels for it.
         """
-        named = self._wire_ins.get(field)
-        wire = named or self._wire_ins.get("", "")
-        if not wire or tensor is None:
-            return wire
-        if tensor.accepted(wire) is not None:
-            return wire
-        is_suited = np.dtype(tensor.dtype).kind == "f"
-        if named is None and (wire == "uint8" or not is_suited):
-            return ""  # of what is not named, what can go so
+        if tensor is None or tensor.accepted("uint8") is not None:
+            return field in pixels or "" in pixels
+        if field not in pixels:
+            return False
         remedy = (
             "start it with `edl serve --normalize INPUT:...`"
-            if wire == "uint8" and is_suited
-            else "only teachers of edl convert, of a release that has it, by fast://, grpc:// or "
-            "http://"
+            if np.dtype(tensor.dtype).kind == "f"
+            else "only inputs of floats can take them"
         )
         raise BadRequest(
-            f"{self.endpoint}: takes {tensor.name!r} as {tensor.dtype}, not as {wire}: {remedy}; "
+            f"{self.endpoint}: takes {tensor.name!r} as {tensor.dtype}, not as uint8: {remedy}; "
             "or leave out set_wire_dtype(ins=)"
         )
 
-    def _change(
+    def _conversion(
         self,
         index: int,
         tensor: TensorSpec | None,
         dtype: np.dtype[np.generic],
         shape: tuple[int, ...],
-    ) -> "_Change | None":
-        """Return what makes samples of this type and shape fit; None: they do, or never will.
+    ) -> "_Convert | None":
+        """Return what makes samples of this type and shape fit; None: they fit, or never will.
 
         Raises:
-            BadRequest: they cannot go in the type that they are to go in.
+            BadRequest: the field must not be sent like this; names it and the remedy.
         """
-        name, wire = self._sent[index], self._wires[index]
-        if wire == "uint8" and dtype != np.uint8:
+        name, is_pixels = self._sent[index], self._is_pixels[index]
+        if is_pixels and dtype != np.uint8:
             raise BadRequest(
                 f"{self.endpoint}: field {name} is {dtype}: to go as uint8 it must be the raw "
                 "pixels, which the teacher normalizes; yield those, or leave out "
                 "set_wire_dtype(ins='uint8')"
             )
-        is_for_floats = tensor is not None and np.dtype(tensor.dtype).kind == "f"
-        if dtype == np.uint16 and is_for_floats:
+        if tensor is None:
+            return None
+        if dtype == np.uint16 and np.dtype(tensor.dtype).kind == "f":
             raise BadRequest(
                 f"{self.endpoint}: field {name} is uint16, and the model takes floats: if these "
                 "are the bits of bfloat16, as Paddle's numpy() gives them, yield the tensor itself "
                 "or cast it before; if they are numbers, yield them as float32"
             )
-        if wire != "uint8" == dtype.name and tensor is not None and _normalizes(tensor):
+        pixels = next((each for each in tensor.accepts if each.dtype == "uint8"), None)
+        if dtype == np.uint8 and pixels is not None and not is_pixels:
             raise BadRequest(
                 f"{self.endpoint}: field {name} is uint8, and the teacher offers to normalize "
                 "pixels: say set_wire_dtype(ins='uint8') to have it do so, or yield floats that "
                 "are normalized"
             )
-        if wire == "float16":
-            if dtype.kind == "f":
-                half = np.dtype(np.float16)
-                accepted = None if tensor is None else tensor.accepted("float16")
-                return _change(half, None if accepted is None else accepted.shape, dtype, shape)
-            if name in self._wire_ins:
-                raise BadRequest(
-                    f"{self.endpoint}: field {name} is {dtype}, and only floats go as float16"
-                )
-        if tensor is None:
-            return None
-        if wire == "uint8":
-            accepted = tensor.accepted("uint8")
-            assert accepted is not None
-            return _change(np.dtype(np.uint8), accepted.shape, dtype, shape)
-        return _change(np.dtype(tensor.dtype), tensor.shape, dtype, shape)
+        wanted = tensor.accepted("uint8") if is_pixels else None
+        wanted = wanted or InputEncoding(dtype=tensor.dtype, shape=tensor.shape)
+        return _conversion(np.dtype(wanted.dtype), wanted.shape, dtype, shape)
 
 
 def is_another(one: ModelSpec, other: ModelSpec) -> bool | None:
-    """Return whether two teachers serve different models or versions; None: they do not say.
+    """Return whether two teachers serve different models or versions; None: unknown.
 
-    Names alone prove nothing: where nobody gives one, it is that of a folder.
+    Equal or different names alone prove nothing: the default name is that of a folder.
     """
     if one.digest and other.digest:
         return one.digest != other.digest
@@ -216,55 +201,31 @@ def is_another(one: ModelSpec, other: ModelSpec) -> bool | None:
 
 
 def version_of(spec: ModelSpec) -> str:
+    """Return model and version for a message."""
     return f"model {spec.name}, version {spec.digest or spec.version or 'unknown'}"
 
 
-def _normalizes(tensor: TensorSpec) -> bool:
-    return any(encoding.dtype == "uint8" for encoding in tensor.accepts)
-
-
-def _change(
+def _conversion(
     wanted: np.dtype[np.generic],
-    wanted_shape: tuple[int, ...] | None,
+    wanted_shape: tuple[int, ...],
     dtype: np.dtype[np.generic],
     shape: tuple[int, ...],
-) -> _Change | None:
-    """Return what makes samples of this type and shape those; None: they are, or never will.
-
-    Args:
-        wanted_shape: None: any.
-    """
+) -> _Convert | None:
+    """Return what converts samples to the wanted type and shape; None: nothing does, or need."""
     both_floats = dtype.kind == wanted.kind == "f"
     cast = dtype != wanted and (both_floats or np.can_cast(dtype, wanted, "safe"))
-    fits = wanted_shape is None or (
-        len(shape) == len(wanted_shape)
-        and all(want in (-1, got) for want, got in zip(wanted_shape, shape, strict=True))
+    fits = len(shape) == len(wanted_shape) and all(
+        want in (-1, got) for want, got in zip(wanted_shape, shape, strict=True)
     )
     reshape = (
-        wanted_shape is not None
-        and not fits
-        and -1 not in wanted_shape
-        and int(np.prod(shape)) == int(np.prod(wanted_shape))
+        not fits and -1 not in wanted_shape and int(np.prod(shape)) == int(np.prod(wanted_shape))
     )
     if not cast and not reshape:
         return None
 
-    def change(array: Array) -> Array:
-        if reshape and wanted_shape is not None:
+    def convert(array: Array) -> Array:
+        if reshape:
             array = array.reshape(len(array), *wanted_shape)
-        return _cast(array, wanted) if cast else array
+        return array.astype(wanted) if cast else array
 
-    return change
-
-
-def _cast(array: Array, wanted: np.dtype[np.generic]) -> Array:
-    if wanted != np.float16:
-        return array.astype(wanted)
-    try:
-        with np.errstate(over="raise"):
-            return array.astype(wanted)
-    except FloatingPointError:
-        raise BadRequest(
-            "float16 holds values up to 65504, and a field has larger ones: scale them, or send "
-            "float32"
-        ) from None
+    return convert

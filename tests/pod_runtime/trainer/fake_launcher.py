@@ -28,8 +28,10 @@ from job_server.api.wire import (
 from pod_runtime.env import PodEnv, trainer_environment
 from pod_runtime.segment_header import read_newest, read_slots
 from pod_runtime.shim_wire import LineSocket
+from tests import warm
 from tests.support import free_port, wait_until
 
+Process = subprocess.Popen[bytes] | warm.WarmProcess
 SCRIPTS = Path(__file__).parent / "scripts"
 TIMEOUT_S = 90.0  # the machine that runs these tests may be busy
 
@@ -37,7 +39,7 @@ TIMEOUT_S = 90.0  # the machine that runs these tests may be busy
 class Trainer:
     """One trainer process and what it has said."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], log: Path, pod_id: str) -> None:
+    def __init__(self, rank: int, process: Process, log: Path, pod_id: str) -> None:
         self.rank = rank
         self.process = process
         self.log = log
@@ -213,7 +215,7 @@ class Stage:
             TIMEOUT_S,
             f"the end of stage {self.number}",
         )
-        return [trainer.process.returncode for trainer in self.trainers]
+        return [trainer.process.wait() for trainer in self.trainers]
 
     def logs(self) -> str:
         return "\n".join(
@@ -263,8 +265,7 @@ class FakeLauncher:
             plan = replace(plan, way=Way.REPLACE, order=Order.PREPARE)
         name, listener = self._listen(number, world_size)
         trainers = [
-            self._spawn(rank, pod_env, plan, name, (*prefix, sys.executable), args)
-            for rank in range(world_size)
+            self._spawn(rank, pod_env, plan, name, prefix, args) for rank in range(world_size)
         ]
         stage = Stage(self, number, trainers)
         stage.plan, stage.restored_from = plan, restore_from or (0, 0)
@@ -304,7 +305,7 @@ class FakeLauncher:
                 stayed[rank].tell(do="join", plan=encode(plan), rank=rank)
                 trainers.append(stayed[rank].goes_on(rank))
             else:
-                new = self._spawn(rank, pod_env, plan, name, (sys.executable,), args, env or {})
+                new = self._spawn(rank, pod_env, plan, name, (), args, env or {})
                 trainers.append(new)
         stage = Stage(self, number, trainers)
         stage.plan, stage.stayed = plan, stayed
@@ -354,7 +355,7 @@ class FakeLauncher:
         pod_env: PodEnv,
         plan: StagePlan,
         channel: str,
-        interpreter: tuple[str, ...],
+        prefix: tuple[str, ...],
         args: tuple[str, ...],
         more: dict[str, str] | None = None,
     ) -> Trainer:
@@ -367,14 +368,18 @@ class FakeLauncher:
             channel=channel,
             run_dir=self.run_dir,
         )
-        env |= {"PYTHONWARNINGS": "ignore", "GLOG_minloglevel": "2", "OMP_NUM_THREADS": "1"}
+        env |= warm.STARTUP | (more or {})
         log = self.folder / f"stage{plan.stage}.rank{rank}.log"
         with log.open("wb") as out:
-            process = subprocess.Popen(
-                [*interpreter, str(self.script), *args],
-                env=env | (more or {}), stdout=out, stderr=out, stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )  # fmt: skip
+            process: Process
+            if prefix:
+                process = subprocess.Popen(
+                    [*prefix, sys.executable, str(self.script), *args],
+                    env=env, stdout=out, stderr=out, stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )  # fmt: skip
+            else:
+                process = warm.start([str(self.script), *args], env, out.fileno())
         return Trainer(rank, process, log, mine)
 
     def _plan(

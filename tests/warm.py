@@ -1,0 +1,163 @@
+"""Python processes that have Paddle imported already, for tests that start many of them.
+
+The first test that wants one starts a server, which imports Paddle once and forks for each script.
+A fork runs its script as `__main__`, in an environment, a folder and a session of its own, and ends
+as an interpreter ends. It has the hash seed of the other forks, and no modules but Paddle and what
+Paddle imports. In a new interpreter the import takes two seconds.
+"""
+
+import atexit
+import functools
+import json
+import os
+import random
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.support import ROOT
+
+# What Paddle and Python read when they start. The same for all; a script's own may say the same.
+STARTUP = {"PYTHONWARNINGS": "ignore", "GLOG_minloglevel": "2", "OMP_NUM_THREADS": "1"}
+
+
+class WarmProcess:
+    """A fork of the server, as `subprocess.Popen` shows a child."""
+
+    def __init__(self, server: "_Server", pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None  # None: it runs, as far as it was asked
+        self._server = server
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._server.ask({"poll": self.pid})["code"]
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = time.monotonic() + (3600 if timeout is None else timeout)
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0)
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:  # until it has been polled, its pid is nobody else's
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def start(
+    argv: Sequence[str], env: Mapping[str, str], out: int, cwd: Path | str | None = None
+) -> WarmProcess:
+    """Run the script `argv[0]` in a session of its own; both its outputs go to descriptor `out`."""
+    server = _server()
+    order = {"argv": list(argv), "env": dict(env), "cwd": str(cwd or os.getcwd())}
+    return WarmProcess(server, server.ask(order, out)["pid"])
+
+
+class _Server:
+    """The process that forks; it ends with this one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.warm", str(theirs.fileno())],
+                cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                env={**os.environ, **STARTUP},
+            )  # fmt: skip
+        self._lines = self._socket.makefile("r")
+        atexit.register(self._close)
+
+    def ask(self, order: Mapping[str, Any], *fds: int) -> dict[str, Any]:
+        with self._lock:
+            socket.send_fds(self._socket, [json.dumps(order).encode() + b"\n"], fds)
+            answer: dict[str, Any] = json.loads(self._lines.readline())
+        return answer
+
+    def _close(self) -> None:
+        self._lines.close()
+        self._socket.close()
+        self._process.wait(60)
+
+
+@functools.cache
+def _server() -> _Server:
+    return _Server()
+
+
+# --- the server's side
+
+
+def _serve(orders: socket.socket) -> None:
+    """Fork for each order; returns in the forks alone, with `sys.argv` set."""
+    while True:
+        data, fds, _flags, _address = socket.recv_fds(orders, 1 << 20, 1)
+        while data and not data.endswith(b"\n"):
+            data += orders.recv(1 << 20)
+        if not data:
+            os._exit(0)
+        order = json.loads(data)
+        if "poll" in order:
+            pid, status = os.waitpid(order["poll"], os.WNOHANG)
+            answer = {"code": os.waitstatus_to_exitcode(status) if pid else None}
+        else:
+            ready, in_session = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                os.setsid()
+                os.close(ready)
+                os.close(in_session)
+                orders.close()
+                _become(order, fds[0])
+                return
+            os.close(in_session)
+            os.read(ready, 1)  # ends when the fork has its session, which tests kill
+            os.close(ready)
+            os.close(fds[0])
+            answer = {"pid": pid}
+        orders.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _become(order: dict[str, Any], out: int) -> None:
+    import numpy as np
+    import paddle
+
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.close(out)
+    os.chdir(order["cwd"])
+    os.environ.clear()
+    os.environ.update(order["env"])
+    sys.argv = order["argv"]
+    # As separate interpreters do, forks begin with random numbers of their own.
+    random.seed()
+    np.random.seed()
+    paddle.seed(random.getrandbits(31))
+
+
+def _main() -> None:
+    import paddle  # noqa: F401  this is what takes long
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _serve(socket.socket(fileno=int(sys.argv[1])))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    script = sys.argv[0]
+    sys.path[0] = str(Path(script).resolve().parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,7 +1,7 @@
-"""Memory that processes of one host share: a memfd that cannot shrink, handed out in slices.
+"""Shared memory for the processes of a host: a memfd that cannot shrink, used in slices.
 
-Who made an arena allocates from it; whoever got its descriptor attaches. The seals matter: a file
-that a peer could truncate would kill (SIGBUS) whoever reads behind its new end.
+The process that creates an arena allocates from it; others attach by its descriptor. The seals
+matter: if a peer could truncate the file, reading past its new end would kill the reader (SIGBUS).
 """
 
 import bisect
@@ -15,13 +15,13 @@ from collections.abc import Callable
 
 from distill_reader.errors import DistillError
 
-ALIGNMENT = 64  # of every allocated slice: a cache line, and what vector instructions want
-_KEEP_BYTES = 256 << 20  # of pages; above that, they go back to the system with the last slice
+ALIGNMENT = 64  # of every allocated slice: a cache line, and enough for vector instructions
+_KEEP_BYTES = 256 << 20  # pages above that are returned to the system after the last slice
 _ids = itertools.count(1)
 
 
 class ArenaError(DistillError):
-    """A descriptor is no memory that can be shared safely, or a region lies outside of it."""
+    """A descriptor is not memory that can be shared safely, or a region is outside of it."""
 
 
 class ArenaFull(DistillError):  # noqa: N818 - named by what is the case
@@ -29,7 +29,7 @@ class ArenaFull(DistillError):  # noqa: N818 - named by what is the case
 
 
 class Slice:
-    """A region of an arena. It is a Buffer of the service, and names memory to other processes."""
+    """A region of an arena. It is a Buffer of the service; arena and offset identify it."""
 
     __slots__ = ("_on_release", "arena", "is_released", "offset", "size", "view")
 
@@ -44,7 +44,7 @@ class Slice:
         self._on_release = on_release
 
     def release(self) -> None:
-        """Give it back; further calls do nothing."""
+        """Give it back. Further calls do nothing."""
         if self.arena.unpin(self) and self._on_release is not None:
             self._on_release(self)
 
@@ -53,7 +53,7 @@ class Arena:
     """A shared memory file, mapped. Every method may be called from any thread."""
 
     def __init__(self, fd: int, size: int, *, is_writable: bool = True) -> None:
-        """Map `size` bytes of `fd`, which belongs to the arena from here on."""
+        """Map `size` bytes of `fd`. The arena owns `fd` from here on."""
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
         self.id = next(_ids)  # unique within this process
         self.fd = fd
@@ -68,14 +68,14 @@ class Arena:
         return self._view is None
 
     def pin(self, offset: int, size: int) -> memoryview:
-        """Return a region that a slice needs: the descriptor stays open until it is unpinned."""
+        """Return a region for a slice. The descriptor stays open until the slice is unpinned."""
         with self._lock:
             view = self.region(offset, size)
             self._pins += 1
             return view
 
     def unpin(self, piece: Slice) -> bool:
-        """Mark a slice as released; return False if it was before."""
+        """Mark a slice as released; return False if it already was."""
         with self._lock:
             if piece.is_released:
                 return False
@@ -87,10 +87,10 @@ class Arena:
         return True
 
     def region(self, offset: int, size: int) -> memoryview:
-        """Return the bytes from `offset` on.
+        """Return `size` bytes at `offset`.
 
         Raises:
-            ArenaError: they do not lie within the arena, or it is closed.
+            ArenaError: they are not within the arena, or it is closed.
         """
         view = self._view
         if view is None:
@@ -105,15 +105,15 @@ class Arena:
     def slice(
         self, offset: int, size: int, on_release: Callable[[Slice], None] | None = None
     ) -> Slice:
-        """Return a region chosen by the caller, of which the allocator knows nothing.
+        """Return a region that the caller chooses, bypassing the allocator.
 
         Raises:
-            ArenaError: it does not lie within the arena, or the arena is closed.
+            ArenaError: it is not within the arena, or the arena is closed.
         """
         return Slice(self, offset, size, on_release)
 
     def call_at_close(self, function: Callable[["Arena"], None]) -> None:
-        """Call `function` once, before the descriptor is closed; at once if it is already."""
+        """Call `function` once before the descriptor is closed; now, if it already is."""
         with self._lock:
             if self._view is not None or self._pins > 0:
                 self._at_close.append(function)
@@ -121,9 +121,9 @@ class Arena:
         function(self)
 
     def close(self) -> None:
-        """Hand out no more; close the descriptor once every slice is released.
+        """Allow no more slices; close the descriptor once every slice is released.
 
-        The memory goes when the last view of it does.
+        The memory is freed with its last view.
         """
         with self._lock:
             if self._view is None:
@@ -140,13 +140,15 @@ class Arena:
 
 
 class OwnArena(Arena):
-    """An arena that this process made, with an allocator: lowest address first, so that the same
-    pages, known to the caches of the processor, are used again and again."""
+    """An arena that this process created, with an allocator.
+
+    It allocates at the lowest free address, so that pages in the processor's caches are reused.
+    """
 
     def __init__(self, size: int, name: str = "edl-arena") -> None:
-        """Make an arena of `size` bytes: the bound of what can be allocated at one time.
+        """Create an arena of `size` bytes: the most that can be allocated at a time.
 
-        Memory is taken from the system when it is first written to.
+        The system provides the memory when it is first written to.
         """
         size = _round_up(max(size, 1), mmap.PAGESIZE)
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -163,11 +165,11 @@ class OwnArena(Arena):
         self._starts = [0]  # of the free intervals, ascending; no two of them touch
         self._ends = [size]
         self._used = 0
-        self._top = 0  # end of the highest allocation since pages were last given back
+        self._top = 0  # end of the highest allocation since pages were last returned
 
     @property
     def used_bytes(self) -> int:
-        """Bytes allocated now, alignment included."""
+        """Bytes that are allocated now, including alignment."""
         return self._used
 
     def allocate(self, size: int, *, wait_s: float = 0.0) -> Slice:
@@ -175,10 +177,10 @@ class OwnArena(Arena):
 
         Args:
             size: bytes, >= 0.
-            wait_s: how long to wait for others to release; 0: not at all.
+            wait_s: how long to wait for other slices to be released.
 
         Raises:
-            ArenaFull: there is no free interval of this size, also after `wait_s`.
+            ArenaFull: there is no free interval of this size, even after `wait_s`.
             ArenaError: the arena is closed.
         """
         length = _round_up(max(size, 1), ALIGNMENT)
@@ -247,19 +249,19 @@ class OwnArena(Arena):
     def _return_pages(self) -> None:
         view = self._view
         if view is not None and isinstance(view.obj, mmap.mmap):
-            with contextlib.suppress(OSError):  # they are only wanted back, not needed
+            with contextlib.suppress(OSError):  # returning them is not essential
                 view.obj.madvise(mmap.MADV_REMOVE, _KEEP_BYTES, self.size - _KEEP_BYTES)
         self._top = 0
 
 
 def attach(fd: int, *, max_bytes: int | None = None, is_writable: bool = True) -> Arena:
-    """Map an arena that another process made. `fd` belongs to the arena, or is closed on errors.
+    """Map an arena that another process created. The arena owns `fd`; on errors `fd` is closed.
 
     Args:
-        max_bytes: refuse a larger one; None: whatever its size.
+        max_bytes: refuse a larger one; None: allow any size.
 
     Raises:
-        ArenaError: it could shrink under us, is empty or too large, or no ordinary memory.
+        ArenaError: it could shrink while mapped, is empty or too large, or has unusual pages.
     """
     try:
         try:

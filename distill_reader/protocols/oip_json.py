@@ -1,7 +1,7 @@
-"""The Open Inference Protocol over HTTP: a JSON head, and tensors in it or as bytes behind it.
+"""Bodies of the Open Inference Protocol over HTTP: a JSON head, then bytes of tensors.
 
-The binary tensor data extension: the head has `binary_data_size` for each tensor whose bytes
-follow, in the same order; HEAD_LENGTH says where the head ends.
+Tensors are JSON lists in the head, or, by the binary tensor data extension, bytes after it. Then
+the head has their `binary_data_size`, in the same order, and HEAD_LENGTH is its own length.
 """
 
 import json
@@ -44,19 +44,19 @@ HEAD_LENGTH = "Inference-Header-Content-Length"  # an HTTP header: bytes of the 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OipHttpRequest:
-    """A request, and which outputs the client wants as bytes rather than as JSON."""
+    """A request, and which outputs the client wants as bytes instead of JSON."""
 
     request: OipRequest
-    is_binary: bool  # of those that `binary` does not name
+    is_binary: bool  # for outputs that `binary` does not name
     binary: Mapping[str, bool]
 
 
 def encode_request(
     inputs: Mapping[str, Rows], outputs: Sequence[str] = (), *, request_id: str = ""
 ) -> tuple[int, list[Any]]:
-    """Return the length of the head, and the buffers that form the body, nothing copied.
+    """Return the length of the head, and the buffers that form the body, without copying.
 
-    All outputs are asked for as bytes.
+    It asks for all outputs as bytes.
 
     Raises:
         BadRequest: a tensor cannot be sent; names it.
@@ -73,10 +73,10 @@ def encode_request(
 
 
 def decode_request(body: bytes | memoryview, head_length: int | None) -> OipHttpRequest:
-    """Return what the body of a request asks for; model and version are in the URL.
+    """Decode the body of a request. The model and its version are in the URL.
 
     Args:
-        head_length: value of HEAD_LENGTH; None: the header is missing, all is JSON.
+        head_length: the value of HEAD_LENGTH; None: there is no such header, all is JSON.
 
     Raises:
         BadRequest: malformed; names the field or the tensor.
@@ -106,7 +106,7 @@ def decode_request(body: bytes | memoryview, head_length: int | None) -> OipHttp
 def encode_response(
     model: str, outputs: Mapping[str, Array], *, asked: OipHttpRequest, version: str = ""
 ) -> tuple[int | None, list[Any]]:
-    """Return the length of the head, or None where all is JSON, and the buffers of the body.
+    """Return the length of the head, None if all is JSON, and the buffers of the body.
 
     Raises:
         BadRequest: a tensor cannot be sent; names it.
@@ -135,7 +135,7 @@ def encode_response(
 
 
 def decode_response(body: bytes | memoryview, head_length: int | None) -> OipResponse:
-    """Return what the body of an answer says. Raises: BadRequest: malformed."""
+    """Decode the body of an answer. Raises: BadRequest: malformed."""
     head, rest = _split(body, head_length)
     return OipResponse(
         model=_text(head, "model_name"),
@@ -146,7 +146,7 @@ def decode_response(body: bytes | memoryview, head_length: int | None) -> OipRes
 
 
 def encode_metadata(spec: ModelSpec, platform: str) -> dict[str, Any]:
-    """Return the metadata of a model, for JSON; axis 0 of each tensor is -1."""
+    """Return the metadata of a model as a JSON document. Axis 0 of each tensor is -1."""
     return {
         "name": spec.name,
         "versions": [spec.version],
@@ -158,7 +158,7 @@ def encode_metadata(spec: ModelSpec, platform: str) -> dict[str, Any]:
 
 
 def decode_metadata(body: bytes) -> ModelSpec:
-    """Return the model that metadata describe. Raises: BadRequest: malformed."""
+    """Return the model that the metadata describes. Raises: BadRequest: malformed."""
     document = parse_json(body)
     versions = document.get("versions") or [""]
     tensors = {
@@ -184,7 +184,7 @@ def decode_metadata(body: bytes) -> ModelSpec:
 
 
 def _describe(name: str, rows: Rows, body: list[Any]) -> dict[str, Any]:
-    """Return the head of a tensor; add its bytes to `body`."""
+    """Return the description of a tensor for the head; add its bytes to `body`."""
     dtype, shape, arrays = join_rows(name, rows)
     body.extend(raw_bytes(array) for array in arrays)
     return {
@@ -211,7 +211,7 @@ def _decode_tensors(head: dict[str, Any], kind: str, rest: memoryview) -> dict[s
             raise BadRequest(f"tensor {name}: came twice")
         datatype = _text(tensor, "datatype")
         is_bfloat16 = kind == "outputs" and datatype == BFLOAT16
-        # Of an answer what can be read: others nobody asked for.
+        # Outputs of other types are skipped: nobody asked for them.
         is_skipped = kind == "outputs" and datatype not in OIP_TO_NUMPY and not is_bfloat16
         unknown = np.dtype("float32" if is_bfloat16 else "void")
         dtype = unknown if is_bfloat16 or is_skipped else numpy_dtype(name, datatype)
@@ -234,7 +234,7 @@ def _decode_tensors(head: dict[str, Any], kind: str, rest: memoryview) -> dict[s
         elif not is_skipped:
             arrays[name] = _decode_data(name, tensor.get("data"), dtype, shape)
     if len(rest):
-        raise BadRequest(f"{len(rest)} bytes are left behind the last tensor")
+        raise BadRequest(f"{len(rest)} bytes are left after the last tensor")
     return arrays
 
 

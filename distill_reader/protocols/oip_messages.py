@@ -1,8 +1,8 @@
-"""Messages of the Open Inference Protocol (KServe v2) over gRPC: ndarrays in, bytes out, and back.
+"""Encode and decode messages of the Open Inference Protocol (KServe v2) over gRPC.
 
-Source: https://github.com/kserve/open-inference-protocol; RepositoryIndex is of Triton's model
-repository extension. Tensors travel as raw contents; typed
-contents are understood. `oip_json.py` has the same over HTTP.
+Source: https://github.com/kserve/open-inference-protocol; RepositoryIndex is from Triton's model
+repository extension. Tensors are sent as raw contents; typed contents are understood, too.
+`oip_json.py` has the HTTP side.
 """
 
 import json
@@ -36,7 +36,7 @@ from distill_reader.protocols.protobuf_wire import PackedNumbers, ProtobufError
 
 SERVICE = "inference.GRPCInferenceService"
 MAX_TENSORS = 1024  # of a request or a response
-# Properties of a model, beside those of other servers.
+# Our properties of a model; other servers have their own.
 _FORMS, _DIGEST, _ACCEPTS = "edl_takes_forms", "edl_digest", "edl_accepts"
 
 _METADATA = "string name = 1; string datatype = 2; repeated int64 shape = 3"
@@ -67,7 +67,7 @@ MESSAGES = message_classes(
     },
 )
 
-# Where typed contents are: datatype -> field of InferTensorContents and the type it holds.
+# Typed contents: datatype -> field of InferTensorContents, and the type of its numbers.
 _CONTENTS = {
     "BOOL": (1, "bool"),
     "INT8": (2, "int32"),
@@ -81,26 +81,26 @@ _CONTENTS = {
     "FP32": (6, "float32"),
     "FP64": (7, "float64"),
 }
-# Parameters that change what is meant, so that ignoring them would answer something else.
+# Parameters that change the meaning of a request: they must not be ignored.
 _UNSUPPORTED = ("shared_memory_region", "classification")
 _TENSORS, _WANTED, _RAW_INPUTS = 5, 6, 7  # fields of ModelInferRequest
-_RAW_OUTPUTS = 6  # of ModelInferResponse; its tensors have the number that they have above
+_RAW_OUTPUTS = 6  # of ModelInferResponse; its tensors have the same number as the request's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OipRequest:
-    """A request for an inference. Arrays are views of the message that it came in."""
+    """An inference request. Arrays are views of the message."""
 
     model: str
-    version: str = ""  # "": whichever
+    version: str = ""  # "": any
     request_id: str = ""
     inputs: Mapping[str, Array]
-    outputs: tuple[str, ...] = ()  # those wanted; empty: all
+    outputs: tuple[str, ...] = ()  # the wanted ones; empty: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OipResponse:
-    """The answer to it. Arrays are views of the message that it came in."""
+    """An inference response. Arrays are views of the message."""
 
     model: str
     version: str = ""
@@ -110,7 +110,7 @@ class OipResponse:
 
 @dataclass(slots=True)
 class _Tensor:
-    """A tensor of a message before its bytes are found."""
+    """A tensor of a message, before its bytes are assigned."""
 
     name: str = ""
     datatype: str = ""
@@ -136,10 +136,10 @@ def encode_request(
 
 
 def decode_request(message: bytes | memoryview) -> OipRequest:
-    """Return what a ModelInferRequest asks for.
+    """Decode a ModelInferRequest.
 
     Raises:
-        BadRequest: malformed, or wants what is not supported; names the tensor.
+        BadRequest: malformed or not supported; names the tensor.
     """
     return OipRequest(**_decode(message, _TENSORS, _RAW_INPUTS, _WANTED))
 
@@ -156,14 +156,14 @@ def encode_response(
 
 
 def decode_response(message: bytes | memoryview) -> OipResponse:
-    """Return what a ModelInferResponse says. Raises: BadRequest: malformed; names the tensor."""
+    """Decode a ModelInferResponse. Raises: BadRequest: malformed; names the tensor."""
     found = _decode(message, _TENSORS, _RAW_OUTPUTS, None)
     del found["outputs"]
     return OipResponse(outputs=found.pop("inputs"), **found)
 
 
 def encode_metadata(spec: ModelSpec, platform: str) -> bytes:
-    """Return the ModelMetadataResponse of a model; axis 0 of each tensor is -1."""
+    """Return the ModelMetadataResponse of a model. Axis 0 of each tensor is -1."""
     tensor = MESSAGES["ModelMetadataResponse.TensorMetadata"]
     message = MESSAGES["ModelMetadataResponse"](
         name=spec.name,
@@ -197,7 +197,7 @@ def decode_metadata(message: bytes) -> ModelSpec:
 
 
 def metadata_of(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
-    """Return name, datatype and shape of tensors as the metadata of a model has them."""
+    """Return the name, datatype and shape of tensors, as in a model's metadata."""
     return [
         {
             "name": spec.name,
@@ -209,7 +209,7 @@ def metadata_of(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
 
 
 def properties_of(spec: ModelSpec) -> dict[str, str]:
-    """Return what the protocol has no field for, for those who know of it: our students."""
+    """Return what only our students understand: the protocol has no fields for it."""
     accepts = {
         tensor.name: [[encoding.dtype, list(encoding.shape)] for encoding in tensor.accepts]
         for tensor in spec.inputs
@@ -224,7 +224,7 @@ def properties_of(spec: ModelSpec) -> dict[str, str]:
 
 
 def with_properties(spec: ModelSpec, properties: Mapping[str, Any]) -> ModelSpec:
-    """Return the spec with what `properties_of` says of it; those of other servers say nothing."""
+    """Return the spec with the values of `properties_of`. Other servers have none."""
     try:
         accepts = json.loads(properties.get(_ACCEPTS) or "{}")
         inputs = tuple(
@@ -249,9 +249,9 @@ def with_properties(spec: ModelSpec, properties: Mapping[str, Any]) -> ModelSpec
 
 
 def spec_of(name: str, datatype: str, shape: Sequence[int], *, is_output: bool) -> TensorSpec:
-    """Return a tensor that metadata describe; axis 0 of `shape` counts samples.
+    """Return the tensor that metadata describes. Axis 0 of `shape` counts samples.
 
-    One that cannot be used, as an output that is text, says so to who wants it: others do not care.
+    If it cannot be used, such as text, `unusable` says why: an error only for those who want it.
     """
     dtype, unusable = OIP_TO_NUMPY.get(datatype, "void"), ""
     if datatype == BFLOAT16 and is_output:
@@ -261,7 +261,7 @@ def spec_of(name: str, datatype: str, shape: Sequence[int], *, is_output: bool) 
     elif not shape or shape[0] not in (-1, 1):
         dtype = "void"
         unusable = (
-            f"has the shape {list(shape)}, of which axis 0 does not count samples: serve the model "
+            f"has shape {list(shape)}, and axis 0 does not count samples: serve the model "
             "with a batch axis (Triton: max_batch_size above 0, or -1 as the first of dims)"
         )
     return TensorSpec(
@@ -363,7 +363,7 @@ def check_parameter(tensor: str, name: str) -> None:
 def _find_arrays(
     tensors: list[_Tensor], raw: list[memoryview], *, is_answer: bool
 ) -> dict[str, Array]:
-    """Return the arrays by name; of an answer those that can be read: others nobody asked for."""
+    """Return the arrays by name. Unreadable ones of an answer are skipped: nobody wants them."""
     if raw and len(raw) != len(tensors):
         raise BadRequest(
             f"{len(tensors)} tensors have {len(raw)} raw contents; if one is raw, all must be"

@@ -22,13 +22,13 @@ from distill_reader.model.tensors import Array, raw_bytes
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types
 
-MAX_FIELDS = 1 << 16  # of one message: each costs time and memory, whatever its size
-_VARINT_BLOCK = 1 << 18  # bytes decoded at a time: what is needed besides the result stays small
+MAX_FIELDS = 1 << 16  # of one message: each costs time and memory, however small it is
+_VARINT_BLOCK = 1 << 18  # bytes decoded at a time, to bound the temporary memory
 _INT64_MASK = (1 << 64) - 1
 
 
 class ProtobufError(DistillError):
-    """Bytes are no message of the expected kind."""
+    """Bytes are not a message of the expected kind."""
 
 
 def read_fields(message: memoryview) -> Iterator[tuple[int, int, Any]]:
@@ -122,10 +122,10 @@ def read_ints(wire_type: int, value: Any, into: list[int], *, limit: int) -> Non
 
 
 class PackedNumbers:
-    """The elements of one repeated numeric field, as they come, packed or one by one."""
+    """The elements of one repeated numeric field, packed or one by one."""
 
     def __init__(self, dtype: str) -> None:
-        """`dtype`: what the field's type holds; floats are fixed on the wire, the rest varints."""
+        """`dtype`: of the elements; floats have a fixed size in messages, others are varints."""
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._is_fixed = self.dtype.kind == "f"
         self._parts: list[memoryview] = []
@@ -142,13 +142,13 @@ class PackedNumbers:
         self._parts.append(value)
 
     def count(self) -> int:
-        """Return how many elements there are, without decoding them."""
+        """Return the number of elements, without decoding them."""
         if self._is_fixed:
             return sum(map(len, self._parts)) // self.dtype.itemsize
         return sum(_count_varints(part) for part in self._parts)
 
     def array(self) -> Array:
-        """Return the elements; a view of the message where they lie there as they are.
+        """Return the elements: a view of the message if they need no decoding.
 
         Raises:
             ProtobufError: a varint is malformed.
@@ -165,7 +165,7 @@ class PackedNumbers:
 
 
 def write_varint(number: int, value: int) -> bytes:
-    """Return a field of an integer or bool; negative ones as int32 and int64 have them."""
+    """Return a field of an integer or bool. Negative numbers are encoded as in int32 and int64."""
     return b"" if value == 0 else _varint(number << 3) + _varint(value & _INT64_MASK)
 
 
@@ -175,12 +175,12 @@ def write_bytes(number: int, value: bytes | bytearray | memoryview) -> bytes:
 
 
 def write_text(number: int, value: str) -> bytes:
-    """Return a field of text; nothing if it is empty. What UTF-8 has not becomes "?"."""
+    """Return a field of text; nothing if it is empty. "?" replaces what UTF-8 lacks."""
     return write_bytes(number, value.encode(errors="replace")) if value else b""
 
 
 def write_head(number: int, size: int) -> bytes:
-    """Return what comes before the `size` bytes of a field."""
+    """Return the header of a field of `size` bytes."""
     return _varint(number << 3 | BYTES) + _varint(size)
 
 
@@ -191,7 +191,7 @@ def write_ints(number: int, values: Iterable[int]) -> bytes:
 
 
 def pack_varints(array: Array) -> bytes:
-    """Return the content of a packed repeated field of integers or bools: many, so by numpy."""
+    """Return the content of a packed repeated field of many integers or bools."""
     flat = array.reshape(-1)
     if flat.dtype.kind == "b":
         return flat.astype(np.uint8).tobytes()
@@ -231,7 +231,7 @@ def _count_varints(part: memoryview) -> int:
 
 
 def _decode_varints(part: memoryview, out: Array) -> int:
-    """Decode all of `part` to the start of `out`; return how many they are."""
+    """Decode all of `part` into the start of `out`; return the number of elements."""
     data = np.frombuffer(part, np.uint8)
     if len(data) and data[-1] >= 0x80:
         raise ProtobufError("a varint goes beyond the end of its field")

@@ -1,7 +1,7 @@
-"""Paddle Serving's messages as JSON, the way its server (brpc) writes them.
+"""Encode and decode Paddle Serving's messages as JSON, as its server (brpc) does.
 
-Fields have their names of the .proto file, integers of 64 bits are numbers, bytes are base64,
-unknown fields are ignored.
+Fields have the names of the .proto file, 64-bit integers are numbers, bytes are base64, and unknown
+fields are ignored.
 """
 
 import base64
@@ -24,13 +24,13 @@ from distill_reader.protocols.serving_messages import (
     elem_type_of,
 )
 
-_MAX_BRACKETS = 1 << 17  # lists and objects of a document: each takes a hundred bytes
+_MAX_BRACKETS = 1 << 17  # lists and objects in a document: each takes a hundred bytes
 
 _OTHER_DATA = ("uint32_data", "complex64_data", "complex128_data", "data")
 
 
 def parse_json(text: bytes | bytearray | memoryview) -> dict[str, Any]:
-    """Return a JSON object. Raises: BadRequest: it is none."""
+    """Parse a JSON object. Raises: BadRequest: `text` is none."""
     data = bytes(text)
     if data.count(b"[") + data.count(b"{") > _MAX_BRACKETS:
         raise BadRequest(
@@ -38,7 +38,7 @@ def parse_json(text: bytes | bytearray | memoryview) -> dict[str, Any]:
         )
     try:
         document = json.loads(data)
-    except (ValueError, RecursionError) as error:  # of a deep nesting
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise BadRequest(f"the body is no JSON: {error}") from error
     if not isinstance(document, dict):
         raise BadRequest(f"the body must be a JSON object, got {type(document).__name__}")
@@ -46,10 +46,10 @@ def parse_json(text: bytes | bytearray | memoryview) -> dict[str, Any]:
 
 
 def decode_request(text: bytes | memoryview) -> ServingRequest:
-    """Return what a Request asks for.
+    """Decode a Request.
 
     Raises:
-        BadRequest: no JSON, or not of this form; names the field or the tensor.
+        BadRequest: no JSON, or not a Request; names the field or the tensor.
     """
     document = parse_json(text)
     return ServingRequest(

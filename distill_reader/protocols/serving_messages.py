@@ -1,6 +1,6 @@
-"""Messages of Paddle Serving's GeneralModelService: ndarrays in, bytes out, and back.
+"""Encode and decode the messages of Paddle Serving's GeneralModelService.
 
-The numbers of fields and types are those of Paddle Serving 0.9 (general_model_service.proto);
+The numbers of fields and types are from Paddle Serving 0.9 (general_model_service.proto).
 `serving_json.py` has the same messages as JSON.
 """
 
@@ -24,11 +24,11 @@ from distill_reader.protocols import protobuf_wire as pb
 from distill_reader.protocols.protobuf_wire import PackedNumbers, ProtobufError
 
 SERVICE = "baidu.paddle_serving.predictor.general_model.GeneralModelService"
-ENGINE = "general_infer_0"  # what the original calls the only model of a server
+ENGINE = "general_infer_0"  # the original's name for the only model of a server
 MAX_TENSORS = 1024
 MAX_REQUEST_BYTES = 512 << 20  # the original's bound
 
-ELEM_TYPES = {  # elem_type -> numpy's name; BF16 (6), COMPLEX and STRING (20) have none here
+ELEM_TYPES = {  # elem_type -> numpy's name; BF16 (6), COMPLEX and STRING (20) are not supported
     0: "int64",
     1: "float32",
     2: "int32",
@@ -40,7 +40,7 @@ ELEM_TYPES = {  # elem_type -> numpy's name; BF16 (6), COMPLEX and STRING (20) h
     9: "bool",
 }
 ELEM_TYPE_OF = {name: elem_type for elem_type, name in ELEM_TYPES.items()}
-DATA_FIELDS = {  # field of Tensor -> number, type of its elements; other types: tensor_content
+DATA_FIELDS = {  # field of Tensor -> number, type of its elements; others use tensor_content
     "int64_data": (1, "int64"),
     "float_data": (2, "float32"),
     "int_data": (3, "int32"),
@@ -54,15 +54,15 @@ _CONTENT = 15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingTensor:
-    """A tensor with the model's own name and the alias of the prototxt; either may be empty."""
+    """A tensor with the model's own name and the alias of the prototxt. Either may be empty."""
 
     name: str
     alias_name: str
-    array: Array  # a view of the message where its bytes lie there as they are
+    array: Array  # a view of the message if its bytes can be used as they are
 
     @property
     def label(self) -> str:
-        """What people know it by."""
+        """The name for messages to people."""
         return self.alias_name or self.name
 
 
@@ -78,7 +78,7 @@ class ServingRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingResponse:
-    """A Response. `outputs` are those of its first model; the original has one per engine."""
+    """A Response with the outputs of its first engine; the original may have several."""
 
     outputs: tuple[ServingTensor, ...] = ()
     engine_name: str = ENGINE
@@ -94,7 +94,7 @@ class ServingResponse:
 
 @dataclass(slots=True)
 class RawTensor:
-    """A Tensor before its data is found in one of the fields that may have it."""
+    """A Tensor without its data, which may be in one of several fields."""
 
     elem_type: int = 0
     name: str = ""
@@ -107,7 +107,7 @@ class RawTensor:
         return self.alias_name or self.name
 
     def dtype(self) -> np.dtype[Any]:
-        """Return what the elements are. Raises: BadRequest: a type that is not supported."""
+        """Return the type of the elements. Raises: BadRequest: it is not supported."""
         if self.elem_type not in ELEM_TYPES:
             known = ", ".join(f"{number} ({name})" for number, name in ELEM_TYPES.items())
             raise BadRequest(
@@ -116,11 +116,11 @@ class RawTensor:
         return np.dtype(ELEM_TYPES[self.elem_type]).newbyteorder("<")
 
     def check_data(self, found: Sequence[str], items: int) -> None:
-        """Refuse data in another field than the type's, or of another length than the shape's.
+        """Check that the data is in the field for its type, and as long as the shape says.
 
         Args:
             found: names of the fields that have data.
-            items: how many elements they have.
+            items: the number of elements in them.
 
         Raises:
             BadRequest: names the tensor.
@@ -183,10 +183,10 @@ def encode_request(
 def decode_request(
     message: bytes | memoryview, *, max_bytes: int = MAX_REQUEST_BYTES
 ) -> ServingRequest:
-    """Return what a Request asks for.
+    """Decode a Request.
 
     Args:
-        max_bytes: of the arrays; integers are up to eight times shorter in the message.
+        max_bytes: of the arrays; integers may be eight times shorter in the message.
 
     Raises:
         BadRequest: malformed or too large; names the tensor.
@@ -240,7 +240,7 @@ def encode_response(response: ServingResponse) -> bytes:
 def decode_response(
     message: bytes | memoryview, *, max_bytes: int = MAX_REQUEST_BYTES
 ) -> ServingResponse:
-    """Return what a Response says: the outputs of its first model.
+    """Decode a Response; return the outputs of its first engine.
 
     Raises:
         BadRequest: malformed or too large; names the tensor.
@@ -275,7 +275,7 @@ def decode_response(
 
 
 def elem_type_of(tensor: str, dtype: np.dtype[Any]) -> int:
-    """Return the elem_type of a dtype. Raises: BadRequest: it has none; names the tensor."""
+    """Return the elem_type of a dtype. Raises: BadRequest: there is none; names the tensor."""
     try:
         return ELEM_TYPE_OF[dtype.name]
     except KeyError:
@@ -283,7 +283,7 @@ def elem_type_of(tensor: str, dtype: np.dtype[Any]) -> int:
 
 
 def _encode_tensor(name: str, alias: str, rows: Rows) -> list[Any]:
-    """Return the parts of a Tensor, its bytes not copied where they go as they are."""
+    """Return the parts of a Tensor. Its bytes are not copied if they are sent as they are."""
     dtype, shape, arrays = join_rows(alias or name, rows)
     elem_type = elem_type_of(alias or name, dtype)
     number = DATA_FIELDS[DATA_FIELD_OF[dtype.name]][0] if dtype.name in DATA_FIELD_OF else _CONTENT

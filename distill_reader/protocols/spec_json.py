@@ -1,4 +1,4 @@
-"""A model's spec as JSON: as the fast path's greetings carry it. Pure."""
+"""Convert a model's spec to JSON and back, for the fast path's greetings. Pure."""
 
 import json
 from collections.abc import Mapping

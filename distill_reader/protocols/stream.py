@@ -1,7 +1,7 @@
-"""Move bytes through stream sockets: many buffers at once, whole buffers, in one system call each.
+"""Send and receive whole buffers on stream sockets, with few system calls.
 
-The sockets block, and the kernel keeps the time (SO_RCVTIMEO, SO_SNDTIMEO): a call for a large
-buffer comes back to Python once, when it is full, and needs the interpreter's lock once.
+The sockets block, with time-outs in the kernel (SO_RCVTIMEO, SO_SNDTIMEO): receiving a large buffer
+returns to Python only once, when it is full, and takes the interpreter's lock only once.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import numpy as np
 
 from distill_reader.errors import DistillError
 
-# Bytes, a memoryview of bytes or a numpy array, contiguous: what no type says before Python 3.12.
+# Bytes, a memoryview of bytes or a numpy array, contiguous. Before Python 3.12 no type says that.
 Sendable = Any
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
@@ -27,7 +27,7 @@ _WAITALL = int(socket.MSG_WAITALL)
 _MORE = int(socket.MSG_MORE)
 _SCRATCH_BYTES = 256 << 10
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
-MIN_RATE = 1 << 20  # bytes per second: what a peer that is slower than this is taken for stalled
+MIN_RATE = 1 << 20  # bytes per second; a slower peer is considered stalled
 
 
 class StreamEnded(DistillError):  # noqa: N818 - named by what is the case
@@ -53,8 +53,8 @@ def prepare(sock: socket.socket, timeout_s: float) -> None:
 
 
 def set_timeout(sock: socket.socket, timeout_s: float) -> None:
-    """Let a call on `sock` wait no longer than this without having moved all its bytes."""
-    seconds = max(timeout_s, 0.001)  # 0 would mean for ever
+    """Limit how long a call on `sock` may take to move all its bytes."""
+    seconds = max(timeout_s, 0.001)  # 0 would mean forever
     value = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
@@ -63,11 +63,11 @@ def set_timeout(sock: socket.socket, timeout_s: float) -> None:
 def send(
     sock: socket.socket, buffers: Sequence[Sendable], size_bytes: int, timeout_s: float
 ) -> None:
-    """Send all of `buffers`, one after the other.
+    """Send all of `buffers` in order.
 
     Args:
-        size_bytes: of all of them; the caller knows, and adding up thousands takes time.
-        timeout_s: as given to `set_timeout`; large buffers may take longer if they move.
+        size_bytes: of all buffers; the caller knows it, and adding up thousands takes time.
+        timeout_s: as given to `set_timeout`; large buffers may take longer while they progress.
 
     Raises:
         StreamEnded, StreamStalled.
@@ -105,7 +105,7 @@ def receive(sock: socket.socket, view: memoryview, timeout_s: float) -> None:
     """Fill `view` (bytes).
 
     Args:
-        timeout_s: as given to `set_timeout`; large buffers may take longer if they fill.
+        timeout_s: as given to `set_timeout`; large buffers may take longer while they progress.
 
     Raises:
         StreamEnded, StreamStalled.
@@ -130,7 +130,7 @@ def receive_bytes(sock: socket.socket, size: int, timeout_s: float) -> bytes:
 
 
 def skip(sock: socket.socket, size: int, timeout_s: float) -> None:
-    """Read `size` bytes and forget them. Raises: StreamEnded, StreamStalled."""
+    """Receive `size` bytes and discard them. Raises: StreamEnded, StreamStalled."""
     deadline = time.monotonic() + timeout_s + size / MIN_RATE
     scratch = memoryview(bytearray(min(size, _SCRATCH_BYTES)))
     while size:
@@ -157,7 +157,7 @@ def receive_some(sock: socket.socket, view: memoryview, flags: int = 0) -> int:
 
 
 def has_ended(sock: socket.socket) -> bool:
-    """Return whether the other end has closed the connection. Does not wait, reads nothing."""
+    """Return whether the other end has closed the connection. Neither waits nor reads."""
     try:
         return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -167,8 +167,8 @@ def has_ended(sock: socket.socket) -> bool:
 
 
 def end(sock: socket.socket) -> None:
-    """End the connection for both sides and for threads that wait on it; does not close it."""
-    with contextlib.suppress(OSError):  # it has ended
+    """End the connection for both sides and for waiting threads, but do not close the socket."""
+    with contextlib.suppress(OSError):  # it has already ended
         sock.shutdown(socket.SHUT_RDWR)
 
 

@@ -1,28 +1,28 @@
-"""The fast path between a student and a teacher: what its bytes mean. Pure; `stream.py` moves them.
+"""The format of the fast path between a student and a teacher. Pure; `stream.py` does the I/O.
 
-A connection starts with a greeting each way, then the student sends one frame at a time and waits
-for the frame that answers it; requests in flight are as many connections. All is little-endian.
+A connection begins with a greeting in each direction. Then the student sends one frame at a time
+and waits for the answer; concurrent requests use a connection each. All numbers are little-endian.
 
     greeting   magic "EDLT", version u16, flags u16, body bytes u32; body: JSON
         hello      {"model", "nonce"}, then CR LF CR LF, so that an HTTP server refuses it at once;
-                   the nonce where there is a token, which older students sent themselves: "token"
-        challenge  {"challenge": nonce}, from a teacher that wants a token; then comes a
-        proof      {"proof"}: of the student
+                   the nonce only with a token (older students send the token itself: "token")
+        challenge  {"challenge": nonce}, from a teacher that wants a token; the answer is a
+        proof      {"proof"} of the student
         welcome    {"model": spec, "limits", "unix", "shared_memory", "proof"}  or  {"error": ...}
     frame      kind u8, flags u8, tensors u16, outputs u16, 0 u16, request id u32,
                meta bytes u32, payload bytes u64; meta; payload
-        PREDICT    meta: outputs wanted (u16 each; none: all), tensors; payload: their bytes one
-                   after the other, or nothing if SHARED: they lie in the memory that was shared.
-                   If NAMED, an output wanted is a u16 of bytes and its name, which may be that
-                   of a form (output_encodings.py); only to a teacher whose model says `takes_forms`
+        PREDICT    meta: wanted outputs (u16 each; none: all), tensors; payload: their bytes in
+                   order, or nothing if SHARED: then they are in the shared memory.
+                   If NAMED, a wanted output is a u16 of bytes and its name, which may name an
+                   encoding (output_encodings.py); only for a model with `takes_forms`
         ANSWER     meta: tensors; payload: their bytes
-        ERROR      meta: JSON {"kind", "text"}, with "delay_s" where it is busy, "tries" where it
-                   failed more than once, "too_large": true where fewer samples may do
+        ERROR      meta: JSON {"kind", "text"}, with "delay_s" if the teacher is busy, "tries" if
+                   it failed more than once, "too_large": true if fewer samples may work
         SHARE      the next byte carries the descriptor of the student's memory (SCM_RIGHTS)
         SHARED     answers SHARE: the teacher has mapped it
-    tensor     index in the model's spec u16, dtype u8, axes u8, offset u64, then u64 per axis;
-               index: in the answer to a NAMED request, among the outputs wanted;
-               offset: in the shared memory if SHARED, else 0
+    tensor     position u16, dtype u8, axes u8, offset u64, then u64 per axis;
+               position: among the model's inputs or outputs, in the answer to a NAMED request
+               among the wanted outputs; offset: in the shared memory if SHARED, else 0
 """
 
 import json
@@ -48,7 +48,7 @@ from distill_reader.errors import (
 from distill_reader.model.specs import ModelSpec
 from distill_reader.protocols.spec_json import json_object, spec_from_json, spec_to_json, text_of
 
-MAGIC = b"EDLT"  # of every greeting; what a server on a shared port tells the fast path by
+MAGIC = b"EDLT"  # begins every greeting; a server on a shared port knows the fast path by it
 VERSION = 1
 
 GREETING = struct.Struct("<4sHHI")
@@ -72,7 +72,7 @@ _CODES = {name: code for code, name in enumerate(DTYPES)}
 _ITEM_BYTES = tuple(np.dtype(name).itemsize for name in DTYPES)
 _MAX_AXES = 32
 _MAX_NAME_BYTES = 4096
-_MAX_ITEMS = 1 << 48  # of a tensor, axes of length 0 counted as 1: far from what overflows
+_MAX_ITEMS = 1 << 48  # of a tensor, counting axes of length 0 as 1: no product can overflow
 
 _ERRORS: dict[str, type[DistillError]] = {
     "bad_request": BadRequest,
@@ -83,13 +83,13 @@ _ERRORS: dict[str, type[DistillError]] = {
 }
 
 
-class WireTensor(NamedTuple):  # a tuple, as FrameHead: made for every request, three times as fast
+class WireTensor(NamedTuple):  # a tuple, like FrameHead: made three times as fast, every request
     """A tensor as a frame describes it."""
 
-    place: int  # among the model's inputs or outputs
+    position: int
     dtype: str
     shape: tuple[int, ...]  # axis 0: samples
-    offset: int = 0  # in the shared memory, where the request lies there
+    offset: int = 0  # in the shared memory, if the request is there
 
     @property
     def size_bytes(self) -> int:
@@ -111,22 +111,22 @@ class FrameHead(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudentHello:
-    """What a student says first."""
+    """A student's greeting."""
 
     model: str = ""  # "": the only one
-    token: str = ""  # of a student of an older release
-    nonce: str = ""  # of one that has a token; "": it has none
+    token: str = ""  # sent by students of older releases only
+    nonce: str = ""  # "": the student has no token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherWelcome:
-    """What a teacher answers."""
+    """A teacher's greeting."""
 
     spec: ModelSpec
     max_request_bytes: int  # of all inputs of a request
-    unix: str = ""  # abstract name of its unix socket, for students of the same host; "": none
-    shared_memory: bool = False  # whether it maps memory of the student, over the unix socket
-    proof: str = ""  # that it knows the token; "": it wants none
+    unix: str = ""  # abstract name of its unix socket, for students on the same host; "": none
+    shared_memory: bool = False  # whether it maps the student's memory, over the unix socket
+    proof: str = ""  # proves that it has the token; "": it wants none
 
 
 # --- greetings
@@ -191,7 +191,7 @@ def parse_hello(body: bytes) -> StudentHello:
 
 
 def parse_challenge(body: bytes) -> str | None:
-    """Return the teacher's nonce; None: it is no challenge. Raises: FastPathError."""
+    """Return the teacher's nonce; None: the greeting is no challenge. Raises: FastPathError."""
     fields = json_object(body)
     return text_of(fields, "challenge") if "challenge" in fields else None
 
@@ -234,7 +234,7 @@ def pack_predict(
     *,
     in_shared_memory: bool,
 ) -> bytes:
-    """Return head and meta; the payload, if any, is sent behind them.
+    """Return head and meta. The caller sends the payload, if any, after them.
 
     Raises:
         BadRequest: a dtype that the format does not know, or too many tensors.
@@ -254,7 +254,7 @@ def pack_predict(
 
 
 def pack_answer(request_id: int, tensors: Sequence[WireTensor]) -> bytes:
-    """Return head and meta; the payload is sent behind them. Raises: BadRequest."""
+    """Return head and meta. The caller sends the payload after them. Raises: BadRequest."""
     meta = _pack_tensors(tensors)
     payload_bytes = sum(tensor.size_bytes for tensor in tensors)
     return HEAD.pack(ANSWER, 0, len(tensors), 0, 0, request_id, len(meta), payload_bytes) + meta
@@ -349,20 +349,20 @@ def _pack_names(names: Sequence[str]) -> bytes:
 
 
 def _parse_names(meta: bytes, count: int) -> tuple[list[str], int]:
-    """Return the names and where they end."""
-    names, position = [], 0
+    """Return the names, and the offset of their end."""
+    names, at = [], 0
     for _ in range(count):
-        begin = position + 2
+        begin = at + 2
         if begin > len(meta):
             raise FastPathError("frame too short for its outputs")
-        position = begin + int.from_bytes(meta[position:begin], "little")
-        if position > len(meta):
+        at = begin + int.from_bytes(meta[at:begin], "little")
+        if at > len(meta):
             raise FastPathError("frame too short for its outputs")
         try:
-            names.append(meta[begin:position].decode())
+            names.append(meta[begin:at].decode())
         except UnicodeDecodeError as error:
             raise FastPathError(f"an output's name is no UTF-8: {error}") from error
-    return names, position
+    return names, at
 
 
 def _pack_tensors(tensors: Sequence[WireTensor]) -> bytes:
@@ -372,31 +372,31 @@ def _pack_tensors(tensors: Sequence[WireTensor]) -> bytes:
         if code is None:
             raise BadRequest(f"dtype {tensor.dtype} cannot be sent: {', '.join(DTYPES)} can")
         axes = len(tensor.shape)
-        parts.append(_TENSOR.pack(tensor.place, code, axes, tensor.offset))
+        parts.append(_TENSOR.pack(tensor.position, code, axes, tensor.offset))
         parts.append(struct.pack(f"<{axes}Q", *tensor.shape))
     return b"".join(parts)
 
 
-def _parse_tensors(meta: bytes, position: int, count: int) -> list[WireTensor]:
+def _parse_tensors(meta: bytes, at: int, count: int) -> list[WireTensor]:
     tensors = []
     for _ in range(count):
-        if position + _TENSOR.size > len(meta):
+        if at + _TENSOR.size > len(meta):
             raise FastPathError("frame too short for its tensors")
-        place, code, axes, offset = _TENSOR.unpack_from(meta, position)
-        position += _TENSOR.size
+        position, code, axes, offset = _TENSOR.unpack_from(meta, at)
+        at += _TENSOR.size
         if code >= len(DTYPES):
             raise FastPathError(f"tensor of unknown dtype {code}")
         if not 1 <= axes <= _MAX_AXES:
             raise FastPathError(f"tensor of {axes} axes; possible are 1 to {_MAX_AXES}")
-        if position + 8 * axes > len(meta):
+        if at + 8 * axes > len(meta):
             raise FastPathError("frame too short for its tensors")
-        shape = struct.unpack_from(f"<{axes}Q", meta, position)
-        position += 8 * axes
+        shape = struct.unpack_from(f"<{axes}Q", meta, at)
+        at += 8 * axes
         if math.prod([length or 1 for length in shape]) > _MAX_ITEMS:
             raise FastPathError(f"tensor of shape {list(shape)} is too large")
-        tensors.append(WireTensor(place, DTYPES[code], shape, offset))
-    if position != len(meta):
-        raise FastPathError(f"{len(meta) - position} bytes too many behind the tensors")
+        tensors.append(WireTensor(position, DTYPES[code], shape, offset))
+    if at != len(meta):
+        raise FastPathError(f"{len(meta) - at} bytes too many after the tensors")
     return tensors
 
 
@@ -408,14 +408,14 @@ def _check_payload(head: FrameHead, tensors: Sequence[WireTensor]) -> None:
 
 def _error_to_json(error: DistillError) -> dict[str, Any]:
     kind = next((kind for kind, type_ in _ERRORS.items() if type(error) is type_), None)
-    if kind is None:  # a relation of one that has a name
+    if kind is None:  # a subclass of one in the table
         kind = next((kind for kind, type_ in _ERRORS.items() if isinstance(error, type_)), "failed")
     fields: dict[str, Any] = {"kind": kind, "text": str(error)[:_MAX_TEXT]}
     if isinstance(error, TeacherBusy):
         fields["delay_s"] = error.delay_s
     if isinstance(error, TeacherFailed):
         fields["tries"] = error.tries
-    if isinstance(error, RequestTooLarge):  # no kind of its own, which old students take for gone
+    if isinstance(error, RequestTooLarge):  # old students would take a new kind for TeacherGone
         fields["too_large"] = True
     return fields
 

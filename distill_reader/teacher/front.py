@@ -1,10 +1,10 @@
-"""The port of a teacher: accepts, looks at the first bytes, and hands over to the protocol.
+"""A teacher's port: accept connections, and pass each to its protocol by its first bytes.
 
     "EDLT"   the fast path: threads of fast.py
-    "PRI "   HTTP/2, so gRPC: passed on to gRPC's core, which wants a socket of its own
+    "PRI "   HTTP/2, so gRPC: relayed to gRPC's core, which wants a socket of its own
     others   HTTP/1.1, on the front's loop
 
-One thread has the loop, with the listener and HTTP; nothing of it may block.
+The listener and HTTP share one event loop in a thread of its own. Nothing on it may block.
 """
 
 import asyncio
@@ -36,58 +36,58 @@ from distill_reader.teacher.service.requests import InferenceService
 
 logger = logging.getLogger(__name__)
 
-_LOOK_BYTES = 4  # tell all protocols apart; the shortest HTTP request is longer
+_PEEK_BYTES = 4  # enough to tell the protocols apart; the shortest HTTP request is longer
 _BRPC_MAGIC = b"PRPC"  # Paddle Serving's C++ client
 _BACKLOG = 512
-_LOG_EVERY_S = 10.0  # a line about connections that are refused
+_LOG_EVERY_S = 10.0  # how often refused connections are logged
 _OUT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontConfig:
-    """Where a teacher listens, and to whom."""
+    """Where a teacher listens, and what clients need and may use."""
 
     bind: str = "127.0.0.1"
-    port: int = 9292  # 0: any that is free
-    grpc_port: int | None = None  # for gRPC alone, without the copy from the shared port
-    token: str = ""  # what clients must show; "": nothing
+    port: int = 9292  # 0: any free port
+    grpc_port: int | None = None  # a further port for gRPC alone, without the relay
+    token: str = ""  # clients must send it; "": they need none
     limits: FrontLimits = field(default_factory=FrontLimits)
 
 
 class Front:
-    """The listeners of a teacher. Started once, closed once."""
+    """The listeners of a teacher. Start and close it once."""
 
     def __init__(
         self, service: InferenceService, config: FrontConfig, metrics: Callable[[], bytes]
     ) -> None:
-        """`metrics`: returns what Prometheus is told."""
+        """`metrics`: returns the text for Prometheus."""
         self._service = service
         self._config = config
         self._metrics = metrics
-        self._connections = 0  # being looked at, HTTP and gRPC
-        self._refused_at = 0.0  # when a line about it was logged
+        self._connections = 0  # of HTTP and gRPC, and those whose protocol is not known yet
+        self._refused_at = 0.0  # when a refused connection was logged last
         self._listener: socket.socket | None = None  # None: not bound yet
         self._started = threading.Event()
         self._start_error: DistillError | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._grace_s = 0.0
-        self._looking: set[asyncio.Task[None]] = set()
+        self._dispatching: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name="front", daemon=True)
 
     def bind(self) -> None:
-        """Take the port; clients are refused until `start`. Called before it, or by it.
+        """Bind the port. Clients are refused until `start`, which calls this if nobody has.
 
         Raises:
             UsageError: an address cannot be listened on.
         """
         config = self._config
-        if config.grpc_port is not None:  # gRPC would say less about what is wrong
+        if config.grpc_port is not None:  # gRPC's own error would say less
             bind(config.bind, config.grpc_port, "--grpc_port").close()
         self._listener = bind(config.bind, config.port, "--port")
 
     def start(self) -> None:
-        """Listen; return when connections are served.
+        """Listen; return once connections are served.
 
         Raises:
             UsageError: an address cannot be listened on.
@@ -113,13 +113,13 @@ class Front:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of the listener."""
+        """The host and the port of the listener."""
         assert self._listener is not None, "bind first"
         host, port = self._listener.getsockname()[:2]
         return str(host), int(port)
 
     def close(self, grace_s: float = 5.0) -> None:
-        """Accept no more; return when requests at work are answered, or after `grace_s`."""
+        """Accept no more; return when running requests are answered, or after `grace_s`."""
         self._grace_s = grace_s
         if self._loop is not None and self._stop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -135,7 +135,7 @@ class Front:
         except DistillError as error:
             self._start_error = error
         except Exception as error:
-            # The outermost place of the thread: who started it must not wait for ever.
+            # `start` must not wait forever for a thread that has failed.
             logger.exception("the front failed")
             self._start_error = DistillError(f"the front failed: {error}")
         finally:
@@ -160,7 +160,7 @@ class Front:
             await self._stop.wait()
         finally:
             self._loop.remove_reader(self._listener)
-            for task in list(self._looking):
+            for task in list(self._dispatching):
                 task.cancel()
             await asyncio.gather(
                 self._http.stop(self._grace_s),
@@ -195,7 +195,7 @@ class Front:
             loop.add_reader(listener, self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
-        """Take what has come. Not awaited: what is accepted as a task is cancelled is lost."""
+        """Accept a connection. Not a coroutine: a cancelled one would lose the connection."""
         loop = asyncio.get_running_loop()
         try:
             sock, _ = listener.accept()
@@ -203,34 +203,34 @@ class Front:
             if error.errno in _OUT_OF:
                 self._log_refused(f"no connection can be accepted: {error}")
                 loop.remove_reader(listener)
-                loop.call_later(0.2, self._start_accepting, listener)  # some will end
-            return  # others are about the connection that came, and went
+                loop.call_later(0.2, self._start_accepting, listener)  # others will end
+            return  # any other error: the client has left already
         if self._connections >= self._config.limits.max_connections:
-            self._log_refused(f"a connection is refused: {self._connections} are open")
+            self._log_refused(f"a connection is refused: {self._connections} are open already")
             sock.close()
             return
         self._connections += 1
-        task = loop.create_task(self._look(sock))
-        self._looking.add(task)
-        task.add_done_callback(functools.partial(self._looked, sock))
+        task = loop.create_task(self._dispatch(sock))
+        self._dispatching.add(task)
+        task.add_done_callback(functools.partial(self._dispatched, sock))
 
-    def _looked(self, sock: socket.socket, task: "asyncio.Task[None]") -> None:
-        self._looking.discard(task)
+    def _dispatched(self, sock: socket.socket, task: "asyncio.Task[None]") -> None:
+        self._dispatching.discard(task)
         if task.cancelled():  # maybe before it began
             sock.close()
 
-    async def _look(self, sock: socket.socket) -> None:
-        """Hand a new connection over to the protocol that it speaks."""
+    async def _dispatch(self, sock: socket.socket) -> None:
+        """Pass a new connection to the protocol that it speaks."""
         try:
             first = await self._first_bytes(sock)
             if first == wire.MAGIC:
                 self._fast.start(sock)
                 self._connection_ended()
                 return
-            if first == PREFACE[:_LOOK_BYTES]:
+            if first == PREFACE[:_PEEK_BYTES]:
                 self._relay.start(sock, self._grpc_ended)
                 return
-            if len(first) == _LOOK_BYTES and first != _BRPC_MAGIC:
+            if len(first) == _PEEK_BYTES and first != _BRPC_MAGIC:
                 await self._start_http(sock)
                 return
             if first == _BRPC_MAGIC:
@@ -239,33 +239,33 @@ class Front:
                     "HttpClient, over HTTP or gRPC"
                 )
         except (OSError, TimeoutError) as error:
-            logger.debug("a connection is dropped: %s", error)
+            logger.debug("a connection is ended: %s", error)
         self._connection_ended()
         sock.close()
 
     async def _first_bytes(self, sock: socket.socket) -> bytes:
-        """Return what the client sends first, still unread; less than wanted if it ended.
+        """Return the first bytes without consuming them; fewer than needed if the client ended.
 
         Raises:
             OSError, TimeoutError: the connection broke, or nothing came.
         """
         sock.setblocking(False)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _LOOK_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _PEEK_BYTES)
         readable = asyncio.Event()
         loop = asyncio.get_running_loop()
-        loop.add_reader(sock, readable.set)  # so many bytes are there, or the end is
+        loop.add_reader(sock, readable.set)  # there are enough bytes, or the stream has ended
         try:
             async with asyncio.timeout(self._config.limits.first_byte_s):
                 await readable.wait()
         finally:
             loop.remove_reader(sock)
-        first = sock.recv(_LOOK_BYTES, socket.MSG_PEEK)
+        first = sock.recv(_PEEK_BYTES, socket.MSG_PEEK)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
         return first
 
     async def _start_http(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Its end is counted by the protocol from here on.
+        # From here on the protocol reports the end of the connection.
         connection = self._http.connection(self._connection_ended)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, sock)
@@ -276,7 +276,7 @@ class Front:
     def _grpc_ended(self) -> None:
         """Called by a thread of the relay."""
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody counts
+            with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._connection_ended)
 
     def _connection_ended(self) -> None:

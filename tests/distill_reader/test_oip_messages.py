@@ -274,7 +274,7 @@ def test_an_http_answer_is_json_unless_bytes_are_asked_for():
             b"1234",
             "tensor x: binary_data_size is True",
         ),
-        ('{"inputs": []}', b"1234", "4 bytes are left behind"),
+        ('{"inputs": []}', b"1234", "4 bytes are left after"),
         ('{"outputs": [{"name": "p", "parameters": 5}]}', b"", "parameters: must be an object"),
         (
             '{"outputs": [{"name": "p", "parameters": {"classification": 2}}]}',
@@ -372,7 +372,7 @@ def test_a_tensor_that_cannot_be_read_matters_to_who_wants_it_alone(spec):
     assert spec.output("half").dtype == "float32"
     for name, words in (
         ("label", "t:1: predicts: output label is BYTES, and only BOOL, .* are read"),
-        ("flat", r"output flat has the shape \[16\], of which axis 0 does not .* max_batch_size"),
+        ("flat", r"output flat has shape \[16\], and axis 0 does not .* max_batch_size"),
     ):
         with pytest.raises(BadRequest, match=words):
             RequestMapping("t:1", spec, ("x",), Labels((name,), "", None))
@@ -383,8 +383,8 @@ def test_a_tensor_that_cannot_be_read_matters_to_who_wants_it_alone(spec):
     [
         ("BYTES", [-1, 1], "model m: input x is BYTES, and only"),
         ("BF16", [-1, 2], "input x is BF16, and only"),
-        ("FP32", [16], r"input x has the shape \[16\], of which axis 0 does not count samples"),
-        ("FP32", [], r"input x has the shape \[\], of which"),
+        ("FP32", [16], r"input x has shape \[16\], and axis 0 does not count samples"),
+        ("FP32", [], r"input x has shape \[\], and axis 0 does not"),
     ],
 )
 def test_an_input_that_cannot_be_sent_is_refused_by_name(datatype, shape, words):

@@ -33,7 +33,7 @@ DTYPES = ("bool", "uint8", "int8", "int16", "int64", "float16", "float32", "floa
 tensors = st.lists(
     st.builds(
         WireTensor,
-        place=st.integers(0, 65535),
+        position=st.integers(0, 65535),
         dtype=st.sampled_from(DTYPES),
         shape=st.lists(st.integers(0, 1000), min_size=1, max_size=4).map(tuple),
         offset=st.integers(0, 2**63),

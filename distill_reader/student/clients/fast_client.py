@@ -193,7 +193,7 @@ class FastClient:
         for tensor in tensors:
             output = np.empty(tensor.shape, tensor.dtype)
             stream.receive(self._sock, stream.bytes_of(output), timeout_s)
-            outputs[tensor.place] = output
+            outputs[tensor.position] = output
         return outputs
 
     def _receive_frame(self, kind: int, timeout_s: float) -> tuple[wire.FrameHead, bytes]:

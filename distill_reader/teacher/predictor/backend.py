@@ -1,4 +1,4 @@
-"""What a predictor process asks of a model, whatever framework runs it."""
+"""The interface of a model that a predictor computes, whatever framework runs it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,26 +13,26 @@ Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """Where a predictor computes."""
+    """The device on which a predictor computes."""
 
-    gpu: int | None = None  # index as CUDA counts; None: on the CPU
+    gpu: int | None = None  # CUDA's index; None: the CPU
     threads: int = 1  # of the math library, on the CPU
     memory_optim: bool = False  # let Paddle reuse the memory of intermediate tensors
 
 
 class Backend(Protocol):
-    """A loaded model. Made and used in one predictor process, by one thread."""
+    """A loaded model. It is created and used by one thread of one predictor process."""
 
     @property
     def spec(self) -> ModelSpec: ...
 
     def run(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Return all outputs by name for one batch; the inputs are only valid during the call."""
+        """Return all outputs of a batch by name. The inputs are valid only during the call."""
         ...
 
 
 class BackendFactory(Protocol):
-    """Named on the command line as `--backend module:function`, for models of other frameworks."""
+    """A function that `--backend module:function` names, for models of other frameworks."""
 
     def __call__(self, folder: str, name: str, device: Device) -> Backend:
         """Load the model in `folder`.

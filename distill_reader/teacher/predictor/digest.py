@@ -1,6 +1,6 @@
-"""Tells versions of a model by the bytes of its files.
+"""Compute a digest of a model's files. It identifies the version of the model.
 
-A backend puts `digest_of` its model's files into its spec, for the students' caches of soft labels.
+A backend puts it into its spec, for the students' caches of soft labels.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ Stamp = tuple[tuple[str, int, int, int], ...]
 
 
 def stamp(files: Iterable[Path]) -> Stamp:
-    """Return what changes when a file is written or replaced. Raises: ModelError."""
+    """Return a value that changes when a file is written or replaced. Raises: ModelError."""
     try:
         stats = [(str(file), file.stat()) for file in files]
     except OSError as error:
@@ -26,10 +26,10 @@ def stamp(files: Iterable[Path]) -> Stamp:
 
 
 def digest_of(root: str | Path, files: Iterable[Path], *more: str) -> str:
-    """Return a digest of the files, by their names below `root`, and of `more`, in hexadecimal.
+    """Return a hexadecimal digest of the files, of their names relative to `root`, and of `more`.
 
     Raises:
-        ModelError: one cannot be read.
+        ModelError: a file cannot be read.
     """
     total = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for text in more:

@@ -1,6 +1,6 @@
-"""From what students send to what a model takes, and from what it returns to what they want. Pure.
+"""Decode inputs to the model's types, and encode outputs as students want them. Pure.
 
-The model keeps its floats; narrow types and the largest values alone travel.
+The model keeps its floats. Narrow types and the largest values are only for the network.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from distill_reader.teacher.predictor.backend import Array
 
 
 def decode_input(array: Array, tensor: TensorSpec, normalization: Normalization | None) -> Array:
-    """Return what the model takes, for samples in any form that `tensor` accepts."""
+    """Convert samples from any encoding that `tensor` accepts to the model's own type."""
     if array.dtype == np.dtype(tensor.dtype):
         return array
     if array.dtype == np.uint8 and normalization is not None:
@@ -25,7 +25,7 @@ def decode_input(array: Array, tensor: TensorSpec, normalization: Normalization 
 
 
 class Encoder:
-    """The forms of one batch's outputs; what several of them need is computed once."""
+    """Encodes the outputs of one batch. What several encodings need is computed once."""
 
     def __init__(self, outputs: Sequence[Array], names: Sequence[str]) -> None:
         self._outputs = outputs
@@ -33,7 +33,7 @@ class Encoder:
         self._tops: dict[tuple[int, int], tuple[Array, Any]] = {}
 
     def encode(self, encoding: OutputEncoding) -> Array:
-        """Return (N, ...) in this form.
+        """Return the output in this encoding, as (N, ...).
 
         Raises:
             BadRequest: values do not fit the type.
@@ -74,9 +74,9 @@ class Encoder:
 
 
 def _largest(output: Any, top_k: int) -> tuple[Array, Any]:
-    """Return values and places of the largest, in order; of equal ones the first comes first."""
+    """Return the values and indices of the largest, in order. Equal ones keep their order."""
     classes = output.shape[-1]
-    # NaN has no order: it is neither large nor small, and must not hide what is large.
+    # NaN has no order. It must not hide large values.
     keys = np.where(np.isnan(output), np.inf, -output)
     if top_k < classes:
         some = np.sort(np.argpartition(keys, top_k - 1, axis=-1)[..., :top_k], axis=-1)
@@ -88,7 +88,7 @@ def _largest(output: Any, top_k: int) -> tuple[Array, Any]:
 
 
 def _log_rest(output: Any, indices: Any) -> Array:
-    """Return log(sum(exp)) over all but `indices`, as (N, ..., 1); -inf where there are none."""
+    """Return log(sum(exp)) over all values but those at `indices`, as (N, ..., 1); none: -inf."""
     others = output.astype(np.float64)
     np.put_along_axis(others, indices, -np.inf, -1)
     most = others.max(-1, keepdims=True)

@@ -1,8 +1,8 @@
-"""Finds the model in a folder, whatever program exported it, and tells what it takes and returns.
+"""Find the model in a folder, and read its inputs and outputs.
 
-Known are the layouts of Paddle 3 (`x.json` and `x.pdiparams`), Paddle 2 (`x.pdmodel` and
-`x.pdiparams`) and 1.x (`__model__` with `__params__`, or with one file per parameter), each with
-or without the config file of Paddle Serving, which gives its tensors their aliases.
+The folder may be of Paddle 3 (`x.json` and `x.pdiparams`), Paddle 2 (`x.pdmodel` and `x.pdiparams`)
+or Paddle 1.x (`__model__` with `__params__`, or with a file per parameter). A config file of Paddle
+Serving beside them gives the tensors aliases.
 """
 
 from collections.abc import Sequence
@@ -33,14 +33,14 @@ class ModelFiles:
     folder: Path
     program: Path
     params: Path | None  # None: one file per parameter, beside the program
-    config: ModelConfig | None  # None: no Paddle Serving config; tensors go by their own names
+    config: ModelConfig | None  # None: no Paddle Serving config, so tensors have no aliases
 
     @property
     def paths(self) -> list[Path]:
         """The files of program and parameters."""
         if self.params is not None:
             return [self.program, self.params]
-        # One file per parameter, with names that only the program knows: all that lies there.
+        # One file per parameter, with names that only the program knows: take all files.
         return sorted(path for path in self.folder.iterdir() if path.is_file())
 
     @property
@@ -51,10 +51,10 @@ class ModelFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """What a model takes and returns, and how many samples at a time."""
+    """The inputs and outputs of a model, and its batch size."""
 
     spec: ModelSpec
-    batch: int | None  # exactly so many samples, the model's axis 0 being fixed; None: any number
+    batch: int | None  # the fixed length of axis 0; None: any number of samples
 
 
 def find_model(
@@ -71,7 +71,7 @@ def find_model(
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ModelError(f"{folder}: is no folder; name the folder that holds the model's files")
+        raise ModelError(f"{folder}: is no folder; name the folder that has the model's files")
     files = sorted(path for path in folder.iterdir() if path.is_file())
     if (folder / "key").exists() and (folder / "encrypt_model").exists():
         raise ModelError(f"{folder}: the model is encrypted; encrypted models cannot be served")
@@ -88,7 +88,7 @@ def find_model(
 
 
 def read_signature(files: ModelFiles, name: str) -> Signature:
-    """Return what the model takes and returns, called `name`.
+    """Return the signature of the model, under the name `name`.
 
     Raises:
         ModelError: a tensor cannot be served; names it, the reason and the remedy.
@@ -99,7 +99,7 @@ def read_signature(files: ModelFiles, name: str) -> Signature:
 def make_signature(
     program: ModelProgram, config: ModelConfig | None, name: str, where: str
 ) -> Signature:
-    """Join what the program says with the aliases of the config; pure.
+    """Combine the program's tensors with the aliases of the config. Pure.
 
     Raises:
         ModelError: see `read_signature`.
@@ -133,7 +133,7 @@ def _find_program(folder: Path, files: Sequence[Path], name: str | None) -> Path
     found = [
         path for path in files if path.suffix in _PROGRAM_SUFFIXES or path.name in _PROGRAM_NAMES
     ]
-    # Other .json files may lie beside a model (a tokenizer's); one with parameters is meant.
+    # There may be other .json files, such as a tokenizer's. The model's has parameters.
     if len(found) > 1:
         with_params = [path for path in found if path.with_suffix(".pdiparams") in files]
         found = with_params or found
@@ -193,7 +193,7 @@ def _tensor(
         kind_of = np.dtype(variable.dtype).kind
     except TypeError:
         kind_of = "V"
-    # Other packages teach numpy names such as bfloat16, which no protocol of ours has.
+    # Other packages add names such as bfloat16 to numpy; no protocol here has them.
     if kind_of not in "biufc":
         raise ModelError(
             f"{where}: {kind} {variable.name!r} is {variable.dtype}, which cannot be sent; "

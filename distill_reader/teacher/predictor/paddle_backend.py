@@ -1,4 +1,4 @@
-"""Runs a model by Paddle Inference. The one module of the teacher that imports Paddle."""
+"""Run a model with Paddle Inference. No other module of the teacher imports Paddle."""
 
 import logging
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from distill_reader.teacher.predictor.model_folder import (
 
 logger = logging.getLogger(__name__)
 
-_GPU_POOL_MB = 256  # at the start; Paddle's allocator takes more as it is needed
+_GPU_POOL_MB = 256  # at the start; Paddle's allocator takes more as needed
 
 
 def load(folder: str, name: str, device: Device) -> "PaddleBackend":
@@ -44,7 +44,7 @@ def load(folder: str, name: str, device: Device) -> "PaddleBackend":
 
 
 class PaddleBackend:
-    """One predictor. A model whose axis 0 is fixed gets its batches cut and filled up to that."""
+    """A model. If its axis 0 is fixed, batches are split and padded to that length."""
 
     def __init__(self, signature: Signature, predictor: Any) -> None:
         self._spec = signature.spec
@@ -71,7 +71,7 @@ class PaddleBackend:
         return self._spec
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Return all outputs by name; new arrays."""
+        """Return all outputs by name, as new arrays."""
         if self._batch is None:
             return self._run(inputs)
         samples = len(next(iter(inputs.values())))
@@ -84,16 +84,16 @@ class PaddleBackend:
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def warm_up(self) -> None:
-        """Compute one sample of zeros, so that what is broken shows now and not at a request."""
+        """Compute one sample of zeros, so that defects show now and not at the first request."""
         inputs: dict[str, Array] = {}
         for tensor in self._spec.inputs:
             if any(length < 0 for length in tensor.shape):
-                return  # nobody can say which lengths fit each other
+                return  # we cannot know which lengths fit together
             inputs[tensor.name] = np.zeros((1, *tensor.shape), tensor.dtype)
         try:
             self.run(inputs)
         except Exception as error:  # noqa: BLE001 - Paddle raises whatever its operators do
-            # Zeros may be nothing that this model can compute: requests will show.
+            # The model may be unable to compute zeros, and still be fine: requests will show.
             logger.warning("model %s: cannot compute a sample of zeros: %s", self._spec.name, error)
 
     def _run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -109,7 +109,7 @@ class PaddleBackend:
         rows = {name: array[start : start + count] for name, array in inputs.items()}
         if count < self._batch:
             rows = {
-                # The last sample again and again: zeros might be nothing the model can compute.
+                # Repeat the last sample: the model might be unable to compute zeros.
                 name: np.concatenate([array, np.repeat(array[-1:], self._batch - count, axis=0)])
                 for name, array in rows.items()
             }
@@ -125,7 +125,7 @@ def _create_predictor(files: ModelFiles, device: Device) -> Any:
             f"Paddle cannot be imported ({error}); install paddlepaddle or paddlepaddle-gpu, "
             "or name another --backend"
         ) from error
-    paddle.disable_signal_handler()  # a predictor is ended by its front, without a stack trace
+    paddle.disable_signal_handler()  # it prints a stack trace when the front ends a predictor
     if files.params is None:
         config = inference.Config(str(files.folder))
     else:
@@ -133,7 +133,7 @@ def _create_predictor(files: ModelFiles, device: Device) -> Any:
     config.disable_glog_info()
     if device.gpu is None:
         config.disable_gpu()
-        # Costs 1.4-2.5 s when a ResNet50 is loaded, and makes convolutions 5-10 times as fast.
+        # Loading a ResNet50 takes 1.4-2.5 s longer, and convolutions are 5-10 times as fast.
         config.enable_mkldnn()
         config.set_cpu_math_library_num_threads(device.threads)
     else:
@@ -148,7 +148,7 @@ def _create_predictor(files: ModelFiles, device: Device) -> Any:
     try:
         return inference.create_predictor(config)
     except Exception as error:
-        # Paddle raises whatever class its C++ errors map to; all mean the same here.
+        # Paddle's C++ errors map to many classes. All mean the same here.
         raise ModelError(f"{files.program}: Paddle cannot load it: {_first_line(error)}") from error
 
 

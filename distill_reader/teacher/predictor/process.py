@@ -1,6 +1,7 @@
-"""One predictor: a process that holds every model on one device and computes batch after batch.
+"""A predictor process: load every model on one device, then compute batches.
 
-Started by the front (predictors.py) with one end of a socket pair; ends when the front does.
+The front starts it with one end of a socket pair (service/predictors.py). It ends when the front
+does.
 """
 
 import argparse
@@ -43,23 +44,23 @@ from distill_reader.teacher.predictor.wire import (
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
-# What operators raise about the tensors that they got (Paddle's InvalidArgument, OutOfRange and
-# Unimplemented among them). Anything else, such as memory that ran out or an error of the device,
-# may have left the process unfit to go on.
+# Operators raise these for bad input tensors: Paddle's InvalidArgument, OutOfRange, Unimplemented
+# and more. After anything else, such as a lack of memory or an error of the device, the process
+# may be unfit to continue.
 _ABOUT_INPUTS = (BadRequest, ValueError, TypeError, LookupError, NotImplementedError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model as it is served: what the backend computes, and what is done before and behind it."""
+    """A model as it is served."""
 
     backend: Backend
-    spec: ModelSpec  # the backend's, with what else is accepted
+    spec: ModelSpec  # the backend's, with the further encodings that are accepted
     normalizations: Mapping[str, Normalization]  # by input
 
 
 class PredictorLoop:
-    """Answers the front's messages until it is gone."""
+    """Answers the front's messages until the front is gone."""
 
     def __init__(self, channel: PredictorChannel, models: Sequence[LoadedModel]) -> None:
         self._channel = channel
@@ -68,7 +69,7 @@ class PredictorLoop:
         self._waiting: deque[RunMessage] = deque()
 
     def serve(self) -> None:
-        """Serve messages; returns when the front closes the connection."""
+        """Serve messages; return when the front closes the connection."""
         with contextlib.suppress(EOFError):
             while True:
                 if self._waiting:
@@ -77,7 +78,7 @@ class PredictorLoop:
                     self._waiting.append(decode_run(self._await(MessageKind.RUN)))
 
     def _await(self, wanted: MessageKind) -> tuple[int, ...]:
-        """Return the numbers of the next RUN or WRITE; batches that come earlier wait."""
+        """Return the numbers of the next RUN or WRITE. Other batches that come first are queued."""
         while True:
             kind, numbers, _, fd = self._channel.receive_with_fd()
             if kind is wanted:
@@ -106,25 +107,25 @@ class PredictorLoop:
                 inputs[tensor.name] = decode_input(inputs[tensor.name], tensor, normalization)
             outputs = _check_outputs(spec, model.backend.run(inputs), samples)
             encoder = Encoder(outputs, [tensor.name for tensor in spec.outputs])
-            columns = [encoder.encode(encoding) for encoding in run.columns]
+            encoded = [encoder.encode(encoding) for encoding in run.encodings]
         except _ABOUT_INPUTS as error:
             self._channel.send(MessageKind.REFUSED, (run.batch,), str(error).encode()[:4000])
             return
         computed_us = int((time.perf_counter() - started) * 1e6)
         shapes = tuple(output.shape[1:] for output in outputs)
-        addresses: Sequence[tuple[TensorAddress | None, ...]] = [rows.columns for rows in run.rows]
+        addresses: Sequence[tuple[TensorAddress | None, ...]] = [rows.outputs for rows in run.rows]
         expected = zip(run.output_shapes, shapes, strict=True)
         if any(want is not None and want != got for want, got in expected) or not any(addresses[0]):
             addresses = self._request_addresses(run, computed_us, shapes)
-        self._scatter(columns, run, addresses)
+        self._scatter(encoded, run, addresses)
         self._channel.send(MessageKind.DONE, (run.batch, computed_us))
 
     def _request_addresses(
         self, run: RunMessage, computed_us: int, shapes: Sequence[Shape]
     ) -> list[tuple[TensorAddress | None, ...]]:
-        """Tell the front how large the outputs are; return the addresses that it gives them."""
+        """Send the shapes of the outputs to the front; return the addresses it allocates."""
         self._channel.send(MessageKind.SHAPES, encode_shapes(run.batch, computed_us, shapes))
-        return decode_addresses(self._await(MessageKind.WRITE), len(run.columns))
+        return decode_addresses(self._await(MessageKind.WRITE), len(run.encodings))
 
     def _gather(
         self, dtype: str, shape: Shape, parts: Sequence[tuple[TensorAddress, int]]
@@ -132,21 +133,21 @@ class PredictorLoop:
         arrays = [self._array(dtype, address, (count, *shape)) for address, count in parts]
         if len(arrays) > 1:
             return np.concatenate(arrays)
-        # Bytes that a protocol put at an odd address are no array for vector instructions.
+        # Vector instructions need aligned arrays; a protocol may receive bytes at odd addresses.
         return arrays[0] if arrays[0].flags.aligned else arrays[0].copy()
 
     def _scatter(
         self,
-        columns: Sequence[Array],
+        encoded: Sequence[Array],
         run: RunMessage,
         addresses: Sequence[tuple[TensorAddress | None, ...]],
     ) -> None:
         start = 0
         for rows, wanted in zip(run.rows, addresses, strict=True):
-            for column, address in zip(columns, wanted, strict=True):
+            for output, address in zip(encoded, wanted, strict=True):
                 if address is not None:
-                    part = column[start : start + rows.count]
-                    self._array(column.dtype.name, address, part.shape)[...] = part
+                    part = output[start : start + rows.count]
+                    self._array(output.dtype.name, address, part.shape)[...] = part
             start += rows.count
 
     def _array(self, dtype: str, address: TensorAddress, shape: Shape) -> Array:
@@ -156,10 +157,10 @@ class PredictorLoop:
 
 
 def load_models(start: StartMessage) -> list[LoadedModel]:
-    """Load every model by the factory named `module:function`.
+    """Load every model with the backend's factory.
 
     Raises:
-        UsageError: there is no such factory, or a normalization fits no input.
+        UsageError: there is no such factory, or a normalization does not fit its input.
         ModelError: a model cannot be served.
     """
     factory = _find_factory(start.backend)
@@ -177,7 +178,7 @@ def _load(
     device: Device,
     given: Mapping[str, Normalization],
 ) -> LoadedModel:
-    """Load a model; normalizations that are given replace those of its folder."""
+    """Load a model. The given normalizations replace those of its folder."""
     backend = factory(folder, name, device)
     spec = backend.spec
     try:
@@ -222,7 +223,7 @@ def _find_factory(backend: str) -> BackendFactory:
 
 
 def main() -> None:
-    """Load what the front says and serve it."""
+    """Load the models of the START message and serve them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="our end of the socket pair")
     parser.add_argument("--front", type=int, required=True, help="process id of the front")
@@ -239,7 +240,7 @@ def main() -> None:
     try:
         models = load_models(start)
     except Exception as error:
-        # Whatever a backend raises, the front must know.
+        # A backend may raise anything, and the front must know.
         is_expected = isinstance(error, ModelError | UsageError)
         if not is_expected:
             logger.exception("loading failed")
@@ -257,14 +258,14 @@ def main() -> None:
     except BrokenPipeError:
         return  # the front is gone
     except Exception as error:
-        # The outermost loop: after an error that no input explains, a new process is safer.
+        # After an error that the inputs do not explain, a new process is safer.
         logger.exception("computing failed")
         channel.send_json(MessageKind.BROKEN, {"kind": "compute", "text": repr(error)[:4000]})
         raise SystemExit(1) from error
 
 
 def _end_with(front: int) -> None:
-    """Have the kernel kill this process when the front ends, however that happens."""
+    """Make the kernel kill this process when the front ends, for whatever reason."""
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the front, which lets us finish
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -276,7 +277,7 @@ def _check_outputs(spec: ModelSpec, outputs: Mapping[str, Array], samples: int) 
     """Return the outputs in the spec's order.
 
     Raises:
-        BadRequest: one is missing, or of another type, or has not one row per sample.
+        BadRequest: an output is missing, has another type, or not one row per sample.
     """
     return [_check_output(tensor, outputs.get(tensor.name), samples) for tensor in spec.outputs]
 

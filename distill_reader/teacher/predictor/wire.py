@@ -1,7 +1,8 @@
-"""What the front and a predictor process say to each other over their socket pair.
+"""The messages between the service and a predictor process, over a socket pair.
 
-One message is one packet (SOCK_SEQPACKET) of little-endian 64-bit integers, the first its kind,
-perhaps followed by JSON. Tensors lie in arenas, named by number; their descriptors go along once.
+A message is one packet (SOCK_SEQPACKET): its kind, a count and that many numbers, all little-endian
+integers of 64 bits, then JSON in some. Tensors are in arenas, which have ids; the descriptor of an
+arena is sent once.
 
     front:      START (JSON), ARENA (id; a descriptor), FORGET (id), RUN, WRITE
     predictor:  READY (JSON), DONE, SHAPES, REFUSED (JSON), BROKEN (JSON; it ends after that)
@@ -24,7 +25,7 @@ from distill_reader.protocols.wire import DTYPES
 from distill_reader.teacher.predictor.backend import Device
 
 Shape = tuple[int, ...]
-TensorAddress = tuple[int, int]  # of a tensor's bytes: arena, offset
+TensorAddress = tuple[int, int]  # where a tensor's bytes begin: arena, offset
 
 MAX_MESSAGE_BYTES = 1 << 20
 _HEAD = struct.Struct("<2q")  # kind, how many numbers follow
@@ -50,39 +51,39 @@ _KINDS = {kind.value: kind for kind in MessageKind}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartMessage:
-    """What a predictor loads."""
+    """What a predictor must load."""
 
     backend: str  # module:function
-    models: tuple[tuple[str, str], ...]  # name, folder; their addresses number them from here on
+    models: tuple[tuple[str, str], ...]  # name, folder; later messages use the index
     device: Device
-    paths: tuple[str, ...]  # where Python looks for modules
+    paths: tuple[str, ...]  # where Python searches for modules
     normalizations: tuple[tuple[str, str, Normalization], ...] = ()  # model, input, how
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """Samples of one request within a batch, and where their bytes come from and go to."""
+    """The samples of one request in a batch, and the addresses of their inputs and outputs."""
 
     count: int
     inputs: tuple[TensorAddress, ...]
-    columns: tuple[TensorAddress | None, ...]  # None: not wanted, or not yet known where to
+    outputs: tuple[TensorAddress | None, ...]  # None: not wanted, or the address is not known yet
 
 
 @dataclass(frozen=True, slots=True)
 class RunMessage:
-    """Compute a batch: the rows of all pieces, one after the other."""
+    """Compute a batch: the samples of all `rows`, concatenated."""
 
     batch: int
     model: int
-    input_dtypes: tuple[str, ...]  # as they came
-    input_shapes: tuple[Shape, ...]  # of one sample, likewise
-    output_shapes: tuple[Shape | None, ...]  # as the model returns them; None: not known
-    columns: tuple[OutputEncoding, ...]  # what is wanted of them by any of the rows
+    input_dtypes: tuple[str, ...]  # as received
+    input_shapes: tuple[Shape, ...]  # of one sample, as received
+    output_shapes: tuple[Shape | None, ...]  # as the model returns them; None: not known yet
+    encodings: tuple[OutputEncoding, ...]  # every one that any of `rows` wants
     rows: tuple[BatchRows, ...]
 
 
 class PredictorChannel:
-    """One end of the socket pair. Any thread may send, one receives."""
+    """One end of the socket pair. Any thread may send, but only one may receive."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -116,7 +117,7 @@ class PredictorChannel:
         return _parse(self._packet, size)
 
     def receive_with_fd(self) -> tuple[MessageKind, tuple[int, ...], bytes, int | None]:
-        """Like `receive`, with the descriptor that came along."""
+        """Like `receive`, with the descriptor that came with the message."""
         try:
             size, ancillary, _, _ = self.sock.recvmsg_into(
                 [self._packet], _ROOM_FOR_FD, socket.MSG_CMSG_CLOEXEC
@@ -138,14 +139,14 @@ class PredictorChannel:
 def encode_run(run: RunMessage) -> list[int]:
     """Return the numbers of a RUN message."""
     numbers = [run.batch, run.model, len(run.input_shapes), len(run.output_shapes)]
-    numbers += [len(run.columns), len(run.rows), *map(DTYPES.index, run.input_dtypes)]
+    numbers += [len(run.encodings), len(run.rows), *map(DTYPES.index, run.input_dtypes)]
     for shape in (*run.input_shapes, *run.output_shapes):
         if shape is None:
             numbers.append(-1)
         else:
             numbers.append(len(shape))
             numbers += shape
-    for encoding in run.columns:
+    for encoding in run.encodings:
         numbers += (
             encoding.output_index,
             _PARTS.index(encoding.part),
@@ -156,14 +157,14 @@ def encode_run(run: RunMessage) -> list[int]:
         numbers.append(rows.count)
         for address in rows.inputs:
             numbers += address
-        for address_or_none in rows.columns:
+        for address_or_none in rows.outputs:
             numbers += address_or_none or (0, 0)  # arenas count from 1
     return numbers
 
 
 def decode_run(numbers: Sequence[int]) -> RunMessage:
-    """Return what `encode_run` got."""
-    batch, model, inputs, outputs, columns, count = numbers[:6]
+    """Return the message that `encode_run` encoded."""
+    batch, model, inputs, outputs, encoding_count, count = numbers[:6]
     at = 6 + inputs
     dtypes = tuple(DTYPES[code] for code in numbers[6:at])
     shapes: list[Shape | None] = []
@@ -176,14 +177,14 @@ def decode_run(numbers: Sequence[int]) -> RunMessage:
         shapes.append(tuple(numbers[at : at + rank]))
         at += rank
     encodings = []
-    for _ in range(columns):
+    for _ in range(encoding_count):
         place, part, top_k, dtype = numbers[at : at + 4]
         encodings.append(OutputEncoding(place, _PARTS[part], top_k, DTYPES[dtype]))
         at += 4
     all_rows: list[BatchRows] = []
     for _ in range(count):
         samples = numbers[at]
-        flat = numbers[at + 1 : at + 1 + 2 * (inputs + columns)]
+        flat = numbers[at + 1 : at + 1 + 2 * (inputs + encoding_count)]
         at += 1 + len(flat)
         addresses = list(zip(flat[::2], flat[1::2], strict=True))
         all_rows.append(
@@ -214,14 +215,14 @@ def encode_addresses(batch: int, rows: Sequence[tuple[TensorAddress | None, ...]
 
 
 def decode_addresses(
-    numbers: Sequence[int], columns: int
+    numbers: Sequence[int], encodings: int
 ) -> list[tuple[TensorAddress | None, ...]]:
-    """Return the addresses of a WRITE message, for a batch of so many columns."""
+    """Return the addresses of a WRITE message, for a batch of so many encodings."""
     flat = numbers[1:]
     addresses = [
         address if address[0] else None for address in zip(flat[::2], flat[1::2], strict=True)
     ]
-    return [tuple(addresses[at : at + columns]) for at in range(0, len(addresses), columns)]
+    return [tuple(addresses[at : at + encodings]) for at in range(0, len(addresses), encodings)]
 
 
 def encode_shapes(batch: int, computed_us: int, shapes: Sequence[Shape]) -> list[int]:
@@ -250,7 +251,7 @@ def start_document(start: StartMessage) -> dict[str, Any]:
 
 
 def parse_start(text: bytes) -> StartMessage:
-    """Return what `start_document` got."""
+    """Return the message that `start_document` encoded."""
     document = json.loads(text)
     return StartMessage(
         backend=document["backend"],
@@ -269,7 +270,7 @@ def specs_document(specs: Sequence[ModelSpec]) -> list[dict[str, Any]]:
 
 
 def parse_specs(text: bytes) -> tuple[ModelSpec, ...]:
-    """Return what `specs_document` got."""
+    """Return the specs that `specs_document` encoded."""
     return tuple(
         ModelSpec(
             name=document["name"],

@@ -390,7 +390,7 @@ class _Connection:
 
     def _input_names(self, tensors: Sequence[WireTensor]) -> list[str]:
         specs = self._spec.inputs
-        indices = [tensor.place for tensor in tensors]
+        indices = [tensor.position for tensor in tensors]
         if len(set(indices)) != len(indices) or any(index >= len(specs) for index in indices):
             raise BadRequest(f"inputs {indices} are sent; each of {len(specs)} may come once")
         return [specs[index].name for index in indices]
@@ -412,12 +412,12 @@ class _Connection:
         arrays: list[Array] = []
         tensors = []
         try:
-            for place, (name, output) in enumerate(answer.outputs.items()):
+            for position, (name, output) in enumerate(answer.outputs.items()):
                 array = np.ascontiguousarray(output)
                 arrays.append(array)
                 tensors.append(
                     WireTensor(
-                        place=place if is_named else self._output_index[name],
+                        position=position if is_named else self._output_index[name],
                         dtype=wire.dtype_name(array.dtype),
                         shape=array.shape,
                     )

@@ -1,4 +1,4 @@
-"""What a teacher server tells Prometheus."""
+"""The teacher's metrics for Prometheus."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ _SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class TeacherMetrics:
-    """The counters of one server, in a registry of their own."""
+    """The metrics of one teacher, in a registry of their own."""
 
     CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -17,7 +17,7 @@ class TeacherMetrics:
         self.registry = CollectorRegistry()
         self._requests = Counter(
             "edl_teacher_requests",
-            "Requests by how they ended: ok, refused, busy, cancelled.",
+            "Requests by outcome: ok, refused, busy, cancelled.",
             ("protocol", "model", "outcome"),
             registry=self.registry,
         )
@@ -26,14 +26,14 @@ class TeacherMetrics:
         )
         self._batch = Histogram(
             "edl_teacher_batch_samples",
-            "Samples that a predictor computed together.",
+            "Samples per batch.",
             ("model",),
             buckets=_SAMPLES,
             registry=self.registry,
         )
         self._queued = Histogram(
             "edl_teacher_queue_seconds",
-            "From a request's arrival until its first sample is given to a predictor.",
+            "From a request's arrival until a predictor gets its first sample.",
             ("model",),
             buckets=_SECONDS,
             registry=self.registry,
@@ -47,7 +47,7 @@ class TeacherMetrics:
         )
         self._restarts = Counter(
             "edl_teacher_predictor_restarts",
-            "Predictor processes that ended and were started again.",
+            "Predictor processes that ended and were restarted.",
             registry=self.registry,
         )
         self._labelled_requests: dict[tuple[str, str, str], Counter] = {}
@@ -60,11 +60,11 @@ class TeacherMetrics:
         memory_bytes: Callable[[], float],
         predictors_ready: Callable[[], float],
     ) -> None:
-        """Read these when somebody asks for the metrics."""
+        """Read these values whenever the metrics are collected."""
         for name, text, function in (
-            ("edl_teacher_queue_requests", "Requests that wait.", queue_requests),
+            ("edl_teacher_queue_requests", "Queued requests.", queue_requests),
             ("edl_teacher_memory_bytes", "Shared memory of requests and answers.", memory_bytes),
-            ("edl_teacher_predictors_ready", "Predictor processes at work.", predictors_ready),
+            ("edl_teacher_predictors_ready", "Predictors that are ready.", predictors_ready),
         ):
             Gauge(name, text, registry=self.registry).set_function(function)
 
@@ -88,7 +88,7 @@ class TeacherMetrics:
         self._restarts.inc()
 
     def text(self) -> bytes:
-        """Return the exposition format, of CONTENT_TYPE."""
+        """Return the metrics in Prometheus's text format, CONTENT_TYPE."""
         return generate_latest(self.registry)
 
     def _of(self, model: str) -> tuple[Counter, Histogram, Histogram, Histogram]:

@@ -68,7 +68,7 @@ class PendingRequest:
     held: tuple[Buffer, ...]  # memory of the inputs
     future: Future[InferAnswer] = field(default_factory=Future)
     output: Slice | None = None  # memory for the outputs; None: their sizes are not known yet
-    columns: dict[OutputEncoding, "_ArenaTensor"] = field(default_factory=dict)  # within `output`
+    outputs: dict[OutputEncoding, "_ArenaTensor"] = field(default_factory=dict)  # in that memory
     output_shapes: tuple[Shape, ...] | None = None  # as the model returns them, in its order
     left: int = 0  # samples still to be computed
     in_flight: int = 0  # parts that predictors are working on
@@ -113,10 +113,10 @@ class PendingRequest:
         return tuple(tensor.at(start) for tensor in self.inputs)
 
     def output_addresses(
-        self, start: int, columns: Sequence[OutputEncoding]
+        self, start: int, encodings: Sequence[OutputEncoding]
     ) -> tuple[TensorAddress | None, ...]:
-        """Return where sample `start` of each column goes; None: the column is not wanted."""
-        found = map(self.columns.get, columns)
+        """Return where sample `start` of each encoding goes; None: this request wants no such."""
+        found = map(self.outputs.get, encodings)
         return tuple(tensor.at(start) if tensor is not None else None for tensor in found)
 
     def allocate_outputs(self, shapes: tuple[Shape, ...], allocate: Allocate) -> None:
@@ -140,7 +140,7 @@ class PendingRequest:
                 )
             self.output.release()
             self.output = None
-        offsets: list[tuple[OutputEncoding, int, int]] = []  # column, offset, bytes of one sample
+        offsets: list[tuple[OutputEncoding, int, int]] = []  # offset, bytes of one sample
         total = 0
         for encoding in encodings:
             shape = encoded_shape(encoding, shapes[encoding.output_index])
@@ -148,7 +148,7 @@ class PendingRequest:
             offsets.append((encoding, total, sample_bytes))
             total += _aligned(sample_bytes * self.samples)
         self.output = memory = allocate(total)
-        self.columns = {
+        self.outputs = {
             encoding: _ArenaTensor(memory.arena, memory.offset + offset, sample_bytes)
             for encoding, offset, sample_bytes in offsets
         }
@@ -164,7 +164,7 @@ class PendingRequest:
                 (self.samples, *encoded_shape(encoding, self.output_shapes[encoding.output_index])),
                 encoding.dtype,
                 self.output.view,
-                self.columns[encoding].offset - self.output.offset,
+                self.outputs[encoding].offset - self.output.offset,
             )
         return InferAnswer(
             outputs=arrays,
@@ -293,7 +293,7 @@ def _make_plan(request: InferRequest, spec: ModelSpec) -> "_Plan":
     encodings = tuple(sorted({encoding for _, encoding in asked} - whole))
     if len(encodings) > _MOST_ENCODINGS:
         raise BadRequest(
-            f"{len(encodings)} forms of outputs are wanted; at most {_MOST_ENCODINGS} at a time"
+            f"{len(encodings)} encodings of outputs are wanted; at most {_MOST_ENCODINGS} at a time"
         )
     return _Plan(
         names=names,

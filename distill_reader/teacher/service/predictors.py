@@ -1,8 +1,8 @@
-"""Keeps the predictor processes alive and carries messages to and from them.
+"""Start the predictor processes, restart them, and receive their messages.
 
-Each process holds every model of the server on one device. That costs no more memory than
-processes per model would (on a CPU each process has its weights in any case, on a GPU the CUDA
-context is there once), and whatever model is asked for, no device idles.
+Each process holds every model of the server on one device. That costs no more memory than a process
+per model: on a CPU each process has its own weights anyway, and on a GPU there is one CUDA context
+instead of several. And no device idles, whichever model is in demand.
 """
 
 import contextlib
@@ -32,14 +32,14 @@ from distill_reader.teacher.predictor.wire import (
 
 logger = logging.getLogger(__name__)
 
-_FIRST_DELAY_S = 0.1  # before a predictor is started again; doubles
+_FIRST_DELAY_S = 0.1  # before a predictor is restarted; doubles each time
 _LAST_DELAY_S = 10.0
-_STEADY_S = 10.0  # one that lived so long begins at the first delay again
-_END_S = 2.0  # for a predictor to end by itself when its connection is closed
+_STEADY_S = 10.0  # after a predictor has lived so long, the first delay applies again
+_END_S = 2.0  # how long a predictor may take to end after its connection is closed
 
 
 class PredictorListener(Protocol):
-    """Who decides what predictors do. Called from the thread that receives from the predictor."""
+    """Decides what predictors do. Called from the thread that receives from the predictor."""
 
     def predictor_ready(self, predictor: "Predictor", specs: tuple[ModelSpec, ...]) -> None: ...
 
@@ -48,12 +48,12 @@ class PredictorListener(Protocol):
     ) -> None: ...
 
     def predictor_gone(self, predictor: "Predictor", error: DistillError | None) -> None:
-        """`error`: why it could not even load its models; None: it had, and ended later."""
+        """`error`: why it could not load its models; None: it had loaded them."""
         ...
 
 
 class Predictor:
-    """One predictor process and the connection to it. A new one has a new object."""
+    """One predictor process and the connection to it. A restarted one is a new object."""
 
     def __init__(
         self, index: int, process: subprocess.Popen[bytes], channel: PredictorChannel
@@ -68,7 +68,7 @@ class Predictor:
 
 
 class PredictorPool:
-    """One predictor per device; one that ends is started again, later and later."""
+    """One predictor per device. One that ends is restarted, with growing delays."""
 
     def __init__(
         self,
@@ -95,17 +95,17 @@ class PredictorPool:
         self._alive: dict[int, Predictor] = {}
         self._start_at = dict.fromkeys(range(len(self._start_messages)), 0.0)
         self._failures = dict.fromkeys(range(len(self._start_messages)), 0)
-        # The kernel kills a predictor when the *thread* that started it ends, so this one does
-        # all the starting, and lives as long as the pool.
+        # The kernel kills a predictor when the *thread* that started it ends. So one thread starts
+        # all of them, and lives as long as the pool.
         self._supervisor = threading.Thread(target=self._supervise, name="predictors", daemon=True)
         self._receivers: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Begin to start the predictors."""
+        """Start the predictors in the background."""
         self._supervisor.start()
 
     def stop(self) -> None:
-        """End all predictors; returns when none is left."""
+        """End all predictors; return when none is left."""
         with self._changed:
             self._is_stopping = True
             alive = list(self._alive.values())
@@ -136,7 +136,7 @@ class PredictorPool:
                     try:
                         self._spawn(index)
                         del self._start_at[index]
-                    except OSError as error:  # no memory, or too many processes: later perhaps
+                    except OSError as error:  # no memory, or too many processes: try later
                         logger.warning("predictor %d cannot be started: %s", index, error)
                         self._start_at[index] = now + _LAST_DELAY_S
                 self._receivers = [thread for thread in self._receivers if thread.is_alive()]
@@ -173,7 +173,7 @@ class PredictorPool:
         receiver.start()
 
     def _receive(self, predictor: Predictor) -> None:
-        """Pass on what a predictor says, until it is gone."""
+        """Pass on the messages of a predictor until it is gone."""
         channel = predictor.channel
         is_ready = False
         error: DistillError | None = None
@@ -192,7 +192,7 @@ class PredictorPool:
                     self._listener.predictor_replied(predictor, kind, numbers, text)
         except (EOFError, OSError):
             pass  # it is gone
-        predictor.process.kill()  # its end of the connection is closed: it does nothing more
+        predictor.process.kill()  # it has closed its end, so it does nothing more
         code = predictor.process.wait()
         if not is_ready and error is None:
             error = ModelError(f"{predictor} ended with {_ending(code)} while it loaded the models")
@@ -222,7 +222,7 @@ def _environment(device: Device) -> dict[str, str]:
     if device.gpu is None:
         environment["OMP_NUM_THREADS"] = str(device.threads)  # read when Paddle is imported
     environment.setdefault("GLOG_minloglevel", "2")
-    environment.setdefault("PYTHONWARNINGS", "ignore")  # Paddle's, about compilers
+    environment.setdefault("PYTHONWARNINGS", "ignore")  # Paddle warns about compilers
     return environment
 
 

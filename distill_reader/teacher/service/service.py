@@ -100,7 +100,7 @@ class _Batch:
     model: ServedModel
     parts: list[RequestPart[PendingRequest]]
     samples: int
-    columns: tuple[OutputEncoding, ...]  # what any of the parts wants
+    encodings: tuple[OutputEncoding, ...]  # every encoding that any of the parts wants
 
 
 _Ended = list[tuple[PendingRequest, DistillError | None]]  # None: answered, or not wanted any more
@@ -371,9 +371,9 @@ class PredictorService:
             state.silent_since = time.monotonic()
             if state.silent_since + self._config.predict_timeout_s < self._wakes_at:
                 self._due.notify()
-        columns = tuple(dict.fromkeys(encoding for p in parts for _, encoding in p.item.wanted))
+        encodings = tuple(dict.fromkeys(encoding for p in parts for _, encoding in p.item.wanted))
         samples = sum(part.count for part in parts)
-        batch = state.batches[self._batches] = _Batch(key, model, parts, samples, columns)
+        batch = state.batches[self._batches] = _Batch(key, model, parts, samples, encodings)
         for part in parts:
             part.item.in_flight += 1
         if not state.may_send_ahead or len(state.batches) > 1:
@@ -448,12 +448,12 @@ class PredictorService:
             pending = part.item
             try:
                 pending.allocate_outputs(shapes, self._allocate)
-                rows.append(pending.output_addresses(part.start, batch.columns))
+                rows.append(pending.output_addresses(part.start, batch.encodings))
             except (BadRequest, TeacherBusy) as error:
                 pending.is_over = True
                 self._queue.remove(pending)
                 failed[id(pending)] = (pending, error)
-                rows.append((None,) * len(batch.columns))
+                rows.append((None,) * len(batch.encodings))
         with contextlib.suppress(OSError):  # as in _send
             self._share_arenas(state, batch.parts)
             state.predictor.channel.send(MessageKind.WRITE, encode_addresses(numbers[0], rows))
@@ -550,8 +550,8 @@ def _load(state: _PredictorState) -> int:
 
 
 def _run(number: int, batch: _Batch) -> RunMessage:
-    """Return the message that has a predictor compute a batch."""
-    model, parts, columns = batch.model, batch.parts, batch.columns
+    """Return the message that tells a predictor to compute a batch."""
+    model, parts, encodings = batch.model, batch.parts, batch.encodings
     first = parts[0].item
     shapes: tuple[Shape | None, ...] = (None,) * len(model.spec.outputs)
     expected = first.output_shapes
@@ -567,14 +567,14 @@ def _run(number: int, batch: _Batch) -> RunMessage:
         first.input_dtypes,
         first.input_shapes,
         shapes,
-        columns,
+        encodings,
         tuple(
             BatchRows(
                 part.count,
                 part.item.input_addresses(part.start),
-                part.item.output_addresses(part.start, columns)
+                part.item.output_addresses(part.start, encodings)
                 if has_addresses
-                else (None,) * len(columns),
+                else (None,) * len(encodings),
             )
             for part in parts
         ),

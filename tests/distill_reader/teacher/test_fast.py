@@ -140,7 +140,7 @@ def assert_served(sock: socket.socket) -> None:
     ("tensors", "outputs", "text"),
     [
         ([IMAGE, IMAGE], [], r"inputs \[0, 0\] are sent; each of 2 may come once"),
-        ([IMAGE, WORDS._replace(place=2)], [], r"inputs \[0, 2\]"),
+        ([IMAGE, WORDS._replace(position=2)], [], r"inputs \[0, 2\]"),
         ([IMAGE, WORDS], [0, 2], r"outputs \[0, 2\] are wanted; there are 2"),
         ([IMAGE._replace(dtype="int32"), WORDS], [], "tensor image: expected float32, got int32"),
         ([IMAGE._replace(shape=(2, 3)), WORDS], [], "tensor image: expected shape"),

@@ -28,7 +28,7 @@ from distill_reader.teacher.predictor.wire import (
     start_document,
 )
 
-places = st.tuples(st.integers(1, 2**31), st.integers(0, 2**40))
+addresses = st.tuples(st.integers(1, 2**31), st.integers(0, 2**40))
 encodings = st.builds(
     OutputEncoding,
     output_index=st.integers(0, 9),
@@ -51,19 +51,19 @@ def channels():
 @st.composite
 def runs(draw: st.DrawFn) -> RunMessage:
     inputs, outputs = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    columns = draw(st.lists(encodings, max_size=4))
+    wanted = draw(st.lists(encodings, max_size=4))
     return RunMessage(
         draw(st.integers(0, 2**40)),
         draw(st.integers(0, 9)),
         tuple(draw(st.sampled_from(DTYPES)) for _ in range(inputs)),
         tuple(draw(shapes) for _ in range(inputs)),
         tuple(draw(st.none() | shapes) for _ in range(outputs)),
-        tuple(columns),
+        tuple(wanted),
         tuple(
             BatchRows(
                 draw(st.integers(1, 999)),
-                tuple(draw(places) for _ in range(inputs)),
-                tuple(draw(st.none() | places) for _ in columns),
+                tuple(draw(addresses) for _ in range(inputs)),
+                tuple(draw(st.none() | addresses) for _ in wanted),
             )
             for _ in range(draw(st.integers(1, 4)))
         ),
@@ -75,8 +75,8 @@ def test_a_batch_comes_as_it_was_sent(run):
     assert decode_run(encode_run(run)) == run
 
 
-@given(st.lists(st.tuples(st.none() | places, st.none() | places), max_size=5))
-def test_places_come_as_they_were_sent(rows):
+@given(st.lists(st.tuples(st.none() | addresses, st.none() | addresses), max_size=5))
+def test_addresses_come_as_they_were_sent(rows):
     assert decode_addresses(encode_addresses(7, rows), 2) == rows
 
 

@@ -1,4 +1,4 @@
-"""The service answers in the forms that are wanted, whatever else it computes meanwhile."""
+"""The service answers in the encodings that are wanted, whatever else it computes meanwhile."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,7 +102,7 @@ def test_forms_that_there_are_not_and_too_many_of_them_are_refused(start):
     image = np.ones((1, 4), np.float32)
     many = tuple(f"probs@top{k}:values" for k in range(1, 80))
     for fetch, words in (
-        (many, "79 forms of outputs are wanted; at most 64"),
+        (many, "79 encodings of outputs are wanted; at most 64"),
         (("probs@top",), "no form 'top'"),
         (("batch@float16",), "batch is int64"),
     ):

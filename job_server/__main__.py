@@ -76,7 +76,7 @@ def _add_default_job(service: JobService, config: ServerConfig) -> None:
     if job is None:
         return
     try:
-        _, created = service.submit(job, legacy_nodes=config.legacy_nodes)
+        created = service.submit(job, legacy_nodes=config.legacy_nodes).status == 201
     except Conflict as error:
         if job.job_id not in service.job_ids():  # it is there, but was put aside
             logger.error("%s", error)

@@ -8,12 +8,13 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Self, TypedDict, TypeVar
-from urllib.parse import quote, urlsplit
+from typing import Self, TypeVar
+from urllib.parse import urlsplit
 
 import requests
 
-from job_server.api import wire
+from job_server.api import routes, wire
+from job_server.api.codec import from_json, to_json
 from job_server.api.errors import (
     BadRequest,
     Conflict,
@@ -26,6 +27,7 @@ from job_server.api.errors import (
     ServerAway,
     Unauthorized,
 )
+from job_server.api.routes import Route
 
 __all__ = [
     "ApiClient",
@@ -34,7 +36,6 @@ __all__ = [
     "Conflict",
     "Forbidden",
     "Gone",
-    "Health",
     "NotFound",
     "Rejected",
     "Retryable",
@@ -42,7 +43,8 @@ __all__ = [
     "Unauthorized",
 ]
 
-T = TypeVar("T")
+A = TypeVar("A")
+P = TypeVar("P")
 
 ApiError = JobServerError  # its name for those who only call
 
@@ -55,12 +57,6 @@ _REJECTED: Mapping[int, type[Rejected]] = {
     409: Conflict,
     410: Gone,
 }
-
-
-class Health(TypedDict):
-    server_id: str  # changes when the server restarts
-    version: str
-    now: float  # seconds since 1970
 
 
 class ApiClient:
@@ -101,117 +97,106 @@ class ApiClient:
 
     # --- the server -----------------------------------------------------------------------------
 
-    def health(self) -> Health:
-        data = self._get("/health")
-        if "server_id" not in data:
-            raise ServerAway(f"{self.url} answers, but is no job server")
-        return Health(
-            server_id=str(data["server_id"]),
-            version=str(data.get("version", "")),
-            now=float(data.get("now", 0.0)),
-        )
+    def health(self) -> wire.Health:
+        return self._call(routes.HEALTH)
 
     def page(self) -> str:
         """Return the status page's HTML."""
-        return self._request("GET", "/").text
+        return self._request("GET", routes.PAGE.path).text
 
     # --- jobs, for users ------------------------------------------------------------------------
 
     def jobs(self) -> tuple[wire.JobStatus, ...]:
-        return _items(self._get("/jobs"), "jobs", wire.JobStatus)
+        return self._call(routes.LIST_JOBS).jobs
 
     def submit(self, spec: wire.JobSpec) -> wire.JobStatus:
         """Add a job. Conflict: another spec has its id; the same spec again is no error."""
-        return _decode(wire.JobStatus, self._post("/jobs", spec))
+        return self._call(routes.SUBMIT, body=spec)
 
     def preview(self, spec: wire.JobSpec) -> list[str]:
         """Return what the job's change script would do, as lines."""
-        return [str(line) for line in self._post("/jobs/preview", spec)["timeline"]]
+        return list(self._call(routes.PREVIEW, body=spec).timeline)
 
     def status(self, job_id: str) -> wire.JobStatus:
-        return _decode(wire.JobStatus, self._get(f"/jobs/{_part(job_id)}"))
+        return self._call(routes.GET_JOB, job_id)
 
     def watch(self, job_id: str, revision: int, timeout_s: float) -> wire.JobStatus:
         """Return the status as soon as its revision is not `revision`, else after `timeout_s`."""
-        return _decode(wire.JobStatus, self._poll(f"/jobs/{_part(job_id)}", revision, timeout_s))
+        return self._poll(routes.GET_JOB, job_id, revision=revision, timeout_s=timeout_s)
 
     def events(
         self, job_id: str, *, after: int = 0, limit: int = 100, timeout_s: float = 0.0
     ) -> tuple[wire.JobEvent, ...]:
         """Return events whose number is above `after`, oldest first; wait if there are none."""
         query = {"after": after, "limit": limit, "timeout_s": timeout_s}
-        data = self._get(f"/jobs/{_part(job_id)}/events", query, wait_s=timeout_s)
-        return _items(data, "events", wire.JobEvent)
+        return self._call(routes.EVENTS, job_id, query=query, wait_s=timeout_s).events
 
     def resize(self, job_id: str, pods: int | None, *, assume_dead: bool = False) -> wire.JobStatus:
         """Change the number of pods; None: that of teachers follows the demand again."""
-        return self._ask(job_id, "resize", wire.Resize(pods=pods, assume_dead=assume_dead))
+        return self._call(
+            routes.RESIZE, job_id, body=wire.Resize(pods=pods, assume_dead=assume_dead)
+        )
 
     def pause(self, job_id: str) -> wire.JobStatus:
-        return self._ask(job_id, "pause")
+        return self._call(routes.PAUSE, job_id)
 
     def resume(self, job_id: str) -> wire.JobStatus:
-        return self._ask(job_id, "resume")
+        return self._call(routes.RESUME, job_id)
 
     def stop(self, job_id: str, *, discard: bool = False) -> wire.JobStatus:
         """End the job once its newest state is written; `discard`: at once, without that."""
-        return self._ask(job_id, f"stop{_discard(discard)}")
+        return self._call(routes.STOP, job_id, query={"discard": int(discard)})
 
     def delete(self, job_id: str, *, discard: bool = False) -> wire.JobStatus:
         """Stop the job, as `stop`, and have it forgotten when it has ended."""
-        path = f"/jobs/{_part(job_id)}{_discard(discard)}"
-        return _decode(wire.JobStatus, self._json("DELETE", path))
+        return self._call(routes.DELETE, job_id, query={"discard": int(discard)})
 
     def kill(
         self, job_id: str, *, pod_id: str | None = None, rank: int | None = None
     ) -> wire.JobStatus:
         """SIGKILL a pod or a trainer; name exactly one."""
-        return self._ask(job_id, "kill", wire.Kill(pod_id=pod_id, rank=rank))
-
-    def _ask(self, job_id: str, verb: str, body: object = None) -> wire.JobStatus:
-        return _decode(wire.JobStatus, self._post(f"/jobs/{_part(job_id)}/{verb}", body))
+        return self._call(routes.KILL, job_id, body=wire.Kill(pod_id=pod_id, rank=rank))
 
     # --- services, for discovery ----------------------------------------------------------------
 
     def demand(self, demand: wire.Demand) -> wire.DemandAnswer:
-        """Tell what the students of a service report; NotFound: no job has its teachers."""
-        path = f"/services/{_part(demand.service)}/demand"
-        return _decode(wire.DemandAnswer, self._post(path, demand))
+        """Report what the students of a service need; NotFound: no job has its teachers."""
+        return self._call(routes.DEMAND, demand.service, body=demand)
 
     # --- nodes, for job clients -----------------------------------------------------------------
 
     def nodes(self) -> tuple[wire.NodeStatus, ...]:
-        return _items(self._get("/nodes"), "nodes", wire.NodeStatus)
+        return self._call(routes.LIST_NODES).nodes
 
     def register_node(self, node: wire.Node) -> wire.NodePlan:
-        """Register; Conflict: another node on the same address deals the same ports."""
-        return _decode(wire.NodePlan, self._post("/nodes", node))
+        """Register; Conflict: another node on the same address uses the same ports."""
+        return self._call(routes.REGISTER_NODE, body=node)
 
     def node_plan(self, node_id: str, revision: int = -1, timeout_s: float = 0) -> wire.NodePlan:
         """Return the plan as soon as its revision is not `revision`; NotFound: register again."""
-        path = f"/nodes/{_part(node_id)}/plan"
-        return _decode(wire.NodePlan, self._poll(path, revision, timeout_s))
+        return self._poll(routes.NODE_PLAN, node_id, revision=revision, timeout_s=timeout_s)
 
     def node_report(self, report: wire.NodeReport) -> str:
         """Send a heartbeat; return the server's id. NotFound: register again."""
-        return str(self._post(f"/nodes/{_part(report.node_id)}/report", report)["server_id"])
+        return self._call(routes.NODE_REPORT, report.node_id, body=report).server_id
 
     # --- pods, for launchers --------------------------------------------------------------------
 
     def attach(self, job_id: str, pod_id: str, attach: wire.Attach) -> wire.PodOrders:
-        """Tell a launcher's whole truth; Gone: the pod is not wanted."""
-        return _decode(wire.PodOrders, self._post(f"{_pod(job_id, pod_id)}/attach", attach))
+        """Report all that a launcher knows; Gone: the pod is not wanted."""
+        return self._call(routes.ATTACH, job_id, pod_id, body=attach)
 
     def orders(
         self, job_id: str, pod_id: str, revision: int = -1, timeout_s: float = 0
     ) -> wire.PodOrders:
         """Return the orders as soon as their revision is not `revision`; Gone: as attach."""
-        path = f"{_pod(job_id, pod_id)}/orders"
-        return _decode(wire.PodOrders, self._poll(path, revision, timeout_s))
+        return self._poll(routes.ORDERS, job_id, pod_id, revision=revision, timeout_s=timeout_s)
 
     def report(self, job_id: str, pod_id: str, report: wire.PodReport) -> str:
-        """Send a report; return the server's id. Metrics that are no finite numbers are left out:
-        JSON has none, and a loss of NaN must not lose the report; nor must too many of them.
+        """Send a report; return the server's id.
+
+        Metrics that are not finite are left out: JSON has no such numbers, and a loss of NaN must
+        not lose the report. Nor must too many metrics.
         """
         if report.metrics is not None:
             sent = (
@@ -220,49 +205,40 @@ class ApiClient:
                 if math.isfinite(value)
             )
             report = replace(report, metrics=dict(itertools.islice(sent, MAX_METRICS)))
-        return str(self._post(f"{_pod(job_id, pod_id)}/report", report)["server_id"])
+        return self._call(routes.REPORT, job_id, pod_id, body=report).server_id
 
     # --- HTTP -----------------------------------------------------------------------------------
 
-    def _get(self, path: str, query: Mapping[str, Any] | None = None, wait_s: float = 0.0) -> Any:
-        return self._json("GET", path, query=query, wait_s=wait_s)
-
-    def _post(self, path: str, body: object = None) -> Any:
-        return self._json("POST", path, body=body)
-
-    def _poll(self, path: str, revision: int, timeout_s: float) -> Any:
+    def _poll(self, route: Route[P], *ids: str, revision: int, timeout_s: float) -> P:
         query = {"revision": revision, "timeout_s": timeout_s}
-        return self._json("GET", path, query=query, wait_s=timeout_s, revision=revision)
+        return self._call(route, *ids, query=query, wait_s=timeout_s)
 
-    def _json(
+    def _call(
         self,
-        method: str,
-        path: str,
-        *,
-        query: Mapping[str, Any] | None = None,
-        body: object = None,
+        route: Route[A],
+        *ids: str,
+        query: Mapping[str, float] | None = None,
+        body: wire.Message | None = None,
         wait_s: float = 0.0,
-        revision: int | None = None,
-    ) -> Any:
-        response = self._request(method, wire.API + path, query=query, body=body, wait_s=wait_s)
+    ) -> A:
+        response = self._request(route.method, route.url(*ids), query, body, wait_s)
         try:
-            data = response.json()
-        except requests.JSONDecodeError:
-            raise ServerAway(f"{self.url} answers, but not as a job server does") from None
-        if not isinstance(data, dict):
-            raise ServerAway(f"{self.url} answers, but not as a job server does")
-        if "Retry-After" in response.headers and wait_s and data.get("revision") == revision:
+            answer = from_json(route.answer, response.content)
+        except wire.WireError as error:
+            raise ServerAway(
+                f"{self.url} answers, but not as a job server of this version does: {error}"
+            ) from None
+        if "Retry-After" in response.headers and wait_s and _is_old(answer, query or {}):
             # So many poll that the server did not wait for news: the waiting is done here.
             time.sleep(min(_retry_after_s(response), wait_s))
-        return data
+        return answer
 
     def _request(
         self,
         method: str,
         path: str,
-        *,
-        query: Mapping[str, Any] | None = None,
-        body: object = None,
+        query: Mapping[str, float] | None = None,
+        body: wire.Message | None = None,
         wait_s: float = 0.0,
     ) -> requests.Response:
         try:
@@ -270,12 +246,11 @@ class ApiClient:
                 method,
                 self.url + path,
                 params=query,
-                json=None if body is None else wire.encode(body),
+                data=None if body is None else to_json(body),
+                headers=None if body is None else {"Content-Type": "application/json"},
                 timeout=(CONNECT_TIMEOUT_S, self._timeout_s + wait_s),
                 allow_redirects=False,
             )
-        except requests.exceptions.InvalidJSONError as error:
-            raise BadRequest(f"body: {error}") from None
         except requests.RequestException as error:
             raise ServerAway(f"no answer from {self.url}: {_cause(error)}") from error
         if response.ok and not response.is_redirect:
@@ -302,30 +277,9 @@ def server_url(text: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
-def _part(text: str) -> str:
-    # A dot-only part would be taken for a step in the path, and leave the route.
-    if not text or set(text) == {"."}:
-        raise BadRequest(f"{text!r} is not an id")
-    return quote(text, safe="")
-
-
-def _discard(asked: bool) -> str:
-    return "?discard=1" if asked else ""
-
-
-def _pod(job_id: str, pod_id: str) -> str:
-    return f"/jobs/{_part(job_id)}/pods/{_part(pod_id)}"
-
-
-def _decode(kind: type[T], data: object) -> T:
-    try:
-        return wire.decode(kind, data)
-    except wire.WireError as error:
-        raise ServerAway(f"the server's answer does not fit this version: {error}") from None
-
-
-def _items(data: Mapping[str, Any], key: str, kind: type[T]) -> tuple[T, ...]:
-    return tuple(_decode(kind, item) for item in data.get(key, ()))
+def _is_old(answer: object, query: Mapping[str, float]) -> bool:
+    """Whether a poll's answer is what the caller has; events have no revision, and count as old."""
+    return getattr(answer, "revision", None) == query.get("revision")
 
 
 def _error_text(response: requests.Response) -> str:

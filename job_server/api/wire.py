@@ -14,7 +14,12 @@ from typing import Any
 
 from job_server.api.codec import Int, Message, WireError, decode, encode
 
-__all__ = ["WireError", "decode", "encode"]  # the rest is public as well; these are re-exports
+__all__ = [
+    "Message",
+    "WireError",
+    "decode",
+    "encode",
+]  # the rest is public as well; these are re-exports
 
 API = "/api/v1"
 MAX_BODY_BYTES = 2 * 1024 * 1024
@@ -802,3 +807,61 @@ class NodeStatus(Message, frozen=True, kw_only=True):
     alive: bool
     last_seen_at: float
     report: dict[str, Any]
+
+
+# --- what a route answers that answers no message from above --------------------------------------
+
+
+class Health(Message, frozen=True, kw_only=True):
+    server_id: str  # changes when the server restarts
+    version: str = ""
+    now: float = 0.0  # seconds since 1970
+
+
+class Acknowledgement(Message, frozen=True, kw_only=True):
+    """A report has been received."""
+
+    server_id: str  # changes when the server restarts: register or attach again
+
+
+class JobList(Message, frozen=True, kw_only=True):
+    jobs: tuple[JobStatus, ...] = ()
+
+
+class EventList(Message, frozen=True, kw_only=True):
+    events: tuple[JobEvent, ...] = ()
+
+
+class NodeList(Message, frozen=True, kw_only=True):
+    nodes: tuple[NodeStatus, ...] = ()
+
+
+class ScriptPreview(Message, frozen=True, kw_only=True):
+    """What a change script would do, as lines."""
+
+    timeline: tuple[str, ...]
+
+
+class OriginalPod(Message, frozen=True, kw_only=True):
+    """A pod as clients of the original see it."""
+
+    pod_id: str
+    running: bool = True
+    addr: str
+    pod_port: Int
+    trainer_ports: tuple[Int, ...]
+    gpus: tuple[Int, ...]
+
+
+class OriginalPods(Message, frozen=True, kw_only=True):
+    """What clients of the original poll."""
+
+    job_id: str
+    job_stage_flag: Int
+    pods: tuple[OriginalPod, ...]
+
+
+class ErrorText(Message, frozen=True, kw_only=True):
+    """What every refused request is answered."""
+
+    error: str

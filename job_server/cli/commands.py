@@ -284,7 +284,7 @@ def _nodes(api: ApiClient, args: argparse.Namespace) -> None:
     if not nodes:
         print("no job client has registered")
         return
-    now = api.health()["now"]
+    now = api.health().now
     rows = [
         (
             known.node.node_id,

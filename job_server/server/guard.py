@@ -6,11 +6,11 @@ from urllib.parse import urlsplit
 
 from flask import Request
 
+from job_server.api import routes
 from job_server.api.errors import Forbidden, Unauthorized
 from job_server.server.config import is_loopback
 
-LEGACY_PATHS = ("/rest/1.0/get/query_pods", "/rest/1.0/post/job_runtime_static")
-PAGE_PATH = "/"
+_LEGACY_PATHS = (routes.QUERY_PODS.path, routes.RUN_TIME.path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Guard:
                     "use 127.0.0.1 or localhost, or start the server with a token"
                 )
             return
-        if self.insecure_legacy and request.path in LEGACY_PATHS:
+        if self.insecure_legacy and request.path in _LEGACY_PATHS:
             return
         if not self._has_token(request):
             raise Unauthorized(
@@ -50,7 +50,8 @@ class Guard:
         elif (
             authorization is not None
             and authorization.type == "basic"
-            and request.path == PAGE_PATH  # a browser can ask for a password, not for a bearer
+            # A browser can ask its user for a password, not for a bearer's token.
+            and request.path == routes.PAGE.path
         ):
             given = authorization.password or ""
         expected = (self.token or "").encode()

@@ -25,6 +25,7 @@ class JsonReply:
 
     body: bytes  # JSON
     busy: bool = False  # too many poll already: this one did not wait
+    status: int = 200
 
 
 class Watchers:

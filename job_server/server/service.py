@@ -5,6 +5,7 @@ Answers come as bodies that are ready to send, so that many who watch cost one s
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from job_server.api import wire
 from job_server.api.codec import to_json
@@ -55,10 +56,8 @@ class JobService:
 
     # --- jobs, for users ------------------------------------------------------------------------
 
-    def submit(
-        self, spec: wire.JobSpec, *, legacy_nodes: tuple[wire.Node, ...] = ()
-    ) -> tuple[JsonReply, bool]:
-        """Add a job; return its status and whether it is new (the same spec again is no error).
+    def submit(self, spec: wire.JobSpec, *, legacy_nodes: tuple[wire.Node, ...] = ()) -> JsonReply:
+        """Add a job; return its JobStatus. The same spec again is no error: only the first is 201.
 
         Args:
             legacy_nodes: where its pods run for clients of the original, which register nothing.
@@ -79,7 +78,7 @@ class JobService:
                         f"job_id: {spec.job_id!r} is taken by a job with another spec; "
                         "delete that one or choose another id"
                     )
-                return taken.status.poll(-1, 0), False
+                return taken.status.poll(-1, 0)
             serving = None if spec.service is None else self._serving(spec.service)
             if serving is not None:
                 raise Conflict(
@@ -92,7 +91,7 @@ class JobService:
             engine.store.save_job(spec.job_id, wire.encode(job), events=(event,))
             entry = engine.add(job, last_event=event.number)
             engine.begin(entry)
-            return entry.status.poll(-1, 0), True
+            return replace(entry.status.poll(-1, 0), status=201)
 
     def job_ids(self) -> list[str]:
         """Return all ids, in the order of submission."""
@@ -162,7 +161,7 @@ class JobService:
             engine.converge()
             return answer
 
-    def events(self, job_id: str, *, after: int, limit: int, timeout_s: float) -> JsonReply:
+    def events(self, job_id: str, after: int, limit: int, timeout_s: float) -> JsonReply:
         """Return the job's events after number `after`; wait up to `timeout_s` if there are none.
 
         Raises:
@@ -176,7 +175,7 @@ class JobService:
             made_for, body = entry.page
             if made_for != key:  # who follows asks for the same: one query for all of them
                 found = self._engine.store.events(job_id, after=after, limit=limit)
-                body = to_json({"events": found})
+                body = to_json(wire.EventList(events=tuple(found)))
                 entry.page = (key, body)
         return JsonReply(body=body, busy=busy)
 
@@ -189,8 +188,8 @@ class JobService:
             after = max(entry.events.value - count, 0)
             return self._engine.store.events(job_id, after=after, limit=count)
 
-    def legacy_pods(self, job_id: str | None) -> tuple[str, int, tuple[wire.PlanPod, ...]]:
-        """Return (job id, the original's stage flag, the running pods in pod-rank order).
+    def legacy_pods(self, job_id: str | None) -> wire.OriginalPods:
+        """Return the running pods in pod-rank order, for clients of the original.
 
         Raises:
             NotFound: no such job, or none at all.
@@ -209,7 +208,20 @@ class JobService:
             entry = self._entry(job_id)
             job, revision = entry.job, entry.status.revision
         pods = sorted(job_types.running_pods(job), key=lambda pod: pod.pod_rank)
-        return job_id, job_types.job_status(job, self.now(), revision).flag, tuple(pods)
+        return wire.OriginalPods(
+            job_id=job_id,
+            job_stage_flag=job_types.job_status(job, self.now(), revision).flag,
+            pods=tuple(
+                wire.OriginalPod(
+                    pod_id=pod.pod_id,
+                    addr=pod.addr,
+                    pod_port=pod.ports[0] if pod.ports else 0,
+                    trainer_ports=pod.ports,
+                    gpus=pod.slots,
+                )
+                for pod in pods
+            ),
+        )
 
     def _trainings(self) -> list[str]:
         # Clients of the original know no jobs of teachers.
@@ -387,14 +399,14 @@ class JobService:
 
     def nodes(self) -> JsonReply:
         """Return all nodes' NodeStatus."""
-        return JsonReply(body=to_json({"nodes": self.node_statuses()}))
+        return JsonReply(body=to_json(wire.NodeList(nodes=tuple(self.node_statuses()))))
 
     def node_statuses(self) -> list[wire.NodeStatus]:
         with self._engine.lock:
             return self._engine.registry.statuses(self.now())
 
     def _heard(self) -> JsonReply:
-        return JsonReply(body=to_json({"server_id": self.server_id}))
+        return JsonReply(body=to_json(wire.Acknowledgement(server_id=self.server_id)))
 
 
 def _is_of(entry: JobEntry, pod: wire.PodState) -> bool:

@@ -53,7 +53,7 @@ def test_a_node_and_a_pod_through_the_client(api):
     api.submit(SPEC)
     plan = api.register_node(cpu_node())
     assert {pod.pod_id for pod in plan.pods} == {"pod_0_0", "pod_1_0"}
-    server_id = api.health()["server_id"]
+    server_id = api.health().server_id
     assert plan.server_id == server_id
     assert api.node_plan("node-a", plan.revision - 1, 10).pods == plan.pods
     assert api.node_report(wire.NodeReport(node_id="node-a")) == server_id
@@ -143,7 +143,7 @@ def test_an_absent_server_is_away_and_a_connection_error():
 
 def test_a_server_that_restarts_is_found_again(tmp_path):
     with running_server(tmp_path, "--no_job") as server, server.api() as api:
-        before = api.health()["server_id"]
+        before = api.health().server_id
         poll = InThread(lambda: server.api().node_plan("node-a", -1, 0))
         with pytest.raises(NotFound):
             poll.result()
@@ -151,7 +151,7 @@ def test_a_server_that_restarts_is_found_again(tmp_path):
         with pytest.raises(ServerAway):
             api.health()
         server.start()
-        assert api.health()["server_id"] != before
+        assert api.health().server_id != before
 
 
 def test_proxies_of_the_environment_are_not_used(server, monkeypatch):
@@ -160,7 +160,7 @@ def test_proxies_of_the_environment_are_not_used(server, monkeypatch):
         monkeypatch.setenv(name, nowhere)
     monkeypatch.delenv("no_proxy", raising=False)
     with server.api() as api:
-        assert api.health()["server_id"]
+        assert api.health().server_id
 
 
 class Stranger(http.server.BaseHTTPRequestHandler):

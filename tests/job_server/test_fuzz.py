@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from job_server.api import wire
 from job_server.api.codec import to_json
+from job_server.api.routes import ROUTES
 from job_server.server.guard import Guard
-from job_server.server.openapi import OPERATIONS
 from job_server.server.service import JobService
 from job_server.server.store import Store
 from job_server.sharing.job_types import AnyJob
@@ -144,7 +144,7 @@ def bodies(draw: st.DrawFn, name: str) -> bytes:
 
 @st.composite
 def requests(draw: st.DrawFn) -> dict[str, Any]:
-    operation = draw(st.sampled_from(OPERATIONS))
+    operation = draw(st.sampled_from(ROUTES))
     path = operation.path
     good = {"{job_id}": "digits", "{pod_id}": "pod_0_0", "{node_id}": "node-a", "{name}": "soft"}
     for place, value in good.items():
@@ -270,7 +270,7 @@ ODD_FIELDS = [
 @pytest.mark.parametrize(("name", "field"), ODD_FIELDS)
 def test_no_number_makes_an_answer_a_list_or_a_restart_fail(tmp_path, name, field):
     path = tmp_path / "server.db"
-    operation = next(op for op in OPERATIONS if op.name == name)
+    operation = next(op for op in ROUTES if op.name == name)
     route = operation.path.replace("{job_id}", "digits").replace("{pod_id}", "pod_0_0")
     route = route.replace("{name}", "soft").replace("{node_id}", "node-a")
     with closing(JobService(Store(str(path)))) as service:
@@ -299,7 +299,7 @@ def test_a_good_request_of_every_kind_is_not_refused_by_accident(service):
     prepare(service)
     client = browse(service)
     for name, body in GOOD.items():
-        operation = next(op for op in OPERATIONS if op.name == name)
+        operation = next(op for op in ROUTES if op.name == name)
         path = operation.path.replace("{job_id}", "digits").replace("{pod_id}", "pod_0_0")
         path = path.replace("{name}", "soft")
         answer = client.post(path.replace("{node_id}", "node-a"), json=body)

@@ -1,12 +1,16 @@
 """The description and the routes say the same."""
 
+import inspect
 import re
+from pathlib import Path
 
 import pytest
 from openapi_spec_validator import validate
 
-from job_server.api import wire
-from job_server.server.openapi import OPERATIONS, build_openapi
+from job_server.api import routes, wire
+from job_server.api.api_client import ApiClient
+from job_server.api.routes import ROUTES, markdown_table
+from job_server.server.openapi import build_openapi
 from tests.job_server.serving import browse, cpu_node, open_service
 
 
@@ -19,15 +23,33 @@ def test_the_description_is_valid_openapi(description):
     validate(description)
 
 
-def test_every_route_is_described_and_every_description_is_a_route():
+def test_every_route_is_served_and_described_and_nothing_else_is(description):
     with open_service() as service:
         rules = list(browse(service).application.url_map.iter_rules())
-    routes = {
-        (method.lower(), re.sub(r"<(\w+)>", r"{\1}", rule.rule))
+    served = {
+        (method, re.sub(r"<(\w+)>", r"{\1}", rule.rule))
         for rule in rules
         for method in (rule.methods or set()) - {"HEAD"}
     }
-    assert routes == {(operation.method, operation.path) for operation in OPERATIONS}
+    described = {
+        (method.upper(), path)
+        for path, methods in description["paths"].items()
+        for method in methods
+    }
+    assert served == described == {(route.method, route.path) for route in ROUTES}
+
+
+def test_every_method_of_the_client_asks_a_route_of_its_own():
+    names = set(re.findall(r"routes\.([A-Z_]+)", inspect.getsource(ApiClient)))
+    of_others = {"OPENAPI", "QUERY_PODS", "RUN_TIME"}  # of tools, and of the original's clients
+    assert names | of_others == {
+        name for name, value in vars(routes).items() if isinstance(value, routes.Route)
+    }
+
+
+def test_the_page_of_the_api_lists_the_routes():
+    page = Path(__file__).parents[2] / "docs" / "rest.md"
+    assert markdown_table() in page.read_text(), f"paste this:\n{markdown_table()}"
 
 
 def test_the_server_serves_its_description(description):

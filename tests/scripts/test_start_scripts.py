@@ -233,12 +233,12 @@ def test_a_server_starts_once_and_stops(run: Run, port: str):
     assert first.returncode == 0, first.stderr
     assert "--stop" in first.stderr
     pid = int(first.stderr.split("pid ")[1].split(")")[0])
-    server_id = api.health()["server_id"]
+    server_id = api.health().server_id
 
     second = run(SERVER, "--server_port", port)
     assert second.returncode == 0
     assert f"runs already (pid {pid})" in second.stderr
-    assert api.health()["server_id"] == server_id
+    assert api.health().server_id == server_id
 
     assert run(SERVER, "--stop", "--server_port", port).returncode == 0
     assert is_gone(pid)

@@ -1,4 +1,4 @@
-"""What all listeners of this package do alike."""
+"""Bind listening sockets."""
 
 import contextlib
 import re
@@ -17,19 +17,19 @@ def is_loopback(host: str) -> bool:
 
 
 def bracketed(host: str) -> str:
-    """Return `host` as it stands before a colon and a port."""
+    """Return `host` as it is written before `:PORT`: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 def bind(host: str, port: int, flag: str) -> socket.socket:
-    """Return a socket that is bound, and does not listen yet.
+    """Return a bound socket that does not listen yet.
 
     Args:
-        port: 0: any that is free.
+        port: 0: any free port.
         flag: names it in errors.
 
     Raises:
-        UsageError: it cannot be had.
+        UsageError: the address cannot be bound.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
@@ -48,9 +48,9 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
 
 
 def raise_file_limit() -> None:
-    """Let as many connections be open as the system allows us without asking anybody."""
+    """Raise the limit on open files as far as the system allows without privileges."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # as it was, then
+        with contextlib.suppress(OSError, ValueError):  # then the old limit stays
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

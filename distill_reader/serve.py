@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from distill_reader.balance.registry.registrar import RegistrarThread
+from distill_reader.command_line import make_parser, report_error, start_logging
 from distill_reader.errors import DistillError, UsageError
 from distill_reader.listening import bracketed, is_loopback
 from distill_reader.model.normalization import Normalization, parse_option
@@ -61,12 +62,8 @@ Exit codes: 0 ended by a signal, 1 failed, 2 wrong arguments or a model that can
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal comes; return the exit code."""
-    args = _parser().parse_args(argv)
-    logging.basicConfig(
-        level=args.log_level,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    args = parser().parse_args(argv)
+    start_logging(args)
     logging.getLogger("grpc").setLevel(logging.WARNING)
     try:
         service_config, front_config = parse_config(args)
@@ -74,8 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _signals() as stopping:
             return _serve(service_config, front_config, register, args.drain_timeout_s, stopping)
     except DistillError as error:
-        sys.stderr.write(f"edl serve: error: {error}\n")
-        return 2
+        return report_error("serve", error)
 
 
 def parse_config(args: argparse.Namespace) -> tuple[ServiceConfig, FrontConfig]:
@@ -274,17 +270,9 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _level(text: str) -> int | str:
-    return int(text) if text.isdigit() else text.upper()
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="edl serve",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = make_parser("serve", _DESCRIPTION, _EPILOG)
     add = parser.add_argument
     add(
         "--model",
@@ -357,7 +345,6 @@ def _parser() -> argparse.ArgumentParser:
         default=120.0,
         help="a predictor that computes one batch for longer is killed as hung; default 120",
     )
-    add("--log_level", type=_level, default="INFO", help="e.g. 20 or INFO (default), DEBUG")
     return parser
 
 

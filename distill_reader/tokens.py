@@ -1,9 +1,7 @@
-"""The secret that students, teachers and discovery servers share: as programs are given it, and how
-they prove that they have it.
+"""Read the token that students, teachers and discovery servers share, and prove knowledge of it.
 
-Where the protocol is ours the secret itself is never sent: each end makes a number that is used
-once, and shows an HMAC-SHA256 of both. Who comes proves it first: who is dialed by strangers gives
-them nothing to guess by.
+Our own protocols never send the token. Each end sends a nonce, and shows an HMAC-SHA256 of both.
+The end that connects proves first, so that a server gives strangers nothing to guess the token by.
 """
 
 import hmac
@@ -15,10 +13,10 @@ from distill_reader.errors import UsageError
 
 
 def read_token(token_file: str | None, environ: Mapping[str, str]) -> str:
-    """Return the token of the file, else of the environment; "": there is none.
+    """Return the token of a teacher or discovery server; "": there is none.
 
-    That is EDL_TEACHER_TOKEN_FILE, EDL_TEACHER_TOKEN, EDL_TOKEN_FILE or EDL_TOKEN. Students are
-    given the teachers' token and never the job server's, which EDL_TOKEN may be.
+    Read from the file, else from EDL_TEACHER_TOKEN_FILE, EDL_TEACHER_TOKEN, EDL_TOKEN_FILE or
+    EDL_TOKEN.
 
     Raises:
         UsageError: the file cannot be read, or is empty.
@@ -26,8 +24,19 @@ def read_token(token_file: str | None, environ: Mapping[str, str]) -> str:
     return _read(token_file, "--token_file", ("EDL_TEACHER_TOKEN", "EDL_TOKEN"), environ)
 
 
+def read_student_token(environ: Mapping[str, str]) -> str:
+    """Return the token of EDL_TEACHER_TOKEN_FILE or EDL_TEACHER_TOKEN; "": there is none.
+
+    EDL_TOKEN does not count: it may be the job server's, which teachers must not see.
+
+    Raises:
+        UsageError: the file cannot be read, or is empty.
+    """
+    return _read(None, "", ("EDL_TEACHER_TOKEN",), environ)
+
+
 def read_job_token(token_file: str | None, environ: Mapping[str, str]) -> str:
-    """Return the job server's token of the file, else of EDL_TOKEN_FILE, EDL_TOKEN; "": none.
+    """Return the job server's token: of the file, EDL_TOKEN_FILE or EDL_TOKEN; "": none.
 
     Raises:
         UsageError: the file cannot be read, or is empty.
@@ -36,7 +45,7 @@ def read_job_token(token_file: str | None, environ: Mapping[str, str]) -> str:
 
 
 def read_password(password: str | None, password_file: str | None) -> str | None:
-    """Return Redis's password, as --db_passwd or --db_passwd_file gives it; None: neither does.
+    """Return the password of --db_passwd or --db_passwd_file; None: neither is given.
 
     Raises:
         UsageError: the file cannot be read.
@@ -50,32 +59,32 @@ def read_password(password: str | None, password_file: str | None) -> str | None
 
 
 def same_token(shown: object, wanted: str) -> bool:
-    """Return whether somebody shows the secret, whatever that is."""
+    """Return whether `shown`, which may be anything, is the wanted token."""
     return isinstance(shown, str) and hmac.compare_digest(_bytes(shown), _bytes(wanted))
 
 
 def new_nonce() -> str:
-    """Return a number that is used once."""
+    """Return a random number to be used once."""
     return secrets.token_hex(16)
 
 
 def prove(token: str, who: str, client_nonce: str, server_nonce: str) -> str:
-    """Return what shows that `who` has the secret, in an exchange with these numbers.
+    """Return the proof that `who` knows the token, for these nonces.
 
     Args:
-        who: the protocol and which end of it, so that nobody is shown what another end has said.
+        who: the protocol and which end of it, so that one end's proof is useless to the other.
     """
     text = f"edl {who} {client_nonce} {server_nonce}"
     return hmac.new(_bytes(token), _bytes(text), "sha256").hexdigest()
 
 
 def proves(shown: object, token: str, who: str, client_nonce: str, server_nonce: str) -> bool:
-    """Return whether that is what `prove` returns."""
+    """Return whether `shown` is what `prove` returns."""
     return same_token(shown, prove(token, who, client_nonce, server_nonce))
 
 
 def _bytes(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")  # whatever comes, it is no error
+    return text.encode("utf-8", "surrogatepass")  # any text is valid
 
 
 def _read(

@@ -4,8 +4,8 @@ import logging
 import os
 import sys
 
+from job_server.api.codec import WireError
 from job_server.api.errors import ConfigError, Conflict
-from job_server.api.wire import WireError
 from job_server.cluster.change_script import parse_script, timeline
 from job_server.server.app import create_app, version
 from job_server.server.config import ServerConfig, read_config

@@ -8,12 +8,13 @@ its function and the text of its line, so that it is found again after lines hav
 code itself has changed, "now" in the list holds the equivalent.
 
 `run` wants a clean worktree that nobody uses, with its own .venv. It runs the tests that import
-the mutated module, directly or not, until one fails that passes without the mutation. Tests that
-start no process run first.
+the mutated module, directly or not, until one fails that passes without the mutation, and fails
+again with it. Tests that start no process run first.
 """
 
 import argparse
 import ast
+import contextlib
 import json
 import os
 import random
@@ -27,6 +28,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as a program
 
@@ -315,27 +318,22 @@ def apply(source: str, place: Place) -> str | None:
 
 
 def tests_for(root: Path, module: str) -> list[str]:
-    """Return the test files that reach a module by imports: cheap ones first, then near ones.
+    """Return the test files that reach a module: those that import it first, then cheap ones.
 
-    A package's own process tests follow though they import nothing of it: they start programs.
+    The tests of its package that start programs follow, though they import nothing of it.
     """
     graph = _import_graph(root)
     name = _module_name(PurePosixPath(module))
-    costs = {test: _is_dear(test, graph) for test in graph if _is_test(test)}
-    distances = {test: _distance(graph, test, name) for test in costs}
     package = name.split(".")[0]
-    programs = {f"tests.{package}", "tests.e2e"} if package != "distill_reader" else set()
-    chosen = [
-        (costs[test], distance, test)
-        for test, distance in distances.items()
-        if distance is not None
-    ]
-    chosen += [
-        (True, 99, test)
-        for test, distance in distances.items()
-        if distance is None and any(test.startswith(f"{folder}.") for folder in programs)
-    ]
-    return [f"{test.replace('.', '/')}.py" for _, _, test in sorted(chosen)]
+    folders = {f"tests.{package}"} | (set() if package == "distill_reader" else {"tests.e2e"})
+    found: list[tuple[bool, bool, bool, int, str]] = []
+    for test in filter(_is_test, graph):
+        is_own = any(test.startswith(f"{folder}.") for folder in folders)
+        distance = _distance(graph, test, name)
+        if distance is not None or is_own:
+            steps = len(graph) if distance is None else distance
+            found.append((steps > 1, _is_dear(test, graph), not is_own, steps, test))
+    return [f"{test.replace('.', '/')}.py" for *_, test in sorted(found)]
 
 
 def _module_name(path: PurePosixPath) -> str:
@@ -347,12 +345,13 @@ def _is_test(name: str) -> bool:
 
 
 def _import_graph(root: Path) -> dict[str, set[str]]:
-    """Return what each module of the product and of the tests imports, and "paddle" if it does."""
+    """Return which modules of product and tests each of them imports, or names in a string."""
     paths = {
         _module_name(PurePosixPath(path.relative_to(root))): path
         for folder in (*PRODUCT, "tests")
         for path in (root / folder).rglob("*.py")
     }
+    scripts = {path.name: name for name, path in paths.items() if not _is_test(name)}
     graph: dict[str, set[str]] = {}
     for name, path in paths.items():
         imported: set[str] = set()
@@ -362,6 +361,9 @@ def _import_graph(root: Path) -> dict[str, set[str]]:
             elif isinstance(node, ast.ImportFrom) and node.module:
                 imported.add(node.module)
                 imported.update(f"{node.module}.{alias.name}" for alias in node.names)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                # a module that is loaded later, or started with -m; a script
+                imported |= {node.value, f"{node.value}.__main__", scripts.get(node.value, "")}
         graph[name] = {module for module in imported if module in paths}
         graph[name] |= imported & {"paddle", "subprocess"}
         if _is_test(name):  # what pytest imports by itself
@@ -406,20 +408,28 @@ def run_one(worktree: Path, mutation: Mutation, limit_s: float) -> dict[str, Any
     unsure: list[str] = []
     result: dict[str, Any] = {"number": mutation.number, "found": False, "files": len(tests)}
     while time.monotonic() - start < limit_s:
-        path.write_text(mutated, "utf-8")
-        try:
+        with _mutated(path, original, mutated):
             failed, ended = _pytest(worktree, tests, limit_s - (time.monotonic() - start), unsure)
-        finally:
-            path.write_text(original, "utf-8")
         result["all run"] = ended and not failed
         if not failed:
             break
-        fails_anyway, _ = _pytest(worktree, failed, limit_s, [])
-        if not fails_anyway:
+        passes_without = not _pytest(worktree, failed, limit_s, [])[0]
+        with _mutated(path, original, mutated):
+            fails_again = passes_without and _pytest(worktree, failed, limit_s, [])[0]
+        if fails_again:
             result |= {"found": True, "by": failed[0]}
             break
         unsure += failed
-    return result | {"seconds": round(time.monotonic() - start), "fail without it": unsure}
+    return result | {"seconds": round(time.monotonic() - start), "unsure": unsure}
+
+
+@contextlib.contextmanager
+def _mutated(path: Path, original: str, mutated: str) -> Iterator[None]:
+    path.write_text(mutated, "utf-8")
+    try:
+        yield
+    finally:
+        path.write_text(original, "utf-8")
 
 
 def _pytest(
@@ -441,15 +451,26 @@ def _pytest(
     try:
         output, _ = process.communicate(timeout=max(limit_s, 1))
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.communicate(timeout=60)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
         return [], False
+    finally:
+        _end_programs_of(worktree)
     if process.returncode == 0:
         return [], True
     found = re.findall(r"^(?:FAILED|ERROR) (\S+?)(?: - .*)?$", output, re.MULTILINE)
     if not found and report.exists():
         found = [case.get("file", "") for case in ET.parse(report).iter("testcase")][-1:]
     return found[:1] or tests[:1], True
+
+
+def _end_programs_of(worktree: Path) -> None:
+    """Kill what tests have left, which runs the worktree's own interpreter."""
+    interpreter = str(worktree / ".venv" / "bin" / "python")
+    for process in psutil.process_iter(["cmdline"]):
+        if (process.info["cmdline"] or [""])[0] == interpreter:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def run(worktree: Path, mutations: list[Mutation], results: Path, limit_s: float) -> None:

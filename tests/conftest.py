@@ -2,9 +2,12 @@
 
 import gc
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests import lanes
 
 # Whoever runs the tests in the background (`&`, nohup, some CI) has these ignored, and all programs
 # that a test starts would inherit that: Ctrl-C could not be tested.
@@ -15,6 +18,8 @@ signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 # processor.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+_watch = lanes.Watch()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -29,3 +34,27 @@ def pytest_collection():
         return (yield)
     finally:
         gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out of the fast lane what could not be imported without a framework."""
+    is_test = collection_path.match("test_*.py")
+    if config.option.markexpr == "fast" and is_test and not lanes.is_fast_module(collection_path):
+        return True
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if lanes.is_fast_test(item):
+            item.add_marker("fast")
+
+
+@pytest.fixture(autouse=True)
+def _fast_tests_start_nothing(request: pytest.FixtureRequest):
+    """Fail a fast test that starts a process or imports a framework."""
+    _watch.seen.clear()
+    yield
+    if request.node.get_closest_marker("fast"):
+        assert not _watch.seen, f"mark it with `full`: a fast test {_watch.seen[0]}"

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from distill_reader.backoff import backoff_s
 from distill_reader.balance.addresses import (
     DiscoveryAddress,
     RedisAddress,
@@ -202,7 +203,7 @@ class StudentClient:
                 failures = 0 if time.monotonic() - began_s > _GIVE_UP_S else failures + 1
                 if failures >= len(self._addresses) or delay_s:
                     first_s, most_s = _RETRY_S
-                    delay_s = max(delay_s, min(most_s, first_s * 2 ** min(failures, 8)))
+                    delay_s = max(delay_s, backoff_s(failures, first_s, most_s))
                 await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
 
     async def _visit(self, address: RegistryAddress) -> None:

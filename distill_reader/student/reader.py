@@ -17,7 +17,7 @@ from distill_reader.student.clients.connect import connect
 from distill_reader.student.clients.endpoints import endpoints_of, servers_of
 from distill_reader.student.labels.labels import Labels
 from distill_reader.student.services import Services, combination_of
-from distill_reader.student.session import ReaderSession
+from distill_reader.student.session import ReaderSession, SessionLock
 from distill_reader.student.settings import (
     Policy,
     ReaderSettings,
@@ -373,15 +373,15 @@ class DistillReader:
         self, settings: ReaderSettings, sources: Mapping[str, TeacherSource]
     ) -> Iterator[Any]:
         labels = Labels(settings.predicts, settings.wire_predicts, settings.top_k)
-        kind: ItemFormat = ITEM_FORMATS[self._kind](
+        item_format: ItemFormat = ITEM_FORMATS[self._kind](
             settings.sent, len(settings.ins), labels.count, settings.padding, labels.arrays
         )
+        lock = SessionLock()
         session = ReaderSession(
             self._generator,
-            kind,
-            self._services.make(settings, labels, sources),
-            max_bytes=settings.max_memory_bytes,
-            connect=self._connector(settings),
+            item_format,
+            self._services.streams(settings, labels, sources, lock, self._connector(settings)),
+            lock,
             combine=combination_of(settings),
             key_positions=settings.key_positions,
         )

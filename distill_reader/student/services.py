@@ -1,58 +1,59 @@
-"""The services that a reader asks, and what it knows of them from one iteration to the next."""
+"""The services that a reader asks, and what it has learned of them in earlier iterations."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from distill_reader.errors import UsageError
 from distill_reader.student.batches.feed import RequestLimits
 from distill_reader.student.batches.meter import Meter
 from distill_reader.student.cache.label_cache import LabelCache
+from distill_reader.student.clients.client import TeacherClient
 from distill_reader.student.labels.combine import Combination
 from distill_reader.student.labels.labels import Labels
 from distill_reader.student.options import CombinedService
 from distill_reader.student.pool.dynamic import DynamicSource, DynamicTeachers
 from distill_reader.student.pool.pace import Pace
 from distill_reader.student.pool.pool import PoolSettings
-from distill_reader.student.session import Service
+from distill_reader.student.session import ServiceStream, SessionLock
 from distill_reader.student.settings import ReaderSettings
 from distill_reader.student.source import FixedTeachers, TeacherSource
 
 _JOIN_BYTES = 4 << 20
-_MOST_BYTES = 12 << 20  # 16 images of 3x224x224 go whole; far beyond, gRPC becomes slow
-_MOST_BYTES_OF_CHOICE = 64 << 20  # where the user says how many samples a request has
-_MOST_TEACHERS = 64  # that the memory is shared between
+_MOST_BYTES = 12 << 20  # 16 images of 3x224x224 fit; far beyond it gRPC becomes slow
+_MOST_BYTES_OF_CHOICE = 64 << 20  # if the user sets the number of samples per request
+_MOST_TEACHERS = 64  # the memory is divided among at most so many
 
 
-class Known:
-    """What is known of one service from earlier iterations."""
+class ServiceHistory:
+    """What a reader keeps of one service from one iteration to the next."""
 
     def __init__(self) -> None:
         self.paces: dict[str, Pace] = {}  # by endpoint
         self.meter = Meter()
         self.dynamic = DynamicTeachers(self.meter)
-        self.cache: LabelCache | None = None  # None: there is none, or not yet
-        self.cache_key: Any = None  # what it depends on
+        self.cache: LabelCache | None = None  # None: no cache is set, or it is not open yet
+        self.cache_key: Any = None  # the settings that the cache was opened for
 
     def __getstate__(self) -> dict[str, Any]:
-        """A worker process opens the cache itself."""
+        """Leave out the cache: a worker process opens it itself."""
         return {**self.__dict__, "cache": None, "cache_key": None}
 
 
 class Services:
-    """Those of a reader, by name; "" where there is one alone."""
+    """The services of a reader by name; the name is "" if there is only one."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Known] = {}
+        self._histories: dict[str, ServiceHistory] = {}
 
-    def __getitem__(self, name: str) -> Known:
-        return self._known.setdefault(name, Known())
+    def __getitem__(self, name: str) -> ServiceHistory:
+        return self._histories.setdefault(name, ServiceHistory())
 
     def sources(self, settings: ReaderSettings) -> dict[str, TeacherSource]:
-        """Return where the teachers of each service are.
+        """Return the source of teachers of each service.
 
         Raises:
-            UsageError: none are given.
+            UsageError: no teachers are given.
         """
         if settings.discovery_servers:
             assert settings.service_name is not None
@@ -61,23 +62,26 @@ class Services:
             )
             return {"": source}
         if settings.combined_services:
-            return {
-                service.name: self._source_of(service) for service in settings.combined_services
-            }
+            return {each.name: self._source_of(each) for each in settings.combined_services}
         if not settings.teachers:
             raise UsageError(
                 "teachers: none are given; call set_fixed_teacher or set_dynamic_teacher"
             )
         return {"": FixedTeachers(settings.teachers)}
 
-    def make(
-        self, settings: ReaderSettings, labels: Labels, sources: Mapping[str, TeacherSource]
-    ) -> list[Service]:
-        """Return the services of one iteration. Raises: UsageError: the cache cannot be used."""
+    def streams(
+        self,
+        settings: ReaderSettings,
+        labels: Labels,
+        sources: Mapping[str, TeacherSource],
+        lock: SessionLock,
+        connect: Callable[[str], TeacherClient],
+    ) -> list[ServiceStream]:
+        """Return the streams of one iteration. Raises: UsageError: the cache cannot be used."""
         return [
-            Service(
-                source=source,
-                settings=PoolSettings(
+            ServiceStream(
+                source,
+                PoolSettings(
                     sent=tuple(field for _, field in settings.sent),
                     labels=labels,
                     wire_ins=settings.wire_ins,
@@ -92,6 +96,9 @@ class Services:
                     cache=self._cache(settings, labels, name),
                     name=name,
                 ),
+                lock,
+                max_bytes=settings.max_memory_bytes,
+                connect=connect,
                 paces=self[name].paces,
                 meter=self[name].meter,
             )
@@ -106,24 +113,37 @@ class Services:
         return dynamic.source(found.servers, found.service_name, found.require_max_teacher)
 
     def _cache(self, settings: ReaderSettings, labels: Labels, name: str) -> LabelCache | None:
-        """Return what is kept of a service, from earlier iterations in this process too."""
+        """Return the cache of a service; one that an earlier iteration opened is used again."""
         if settings.cache is None:
             return None
-        known = self[name]
+        history = self[name]
         wire_ins = settings.wire_ins
         if settings.padding is not None:
             wire_ins += settings.padding.identity()
         key = (os.getpid(), settings.cache, settings.sent, wire_ins, str(labels.identity()))
-        if known.cache is None or known.cache_key != key:
-            known.cache = LabelCache(
+        if history.cache is None or history.cache_key != key:
+            history.cache = LabelCache(
                 settings.cache,
                 labels,
                 wire_ins,
                 sent=[field for _, field in settings.sent],
                 scope=name,
             )
-            known.cache_key = key
-        return known.cache
+            history.cache_key = key
+        return history.cache
+
+
+def combination_of(settings: ReaderSettings) -> Combination | None:
+    """Return how predictions of several services are combined; None: there is one service."""
+    services = settings.combined_services
+    if not services:
+        return None
+    return Combination(
+        names=tuple(service.name for service in services),
+        weights=tuple(service.weight for service in services),
+        predicts=settings.predicts,
+        of=settings.combined_kind,
+    )
 
 
 def _limits(settings: ReaderSettings) -> RequestLimits:
@@ -142,15 +162,4 @@ def _limits(settings: ReaderSettings) -> RequestLimits:
         join_bytes=min(_JOIN_BYTES if settings.teacher_batch_size is None else bound, share_bytes),
         most_bytes=min(bound, max(share_bytes, _JOIN_BYTES)),
         samples=settings.teacher_batch_size,
-    )
-
-
-def combination_of(settings: ReaderSettings) -> Combination | None:
-    if not settings.combined_services:
-        return None
-    return Combination(
-        names=tuple(service.name for service in settings.combined_services),
-        weights=tuple(service.weight for service in settings.combined_services),
-        predicts=settings.predicts,
-        of=settings.combined_kind,
     )

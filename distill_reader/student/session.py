@@ -1,8 +1,9 @@
-"""One iteration of a reader: a thread runs the user's generator, the pool asks the teachers.
+"""One iteration of a reader: a thread runs the user's generator, a pool of threads asks teachers.
 
     generator's thread -> Feed -> teachers' threads -> Feed -> consumer (the caller's thread)
 
-Nobody looks whether something has come: each waits on a condition, and all of these share one lock.
+With several services there is one Feed and one pool for each, and every item goes through all of
+them in the same order. Threads do not poll: each waits on a condition of one lock that all share.
 """
 
 import atexit
@@ -13,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from distill_reader.errors import ReaderError, UsageError
@@ -29,111 +29,133 @@ from distill_reader.student.source import TeacherSource
 logger = logging.getLogger(__name__)
 
 _GENERATOR_CLOSE_S = 5.0
-_TEACHERS_CLOSE_S = 1.0  # only one that connects to a host that is silent takes longer
-_POP_PART = 16  # the consumer takes up to this part of the bound on memory at once
-_VERSION_LOOK_S = 0.05  # while no teacher has said whose labels are to be looked for
+_TEACHERS_CLOSE_S = 1.0  # only a thread that connects to a silent host takes longer
+_POP_PART = 16  # the consumer takes up to this part of the memory bound at once
+_VERSION_POLL_S = 0.05  # while no teacher has told the version whose labels to look up
 
 Combine = Callable[[Sequence[Sequence[Array]]], tuple[Array, ...]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
-    """Teachers of one model: any of them answers for the others."""
+class SessionLock:
+    """The lock of one session, and what its threads wait for."""
 
-    source: TeacherSource
-    settings: PoolSettings
-    paces: dict[str, Pace]  # by endpoint what earlier iterations learned; is kept up
-    meter: Meter | None = None  # counts how the consumer is fed; None: nobody wants to know
+    def __init__(self) -> None:
+        # Reentrant: the garbage collector may call `ReaderSession.close` in a thread that holds it.
+        self.lock = threading.RLock()
+        self.ready = threading.Condition(self.lock)  # the consumer may find something
+        self.room = threading.Condition(self.lock)  # the generator may add something
 
 
-class _Lane:
-    """One service's: every item goes through every lane, in the same order."""
+class ServiceStream:
+    """One service within one iteration: the items on their way through its teachers.
+
+    The teachers of a service serve the same model, so any of them can answer for another.
+    """
 
     def __init__(
         self,
-        service: Service,
-        feed: Feed,
-        pool: TeacherPool,
-        meter: Meter,
+        source: TeacherSource,
+        settings: PoolSettings,
+        lock: SessionLock,
+        *,
+        max_bytes: int,
+        connect: Callable[[str], TeacherClient],
+        paces: dict[str, Pace],
+        meter: Meter | None = None,
     ) -> None:
-        self.meter = meter
-        self.source = service.source
-        self.cache = service.settings.cache
-        self.feed = feed
-        self.pool = pool
-        self.popped: deque[ReaderItem] = deque()  # answered, and waiting for the other lanes
+        """
+        Args:
+            max_bytes: bound on samples and predictions that are held for this service.
+            paces: by endpoint what earlier iterations have learned; is updated.
+            meter: counts how the consumer is fed; None: nobody reads it.
+        """
+        self.source = source
+        self.cache = settings.cache
+        self.meter = meter or Meter()
+        self.feed = Feed(max_bytes)
+        self.feed.may_be_alone = self.cache is not None and self.cache.is_open
+        self.pool = TeacherPool(
+            settings, self.feed, lock.lock, lock.ready,
+            connect=connect, paces=paces, meter=self.meter,
+        )  # fmt: skip
+        self.answered: deque[ReaderItem] = deque()  # waits until all services have answered it
+        self.pop_bytes = max(1, max_bytes // _POP_PART)
+
+    def start(self) -> None:
+        self.pool.start()
+        self.source.start(self.pool.set_endpoints)
+
+    def stop(self) -> None:
+        self.source.stop()
+        self.pool.close()
+
+    def clear(self) -> None:
+        """Drop all items. They may hold all the memory allowed, and the collector comes late."""
+        self.feed.clear()
+        self.answered.clear()
+
+    @property
+    def is_done(self) -> bool:
+        return self.feed.is_done and not self.answered
+
+    def pop(self) -> None:
+        """Move items that are answered from the feed into `answered`, if that is empty."""
+        if not self.answered:
+            self.answered.extend(self.feed.pop(self.pop_bytes))
 
 
 class ReaderSession:
-    """Made in the process and by the thread that consumes it."""
+    """One iteration. Create it in the process and the thread that consumes it."""
 
     def __init__(
         self,
         generator: Any,
         item_format: ItemFormat,
-        services: Sequence[Service],
+        streams: Sequence[ServiceStream],
+        lock: SessionLock,
         *,
-        max_bytes: int,
-        connect: Callable[[str], TeacherClient],
         combine: Combine | None = None,
         key_positions: tuple[int, int | None] | None = None,
     ) -> None:
-        """Start reading ahead.
+        """Start to read ahead.
 
         Args:
-            generator: the user's: called for an iterator, or iterated over.
-            services: whose predictions are combined, where there are several.
-            max_bytes: of what is held for each service; the fields are the same ones.
-            combine: makes one prediction of those of all services; None: there is one service.
-            key_places: of the fields that have the samples' ids, and their variants (None: there
-                are none); None: nothing is looked for in a cache.
+            generator: the user's: a function that returns an iterator, or an iterable.
+            streams: one per service; the predictions of several are combined.
+            lock: that the streams were created with.
+            combine: computes one prediction from those of all services; None: there is one service.
+            key_positions: positions of the fields with the samples' ids and with their variants
+                (None: there are none); None: there is no cache.
         """
-        self._is_waiting = False  # the consumer
         self._generator = generator
         self._item_format = item_format
+        self._streams = tuple(streams)
         self._combine = combine
         self._key_positions = key_positions
-        self._pop_bytes = max(1, max_bytes // _POP_PART)
         self._pid = os.getpid()
-        # Reentrant: the garbage collector may call `close` in a thread that holds it.
-        lock = threading.RLock()
-        self._lock = lock
-        self._ready = threading.Condition(lock)  # for the consumer
-        self._room = threading.Condition(lock)  # for the generator
+        self._lock = lock.lock
+        self._ready = lock.ready
+        self._room = lock.room
+        self._is_waiting = False  # the consumer
         self._is_closing = False
-        self._lanes = [self._make_lane(service, max_bytes, connect) for service in services]
         self._thread = threading.Thread(target=self._read, name="edl-reader", daemon=True)
-        # A thread amid the generator's code (the framework's, perhaps) spoils a process's end.
+        # A thread still inside the generator's code (perhaps the framework's) can hang shutdown.
         atexit.register(self.close)
         try:
-            for lane in self._lanes:
-                lane.pool.start()
-                lane.source.start(lane.pool.set_endpoints)
+            for stream in self._streams:
+                stream.start()
             self._thread.start()
         except BaseException:
             self.close()
             raise
 
-    def _make_lane(
-        self, service: Service, max_bytes: int, connect: Callable[[str], TeacherClient]
-    ) -> _Lane:
-        feed = Feed(max_bytes)
-        cache = service.settings.cache
-        feed.may_be_alone = cache is not None and cache.is_open
-        meter = service.meter or Meter()
-        pool = TeacherPool(
-            service.settings,
-            feed,
-            self._lock,
-            self._ready,
-            connect=connect,
-            paces=service.paces,
-            meter=meter,
-        )
-        return _Lane(service, feed, pool, meter)
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """The teachers' threads that have not ended."""
+        return [thread for stream in self._streams for thread in stream.pool.threads]
 
     def results(self) -> Iterator[Any]:
-        """Yield what the user gets, in order; once.
+        """Yield the user's items with their predictions, in order; call it once.
 
         Raises:
             ReaderError: the generator failed; its exception is the cause.
@@ -155,12 +177,12 @@ class ReaderSession:
                     outputs = self._combine([each.columns() for each in items])
                     item.answers = [(0, item.samples, outputs, 0)]
                 yield item_format.result(item)
-                del items, item  # nor their arrays, while the consumer's next ones are made
+                del items, item  # frees their arrays while the consumer's next ones are made
 
     def close(self) -> None:
-        """End threads and connections, whatever they do; again: nothing."""
+        """End threads and connections, whatever they do. A second call has no effect."""
         if os.getpid() != self._pid:
-            return  # a fork's copy: its threads and locks belong to the parent
+            return  # a copy after fork: its threads and locks belong to the parent
         atexit.unregister(self.close)
         with self._lock:
             if self._is_closing:
@@ -168,12 +190,11 @@ class ReaderSession:
             self._is_closing = True
             self._room.notify_all()
             self._ready.notify_all()
-        for lane in self._lanes:
-            lane.source.stop()
-            lane.pool.close()
-        threads = [thread for lane in self._lanes for thread in lane.pool.threads]
+        for stream in self._streams:
+            stream.stop()
+        threads = self.threads
         if threading.current_thread() in (self._thread, *threads):
-            return  # by the garbage collector
+            return  # called by the garbage collector
         deadline_s = time.monotonic() + _TEACHERS_CLOSE_S
         for thread in threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
@@ -181,20 +202,18 @@ class ReaderSession:
             self._thread.join(_GENERATOR_CLOSE_S)
             if self._thread.is_alive():
                 logger.warning(
-                    "the reader's generator has not come back within %g s; its thread ends when "
-                    "it does",
+                    "the reader's generator has not returned within %g s; its thread ends when it "
+                    "does",
                     _GENERATOR_CLOSE_S,
                 )
         with self._lock:
-            for lane in self._lanes:
-                lane.feed.clear()  # up to all the memory allowed, and the collector may come late
-                lane.popped.clear()
+            for stream in self._streams:
+                stream.clear()
 
     # --- the consumer
 
     def _take(self) -> list[tuple[ReaderItem, ...]] | None:
-        """Return the next items, each as every lane has it, for which it waits; None: all were
-        taken."""
+        """Wait for the next items; return each with one copy per service. None: all are taken."""
         if os.getpid() != self._pid:
             raise UsageError(
                 "reader: iterated over in a fork of the process that began to; call the reader in "
@@ -205,35 +224,32 @@ class ReaderSession:
                 taken = self._pop()
                 if taken:
                     return taken
-                if self._is_closing or all(
-                    lane.feed.is_done and not lane.popped for lane in self._lanes
-                ):
+                if self._is_closing or all(stream.is_done for stream in self._streams):
                     return None
-                for lane in self._lanes:
-                    if lane.feed.is_incomplete:  # else the generator is what is waited for
-                        lane.meter.waits()
+                for stream in self._streams:
+                    if stream.feed.is_incomplete:  # else the consumer waits for the generator
+                        stream.meter.waits()
                 self._is_waiting = True
                 self._ready.wait()
                 self._is_waiting = False
-                for lane in self._lanes:
-                    lane.meter.waits_no_more()
+                for stream in self._streams:
+                    stream.meter.waits_no_more()
 
     def _pop(self) -> list[tuple[ReaderItem, ...]]:
-        """Return the items that all lanes have answered. The caller has the lock.
+        """Return the items that all services have answered. The caller has the lock.
 
         Raises:
-            Exception: a lane's, once what all have answered before it was returned.
+            Exception: of a service, after all items that were answered before it.
         """
-        lanes = self._lanes
-        for lane in lanes:
-            if not lane.popped:
-                lane.popped.extend(lane.feed.pop(self._pop_bytes))
+        streams = self._streams
+        for stream in streams:
+            stream.pop()
         self._room.notify()
-        count = min([len(lane.popped) for lane in lanes])
-        taken = [tuple([lane.popped.popleft() for lane in lanes]) for _ in range(count)]
+        count = min([len(stream.answered) for stream in streams])
+        taken = [tuple([stream.answered.popleft() for stream in streams]) for _ in range(count)]
         samples = sum([items[0].samples for items in taken])
-        for lane in lanes:
-            lane.meter.consumed(samples)
+        for stream in streams:
+            stream.meter.consumed(samples)
         return taken
 
     # --- the generator's thread
@@ -250,68 +266,65 @@ class ReaderSession:
                     break
         except UsageError as wrong:
             error = wrong
-        except BaseException as failure:  # noqa: BLE001  raised again where the consumer comes to it
+        except BaseException as failure:  # noqa: BLE001  raised again where the consumer gets to it
             error = ReaderError(f"the reader's generator failed: {failure!r}")
             error.__cause__ = failure
         finally:
             close = getattr(items, "close", None)
             if close is not None:
-                with contextlib.suppress(Exception):  # it is over; what it says now is of no use
+                with contextlib.suppress(Exception):  # the iteration is over: nobody needs it
                     close()
             with self._lock:
-                for lane in self._lanes:
-                    lane.feed.end(error)
-                    lane.pool.call()
+                for stream in self._streams:
+                    stream.feed.end(error)
+                    stream.pool.call()
                 self._ready.notify_all()
 
     def _add(self, item: ReaderItem) -> bool:
-        """Hand an item on when there is room for it; False: the session ends."""
+        """Hand an item to every service when there is room; False: the session ends."""
         if self._key_positions is not None:
-            self._look_up_by(item, *self._key_positions)
-        items = [item, *(item.clone() for _ in self._lanes[1:])]
-        for lane, each in zip(self._lanes, items, strict=True):
-            if lane.cache is not None and self._knows_version(lane):
-                output_bytes = lane.cache.find(each)
+            self._set_keys(item, *self._key_positions)
+        streams = self._streams
+        pairs = list(zip(streams, [item, *(item.clone() for _ in streams[1:])], strict=True))
+        for stream, each in pairs:
+            if stream.cache is not None and self._is_cache_open(stream):
+                output_bytes = stream.cache.find(each)
                 if output_bytes:
-                    lane.feed.expect(output_bytes)
+                    stream.feed.expect(output_bytes)
         with self._lock:
             while not self._is_closing:
-                blocked = [
-                    lane
-                    for lane, each in zip(self._lanes, items, strict=True)
-                    if not lane.feed.has_room(each)
-                ]
+                blocked = [stream for stream, each in pairs if not stream.feed.has_room(each)]
                 if not blocked:
                     break
-                for lane in blocked:
-                    lane.feed.is_blocked = True
-                    lane.pool.call()
+                for stream in blocked:
+                    stream.feed.is_blocked = True
+                    stream.pool.call()
                 self._room.wait()
-            for lane in self._lanes:
-                lane.feed.is_blocked = False
+            for stream in streams:
+                stream.feed.is_blocked = False
             if self._is_closing:
                 return False
-            for lane, each in zip(self._lanes, items, strict=True):
-                lane.feed.add(each)
+            for stream, each in pairs:
+                stream.feed.add(each)
                 if self._is_waiting and each.missing:
-                    lane.meter.waits()
-                lane.pool.call()
-                if not each.missing and lane.feed.is_ready:  # skipped, known, or without samples
+                    stream.meter.waits()
+                stream.pool.call()
+                if not each.missing and stream.feed.is_ready:  # skipped, cached, or empty
                     self._ready.notify()
             return True
 
-    def _look_up_by(self, item: ReaderItem, id_position: int, variant_position: int | None) -> None:
-        """Give an item its keys. Raises: UsageError."""
+    def _set_keys(self, item: ReaderItem, id_position: int, variant_position: int | None) -> None:
+        """Set the keys of an item's samples in the cache. Raises: UsageError."""
         column = self._item_format.column
         variants = None if variant_position is None else column(item, variant_position)
         item.keys = make_keys(column(item, id_position), variants, item.samples)
 
-    def _knows_version(self, lane: _Lane) -> bool:
-        """Wait until it is known whose labels to look for; False: nobody will say."""
-        cache = lane.cache
+    def _is_cache_open(self, stream: ServiceStream) -> bool:
+        """Wait until a teacher has told the version to look up; False: none will."""
+        cache = stream.cache
         assert cache is not None
         with self._lock:
-            while not cache.is_open and not self._is_closing and not lane.feed.gives_up:
-                self._room.wait(_VERSION_LOOK_S)
-            lane.feed.may_be_alone = cache.is_open
+            while not cache.is_open and not self._is_closing and not stream.feed.gives_up:
+                self._room.wait(_VERSION_POLL_S)
+            stream.feed.may_be_alone = cache.is_open
             return cache.is_open

@@ -25,13 +25,13 @@ from distill_reader.listening import bind, raise_file_limit
 from distill_reader.protocols import oip_messages, serving_messages, wire
 from distill_reader.teacher.protocols.calls import Calls
 from distill_reader.teacher.protocols.fast import FastLimits, FastServer
-from distill_reader.teacher.protocols.grpc_oip import OipGrpc
 from distill_reader.teacher.protocols.grpc_relay import GrpcRelay
 from distill_reader.teacher.protocols.grpc_server import GrpcServer
-from distill_reader.teacher.protocols.grpc_serving import ServingGrpc
 from distill_reader.teacher.protocols.http2_frames import PREFACE
 from distill_reader.teacher.protocols.http_server import TeacherHttpServer
 from distill_reader.teacher.protocols.limits import FrontLimits
+from distill_reader.teacher.protocols.oip import OipGrpc
+from distill_reader.teacher.protocols.serving import ServingGrpc
 from distill_reader.teacher.service.requests import InferenceService
 
 logger = logging.getLogger(__name__)

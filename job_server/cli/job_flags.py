@@ -6,18 +6,9 @@ from typing import Any
 
 import yaml
 
-from job_server.api.codec import Message
+from job_server.api.codec import Message, WireError, decode, encode
 from job_server.api.errors import ConfigError
-from job_server.api.wire import (
-    USUAL_SPARES,
-    JobKind,
-    JobSpec,
-    ScriptKind,
-    ScriptSpec,
-    WireError,
-    decode,
-    encode,
-)
+from job_server.api.wire import USUAL_SPARES, JobKind, JobSpec, ScriptKind, ScriptSpec
 from job_server.server.config import read_script_file
 
 _BUDGETS = ("max_failures", "max_preemptions", "max_resizes")

@@ -14,7 +14,8 @@ from typing import Literal, Protocol
 
 import yaml
 
-from job_server.api.wire import JobSpec, ScriptKind, ScriptSpec, WireError, check_id
+from job_server.api.codec import WireError
+from job_server.api.wire import JobSpec, ScriptKind, ScriptSpec, check_id
 
 Action = Literal["set", "add", "remove", "kill"]
 

@@ -18,12 +18,7 @@ from job_server.api.codec import from_json, to_json
 from job_server.api.errors import BadRequest, JobServerError, Rejected, Retryable, Unauthorized
 from job_server.api.routes import QueryParameter, Route
 from job_server.cluster.change_script import timeline
-from job_server.server.guard import Guard
-from job_server.server.openapi import build_openapi
-from job_server.server.page import page_context
-from job_server.server.polls import JsonReply
-from job_server.server.service import JobService
-from job_server.training.events import (
+from job_server.jobs.events import (
     KillAsked,
     PauseAsked,
     ResizeAsked,
@@ -31,6 +26,11 @@ from job_server.training.events import (
     RunTimeStatic,
     StopAsked,
 )
+from job_server.server.guard import Guard
+from job_server.server.openapi import build_openapi
+from job_server.server.page import page_context
+from job_server.server.polls import JsonReply
+from job_server.server.service import JobService
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from job_server.api.codec import WireError
 from job_server.api.errors import ConfigError
 from job_server.api.wire import (
     USUAL_SPARES,
@@ -19,7 +20,6 @@ from job_server.api.wire import (
     ScriptSpec,
     Slot,
     SlotKind,
-    WireError,
     check_range,
 )
 

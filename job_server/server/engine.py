@@ -17,6 +17,7 @@ from job_server.api import wire
 from job_server.api.codec import to_json
 from job_server.api.errors import Conflict, Gone, NotFound, StoreTrouble
 from job_server.cluster.placement import Cluster
+from job_server.jobs.events import Event, NodesChanged, RequestRefused, ServerRestarted, Tick
 from job_server.server.nodes import Held, KnownNode, NodeRegistry, Plan
 from job_server.server.polls import Topic, Watchers
 from job_server.server.store import Store
@@ -24,7 +25,6 @@ from job_server.sharing import job_types
 from job_server.sharing.job_types import AnyJob
 from job_server.sharing.reservations import NO_RESERVATIONS, Reservations, reserve
 from job_server.teachers.job import TeacherJob
-from job_server.training.events import Event, NodesChanged, RequestRefused, ServerRestarted, Tick
 from job_server.training.job import Job
 from job_server.training.views import PodView
 

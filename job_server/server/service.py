@@ -11,12 +11,7 @@ from job_server.api import wire
 from job_server.api.codec import to_json
 from job_server.api.errors import BadRequest, Conflict, Gone, NotFound
 from job_server.cluster.change_script import parse_script
-from job_server.server.engine import Engine, JobEntry, not_wanted, steady_clock, unreadable_text
-from job_server.server.polls import JsonReply, Topic
-from job_server.server.store import Store
-from job_server.sharing import job_types
-from job_server.teachers.job import TeacherJob
-from job_server.training.events import (
+from job_server.jobs.events import (
     Demanded,
     Event,
     LauncherAttached,
@@ -24,6 +19,11 @@ from job_server.training.events import (
     NodeReported,
     StopAsked,
 )
+from job_server.server.engine import Engine, JobEntry, not_wanted, steady_clock, unreadable_text
+from job_server.server.polls import JsonReply, Topic
+from job_server.server.store import Store
+from job_server.sharing import job_types
+from job_server.teachers.job import TeacherJob
 from job_server.training.views import PodView
 
 logger = logging.getLogger(__name__)

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from job_server.api.codec import decode
-from job_server.api.wire import JobKind, JobSpec, JobStatus, Node, NodePod, PlanPod, WireError
+from job_server.api.codec import WireError, decode
+from job_server.api.wire import JobKind, JobSpec, JobStatus, Node, NodePod, PlanPod
 from job_server.cluster.placement import Cluster
+from job_server.jobs.events import Event
 from job_server.sharing.reservations import Reservations, hide_reserved, shortage
 from job_server.sharing.upgrade import upgraded, upgraded_pod
 from job_server.teachers import job as teacher_job
@@ -18,7 +19,6 @@ from job_server.teachers import views as teacher_views
 from job_server.teachers.job import TeacherJob, TeacherPod
 from job_server.training import job as training_job
 from job_server.training import machine, views
-from job_server.training.events import Event
 from job_server.training.job import Job, TrainingPod
 from job_server.training.views import PodView
 

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from job_server.cluster.placement import Cluster, NodeView, place, serving_nodes, usable_slots
+from job_server.jobs.work import Goal
 from job_server.teachers.job import TeacherJob, TeacherPod, slots_of
 from job_server.training.allocation import slots_of_leavers, slots_of_stayers
-from job_server.training.deadlines import start_deadline
-from job_server.training.job import Goal, Job
+from job_server.training.job import Job
+from job_server.training.rules import start_deadline
 
 Slots = dict[str, frozenset[int]]  # by node
 
@@ -54,7 +55,7 @@ def reserve(
         trainings: each with the nodes as it sees them.
         teachers: all jobs of teachers.
     """
-    leaving = slots_of(tuple(p for job in teachers for p in job.pods if p.leaving))
+    leaving = slots_of(tuple(p for job in teachers for p in job.pods if p.released))
     spare = _Spare(teachers)
     reserved: Slots = {}
     promised: dict[str, int] = {}

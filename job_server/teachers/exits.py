@@ -4,85 +4,71 @@ from dataclasses import replace
 
 from job_server.api.text import ending
 from job_server.api.wire import DesiredState, JobState, PodPhase, PodState
-from job_server.teachers.job import SUSPECT_S, TeacherPod
-from job_server.teachers.work import TeacherWork
-from job_server.training.budget import HEALTHY_S, backoff_s
-from job_server.training.pod_exits import PATH_CHARS
-from job_server.training.work import MISSING_HEARTBEATS, without
-
-SIGTERM = 15
-SHOWN_LINES = 3
-SHOWN_CHARS = 600
+from job_server.jobs.pod_reports import (
+    PATH_CHARS,
+    REASON_CHARS,
+    compare,
+    exit_code,
+    is_missing,
+    last_words,
+    missing_text,
+    was_terminated,
+)
+from job_server.jobs.retries import HEALTHY_S, backoff_s
+from job_server.teachers.job import SUSPECT_S, TeacherPod, TeacherWork, finish
 
 
 def node_reported(work: TeacherWork, node_id: str, states: tuple[PodState, ...]) -> None:
-    """Compare what a client says about its pods with what we know."""
-    named = {state.pod_id: state for state in states}
-    for pod in work.job.pods:
-        if pod.site.node_id != node_id:
-            continue
-        state = named.get(pod.pod_id)
-        if state is None:
-            _not_named(work, pod)
-        else:
-            _named(work, pod, state)
+    """Apply what a client reports of this job's pods."""
+    compare(work, node_id, states, named=_named, not_named=_not_named)
 
 
 def _named(work: TeacherWork, pod: TeacherPod, state: PodState) -> None:
-    work.progress(missing=without(work.job.progress.missing, pod.pod_id))
     running_since = pod.running_since
     if state.phase is PodPhase.RUNNING and running_since is None:
         running_since = work.now
-        if not pod.leaving:
+        if not pod.released:
             where = f"{pod.site.addr}:{pod.ports[0]}" if pod.ports else pod.site.addr
-            work.notes.append(f"pod {pod.pod_id} runs on {pod.site.node_id}, {where}")
+            work.note(f"pod {pod.pod_id} runs on {pod.site.node_id}, {where}")
     log_path = state.log_path[:PATH_CHARS] or pod.log_path
     changed = replace(pod, phase=state.phase, log_path=log_path, running_since=running_since)
     if changed != pod:
         work.set_pod(changed)
     if state.phase is not PodPhase.EXITED:
         return
-    work.drop(pod.pod_id)
-    if not pod.leaving:
+    work.drop_pod(pod.pod_id)
+    if not pod.released:
         _died(work, changed, state)
 
 
 def _not_named(work: TeacherWork, pod: TeacherPod) -> None:
-    if pod.leaving:
-        work.drop(pod.pod_id)
+    if pod.released:
+        work.drop_pod(pod.pod_id)
         return
-    if pod.phase is None:
-        return  # its client may not yet have heard of it
-    missing = work.job.progress.missing
-    since = missing.get(pod.pod_id)
-    if since is None:
-        work.progress(missing={**missing, pod.pod_id: work.now})
-    elif work.now >= since + MISSING_HEARTBEATS * work.cluster.heartbeat_s:
-        work.drop(pod.pod_id)
-        text = f"the client of {pod.site.node_id} does not know pod {pod.pod_id} any more"
-        _count(work, pod, text, preempted=False)
+    if is_missing(work, pod):
+        work.drop_pod(pod.pod_id)
+        _count(work, pod, missing_text(pod), preempted=False)
 
 
 def _died(work: TeacherWork, pod: TeacherPod, state: PodState) -> None:
     """A pod that was to run has exited; whatever its code is, a teacher does not end by itself."""
-    code = state.exit_code if state.signal is None else -state.signal
+    code = exit_code(state)
     text = f"pod {pod.pod_id} {'is gone' if code is None else ending(code)}"
     if pod.desired is DesiredState.KILL:
-        work.notes.append(f"{text}, as requested")
+        work.note(f"{text}, as requested")
         work.set(retry_at=work.now)
         return
     if state.reason:
         text += f": {state.reason}"
     if state.last_lines:
-        lines = (line.strip() for line in state.last_lines[-SHOWN_LINES:])
-        text += "; last lines: " + " | ".join(lines)
-    _count(work, pod, text[:SHOWN_CHARS], preempted=code in (-SIGTERM, 128 + SIGTERM))
+        text += f"; last lines: {last_words(state.last_lines)}"
+    _count(work, pod, text[:REASON_CHARS], preempted=was_terminated(code))
 
 
 def _count(work: TeacherWork, pod: TeacherPod, text: str, *, preempted: bool) -> None:
     """Book the death of a pod, and give up where the budgets say so."""
     job, spec = work.job, work.job.spec
-    work.notes.append(text)
+    work.note(text)
     healthy = _is_healthy(pod, work.now)
     in_row = job.failures_in_row
     if healthy:
@@ -106,12 +92,12 @@ def _count(work: TeacherWork, pod: TeacherPod, text: str, *, preempted: bool) ->
     if preempted:
         limit, count, name = spec.max_preemptions, work.job.preemptions, "max_preemptions"
     if limit is not None and count > limit:
-        work.finish(JobState.FAILED, f"{text}; more than {limit} times ({name})")
+        finish(work, JobState.FAILED, f"{text}; more than {limit} times ({name})")
     elif in_row > spec.max_restarts_without_progress and not preempted:
         if any(_is_healthy(other, work.now) for other in job.staying):
             return  # one bad slot or node is no reason to end those that serve
         tries = f"{in_row - 1} restarts in a row ran less than {HEALTHY_S:g} s"
-        work.finish(JobState.FAILED, f"{text}; {tries} (max_restarts_without_progress)")
+        finish(work, JobState.FAILED, f"{text}; {tries} (max_restarts_without_progress)")
 
 
 def _is_healthy(pod: TeacherPod, now: float) -> bool:

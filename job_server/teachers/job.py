@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 
 from job_server.api.wire import Account, Demand, DesiredState, JobSpec, JobState, PodPhase
 from job_server.cluster.placement import Cluster, Site, find_node
+from job_server.jobs.pod_reports import without
+from job_server.jobs.work import Goal, StepWork
 from job_server.teachers.autoscaler import TeacherAutoscaler
-from job_server.training.job import Goal
 
 EARLY = 0.75  # share of the interval after which the next demand counts: posts are not punctual
 REGISTER_S = 120.0  # how long a pod that runs may take to be in service
@@ -35,7 +36,7 @@ class TeacherPod:
         return int(self.pod_id.rpartition("_")[2])
 
     @property
-    def leaving(self) -> bool:
+    def released(self) -> bool:
         return self.desired is None
 
     @property
@@ -55,6 +56,10 @@ class TeacherProgress:
     missing: Mapping[str, float] = field(default_factory=dict)  # pod -> its client omits it since
     account: Account = field(default_factory=Account)
     accrued_at: float = 0.0
+
+    def without_pod(self, pod_id: str) -> "TeacherProgress":
+        """Forget what is known of a pod."""
+        return replace(self, missing=without(self.missing, pod_id))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +94,7 @@ class TeacherJob:
 
     @property
     def staying(self) -> tuple[TeacherPod, ...]:
-        return tuple(pod for pod in self.pods if not pod.leaving)
+        return tuple(pod for pod in self.pods if not pod.released)
 
     @property
     def running(self) -> int:
@@ -98,6 +103,9 @@ class TeacherJob:
     def pod(self, pod_id: str) -> TeacherPod | None:
         """Return the pod, None where it is unknown or confirmed gone."""
         return next((pod for pod in self.pods if pod.pod_id == pod_id), None)
+
+
+TeacherWork = StepWork[TeacherJob]
 
 
 def same_but_progress(old: TeacherJob, new: TeacherJob) -> bool:
@@ -119,6 +127,16 @@ def silent_at(job: TeacherJob, pod: TeacherPod, cluster: Cluster) -> float:
     view = find_node(cluster, pod.site.node_id)
     seen_at = view.seen_at if view is not None else 0.0
     return max(seen_at, job.grace_from, pod.given_at) + cluster.silence_s
+
+
+def is_silent(work: TeacherWork, pod: TeacherPod) -> bool:
+    return work.now >= silent_at(work.job, pod, work.cluster)
+
+
+def finish(work: TeacherWork, state: JobState, why: str) -> None:
+    """End the job."""
+    work.set(state=state, reason=why, waiting="", ended_at=work.now)
+    work.note(f"{state.value}: {why}")
 
 
 def is_steady(job: TeacherJob, reachable: Sequence[TeacherPod], now: float) -> bool:

@@ -8,24 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from job_server.api.wire import Demand, DesiredState, JobSpec, JobState, Kill, Resize
-from job_server.cluster.clocks import moved_back
 from job_server.cluster.placement import Cluster, deal_ports, explain_shortage, find_node, place
-from job_server.teachers.autoscaler import TeacherAutoscaler, no_students, observe
-from job_server.teachers.exits import node_reported
-from job_server.teachers.job import (
-    EARLY,
-    REGISTER_S,
-    SUSPECT_S,
-    TeacherJob,
-    TeacherPod,
-    TeacherProgress,
-    is_steady,
-    same_but_progress,
-    silent_at,
-    slots_of,
-)
-from job_server.teachers.work import TeacherWork
-from job_server.training.events import (
+from job_server.jobs.clocks import moved_back
+from job_server.jobs.events import (
     Demanded,
     Event,
     KillAsked,
@@ -38,8 +23,25 @@ from job_server.training.events import (
     ServerRestarted,
     StopAsked,
 )
-from job_server.training.job import Goal
-from job_server.training.work import MISSING_HEARTBEATS
+from job_server.jobs.pod_reports import missing_at
+from job_server.jobs.work import Goal
+from job_server.teachers.autoscaler import TeacherAutoscaler, no_students, observe
+from job_server.teachers.exits import node_reported
+from job_server.teachers.job import (
+    EARLY,
+    REGISTER_S,
+    SUSPECT_S,
+    TeacherJob,
+    TeacherPod,
+    TeacherProgress,
+    TeacherWork,
+    finish,
+    is_silent,
+    is_steady,
+    same_but_progress,
+    silent_at,
+    slots_of,
+)
 
 REGROW_S = 20.0  # after slots were given back: a training that comes and goes must not shake us
 
@@ -83,7 +85,7 @@ def step(
         job = moved_back(job, lead_s)
     work = TeacherWork(accrue(job, now), now, cluster)
     if was_set_back:
-        work.notes.append(f"the clock was set back by {lead_s:.0f} s since")
+        work.note(f"the clock was set back by {lead_s:.0f} s since")
     _enter(work, event)
     _drop_unreachable(work)
     if not work.job.state.ended:
@@ -95,12 +97,12 @@ def step(
             _halt(work)
     if work.job.state.ended:
         for pod in work.job.staying:
-            work.release(pod)
+            work.release(pod.pod_id)
     work.set(state=_name_state(work.job))
     if same_but_progress(job, work.job):
         return work.job, ""
     if not work.notes and work.job.state is not job.state:
-        work.notes.append(f"{job.state.value} -> {work.job.state.value}")
+        work.note(f"{job.state.value} -> {work.job.state.value}")
     return work.job, "; ".join(work.notes)
 
 
@@ -131,7 +133,7 @@ def _deadlines(job: TeacherJob, cluster: Cluster) -> Iterator[float]:
         if pod.running_since is not None:
             yield pod.running_since + REGISTER_S
     for since in job.progress.missing.values():
-        yield since + MISSING_HEARTBEATS * cluster.heartbeat_s
+        yield missing_at(since, cluster.heartbeat_s)
 
 
 def _quiet_at(job: TeacherJob) -> float:
@@ -165,7 +167,7 @@ def _enter(work: TeacherWork, event: Event) -> None:
         case ServerRestarted():
             work.set(grace_from=work.now)
             work.progress(missing={})
-            work.notes.append("the server is back")
+            work.note("the server is back")
         case RunTimeStatic():
             raise RequestRefused(
                 f"job_id: {work.job.spec.job_id} is a job of teachers, which never ends"
@@ -198,13 +200,13 @@ def _asked(
         case StopAsked():
             if job.goal is not Goal.STOP:
                 work.set(goal=Goal.STOP)
-                work.notes.append("stopping on request")
+                work.note("stopping on request")
         case PauseAsked():
             if job.goal is Goal.STOP:
                 raise RequestRefused(f"job_id: {name} is stopping")
             if job.goal is Goal.RUN:
                 work.set(goal=Goal.PAUSE, waiting="")
-                work.notes.append("pausing on request")
+                work.note("pausing on request")
         case ResumeAsked():
             if job.state is not JobState.PAUSED:
                 raise RequestRefused(
@@ -212,7 +214,7 @@ def _asked(
                 )
             work.set(goal=Goal.RUN, reason="", retry_at=work.now, grow_at=work.now)
             work.progress(asked_at=work.now)
-            work.notes.append("resumed")
+            work.note("resumed")
 
 
 def _resize(work: TeacherWork, asked: Resize) -> None:
@@ -225,7 +227,7 @@ def _resize(work: TeacherWork, asked: Resize) -> None:
         autoscaler = TeacherAutoscaler(wanted=job.wanted, reason="by demand again")
         work.set(fixed=None)
         work.progress(autoscaler=autoscaler, asked_at=work.now)
-        work.notes.append("the number of teachers follows the demand again")
+        work.note("the number of teachers follows the demand again")
         return
     if not spec.min_pods <= asked.pods <= spec.max_pods:
         raise RequestRefused(
@@ -233,19 +235,19 @@ def _resize(work: TeacherWork, asked: Resize) -> None:
             f"max_pods ({spec.max_pods})"
         )
     work.set(fixed=asked.pods, resizes=job.resizes + 1)
-    work.notes.append(f"resize to {asked.pods}: no longer by demand")
+    work.note(f"resize to {asked.pods}: no longer by demand")
 
 
 def _kill(work: TeacherWork, kill: Kill) -> None:
     if kill.pod_id is None:
         raise RequestRefused(f"rank: {kill.rank} does not run: teachers have no ranks; name a pod")
     pod = work.job.pod(kill.pod_id)
-    if pod is None or pod.leaving:
+    if pod is None or pod.released:
         have = ", ".join(pod.pod_id for pod in work.job.staying) or "none"
         raise RequestRefused(f"pod_id: {kill.pod_id!r} does not run; running pods: {have}")
     if pod.desired is DesiredState.RUN:
         work.set_pod(replace(pod, desired=DesiredState.KILL))
-        work.notes.append(f"killing pod {kill.pod_id} on request")
+        work.note(f"killing pod {kill.pod_id} on request")
 
 
 def _demanded(work: TeacherWork, demand: Demand) -> None:
@@ -260,7 +262,7 @@ def _demanded(work: TeacherWork, demand: Demand) -> None:
     counts = work.now >= job.progress.counted_at + EARLY * job.spec.demand_interval_s
     if job.goal is not Goal.RUN or job.fixed is not None or not counts:
         return  # several discovery servers may post, the same each
-    reachable = [pod for pod in job.pods if not work.is_silent(pod)]
+    reachable = [pod for pod in job.pods if not is_silent(work, pod)]
     autoscaler = observe(
         job.progress.autoscaler,
         demand,
@@ -276,8 +278,8 @@ def _drop_unreachable(work: TeacherWork) -> None:
     """Forget pods that were to end on nodes that are registered no more."""
     for pod in work.job.pods:
         registered = find_node(work.cluster, pod.site.node_id) is not None
-        if pod.leaving and not registered and work.is_silent(pod):
-            work.drop(pod.pod_id)
+        if pod.released and not registered and is_silent(work, pod):
+            work.drop_pod(pod.pod_id)
 
 
 # --- how many, and which ------------------------------------------------------------------------
@@ -295,34 +297,34 @@ def _choose_number(work: TeacherWork) -> None:
         wanted, why = autoscaler.wanted, autoscaler.reason
     if wanted != job.wanted:
         verb = "growing" if wanted > job.wanted else "shrinking"
-        work.notes.append(f"{verb} to {wanted}: {why}")
+        work.note(f"{verb} to {wanted}: {why}")
     work.set(wanted=wanted, why=why)
 
 
 def _preempt(work: TeacherWork, pod_ids: frozenset[str]) -> None:
     given = [pod for pod in work.job.staying if pod.pod_id in pod_ids]
     for pod in given:
-        work.release(pod)
+        work.release(pod.pod_id)
     if given:
         names = ", ".join(pod.pod_id for pod in given)
         verb, whose = ("leaves", "its") if len(given) == 1 else ("leave", "their")
         work.set(grow_at=work.now + REGROW_S)
-        work.notes.append(f"{names} {verb}: a training needs {whose} slots")
+        work.note(f"{names} {verb}: a training needs {whose} slots")
 
 
 def _adjust(work: TeacherWork) -> None:
     """Have as many pods as are wanted and find a place."""
     job = work.job
-    here = [pod for pod in job.staying if not work.is_silent(pod)]
+    here = [pod for pod in job.staying if not is_silent(work, pod)]
     surplus = len(here) - job.wanted
     if surplus > 0:
         for pod in sorted(here, key=_goes_first)[:surplus]:
-            work.release(pod)
-            work.notes.append(f"pod {pod.pod_id} leaves")
+            work.release(pod.pod_id)
+            work.note(f"pod {pod.pod_id} leaves")
     if surplus >= 0:
         for pod in work.job.staying:
-            if work.is_silent(pod):
-                work.release(pod)
+            if is_silent(work, pod):
+                work.release(pod.pod_id)
         work.set(waiting="")
     else:
         _grow(work, -surplus, len(here))
@@ -351,7 +353,7 @@ def _grow(work: TeacherWork, count: int, here: int) -> None:
     avoid: dict[str, frozenset[int]] = {}
     for pod in job.pods:
         avoid[pod.site.addr] = avoid.get(pod.site.addr, frozenset()) | frozenset(pod.ports)
-    silent = [pod for pod in job.staying if work.is_silent(pod)]
+    silent = [pod for pod in job.staying if is_silent(work, pod)]
     all_ports = deal_ports(sites, work.cluster, avoid=avoid, last_ports=job.last_ports)
     for site, ports in zip(sites, all_ports, strict=True):
         number = work.job.given + 1
@@ -362,17 +364,15 @@ def _grow(work: TeacherWork, count: int, here: int) -> None:
         work.set(pods=(*work.job.pods, pod), given=number, last_ports=last_ports)
         if silent:  # it takes the place of one that cannot be reached
             gone = silent.pop()
-            work.release(gone)
-            work.notes.append(
-                f"pod {pod.pod_id} in place of {gone.pod_id}: {gone.site.node_id} is silent"
-            )
+            work.release(gone.pod_id)
+            work.note(f"pod {pod.pod_id} in place of {gone.pod_id}: {gone.site.node_id} is silent")
     waiting = ""
     if len(sites) < count:
         waiting = explain_shortage(
             spec, work.cluster, work.now, wanted=job.wanted, placeable=here + len(sites)
         )
     if waiting and not job.waiting:
-        work.notes.append(waiting)
+        work.note(waiting)
     work.set(waiting=waiting)
 
 
@@ -381,13 +381,13 @@ def _grow(work: TeacherWork, count: int, here: int) -> None:
 
 def _halt(work: TeacherWork) -> None:
     for pod in work.job.staying:
-        work.release(pod)
-    if any(not work.is_silent(pod) for pod in work.job.pods):
+        work.release(pod.pod_id)
+    if any(not is_silent(work, pod) for pod in work.job.pods):
         return
     for pod in work.job.pods if work.job.goal is Goal.PAUSE else ():
-        work.drop(pod.pod_id)  # its client, once back, stops what the plan does not name
+        work.drop_pod(pod.pod_id)  # its client, once back, stops what the plan does not name
     if work.job.goal is Goal.STOP:
-        work.finish(JobState.STOPPED, "stopped on request")
+        finish(work, JobState.STOPPED, "stopped on request")
     elif work.job.state is not JobState.PAUSED and not work.job.reason:
         work.set(reason="paused")
-        work.notes.append("paused")
+        work.note("paused")

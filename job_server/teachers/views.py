@@ -12,8 +12,8 @@ from job_server.api.wire import (
     PodPhase,
     TeacherStatus,
 )
+from job_server.jobs.work import Goal
 from job_server.teachers.job import TeacherJob, TeacherPod, slots_of
-from job_server.training.job import Goal
 
 
 def node_pods(job: TeacherJob, node_id: str) -> tuple[NodePod, ...]:

@@ -1,10 +1,13 @@
 """A job's wall clock, its script clock, its state's name and the history of its stages. Pure."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from job_server.api.wire import Account, JobState, StageRecord, Way
-from job_server.training.job import MAX_RECORDS, Cause, Goal, HaltPhase, Job, JobStage, Phase
+from job_server.jobs.retries import HEALTHY_S, backoff_s
+from job_server.jobs.work import Goal
+from job_server.training.faults import find_lasting
+from job_server.training.job import MAX_RECORDS, Cause, CauseKind, HaltPhase, Job, JobStage, Phase
 from job_server.training.work import Work
 
 CLOCK_RUNS = frozenset(
@@ -178,3 +181,77 @@ def _extend_before(work: Work, number: int, restored_step: int) -> None:
     trained = [r for r in work.job.records if r.stage < number and r.last_step is not None]
     if trained and (trained[-1].last_step or 0) < restored_step:
         update_record(work, trained[-1].stage, last_step=restored_step)
+
+
+# --- budgets -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RetryVerdict:
+    job: Job
+    give_up: str  # why the job has failed; "": it goes on
+
+
+def count_failure(job: Job, cause: Cause, now: float, *, ran_s: float) -> RetryVerdict:
+    """Book why a stage ended, and say whether the job may try again.
+
+    Args:
+        ran_s: how long the stage had been committed, 0 if it never was.
+    """
+    if cause.kind is CauseKind.PREEMPTION:
+        # Nobody's fault, and no reason to give up; but a script that always ends by SIGTERM must
+        # not be started again and again without a pause.
+        progressed = _progressed(job, job.step_at_preemption, ran_s)
+        in_row = 1 if progressed else job.preemptions_in_row + 1
+        job = replace(
+            job,
+            preemptions=job.preemptions + 1,
+            preemptions_in_row=in_row,
+            step_at_preemption=max(job.step_at_preemption, job.progress.best_step),
+            retry_at=now + backoff_s(job.spec.job_id, in_row),
+        )
+        limit = job.spec.max_preemptions
+        if limit is not None and job.preemptions > limit:
+            give_up = f"preempted more than {limit} times (max_preemptions)"
+            return RetryVerdict(job, f"{give_up}; the last time: {cause.text}")
+        return RetryVerdict(job, "")
+    if cause.kind is not CauseKind.FAILURE:
+        return RetryVerdict(replace(job, retry_at=now), "")
+    return _count_failure(job, cause, now, ran_s)
+
+
+def _progressed(job: Job, since_step: int, ran_s: float) -> bool:
+    if not job.elastic:  # the original's calls report no steps
+        return ran_s > HEALTHY_S
+    return job.progress.best_step > since_step
+
+
+def _count_failure(job: Job, cause: Cause, now: float, ran_s: float) -> RetryVerdict:
+    progressed = _progressed(job, job.step_at_failure, ran_s)
+    in_row = 1 if progressed else job.failures_in_row + 1
+    # An error of the elastic loop names its step. Of any other nobody knows how far the training
+    # was: behind new steps it is another one, as on a node where every growth fails.
+    before = tuple(fault for fault in job.faults if fault.step is not None or not progressed)
+    job = replace(
+        job,
+        failures=job.failures + 1,
+        failures_in_row=in_row,
+        faults=cause.faults,
+        step_at_failure=max(job.step_at_failure, job.progress.best_step),
+        retry_at=now + backoff_s(job.spec.job_id, in_row),
+    )
+    lasting = find_lasting(cause.faults, before, of_change=cause.of_change)
+    if lasting:
+        return RetryVerdict(job, lasting)
+    return RetryVerdict(job, _used_up(job, cause))
+
+
+def _used_up(job: Job, cause: Cause) -> str:
+    limit, in_row = job.spec.max_failures, job.failures_in_row
+    if limit is not None and job.failures > limit:
+        why = f"failed more than {limit} times (max_failures)"
+    elif in_row > job.spec.max_restarts_without_progress:
+        why = f"{in_row - 1} restarts in a row brought no new step (max_restarts_without_progress)"
+    else:
+        return ""
+    return f"{why}; the last time: {cause.text}"

@@ -1,24 +1,17 @@
 """Changes of the number of pods: from the script, from users, and growing back. Pure."""
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 
-from job_server.api.wire import DesiredState, Kill, WireError
-from job_server.cluster.change_script import ScriptedChange, pods_after
-from job_server.cluster.placement import explain_shortage, place
+from job_server.api.codec import WireError
+from job_server.api.wire import DesiredState, Kill, ScriptKind, SlotKind, Way
+from job_server.cluster.change_script import ScriptedChange, parse_script, pods_after
+from job_server.cluster.placement import Cluster, explain_shortage, find_node, place
+from job_server.jobs.events import RequestRefused
+from job_server.jobs.work import Goal
 from job_server.training.allocation import make_pods, slots_of_leavers, slots_of_stayers
-from job_server.training.deadlines import (
-    DUE_SLACK_S,
-    SCRIPT_STORE_S,
-    declare_deadline,
-    due_changes,
-    is_regular,
-    may_apply_at,
-    scripted,
-)
-from job_server.training.events import RequestRefused
 from job_server.training.job import (
-    Goal,
     HaltPhase,
     Job,
     JobStage,
@@ -26,10 +19,14 @@ from job_server.training.job import (
     PodStagePhase,
     TrainingPod,
 )
-from job_server.training.moves import begin, choose_way, dismiss_standby
+from job_server.training.moves import begin, dismiss_standby
 from job_server.training.work import Work
 
 SHOWN_CHANGES = 10
+DUE_SLACK_S = 0.001  # sums of many short times are not exact
+DECLARE_S = 10.0  # for imports: how long trainers may take to call the elastic loop
+SCRIPT_STORE_S = 5.0  # how much script time a crash of the server may lose
+ROOM_FACTOR = 1.1  # of what a trainer uses on a GPU has to be free for a second one
 KILL_HEARD_S = 5.0  # until the server knows that what it had killed is dead
 
 
@@ -53,6 +50,11 @@ def may_change(job: Job, now: float) -> bool:
     # A first stage is in force as soon as its trainers have been started. To change it by `stop`
     # at once could cost steps of trainers that were about to call the elastic loop.
     return job.commits > 1 or now >= declare_deadline(stage)
+
+
+def declare_deadline(stage: JobStage) -> float:
+    """Return until when a first stage may not have shown whether its trainers are elastic."""
+    return (stage.committed_at or 0.0) + DECLARE_S
 
 
 def take_next(work: Work) -> bool:
@@ -85,6 +87,62 @@ def take_next(work: Work) -> bool:
     if wanted is not None:
         change_pods(work, wanted, why)
     return True
+
+
+def scripted(job: Job) -> ScriptedChange | None:
+    """Return the next change of the script; None: no more."""
+    return parse_script(job.spec.script, job.spec).change(job.script_index)
+
+
+def is_due(job: Job, change: ScriptedChange) -> bool:
+    return job.progress.script_s >= change.at_s - DUE_SLACK_S
+
+
+def due_changes(job: Job) -> Iterator[ScriptedChange]:
+    """Yield the changes of the script that are due, oldest first."""
+    script = parse_script(job.spec.script, job.spec)
+    index = job.script_index
+    while (change := script.change(index)) is not None and is_due(job, change):
+        yield change
+        index += 1
+
+
+def is_regular(job: Job) -> bool:
+    """Whether the script means an interval, and not points in time."""
+    return job.spec.script.kind in (ScriptKind.ALTERNATE, ScriptKind.WALK)
+
+
+def may_apply_at(job: Job, change: ScriptedChange, now: float) -> float:
+    """Return from when on a change that is due may be made.
+
+    A stage makes steps first, or changes that come faster than trainers start would stop stage
+    after stage before that. Where no trainer has called the elastic loop yet, it may be on its way
+    there: a job counts as one that never does so once a stage has run for `prepare_timeout_s`.
+
+    A change of a regular script that fell due before the stage in force had begun to train waits
+    for the script's interval from there, so that all stages train alike.
+    """
+    stage = job.active
+    if stage is None:
+        return now
+    if not job.elastic and not _is_plain(job, now):
+        return (stage.committed_at or now) + job.spec.prepare_timeout_s
+    if not is_regular(job):
+        return now
+    began_at = stage.first_step_at if job.elastic else stage.committed_at
+    if began_at is None or now - began_at >= job.progress.script_s - change.at_s:
+        return now
+    return began_at + job.spec.script.interval_s
+
+
+def _is_plain(job: Job, now: float) -> bool:
+    """Whether a stage has run so long that its trainers would have called the elastic loop."""
+    return any(
+        (now if record.ended_at is None else record.ended_at) - record.committed_at
+        >= job.spec.prepare_timeout_s
+        for record in job.records
+        if record.committed_at is not None
+    )
 
 
 def _in_order(due: list[ScriptedChange], manual: ManualChange | None) -> list[ScriptedChange]:
@@ -305,3 +363,53 @@ def queued(job: Job) -> tuple[str, ...]:
         scripted_line += ", ..."
     resize_line = "" if job.manual is None else f"resize to {job.manual.pods}"
     return tuple(line for line in (scripted_line, resize_line) if line)
+
+
+def choose_way(job: Job, cluster: Cluster, *, stood_by: bool = False) -> Way:
+    """Return how a change of the stage in force happens.
+
+    STOP where no trainer has called the elastic loop: only such trainers can agree on a step.
+    REPLACE, where the next trainers may be made ready beside those that train. JOIN, where they do
+    not fit beside each other, or the user wants it, and all trainers offer it. Else DRAIN.
+
+    Args:
+        stood_by: a standby, which has just been dismissed, is part of what the nodes report.
+    """
+    if not job.elastic:
+        return Way.STOP
+    overlap = job.spec.overlap
+    if overlap == "off":
+        return Way.DRAIN
+    joins = _all_join(job)
+    if overlap == "join" and joins:
+        return Way.JOIN
+    if overlap == "on" or _both_fit(job, cluster, sets=1 + stood_by):
+        return Way.REPLACE
+    return Way.JOIN if joins else Way.DRAIN
+
+
+def _all_join(job: Job) -> bool:
+    """Whether every trainer of the stage in force can form a second group beside its own."""
+    pod_ids = job.active.pod_ids if job.active is not None else ()
+    return bool(pod_ids) and all(job.progress.joins.get(pod_id, False) for pod_id in pod_ids)
+
+
+def _both_fit(job: Job, cluster: Cluster, *, sets: int) -> bool:
+    """Whether every GPU of the stage in force has room for a second trainer like its first.
+
+    Memory of the host is not looked at: what a trainer needs of it is mostly shared.
+
+    Args:
+        sets: how many trainers, all alike, use the memory that is in use.
+    """
+    for member in job.active.members if job.active is not None else ():
+        view = find_node(cluster, member.pod.node_id)
+        slots = () if view is None else view.node.slots
+        for slot in slots:
+            if slot.kind is not SlotKind.GPU or slot.index not in member.pod.slots:
+                continue
+            used = 0 if view is None else view.memory_used.get(slot.index, 0)
+            used = used // sets
+            if not 0 < used * ROOM_FACTOR <= slot.memory_bytes - used:
+                return False
+    return True

@@ -3,19 +3,58 @@
 from dataclasses import replace
 
 from job_server.api.wire import DesiredState
+from job_server.cluster.placement import Cluster, find_node
+from job_server.jobs.work import Goal
 from job_server.training.job import (
     GONE,
     TERMINATED,
     Cause,
     CauseKind,
-    Goal,
     Job,
     JobStage,
     PodStagePhase,
     TrainingPod,
 )
 from job_server.training.moves import lose
-from job_server.training.work import Work, fenced_at
+from job_server.training.work import Work
+
+FENCE_MARGIN_S = 2.0  # beyond `stop_after_s`: a client terminates its pods then, kills them 1 s on
+
+
+def is_silent(work: Work, pod: TrainingPod) -> bool:
+    """Whether neither the pod's node nor its launcher has been heard for four heartbeats."""
+    return work.now >= silent_at(work.job, pod, work.cluster)
+
+
+def silent_at(job: Job, pod: TrainingPod, cluster: Cluster) -> float:
+    """Return when a pod counts as silent if nothing is heard until then."""
+    view = find_node(cluster, pod.site.node_id)
+    heard = job.progress.heard.get(pod.pod_id, job.grace_from)
+    seen = view.seen_at if view is not None else job.grace_from
+    return max(heard, seen, job.grace_from) + cluster.silence_s
+
+
+def client_silent_at(job: Job, pod: TrainingPod, cluster: Cluster) -> float:
+    """Return when nobody looks after the pod if its client is not heard until then."""
+    view = find_node(cluster, pod.site.node_id)
+    seen = view.seen_at if view is not None else job.grace_from
+    return max(seen, job.grace_from) + cluster.silence_s
+
+
+def fenced_at(job: Job, pod: TrainingPod, cluster: Cluster) -> float | None:
+    """Return when the pod's client has stopped it if neither is heard until then.
+
+    None: its client keeps pods running while the server is away, or fell silent so long before
+    the pod's launcher did that it must have died: then it stops nothing.
+    """
+    view = find_node(cluster, pod.site.node_id)
+    if view is None or view.node.stop_after_s is None:
+        return None
+    heard = job.progress.heard.get(pod.pod_id, job.grace_from)
+    if heard > max(view.seen_at, job.grace_from) + cluster.silence_s:
+        return None
+    last = max(heard, view.seen_at, job.grace_from)
+    return last + view.node.stop_after_s + FENCE_MARGIN_S
 
 
 def lose_silent(work: Work) -> None:
@@ -36,7 +75,7 @@ def lose_silent(work: Work) -> None:
             # The others get as long to answer as anybody.
             work.set(grace_from=work.now, waiting="")
     for pod in work.job.pods:
-        if pod.released or not work.is_silent(pod):
+        if pod.released or not is_silent(work, pod):
             continue
         in_force = active is not None and active.member(pod.pod_id) is not None
         if (in_force and cut_off) or _waits_to_save(job, pod):
@@ -64,7 +103,7 @@ def _reaches(work: Work, stage: JobStage) -> bool:
     for member in stage.members:
         pod = work.job.pod(member.pod.pod_id)
         if member.phase in TERMINATED or (
-            pod is not None and not pod.leaving and not work.is_silent(pod)
+            pod is not None and not pod.leaving and not is_silent(work, pod)
         ):
             return True
     return False

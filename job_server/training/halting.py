@@ -11,14 +11,16 @@ from dataclasses import replace
 from job_server.api.text import duration
 from job_server.api.wire import JobState, RestoreFrom, Save, Saved, SavePhase, Way
 from job_server.cluster.placement import find_node
+from job_server.jobs.pod_reports import without
+from job_server.jobs.work import Goal
 from job_server.training.allocation import newest_in_memory, unsaved
-from job_server.training.deadlines import SAVE_STALL_S, halt_deadline, save_deadline
+from job_server.training.fencing import client_silent_at, is_silent
 from job_server.training.job import (
     GONE,
     TERMINATED,
-    Goal,
     Halt,
     HaltPhase,
+    Job,
     JobStage,
     ManualChange,
     Phase,
@@ -34,9 +36,10 @@ from job_server.training.moves import (
     neutral,
     tell_to_end,
 )
-from job_server.training.work import Work, client_silent_at, without
+from job_server.training.work import Work
 
 SAVE_AGAIN_S = 10.0  # a state that nobody could write is tried again so often
+SAVE_STALL_S = 60.0  # a client that writes a state has so long for its next bytes
 
 
 def halt(work: Work) -> None:
@@ -61,6 +64,10 @@ def halt(work: Work) -> None:
         _await_end(work, late=late)
     else:
         _await_release(work, late=late)
+
+
+def halt_deadline(job: Job, halt: Halt) -> float:
+    return halt.since + job.spec.prepare_timeout_s
 
 
 def _to(work: Work, phase: HaltPhase) -> None:
@@ -282,6 +289,11 @@ def _apply_save(work: Work, held: Halt, order: Save, source: RestoreFrom) -> Non
             work.note(f"the state of step {source.step} is not written: {text}", lasting=False)
 
 
+def save_deadline(job: Job, halt: Halt) -> float:
+    """Return when who writes the state has not been seen to write for too long."""
+    return max(halt.since, job.progress.saving_at) + SAVE_STALL_S
+
+
 def _not_saved(work: Work, held: Halt, source: RestoreFrom) -> None:
     """Nobody could write it: a pause is off, another end keeps it in memory for a while."""
     job = work.job
@@ -352,7 +364,7 @@ def _await_release(work: Work, *, late: bool) -> None:
         if not pod.released:
             work.release(pod.pod_id)
     job = work.job
-    waits = [pod for pod in job.pods if not work.is_silent(pod)]
+    waits = [pod for pod in job.pods if not is_silent(work, pod)]
     if waits and not late:
         return
     where = _where(work)

@@ -26,6 +26,8 @@ from job_server.api.wire import (
     Way,
 )
 from job_server.cluster.placement import Site
+from job_server.jobs.pod_reports import without
+from job_server.jobs.work import Goal
 
 MAX_RECORDS = 1000  # an overnight script must not grow the job without limit
 
@@ -171,6 +173,11 @@ class JobStage(Message, frozen=True, kw_only=True):
         return tuple(member.pod.pod_id for member in self.members)
 
     @property
+    def told_to_end(self) -> bool:
+        """Whether its pods are told to end its trainers."""
+        return self.end_since is not None
+
+    @property
     def finishing(self) -> bool:
         return any(member.phase in COMPLETED for member in self.members)
 
@@ -194,13 +201,6 @@ class JobStage(Message, frozen=True, kw_only=True):
 
     def all_in(self, *phases: PodStagePhase) -> bool:
         return all(member.phase in phases for member in self.members)
-
-
-class Goal(Enum):
-    RUN = "run"
-    PAUSE = "pause"
-    STOP = "stop"
-    FAIL = "fail"  # a budget is used up: what is in memory is written first
 
 
 class HaltPhase(Enum):
@@ -257,6 +257,17 @@ class JobProgress:
     script_s: float = 0.0  # the change script's clock
     saving: SaveState | None = None  # as the client says that was told to save; None: nothing yet
     saving_at: float = 0.0  # when that was last something new
+
+    def without_pod(self, pod_id: str) -> "JobProgress":
+        """Forget what is known of a pod."""
+        return replace(
+            self,
+            snapshots=without(self.snapshots, pod_id),
+            heard=without(self.heard, pod_id),
+            missing=without(self.missing, pod_id),
+            joins=without(self.joins, pod_id),
+            steps=without(self.steps, pod_id),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,6 +347,10 @@ class Job:
     @property
     def stages(self) -> tuple[JobStage, ...]:
         return tuple(s for s in (self.retiring, self.active, self.preparing) if s is not None)
+
+    def stage_numbered(self, number: int) -> JobStage | None:
+        """Return the stage of this number, None where it is over or never was."""
+        return next((stage for stage in self.stages if stage.stage == number), None)
 
     def pod(self, pod_id: str) -> TrainingPod | None:
         """Return the pod, None where it is unknown or confirmed gone."""

@@ -10,8 +10,7 @@ from job_server.api.wire import StageRecord, Way
 from job_server.cluster.placement import NodeView, place, serving_nodes
 from job_server.training.accounting import update_record
 from job_server.training.allocation import lay_out, make_pods, slots_of_stayers
-from job_server.training.changes import store_script_clock, why_not
-from job_server.training.deadlines import is_due, scripted
+from job_server.training.changes import is_due, scripted, store_script_clock, why_not
 from job_server.training.job import MAX_RECORDS, TrainingPod
 from job_server.training.work import Work
 

@@ -9,30 +9,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from job_server.api.wire import JobSpec, JobState, Node, PodPhase, Resize, Way
-from job_server.cluster.clocks import moved_back
 from job_server.cluster.placement import Cluster
-from job_server.training import legacy, pod_exits, reports
-from job_server.training.accounting import accrue, name_state, script_runs
-from job_server.training.changes import kill_now, resize
-from job_server.training.deadlines import (
-    DUE_SLACK_S,
-    SAVE_STALL_S,
-    SCRIPT_STORE_S,
-    crash_deadline,
-    declare_deadline,
-    end_deadline,
-    grace_deadline,
-    halt_deadline,
-    is_due,
-    may_apply_at,
-    preparing_deadline,
-    save_deadline,
-    scripted,
-    standby_times,
-    start_deadline,
-    told_waiting_at,
-)
-from job_server.training.events import (
+from job_server.jobs.clocks import moved_back
+from job_server.jobs.events import (
     Event,
     KillAsked,
     LauncherAttached,
@@ -48,9 +27,23 @@ from job_server.training.events import (
     StopAsked,
     Tick,
 )
-from job_server.training.halting import resume
+from job_server.jobs.pod_reports import missing_at
+from job_server.jobs.work import Goal
+from job_server.training import legacy, pod_exits, reports
+from job_server.training.accounting import accrue, name_state, script_runs
+from job_server.training.changes import (
+    DUE_SLACK_S,
+    SCRIPT_STORE_S,
+    declare_deadline,
+    is_due,
+    kill_now,
+    may_apply_at,
+    resize,
+    scripted,
+)
+from job_server.training.fencing import client_silent_at, fenced_at, is_silent, silent_at
+from job_server.training.halting import SAVE_STALL_S, halt_deadline, resume, save_deadline
 from job_server.training.job import (
-    Goal,
     HaltPhase,
     Job,
     JobProgress,
@@ -59,15 +52,19 @@ from job_server.training.job import (
     same_but_progress,
 )
 from job_server.training.moves import lose
-from job_server.training.plain import LOOP_S
-from job_server.training.rules import converge
-from job_server.training.work import (
-    MISSING_HEARTBEATS,
-    Work,
-    client_silent_at,
-    fenced_at,
-    silent_at,
+from job_server.training.rules import (
+    LOOP_S,
+    converge,
+    crash_deadline,
+    end_deadline,
+    grace_deadline,
+    preparing_deadline,
+    start_deadline,
 )
+from job_server.training.standby import standby_times
+from job_server.training.work import Work
+
+TELL_WAITING_S = 10.0  # that a client has not registered yet is no news before
 
 
 def new_job(spec: JobSpec, now: float, *, legacy_nodes: tuple[Node, ...] = ()) -> Job:
@@ -132,6 +129,11 @@ def step(job: Job, event: Event, now: float, cluster: Cluster) -> tuple[Job, str
         stands_by = preparing is not None and preparing.stands_by
         work.note("the standby is ready" if stands_by else f"now {work.job.state.value}")
     return work.job, "; ".join(work.notes)
+
+
+def told_waiting_at(job: Job) -> float:
+    """Return from when on an event says what a start waits for: a client takes its time to come."""
+    return job.start_since + TELL_WAITING_S if job.fresh else job.start_since
 
 
 def _tell_waiting(work: Work) -> None:
@@ -241,7 +243,7 @@ def _assume_dead(work: Work) -> bool:
                 work.move(stage, member.pod.pod_id, PodStagePhase.ENDED)
                 found = True
     for pod in work.job.pods:
-        if not pod.leaving and work.is_silent(pod):
+        if not pod.leaving and is_silent(work, pod):
             text = f"pod {pod.pod_id} is assumed dead by an operator"
             lose(work, pod.pod_id, pod_exits.preempted(work, pod, text), confirmed=True)
             found = True
@@ -321,7 +323,7 @@ def _deadlines(job: Job, now: float, cluster: Cluster) -> Iterator[float]:
         if pod.left:
             yield client_silent_at(job, pod, cluster)
     for since in job.progress.missing.values():
-        yield since + MISSING_HEARTBEATS * cluster.heartbeat_s
+        yield missing_at(since, cluster.heartbeat_s)
     yield from _fences(job, cluster)
     if script_runs(job):
         yield from _script_deadlines(job, now)

@@ -6,12 +6,12 @@ Each function makes one move and keeps the books; when it is right to make it is
 
 from dataclasses import replace
 
-from job_server.api.wire import JobState, SlotKind, Way
-from job_server.cluster.placement import Cluster, find_node
-from job_server.training import budget
+from job_server.api.wire import JobState, Way
+from job_server.jobs.work import Goal
 from job_server.training.accounting import (
     close_attempt,
     close_stage,
+    count_failure,
     open_record,
     stand_still,
     update_record,
@@ -23,7 +23,6 @@ from job_server.training.job import (
     STARTUP_ORDER,
     Cause,
     CauseKind,
-    Goal,
     Job,
     JobStage,
     Phase,
@@ -31,63 +30,11 @@ from job_server.training.job import (
     StagePod,
     TrainingPod,
 )
-from job_server.training.losses import leave_out_lost
-from job_server.training.work import Work, stage_named
+from job_server.training.work import Work
 
 GROW_RETRY_S = 30.0
 GROW_RETRY_CAP_S = 600.0
 STANDBY_RETRY_S = 60.0
-ROOM_FACTOR = 1.1  # of what a trainer uses on a GPU has to be free for a second one
-
-
-def choose_way(job: Job, cluster: Cluster, *, stood_by: bool = False) -> Way:
-    """Return how a change of the stage in force happens.
-
-    STOP where no trainer has called the elastic loop: only such trainers can agree on a step.
-    REPLACE, where the next trainers may be made ready beside those that train. JOIN, where they do
-    not fit beside each other, or the user wants it, and all trainers offer it. Else DRAIN.
-
-    Args:
-        stood_by: a standby, which has just been dismissed, is part of what the nodes report.
-    """
-    if not job.elastic:
-        return Way.STOP
-    overlap = job.spec.overlap
-    if overlap == "off":
-        return Way.DRAIN
-    joins = _all_join(job)
-    if overlap == "join" and joins:
-        return Way.JOIN
-    if overlap == "on" or _both_fit(job, cluster, sets=1 + stood_by):
-        return Way.REPLACE
-    return Way.JOIN if joins else Way.DRAIN
-
-
-def _all_join(job: Job) -> bool:
-    """Whether every trainer of the stage in force can form a second group beside its own."""
-    pod_ids = job.active.pod_ids if job.active is not None else ()
-    return bool(pod_ids) and all(job.progress.joins.get(pod_id, False) for pod_id in pod_ids)
-
-
-def _both_fit(job: Job, cluster: Cluster, *, sets: int) -> bool:
-    """Whether every GPU of the stage in force has room for a second trainer like its first.
-
-    Memory of the host is not looked at: what a trainer needs of it is mostly shared.
-
-    Args:
-        sets: how many trainers, all alike, use the memory that is in use.
-    """
-    for member in job.active.members if job.active is not None else ():
-        view = find_node(cluster, member.pod.node_id)
-        slots = () if view is None else view.node.slots
-        for slot in slots:
-            if slot.kind is not SlotKind.GPU or slot.index not in member.pod.slots:
-                continue
-            used = 0 if view is None else view.memory_used.get(slot.index, 0)
-            used = used // sets
-            if not 0 < used * ROOM_FACTOR <= slot.memory_bytes - used:
-                return False
-    return True
 
 
 def begin(
@@ -349,11 +296,11 @@ def fail_active(work: Work, cause: Cause) -> None:
     work.set(active=replace(stage, over=cause, resuming=False))
     for held in (job.retiring, stage):
         if held is not None:
-            tell_to_end(work, stage_named(work.job, held.stage) or held)
+            tell_to_end(work, work.job.stage_numbered(held.stage) or held)
     if stage.committed:
         close_stage(work, stage, "ended")
     work.note(f"stage {stage.stage} is over: {cause.text}")
-    leave_out_lost(work)
+    leave_out_missing(work)
     preparing = work.job.preparing
     if preparing is None:
         return
@@ -410,7 +357,7 @@ def fail_preparing(work: Work, cause: Cause) -> None:
     if job.active is not None:
         close_stage(work, job.active, "ended")
     work.set(active=replace(stage, over=cause), preparing=None)
-    tell_to_end(work, stage_named(work.job, stage.stage) or stage)
+    tell_to_end(work, work.job.stage_numbered(stage.stage) or stage)
 
 
 def count(work: Work, cause: Cause) -> None:
@@ -418,7 +365,7 @@ def count(work: Work, cause: Cause) -> None:
     stage = work.job.active
     started = stage.committed_at if stage is not None else None
     ran_s = 0.0 if started is None else cause.at - started
-    verdict = budget.count(work.job, cause, work.now, ran_s=ran_s)
+    verdict = count_failure(work.job, cause, work.now, ran_s=ran_s)
     work.job = verdict.job
     if verdict.give_up:
         fail(work, verdict.give_up)
@@ -478,7 +425,7 @@ def lose(work: Work, pod_id: str, cause: Cause, *, confirmed: bool, holds: bool 
     job = work.job
     snapshot = holds and pod_id in job.progress.snapshots
     work.release(pod_id, hold=snapshot)
-    leave_out_lost(work)
+    leave_out_missing(work)
     job = work.job
     place = PodStagePhase.ENDED if confirmed else PodStagePhase.LOST
     concerned = []
@@ -496,6 +443,44 @@ def lose(work: Work, pod_id: str, cause: Cause, *, confirmed: bool, holds: bool 
         fail_active(work, cause)  # may name the culprit
     if work.job.preparing is not None and preparing is not None and preparing.stage in concerned:
         fail_preparing(work, cause)
+
+
+def without_missing(job: Job, stage: JobStage) -> JobStage | None:
+    """Return the standby without the pods that are no longer usable; None: it needs them."""
+    gone = {pod_id for pod_id in stage.pod_ids if not job.usable(pod_id)}
+    if not gone:
+        return stage
+    lost = tuple(sorted(gone | set(stage.missing_pods)))
+    if not stage.stands_by or lost not in stage.survivable_failures:
+        return None
+    members: list[StagePod] = []
+    next_rank = 0
+    for member in stage.members:
+        if member.pod.pod_id in gone:
+            continue
+        ranks = tuple(range(next_rank, next_rank + len(member.pod.ranks)))
+        next_rank += len(ranks)
+        members.append(replace(member, pod=replace(member.pod, pod_rank=len(members), ranks=ranks)))
+    if len(members) < job.spec.min_pods:
+        return None
+    reason = f"standby, without {', '.join(lost)}"
+    return replace(stage, members=tuple(members), missing_pods=lost, reason=reason)
+
+
+def leave_out_missing(work: Work) -> None:
+    """Have the standby do without the pods that are lost, if it can."""
+    stage = work.job.preparing
+    if stage is None or not stage.standby or not stage.survivable_failures:
+        return
+    left = without_missing(work.job, stage)
+    if left is None or left is stage:
+        return
+    work.set(preparing=left)
+    trainers = sum(len(member.pod.ranks) for member in left.members)
+    update_record(work, stage.stage, pods=len(left.members), trainers=trainers, reason=left.reason)
+    work.note(
+        f"stage {stage.stage} stands by without {', '.join(left.missing_pods)}", lasting=False
+    )
 
 
 def neutral(work: Work, text: str) -> Cause:

@@ -15,38 +15,31 @@ from job_server.api.wire import (
     SavePhase,
     SaveState,
 )
-from job_server.training.faults import fault_of_pod
-from job_server.training.job import Cause, CauseKind, JobStage, Phase, PodStagePhase, TrainingPod
-from job_server.training.moves import let_go, lose
-from job_server.training.work import (
-    MISSING_HEARTBEATS,
-    Work,
-    client_silent_at,
-    told_to_end,
+from job_server.jobs.pod_reports import (
+    PATH_CHARS,
+    REASON_CHARS,
+    SIGKILL,
+    compare,
+    exit_code,
+    is_missing,
+    last_words,
+    missing_text,
+    was_terminated,
     without,
 )
-
-SIGTERM, SIGKILL = 15, 9
-SHOWN_LINES = 3
-SHOWN_CHARS = 600
-PATH_CHARS = 4096  # no system has longer paths
+from job_server.training.faults import fault_of_pod
+from job_server.training.fencing import client_silent_at
+from job_server.training.job import Cause, CauseKind, JobStage, Phase, PodStagePhase, TrainingPod
+from job_server.training.moves import let_go, lose
+from job_server.training.work import Work
 
 
 def node_reported(work: Work, node_id: str, states: tuple[PodState, ...]) -> None:
-    """Compare what a client says about its pods with what we know."""
-    named = {state.pod_id: state for state in states}
-    for pod in work.job.pods:
-        if pod.site.node_id != node_id:
-            continue
-        state = named.get(pod.pod_id)
-        if state is None:
-            _not_named(work, pod)
-        else:
-            _named(work, pod, state)
+    """Apply what a client reports of this job's pods."""
+    compare(work, node_id, states, named=_named, not_named=_not_named)
 
 
 def _named(work: Work, pod: TrainingPod, state: PodState) -> None:
-    work.progress(missing=without(work.job.progress.missing, pod.pod_id))
     if pod.phase is PodPhase.EXITED:
         _apply_save(work, pod, state.save)
         if not state.holds and pod.desired is DesiredState.HOLD:
@@ -66,7 +59,7 @@ def _named(work: Work, pod: TrainingPod, state: PodState) -> None:
         exited(
             work,
             changed,
-            code=state.exit_code if state.signal is None else -state.signal,
+            code=exit_code(state),
             reason=state.reason,
             lines=state.last_lines,
             holds=holds,
@@ -82,7 +75,7 @@ def _apply_save(work: Work, pod: TrainingPod, said: SaveState | None) -> None:
     held = work.job.halt
     if said is None:
         return
-    said = replace(said, path=said.path[:PATH_CHARS], reason=said.reason[:SHOWN_CHARS])
+    said = replace(said, path=said.path[:PATH_CHARS], reason=said.reason[:REASON_CHARS])
     ordered = held is not None and held.save is not None and said.id == held.save.id
     if ordered and held is not None and held.pod_id == pod.pod_id:
         if said != work.job.progress.saving:
@@ -125,15 +118,8 @@ def _not_named(work: Work, pod: TrainingPod) -> None:
         _confirm_stopped(work, pod.pod_id)
         work.drop_pod(pod.pod_id)
         return
-    if pod.phase is None:
-        return  # its client may not yet have heard of it
-    missing = work.job.progress.missing
-    since = missing.get(pod.pod_id)
-    if since is None:
-        work.progress(missing={**missing, pod.pod_id: work.now})
-    elif work.now >= since + MISSING_HEARTBEATS * work.cluster.heartbeat_s:
-        text = f"the client of {pod.site.node_id} does not know pod {pod.pod_id} any more"
-        lose(work, pod.pod_id, _cause(work, pod, text), confirmed=True)
+    if is_missing(work, pod):
+        lose(work, pod.pod_id, _cause(work, pod, missing_text(pod)), confirmed=True)
         _confirm_stopped(work, pod.pod_id)
         work.drop_pod(pod.pod_id)
 
@@ -170,7 +156,7 @@ def exited(
         text += " after its trainers were done"
     elif code == 0:
         active = work.job.active
-        ending_it = active is not None and told_to_end(active) and active.member(pod.pod_id)
+        ending_it = active is not None and active.told_to_end and active.member(pod.pod_id)
         if ending_it:
             text += " while its stage was ended"
         elif _completing(work, pod) is not None:
@@ -183,11 +169,10 @@ def exited(
     if reason and not (pod.planned and code == -SIGKILL):
         text += f": {reason}"
     if lines:
-        text += "; last lines: " + " | ".join(line.strip() for line in lines[-SHOWN_LINES:])
-    preempted = code in (-SIGTERM, 128 + SIGTERM)  # somebody else asked it to go
-    cause = _cause(work, pod, text[:SHOWN_CHARS], preempted=preempted)
+        text += f"; last lines: {last_words(lines)}"
+    cause = _cause(work, pod, text[:REASON_CHARS], preempted=was_terminated(code))
     if not pod.left and cause.kind is CauseKind.FAILURE:
-        words = " | ".join(line.strip() for line in lines[-SHOWN_LINES:]) or reason
+        words = last_words(lines) or reason
         fault = fault_of_pod(f"pod {pod.pod_id}", code=code, words=words)
         cause = replace(cause, faults=() if fault is None else (fault,))
     lose(work, pod.pod_id, cause, confirmed=True, holds=holds)
@@ -216,7 +201,7 @@ def _completing(work: Work, pod: TrainingPod) -> JobStage | None:
     active, preparing = work.job.active, work.job.preparing
     if preparing is not None and preparing.phase is Phase.START and preparing.member(pod.pod_id):
         return preparing
-    if active is not None and active.committed and not told_to_end(active):
+    if active is not None and active.committed and not active.told_to_end:
         return active if active.member(pod.pod_id) else None
     return None
 

@@ -16,7 +16,10 @@ from job_server.api.wire import (
     SnapshotRef,
     Way,
 )
+from job_server.jobs.pod_reports import REASON_CHARS
+from job_server.jobs.work import Goal
 from job_server.training.accounting import first_step, stand_still, update_record
+from job_server.training.changes import choose_way
 from job_server.training.faults import fault_of
 from job_server.training.job import (
     CUT_PHASES,
@@ -24,14 +27,12 @@ from job_server.training.job import (
     STARTUP_ORDER,
     Cause,
     CauseKind,
-    Goal,
     JobStage,
     Phase,
     PodStagePhase,
     StagePod,
 )
 from job_server.training.moves import (
-    choose_way,
     dismiss_leavers,
     fail_active,
     fail_preparing,
@@ -39,8 +40,8 @@ from job_server.training.moves import (
     reallocate_ports,
     renumber,
 )
-from job_server.training.pod_exits import SHOWN_CHARS, launcher_exited
-from job_server.training.work import Work, stage_named, told_to_end
+from job_server.training.pod_exits import launcher_exited
+from job_server.training.work import Work
 
 MAX_ATTEMPTS = 10  # how often a stage may be dealt new ports
 
@@ -78,7 +79,7 @@ def _apply_numbers(work: Work, attach: Attach) -> None:
 
 
 def _apply_phase(work: Work, attach: Attach) -> None:
-    stage = stage_named(work.job, attach.stage)
+    stage = work.job.stage_numbered(attach.stage)
     if stage is None or attach.attempt < stage.attempt:
         return
     if attach.phase is LocalStage.TRAINING:
@@ -126,8 +127,8 @@ def reported(work: Work, pod_id: str, report: PodReport) -> None:
     pod = work.job.pod(pod_id)
     if pod is None:
         return
-    if len(report.reason) > SHOWN_CHARS:  # it is kept in records and events
-        report = replace(report, reason=report.reason[:SHOWN_CHARS])
+    if len(report.reason) > REASON_CHARS:  # it is kept in records and events
+        report = replace(report, reason=report.reason[:REASON_CHARS])
     if pod.released:
         _apply_ended(work, pod_id, report)
         return
@@ -143,7 +144,7 @@ def reported(work: Work, pod_id: str, report: PodReport) -> None:
     if report.kind is ReportKind.EXITED:
         launcher_exited(work, pod, report)
         return
-    stage = stage_named(work.job, report.stage)
+    stage = work.job.stage_numbered(report.stage)
     member = stage.member(pod_id) if stage is not None else None
     if member is not None and member.phase is PodStagePhase.LOST:
         _apply_ended(work, pod_id, report)  # it was given up in a pause that was called off
@@ -238,7 +239,7 @@ def _started(work: Work, stage: JobStage, pod_id: str, report: PodReport) -> Non
         return
     loaded = report.kind is ReportKind.LOADED
     _raise(work, stage, pod_id, PodStagePhase.LOADED if loaded else PodStagePhase.STARTED)
-    held = stage_named(work.job, stage.stage)
+    held = work.job.stage_numbered(stage.stage)
     if loaded and report.step and held is not None and held.first_step_at is None:
         work.set_stage(replace(held, base_step=report.step))
 
@@ -251,7 +252,7 @@ def _progressed(work: Work, stage: JobStage, member: StagePod, report: PodReport
     if not _cut_is_on(work):
         trains |= member.phase is PodStagePhase.CUTTING
         trains |= member.phase is PodStagePhase.PARKED and report.step > member.step
-    if trains and not told_to_end(stage):
+    if trains and not stage.told_to_end:
         work.move(stage, pod_id, PodStagePhase.TRAINING)
     _advance_step(work, pod_id, report)
     _apply_first_step(work, stage, report)
@@ -301,7 +302,7 @@ def _drained(work: Work, stage: JobStage, member: StagePod, report: PodReport) -
     """A pod has parked. One that says so of an earlier cut has made steps since."""
     job = work.job
     pod_id = member.pod.pod_id
-    if stage is not job.active or not stage.committed or told_to_end(stage):
+    if stage is not job.active or not stage.committed or stage.told_to_end:
         return
     if report.step < job.progress.steps.get(pod_id, 0):
         return
@@ -319,7 +320,7 @@ def _drained(work: Work, stage: JobStage, member: StagePod, report: PodReport) -
 
 
 def _ended(work: Work, stage: JobStage, pod_id: str, report: PodReport) -> None:
-    if told_to_end(stage):
+    if stage.told_to_end:
         work.move(stage, pod_id, PodStagePhase.ENDED)
     elif stage is work.job.active:
         # END is never taken back, so this launcher lost its trainers in another way.
@@ -340,7 +341,7 @@ def _failed(work: Work, stage: JobStage, member: StagePod, report: PodReport) ->
     )
     cause = Cause(
         kind=CauseKind.PLANNED if planned else CauseKind.FAILURE,
-        text=text[:SHOWN_CHARS],
+        text=text[:REASON_CHARS],
         at=work.now,
         peer_lost=report.peer_lost,
         faults=() if fault is None or planned or report.peer_lost else (fault,),
@@ -356,7 +357,7 @@ def _failed(work: Work, stage: JobStage, member: StagePod, report: PodReport) ->
     work.move(stage, pod_id, PodStagePhase.FAILED)
     if stage is not job.active:
         return
-    if told_to_end(stage) and stage.over is None:
+    if stage.told_to_end and stage.over is None:
         return  # it was being ended anyway
     fail_active(work, cause)
 
@@ -403,7 +404,7 @@ def _cannot_join(work: Work, stage: JobStage, pod_id: str, report: PodReport) ->
     work.progress(joins={**work.job.progress.joins, pod_id: False})
     joins = stage is work.job.preparing and stage.way is Way.JOIN
     if joins and report.attempt == stage.attempt:
-        _join_otherwise(work, stage, f"pod {pod_id} cannot join: {report.reason}"[:SHOWN_CHARS])
+        _join_otherwise(work, stage, f"pod {pod_id} cannot join: {report.reason}"[:REASON_CHARS])
 
 
 def _join_otherwise(work: Work, stage: JobStage, why: str) -> None:
@@ -418,7 +419,7 @@ def _join_otherwise(work: Work, stage: JobStage, why: str) -> None:
 
 
 def _stage_too_low(work: Work, stage: JobStage, pod_id: str, report: PodReport) -> None:
-    if told_to_end(stage) or report.attempt < stage.attempt:
+    if stage.told_to_end or report.attempt < stage.attempt:
         return
     text = f"the checkpoint path holds stage {report.highest_stage}, stage {stage.stage} is lower"
     kind = CauseKind.NEUTRAL
@@ -435,7 +436,7 @@ def _stage_too_low(work: Work, stage: JobStage, pod_id: str, report: PodReport) 
 
 
 def _done(work: Work, stage: JobStage, member: StagePod, report: PodReport) -> None:
-    if stage is not work.job.active or not stage.committed or told_to_end(stage):
+    if stage is not work.job.active or not stage.committed or stage.told_to_end:
         return
     _advance_step(work, member.pod.pod_id, report)
     if member.phase in (PodStagePhase.CUTTING, PodStagePhase.PARKED):

@@ -4,11 +4,14 @@
 late message needs no case of its own.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 from job_server.api.wire import DesiredState, JobState, PodPhase, RestoreFrom, Way
-from job_server.cluster.placement import explain_shortage, place, serving_nodes
+from job_server.cluster.placement import Cluster, explain_shortage, place, serving_nodes
+from job_server.jobs.events import NotConverging
+from job_server.jobs.work import Goal
 from job_server.training.allocation import (
     choose_restore,
     make_pods,
@@ -16,15 +19,7 @@ from job_server.training.allocation import (
     slots_of_stayers,
 )
 from job_server.training.changes import may_change, store_script_clock, take_next
-from job_server.training.deadlines import (
-    crash_deadline,
-    end_deadline,
-    grace_deadline,
-    preparing_deadline,
-    start_deadline,
-)
-from job_server.training.events import NotConverging
-from job_server.training.fencing import count_fenced, lose_silent
+from job_server.training.fencing import count_fenced, fenced_at, lose_silent
 from job_server.training.halting import halt
 from job_server.training.job import (
     COMPLETED,
@@ -32,7 +27,6 @@ from job_server.training.job import (
     TERMINATED,
     Cause,
     CauseKind,
-    Goal,
     HaltPhase,
     Job,
     JobStage,
@@ -51,13 +45,17 @@ from job_server.training.moves import (
     fail_preparing,
     finish,
 )
-from job_server.training.plain import warn_plain
 from job_server.training.pod_exits import finish_unsupervised
 from job_server.training.reports import forget_retired
 from job_server.training.standby import stand_by
-from job_server.training.work import Work, fenced_at
+from job_server.training.views import plain_warning, trainers
+from job_server.training.work import Work
 
 MAX_ROUNDS = 100  # far more than any job needs: two rules that undo each other are a defect
+END_MARGIN_S = 20.0  # beyond the grace, for a launcher that ends its trainers
+LOAD_PATIENCE = 5.0  # times prepare_timeout_s: where nothing trains that a timeout would save
+RECOVERY_PATIENCE_S = 5.0  # how much longer than a recovery a prepared change may take
+LOOP_S = 60.0  # a script that builds its data first may call the loop as late as that
 
 
 def converge(work: Work) -> None:
@@ -113,6 +111,13 @@ def _unpark(work: Work) -> None:
         work.set(active=replace(stage, resuming=parked))
 
 
+def end_deadline(job: Job, stage: JobStage) -> float | None:
+    """Return when pods that have not ended the stage's trainers are killed; None: not told yet."""
+    if stage.end_since is None:
+        return None
+    return stage.end_since + job.spec.grace_s + END_MARGIN_S
+
+
 def _kill_stuck(work: Work) -> None:
     """Have pods killed that do not end their trainers."""
     for stage in work.job.stages:
@@ -151,6 +156,20 @@ def _advance_preparing(work: Work) -> None:
             _advance_start(work, stage)
         case _:
             pass
+
+
+def preparing_deadline(job: Job, stage: JobStage) -> float:
+    """Return when the stage in preparation has taken too long.
+
+    Where nothing trains that giving up would bring back, there is more patience: a package
+    script may download, and a big model takes its time to load.
+    """
+    if stage.stands_by:
+        return math.inf
+    patience_s = job.spec.prepare_timeout_s
+    if stage.phase is Phase.START or (stage.phase is Phase.PREPARE and stage.way is Way.START):
+        patience_s *= LOAD_PATIENCE
+    return stage.since + patience_s
 
 
 def _give_up_preparing(work: Work, stage: JobStage) -> None:
@@ -202,6 +221,11 @@ def _advance_prepare(work: Work, stage: JobStage, active: JobStage | None) -> No
         enter(work, Phase.CUT)
     else:
         enter(work, Phase.END if stage.way is Way.STOP else Phase.CUT)
+
+
+def crash_deadline(stage: JobStage) -> float | None:
+    """Return until when a prepared change may still take the place of a recovery."""
+    return None if stage.over is None else stage.over.at + RECOVERY_PATIENCE_S
 
 
 def _replace_recovery(work: Work, stage: JobStage, active: JobStage, *, ready: bool) -> None:
@@ -317,6 +341,11 @@ def _wait_for_fence(work: Work, stage: JobStage) -> None:
     )
 
 
+def start_deadline(job: Job) -> float:
+    """Return until when a first start waits for all expected nodes."""
+    return job.start_since + job.spec.start_timeout_s
+
+
 def _cannot_start_yet(work: Work) -> str:
     job = work.job
     if not job.fresh or work.now >= start_deadline(job):
@@ -332,6 +361,11 @@ def _cannot_start_yet(work: Work) -> str:
         job.spec, work.cluster, work.now, wanted=job.spec.min_pods, placeable=0
     )
     return f"{text}: {shortage}"
+
+
+def grace_deadline(job: Job, cluster: Cluster) -> float:
+    """Return until when those who have not been heard may just not have had the time."""
+    return job.grace_from + cluster.silence_s
 
 
 def _begin_start(work: Work) -> None:
@@ -412,6 +446,22 @@ def _change(work: Work) -> None:
 
 def _stand_by(work: Work) -> None:
     stand_by(work, may_begin=may_change(work.job, work.now))
+
+
+def warn_plain(work: Work, *, ended: bool = False) -> None:
+    """Note, once, that no trainer has called the elastic loop, where that is known to matter.
+
+    That is where a change is about to stop the trainers, where they have run for a while, and
+    where several have trained to their end (`ended`).
+    """
+    job = work.job
+    stage = job.active
+    if job.warned or job.elastic or job.legacy or stage is None or stage.committed_at is None:
+        return
+    stops = job.preparing is not None and job.preparing.way is Way.STOP
+    if stops or work.now >= stage.committed_at + LOOP_S or (ended and trainers(job) > 1):
+        work.set(warned=True)
+        work.note(f"warning: {plain_warning(work.job)}", lasting=False)
 
 
 RULES: tuple[Callable[[Work], None], ...] = (

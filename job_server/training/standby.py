@@ -4,14 +4,19 @@ With `standby` 1 it takes over with all pods; with 2 also without those of a pod
 lost: its trainers have formed a group for each of these cases, beside the one of all.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import groupby
 
 from job_server.api.wire import PlanPod, SlotKind, Way
 from job_server.cluster.placement import Cluster, find_node
-from job_server.training.deadlines import STANDBY_AFTER_S, scripted, standby_times
-from job_server.training.losses import MOST_LOSSES, likely_losses
-from job_server.training.moves import begin, choose_way
+from job_server.training.changes import choose_way, scripted
+from job_server.training.job import Job
+from job_server.training.moves import begin
 from job_server.training.work import Work
+
+STANDBY_AFTER_S = 5.0  # of undisturbed training before its successors are prepared
+MOST_FAILURES = 8  # each costs the trainers a group: some sockets, a thread, a moment
 
 
 def stand_by(work: Work, *, may_begin: bool) -> None:
@@ -35,6 +40,13 @@ def stand_by(work: Work, *, may_begin: bool) -> None:
     begin(work, pods, way=Way.REPLACE, reason="standby", target=job.target, standby=True)
     if job.spec.standby > 1:
         _be_ready_for_losses(work)
+
+
+def standby_times(job: Job) -> Iterator[float]:
+    """Yield before when no standby is prepared: training settles first, changes go first."""
+    if job.active is not None and job.active.first_step_at is not None:
+        yield job.active.first_step_at + STANDBY_AFTER_S
+    yield job.standby_at
 
 
 def _why_none(work: Work, way: Way) -> str:
@@ -64,15 +76,27 @@ def _be_ready_for_losses(work: Work) -> None:
     why = ""
     if any(_is_on_gpu(work.cluster, pod) for pod in pods):
         why = "on GPUs groups without a lost pod are not built"
-    elif len(pods) > MOST_LOSSES:
-        why = f"{len(pods)} pods are more than the {MOST_LOSSES} that are provided for"
+    elif len(pods) > MOST_FAILURES:
+        why = f"{len(pods)} pods are more than the {MOST_FAILURES} that are provided for"
     if why:
         _say_once(work, f"standby 2 acts as 1, for crashes of trainers only: {why}")
         return
-    work.set(preparing=replace(stage, survivable_failures=likely_losses(pods)))
+    work.set(preparing=replace(stage, survivable_failures=likely_failures(pods)))
 
 
 def _is_on_gpu(cluster: Cluster, pod: PlanPod) -> bool:
     view = find_node(cluster, pod.node_id)
     slots = () if view is None else view.node.slots
     return any(slot.kind is SlotKind.GPU and slot.index in pod.slots for slot in slots)
+
+
+def likely_failures(pods: tuple[PlanPod, ...]) -> tuple[tuple[str, ...], ...]:
+    """Return which pods may be lost together, the others being left: each one, each node's."""
+    single = [(pod.pod_id,) for pod in pods]
+    by_node = sorted(pods, key=lambda pod: pod.node_id)
+    nodes = [
+        tuple(sorted(pod.pod_id for pod in group))
+        for _, group in groupby(by_node, key=lambda pod: pod.node_id)
+    ]
+    found = [*single, *(node for node in nodes if len(node) > 1)]
+    return tuple(loss for loss in found if len(loss) < len(pods))[:MOST_FAILURES]

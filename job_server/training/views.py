@@ -18,12 +18,12 @@ from job_server.api.wire import (
     StageRecord,
     Way,
 )
+from job_server.jobs.work import Goal
 from job_server.training.accounting import account_at, script_runs
 from job_server.training.allocation import unsaved
 from job_server.training.changes import queued
 from job_server.training.job import (
     CUT_PHASES,
-    Goal,
     HaltPhase,
     Job,
     JobStage,
@@ -31,7 +31,6 @@ from job_server.training.job import (
     TrainingPod,
     occupied,
 )
-from job_server.training.plain import plain_warning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,3 +264,25 @@ def _shown(pod: PlanPod, phase: str, log_path: str = "") -> JobPod:
         phase=phase,
         log_path=log_path,
     )
+
+
+def plain_warning(job: Job) -> str:
+    """Return what the user of a job without the elastic loop should know; "": nothing."""
+    if job.elastic or not job.warned:
+        return ""
+    count = trainers(job)
+    alone = (
+        f"; each of the {count} trainers trains alone on all the data, unless the script joins "
+        f"them itself, say by paddle.distributed.init_parallel_env()"
+        if count > 1
+        else ""
+    )
+    return (
+        "no trainer has called the elastic loop: a change of the pods starts the script afresh, "
+        f"from what it has saved itself{alone}; docs/training-scripts.md shows the loop"
+    )
+
+
+def trainers(job: Job) -> int:
+    """Return how many trainers the stage in force has."""
+    return sum(len(member.pod.ranks) for member in job.active.members) if job.active else 0

@@ -8,9 +8,10 @@ import pytest
 
 from benchmarks import discovery
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("redis-server") is None, reason="redis-server is not installed"
-)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is missing"),
+]
 
 
 def measure(tmp_path: Path, *arguments: str):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.teachers_on_demand import AIM, Row, show
-from tests.job_server.serving import ROOT
+from tests.support import ROOT
 
 
 @pytest.mark.slow

@@ -34,11 +34,11 @@ def _no_token(monkeypatch):
 
 
 def parse(*arguments: str) -> discovery.DiscoveryConfig:
-    return discovery.parse_config(discovery._parser().parse_args(arguments))
+    return discovery.parse_config(discovery.parser().parse_args(arguments))
 
 
 def parse_register(*arguments: str):
-    return register.parse_config(register._parser().parse_args(arguments))
+    return register.parse_config(register.parser().parse_args(arguments))
 
 
 def test_the_originals_arguments_are_taken():
@@ -61,7 +61,7 @@ def test_the_originals_arguments_are_taken():
     [
         (["--server", "7001"], "--server: expected HOST:PORT"),
         (["--server", "h:99999"], "--server: expected HOST:PORT"),
-        (["--server", "0.0.0.0:7001"], "wants a token .--token_file or EDL_TEACHER_TOKEN., or"),
+        (["--server", "0.0.0.0:7001"], "set a token .--token_file or EDL_TEACHER_TOKEN., or"),
         (["--db_type", "etcd"], "--db_type etcd: expected redis"),
         (["--worker_num", "0"], "--worker_num: must be at least 1"),
         (["--db_passwd", "p"], "--db_passwd: is for a Redis"),

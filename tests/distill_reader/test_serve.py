@@ -236,7 +236,7 @@ def test_a_paddle_model_is_served(paddle_folder):
 
 
 def parse(*arguments: str):
-    return serve.parse_config(serve._parser().parse_args(arguments))
+    return serve.parse_config(serve.parser().parse_args(arguments))
 
 
 @pytest.fixture(autouse=True)

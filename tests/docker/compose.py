@@ -4,12 +4,12 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import ROOT
+
 DOCKER = ROOT / "docker"
 _VARIABLE = re.compile(
     r"\$(?:(?P<dollar>\$)|\{(?P<name>\w+)(?:(?P<kind>:-|:\+)(?P<text>[^}]*))?\})"

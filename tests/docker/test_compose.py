@@ -14,7 +14,8 @@ import yaml
 from distill_reader import discovery, serve
 from job_client.__main__ import parse_args
 from job_server.server.config import read_config
-from tests.docker.compose import DOCKER, ROOT, Service, services, variables
+from tests.docker.compose import DOCKER, Service, services, variables
+from tests.support import ROOT
 
 SCRIPT = ROOT / "scripts" / "docker_resnet50.sh"
 
@@ -142,7 +143,7 @@ def test_teacher_and_discovery_get_command_lines_that_lead_to_each_other(
         (tmp_path / name).mkdir()
     _m, name, *args = command_line(given["teacher"], tmp_path / "teacher")
     assert name == "distill_reader.serve"
-    teacher = serve._parser().parse_args(args)
+    teacher = serve.parser().parse_args(args)
     assert teacher.service_name == "resnext"
     assert "/model" in given["teacher"].mounts
 
@@ -152,7 +153,7 @@ def test_teacher_and_discovery_get_command_lines_that_lead_to_each_other(
     password.write_text("pw")
     args = [arg.replace("/run/secrets/edl_token", str(password)) for arg in args]
     monkeypatch.setenv("EDL_TOKEN", "correct-horse")
-    config = discovery.parse_config(discovery._parser().parse_args(args))
+    config = discovery.parse_config(discovery.parser().parse_args(args))
     assert teacher.register == f"discovery:{config.port}"
     assert given["discovery"].settings["ports"] == [f"127.0.0.1:7001:{config.port}"]
     assert "redis:6379" in str(config.redis[0])

@@ -11,7 +11,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from tests.docker.compose import DOCKER, ROOT
+from tests.docker.compose import DOCKER
+from tests.support import ROOT
 
 TEXT = (DOCKER / "Dockerfile").read_text()
 

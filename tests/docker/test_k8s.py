@@ -13,8 +13,9 @@ import yaml
 
 from distill_reader import discovery, serve
 from pod_runtime.run import read_config
-from tests.docker.compose import DOCKER, ROOT, Service
+from tests.docker.compose import DOCKER, Service
 from tests.docker.test_compose import command_line
+from tests.support import ROOT
 
 K8S = DOCKER / "k8s"
 OVERLAYS = ("digits", "imagenet-gpu")
@@ -197,7 +198,7 @@ def test_a_teacher_gets_a_command_line_that_it_takes(rendered, tmp_path, overlay
     assert name == "distill_reader.serve"
     model = tmp_path / "model"
     model.mkdir()
-    read = serve._parser().parse_args([a.replace("/model", str(model)) for a in args])
+    read = serve.parser().parse_args([a.replace("/model", str(model)) for a in args])
     (mount,) = (m for m in container["volumeMounts"] if m["name"] == "model")
     assert f"--model=teacher={mount['mountPath']}" in container["args"]
     assert read.port == container["ports"][0]["containerPort"]
@@ -216,7 +217,7 @@ def test_discovery_gets_a_command_line_that_it_takes(rendered, tmp_path, monkeyp
     password.write_text("pw\n")
     args = [a.replace("/run/secrets/edl/redis_password", str(password)) for a in args]
     monkeypatch.setenv("EDL_TOKEN", "correct-horse")
-    config = discovery.parse_config(discovery._parser().parse_args(args))
+    config = discovery.parse_config(discovery.parser().parse_args(args))
     services = {m["metadata"]["name"]: m for m in manifests if m["kind"] == "Service"}
     assert services["edl-discovery"]["spec"]["ports"][0]["port"] == config.port
     (redis,) = config.redis

@@ -16,9 +16,9 @@ import pytest
 from job_server.api.api_client import ApiClient
 from job_server.api.wire import JobState, JobStatus
 from pod_runtime.verify import main as verify
-from tests.docker.compose import DOCKER, ROOT, Service, services
+from tests.docker.compose import DOCKER, Service, services
 from tests.e2e.netns import Network, require_network_namespaces
-from tests.support import wait_until
+from tests.support import ROOT, wait_until
 
 pytest.importorskip("paddle", reason="trains with Paddle")
 pytest.importorskip("sklearn", reason="has the digits")

@@ -14,9 +14,7 @@ import psutil
 from job_server.api.api_client import ApiClient
 from job_server.api.errors import ServerAway
 from job_server.api.wire import JobSpec, JobState, JobStatus
-from tests.support import free_port, trainer_ports, wait_until
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import ROOT, free_port, trainer_ports, wait_until
 
 
 class Cluster:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import ROOT, Cluster
+from tests.e2e.cluster import Cluster
+from tests.support import ROOT
 
 pytest.importorskip("paddle", reason="trains with Paddle")
 

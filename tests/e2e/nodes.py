@@ -9,8 +9,9 @@ from pathlib import Path
 
 from job_server.api.api_client import ApiClient
 from job_server.api.wire import JobState, JobStatus
-from tests.e2e.cluster import ROOT, Cluster
+from tests.e2e.cluster import Cluster
 from tests.e2e.netns import Network
+from tests.support import ROOT
 
 TOKEN = "a-token-of-the-tests"
 PORT = 8180

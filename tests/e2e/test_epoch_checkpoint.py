@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from job_server.api.wire import JobSpec, JobState, Way
-from tests.e2e.cluster import ROOT, Cluster
-from tests.support import wait_until
+from tests.e2e.cluster import Cluster
+from tests.support import ROOT, wait_until
 
 pytest.importorskip("paddle", reason="trains with Paddle")
 pytest.importorskip("sklearn", reason="trains on its digits")

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from job_server.api.wire import JobSpec, JobState
-from tests.e2e.cluster import ROOT, Cluster
-from tests.support import free_port, wait_until
+from tests.e2e.cluster import Cluster
+from tests.support import ROOT, free_port, wait_until
 
 paddle = pytest.importorskip("paddle", reason="trains with Paddle")
 pytest.importorskip("sklearn", reason="trains on its digits")

@@ -13,10 +13,10 @@ import pytest
 
 from job_server.api.wire import JobSpec, JobState, JobStatus, Way
 from pod_runtime.verify import read_ledger
-from tests.e2e.cluster import ROOT
 from tests.e2e.netns import Network, require_network_namespaces
 from tests.e2e.nodes import Commit, Nodes
 from tests.e2e.proof import check_counts
+from tests.support import ROOT
 
 pytest.importorskip("paddle", reason="trains with Paddle")
 

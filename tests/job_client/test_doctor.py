@@ -94,6 +94,7 @@ def test_a_wrong_port_range_is_a_wrong_command_line(capsys):
     assert "--port_range" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_paddle_is_asked_in_a_process_of_its_own():
     pytest.importorskip("paddle", reason="asks Paddle")
     assert doctor.ask_paddle()["product"] == 64.0**3

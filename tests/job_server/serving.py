@@ -20,9 +20,7 @@ from job_server.server.app import create_app
 from job_server.server.guard import Guard
 from job_server.server.service import JobService
 from job_server.server.store import Store
-from tests.support import free_port, wait_until
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import ROOT, free_port, wait_until
 
 
 @contextmanager

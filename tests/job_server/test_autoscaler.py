@@ -37,6 +37,7 @@ def test_it_settles_near_the_throughput_of_the_best_fixed_number(students, teach
     assert trial.share_of_best(HALF_AN_HOUR // 2) >= 0.95
 
 
+@pytest.mark.full
 def test_it_settles_among_schools_of_every_kind():
     rng = random.Random(7)
     shares, numbers = [], []

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from job_server.api.wire import JobSpec, ScriptKind, ScriptSpec, WireError
+from job_server.api.codec import WireError
+from job_server.api.wire import JobSpec, ScriptKind, ScriptSpec
 from job_server.cluster.change_script import parse_script, timeline
 
 JOB = JobSpec(job_id="digits", min_pods=1, max_pods=4, slots_per_pod=2)

@@ -4,11 +4,11 @@ import dataclasses
 from typing import get_args, get_type_hints
 
 from job_server.api import wire
-from job_server.cluster.clocks import is_time, moved_back
 from job_server.cluster.placement import Cluster, NodeView
+from job_server.jobs.clocks import is_time, moved_back
+from job_server.jobs.events import Demanded, ServerRestarted
 from job_server.teachers import machine as teachers
 from job_server.teachers.job import TeacherJob
-from job_server.training.events import Demanded, ServerRestarted
 from job_server.training.job import Job
 from tests.job_server.serving import cpu_node
 

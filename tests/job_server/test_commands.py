@@ -11,8 +11,8 @@ from edl.__main__ import main as edl
 from job_server.api import wire
 from job_server.cli import commands
 from job_server.cli.commands import main
+from job_server.jobs.events import PauseAsked, StopAsked
 from job_server.training import views
-from job_server.training.events import PauseAsked, StopAsked
 from tests.job_server.serving import InThread, cpu_node, running_server
 from tests.job_server.test_stages_changes import trains, world
 from tests.job_server.world import World

@@ -16,8 +16,8 @@ from job_server.server.store import Store
 from job_server.training import rules
 from job_server.training.job import Job
 from job_server.training.work import Work
-from tests.job_server.serving import ROOT, browse, cpu_node, open_service
-from tests.support import wait_until
+from tests.job_server.serving import browse, cpu_node, open_service
+from tests.support import ROOT, wait_until
 
 SPEC = wire.JobSpec(job_id="digits", max_pods=2)
 

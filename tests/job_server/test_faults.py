@@ -6,17 +6,9 @@ from typing import Any
 
 import pytest
 
-from job_server.api.wire import (
-    JobState,
-    PodReport,
-    RaisedError,
-    ReportKind,
-    TrainerError,
-    WireError,
-    decode,
-    encode,
-)
-from job_server.training import budget
+from job_server.api.codec import WireError, decode, encode
+from job_server.api.wire import JobState, PodReport, RaisedError, ReportKind, TrainerError
+from job_server.training.accounting import count_failure
 from job_server.training.faults import fault_of, fault_of_pod, find_lasting, normal
 from job_server.training.job import Cause, CauseKind, Fault, Phase
 from tests.job_server.test_stages_changes import records, resize, tell, trains, world
@@ -163,9 +155,9 @@ def test_a_change_that_fails_for_good_leaves_the_pods_before_it_their_try():
 def test_without_the_loop_an_error_after_healthy_minutes_is_another_one():
     plain = world().job
     cause = Cause(kind=CauseKind.FAILURE, text="x", at=0.0, faults=(fault(),))
-    first = budget.count(plain, cause, 0.0, ran_s=100.0)
-    assert budget.count(first.job, cause, 0.0, ran_s=100.0).give_up == ""
-    assert "has come twice" in budget.count(first.job, cause, 0.0, ran_s=1.0).give_up
+    first = count_failure(plain, cause, 0.0, ran_s=100.0)
+    assert count_failure(first.job, cause, 0.0, ran_s=100.0).give_up == ""
+    assert "has come twice" in count_failure(first.job, cause, 0.0, ran_s=1.0).give_up
 
 
 # --- in a job -------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from job_server.api import wire
 from job_server.api.errors import ConfigError
 from job_server.api.wire import ScriptKind
 from job_server.server.config import read_config
-from tests.job_server.serving import ROOT, InThread, running_server
-from tests.support import free_port
+from tests.job_server.serving import InThread, running_server
+from tests.support import ROOT, free_port
 
 
 @pytest.fixture(autouse=True)

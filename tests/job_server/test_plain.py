@@ -7,11 +7,11 @@ import pytest
 
 from job_server.api.wire import JobSpec, JobState
 from job_server.cluster.placement import Cluster
+from job_server.jobs.events import NodesChanged, Tick
 from job_server.training import machine, views
-from job_server.training.deadlines import TELL_WAITING_S
-from job_server.training.events import NodesChanged, Tick
 from job_server.training.job import Job
-from job_server.training.plain import LOOP_S
+from job_server.training.machine import TELL_WAITING_S
+from job_server.training.rules import LOOP_S
 from tests.job_server.test_stages_changes import resize, trains, world
 from tests.job_server.world import World
 

@@ -10,11 +10,11 @@ import pytest
 from job_server.api import wire
 from job_server.api.errors import BadRequest, Conflict, Gone, NotFound
 from job_server.api.wire import JobKind, JobSpec, JobState, PodPhase, PodState, Resize
+from job_server.jobs.events import PauseAsked, ResizeAsked, ResumeAsked
 from job_server.server.engine import Engine
 from job_server.server.service import JobService
 from job_server.server.store import Store
 from job_server.sharing.reservations import reserve, shortage
-from job_server.training.events import PauseAsked, ResizeAsked, ResumeAsked
 from job_server.training.job import Job
 from tests.job_server.serving import cpu_node
 

@@ -21,8 +21,8 @@ from job_server.api.wire import (
     StageRecord,
     Way,
 )
+from job_server.jobs.events import LauncherReported, RequestRefused, ResizeAsked
 from job_server.training import views
-from job_server.training.events import LauncherReported, RequestRefused, ResizeAsked
 from job_server.training.job import Phase, PodStagePhase, same_but_progress
 from tests.job_server.world import World, node
 

@@ -14,8 +14,8 @@ from job_server.api.wire import (
     Resize,
     StagePlan,
 )
+from job_server.jobs.events import LauncherReported, PauseAsked, ResizeAsked, StopAsked
 from job_server.training import machine, views
-from job_server.training.events import LauncherReported, PauseAsked, ResizeAsked, StopAsked
 from job_server.training.job import Phase
 from tests.job_server.test_stages_changes import RUNNING, ids, records, trains, world
 from tests.job_server.world import World

@@ -3,8 +3,7 @@
 import pytest
 
 from job_server.api.wire import JobState, Kill, Order, ReportKind, Resize, ScriptKind, ScriptSpec
-from job_server.training import machine, views
-from job_server.training.events import (
+from job_server.jobs.events import (
     KillAsked,
     PauseAsked,
     RequestRefused,
@@ -12,6 +11,7 @@ from job_server.training.events import (
     ResumeAsked,
     StopAsked,
 )
+from job_server.training import machine, views
 from job_server.training.job import Phase, same_but_progress
 from tests.job_server.test_stages_changes import RUNNING, ids, records, tell, trains, world
 from tests.job_server.world import World

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from job_server.api.wire import JobSpec, JobState, Resize, StageRecord, Way
-from job_server.training import moves, views
-from job_server.training.events import PauseAsked, ResizeAsked
+from job_server.jobs.events import PauseAsked, ResizeAsked
+from job_server.training import changes, views
 from job_server.training.job import JobStage, Phase
 from tests.job_server.world import Launcher, SimPod, World, node
 
@@ -76,7 +76,7 @@ def test_a_change_by_join_costs_no_step_and_no_pod_that_stays(pods):
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_a_trainer_that_cannot_join_lets_the_change_go_another_way(fits, monkeypatch):
-    monkeypatch.setattr(moves, "_both_fit", lambda _job, _cluster, sets: fits)
+    monkeypatch.setattr(changes, "_both_fit", lambda _job, _cluster, sets: fits)
     made = world()
     _, who = launcher(made, "pod_1_0")
     who.refuses = True

@@ -1,12 +1,12 @@
 """Whatever is told, true or not, the state machine neither raises nor loses its footing."""
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from job_server.api import wire
 from job_server.api.wire import LocalStage, PodPhase, ReportKind, SnapshotRef
-from job_server.training import views
-from job_server.training.events import (
+from job_server.jobs.events import (
     KillAsked,
     LauncherAttached,
     LauncherReported,
@@ -20,8 +20,11 @@ from job_server.training.events import (
     StopAsked,
     Tick,
 )
+from job_server.training import views
 from tests.job_server.test_stages_changes import trains, world
 from tests.job_server.world import World
+
+pytestmark = pytest.mark.full  # hundreds of histories
 
 PODS = st.sampled_from(["pod_0_0", "pod_1_0", "pod_2_0", "pod_0_0_1", "pod_2_1", "pod_9_9"])
 STAGES = st.integers(0, 6)

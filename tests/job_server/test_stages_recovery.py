@@ -7,8 +7,7 @@ import pytest
 
 from job_server.api import wire
 from job_server.api.wire import JobState, Kill, PodReport, ReportKind, Resize, Way
-from job_server.training import budget, machine, views
-from job_server.training.events import (
+from job_server.jobs.events import (
     KillAsked,
     LauncherAttached,
     LauncherReported,
@@ -18,6 +17,9 @@ from job_server.training.events import (
     ServerRestarted,
     Tick,
 )
+from job_server.jobs.retries import backoff_s
+from job_server.training import machine, views
+from job_server.training.accounting import count_failure
 from job_server.training.job import Cause, CauseKind, PodStagePhase, same_but_progress
 from tests.job_server.test_stages_changes import RUNNING, ids, records, tell, trains, world
 from tests.job_server.world import HEARTBEAT_S, World, node
@@ -344,16 +346,16 @@ def test_a_budget_that_is_used_up_fails_the_job_and_is_named(limit, kind):
     limits: dict[str, Any] = {limit: 1}
     job = world(**limits).job
     cause = Cause(kind=kind, text="x", at=0.0)
-    first = budget.count(job, cause, 0.0, ran_s=0.0)
+    first = count_failure(job, cause, 0.0, ran_s=0.0)
     assert first.give_up == ""
-    assert limit in budget.count(first.job, cause, 0.0, ran_s=0.0).give_up
+    assert limit in count_failure(first.job, cause, 0.0, ran_s=0.0).give_up
 
 
 def test_the_wait_before_a_retry_grows_and_is_the_same_in_a_replay():
-    waits = [budget.backoff_s("job", n) for n in range(1, 30)]
+    waits = [backoff_s("job", n) for n in range(1, 30)]
     assert waits[0] == 0.0
-    assert waits == [budget.backoff_s("job", n) for n in range(1, 30)]
-    assert budget.backoff_s("other", 3) != waits[2]
+    assert waits == [backoff_s("job", n) for n in range(1, 30)]
+    assert backoff_s("other", 3) != waits[2]
     assert all(0.75 <= wait <= 60.0 for wait in waits[1:])
     assert waits[4] > waits[1]
     assert max(waits) == 60.0

@@ -8,8 +8,7 @@ import pytest
 from job_server.api import wire
 from job_server.api.wire import JobSpec, JobState, Resize, ScriptKind, ScriptSpec
 from job_server.cluster.placement import Cluster, NodeView
-from job_server.training import machine, moves, views
-from job_server.training.events import (
+from job_server.jobs.events import (
     NodesChanged,
     PauseAsked,
     RequestRefused,
@@ -19,6 +18,7 @@ from job_server.training.events import (
     StopAsked,
     Tick,
 )
+from job_server.training import changes, machine, views
 from job_server.training.job import MAX_RECORDS, Job
 from tests.job_server.test_stages_changes import ids, trains, world
 from tests.job_server.world import World, node
@@ -190,11 +190,11 @@ def test_the_history_keeps_the_newest_stages_only():
 
 def test_a_change_stops_all_only_where_trainers_cannot_agree_on_a_step():
     plain = trains(world(elastic=False, overlap="on"))
-    assert moves.choose_way(plain.job, plain.cluster) is wire.Way.STOP
+    assert changes.choose_way(plain.job, plain.cluster) is wire.Way.STOP
     made = trains(world(overlap="off"))
-    assert moves.choose_way(made.job, made.cluster) is wire.Way.DRAIN
+    assert changes.choose_way(made.job, made.cluster) is wire.Way.DRAIN
     made = trains(world(overlap="auto"))
-    assert moves.choose_way(made.job, made.cluster) is wire.Way.REPLACE  # CPU slots
+    assert changes.choose_way(made.job, made.cluster) is wire.Way.REPLACE  # CPU slots
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_two_trainers_share_a_gpu_only_where_both_fit_unless_the_user_says_so(
         )
         for view in made.cluster.nodes
     )
-    assert moves.choose_way(made.job, replace(made.cluster, nodes=views)) is way
+    assert changes.choose_way(made.job, replace(made.cluster, nodes=views)) is way
 
 
 @pytest.mark.parametrize("pods", [1, 4])

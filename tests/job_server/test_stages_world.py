@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 
 from job_server.api import wire
 from job_server.api.wire import JobSpec, JobState, LocalStage, ScriptKind, ScriptSpec
+from job_server.jobs.events import KillAsked, PauseAsked, ResizeAsked, ResumeAsked, StopAsked
 from job_server.training import machine, views
-from job_server.training.events import KillAsked, PauseAsked, ResizeAsked, ResumeAsked, StopAsked
 from tests.job_server.world import Launcher, SimNode, SimPod, World, node
+
+pytestmark = pytest.mark.full  # hundreds of histories
 
 Pick = Callable[[int], int]
 

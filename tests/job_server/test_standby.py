@@ -7,10 +7,10 @@ import pytest
 
 from job_server.api import wire
 from job_server.cluster.placement import Cluster, NodeView
-from job_server.training import machine, moves
-from job_server.training.events import KillAsked, ResizeAsked, Tick
+from job_server.jobs.events import KillAsked, ResizeAsked, Tick
+from job_server.training import changes, machine
 from job_server.training.job import JobStage
-from job_server.training.losses import MOST_LOSSES, likely_losses
+from job_server.training.standby import MOST_FAILURES, likely_failures
 from tests.job_server.test_stages_changes import RUNNING, records, trains, world
 from tests.job_server.world import World, node
 
@@ -236,12 +236,12 @@ def test_losses_are_each_pod_and_each_node_but_never_all():
             ports=(20000 + rank,),
         )
 
-    assert likely_losses((pod(0, "a"),)) == ()
-    assert likely_losses((pod(0, "a"), pod(1, "a"))) == (("p0",), ("p1",))
+    assert likely_failures((pod(0, "a"),)) == ()
+    assert likely_failures((pod(0, "a"), pod(1, "a"))) == (("p0",), ("p1",))
     mixed = (pod(0, "a"), pod(1, "b"), pod(2, "a"))
-    assert likely_losses(mixed) == (("p0",), ("p1",), ("p2",), ("p0", "p2"))
-    many = tuple(pod(rank, str(rank % 2)) for rank in range(MOST_LOSSES))
-    assert len(likely_losses(many)) == MOST_LOSSES
+    assert likely_failures(mixed) == (("p0",), ("p1",), ("p2",), ("p0", "p2"))
+    many = tuple(pod(rank, str(rank % 2)) for rank in range(MOST_FAILURES))
+    assert len(likely_failures(many)) == MOST_FAILURES
 
 
 def gpus(used_bytes: int, seen_at: float = 0.0) -> Cluster:
@@ -256,9 +256,9 @@ def gpus(used_bytes: int, seen_at: float = 0.0) -> Cluster:
 
 def test_the_memory_of_a_standby_that_is_dismissed_lets_a_change_go_by_replace_all_the_same():
     made = stands_by(nodes=1, pods=2)
-    assert moves.choose_way(made.job, gpus(80)) is wire.Way.JOIN
-    assert moves.choose_way(made.job, gpus(80), stood_by=True) is wire.Way.REPLACE
-    assert moves.choose_way(made.job, gpus(98), stood_by=True) is wire.Way.JOIN
+    assert changes.choose_way(made.job, gpus(80)) is wire.Way.JOIN
+    assert changes.choose_way(made.job, gpus(80), stood_by=True) is wire.Way.REPLACE
+    assert changes.choose_way(made.job, gpus(98), stood_by=True) is wire.Way.JOIN
 
 
 @pytest.mark.parametrize(

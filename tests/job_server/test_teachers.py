@@ -8,12 +8,7 @@ import pytest
 from job_server.api import wire
 from job_server.api.wire import JobKind, JobSpec, JobState, PodPhase, PodState
 from job_server.cluster.placement import Cluster, NodeView
-from job_server.sharing import job_types
-from job_server.sharing.reservations import NO_RESERVATIONS
-from job_server.teachers import machine as teachers
-from job_server.teachers import views as teacher_views
-from job_server.teachers.job import TeacherJob
-from job_server.training.events import (
+from job_server.jobs.events import (
     Demanded,
     Event,
     KillAsked,
@@ -27,6 +22,11 @@ from job_server.training.events import (
     StopAsked,
     Tick,
 )
+from job_server.sharing import job_types
+from job_server.sharing.reservations import NO_RESERVATIONS
+from job_server.teachers import machine as teachers
+from job_server.teachers import views as teacher_views
+from job_server.teachers.job import TeacherJob
 from tests.job_server.serving import cpu_node
 
 NOW = 1000.0

@@ -12,8 +12,8 @@ import pytest
 
 from job_server.api.wire import JobKind, JobSpec, JobState, JobStatus
 from tests.job_server.live_students import REPORT_S, Students
-from tests.job_server.serving import ROOT, ServerProcess, running_server
-from tests.support import trainer_ports, wait_until
+from tests.job_server.serving import ServerProcess, running_server
+from tests.support import ROOT, trainer_ports, wait_until
 
 TEACH = "exec {python} {root}/tests/job_server/live_teacher.py {folder}\n"
 TRAIN = "exec {python} -m pod_runtime.launch --log_dir log {folder}/sleep.py\n"

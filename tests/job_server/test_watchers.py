@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from benchmarks import watchers
 
 
+@pytest.mark.full
 def test_a_change_reaches_everyone_who_watches():
     rounds = watchers.measure(watchers=50, rounds=3)
     assert [len(latencies) for latencies in rounds] == [50, 50, 50]

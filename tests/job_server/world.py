@@ -24,9 +24,7 @@ from job_server.api.wire import (
     Way,
 )
 from job_server.cluster.placement import Cluster, NodeView
-from job_server.training import machine, views
-from job_server.training.allocation import unsaved
-from job_server.training.events import (
+from job_server.jobs.events import (
     Event,
     LauncherAttached,
     LauncherReported,
@@ -36,6 +34,8 @@ from job_server.training.events import (
     ServerRestarted,
     Tick,
 )
+from job_server.training import machine, views
+from job_server.training.allocation import unsaved
 from job_server.training.job import HaltPhase, Job, same_but_progress
 from job_server.training.views import PodView
 

@@ -13,9 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support import free_port, wait_until
+from tests.support import ROOT, free_port, wait_until
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "mnist_distill"
 PROGRAM = FOLDER / "train_with_fleet.py"
 SMALL = ("--labelled=60", "--num_epochs=3", "--test_epochs=3", "--batch_size=30", "--fetch_steps=1")

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from text_options import parse_student, parse_teacher
 
-from tests.support import free_port
+from tests.support import ROOT, free_port
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "nlp_distill"
 STUDENT = FOLDER / "train_student.py"
 ACCURACY = re.compile(r"^accuracy on (\d+) test texts: ([\d.]+)%$", re.M)

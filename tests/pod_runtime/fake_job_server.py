@@ -6,6 +6,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
+from job_server.api.codec import decode, encode
 from job_server.api.wire import (
     Attach,
     Order,
@@ -16,8 +17,6 @@ from job_server.api.wire import (
     RestoreFrom,
     StagePlan,
     Way,
-    decode,
-    encode,
 )
 from tests.support import free_port
 

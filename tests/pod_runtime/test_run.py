@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from job_server.api.wire import JobState
+from job_server.jobs.events import StopAsked
 from job_server.training import views
-from job_server.training.events import StopAsked
 from pod_runtime import processes
 from pod_runtime.errors import LaunchError
 from pod_runtime.local import session as run_session

@@ -12,10 +12,10 @@ from options import parse
 
 from benchmarks import accuracy
 from pod_runtime.trainer.tensorboard.event_file import read_scalars
+from tests.support import ROOT
 
 pytestmark = pytest.mark.timeout(300)  # most tests start programs that import Paddle
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "resnet50"
 PROGRAM = FOLDER / "train_with_fleet.py"
 SMALL = (

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from job_server.api.wire import JobSpec, ScriptKind, ScriptSpec, WireError
+from job_server.api.codec import WireError
+from job_server.api.wire import JobSpec, ScriptKind, ScriptSpec
 from job_server.cluster.change_script import parse_script
+from tests.support import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 DIGITS = ROOT / "examples" / "digits"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import ROOT
 
 # Says yes to every question, makes a "virtual environment" of copies of itself, notes pip's calls.
 FAKE_PYTHON = """#!/bin/bash

@@ -78,7 +78,7 @@ def _write(root, files: dict[str, str]) -> None:
         path.write_text(text)
 
 
-def test_tests_that_reach_a_module_run_first_those_that_start_no_process(tmp_path):
+def test_tests_that_import_a_module_run_first_and_of_those_the_cheap_ones(tmp_path):
     _write(tmp_path, {
         "edl/near.py": "",
         "edl/far.py": "from edl import near\n",
@@ -89,7 +89,7 @@ def test_tests_that_reach_a_module_run_first_those_that_start_no_process(tmp_pat
         "tests/test_other.py": "",
     })  # fmt: skip
     assert mutations.tests_for(tmp_path, "edl/near.py") == [
-        "tests/test_near.py", "tests/test_far.py", "tests/test_near_but_dear.py",
+        "tests/test_near.py", "tests/test_near_but_dear.py", "tests/test_far.py",
     ]  # fmt: skip
 
 

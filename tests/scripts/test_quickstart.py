@@ -10,11 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support import wait_until
+from tests.support import ROOT, wait_until
 
 pytest.importorskip("paddle")
 
-ROOT = Path(__file__).resolve().parents[2]
 
 Start = Callable[..., subprocess.Popen[str]]
 

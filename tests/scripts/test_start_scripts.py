@@ -13,9 +13,8 @@ import psutil
 import pytest
 
 from job_server.api.api_client import ApiClient
-from tests.support import free_port, wait_until
+from tests.support import ROOT, free_port, wait_until
 
-ROOT = Path(__file__).resolve().parents[2]
 SERVER = ROOT / "scripts" / "start_job_server.sh"
 CLIENT = ROOT / "scripts" / "start_job_client.sh"
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 from distill_reader.errors import TeacherGone, TeacherTimeout, UsageError
@@ -16,6 +15,7 @@ from distill_reader.student.clients.client import TeacherClient
 from distill_reader.student.clients.endpoints import ProtocolMismatch, Target, parse_endpoint
 from distill_reader.student.clients.fast_client import open_fast
 from distill_reader.student.clients.http_connection import HttpClientConnection
+from distill_reader.tokens import read_student_token
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def connect(
     target = parse_endpoint(endpoint, model=model, protocol=protocol)
     call = _Call(
         target=target,
-        token=read_token(os.environ) if token is None else token,
+        token=read_student_token(os.environ) if token is None else token,
         timeout_s=connect_timeout_s,
         config=config,
         is_trial=target.protocol is None,
@@ -92,17 +92,6 @@ def connect(
             text = f"{error}: give the endpoint without a protocol, or with another one"
             raise UsageError(text) from error
         raise TeacherGone(str(error)) from error
-
-
-def read_token(environ: Mapping[str, str]) -> str:
-    """Return the token that the environment names; "": none. Raises: UsageError."""
-    path = environ.get("EDL_TEACHER_TOKEN_FILE")
-    if not path:
-        return environ.get("EDL_TEACHER_TOKEN", "").strip()
-    try:
-        return Path(path).read_text().strip()
-    except (OSError, ValueError) as error:
-        raise UsageError(f"EDL_TEACHER_TOKEN_FILE: {path}: {error}") from error
 
 
 def forget(endpoint: str) -> None:

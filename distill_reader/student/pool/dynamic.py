@@ -1,4 +1,4 @@
-"""Where a reader's teachers are, as discovery says: one student for all iterations of a reader."""
+"""Get a reader's teachers from discovery, as one student for all iterations of the reader."""
 
 import atexit
 import os
@@ -12,24 +12,23 @@ from distill_reader.balance.client import FeedStats, StudentClient
 from distill_reader.balance.registry.redis_registry import require_packages
 from distill_reader.balance.table import Measured
 from distill_reader.student.batches.meter import Meter
-from distill_reader.student.clients.connect import read_token
+from distill_reader.tokens import read_student_token
 
 Notify = Callable[[Sequence[str]], None]
 MakeClient = Callable[[Notify, Sequence[str]], StudentClient]
 
-# Behind an iteration, until others may have its teachers: an evaluation between two epochs, or a
-# change of the pods, shall not move them away and back.
+# For so long after an iteration the reader stays a student. An evaluation between two epochs, or a
+# change of the pods, must not move its teachers to others and back.
 LINGER_S = 60.0
 
 
 class DynamicTeachers:
-    """A reader's. Copies, as a worker process has them, are students of their own."""
+    """The teachers of one reader. A copy, as in a worker process, is a student of its own."""
 
-    def __init__(self, meter: Meter, *, linger_s: float = LINGER_S) -> None:
+    def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        self._linger_s = linger_s
         self._pid = os.getpid()
-        self._student: _Student | None = None  # None: nobody has asked yet
+        self._student: _DiscoveryStudent | None = None  # None: no iteration has begun yet
 
     def __reduce__(self) -> tuple[object, ...]:
         return DynamicTeachers, (self._meter,)
@@ -43,7 +42,7 @@ class DynamicTeachers:
         addresses = registry_addresses(servers, "discovery_servers")
         require_packages(addresses)
         if os.getpid() != self._pid:
-            self._pid, self._student = os.getpid(), None  # a fork: the thread is the parent's
+            self._pid, self._student = os.getpid(), None  # after fork: the thread is the parent's
         student = self._student
         if student is None or student.key != (servers, service):
             if student is not None:
@@ -53,15 +52,12 @@ class DynamicTeachers:
                 addresses,
                 service,
                 require=require,
-                token=read_token(os.environ),
-                feed_stats=partial(
-                    _feed_stats, self._meter
-                ),  # which must not keep this object alive
+                token=read_student_token(os.environ),
+                feed_stats=partial(_feed_stats, self._meter),  # must not keep this object alive
             )
-            student = self._student = _Student(
+            student = self._student = _DiscoveryStudent(
                 (servers, service),
                 lambda notify, held: make(notify=notify, held=held),
-                self._linger_s,
             )
             atexit.register(student.stop)
             weakref.finalize(self, student.stop, wait=False).atexit = False
@@ -69,12 +65,12 @@ class DynamicTeachers:
 
 
 class DynamicSource:
-    """A TeacherSource: one iteration's."""
+    """The TeacherSource of one iteration."""
 
-    def __init__(self, student: "_Student", require: int) -> None:
+    def __init__(self, student: "_DiscoveryStudent", require: int) -> None:
         self._student = student
         self._require = require
-        self.notify: Notify | None = None  # None: it is over, or has not begun
+        self.notify: Notify | None = None  # None: the iteration has not begun, or is over
 
     def start(self, notify: Notify) -> None:
         """See TeacherSource."""
@@ -82,27 +78,26 @@ class DynamicSource:
         self._student.add(self, self._require)
 
     def stop(self) -> None:
-        """See TeacherSource. A call that is under way finds a pool that closes."""
+        """See TeacherSource. A call of `notify` in progress finds a pool that closes."""
         self.notify = None
         self._student.remove(self)
 
 
-class _Student:
-    """A StudentClient while iterations run, and for a while behind them.
+class _DiscoveryStudent:
+    """A StudentClient while iterations run, and for some time after the last one.
 
-    The lock is never held while others are called that may wait for one of theirs.
+    The lock is not held during calls into objects that take a lock of their own.
     """
 
-    def __init__(self, key: tuple[tuple[str, ...], str], make: MakeClient, linger_s: float) -> None:
+    def __init__(self, key: tuple[tuple[str, ...], str], make: MakeClient) -> None:
         self.key = key
         self._make = make
-        self._linger_s = linger_s
         self._pid = os.getpid()
         self._lock = threading.RLock()  # the garbage collector may end an iteration anywhere
         self._sources: set[DynamicSource] = set()
-        self._client: StudentClient | None = None  # None: it is no student now
+        self._client: StudentClient | None = None  # None: it is not a student now
         self._held: Sequence[str] = ()
-        self._timer: threading.Timer | None = None  # None: it does not linger
+        self._timer: threading.Timer | None = None  # None: it is in use, or is not a student
 
     def add(self, source: DynamicSource, require: int) -> None:
         with self._lock:
@@ -122,7 +117,7 @@ class _Student:
         with self._lock:
             self._sources.discard(source)
             if not self._sources and self._client is not None and os.getpid() == self._pid:
-                timer = threading.Timer(self._linger_s, self._leave)
+                timer = threading.Timer(LINGER_S, self._leave)
                 timer.daemon = True
                 timer.name = "edl-discovery-linger"
                 self._set_timer(timer)
@@ -134,10 +129,10 @@ class _Student:
             self._leave()
 
     def stop(self, *, wait: bool = True) -> None:
-        """Leave now."""
+        """Stop being a student at once."""
         atexit.unregister(self.stop)
         if os.getpid() != self._pid:
-            return  # a fork's copy: the thread is the parent's
+            return  # a copy after fork: the thread is the parent's
         with self._lock:
             self._set_timer(None)
             client, self._client = self._client, None
@@ -147,7 +142,7 @@ class _Student:
 
     def _leave(self) -> None:
         with self._lock:
-            if self._sources:  # one came as the time was over
+            if self._sources:  # an iteration began just before the timer fired
                 return
             client, self._client = self._client, None
         if client is not None:

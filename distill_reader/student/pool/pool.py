@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from distill_reader.backoff import backoff_s
 from distill_reader.errors import (
     BadRequest,
     DistillError,
@@ -282,7 +283,7 @@ class TeacherPool:
             teacher.trouble = error
             self._judge()
             self._supervisor.look()
-            delay_s = min(_FIRST_BACKOFF_S * 2 ** min(teacher.failures, 10), _MOST_BACKOFF_S)
+            delay_s = backoff_s(teacher.failures, _FIRST_BACKOFF_S, _MOST_BACKOFF_S)
             if isinstance(error, TeacherBusy):
                 delay_s = max(delay_s, min(error.delay_s, _MOST_REST_S))
             elif not isinstance(error, TransientFailure):

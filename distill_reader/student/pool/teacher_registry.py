@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterable, Sequence
 
+from distill_reader.backoff import backoff_s
 from distill_reader.errors import BadRequest, DistillError, UsageError
 from distill_reader.student.batches.feed import Request
 from distill_reader.student.clients.client import TeacherClient
@@ -219,8 +220,8 @@ class TeacherRegistry:
         teacher.failures += 1
         teacher.grows_after_s = 0.0
         if teacher.failures > 1:
-            delay_s = _FIRST_PAUSE_S * 2 ** min(teacher.failures, 10)
-            teacher.opens_after_s = now + min(delay_s, _MOST_PAUSE_S)
+            pause_s = backoff_s(teacher.failures, _FIRST_PAUSE_S, _MOST_PAUSE_S)
+            teacher.opens_after_s = now + pause_s
         for flight in teacher.flights:
             flight.is_given_up = True
         self.set_disconnected(teacher, now)

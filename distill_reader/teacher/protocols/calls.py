@@ -1,4 +1,4 @@
-"""From a protocol's coroutine to the service and back: nothing is lost when a client leaves."""
+"""Call the service from coroutines. If a client leaves, its memory is still given back."""
 
 import asyncio
 import functools
@@ -12,12 +12,12 @@ from distill_reader.teacher.service.requests import InferAnswer, InferenceServic
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_INLINE_BYTES = 256 << 10  # work on less is done by the loop itself: a thread costs more
-_THREADS = 4  # for what would keep the loop from others: copies of megabytes, JSON, gzip
+_INLINE_BYTES = 256 << 10  # below this the loop does the work itself: a thread costs more
+_THREADS = 4  # for work that would block the loop: copies of megabytes, JSON, gzip
 
 
 class Calls:
-    """What all protocols that live on the front's loop ask the service through."""
+    """Access to the service, and threads for long work, for protocols on the front's loop."""
 
     def __init__(self, service: InferenceService) -> None:
         self.service = service
@@ -31,9 +31,9 @@ class Calls:
     async def run(
         self, size_bytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Return what `function` does with `size_bytes` of data, in a thread where it may last.
+        """Return the result of `function`, called in a thread if `size_bytes` of data are many.
 
-        If the caller is cancelled, this returns when the thread is done with the data.
+        If the caller is cancelled, this raises only when the thread is done with the data.
         """
         work = functools.partial(function, *args, **kwargs)
         return work() if size_bytes < _INLINE_BYTES else await self._run_in(self._threads, work)
@@ -41,7 +41,7 @@ class Calls:
     async def run_alone(
         self, size_bytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """As `run`, for what needs ten times the memory of its data: one at a time, if large."""
+        """Like `run`, but one large call at a time: for work that needs much more memory."""
         work = functools.partial(function, *args, **kwargs)
         return work() if size_bytes < _INLINE_BYTES else await self._run_in(self._one_thread, work)
 
@@ -50,7 +50,7 @@ class Calls:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            # The function reads memory that the caller gives back next.
+            # The caller frees its memory next, and the function still reads it.
             if not task.done():
                 await asyncio.wait([task])
             _abandon_result(task)
@@ -66,8 +66,8 @@ class Calls:
         """Return the answer; the caller releases it.
 
         Args:
-            size_bytes: of the inputs that the service has to copy.
-            submitted: called when it has, or has refused them.
+            size_bytes: of the inputs that the service must copy.
+            submitted: called when the service has copied or refused them.
 
         Raises:
             BadRequest, ModelNotFound, TeacherBusy.
@@ -79,7 +79,7 @@ class Calls:
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            is_stopped = future.cancelled()  # by the service, not by who waits
+            is_stopped = future.cancelled()  # by the service, not by the waiting task
             _abandon(future)
             task = asyncio.current_task()
             if is_stopped and task is not None and not task.cancelling():
@@ -95,7 +95,7 @@ def _abandon_result(task: "asyncio.Future[T]") -> None:
 
 
 def _abandon(future: "Future[InferAnswer]") -> None:
-    """Have the answer that nobody waits for released."""
+    """Release the answer when it comes: its client has left."""
     future.cancel()
     future.add_done_callback(_release)
 

@@ -1,8 +1,8 @@
-"""The teacher's end of the fast path: a thread per connection, from the socket to the predictors.
+"""The teacher's side of the fast path, with a thread for each connection.
 
-A teacher has few students, and each of their connections carries one request at a time: threads
-that block cost less here than a loop that switches. What is in `wire.py` is checked before any
-memory is taken for it; inputs are received straight into memory that the predictors see.
+A teacher has few students, and a connection carries one request at a time, so blocking threads cost
+less than an event loop. A frame is checked before memory is allocated for it (see `wire.py`), and
+inputs are received straight into memory that the predictors map.
 """
 
 import contextlib
@@ -36,32 +36,33 @@ from distill_reader.teacher.service.requests import (
     InferenceService,
     InferRequest,
     SharedTensor,
+    get_model,
 )
 from distill_reader.tokens import new_nonce, prove, proves, same_token
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.2  # between two looks whether a student that waits for its answer is still there
+_CHECK_S = 0.2  # how often to check that a student still waits for its answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastLimits:
-    """What a connection may ask for, and how long it may take."""
+    """Limits of a connection."""
 
     max_request_bytes: int = 512 << 20  # of all inputs of one request
-    max_shared_bytes: int = 4 << 30  # of a student's shared memory: mapped, not taken
+    max_shared_bytes: int = 4 << 30  # of a student's shared memory, which is only mapped
     max_connections: int = 1024
-    token: str = ""  # what a student must prove to have; "": nothing
-    hello_s: float = 10.0  # for a greeting to come
-    stall_s: float = 20.0  # for a frame that has begun to go on
-    unix: str = ""  # abstract name of the unix socket that students of this host are told of
+    token: str = ""  # students must prove that they have it; "": no token is needed
+    hello_s: float = 10.0  # how long a greeting may take
+    stall_s: float = 20.0  # how long a frame may pause
+    unix: str = ""  # abstract name of the unix socket for students on this host
 
 
 class FastServer:
-    """All connections of the fast path, and the unix socket for students of the same host."""
+    """All connections of the fast path, and the unix socket for students on the same host."""
 
     def __init__(self, service: InferenceService, limits: FastLimits) -> None:
-        """Open the unix socket; its name is random, so that only who was told it finds it."""
+        """Open the unix socket. Its name is random, so only welcomed students know it."""
         self._service = service
         self.limits = replace(limits, unix=f"edl-teacher-{os.getpid()}-{secrets.token_hex(8)}")
         self._lock = threading.Lock()
@@ -78,7 +79,7 @@ class FastServer:
         self._acceptor.start()
 
     def start(self, sock: socket.socket) -> None:
-        """Serve a connection in a thread of its own. `sock` belongs to the server from here on."""
+        """Serve a connection in a thread of its own. The server owns `sock` from here on."""
         thread = threading.Thread(target=self._serve, args=(sock,), name="fast", daemon=True)
         with self._lock:
             has_room = len(self._connections) < self.limits.max_connections
@@ -96,14 +97,14 @@ class FastServer:
             sock.send(wire.pack_refusal(TeacherBusy("too many connections", delay_s=1.0)))
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Take no more requests; return when those at work are answered, or after `timeout_s`."""
+        """Accept no more requests; return when the running ones are answered or the time is up."""
         self._closing.set()
         stream.end(self._listener)
         self._acceptor.join()
         self._listener.close()
         with self._lock:
             connections = dict(self._connections)
-        for sock in connections:  # those that wait for a request find the end of the stream
+        for sock in connections:  # threads that wait for a request see the end of the stream
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RD)
         for thread in connections.values():
@@ -119,7 +120,7 @@ class FastServer:
                 if self._closing.is_set():
                     return
                 logger.warning("cannot accept on the unix socket: %s", error)
-                self._closing.wait(0.2)  # out of descriptors: some will be closed
+                self._closing.wait(0.2)  # out of descriptors: others will be closed
                 continue
             self.start(sock)
 
@@ -137,13 +138,13 @@ def serve_connection(
     limits: FastLimits,
     closing: threading.Event | None = None,
 ) -> None:
-    """Answer one student until it leaves, errs or stalls; close `sock`.
+    """Answer one student until it leaves, fails or stalls; then close `sock`.
 
-    The connection begins with the student's greeting, still unread.
+    The student's greeting has not been read yet.
 
     Args:
-        closing: set before the receiving side of `sock` is shut down to end the connection behind
-            the answer at work; None: nobody does that.
+        closing: set before the receiving side of `sock` is shut down, so that the connection ends
+            after the running answer; None: that never happens.
     """
     connection = None
     try:
@@ -156,14 +157,14 @@ def serve_connection(
     except StreamEnded as error:
         logger.debug("fast path: %s", error)
     except StreamStalled as error:
-        logger.info("fast path: a student is dropped: %s", error)
+        logger.info("fast path: a student is disconnected: %s", error)
     except FastPathError as error:
-        logger.warning("fast path: a connection is dropped: %s", error)
+        logger.warning("fast path: a connection is ended: %s", error)
         with contextlib.suppress(StreamEnded, StreamStalled):
             data = wire.pack_error(0, error)
             stream.send(sock, [data], len(data), limits.stall_s)
     except Exception:
-        # The outermost place of one connection: a defect here must not end the others.
+        # A defect in one connection must not end the others.
         logger.exception("fast path: a connection failed")
     finally:
         if connection is not None:
@@ -172,7 +173,7 @@ def serve_connection(
 
 
 def _greet(sock: socket.socket, service: InferenceService, limits: FastLimits) -> ModelSpec | None:
-    """Return the model that the student asks for; None: it was refused."""
+    """Exchange greetings; return the model that the student asks for, None if it is refused."""
     try:
         head = stream.receive_bytes(sock, wire.GREETING.size, limits.hello_s)
         body_bytes = wire.parse_greeting(head, max_bytes=wire.MAX_HELLO_BYTES)
@@ -180,7 +181,7 @@ def _greet(sock: socket.socket, service: InferenceService, limits: FastLimits) -
         proof = _prove_each_other(sock, hello, limits)
         if not service.is_ready:
             raise TeacherBusy("the teacher starts or drains", delay_s=0.5)
-        spec = _choose(service.models(), hello.model)
+        spec = _find_model(service.models(), hello.model)
     except (UsageError, BadRequest, TeacherBusy, FastPathError) as error:
         data = wire.pack_refusal(error)
         stream.send(sock, [data], len(data), limits.hello_s)
@@ -202,10 +203,10 @@ def _greet(sock: socket.socket, service: InferenceService, limits: FastLimits) -
 
 
 def _prove_each_other(sock: socket.socket, hello: StudentHello, limits: FastLimits) -> str:
-    """Return what the student is to see, once it has shown that it has the token.
+    """Check that the student has the token; return the teacher's own proof for the student.
 
     Raises:
-        UsageError: it has not.
+        UsageError: the student does not have the token.
         StreamEnded, StreamStalled, FastPathError.
     """
     if not limits.token:
@@ -219,28 +220,25 @@ def _prove_each_other(sock: socket.socket, hello: StudentHello, limits: FastLimi
         shown = wire.parse_proof(stream.receive_bytes(sock, body_bytes, limits.hello_s))
         if proves(shown, limits.token, "fast student", hello.nonce, own):
             return prove(limits.token, "fast teacher", hello.nonce, own)
-    elif same_token(hello.token, limits.token):  # of an older release, which sends it
+    elif same_token(hello.token, limits.token):  # students of older releases send the token
         return ""
     raise UsageError(
         "the teacher wants a token, and "
         f"{'another' if hello.token or hello.nonce else 'none'} was given: "
-        "set EDL_TEACHER_TOKEN as on the teacher"
+        "set EDL_TEACHER_TOKEN to the teacher's"
     )
 
 
-def _choose(models: Mapping[str, ModelSpec], name: str) -> ModelSpec:
-    names = ", ".join(models)
+def _find_model(models: Mapping[str, ModelSpec], name: str) -> ModelSpec:
     if name:
-        if name not in models:
-            raise ModelNotFound(f"no model {name!r} here; served are: {names}")
-        return models[name]
+        return get_model(models, name)
     if len(models) != 1:
-        raise ModelNotFound(f"several models are served, name one of them: {names}")
+        raise ModelNotFound(f"several models are served, name one of them: {', '.join(models)}")
     return next(iter(models.values()))
 
 
 class _Connection:
-    """A student that was greeted."""
+    """A connection whose student has been welcomed."""
 
     def __init__(
         self,
@@ -256,7 +254,7 @@ class _Connection:
         self._spec = spec
         self._closing = closing
         self._output_index = {tensor.name: index for index, tensor in enumerate(spec.outputs)}
-        self._shared: Arena | None = None  # the student's memory, once it has shared some
+        self._shared: Arena | None = None  # the student's memory; None: it has shared none
         self._protocol = "fast-unix" if sock.family == socket.AF_UNIX else "fast-tcp"
 
     def run(self) -> None:
@@ -285,7 +283,7 @@ class _Connection:
         while True:
             try:
                 got = stream.receive_some(self._sock, head_view)
-            except StreamStalled:  # idle between frames is fine
+            except StreamStalled:  # silent between frames, which is fine
                 continue
             stream.receive(self._sock, head_view[got:], self._limits.stall_s)
             return
@@ -333,7 +331,7 @@ class _Connection:
         for output in outputs:
             if isinstance(output, str):
                 if output in names:
-                    raise BadRequest(f"output {output}: is wanted twice")
+                    raise BadRequest(f"output {output}: is named twice")
                 names.append(output)
             elif output < count:
                 names.append(self._spec.outputs[output].name)
@@ -344,7 +342,7 @@ class _Connection:
     def _receive_inputs(
         self, head: FrameHead, tensors: Sequence[WireTensor]
     ) -> dict[str, SharedTensor]:
-        """Receive the payload into memory of the predictors; also where it is refused, skip it."""
+        """Receive the payload into memory that the predictors map. A refused payload is skipped."""
         sizes = [tensor.size_bytes for tensor in tensors]
         try:
             names = self._input_names(tensors)
@@ -367,7 +365,7 @@ class _Connection:
         return inputs
 
     def _find_inputs(self, tensors: Sequence[WireTensor]) -> dict[str, SharedTensor]:
-        """Return the inputs where they lie in the student's memory."""
+        """Return the inputs in place, in the student's memory."""
         arena = self._shared
         if arena is None:
             raise BadRequest("no memory was shared on this connection")
@@ -398,7 +396,7 @@ class _Connection:
     def _wait(self, future: Future[InferAnswer]) -> InferAnswer:
         while True:
             try:
-                return future.result(_LOOK_S)
+                return future.result(_CHECK_S)
             except CancelledError as error:
                 raise TeacherBusy("the teacher stops") from error
             except TimeoutError:

@@ -27,15 +27,15 @@ from distill_reader.teacher.protocols.limits import FrontLimits
 logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 256 << 10
-_LOOK_S = 2.0  # between two looks at a silent connection
-_MAX_STREAMS = 1024  # open on a connection; the server refuses far fewer
+_CHECK_S = 2.0  # how often a silent connection is checked
+_MAX_STREAMS = 1024  # open on a connection; the server allows far fewer
 
 
 class GrpcRelay:
-    """All connections that are passed on. Every method may be called from any thread."""
+    """All relayed connections. Every method may be called from any thread."""
 
     def __init__(self, unix: str, limits: FrontLimits) -> None:
-        """`unix`: abstract name of the socket where the gRPC server listens."""
+        """`unix`: abstract name of the socket on which the gRPC server listens."""
         self._unix = unix
         self._limits = limits
         self._lock = threading.Lock()
@@ -43,18 +43,18 @@ class GrpcRelay:
         self._is_closed = False
 
     def start(self, sock: socket.socket, at_end: Callable[[], None]) -> None:
-        """Pass a connection on from now on; it belongs to the relay, which calls `at_end` once.
+        """Relay a connection. The relay owns it from here on, and calls `at_end` once at its end.
 
         Raises:
-            OSError: the gRPC server does not accept, or there are no more threads. `sock` is the
-                caller's still, and `at_end` is not called.
+            OSError: the gRPC server does not accept it, or there are no more threads. The caller
+                still owns `sock`, and `at_end` is not called.
         """
         inner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             inner.settimeout(self._limits.stall_s)
             inner.connect("\0" + self._unix)
             stream.prepare(inner, self._limits.stall_s)
-            stream.prepare(sock, _LOOK_S)
+            stream.prepare(sock, _CHECK_S)
             relayed = _Relayed(self, sock, inner, at_end)
             with self._lock:
                 if self._is_closed:
@@ -80,7 +80,7 @@ class GrpcRelay:
             one.join()
 
     def is_over_budget(self) -> bool:
-        """Return whether messages that have begun to come hold more memory than they may."""
+        """Return whether unfinished messages hold more memory than they may."""
         with self._lock:
             relayed = list(self._relayed)
         held = sum(one.streams.size_bytes for one in relayed)
@@ -129,7 +129,7 @@ class _Relayed:
         self._inward.join()
 
     def _run_inward(self) -> None:
-        """Copy from the client to the server; in the end, clear up after both threads."""
+        """Copy from the client to the server; at the end, clean up for both threads."""
         try:
             self._copy_inward()
         except StreamEnded as error:
@@ -148,31 +148,31 @@ class _Relayed:
         reader = FrameReader(self.streams, is_client=True)
         buffer = _new_buffer()
         stall_s = self._limits.stall_s
-        told_bytes = 0
+        unchecked_bytes = 0
         while True:
             try:
                 got = stream.receive_some(self._outer, buffer)
-            except StreamStalled:  # nothing came: fine between two requests
+            except StreamStalled:  # silent, which is fine between two requests
                 self._check(time.monotonic())
                 continue
             now = time.monotonic()
             reader.feed(buffer[:got], now)
             self._check(now)
-            told_bytes += got
-            if told_bytes > _CHUNK_BYTES:
-                told_bytes = 0
+            unchecked_bytes += got
+            if unchecked_bytes > _CHUNK_BYTES:
+                unchecked_bytes = 0
                 if self.streams.by_number and self._relay.is_over_budget():
-                    raise StreamStalled("messages that are not complete take too much memory")
+                    raise StreamStalled("unfinished messages take too much memory")
             stream.send(self._inner, [buffer[:got]], got, stall_s)
 
     def _check(self, now: float) -> None:
-        """Raise StreamStalled if a request of this connection does not go on."""
+        """Raise StreamStalled if a request of this connection makes no progress."""
         if len(self.streams.by_number) > _MAX_STREAMS:
             raise StreamStalled(f"more than {_MAX_STREAMS} requests are open")
         for one in self.streams.list():
             if self._limits.is_stalled(now - one.since, one.size_bytes):
                 raise StreamStalled(
-                    f"{one.size_bytes} bytes of a request came within {now - one.since:.0f} s"
+                    f"a request is too slow: {one.size_bytes} bytes in {now - one.since:.0f} s"
                 )
 
     def _run_outward(self) -> None:
@@ -191,10 +191,10 @@ class _Relayed:
             if not self._is_ended:
                 logger.debug("gRPC: %s", error)
         finally:
-            self.end()  # the other thread finds the end of its stream
+            self.end()  # so the other thread ends too
 
     def _send_outward(self, data: memoryview) -> None:
-        """Send to the client, whose socket times out early for the sake of `_check`."""
+        """Send to the client. Its socket has a short timeout, which `_check` needs."""
         began, left = time.monotonic(), data
         while left:
             sent = 0
@@ -211,6 +211,8 @@ class _Relayed:
 
 
 def _new_buffer() -> memoryview:
-    """Return memory that is only taken as far as it is used, and given back in the end: many
-    connections at one time would otherwise leave a heap of many megabytes."""
+    """Return memory that the system provides as it is used, and takes back at the end.
+
+    From the heap, the buffers of many connections would remain as megabytes that are not returned.
+    """
     return memoryview(mmap.mmap(-1, _CHUNK_BYTES))

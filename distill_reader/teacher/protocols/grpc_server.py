@@ -1,6 +1,6 @@
-"""The gRPC server behind the front: who may call, how much, and what errors look like there.
+"""The gRPC server behind the front: token, limits and error codes.
 
-It is the threaded one of grpcio: that of grpc.aio (1.85) ends for ever at the first call whose
+It uses grpcio's threaded server: that of grpc.aio (1.85) stops for good at the first call whose
 path is not UTF-8.
 """
 
@@ -26,16 +26,16 @@ from distill_reader.teacher.service.requests import InferAnswer, InferenceServic
 
 logger = logging.getLogger(__name__)
 
-_THREADS = 128  # calls at work; most of them wait for their answers
-_MAX_CALLS = 256  # at work or waiting for a thread; more are refused
-_MAX_STREAMS = 128  # at a time, of one connection
-_FRAME_BYTES = 1 << 20  # what clients may send at once: fewer heads to look at
-_OVERHEAD_BYTES = 1 << 20  # of a message besides its tensors
-_LOOK_S = 1.0  # between two looks at messages that are coming
+_THREADS = 128  # concurrent calls; most of them wait for their answers
+_MAX_CALLS = 256  # concurrent or waiting for a thread; more are refused
+_MAX_STREAMS = 128  # at a time on one connection
+_FRAME_BYTES = 1 << 20  # the largest frame that clients may send: fewer headers to read
+_OVERHEAD_BYTES = 1 << 20  # of a message, besides its tensors
+_CHECK_S = 1.0  # how often the messages being read are checked
 
 
 class Call:
-    """One call: what its method needs besides the message."""
+    """One call, without its message."""
 
     def __init__(self, context: Any, metadata: Mapping[str, str]) -> None:
         self._context = context
@@ -60,7 +60,7 @@ Method = Callable[[bytes, Call], bytes]
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    """Whether the server is at fault: a path that is no text is not logged."""
+    """Return False for a path that is not UTF-8: that is the client's fault, and not logged."""
     return not (record.exc_info and isinstance(record.exc_info[1], UnicodeDecodeError))
 
 
@@ -68,7 +68,7 @@ logging.getLogger("grpc._cython.cygrpc").addFilter(_is_worth_a_line)
 
 
 class GrpcServer:
-    """Methods by service, on addresses of gRPC's core. Started once, stopped once."""
+    """Serves methods on addresses. Start and stop it once."""
 
     def __init__(
         self,
@@ -78,10 +78,13 @@ class GrpcServer:
         token: str,
         limits: FrontLimits,
     ) -> None:
-        """Take the addresses.
+        """Bind the addresses.
+
+        Args:
+            services: service -> method -> function.
 
         Raises:
-            UsageError: one of them cannot be listened on.
+            UsageError: an address cannot be bound.
         """
         self._token = token
         self._limits = limits
@@ -100,7 +103,7 @@ class GrpcServer:
         except RuntimeError as error:
             self._threads.shutdown(wait=False)
             raise UsageError(f"gRPC cannot listen on {address}: {error}") from error
-        self._reading: dict[int, tuple[float, Any]] = {}  # calls whose message is coming
+        self._reading: dict[int, tuple[float, Any]] = {}  # calls whose message is being read
         self._stopping = threading.Event()
         self._watch = threading.Thread(target=self._watch_readers, name="grpc-watch", daemon=True)
 
@@ -109,7 +112,7 @@ class GrpcServer:
         self._watch.start()
 
     def stop(self, grace_s: float) -> None:
-        """Take no more calls; return when those at work have ended, or after `grace_s`."""
+        """Accept no more calls; return when the running ones have ended, or after `grace_s`."""
         self._server.stop(grace_s).wait()
         self._stopping.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -120,7 +123,7 @@ class GrpcServer:
             if not bearer_matches(str(metadata.get("authorization", "")), self._token):
                 context.abort(
                     grpc.StatusCode.UNAUTHENTICATED,
-                    "this teacher wants a token: metadata authorization: Bearer TOKEN",
+                    "this teacher wants a token: send the metadata authorization: Bearer TOKEN",
                 )
             message = self._read(messages, context)
             try:
@@ -128,30 +131,30 @@ class GrpcServer:
             except DistillError as error:
                 _abort(context, error)
             except Exception:
-                # The outermost place where one request can fail and the server go on.
+                # One failed request must not end the server.
                 logger.exception("gRPC: a request failed")
                 context.abort(grpc.StatusCode.INTERNAL, "the server failed; its log says how")
                 raise
 
-        # To clients this is a method of one request: streamed are only the bytes on this side, so
-        # that who may not call is refused before the message is taken in.
+        # For clients this is a method with one request. It is a stream only here, so that a client
+        # without the token is refused before its message is read.
         return grpc.stream_unary_rpc_method_handler(call)
 
     def _read(self, messages: Any, context: Any) -> bytes:
-        place = id(context)
-        self._reading[place] = (time.monotonic(), context)
+        key = id(context)
+        self._reading[key] = (time.monotonic(), context)
         try:
             for message in messages:
                 return bytes(message)
         finally:
-            del self._reading[place]
+            del self._reading[key]
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
         raise AssertionError("abort returned")
 
     def _watch_readers(self) -> None:
-        """End calls whose message does not come; the relay is quicker where it stands before."""
+        """Cancel calls whose message takes too long. Relayed connections are ended sooner."""
         longest_s = self._limits.longest_s(self._limits.max_request_bytes)
-        while not self._stopping.wait(_LOOK_S):
+        while not self._stopping.wait(_CHECK_S):
             before = time.monotonic() - longest_s
             for since, context in list(self._reading.values()):
                 if since < before:
@@ -163,12 +166,12 @@ def _options(limits: FrontLimits) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", limits.max_request_bytes + _OVERHEAD_BYTES),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_concurrent_streams", _MAX_STREAMS),
-        # Nobody can tell the core how much all compressed messages together may inflate to:
-        # a thousandth of that comes over the network. HTTP takes them, and has a bound.
+        # Compressed messages may inflate a thousandfold, and gRPC's core has no bound for all of
+        # them together. HTTP accepts compressed bodies, within a bound.
         ("grpc.compression_enabled_algorithms_bitset", 1),  # identity
         ("grpc.http2.max_frame_size", _FRAME_BYTES),
         ("grpc.server_handshake_timeout_ms", int(limits.first_byte_s * 1000)),
-        # Clients that ping more often than this are sent away; ours and Triton's ping less.
+        # Clients that ping more often are disconnected; ours and Triton's ping less.
         ("grpc.http2.min_ping_interval_without_data_ms", 5000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.so_reuseport", 0),  # a port in use is an error, not half of the requests
@@ -177,7 +180,7 @@ def _options(limits: FrontLimits) -> list[tuple[str, int]]:
 
 def _abort(context: Any, error: DistillError) -> NoReturn:
     if isinstance(error, TeacherBusy):
-        # gRPC's own name for how long a retry has to wait.
+        # gRPC's own key for how long a retry must wait.
         wait = (("grpc-retry-pushback-ms", str(int(error.delay_s * 1000))),)
         context.set_trailing_metadata(wait)
         context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
@@ -193,4 +196,4 @@ def _abort(context: Any, error: DistillError) -> NoReturn:
 
 
 def _cancel(future: "Future[InferAnswer]") -> None:
-    future.cancel()  # if it still waits; else it is answered, and the answer released
+    future.cancel()  # has no effect once it is computed: then the answer is sent and released

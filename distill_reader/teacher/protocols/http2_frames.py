@@ -1,8 +1,4 @@
-"""Which gRPC requests of an HTTP/2 connection have begun to come and not ended. Pure.
-
-gRPC's core takes in whatever clients send of their messages, and cannot be told how much of all of
-them it may hold, nor for how long. Whoever passes the bytes on can see both in the frame heads.
-"""
+"""Track the unfinished requests of an HTTP/2 connection by its frame headers. Pure."""
 
 from dataclasses import dataclass, field
 
@@ -18,12 +14,12 @@ class OpenStream:
     """A request that is not complete."""
 
     since: float  # monotonic seconds
-    size_bytes: int = 0  # of what came of it
+    size_bytes: int = 0  # received so far
 
 
 @dataclass(slots=True)
 class OpenStreams:
-    """Those of one connection; both directions change them, each in a thread of its own."""
+    """The unfinished requests of one connection. Two threads update them, one per direction."""
 
     by_number: dict[int, OpenStream] = field(default_factory=dict)
 
@@ -36,17 +32,17 @@ class OpenStreams:
 
 
 class FrameReader:
-    """Follows one direction of a connection; `feed` gets all its bytes, however they are cut."""
+    """Reads the frame headers of one direction of a connection."""
 
     def __init__(self, streams: OpenStreams, *, is_client: bool) -> None:
-        """`is_client`: whether these are the client's bytes, which begin with the preface."""
+        """`is_client`: whether the client sends these bytes, which then begin with the preface."""
         self._streams = streams
         self._is_client = is_client
-        self._skip = len(PREFACE) if is_client else 0  # bytes until the next head
-        self._head = b""  # the part of it that came
+        self._skip = len(PREFACE) if is_client else 0  # bytes until the next header
+        self._head = b""  # the received part of that header
 
     def feed(self, data: memoryview, now: float) -> None:
-        """Take the next bytes of the connection; `now`: monotonic seconds."""
+        """Take the next bytes of the connection, split anywhere; `now`: monotonic seconds."""
         at, end = self._skip, len(data)
         if self._head:
             missing = _HEAD_BYTES - len(self._head)
@@ -63,7 +59,7 @@ class FrameReader:
         self._skip = at - end
 
     def _take(self, head: bytes, now: float) -> int:
-        """Note a frame; return its length without the head."""
+        """Update the open requests by a frame header; return the length of the frame's payload."""
         length = int.from_bytes(head[:3], "big")
         kind, flags = head[3], head[4]
         if kind > _RST_STREAM:
@@ -71,7 +67,7 @@ class FrameReader:
         number = int.from_bytes(head[5:], "big") & 0x7FFF_FFFF
         ends = kind == _RST_STREAM or (kind in (_DATA, _HEADERS) and flags & _END_STREAM)
         open_streams = self._streams.by_number
-        if ends:  # a server ends one when it has answered: then nothing more is waited for
+        if ends:  # by the client, or by a server that has answered and waits for nothing more
             open_streams.pop(number, None)
         elif self._is_client and kind == _HEADERS:
             open_streams.setdefault(number, OpenStream(now))

@@ -1,7 +1,8 @@
-"""What the protocols of HTTP answer with, and how it is sent."""
+"""HTTP responses: how answers and errors become one, and how it is sent."""
 
 import asyncio
 import json
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,23 +10,67 @@ from typing import Any
 
 from aiohttp import web
 
+from distill_reader.errors import (
+    BadRequest,
+    DistillError,
+    ModelNotFound,
+    RequestTooLarge,
+    TeacherBusy,
+)
 from distill_reader.teacher.protocols.calls import Calls
 from distill_reader.teacher.protocols.limits import FrontLimits
 
-_COMPRESS_FROM_BYTES = 512  # shorter bodies are not compressed, as in the original
-_COMPRESS_LEVEL = 1  # numbers do not get shorter by trying harder
+_COMPRESS_FROM_BYTES = 512  # shorter bodies are not compressed, as in Paddle Serving
+_COMPRESS_LEVEL = 1  # higher levels gain little on numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpResponse:
-    """An answer that is not sent yet."""
+    """A response that is not sent yet."""
 
     status: int = 200
     headers: Mapping[str, str]
-    parts: Sequence[Any] = ()  # bytes-like, one after the other
+    parts: Sequence[Any] = ()  # of the body: bytes-like
     release: Callable[[], None] | None = None  # called once, when it is sent or given up
     may_compress: bool = False  # if the client takes gzip
-    close: bool = False  # end the connection after it
+    close: bool = False  # end the connection afterwards
+
+
+class HttpError(DistillError):
+    """A request that is answered with an error status."""
+
+    def __init__(
+        self,
+        status: int,
+        text: str,
+        *,
+        headers: dict[str, str] | None = None,
+        close: bool = False,
+    ) -> None:
+        """`close`: end the connection, because the rest of the body is not read."""
+        super().__init__(text)
+        self.status = status
+        self.headers = headers or {}
+        self.close = close
+
+
+def as_http(error: DistillError) -> HttpError:
+    """Return the status, text and headers for an error."""
+    if isinstance(error, HttpError):
+        return error
+    if isinstance(error, TeacherBusy):
+        headers = {
+            "Retry-After": str(math.ceil(error.delay_s)),
+            "retry-after-ms": str(int(error.delay_s * 1000)),
+        }
+        return HttpError(503, str(error), headers=headers)
+    if isinstance(error, ModelNotFound):
+        return HttpError(404, str(error))
+    if isinstance(error, RequestTooLarge):
+        return HttpError(413, str(error))
+    if isinstance(error, BadRequest):
+        return HttpError(400, str(error))
+    return HttpError(500, str(error))
 
 
 def json_answer(
@@ -35,7 +80,7 @@ def json_answer(
     headers: Mapping[str, str] | None = None,
     close: bool = False,
 ) -> HttpResponse:
-    """Return a JSON document as an answer."""
+    """Return a response with a JSON document."""
     return HttpResponse(
         status=status,
         headers={"Content-Type": "application/json", **(headers or {})},
@@ -47,24 +92,24 @@ def json_answer(
 def text_answer(
     text: str, *, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> HttpResponse:
-    """Return a line of text as an answer."""
+    """Return a response with a line of text."""
     return HttpResponse(
         status=status,
         headers={"Content-Type": "text/plain; charset=utf-8", **(headers or {})},
-        parts=[f"{text}\n".encode(errors="replace")],  # it may cite what no UTF-8 is
+        parts=[f"{text}\n".encode(errors="replace")],  # it may quote what is not UTF-8
     )
 
 
 async def send_answer(
     request: web.BaseRequest, answer: HttpResponse, calls: Calls, limits: FrontLimits
 ) -> web.StreamResponse:
-    """Send an answer; return when the client has taken it, so that its memory can be reused.
+    """Send a response; return when the client has received it, so that its memory can be reused.
 
-    A client that takes too long loses its connection.
+    The connection of a client that takes too long is ended.
     """
     try:
         headers = dict(answer.headers)
-        body = b"".join(answer.parts)  # the connection may hold it longer than `answer` is valid
+        body = b"".join(answer.parts)  # aiohttp may keep it for longer than `answer` is valid
         if answer.may_compress and len(body) > _COMPRESS_FROM_BYTES and _takes_gzip(request):
             body = await calls.run(len(body), _gzip, body)
             headers |= {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
@@ -79,7 +124,7 @@ async def send_answer(
             if request.transport is not None:
                 request.transport.abort()
         except ConnectionError:
-            pass  # the client has left: nobody is there to be told
+            pass  # the client has left
         return response
     finally:
         if answer.release is not None:

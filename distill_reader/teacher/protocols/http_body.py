@@ -1,4 +1,4 @@
-"""The body of an HTTP request, read into memory of the service: so its bound holds here as well."""
+"""Read HTTP bodies into the service's memory, so that its bound holds for them too."""
 
 import asyncio
 import time
@@ -10,12 +10,12 @@ from aiohttp import web
 
 from distill_reader.protocols.arena import ALIGNMENT
 from distill_reader.teacher.protocols.calls import Calls
-from distill_reader.teacher.protocols.http_errors import HttpError
+from distill_reader.teacher.protocols.http_answers import HttpError
 from distill_reader.teacher.protocols.limits import FrontLimits
 from distill_reader.teacher.service.requests import Buffer
 
-_FIRST_BYTES = 64 << 10  # memory taken for a body of unknown length; doubled as it grows
-_INFLATE_BYTES = 256 << 10  # inflated at a time
+_FIRST_BYTES = 64 << 10  # first allocated for a body of unknown length; doubled as it grows
+_INFLATE_BYTES = 256 << 10  # the size of the pieces in which a body is inflated
 _WINDOW_BITS = {"gzip": 31, "deflate": 15}
 
 
@@ -24,7 +24,7 @@ class Allocate(Protocol):
 
 
 class Body:
-    """Bytes in a buffer of the service."""
+    """A body in a buffer of the service."""
 
     def __init__(self, buffer: Buffer, offset: int, size: int) -> None:
         self.buffer = buffer
@@ -33,11 +33,11 @@ class Body:
         self._is_ours = True
 
     def hand_over(self) -> None:
-        """From here on, the buffer is somebody else's: `release` does nothing."""
+        """Give up the buffer to a new owner: `release` does nothing from here on."""
         self._is_ours = False
 
     def release(self) -> None:
-        """Give the buffer back; further calls do nothing."""
+        """Give the buffer back. Further calls do nothing."""
         if self._is_ours:
             self._is_ours = False
             self.buffer.release()
@@ -49,10 +49,10 @@ async def read_body(
     """Return the body of a request, decompressed.
 
     Args:
-        aligned_at: the byte of it that is to lie at an aligned address.
+        aligned_at: offset of the byte in the body that must have an aligned address.
 
     Raises:
-        HttpError: too long, too slow, cut short, or badly compressed.
+        HttpError: the body is too long, too slow, incomplete or badly compressed.
         BadRequest, TeacherBusy: of `Service.allocate`.
     """
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
@@ -63,7 +63,7 @@ async def read_body(
         raise HttpError(413, _too_long(limits))
     if request.headers.get("Expect", "").lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # it is no part of the answer
+        request.writer.output_size = 0  # this is not part of the answer
     is_plain = encoding in ("identity", "")
     if length is None:
         body = await _read_unknown(request, calls, limits)
@@ -73,7 +73,7 @@ async def read_body(
     if is_plain:
         return body
     try:
-        # Never inline: whatever the size of the body, what it inflates to is not known.
+        # Always in a thread: a small body may inflate to a large one.
         return await calls.run(
             limits.max_request_bytes, _inflate, body.view, encoding, calls.service.allocate, limits
         )
@@ -116,9 +116,9 @@ async def _read_unknown(request: web.BaseRequest, calls: Calls, limits: FrontLim
 async def _read_chunk(
     request: web.BaseRequest, limits: FrontLimits, began: float, got_bytes: int
 ) -> bytes:
-    """Return what came next; b"": nothing more will."""
+    """Return the next bytes; b"" at the end of the body."""
     if limits.is_stalled(time.monotonic() - began, got_bytes):
-        raise HttpError(408, f"{got_bytes} bytes of the body came; that is too slow", close=True)
+        raise HttpError(408, f"too slow: only {got_bytes} bytes of the body came", close=True)
     try:
         return await asyncio.wait_for(request.content.readany(), limits.stall_s)
     except TimeoutError:
@@ -128,7 +128,7 @@ async def _read_chunk(
 
 
 class _Growing:
-    """A buffer of the service that is replaced by one twice as large when it is full."""
+    """A buffer of the service that is replaced by one of twice the size when it is full."""
 
     def __init__(self, allocate: Allocate, limits: FrontLimits) -> None:
         self._allocate = allocate
@@ -171,11 +171,11 @@ def _inflate(data: memoryview, encoding: str, allocate: Allocate, limits: FrontL
 
 
 def _inflated(data: memoryview, encoding: str) -> Iterator[bytes]:
-    """Yield the content of `data` in bounded pieces. Raises: zlib.error."""
+    """Inflate `data`; yield the content in bounded pieces. Raises: zlib.error."""
     bits = _WINDOW_BITS[encoding]
     if encoding == "deflate" and len(data) and data[0] & 0x0F != 8:
-        bits = -15  # some clients send it without zlib's head
-    while len(data):  # gzip may have several members
+        bits = -15  # some clients send no zlib header
+    while len(data):  # a gzip body may have several members
         inflater = zlib.decompressobj(bits)
         rest: bytes | memoryview = data
         while not inflater.eof:
@@ -190,6 +190,6 @@ def _inflated(data: memoryview, encoding: str) -> Iterator[bytes]:
 
 def _too_long(limits: FrontLimits) -> str:
     return (
-        f"a request may have {limits.max_request_bytes} bytes; send fewer samples at a time, "
-        "or raise --max_request_mb"
+        f"a request may have at most {limits.max_request_bytes} bytes; send fewer samples at a "
+        "time, or raise --max_request_mb"
     )

@@ -12,15 +12,14 @@ from distill_reader.protocols.oip_json import HEAD_LENGTH, OipHttpRequest
 from distill_reader.protocols.oip_messages import OipRequest
 from distill_reader.teacher.protocols import oip
 from distill_reader.teacher.protocols.calls import Calls
-from distill_reader.teacher.protocols.http_answers import HttpResponse, json_answer
+from distill_reader.teacher.protocols.http_answers import HttpError, HttpResponse, json_answer
 from distill_reader.teacher.protocols.http_body import Body, read_body
-from distill_reader.teacher.protocols.http_errors import HttpError
 from distill_reader.teacher.protocols.limits import FrontLimits
 from distill_reader.teacher.service.requests import InferAnswer, SharedTensor
 
 
 class OipHttp:
-    """What is below /v2."""
+    """The paths below /v2."""
 
     def __init__(self, calls: Calls, limits: FrontLimits) -> None:
         self._calls = calls
@@ -28,10 +27,10 @@ class OipHttp:
         self._limits = limits
 
     async def answer(self, request: web.BaseRequest, path: list[str]) -> HttpResponse:
-        """Return the answer; `path`: what follows /v2.
+        """Return the answer. `path`: the parts of the path after /v2.
 
         Raises:
-            DistillError: to be answered by `error_answer`.
+            DistillError: the caller answers with `error_answer`.
         """
         match path:
             case []:
@@ -51,7 +50,7 @@ class OipHttp:
         raise HttpError(404, f"there is no {request.path} here")
 
     def error_answer(self, error: HttpError) -> HttpResponse:
-        """Return an error as the protocol has it."""
+        """Return the protocol's answer for an error."""
         return json_answer(
             {"error": str(error)}, status=error.status, headers=error.headers, close=error.close
         )
@@ -127,14 +126,14 @@ class OipHttp:
 
 
 def check_method(request: web.BaseRequest, method: str) -> None:
-    """Refuse another method. Raises: HttpError."""
+    """Refuse any other method. Raises: HttpError."""
     if request.method != method and (method, request.method) != ("GET", "HEAD"):
         text = f"{request.path}: use {method}, not {request.method}"
         raise HttpError(405, text, headers={"Allow": method})
 
 
 def too_much_json(limits: FrontLimits) -> str:
-    """Return what to do instead of sending so much JSON."""
+    """Return the text for a request with too much JSON."""
     return (
         f"more than {limits.max_json_bytes} bytes of JSON; send the tensors as binary data, or "
         "fewer samples at a time"
@@ -144,16 +143,16 @@ def too_much_json(limits: FrontLimits) -> str:
 def _shared_inputs(
     request: OipRequest, body: Body, head_length: int | None
 ) -> dict[str, SharedTensor] | None:
-    """Return the tensors where they lie in the body; None: not all can be used there."""
+    """Return the tensors in place, as parts of the body; None: some must be copied."""
     if head_length is None or not request.inputs:
         return None
     if sum(array.nbytes for array in request.inputs.values()) != len(body.view) - head_length:
-        return None  # some of them came as JSON
+        return None  # some came as JSON
     inputs: dict[str, SharedTensor] = {}
     offset = body.offset + head_length
     for name, array in request.inputs.items():
         if offset % array.itemsize:
-            return None  # predictors want aligned numbers
+            return None  # predictors need aligned numbers
         inputs[name] = SharedTensor(
             buffer=body.buffer, offset=offset, dtype=array.dtype.name, shape=array.shape
         )

@@ -1,4 +1,4 @@
-"""HTTP of the front: connections that do not linger, a token, and what each path leads to."""
+"""The HTTP side of the front: idle connections are ended, tokens checked, paths dispatched."""
 
 import asyncio
 import logging
@@ -10,8 +10,13 @@ from aiohttp import http_exceptions, web
 
 from distill_reader.errors import DistillError
 from distill_reader.teacher.protocols.calls import Calls
-from distill_reader.teacher.protocols.http_answers import HttpResponse, send_answer, text_answer
-from distill_reader.teacher.protocols.http_errors import HttpError, as_http
+from distill_reader.teacher.protocols.http_answers import (
+    HttpError,
+    HttpResponse,
+    as_http,
+    send_answer,
+    text_answer,
+)
 from distill_reader.teacher.protocols.http_oip import OipHttp, check_method
 from distill_reader.teacher.protocols.http_serving import ServingHttp
 from distill_reader.teacher.protocols.limits import FrontLimits, bearer_matches
@@ -30,7 +35,7 @@ _aiohttp_logger = logging.getLogger(f"{__name__}.aiohttp")
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    """Whether the server is at fault: clients that speak no HTTP, or leave, are not logged."""
+    """Return False for errors of the client: it speaks no HTTP, or has left."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, http_exceptions.HttpProcessingError | ConnectionError)
 
@@ -39,7 +44,7 @@ _aiohttp_logger.addFilter(_is_worth_a_line)
 
 
 class TeacherHttpServer:
-    """All HTTP connections. Lives on the front's loop."""
+    """All HTTP connections. Runs on the front's loop."""
 
     def __init__(
         self,
@@ -56,7 +61,7 @@ class TeacherHttpServer:
         self._oip = OipHttp(calls, limits)
         self._serving = ServingHttp(calls, limits)
         self._connections: dict[object, HttpConnection] = {}  # aiohttp's protocol -> ours
-        # Bodies are decompressed by http_body.py, which knows bounds.
+        # http_body.py decompresses the bodies, within bounds.
         self._server = web.Server(
             self._handle,
             access_log=None,
@@ -70,7 +75,7 @@ class TeacherHttpServer:
         self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
 
     def connection(self, at_end: Callable[[], None]) -> "HttpConnection":
-        """Return the protocol for a connection; `at_end` is called once when it has ended."""
+        """Return the protocol for a connection. `at_end` is called once when it has ended."""
         inner = self._server()
 
         def end() -> None:
@@ -81,11 +86,11 @@ class TeacherHttpServer:
         return connection
 
     def forget(self, connection: "HttpConnection") -> None:
-        """Forget a protocol that got no connection."""
+        """Forget a protocol that was never connected."""
         self._connections.pop(connection.inner, None)
 
     async def stop(self, grace_s: float) -> None:
-        """End idle connections now, those with a request when it is answered or after the grace."""
+        """End idle connections now, busy ones when they are answered or after `grace_s`."""
         if self._sweeper is not None:
             self._sweeper.cancel()
         deadline = time.monotonic() + grace_s
@@ -100,7 +105,7 @@ class TeacherHttpServer:
         await self._server.shutdown(1.0)
 
     async def _sweep(self) -> None:
-        """Drop connections that have not sent a whole head for too long."""
+        """End connections that have not sent a complete request header for too long."""
         while True:
             await asyncio.sleep(_SWEEP_S)
             before = time.monotonic() - self._limits.idle_s
@@ -125,7 +130,7 @@ class TeacherHttpServer:
             if not bearer_matches(request.headers.get("Authorization", ""), self._token):
                 raise HttpError(
                     401,
-                    "this teacher wants a token: header Authorization: Bearer TOKEN",
+                    "this teacher wants a token: send the header Authorization: Bearer TOKEN",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
             if path[:1] == ["v2"]:
@@ -147,7 +152,7 @@ class TeacherHttpServer:
         except DistillError as error:
             return self._error(as_http(error), is_oip=path[:1] == ["v2"])
         except Exception:
-            # The outermost place where one request can fail and the server go on.
+            # One failed request must not end the server.
             logger.exception("HTTP: %s %s failed", request.method, request.path)
             return self._error(HttpError(500, "the server failed; its log says how"), is_oip=True)
 
@@ -158,7 +163,7 @@ class TeacherHttpServer:
 
 
 class HttpConnection(asyncio.Protocol):
-    """Stands between a transport and aiohttp's protocol, and sees what that does not look at."""
+    """Sits between a transport and aiohttp's protocol; knows whether the connection is idle."""
 
     def __init__(self, inner: Any, at_end: Callable[[], None]) -> None:
         self.inner = inner
@@ -168,11 +173,11 @@ class HttpConnection(asyncio.Protocol):
         self.idle_since = time.monotonic()
 
     def begin(self) -> None:
-        """A request begins to be answered."""
+        """Mark the connection as busy with a request."""
         self.is_busy = True
 
     def end(self) -> None:
-        """It is answered."""
+        """Mark it as idle: the request is answered."""
         self.is_busy = False
         self.idle_since = time.monotonic()
 

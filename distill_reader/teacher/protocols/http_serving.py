@@ -1,4 +1,4 @@
-"""Paddle Serving's GeneralModelService over HTTP, in protobuf and in JSON."""
+"""Paddle Serving's GeneralModelService over HTTP, with protobuf or JSON bodies."""
 
 from aiohttp import web
 
@@ -7,14 +7,13 @@ from distill_reader.protocols import serving_json, serving_messages
 from distill_reader.protocols.serving_messages import SERVICE, ServingRequest, ServingResponse
 from distill_reader.teacher.protocols import serving
 from distill_reader.teacher.protocols.calls import Calls
-from distill_reader.teacher.protocols.http_answers import HttpResponse
+from distill_reader.teacher.protocols.http_answers import HttpError, HttpResponse, as_http
 from distill_reader.teacher.protocols.http_body import Body, read_body
-from distill_reader.teacher.protocols.http_errors import HttpError, as_http
 from distill_reader.teacher.protocols.http_oip import check_method, too_much_json
 from distill_reader.teacher.protocols.limits import FrontLimits
 
 _SERVICES = ("GeneralModelService", SERVICE)  # brpc's short name and the full one
-_PROTO = "application/proto"  # exactly so: clients compare it as text
+_PROTO = "application/proto"  # clients compare the text exactly
 
 
 class ServingHttp:
@@ -26,7 +25,7 @@ class ServingHttp:
 
     @staticmethod
     def find_call(path: list[str]) -> tuple[str, str] | None:
-        """Return model ("": none is named) and method that a path calls; None: it calls none."""
+        """Return the model ("" if the path names none) and the method; None: not such a path."""
         match path:
             case [service, method] if service in _SERVICES:
                 return "", method
@@ -35,10 +34,10 @@ class ServingHttp:
         return None
 
     async def answer(self, request: web.BaseRequest, model: str, method: str) -> HttpResponse:
-        """Return the answer, also to what is wrong."""
+        """Return the answer. Errors are answers too."""
         began_us = serving.now_us()
         is_proto = _is_proto(request)
-        is_readable = False  # whether the message itself was understood
+        is_readable = False  # whether the message could be decoded
         body: Body | None = None
         try:
             if method not in serving.METHODS:
@@ -87,7 +86,7 @@ class ServingHttp:
 
 
 def _error_answer(error: DistillError, *, is_proto: bool, is_readable: bool) -> HttpResponse:
-    """Return an error as brpc gives it, with the fields of the message set as well."""
+    """Return an error as brpc sends it. The fields of the message are set too."""
     http = as_http(error)
     code = serving.error_code(error, is_readable=is_readable)
     response = ServingResponse(err_no=code, err_msg=str(error))

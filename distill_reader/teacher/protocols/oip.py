@@ -1,43 +1,95 @@
-"""What the two forms of the Open Inference Protocol have in common."""
+"""The Open Inference Protocol (KServe v2): what gRPC and HTTP share, and its gRPC service.
+
+Triton's clients speak it. `http_oip.py` has the HTTP side.
+"""
 
 import importlib.metadata
 from collections.abc import Mapping
+from typing import Any
+
+from google.protobuf.message import DecodeError
 
 from distill_reader.errors import BadRequest, ModelNotFound
 from distill_reader.model.specs import ModelSpec
-from distill_reader.protocols.oip_messages import OipRequest
-from distill_reader.teacher.service.requests import InferenceService, InferRequest
+from distill_reader.protocols import oip_messages
+from distill_reader.protocols.oip_messages import MESSAGES, OipRequest
+from distill_reader.teacher.protocols.grpc_server import Call, Method
+from distill_reader.teacher.service.requests import InferenceService, InferRequest, get_model
 
 SERVER_NAME = "edl-teacher"
 EXTENSIONS = ("binary_tensor_data", "model_repository")
-PLATFORM = "paddlepaddle"  # "" would be taken for unknown by some clients
+PLATFORM = "paddlepaddle"  # some clients take "" for unknown
 
 
-def server_version() -> str:
-    """Return the version of this program."""
-    try:
-        return importlib.metadata.version("edl")
-    except importlib.metadata.PackageNotFoundError:
-        return "0"  # run from a checkout that is not installed
+class OipGrpc:
+    """The gRPC service `inference.GRPCInferenceService`."""
+
+    def __init__(self, service: InferenceService) -> None:
+        self._service = service
+
+    def methods(self) -> dict[str, Method]:
+        return {
+            "ServerLive": self._server_live,
+            "ServerReady": self._server_ready,
+            "ModelReady": self._model_ready,
+            "ServerMetadata": self._server_metadata,
+            "ModelMetadata": self._model_metadata,
+            "ModelInfer": self._model_infer,
+            "RepositoryIndex": self._repository_index,
+        }
+
+    def _server_live(self, _: bytes, __: Call) -> bytes:
+        return _answer("ServerLiveResponse", live=True)
+
+    def _server_ready(self, _: bytes, __: Call) -> bytes:
+        return _answer("ServerReadyResponse", ready=self._service.is_ready)
+
+    def _model_ready(self, message: bytes, _: Call) -> bytes:
+        request = _parse("ModelReadyRequest", message)
+        is_ready = has_model(self._service, request.name, request.version)
+        return _answer("ModelReadyResponse", ready=is_ready)
+
+    def _server_metadata(self, _: bytes, __: Call) -> bytes:
+        return _answer("ServerMetadataResponse", **metadata_answer())
+
+    def _model_metadata(self, message: bytes, _: Call) -> bytes:
+        request = _parse("ModelMetadataRequest", message)
+        spec = find_model(self._service, request.name, request.version)
+        return oip_messages.encode_metadata(spec, PLATFORM)
+
+    def _repository_index(self, message: bytes, _: Call) -> bytes:
+        _parse("RepositoryIndexRequest", message)
+        return _answer("RepositoryIndexResponse", models=repository_index(self._service))
+
+    def _model_infer(self, message: bytes, call: Call) -> bytes:
+        request = oip_messages.decode_request(message)
+        spec = find_model(self._service, request.model, request.version)
+        answer = call.infer(self._service, infer_request(request, spec, "oip-grpc"))
+        try:
+            return oip_messages.encode_response(
+                spec.name,
+                answer.outputs,
+                version=spec.version,
+                request_id=request.request_id,
+            )
+        finally:
+            answer.release()
 
 
 def find_model(service: InferenceService, name: str, version: str) -> ModelSpec:
     """Return the model that a request names.
 
     Raises:
-        ModelNotFound: there is none of this name or version; lists those there are.
+        ModelNotFound: no model has this name or version; lists the models.
     """
-    models = service.models()
-    spec = models.get(name)
-    if spec is None:
-        raise ModelNotFound(f"no model {name!r} is served here; there is {', '.join(models)}")
+    spec = get_model(service.models(), name)
     if version not in ("", spec.version):
         raise ModelNotFound(f"model {name} has version {spec.version}, not {version!r}")
     return spec
 
 
 def has_model(service: InferenceService, name: str, version: str) -> bool:
-    """Return whether the model is loaded and requests are taken."""
+    """Return whether the model is loaded and takes requests."""
     try:
         find_model(service, name, version)
     except ModelNotFound:
@@ -46,16 +98,16 @@ def has_model(service: InferenceService, name: str, version: str) -> bool:
 
 
 def infer_request(request: OipRequest, spec: ModelSpec, protocol: str) -> InferRequest:
-    """Return the request for the service. Raises: BadRequest: an output is wanted twice."""
+    """Return the request for the service. Raises: BadRequest: an output is named twice."""
     if len(set(request.outputs)) != len(request.outputs):
-        raise BadRequest(f"outputs {', '.join(request.outputs)}: one is wanted twice")
+        raise BadRequest(f"outputs {', '.join(request.outputs)}: one is named twice")
     return InferRequest(
         model=spec.name, inputs=request.inputs, fetch=request.outputs, protocol=protocol
     )
 
 
 def repository_index(service: InferenceService) -> list[dict[str, str]]:
-    """Return the models that are served, as Triton's model repository extension lists them."""
+    """Return the served models, as Triton's model repository extension lists them."""
     state = "READY" if service.is_ready else "UNAVAILABLE"
     return [
         {"name": spec.name, "version": spec.version, "state": state}
@@ -64,5 +116,20 @@ def repository_index(service: InferenceService) -> list[dict[str, str]]:
 
 
 def metadata_answer() -> Mapping[str, object]:
-    """Return what a server says of itself."""
-    return {"name": SERVER_NAME, "version": server_version(), "extensions": list(EXTENSIONS)}
+    """Return the metadata of the server."""
+    try:
+        version = importlib.metadata.version("edl")
+    except importlib.metadata.PackageNotFoundError:
+        version = "0"  # runs from a checkout that is not installed
+    return {"name": SERVER_NAME, "version": version, "extensions": list(EXTENSIONS)}
+
+
+def _parse(name: str, message: bytes) -> Any:
+    try:
+        return MESSAGES[name].FromString(message)
+    except DecodeError as error:
+        raise BadRequest(f"the message is no {name}: {error}") from error
+
+
+def _answer(name: str, /, **fields: object) -> bytes:
+    return bytes(MESSAGES[name](**fields).SerializeToString())

@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from distill_reader.backoff import backoff_s
 from distill_reader.errors import DistillError, ModelError, UsageError
 from distill_reader.model.normalization import Normalization
 from distill_reader.model.specs import ModelSpec
@@ -207,7 +208,7 @@ class PredictorPool:
             del self._alive[index]
             if now - predictor.started > _STEADY_S:
                 self._failures[index] = 0
-            delay_s = min(_FIRST_DELAY_S * 2 ** self._failures[index], _LAST_DELAY_S)
+            delay_s = backoff_s(self._failures[index], _FIRST_DELAY_S, _LAST_DELAY_S)
             self._failures[index] += 1
             self._start_at[index] = now + delay_s
             self._changed.notify_all()

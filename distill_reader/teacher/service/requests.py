@@ -1,33 +1,36 @@
-"""A request as the protocols hand it to the service, and its answer."""
+"""What the protocols and the service exchange: requests, answers, and memory for both."""
 
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
+from distill_reader.errors import ModelNotFound
 from distill_reader.model.specs import ModelSpec
+
+M = TypeVar("M")
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
 
 class Buffer(Protocol):
-    """Memory that the predictors see as well: what a socket reads into it need not be copied."""
+    """Memory that the predictors map too: what a socket reads into it need not be copied."""
 
     @property
     def view(self) -> memoryview:
-        """Writable bytes, as long as asked for."""
+        """Writable bytes, of the size that was asked for."""
         ...
 
     def release(self) -> None:
-        """Give it back; once. Submitted with a request, the service does it."""
+        """Give it back, once. If it was submitted with a request, the service does that."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedTensor:
-    """A tensor whose bytes (little-endian, row-major) lie in a Buffer from `offset` on."""
+    """A tensor whose bytes (little-endian, row-major) begin at `offset` in a Buffer."""
 
     buffer: Buffer
     offset: int
@@ -37,17 +40,17 @@ class SharedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferRequest:
-    """Inputs by name (or the model's own variable names); all with the same length of axis 0."""
+    """Inputs by name, or by the model's own variable names. Axis 0 has the same length in all."""
 
     model: str
     inputs: Mapping[str, Array | SharedTensor]
-    fetch: tuple[str, ...] = ()  # outputs wanted, in this order; empty: all
+    fetch: tuple[str, ...] = ()  # the wanted outputs, in this order; empty: all
     protocol: str = "unknown"  # for the metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferAnswer:
-    """Outputs by the names that the request used, in its order; views of shared memory.
+    """Outputs by the names that the request used, in its order. They are views of shared memory.
 
     They are valid until `release`, which the protocol calls once when they are sent.
     """
@@ -71,27 +74,34 @@ class InferenceService(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether every model is loaded and requests are taken (not while draining)."""
+        """Whether every model is loaded and requests are accepted (not while draining)."""
         ...
 
     def allocate(self, size_bytes: int) -> Buffer:
         """Return shared memory for one request's inputs.
 
         Raises:
-            TeacherBusy: the bound on memory of waiting requests is reached.
-            BadRequest: more than one request may ever have.
+            TeacherBusy: the bound on the memory of all requests is reached.
+            BadRequest: no request may have so much.
         """
         ...
 
     def submit(self, request: InferRequest) -> Future[InferAnswer]:
-        """Queue a request. Its buffers belong to the service from here on, also if this raises.
+        """Queue a request. The service owns its buffers from here on, even if this raises.
 
-        The future ends with an InferAnswer, or BadRequest (the model refused), TeacherBusy,
-        TeacherFailed (predictors ended while they computed it).
-        Cancelling it drops the request if it still waits.
+        The future gets an InferAnswer, or one of these errors: BadRequest (the model refused it),
+        TeacherBusy, TeacherFailed (predictors ended while they computed it).
+        Cancelling the future drops a request that is still queued.
 
         Raises:
             ModelNotFound, BadRequest: a name, dtype or shape is wrong; names the tensor.
             TeacherBusy: the queue is full, or the server drains.
         """
         ...
+
+
+def get_model(models: Mapping[str, M], name: str) -> M:
+    """Return the model of this name. Raises: ModelNotFound: lists the models that there are."""
+    if name not in models:
+        raise ModelNotFound(f"no model {name!r} is served here; there is {', '.join(models)}")
+    return models[name]

@@ -1,8 +1,8 @@
-"""The predictors behind the protocols: checks requests, queues them, hands out batches, answers.
+"""The service behind the protocols: check requests, queue them, compute batches, answer.
 
-All tensors lie in one arena: inputs are written there by whoever receives them, and room for the
-outputs is taken when a request is queued, so that predictors write each row where its answer will
-be sent from. Nothing is copied here, and a predictor that dies leaves nothing behind.
+All tensors are in one arena. The protocols receive inputs into it, and memory for the outputs is
+allocated when a request is queued, so predictors write each row where its answer is sent from.
+Nothing is copied here, and a predictor that dies leaves nothing behind.
 """
 
 import contextlib
@@ -43,20 +43,20 @@ from distill_reader.teacher.service.batching import BatchQueue, RequestPart
 from distill_reader.teacher.service.metrics import TeacherMetrics
 from distill_reader.teacher.service.pending import PendingRequest, ServedModel, buffers_of, prepare
 from distill_reader.teacher.service.predictors import Predictor, PredictorPool
-from distill_reader.teacher.service.requests import InferAnswer, InferRequest
+from distill_reader.teacher.service.requests import InferAnswer, InferRequest, get_model
 
 logger = logging.getLogger(__name__)
 
 PADDLE_BACKEND = "distill_reader.teacher.predictor.paddle_backend:load"
 
-_DEATHS = 2  # of predictors under a request, until it is given up: it may be what kills them
-_AHEAD_US = 2000  # batches that take less are sent before the one before them is answered
-_READY_AGAIN_S = 1.0  # to stay away while no predictor runs
+_DEATHS = 2  # predictors that may die while computing a request: it may be what kills them
+_AHEAD_US = 2000  # if batches take less, the next one is sent before the last is answered
+_READY_AGAIN_S = 1.0  # how long students stay away while no predictor runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig:
-    """What a server serves, where it computes, and its bounds."""
+    """What a teacher serves, on which devices, and its limits."""
 
     models: tuple[tuple[str, str], ...]  # name, folder
     devices: tuple[Device, ...]  # a predictor process each
@@ -64,10 +64,10 @@ class ServiceConfig:
     normalizations: tuple[tuple[str, str, Normalization], ...] = ()  # model, input, how
     max_batch: int = 64  # samples
     batch_timeout_s: float = 0.002  # how long a batch waits to become full
-    max_queue: int = 256  # requests that wait
+    max_queue: int = 256  # queued requests
     max_request_bytes: int = 512 << 20
-    memory_bytes: int = 2 << 30  # of all requests and answers, pending, computed or being sent
-    predict_timeout_s: float = 120.0  # a predictor that computes one batch for longer is hung
+    memory_bytes: int = 2 << 30  # of all requests and answers until they are sent
+    predict_timeout_s: float = 120.0  # a predictor that needs longer for a batch is hung
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.models]
@@ -103,28 +103,28 @@ class _Batch:
     encodings: tuple[OutputEncoding, ...]  # every encoding that any of the parts wants
 
 
-_Ended = list[tuple[PendingRequest, DistillError | None]]  # None: answered, or not wanted any more
+_Ended = list[tuple[PendingRequest, DistillError | None]]  # None: computed, or no longer wanted
 
 
 class _PredictorState:
-    """What the service knows of one predictor."""
+    """The service's view of one predictor."""
 
     def __init__(self, predictor: Predictor) -> None:
         self.predictor = predictor
         self.batches: dict[int, _Batch] = {}  # at most two, in order
         self.arenas: set[int] = set()  # those that the predictor has mapped
         self.may_send_ahead = False
-        self.silent_since = float("inf")  # with a batch to compute; inf: it has none
+        self.silent_since = float("inf")  # since when it computes without a word; inf: it is idle
 
     def forget(self, arena: Arena) -> None:
-        """Have the predictor drop an arena that was closed."""
+        """Tell the predictor to unmap an arena that was closed."""
         self.arenas.discard(arena.id)
-        with contextlib.suppress(OSError):  # it is gone, and its mapping with it
+        with contextlib.suppress(OSError):  # the predictor is gone, and its mapping with it
             self.predictor.channel.send(MessageKind.FORGET, (arena.id,))
 
 
 class PredictorService:
-    """Implements Service. Made, started once, closed once."""
+    """An InferenceService. Start it once, then close it once."""
 
     def __init__(self, config: ServiceConfig) -> None:
         self.metrics = TeacherMetrics()
@@ -133,17 +133,17 @@ class PredictorService:
         self._models: dict[str, ServedModel] = {}
         self._models_by_index: list[ServedModel] = []
         self._lock = threading.RLock()
-        self._ready = threading.Condition(self._lock)  # a predictor came, or failed to
-        self._due = threading.Condition(self._lock)  # a batch will be due earlier than expected
-        self._done = threading.Condition(self._lock)  # nothing waits any more
+        self._ready = threading.Condition(self._lock)  # a predictor is ready, or failed to start
+        self._due = threading.Condition(self._lock)  # a batch is due earlier than expected
+        self._done = threading.Condition(self._lock)  # no request is unfinished
         self._queue: BatchQueue[PendingRequest] = BatchQueue(
             max_batch=config.max_batch, timeout_s=config.batch_timeout_s
         )
         self._predictors: dict[Predictor, _PredictorState] = {}
-        self._free: list[_PredictorState] = []  # those that take a batch now
-        self._batches = 0  # numbers them
+        self._free: list[_PredictorState] = []  # those that can take a batch now
+        self._batches = 0  # how many there were; their numbers
         self._unfinished = 0  # requests without an answer
-        self._wakes_at = float("inf")  # when the timer looks at the queue again
+        self._wakes_at = float("inf")  # when the timer checks the queue again
         self._start_error: DistillError | None = None
         self._has_started = False
         self._is_draining = False
@@ -163,7 +163,7 @@ class PredictorService:
         )
 
     def start(self, timeout_s: float | None = None) -> None:
-        """Start the predictors; return when every one has loaded its models.
+        """Start the predictors; return when each has loaded its models.
 
         Raises:
             ModelError, UsageError: a model or the backend cannot be loaded. The service is closed.
@@ -186,7 +186,7 @@ class PredictorService:
             self.close()
             raise error
 
-    # What the protocols ask.
+    # Called by the protocols.
 
     def models(self) -> Mapping[str, ModelSpec]:
         return {name: model.spec for name, model in self._models.items()}
@@ -222,20 +222,20 @@ class PredictorService:
         return pending.future
 
     def drain(self, timeout_s: float) -> bool:
-        """Take no more requests; return whether all were answered within `timeout_s`."""
+        """Accept no more requests; return whether all were answered within `timeout_s`."""
         with self._done:
             self._is_draining = True
             return self._done.wait_for(lambda: self._unfinished == 0, timeout_s)
 
     def close(self) -> None:
-        """End the predictors; requests without an answer fail (TeacherBusy)."""
+        """End the predictors. Unanswered requests fail with TeacherBusy."""
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = self._is_draining = True
             left = self._queue.clear()
             self._due.notify_all()
-        self._pool.stop()  # what predictors compute fails as they go
+        self._pool.stop()  # the requests that predictors are computing fail now
         for pending in left:
             self._end(pending, TeacherBusy("the teacher ends"))
         if self._timer.ident is not None:
@@ -245,11 +245,7 @@ class PredictorService:
     def _model(self, name: str) -> ServedModel:
         if not name and len(self._models) == 1:
             return self._models_by_index[0]
-        if name not in self._models:
-            raise ModelNotFound(
-                f"no model {name!r} is served here; there is {', '.join(self._models)}"
-            )
-        return self._models[name]
+        return get_model(self._models, name)
 
     def _allocate(self, size_bytes: int) -> Slice:
         if size_bytes > self._arena.size:
@@ -281,7 +277,7 @@ class PredictorService:
                 self._queue.remove(pending)
             self._end(pending, None)
 
-    # What the predictors say (predictors.Listener), each in a thread of its own.
+    # Called by the pool (PredictorListener), for each predictor from a thread of its own.
 
     def predictor_ready(self, predictor: Predictor, specs: tuple[ModelSpec, ...]) -> None:
         with self._lock:
@@ -291,8 +287,8 @@ class PredictorService:
                 ]
                 self._models = {model.name: model for model in self._models_by_index}
             elif specs != tuple(model.spec for model in self._models_by_index):
-                # A file of the model was replaced while we serve: answers must not depend on who
-                # computes them.
+                # A file of the model was replaced meanwhile. Answers must not depend on which
+                # predictor computes them.
                 logger.error("%s loaded other models than those that are served", predictor)
                 predictor.process.kill()
                 return
@@ -312,7 +308,7 @@ class PredictorService:
             state = self._predictors.pop(predictor, None)
             if state is not None:
                 self._free = [free for free in self._free if free is not state]
-                # It computed the first of its batches; the second only lay there.
+                # It was computing the first of its batches; the second was only queued there.
                 for index, batch in reversed(list(enumerate(state.batches.values()))):
                     ended += self._try_elsewhere(batch, is_suspect=index == 0)
             elif not self._predictors:
@@ -352,7 +348,7 @@ class PredictorService:
     # With the lock held.
 
     def _dispatch(self, now: float) -> None:
-        """Give free predictors what is due, and have the timer look when the next batch is."""
+        """Send due batches to free predictors; wake the timer if the next is due sooner."""
         while self._free and (taken := self._queue.take(now)) is not None:
             key, parts = taken
             parts = [part for part in parts if part.item.begin(now)]
@@ -378,7 +374,7 @@ class PredictorService:
             part.item.in_flight += 1
         if not state.may_send_ahead or len(state.batches) > 1:
             self._free.remove(state)
-        with contextlib.suppress(OSError):  # gone: the thread that receives from it will find out
+        with contextlib.suppress(OSError):  # it is gone: its receiving thread will notice
             self._share_arenas(state, parts)
             state.predictor.channel.send(MessageKind.RUN, encode_run(_run(self._batches, batch)))
 
@@ -390,11 +386,11 @@ class PredictorService:
                 if arena.id not in state.arenas:
                     state.predictor.channel.send_arena(arena.id, arena.fd)
                     state.arenas.add(arena.id)
-                    # Not before this request gave back its slices: no predictor needs it then.
+                    # Called once this request has released its slices: no predictor needs it then.
                     arena.call_at_close(state.forget)
 
     def _refuse(self, batch: _Batch, text: str) -> _Ended:
-        """Of several requests one alone may be what the model cannot compute: try each."""
+        """Handle a batch that the model refused: try each request alone, one may be the reason."""
         if len({id(part.item) for part in batch.parts}) > 1:
             self._put_back_alone(batch)
             return []
@@ -404,7 +400,7 @@ class PredictorService:
         return [(pending, BadRequest(f"model {batch.model.name}: {text}"))]
 
     def _try_elsewhere(self, batch: _Batch, *, is_suspect: bool) -> _Ended:
-        """After its predictor died: each request by itself, since one may have been the reason."""
+        """Queue the requests of a dead predictor, each alone: one may be the reason."""
         ended: _Ended = []
         for part in batch.parts:
             part.item.in_flight -= 1
@@ -416,12 +412,12 @@ class PredictorService:
             elif pending.deaths >= _DEATHS:
                 error = TeacherFailed(
                     f"model {batch.model.name}: {pending.deaths} predictors ended while they "
-                    "computed this request; the teacher's log says how: memory that ran out, or "
-                    "a value that the model cannot take",
+                    "computed this request; the teacher's log has the reason: it ran out of "
+                    "memory, or the model cannot take one of the values",
                     tries=pending.deaths,
                 )
             elif pending.is_over:
-                error = None  # it has its end; only its memory is to be given back
+                error = None  # it is answered already; only its memory must be released
             else:
                 continue
             pending.is_over = True
@@ -439,7 +435,7 @@ class PredictorService:
     def _allocate_outputs(
         self, state: _PredictorState, batch: _Batch, numbers: Sequence[int]
     ) -> _Ended:
-        """Tell a predictor where outputs go whose shapes nobody knew before."""
+        """Allocate memory for outputs whose shapes were unknown; tell the predictor where."""
         shapes = decode_shapes(numbers)
         batch.model.learn(batch.parts[0].item.shapes_key, shapes)
         failed: dict[int, tuple[PendingRequest, DistillError]] = {}
@@ -459,14 +455,14 @@ class PredictorService:
             state.predictor.channel.send(MessageKind.WRITE, encode_addresses(numbers[0], rows))
         return list(failed.values())
 
-    # Without it.
+    # Without the lock.
 
     def _end_all(self, ended: _Ended) -> None:
         for pending, error in ended:
             self._end(pending, error)
 
     def _end(self, pending: PendingRequest, error: DistillError | None) -> None:
-        """Answer or fail a request, once; free what it holds once no predictor works on it."""
+        """Answer or fail a request, once; release its memory when no predictor works on it."""
         with self._lock:
             is_first = not pending.is_settled
             pending.is_settled = pending.is_over = True
@@ -500,7 +496,7 @@ class PredictorService:
                 self._done.notify_all()
 
     def _keep_time(self) -> None:
-        """Look at the queue when a batch becomes due though it is not full; end what hangs."""
+        """Dispatch batches that are due but not full, and kill predictors that hang."""
         with self._due:
             while not self._is_closed:
                 now = time.monotonic()
@@ -513,9 +509,9 @@ class PredictorService:
                 self._due.wait(None if never else max(0.0, self._wakes_at - now))
 
     def _end_hung_predictors(self, now: float) -> float:
-        """Kill those that are silent for too long; return when to look again.
+        """Kill predictors that are silent for too long; return when to check again.
 
-        What they computed goes to others as if they had died by themselves.
+        Their batches go to others, as if they had died by themselves.
         """
         look_again = float("inf")
         for state in self._predictors.values():
@@ -555,7 +551,7 @@ def _run(number: int, batch: _Batch) -> RunMessage:
     first = parts[0].item
     shapes: tuple[Shape | None, ...] = (None,) * len(model.spec.outputs)
     expected = first.output_shapes
-    # Of requests that arrived before and after the shapes were learned, not all have memory.
+    # Requests that arrived before the shapes were learned have no memory for their outputs yet.
     has_addresses = expected is not None and all(
         part.item.output_shapes == expected for part in parts
     )
@@ -582,7 +578,7 @@ def _run(number: int, batch: _Batch) -> RunMessage:
 
 
 def _outcome(model: str, error: BaseException) -> tuple[str, str]:
-    """Return model and outcome as the metrics count them; names that clients make up are none."""
+    """Return model and outcome for the metrics. Unknown model names are not counted by name."""
     if isinstance(error, ModelNotFound):
         return "", "refused"
     return model, "busy" if isinstance(error, TransientFailure) else "refused"

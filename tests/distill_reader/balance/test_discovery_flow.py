@@ -12,6 +12,8 @@ from tests.distill_reader.balance.local_discovery import (
 )
 from tests.support import wait_until
 
+pytestmark = pytest.mark.full  # students wait until they are moved
+
 
 @pytest.fixture(params=["memory", "redis"])
 def servers(request, run) -> list[LocalDiscovery]:

@@ -357,12 +357,12 @@ class ServingGrpcTeacher:
         self._pool.shutdown()
 
 
-def slowly(answer: Answer, event: threading.Event) -> Answer:
-    """Return `answer` for everything but inferences: these wait for the event."""
+def slowly(answer: Answer, wait: Callable[[], object]) -> Answer:
+    """Call `wait` before each inference is answered."""
 
-    def wait(method: str, path: str, headers: Mapping[str, str], body: bytes) -> Reply:
+    def answer_later(method: str, path: str, headers: Mapping[str, str], body: bytes) -> Reply:
         if "infer" in path:
-            event.wait(30)
+            wait()
         return answer(method, path, headers, body)
 
-    return wait
+    return answer_later

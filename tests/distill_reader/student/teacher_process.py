@@ -10,9 +10,8 @@ from pathlib import Path
 
 from distill_reader.errors import DistillError
 from distill_reader.student.clients.connect import connect
-from tests.support import free_port, wait_until
+from tests.support import ROOT, free_port, wait_until
 
-ROOT = Path(__file__).resolve().parents[3]
 _BACKENDS = "tests.distill_reader.teacher.toy_backends"
 
 

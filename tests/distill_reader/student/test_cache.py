@@ -19,7 +19,8 @@ from distill_reader import DistillReader
 from distill_reader.errors import BadRequest, NoTeacher, UsageError
 from distill_reader.model.specs import ModelSpec, TensorSpec
 from tests.distill_reader.student.fake_teachers import SPEC, FakeTeacher, Teachers
-from tests.distill_reader.student.teacher_process import ROOT, TeacherProcess
+from tests.distill_reader.student.teacher_process import TeacherProcess
+from tests.support import ROOT
 
 V1, V2 = replace(SPEC, digest="one"), replace(SPEC, digest="two")
 Make = Callable[..., DistillReader]

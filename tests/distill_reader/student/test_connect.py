@@ -15,8 +15,9 @@ import pytest
 from distill_reader.errors import DistillError, ModelNotFound, TeacherGone, UsageError
 from distill_reader.student.clients import connect as connect_module
 from distill_reader.student.clients.client import TeacherClient
-from distill_reader.student.clients.connect import connect, forget, read_token
+from distill_reader.student.clients.connect import connect, forget
 from distill_reader.student.clients.endpoints import Target, parse_endpoint
+from distill_reader.tokens import read_student_token
 from tests.distill_reader.student.foreign_teachers import (
     HttpTeacher,
     OipGrpcTeacher,
@@ -86,14 +87,14 @@ def test_model_and_protocol_may_be_given_apart():
 def test_the_token_is_read_from_a_file_or_the_environment(tmp_path):
     file = tmp_path / "token"
     file.write_text("from-file\n")
-    assert read_token({}) == ""
-    assert read_token({"EDL_TEACHER_TOKEN": "plain"}) == "plain"
+    assert read_student_token({}) == ""
+    assert read_student_token({"EDL_TEACHER_TOKEN": "plain"}) == "plain"
     assert (
-        read_token({"EDL_TEACHER_TOKEN": "plain", "EDL_TEACHER_TOKEN_FILE": str(file)})
+        read_student_token({"EDL_TEACHER_TOKEN": "plain", "EDL_TEACHER_TOKEN_FILE": str(file)})
         == "from-file"
     )
-    with pytest.raises(UsageError, match=r"EDL_TEACHER_TOKEN_FILE: .*/missing"):
-        read_token({"EDL_TEACHER_TOKEN_FILE": str(tmp_path / "missing")})
+    with pytest.raises(UsageError, match=r"EDL_TEACHER_TOKEN_FILE .*/missing"):
+        read_student_token({"EDL_TEACHER_TOKEN_FILE": str(tmp_path / "missing")})
 
 
 # --- finding out

@@ -83,9 +83,8 @@ def reader(monkeypatch) -> Iterator[DistillReader]:
     for name in [name for name in os.environ if name.startswith("PADDLE_DISTILL")]:
         monkeypatch.delenv(name)
     made = DistillReader(["image", None], ["double"])
+    monkeypatch.setattr(dynamic, "LINGER_S", 0.0)
     yield made
-    if made._services[""].dynamic._student is not None:
-        made._services[""].dynamic._student.stop()
     wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("edl-")])
 
 
@@ -172,7 +171,10 @@ def test_if_all_that_discovery_has_refuse_the_consumer_hears_why(
         next(results)
 
 
-def test_between_two_epochs_it_stays_a_student_and_keeps_its_teachers(discovery, reader, run):
+def test_between_two_epochs_it_stays_a_student_and_keeps_its_teachers(
+    discovery, reader, run, monkeypatch
+):
+    monkeypatch.setattr(dynamic, "LINGER_S", 60.0)
     for _ in range(2):
         run(Registered, discovery.endpoint)
     wait_until(lambda: len(discovery.teachers()) == 2)
@@ -183,6 +185,8 @@ def test_between_two_epochs_it_stays_a_student_and_keeps_its_teachers(discovery,
     (links,) = discovery.links().values()
     assert len(links) == 2
     assert discovery.server.balancer.students == 1
+    monkeypatch.setattr(dynamic, "LINGER_S", 0.0)
+    assert len(list(reader())) == 3
 
 
 def test_services_that_are_combined_can_be_discovered(discovery, reader, run):
@@ -194,14 +198,11 @@ def test_services_that_are_combined_can_be_discovered(discovery, reader, run):
     }
     reader.set_teachers_combined(services, weights={"found": 3}, of="logits")
     reader.set_batch_generator((np.full((4, 2, 3), i, np.float32), i) for i in range(50))
-    try:
-        take(reader(), 50)
-    finally:
-        reader._services["found"].dynamic._student.stop()
+    take(reader(), 50)
 
 
 def test_behind_the_last_epoch_it_leaves_after_a_while(discovery, reader, run, monkeypatch):
-    monkeypatch.setattr(reader._services[""].dynamic, "_linger_s", 0.05)
+    monkeypatch.setattr(dynamic, "LINGER_S", 0.05)
     run(Registered, discovery.endpoint)
     reader.set_dynamic_teacher(discovery.endpoint, "svc")
     reader.set_batch_generator([(np.ones((4, 2, 3), np.float32), 0)])
@@ -264,9 +265,11 @@ def test_the_environment_has_the_last_word(discovery, reader, run, monkeypatch):
     monkeypatch.setenv("PADDLE_DISTILL_MAX_TEACHER", "3")
     reader.set_fixed_teacher("10.255.255.1:1")
     reader.set_batch_generator([(np.ones((4, 2, 3), np.float32), 0)])
-    assert len(list(reader())) == 1
+    results = reader()
+    next(results)
     (student,) = discovery.server.balancer.view.services["svc"].students.values()
     assert student.require == 3
+    assert not list(results)
 
 
 def test_the_servers_hear_how_it_is_fed(discovery, reader, run, monkeypatch):
@@ -280,8 +283,8 @@ def test_the_servers_hear_how_it_is_fed(discovery, reader, run, monkeypatch):
     def reported() -> list[Student]:
         nonlocal at
         at = take(results, 1, at)
-        own = discovery.server.balancer._own.values()
-        return [each.student for each in own if each.student.measured]
+        known = discovery.server.balancer.view.services.get("svc")
+        return [each for each in known.students.values() if each.measured] if known else []
 
     wait_until(reported)
     (student,) = reported()
@@ -294,11 +297,18 @@ def test_the_servers_hear_how_it_is_fed(discovery, reader, run, monkeypatch):
     assert 0 < measured.busy_share <= 1
 
 
-def test_a_copy_for_another_process_is_a_student_of_its_own():
+def test_a_copy_for_another_process_is_a_student_of_its_own(discovery, monkeypatch):
+    monkeypatch.setattr(dynamic, "LINGER_S", 0.0)
     teachers = dynamic.DynamicTeachers(Meter())
-    teachers.source(("127.0.0.1:1",), "svc", 1)
+    sources = [teachers.source((discovery.endpoint,), "svc", 1)]
     copy = pickle.loads(pickle.dumps(teachers))
-    assert copy._student is None
+    sources.append(copy.source((discovery.endpoint,), "svc", 1))
+    for source in sources:
+        source.start(lambda _: None)
+    wait_until(lambda: discovery.server.balancer.students == 2)
+    for source in sources:
+        source.stop()
+    wait_until(lambda: not discovery.server.balancer.students)
 
 
 def test_the_password_of_a_redis_is_not_printed(reader, capsys):

@@ -7,8 +7,9 @@ import pytest
 
 from job_server.api.wire import JobSpec
 from tests.distill_reader.student.teacher_process import TeacherProcess
-from tests.e2e.cluster import ROOT, Cluster
+from tests.e2e.cluster import Cluster
 from tests.e2e.test_chaos import finish_and_check
+from tests.support import ROOT
 
 pytest.importorskip("paddle", reason="trains with Paddle")
 

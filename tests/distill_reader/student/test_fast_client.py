@@ -311,7 +311,7 @@ def test_a_model_is_chosen_by_name_where_there_are_several(start):
     client.close()
     with pytest.raises(ModelNotFound, match=r"several models are served, .*: sums, other"):
         dial(teacher)
-    with pytest.raises(ModelNotFound, match="no model 'nope' here; served are: sums, other"):
+    with pytest.raises(ModelNotFound, match="no model 'nope' is served here; there is sums, other"):
         dial(teacher, model="nope")
 
 

@@ -33,7 +33,6 @@ from tests.distill_reader.student.foreign_teachers import (
     slowly,
 )
 from tests.distill_reader.student.local_teacher import SPEC, sums
-from tests.support import wait_until
 
 SERVING_SPEC = ModelSpec(  # as a client prototxt has it: axes of open length are left out
     name="sums",
@@ -314,16 +313,23 @@ def test_the_most_samples_of_a_request_are_what_the_models_configuration_says(ru
 
 @pytest.fixture
 def waiting(run):
-    """Opens a client of a teacher whose inferences wait; ends the waiting after the test."""
-    event = threading.Event()
+    """Opens a client of a teacher whose inferences wait; ends the waiting after the test.
 
-    def open_client(scheme: str) -> TeacherClient:
+    The event that it returns is set as soon as the teacher has an inference to answer.
+    """
+    asked, event = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        asked.set()
+        event.wait(30)
+
+    def open_client(scheme: str) -> tuple[TeacherClient, threading.Event]:
         answers: dict[str, Answer] = {"http": answer_oip, "serving": answer_serving}
         if scheme == "grpc":
-            teacher = run(OipGrpcTeacher(before=lambda _context: event.wait(30)))
+            teacher = run(OipGrpcTeacher(before=lambda _context: wait()))
         else:
-            teacher = run(HttpTeacher(slowly(answers[scheme], event)))
-        return connect(f"{scheme}://{teacher.endpoint}")
+            teacher = run(HttpTeacher(slowly(answers[scheme], wait)))
+        return connect(f"{scheme}://{teacher.endpoint}"), asked
 
     yield open_client
     event.set()
@@ -331,7 +337,7 @@ def waiting(run):
 
 @pytest.mark.parametrize("scheme", ["grpc", "http", "serving"])
 def test_no_answer_in_time_closes_the_connection(waiting, scheme):
-    client = waiting(scheme)
+    client, _ = waiting(scheme)
     with pytest.raises(TeacherTimeout, match=r"no answer within 0\.2 s"):
         client.predict(feeds(2), ["total"], timeout_s=0.2)
     with pytest.raises(TeacherGone, match="closed"):
@@ -340,7 +346,7 @@ def test_no_answer_in_time_closes_the_connection(waiting, scheme):
 
 @pytest.mark.parametrize("scheme", ["grpc", "http", "serving"])
 def test_closing_from_another_thread_ends_a_predict_that_waits(waiting, scheme):
-    client = waiting(scheme)
+    client, asked = waiting(scheme)
     errors: list[DistillError] = []
 
     def ask() -> None:
@@ -351,7 +357,7 @@ def test_closing_from_another_thread_ends_a_predict_that_waits(waiting, scheme):
 
     thread = threading.Thread(target=ask)
     thread.start()
-    wait_until(lambda: client._line._line._is_in_use)
+    assert asked.wait(10)
     client.close()
     thread.join(10)
     assert [type(error) for error in errors] == [TeacherGone]

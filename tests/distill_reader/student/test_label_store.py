@@ -20,8 +20,7 @@ from distill_reader.student.cache import label_space
 from distill_reader.student.cache.label_store import Inputs, LabelStore
 from distill_reader.student.labels.labels import ServedOutput
 from tests.distill_reader.student.cache_writer import CLASSES, IDENTITY, add, check
-from tests.distill_reader.student.teacher_process import ROOT
-from tests.support import wait_until
+from tests.support import ROOT, wait_until
 
 ROW_BYTES = 4 * CLASSES + 8 + 24
 

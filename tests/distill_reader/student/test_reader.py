@@ -21,8 +21,8 @@ from distill_reader import DistillReader
 from distill_reader.errors import BadRequest, NoTeacher, ReaderError, UsageError
 from distill_reader.model.specs import ModelSpec, TensorSpec
 from tests.distill_reader.student.fake_teachers import FakeTeacher, Teachers
-from tests.distill_reader.student.teacher_process import ROOT, TeacherProcess
-from tests.support import wait_until
+from tests.distill_reader.student.teacher_process import TeacherProcess
+from tests.support import ROOT, wait_until
 
 SHAPE = (2, 3)
 

@@ -182,7 +182,7 @@ def test_what_is_not_there_is_said(served, method, path, status, text):
     [
         ({"inputs": []}, "tensor x: is missing"),
         ({"outputs": [{"name": "z"}]}, "no output 'z'; it has y, m"),
-        ({"outputs": [{"name": "y"}, {"name": "y"}]}, "wanted twice"),
+        ({"outputs": [{"name": "y"}, {"name": "y"}]}, "named twice"),
         (
             {"inputs": [{"name": "x", "datatype": "FP64", "shape": [1, 1], "data": [1]}]},
             "tensor x: expected float32, got float64",

@@ -14,6 +14,8 @@ from distill_reader.teacher.predictor.encodings import Encoder
 from distill_reader.teacher.service.requests import InferRequest
 from distill_reader.teacher.service.service import PredictorService, ServiceConfig
 
+pytestmark = pytest.mark.full  # its predictors are processes
+
 TOYS = "tests.distill_reader.teacher.toy_backends"
 WAIT_S = 60.0
 WHOLE = ("logits", "probs", "batch")

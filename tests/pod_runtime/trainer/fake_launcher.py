@@ -15,16 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from job_server.api.wire import (
-    Order,
-    PlanPod,
-    RestoreFrom,
-    SlotKind,
-    SnapshotRef,
-    StagePlan,
-    Way,
-    encode,
-)
+from job_server.api.codec import encode
+from job_server.api.wire import Order, PlanPod, RestoreFrom, SlotKind, SnapshotRef, StagePlan, Way
 from pod_runtime.env import PodEnv, trainer_environment
 from pod_runtime.segment_header import read_newest, read_slots
 from pod_runtime.shim_wire import LineSocket

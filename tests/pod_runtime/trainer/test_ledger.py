@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from job_server.api.wire import decode, encode
+from job_server.api.codec import decode, encode
 from pod_runtime.trainer.progress.batches import Ids, permutation
 from pod_runtime.trainer.progress.drawn import hash_samples
 from pod_runtime.trainer.progress.ledger import Ledger, LedgerFile, Row, StageEntry, read_lines

@@ -1,0 +1,79 @@
+"""The job, the time and the log lines that the functions of one step hand to each other. Pure."""
+
+from dataclasses import replace
+from enum import Enum
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from job_server.api.wire import DesiredState
+from job_server.cluster.placement import Cluster
+
+
+class Goal(Enum):
+    """What a job is to do next."""
+
+    RUN = "run"
+    PAUSE = "pause"
+    STOP = "stop"
+    FAIL = "fail"  # a budget is used up: what is in memory is written first
+
+
+class SteppedJob(Protocol):
+    """A job of either type."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def pods(self) -> tuple[Any, ...]: ...
+
+    @property
+    def progress(self) -> Any: ...
+
+
+J = TypeVar("J", bound=SteppedJob)
+
+
+class StepWork(Generic[J]):
+    """One call of a state machine's `step` at work."""
+
+    def __init__(self, job: J, now: float, cluster: Cluster) -> None:
+        self.job = job
+        self.now = now
+        self.cluster = cluster
+        self.notes: list[str] = []
+        self.reason = ""  # the newest note that also describes the job's present state
+
+    def set(self, **changes: Any) -> None:
+        self.job = replace(self.job, **changes)
+
+    def progress(self, **changes: Any) -> None:
+        self.set(progress=replace(self.job.progress, **changes))
+
+    def note(self, text: str, *, lasting: bool = True) -> None:
+        """Add a line to the log of the job's life.
+
+        Args:
+            lasting: the job's status shows it too, as the reason of its present state.
+        """
+        self.notes.append(text)
+        if lasting:
+            self.reason = text
+
+    def set_pod(self, pod: Any) -> None:
+        self.set(pods=tuple(pod if p.pod_id == pod.pod_id else p for p in self.job.pods))
+
+    def drop_pod(self, pod_id: str) -> None:
+        """Forget a pod: no process of it is left."""
+        self.set(
+            pods=tuple(pod for pod in self.job.pods if pod.pod_id != pod_id),
+            progress=self.job.progress.without_pod(pod_id),
+        )
+
+    def release(self, pod_id: str, *, hold: bool = False) -> None:
+        """Let a pod go: its client stops it and confirms.
+
+        Args:
+            hold: its shim stays, with the snapshot in it.
+        """
+        for pod in self.job.pods:
+            if pod.pod_id == pod_id and not pod.released:
+                self.set_pod(replace(pod, desired=DesiredState.HOLD if hold else None))

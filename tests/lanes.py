@@ -1,0 +1,85 @@
+"""The fast lane: tests that start no process and load no framework.
+
+    pytest -m fast          a test gets this marker here, by what its module imports
+    pytest                  the full run
+    pytest -m slow          the long forms
+
+A module is fast if neither it nor the helpers that it imports from `tests` import a framework, or
+what starts processes. Where that cannot be seen, or where tests take seconds, the module or the
+test is marked `full`. A fast test that starts a process all the same fails.
+"""
+
+import ast
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import ROOT
+
+FRAMEWORKS = frozenset({"paddle", "torch"})
+_PROCESSES = frozenset({"subprocess", "multiprocessing"})
+_FIXTURES = frozenset({"paddle_folder", "redis_server"})  # which do either
+_EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
+
+
+def is_fast_module(path: Path) -> bool:
+    """Whether a module of tests imports nothing that starts processes, and no framework."""
+    return _reached(path).isdisjoint(FRAMEWORKS | _PROCESSES)
+
+
+def is_fast_test(item: pytest.Item) -> bool:
+    marked = item.get_closest_marker("full") or item.get_closest_marker("slow")
+    fixtures = getattr(item, "fixturenames", ())
+    return not marked and _FIXTURES.isdisjoint(fixtures) and is_fast_module(item.path)
+
+
+@functools.cache
+def _reached(path: Path) -> frozenset[str]:
+    """Return the top-level names of all that a module imports, itself or through `tests`."""
+    found: set[str] = set()
+    waiting, seen = [path], {path}
+    while waiting:
+        for name in _imports(waiting.pop()):
+            found.add(name.split(".")[0])
+            helper = (ROOT / name.replace(".", "/")).with_suffix(".py")
+            if name.startswith("tests.") and helper.is_file() and helper not in seen:
+                seen.add(helper)
+                waiting.append(helper)
+    return frozenset(found)
+
+
+@functools.cache
+def _imports(path: Path) -> frozenset[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Assign | ast.Expr) and isinstance(node.value, ast.Call):
+            found |= {framework for framework in FRAMEWORKS if _skips_without(node, framework)}
+    return frozenset(found)
+
+
+def _skips_without(node: ast.Assign | ast.Expr, framework: str) -> bool:
+    """Whether a statement on a module's own level is `pytest.importorskip(framework)`."""
+    is_own = getattr(node, "col_offset", 0) == 0
+    return is_own and f"importorskip('{framework}'" in ast.unparse(node)
+
+
+class Watch:
+    """Notes each process that is started and each framework that is imported, by whatever code."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        sys.addaudithook(self._on_event)  # for the rest of this process
+
+    def _on_event(self, event: str, args: tuple[Any, ...]) -> None:
+        if event in _EVENTS:
+            self.seen.append(f"starts a process: {args[0] if args else event}")
+        elif event == "import" and args[0] in FRAMEWORKS and args[0] not in sys.modules:
+            self.seen.append(f"imports {args[0]}")

@@ -15,6 +15,7 @@ from benchmarks.elastic_networks import make_network
 from benchmarks.elastic_task import EPOCH_STEPS, PARAMETERS, TASKS, Task, make_data, parser
 from benchmarks.stamp_files import Stamper
 from pod_runtime import elastic
+from pod_runtime.trainer.loop.loop import current_stage
 from pod_runtime.trainer.membership.state_manager import StateManager
 
 
@@ -77,12 +78,13 @@ def main() -> None:
             for images, labels in step:
                 step.backward(F.cross_entropy(model(images), labels))
             step.update()
-            if not step.is_warmup:
+            current = current_stage()
+            if current is not None and not step.is_warmup:
                 stamper.note(
                     step.number + 1,
                     rank=loop.rank,
                     world=loop.world_size,
-                    stage=loop._progress.stage,  # it may change within one process
+                    stage=current.progress.stage,  # it may change within one process
                     stood_s=stood.total_s,
                 )
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from pod_runtime.env import TrainerEnv
 from pod_runtime.trainer.data.readers import FedReader, InlineReader
-from pod_runtime.trainer.loop.loop import Loop
+from pod_runtime.trainer.loop.stage_steps import StageSteps, TrainingStep
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "resnet50"
 OUT = Path(os.environ["EDL_BENCHMARK_OUT"])
@@ -40,17 +40,19 @@ def timed_take(take: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def noted_commit(commit: Callable[[Loop], None]) -> Callable[[Loop], None]:
+def noted_commit(
+    commit: Callable[[StageSteps, TrainingStep], None],
+) -> Callable[[StageSteps, TrainingStep], None]:
     path = OUT / f"steps.{ENV.stage or 0}.{ENV.rank}.jsonl"
 
-    def run(loop: Loop) -> None:
+    def run(steps: StageSteps, step: TrainingStep) -> None:
         global waited_s
-        row = {"stage": ENV.stage or 0, "rank": ENV.rank, "world": loop.world_size}
-        row |= {"step": loop.step_count + 1, "at": time.time(), "cpu_s": time.process_time()}  # type: ignore[dict-item]
+        row = {"stage": ENV.stage or 0, "rank": ENV.rank, "world": steps.stage.member.world_size}
+        row |= {"step": step.number + 1, "at": time.time(), "cpu_s": time.process_time()}  # type: ignore[dict-item]
         with path.open("a") as file:
             file.write(json.dumps({**row, "waited_s": waited_s}) + "\n")
         waited_s = 0.0
-        commit(loop)  # may park, and never return
+        commit(steps, step)  # may park, and never return
 
     return run
 
@@ -70,7 +72,7 @@ def counted_read(read: Callable[..., Any]) -> Callable[..., Any]:
 
 FedReader.take = timed_take(FedReader.take)  # type: ignore[method-assign]
 InlineReader.take = timed_take(InlineReader.take)  # type: ignore[method-assign]
-Loop._commit = noted_commit(Loop._commit)  # type: ignore[assignment, method-assign]
+StageSteps.commit = noted_commit(StageSteps.commit)  # type: ignore[assignment, method-assign]
 sys.path.insert(0, str(EXAMPLE))
 dataset = importlib.import_module("images").Images
 dataset.__getitem__ = counted_read(dataset.__getitem__)

@@ -311,11 +311,11 @@ def read_all(train_set, world: int, workers: int) -> list[tuple[np.ndarray, np.n
         if workers:
             items = loader_items(source, order, Cursor(), adapter)
             reader = FedReader(partial(iter, items))
-        for place in order.from_cursor(Cursor()):
-            taken = reader.take(place, 60.0)
+        for shard_range in order.from_cursor(Cursor()):
+            taken = reader.take(shard_range, 60.0)
             assert taken is not None
-            images, labels = taken[0]
-            parts[place.epoch, place.step, place.shard] = (np.array(images), np.array(labels))
+            images, labels = taken.batch
+            parts[shard_range.key] = (np.array(images), np.array(labels))
         reader.close()
     batches = []
     for epoch, step in sorted({key[:2] for key in parts}):

@@ -20,7 +20,6 @@ from pod_runtime.trainer.data.worker_errors import CarryingCollate, raise_if_fai
 from pod_runtime.trainer.errors import UsageError
 from pod_runtime.trainer.frameworks.adapter import Adapter
 from pod_runtime.trainer.progress.batches import BatchPlan, Cursor, Ids, permutation
-from pod_runtime.trainer.progress.drawn import hash_samples
 from pod_runtime.trainer.progress.ledger import RunInfo
 
 _STOP_PERIOD_S = 0.1
@@ -40,6 +39,11 @@ class ShardRange:
     @property
     def samples(self) -> int:
         return self.stop - self.start
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Epoch, step and shard."""
+        return self.epoch, self.step, self.shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,16 +73,12 @@ class ShardOrder:
     def of_batch(self, epoch: int, step: int, offset: int) -> list[ShardRange]:
         """Return this rank's shards of the batch at `offset`, without empty ones."""
         start, stop = self.batches.batch(offset)
-        ranges = []
-        for shard in self.shards:
-            low, high = self.batches.shard(stop - start, shard)
-            if high > low:
-                ranges.append(
-                    ShardRange(
-                        epoch=epoch, step=step, shard=shard, start=start + low, stop=start + high
-                    )
-                )
-        return ranges
+        bounds = ((shard, *self.batches.shard(stop - start, shard)) for shard in self.shards)
+        return [
+            ShardRange(epoch=epoch, step=step, shard=shard, start=start + low, stop=start + high)
+            for shard, low, high in bounds
+            if high > low
+        ]
 
     def from_cursor(self, cursor: Cursor) -> Iterator[ShardRange]:
         """Yield all shards from the cursor to the end of the training."""
@@ -90,10 +90,10 @@ class ShardOrder:
                 step += 1
             epoch, step, offset = epoch + 1, 0, 0
 
-    def ids(self, shard_range: ShardRange) -> list[int]:
+    def ids(self, shard_range: ShardRange) -> Ids:
         """Return the sample ids of a shard; of a stream, its positions."""
         if self.run.dataset_length is None:
-            return list(range(shard_range.start, shard_range.stop))
+            return np.arange(shard_range.start, shard_range.stop, dtype=np.int64)
         order = self._permutations.get(shard_range.epoch)
         if order is None:
             order = permutation(
@@ -103,21 +103,23 @@ class ShardOrder:
             for old in [each for each in self._permutations if each < shard_range.epoch - 1]:
                 del self._permutations[old]
             self._permutations[shard_range.epoch] = order
-        found: list[int] = order[shard_range.start : shard_range.stop].tolist()
-        return found
+        return order[shard_range.start : shard_range.stop]
 
 
-class Taken(NamedTuple):
-    """A shard's batch."""
+class ShardBatch(NamedTuple):
+    """A shard that was read."""
 
+    epoch: int
+    step: int
+    shard: int
     batch: Any
-    drawn: int | None  # sum of its samples' hashes; None: what they are is not known here
+    ids: Ids | None = None  # of the samples that were read; None: not known here
 
 
 class ShardReader(Protocol):
     """What the loop takes its data from."""
 
-    def take(self, shard_range: ShardRange, timeout_s: float) -> Taken | None:
+    def take(self, shard_range: ShardRange, timeout_s: float) -> ShardBatch | None:
         """Return the batch of this shard, or None if it has not come within `timeout_s`."""
 
     def close(self) -> None:
@@ -134,23 +136,13 @@ class InlineReader:
         self._order = order
         self._collate = source.collate or adapter.collate
 
-    def take(self, shard_range: ShardRange, timeout_s: float) -> Taken | None:
+    def take(self, shard_range: ShardRange, timeout_s: float) -> ShardBatch:
         ids = self._order.ids(shard_range)
-        batch = self._collate(self._fetcher.fetch(shard_range.epoch, ids))
-        return Taken(batch, hash_samples(shard_range.epoch, ids))
+        batch = self._collate(self._fetcher.fetch(shard_range.epoch, ids.tolist()))
+        return ShardBatch(*shard_range.key, batch, ids)
 
     def close(self) -> None:
         pass
-
-
-class ShardBatch(NamedTuple):
-    """A shard on its way."""
-
-    epoch: int
-    step: int
-    shard: int
-    batch: Any
-    drawn: int | None = None  # as of `Taken`
 
 
 class FedReader:
@@ -166,12 +158,12 @@ class FedReader:
         )
         self._thread.start()
 
-    def take(self, shard_range: ShardRange, timeout_s: float) -> Taken | None:
+    def take(self, shard_range: ShardRange, timeout_s: float) -> ShardBatch | None:
         try:
             item = self._queue.get(timeout=timeout_s)
         except queue.Empty:
             return None
-        wanted = (shard_range.epoch, shard_range.step, shard_range.shard)
+        wanted = shard_range.key
         if isinstance(item, StopIteration):
             raise UsageError(
                 f"reader: it ended before (epoch, step, shard) {wanted}; it has to go on to the "
@@ -190,7 +182,7 @@ class FedReader:
                 f"reader: shard {shard_range.shard} of epoch {shard_range.epoch}, step "
                 f"{shard_range.step} has {shard_range.samples} samples, it yielded {found}"
             )
-        return Taken(item.batch, item.drawn)
+        return item
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -238,13 +230,13 @@ def loader_items(
     Args:
         on_host: leave batches in the host's memory, whatever device trains.
     """
-    sent: queue.SimpleQueue[tuple[ShardRange, int]] = queue.SimpleQueue()
+    sent: queue.SimpleQueue[tuple[ShardRange, Ids]] = queue.SimpleQueue()
 
     def batches() -> Iterator[list[Any]]:
         for shard_range in order.from_cursor(cursor):
             ids = order.ids(shard_range)
-            sent.put((shard_range, hash_samples(shard_range.epoch, ids)))
-            yield [(shard_range.epoch, sample_id) for sample_id in ids]
+            sent.put((shard_range, ids))
+            yield [(shard_range.epoch, sample_id) for sample_id in ids.tolist()]
 
     loader = adapter.loader(
         KeyedDataset(source.dataset, adapter, order.run.seed),
@@ -254,10 +246,8 @@ def loader_items(
         on_host=on_host,
     )
     return (
-        ShardBatch(
-            shard_range.epoch, shard_range.step, shard_range.shard, raise_if_failed(batch), drawn
-        )
-        for batch, (shard_range, drawn) in zip(loader, iter(sent.get, None), strict=False)
+        ShardBatch(*shard_range.key, raise_if_failed(batch), ids)
+        for batch, (shard_range, ids) in zip(loader, iter(sent.get, None), strict=False)
     )
 
 
@@ -319,17 +309,13 @@ class ShardSource:
     def __call__(self) -> Iterator[tuple[Any, ...]]:
         ranges = self._order.from_cursor(self._cursor)
         for item, shard_range in zip(self._items(), ranges, strict=False):
-            epoch, step, shard, batch, _drawn = item
+            epoch, step, shard, batch, _ids = item
             if self._note is not None:
                 self._note(item)
             fields = batch if isinstance(batch, list | tuple) else [batch]
             if self._with_ids:
-                assert (shard_range.epoch, shard_range.step, shard_range.shard) == (
-                    epoch,
-                    step,
-                    shard,
-                )
-                yield epoch, step, shard, np.array(self._order.ids(shard_range), np.int64), *fields
+                assert shard_range.key == (epoch, step, shard)
+                yield epoch, step, shard, self._order.ids(shard_range).copy(), *fields
             else:
                 yield epoch, step, shard, *fields
 
@@ -341,9 +327,7 @@ class ShardSource:
         # Whoever transforms batches on their way reads ahead of the training, in a thread.
         inline = InlineReader(self._source, self._order, self._adapter, is_ahead=True)
         for shard_range in self._order.from_cursor(self._cursor):
-            taken = inline.take(shard_range, 0.0)
-            assert taken is not None
-            yield ShardBatch(shard_range.epoch, shard_range.step, shard_range.shard, *taken)
+            yield inline.take(shard_range, 0.0)
 
     def _start_workers(self) -> Iterator[ShardBatch]:
         if threading.current_thread() is not threading.main_thread():

@@ -1,6 +1,7 @@
 """Epoch and step, as a training script sees them."""
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,9 +23,9 @@ class Epoch:
     """One pass over the data. Iterate over it once: it yields the steps that are left."""
 
     def __init__(self, find: Callable[[], EpochPosition], run: Callable[[], Any]) -> None:
-        """`find` is called when a question is first asked, and may have to wait for the answer."""
+        """`find` is called at the script's first question, and may have to wait for the answer."""
         self._find = find
-        self._position: EpochPosition | None = None  # None: nobody has asked
+        self._position: EpochPosition | None = None  # None: the script has not asked
         self._run = run
 
     def find(self) -> EpochPosition:
@@ -34,7 +35,7 @@ class Epoch:
         return self._position
 
     def moved(self, position: EpochPosition) -> None:
-        """The trainer has gone on in another stage, which may cut batches of another size."""
+        """Note that the next stage may cut batches of another size."""
         if self._position is not None:
             self._position = replace(self._position, steps=position.steps)
 
@@ -61,38 +62,55 @@ class Epoch:
         return self.steps - self.first_step
 
 
-class Step:
+class Step(ABC):
     """One global batch. Iterate over it for this rank's shards, then call `update`."""
 
+    is_warmup = False  # True: it does not count, see docs/training-scripts.md
+
     def __init__(
-        self,
-        *,
-        number: Callable[[], int],
-        index: Callable[[], int],
-        ranges: list[ShardRange],
-        samples: int,
-        ids: Callable[[ShardRange], list[int]],
-        adapter: Adapter,
-        loss: str,
-        fetch: Callable[[ShardRange], Any],
-        update: Callable[["Step"], None],
-        is_warmup: bool = False,
+        self, adapter: Adapter, ranges: Sequence[ShardRange], *, samples: int, loss: str
     ) -> None:
-        self._number, self._index = number, index
-        self.samples = samples  # of the global batch
+        """Begin a step.
+
+        Args:
+            ranges: this rank's shards.
+            samples: of the global batch.
+            loss: one of WEIGHTS.
+        """
+        self.samples = samples
         self.is_updated = False
-        self.is_warmup = is_warmup  # it does not count: docs/training-scripts.md
         self.samples_done = 0  # by this rank
-        self._ranges = ranges
-        self._ids = ids
         self._adapter = adapter
+        self._ranges = ranges
         self._loss = loss
-        self._fetch = fetch
-        self._update = update
         self._at = 0  # shards that were handed out
         self._open = False  # the newest of them is being computed
         self._shard_samples = 0
         self._weighed = 0  # shards whose loss went through `backward`
+        adapter.begin_step()
+
+    @property
+    @abstractmethod
+    def number(self) -> int:
+        """Global steps before this one, over all epochs; the same in every process."""
+
+    @property
+    @abstractmethod
+    def index(self) -> int:
+        """Steps of this epoch before this one, those before a restore included."""
+
+    @property
+    @abstractmethod
+    def sample_ids(self) -> list[int]:
+        """Ids of this rank's samples of the global batch, in order."""
+
+    @abstractmethod
+    def _read(self, shard_range: ShardRange) -> Any:
+        """Return a shard's batch as tensors."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Sum the gradients and let the optimizer step."""
 
     @property
     def is_rehearsal(self) -> bool:
@@ -100,30 +118,15 @@ class Step:
         return self.is_warmup
 
     @property
-    def number(self) -> int:
-        """Global steps before this one, over all epochs; the same in every process."""
-        return self._number()
-
-    @property
-    def index(self) -> int:
-        """Steps of this epoch before this one, those before a restore included."""
-        return self._index()
-
-    @property
-    def sample_ids(self) -> list[int]:
-        """Ids of this rank's samples of the global batch, in order."""
-        return [sample for shard_range in self._ranges for sample in self._ids(shard_range)]
-
-    @property
     def shard_samples(self) -> int | None:
-        """How many samples the shard has that is being computed; None: none is."""
+        """Samples of the shard that is being computed; None: none is."""
         return self._shard_samples if self._open else None
 
     def __iter__(self) -> Iterator[Any]:
         """Yield each of this rank's shards, collated."""
         while self._at < len(self._ranges):
             shard_range = self._ranges[self._at]
-            batch = self._fetch(shard_range)
+            batch = self._read(shard_range)
             self._at += 1
             self._shard_samples = shard_range.samples
             self._open = True
@@ -167,7 +170,7 @@ class Step:
                 "step.update(): no gradient came from this step's last shard; write "
                 "step.backward(loss) instead of loss.backward()"
             )
-        self._update(self)
+        self._finish()
         self.is_updated = True
 
     def _close_shard(self) -> None:

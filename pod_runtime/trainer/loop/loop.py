@@ -3,47 +3,30 @@
 import logging
 import os
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, ClassVar
 
 from pod_runtime.env import TrainerEnv
-from pod_runtime.trainer.data.readers import (
-    FedReader,
-    InlineReader,
-    ReadFrom,
-    ShardBatch,
-    ShardOrder,
-    ShardRange,
-    ShardReader,
-    ShardSource,
-    factory_items,
-    loader_items,
-)
+from pod_runtime.trainer.data.readers import ReadFrom, ShardSource
 from pod_runtime.trainer.data.source import make_source
 from pod_runtime.trainer.data.step import Epoch, EpochPosition, Step
-from pod_runtime.trainer.data.streams import seed_shard
-from pod_runtime.trainer.errors import PeerLost, StageChanged, StateError, UsageError
+from pod_runtime.trainer.errors import PeerLost, StageChanged, UsageError
 from pod_runtime.trainer.frameworks.adapter import Adapter
+from pod_runtime.trainer.frameworks.choose import make_adapter
 from pod_runtime.trainer.loop.evaluation import Fn, evaluate
-from pod_runtime.trainer.loop.warmup import warmup_step
+from pod_runtime.trainer.loop.script_changes import ScriptChanges
+from pod_runtime.trainer.loop.stage_steps import StageSteps, first_names
+from pod_runtime.trainer.loop.warmup import WarmupStep
 from pod_runtime.trainer.membership.link import StageStart
 from pod_runtime.trainer.membership.settings import LoopSettings
 from pod_runtime.trainer.membership.stage import StageJoiner, TrainerStage
 from pod_runtime.trainer.membership.termination import on_sigterm
-from pod_runtime.trainer.progress.agreement import ExchangeResult
-from pod_runtime.trainer.progress.batches import rank_shards
-from pod_runtime.trainer.progress.drawn import add
 from pod_runtime.trainer.progress.scaling import Policy
 
 logger = logging.getLogger(__name__)
 
-_WAIT_S = 0.05  # how long a rank waits for data before it looks after its launcher
 _SIZES = re.compile(r"shape|dimension|\bsizes?\b|\blength|InvalidArgument|broadcast", re.I)
-_SMOOTHING = 0.1  # weight of the newest step in the mean step time
-_FIRST_STEPS = 3  # after each of which the script is checked; later, where the state is read
 
 
 class Loop:
@@ -52,7 +35,7 @@ class Loop:
     _newest: ClassVar["Loop | None"] = None  # None: this process has not made any
     # Also of one whose making failed:
     _finished = False
-    _stage: TrainerStage | None = None  # None: prepared beside an older stage, which trains on
+    _steps: StageSteps | None = None  # None: prepared while an older stage trains
     _open_step: Step | None = None  # None: between two steps
 
     def __init__(
@@ -141,31 +124,15 @@ class Loop:
                 "steps_per_epoch: a reader without a dataset needs it; it says when an epoch ends"
             )
         self._reader_factory = reader
-        self._reader: ShardReader | None = None  # None: nothing has been read yet
-        self._open_step = None
-        self._drawn: int | None = 0  # this step, by this rank: sum of hashes; None: not known
-        # What `shards` has drawn for the script's own reader, by (epoch, step, shard). Another one
-        # for each reader: the one before may still read ahead.
-        self._drawn_ahead: dict[tuple[int, int, int], int | None] = {}
-        self._step_s = 0.0  # smoothed; 0: no step yet
-        self._verdict: ExchangeResult | None = None  # of the newest exchange; None: there was none
-        self._evaluated_at = -1  # version of the progress at the last evaluation
-        self._finished = False
         self._stop_asked = False
-        self._is_warming_up = False
-        self._is_restored = False  # and the script has not come to where the state goes on
-        self._watches_modes = False
-        self._modes: dict[str, bool] = {}  # that the body of the epoch set before the state came
-        self._has_set_more = False  # and not only these
         self._is_noted = False  # what the model is like before the first step
         self._epoch: Epoch | None = None  # None: none was asked for
-        self._stage = None
         env = TrainerEnv.read(os.environ)
         self._joiner = StageJoiner(
             settings,
             self._source,
             env,
-            make_adapter=lambda header_size: _paddle_adapter(
+            make_adapter=lambda header_size: make_adapter(
                 model,
                 optimizer,
                 header_size=header_size,
@@ -176,81 +143,51 @@ class Loop:
             ),
         )
         self._adapter: Adapter = self._joiner.adapter
+        self._changes = ScriptChanges(self._adapter)
         if not self._joiner.overlaps:
             self._enter()
 
-    def _enter(self) -> TrainerStage:
+    def _enter(self) -> StageSteps:
         """Become a member of the stage, if that has not happened yet; may wait for its commit."""
-        if self._stage is None:
-            self._note_modes()
-            self._adopt(self._joiner.enter())
-            self._is_restored = self._progress.cursor.global_step > 0
+        if self._steps is None:
+            self._changes.note()
+            steps = self._adopt(self._joiner.enter())
+            self._changes.state_loaded(steps.cursor)
             if self._epoch is not None:
-                self._begin_amid_body()
+                self._changes.state_loaded_in_body(steps.cursor)
             if not self._is_warming_up:
                 self._joiner.settled()
             if self._epoch is not None:
                 self._epoch.find()  # before any of its steps is made
-        assert self._stage is not None
-        return self._stage
+        assert self._steps is not None
+        return self._steps
 
-    # A state from between two epochs goes on with the body of the next one, any other with the
-    # steps that are left. What the script does to the plain part of the state before that point
-    # is undone there: a new process comes by lines that others have behind them.
-
-    def _go_on(self, *, with_steps: bool) -> None:
-        """The script has come to the body of an epoch, or to its steps."""
-        if self._is_restored and with_steps == (self._progress.cursor.step > 0):
-            self._is_restored = False
-            self._adapter.load_again()
-
-    def _note_modes(self) -> None:
-        if self._watches_modes:
-            self._watches_modes = False
-            self._modes, self._has_set_more = self._adapter.watched()
-
-    def _begin_amid_body(self) -> None:
-        """The state has just been loaded, and the body of its epoch has begun before that."""
-        if self._progress.cursor.step:
-            return
-        if self._has_set_more and self._progress.cursor.global_step:
-            raise StateError(
-                f"before its first step, epoch {self._progress.cursor.epoch} has set the learning "
-                f"rate, a scheduler, flags or options, and the state that it begins from has come "
-                f"after that; the prepared trainers are started again without preparation"
-            )
-        self._is_restored = False
-        self._adapter.set_modes(self._modes)
-
-    def _adopt(self, stage: TrainerStage) -> None:
-        self._stage, self._progress, self._member = stage, stage.progress, stage.member
-        batches = stage.progress.batches
-        self._order = ShardOrder(
-            stage.progress.run,
-            batches,
-            rank_shards(self.rank, self.world_size, batches.shards),
+    def _adopt(self, stage: TrainerStage) -> StageSteps:
+        self._steps = StageSteps(
+            stage, self._source, loss=self._settings.loss, factory=self._reader_factory
         )
-        self._committed_at = time.monotonic()
-        self._evaluated_at = -1
         unowned = self._adapter.unowned()
         if unowned and self.rank == 0 and stage.progress.cursor.global_step == 0:
             logger.warning(
                 "no optimizer has %s: not trained; freeze what shall stay as it is "
                 "(stop_gradient = True), or give it to the optimizer",
-                _few(unowned),
+                first_names(unowned),
             )
         if stage.link is not None:
             on_sigterm(stage.member.end_soon, stage.member.end_if_waiting)
+        return self._steps
 
     def _move(self, start: StageStart) -> None:
-        """Go on in the next stage, amid this script: the launcher has committed it."""
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
-        self._adopt(self._joiner.move(self._enter(), start))
-        self._step_s = 0.0
+        """Go on in the next stage, in the middle of this script: the launcher has committed it."""
+        steps = self._enter()
+        steps.feed.close()
+        self._adopt(self._joiner.move(steps.stage, start))
         if self._epoch is not None:
             self._epoch.moved(self._find_epoch())
+
+    @property
+    def _is_warming_up(self) -> bool:
+        return self._open_step is not None and self._open_step.is_warmup
 
     # --- what a script asks
 
@@ -265,20 +202,20 @@ class Loop:
     @property
     def step_count(self) -> int:
         """Global steps committed since the training began."""
-        return self._enter().progress.cursor.global_step
+        return self._enter().cursor.global_step
 
     @property
     def epoch(self) -> int:
         """The epoch that training is in, from 0 on; an epoch is over when the next is asked for."""
-        return self._enter().progress.cursor.epoch
+        return self._enter().cursor.epoch
 
     @property
     def shards_per_batch(self) -> int:
         """V: into how many shards a global batch is cut."""
-        return self._enter().progress.batches.shards
+        return self._enter().stage.progress.batches.shards
 
     def epochs(self) -> Iterator[Epoch]:
-        """Yield the epochs that are left; an interrupted one goes on amid its steps.
+        """Yield the epochs that are left; an interrupted one goes on with the steps it still has.
 
         An epoch is committed, with a checkpoint, when the next one is asked for. That at the end
         of the training is written again and again until it is there.
@@ -286,17 +223,16 @@ class Loop:
         Raises:
             UsageError: an epoch was left before its last step.
         """
-        while self._stage is None or not self._progress.is_finished:
-            epoch = self._epoch = Epoch(self._find_epoch, self._steps)
-            if self._stage is not None:
-                epoch.find()
-                self._go_on(with_steps=False)
+        while self._steps is None or not self._steps.stage.progress.is_finished:
+            epoch = self._epoch = Epoch(self._find_epoch, self._run_epoch)
+            if self._steps is None:
+                self._changes.watch()
             else:
-                self._watches_modes = True
-                self._adapter.watch()
+                epoch.find()
+                self._changes.body_reached(self._steps.cursor)
             yield epoch
-            progress = self._enter().progress
-            if progress.is_finished:  # as it was when this stage began, and it had a warm-up step
+            progress = self._enter().stage.progress
+            if progress.is_finished:  # it was when this stage began, and there was a warm-up step
                 break
             if not progress.epoch_is_over:
                 raise UsageError(
@@ -305,13 +241,16 @@ class Loop:
                     f"the training after this epoch)"
                 )
             with self._surviving():
-                stop, request = self._member.end_epoch(self._stop_asked)
-                progress.commit_epoch()
-                if stop:
-                    progress.stop()
-                self._enter().state_manager.after_epoch(request)
+                self._end_epoch(self._enter().stage)
         with self._surviving():
             self._finish()
+
+    def _end_epoch(self, stage: TrainerStage) -> None:
+        stop, request = stage.member.end_epoch(self._stop_asked)
+        stage.progress.commit_epoch()
+        if stop:
+            stage.progress.stop()
+        stage.state_manager.after_epoch(request)
 
     def stop(self) -> None:
         """End the training after this epoch, for early stopping; do not leave the loop by `break`.
@@ -354,25 +293,26 @@ class Loop:
                 except StageChanged as change:
                     self._move(change.start)
                 else:
-                    self._evaluated_at = self._progress.version
+                    steps = self._enter()
+                    steps.evaluated_at = steps.stage.progress.version
                     return found
 
     def log(self, **metrics: float) -> None:
         """Show these numbers with the job's progress; those of rank 0 count."""
         if self._is_warming_up:
             return
-        link = self._enter().link
+        steps = self._enter()
         values = {name: self._adapter.to_float(value) for name, value in metrics.items()}
         if self.rank == 0:
             logger.info(
                 "epoch %d, step %d: %s",
-                self._progress.cursor.epoch,
-                self.step_count,
+                steps.cursor.epoch,
+                steps.cursor.global_step,
                 ", ".join(f"{name} {value:.6g}" for name, value in values.items()),
             )
-        if link is not None:
-            link.set_metrics(values)
-            self._tell_step(at_once=True)
+        if steps.stage.link is not None:
+            steps.stage.link.set_metrics(values)
+            steps.report(at_once=True)
 
     def shards(self, dataset: Any, *, with_ids: bool = False) -> ShardSource:
         """Return this rank's shards of `dataset` from the cursor on, for a reader of one's own.
@@ -397,83 +337,31 @@ class Loop:
                 f"shards: the dataset has {source.length} samples, the training set "
                 f"{self._source.length}, or they are others; pass the same to Loop as train_set"
             )
-        cursor = self._enter().progress.cursor
-        return ShardSource(
-            source,
-            self._order,
-            cursor,
-            self._adapter,
-            with_ids=with_ids,
-            note=partial(_note, self._drawn_ahead) if self._reader_factory is not None else None,
-        )
+        return self._enter().feed.shards(source, with_ids=with_ids)
 
     # --- steps
 
     def _find_epoch(self) -> EpochPosition:
-        progress = self._enter().progress
+        progress = self._enter().stage.progress
         cursor = progress.cursor
         left = 0 if progress.is_finished else progress.batches.steps_left(cursor.offset)
         return EpochPosition(number=cursor.epoch, first_step=cursor.step, steps=cursor.step + left)
 
-    def _make_warmup_step(self) -> Step | None:
-        if self._reader_factory is not None:  # it may make more of the samples than they are
-            return None
-        return warmup_step(
-            self._adapter,
-            self._source,
-            shards=self._joiner.shards,
-            seed=self._settings.seed,
-            loss=self._settings.loss,
-            number=lambda: self._enter().progress.cursor.global_step,
-            index=lambda: self._enter().progress.cursor.step,
-            is_over=lambda: self._stage is not None,
-        )
-
-    def _warm_up(self) -> Iterator[Step]:
-        """Yield one step that does not count, while an older stage trains; then enter this one."""
-        step = self._make_warmup_step()
-        if step is not None:
-            self._open_step, self._is_warming_up = step, True
-            yield step
-            self._open_step, self._is_warming_up = None, False
-        if self._stage is None:
-            self._enter()
-        else:
-            self._joiner.load_again()  # what the rest of the body did to the state is undone
-            self._begin_amid_body()
-        self._joiner.settled()
-        self._committed_at = time.monotonic()
-
-    def _steps(self) -> Iterator[Step]:
+    def _run_epoch(self) -> Iterator[Step]:
         if self._open_step is not None:
             raise UsageError("epoch: iterated over twice; use one `for step in epoch:`")
         if not self._is_noted:
             self._is_noted = True
             self._adapter.news()
-        if self._stage is None:
-            self._note_modes()
+        if self._steps is None:
+            self._changes.note()
             yield from self._warm_up()
+            self._changes.steps_reached_with_state()
         else:
-            self._go_on(with_steps=True)
-        self._is_restored = False
-        adapter = self._adapter
-        while not self._progress.is_finished and not self._progress.epoch_is_over:
-            progress = self._progress  # another one where the trainer has moved
-            cursor = progress.cursor
-            start, stop = progress.batches.batch(cursor.offset)
-            step = self._open_step = Step(
-                number=partial(int, cursor.global_step),
-                index=partial(int, cursor.step),
-                ranges=self._order.of_batch(cursor.epoch, cursor.step, cursor.offset),
-                samples=stop - start,
-                ids=self._order.ids,
-                adapter=adapter,
-                loss=self._settings.loss,
-                fetch=self._fetch,
-                update=self._update,
-            )
-            self._drawn = 0
-            adapter.begin_step()
+            self._changes.steps_reached(self._steps.cursor)
+        steps = self._enter()
+        while not (steps.stage.progress.is_finished or steps.stage.progress.epoch_is_over):
+            step = self._open_step = steps.begin()
             yield step
             if not step.is_updated:
                 raise UsageError(
@@ -482,152 +370,78 @@ class Loop:
                 )
             self._open_step = None
             with self._surviving():
-                self._commit()
+                try:
+                    steps.commit(step)
+                except StageChanged as change:
+                    self._move(change.start)
+            steps = self._enter()  # other ones where the trainer has moved
 
-    def _fetch(self, shard_range: ShardRange) -> Any:
-        if self._reader is None:
-            self._reader = self._start_reader()
-        taken = self._reader.take(shard_range, _WAIT_S)
-        while taken is None:
-            with self._surviving():
-                self._member.wait_for_data()
-            taken = self._reader.take(shard_range, _WAIT_S)
-        self._member.have_data()
-        drawn = self._drawn_ahead.pop(
-            (shard_range.epoch, shard_range.step, shard_range.shard), taken.drawn
-        )
-        self._drawn = add(self._drawn, drawn)
-        seed_shard(
-            self._adapter,
-            self._progress.run.seed,
-            shard_range.epoch,
-            shard_range.step,
-            shard_range.shard,
-        )
-        return self._adapter.to_batch(taken.batch)
-
-    def _update(self, step: Step) -> None:
-        with self._surviving():
-            verdict = self._member.exchange(step.samples_done, self._drawn)
-            self._verdict = verdict
-            if verdict.samples != step.samples:
-                raise UsageError(
-                    f"step {step.number}: {verdict.samples} samples were computed, its batch has "
-                    f"{step.samples}; all trainers must run the same script over the same data"
-                )
-            self._adapter.apply(
-                filled_shards=self._progress.batches.filled_shards(step.samples),
-                lr_factor=self._progress.scaling.lr_factor(step.number),
+    def _warm_up(self) -> Iterator[Step]:
+        """Yield one step that does not count, while an older stage trains; then enter this one."""
+        is_known = self._source.dataset is not None and self._source.length is not None
+        # A reader of the script's own may make more of the samples than they are.
+        if is_known and self._reader_factory is None:
+            self._open_step = WarmupStep(
+                self._adapter,
+                self._source,
+                shards=self._joiner.shards,
+                seed=self._settings.seed,
+                loss=self._settings.loss,
+                enter=lambda: self._enter().cursor,
+                is_over=lambda: self._steps is not None,
             )
-
-    def _commit(self) -> None:
-        assert self._verdict is not None
-        self._progress.commit_step(self._verdict.drawn)
-        if (
-            self._verdict.request.snapshot
-            or self._progress.epoch_is_over
-            or self._progress.cursor.global_step <= _FIRST_STEPS
-        ):
-            self._check_script()
-        now = time.monotonic()
-        took = now - self._committed_at
-        self._committed_at = now
-        self._step_s = took if not self._step_s else (
-            (1 - _SMOOTHING) * self._step_s + _SMOOTHING * took
-        )  # fmt: skip
-        self._tell_step(at_once=False)  # before a snapshot, which may take longer the first time
-        self._enter().state_manager.after_step(self._step_s, self._verdict.request)
-        if self._verdict.cut:
-            try:
-                self._member.park()
-            except StageChanged as change:
-                self._move(change.start)
-            self._committed_at = time.monotonic()
-
-    def _check_script(self) -> None:
-        self._adapter.check_unowned()
-        news = self._adapter.news()
-        if news and self.rank == 0:
-            logger.warning(
-                "changed since the first step, and no state can carry it: %s. A trainer that is "
-                "started anew builds model and optimizer without that; do it before the loop",
-                _few(news),
-            )
+            yield self._open_step
+            self._open_step = None
+        if self._steps is None:
+            self._enter()
+        else:
+            self._joiner.load_again()  # what the rest of the body did to the state is undone
+            self._changes.state_loaded_in_body(self._steps.cursor)
+        self._joiner.settled()
+        self._enter().restart_clock()
 
     def _meet_between_steps(self) -> None:
         # Within a step the update is made and not committed: no state to put away. The cut waits.
         if self._open_step is None:
             # A trainer that comes new into the stage begins with the first evaluation after the
             # last committed step; so must those who move.
-            self._member.meet(may_move=self._evaluated_at != self._progress.version)
-
-    def _tell_step(self, *, at_once: bool) -> None:
-        link = self._enter().link
-        if link is not None:
-            link.tell_step(
-                step=self._progress.cursor.global_step,
-                epoch=self._progress.cursor.epoch,
-                total_steps=self._progress.total_steps,
-                step_s=self._step_s,
-                at_once=at_once,
-            )
-
-    def _start_reader(self) -> ShardReader:
-        cursor, order, source = self._progress.cursor, self._order, self._source
-        if self._reader_factory is not None:
-            factory = self._reader_factory
-            self._drawn_ahead = {}
-            where = ReadFrom(
-                epoch=cursor.epoch,
-                step=cursor.step,
-                offset=cursor.offset,
-                global_step=cursor.global_step,
-                rank=self.rank,
-                world_size=self.world_size,
-                first_shard=order.shards.start,
-                stop_shard=order.shards.stop,
-                micro_batch=order.batches.micro_batch,
-            )
-            made = factory(where)  # here, not in the thread: it may start worker processes
-            return FedReader(lambda: factory_items(made))
-        if source.num_workers > 0:
-            items = loader_items(source, order, cursor, self._adapter)
-            return FedReader(lambda: items)
-        return InlineReader(source, order, self._adapter)
+            steps = self._enter()
+            may_move = steps.evaluated_at != steps.stage.progress.version
+            steps.stage.member.meet(may_move=may_move)
 
     # --- the end
 
     def _finish(self) -> None:
-        """Have the final checkpoint on disk, and say that the training is done."""
+        """Have the final checkpoint on disk, and report that the training is done."""
         if self._finished:
             return
-        if self._reader is not None:
-            self._reader.close()
-        stage = self._enter()
-        while not stage.is_saved:
+        steps = self._enter()
+        steps.feed.close()
+        while not steps.stage.is_saved:
             try:
-                self._member.write_final()
+                steps.stage.member.write_final()
             except StageChanged as change:
                 self._move(change.start)
-                stage = self._enter()
+                steps = self._enter()
             else:
                 break
         self._joiner.close()
         self._finished = True
+        stage = steps.stage
         stage.state_manager.note_account()
-        self._progress.note_done()
+        stage.progress.note_done()
         if stage.link is not None:
-            stage.link.say("done", step=self.step_count)
+            stage.link.say("done", step=stage.progress.cursor.global_step)
 
     def _let_go(self) -> None:
         """Close what this loop has open, as the script begins another one."""
-        if self._reader is not None:
-            self._reader.close()
-        if self._stage is not None:
-            self._stage.state_manager.close()
-            self._stage.progress.close()
-            if self._stage.link is not None:
-                self._stage.link.close()
+        if self._steps is not None:
+            self._steps.feed.close()
+            stage = self._steps.stage
+            stage.state_manager.close()
+            stage.progress.close()
+            if stage.link is not None:
+                stage.link.close()
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
@@ -636,36 +450,24 @@ class Loop:
             yield
         except PeerLost as error:
             step = self._open_step
-            self._member.end_after_peer_lost(
+            self._enter().stage.member.end_after_peer_lost(
                 error, state_is_committed=step is None or not step.is_updated
             )
 
 
-def _few(names: list[str]) -> str:
-    """Return the first names, and how many more there are."""
-    text = ", ".join(names[:3])
-    return text if len(names) <= 3 else f"{text} and {len(names) - 3} more"
+# --- what others ask in this process: `trainer_main`, when the script has raised
 
 
-def _note(drawn: dict[tuple[int, int, int], int | None], item: ShardBatch) -> None:
-    drawn[item[:3]] = item.drawn
-
-
-def _paddle_adapter(*args: Any, **kwargs: Any) -> Adapter:
-    from pod_runtime.trainer.frameworks.paddle.adapter import PaddleAdapter
-
-    return PaddleAdapter(*args, **kwargs)
-
-
-# --- what `trainer_main` asks when the script has raised
+def current_stage() -> TrainerStage | None:
+    """Return the stage that this process is in; None: it is in none."""
+    loop = Loop._newest
+    return None if loop is None or loop._steps is None else loop._steps.stage
 
 
 def committed_step() -> int | None:
     """Return how many steps are committed; None: this process is in no stage."""
-    loop = Loop._newest
-    if loop is None or loop._stage is None:
-        return None
-    return loop._stage.progress.cursor.global_step
+    stage = current_stage()
+    return None if stage is None else stage.progress.cursor.global_step
 
 
 def explain_error(error: BaseException) -> str:

@@ -1,9 +1,9 @@
-"""One step on a few samples before a stage begins: what is slow the first time is done by then.
+"""The warm-up step: run the loop's body once before a stage begins, so that its first step is fast.
 
-The trainers of a stage that is prepared beside an older one have time, and no state yet. Their
-script runs the body of its loop once on the first samples of the data: forward and backward pass
-and the optimizer find their memory and their kernels. Nothing of it counts: the state is loaded
-afterwards. Nothing in it waits for another rank, so that each may end it whenever its script asks
+The trainers of a stage that is prepared while an older one trains have time, and no state yet.
+Their script runs the body of its loop once on the first samples of the data: forward and backward
+pass and the optimizer find their memory and their kernels. Nothing of it counts: the state is
+loaded afterwards. No rank waits for another in it, so each may end it as soon as its script asks
 for something that only the real stage knows.
 """
 
@@ -16,60 +16,69 @@ from pod_runtime.trainer.data.step import Step
 from pod_runtime.trainer.data.streams import KeyedDataset, SampleFetcher
 from pod_runtime.trainer.data.worker_errors import CarryingCollate, raise_if_failed
 from pod_runtime.trainer.frameworks.adapter import Adapter
+from pod_runtime.trainer.progress.batches import Cursor
 
 
-def warmup_step(
-    adapter: Adapter,
-    source: DataSource,
-    *,
-    shards: int,
-    seed: int,
-    loss: str,
-    number: Callable[[], int],
-    index: Callable[[], int],
-    is_over: Callable[[], bool],
-) -> Step | None:
-    """Return a step over one shard that only this rank makes; None for data without indices.
+class WarmupStep(Step):
+    """A step over one shard that this rank makes alone."""
 
-    Args:
-        shards: V, as far as it is known.
-        number, index: asked by the script; each ends the warm-up step.
-        is_over: whether the real state has come: the update is then left out.
-    """
-    if source.dataset is None or source.length is None:
-        return None
-    samples = min(source.length, -(-source.batch_size // shards))
-    shard_range = ShardRange(epoch=0, step=0, shard=0, start=0, stop=samples)
+    is_warmup = True
 
-    def fetch(_place: ShardRange) -> Any:
-        return adapter.to_batch(_read(adapter, source, samples, seed))
+    def __init__(
+        self,
+        adapter: Adapter,
+        source: DataSource,
+        *,
+        shards: int,
+        seed: int,
+        loss: str,
+        enter: Callable[[], Cursor],
+        is_over: Callable[[], bool],
+    ) -> None:
+        """Begin a warm-up step.
 
-    def update(_step: Step) -> None:
-        if not is_over():
-            adapter.apply(filled_shards=1, lr_factor=1.0)
+        Args:
+            source: has a map-style dataset.
+            shards: V, as far as it is known.
+            enter: waits for the real stage, and returns where that begins.
+            is_over: whether the real state has come: the update is then left out.
+        """
+        assert source.length is not None
+        samples = min(source.length, -(-source.batch_size // shards))
+        first = ShardRange(epoch=0, step=0, shard=0, start=0, stop=samples)
+        super().__init__(adapter, [first], samples=samples, loss=loss)
+        self._source, self._seed = source, seed
+        self._enter, self._is_over = enter, is_over
 
-    adapter.begin_step()
-    return Step(
-        number=number,
-        index=index,
-        ranges=[shard_range],
-        samples=samples,
-        ids=lambda _place: [],  # none of them counts
-        adapter=adapter,
-        loss=loss,
-        fetch=fetch,
-        update=update,
-        is_warmup=True,
-    )
+    @property
+    def number(self) -> int:
+        return self._enter().global_step
+
+    @property
+    def index(self) -> int:
+        return self._enter().step
+
+    @property
+    def sample_ids(self) -> list[int]:
+        """None: no sample of this step counts."""
+        return []
+
+    def _read(self, shard_range: ShardRange) -> Any:
+        samples = range(shard_range.samples)
+        return self._adapter.to_batch(_read(self._adapter, self._source, samples, self._seed))
+
+    def _finish(self) -> None:
+        if not self._is_over():
+            self._adapter.apply(filled_shards=1, lr_factor=1.0)
 
 
-def _read(adapter: Adapter, source: DataSource, samples: int, seed: int) -> Any:
+def _read(adapter: Adapter, source: DataSource, samples: range, seed: int) -> Any:
     if source.num_workers == 0:
         collate = source.collate or adapter.collate
-        return collate(SampleFetcher(source.dataset, adapter, seed).fetch(0, range(samples)))
+        return collate(SampleFetcher(source.dataset, adapter, seed).fetch(0, samples))
     # In a worker: a dataset may keep a file open from its first sample on, which must not happen
     # in this process, from which the workers of the real stage are forked.
-    wanted: Iterator[list[Any]] = iter([[(0, sample) for sample in range(samples)]])
+    wanted: Iterator[list[Any]] = iter([[(0, sample) for sample in samples]])
     loader = adapter.loader(
         KeyedDataset(source.dataset, adapter, seed),
         wanted,

@@ -1,10 +1,12 @@
-"""States for tests that need no framework."""
+"""States for tests that need no framework, and the state of a loop in this process."""
 
 from dataclasses import replace
 
 import numpy as np
 
 from pod_runtime.trainer.layout import make_layout
+from pod_runtime.trainer.loop.loop import current_stage
+from pod_runtime.trainer.membership.stage import TrainerStage
 from pod_runtime.trainer.progress.batches import Cursor
 from pod_runtime.trainer.progress.ledger import RunInfo
 from pod_runtime.trainer.progress.loop_status import LoopStatus
@@ -40,3 +42,15 @@ def make_host_state(*, stage: int = 1, step: int = 0, fill: float = 0.0) -> Host
         layout=layout,
         data=memoryview(data),
     )
+
+
+def this_stage() -> TrainerStage:
+    """Return the stage that the newest loop of this process is in."""
+    stage = current_stage()
+    assert stage is not None
+    return stage
+
+
+def finish_writing() -> None:
+    """Wait for the checkpoint that this process is writing."""
+    this_stage().state_manager.finish_writing()

@@ -21,7 +21,7 @@ from pod_runtime.trainer.loop.loop import committed_step, explain_error
 from pod_runtime.trainer.progress.batches import permutation
 from pod_runtime.verify import main as verify
 from tests.pod_runtime.trainer.fake_launcher import SCRIPTS
-from tests.support import wait_until
+from tests.pod_runtime.trainer.states import finish_writing, this_stage
 
 DATA = [np.full(3, i, "float32") / 10 for i in range(20)]
 
@@ -162,10 +162,7 @@ def test_a_disk_that_is_full_to_the_end_costs_a_training_nothing(
                     step.backward((model(batch) ** 2).mean())
                 step.update()
             if epoch.number == 10:
-                state_manager = (
-                    loop._enter().state_manager
-                )  # one that is written now would make room behind it
-                wait_until(lambda: not state_manager.is_writing)  # noqa: B023  called at once
+                finish_writing()  # what is written now would make room behind it
                 fill(disk / "filler")
             loop.log(epoch=epoch.number)
             if epoch.number == 39:
@@ -174,7 +171,7 @@ def test_a_disk_that_is_full_to_the_end_costs_a_training_nothing(
         assert "ledger.jsonl cannot be written: No space left on device" in caplog.text
         assert "not written: No space left on device" in caplog.text
         assert free.times == 1
-        loop._let_go()
+        this_stage().progress.close()
         for folder in ("run", "ckpt"):
             assert verify([str(disk / folder)]) == 0
         assert capsys.readouterr().out.count("epochs 0-39: each of 20 samples") == 2
@@ -213,7 +210,7 @@ def test_a_training_that_was_left_goes_on_as_if_it_had_not_been(tmp_path, caplog
         loop, model = make(checkpoint=path, save_steps=1)
         starts.append(loop.step_count)
         assert train(loop, model, stop_at=stop_at) == read[starts[-1] : stop_at]
-        loop._stage.state_manager.finish_writing()
+        finish_writing()
     assert 0 == starts[0] < starts[1] < starts[2] <= 7
     assert model.weight.numpy().tobytes() == whole_model.weight.numpy().tobytes()
     assert verify([path]) == 0
@@ -480,7 +477,7 @@ def test_a_reader_of_a_stream_is_asked_for_as_many_steps_as_was_said(tmp_path):
                 done += 1
             if stop_at is not None and step.number == stop_at:
                 break
-        loop._stage.state_manager.finish_writing()
+        finish_writing()
         assert done == (stop_at or 6) - starts[-1]
     assert 0 == starts[0] < starts[1] <= 5
     assert [where.global_step for where in asked] == starts

@@ -16,6 +16,7 @@ from pod_runtime import elastic
 from pod_runtime.trainer.frameworks.paddle.adapter import PaddleAdapter
 from pod_runtime.trainer.frameworks.paddle.traits import Traits
 from pod_runtime.trainer.membership.stage import StageJoiner
+from tests.pod_runtime.trainer.states import finish_writing
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:When training, we now always track"),
@@ -250,7 +251,7 @@ def test_what_a_layer_says_of_a_tensor_that_no_state_has_is_not_carried_without_
                 for batch in step:
                     step.backward(model(batch).mean())
                 step.update()
-                loop._enter().state_manager.finish_writing()
+                finish_writing()
                 if step.number == stop_after:
                     return []
         return [float(each.sum()) for each in model.parameters()]
@@ -311,8 +312,7 @@ class Script:
             self.body(model, optimizer, epoch.number if self.asks else -1)
             for step in epoch:
                 if not step.is_warmup:
-                    assert loop._stage is not None
-                    loop._stage.state_manager.finish_writing()  # so that each state is written
+                    finish_writing()  # so that each state is written
                     if step.number == stop_at:
                         return loop
                     self.seen[step.number] = [*seen(model, optimizer), optimizer.get_lr()]

@@ -9,7 +9,8 @@ import pytest
 from pod_runtime.processes import descendants
 from pod_runtime.trainer.data.source import make_source
 from pod_runtime.trainer.data.step import Step
-from pod_runtime.trainer.loop.warmup import warmup_step
+from pod_runtime.trainer.loop.warmup import WarmupStep
+from pod_runtime.trainer.progress.batches import Cursor
 
 paddle = pytest.importorskip("paddle")
 
@@ -34,7 +35,7 @@ def step_of(dataset: Numbers) -> Step:
 
     model = paddle.nn.Linear(2, 2)
     optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
-    step = warmup_step(
+    return WarmupStep(
         PaddleAdapter(model, optimizer, header_size=4),
         make_source(
             dataset,
@@ -48,12 +49,9 @@ def step_of(dataset: Numbers) -> Step:
         shards=2,
         seed=0,
         loss="mean",
-        number=lambda: 0,
-        index=lambda: 0,
+        enter=Cursor,
         is_over=lambda: False,
     )
-    assert step is not None
-    return step
 
 
 def children() -> set[int]:

@@ -106,7 +106,7 @@ def test_the_loop_gets_the_error_of_a_real_worker_after_the_batches_before_it():
         for shard_range, first in zip(ranges[:2], (0, 2), strict=True):
             taken = reader.take(shard_range, 30.0)
             assert taken is not None
-            assert taken[0][1].tolist() == [first, first + 1]
+            assert taken.batch[1].tolist() == [first, first + 1]
         with pytest.raises(BrokenError, match=r"^sample 5 is broken$"):
             reader.take(ranges[2], 30.0)
     finally:

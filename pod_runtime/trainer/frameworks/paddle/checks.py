@@ -165,7 +165,8 @@ class GradientMarks:
         self._parameters = list(parameters)
         sizes = [ITEM_BYTES[dtype_name(each)] * math.prod(each.shape) for each in parameters]
         self._sizes = [min(size, _SAMPLE_BYTES) if on_host else 0 for size in sizes]
-        self._marks: list[tuple[int, Any]] = []  # (place, mark)
+        self._marks: list[tuple[int, Any]] = []  # (index of the parameter, mark)
+        self._first = 0  # index of a parameter that had a gradient last time
         self._noted = 0  # times that it was for an update
 
     def note(self, *, for_update: bool) -> None:
@@ -183,10 +184,10 @@ class GradientMarks:
             self._marks = [(index, self._mark(index)) for index in indices]
             return
         self._marks = []
-        for index in range(count):
+        for index in (self._first, *range(count)):
             mark = self._mark(index)
             if mark is not None:
-                self._marks = [(index, mark)]
+                self._first, self._marks = index, [(index, mark)]
                 return
 
     def forget(self) -> None:

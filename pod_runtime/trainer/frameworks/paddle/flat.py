@@ -1,7 +1,7 @@
 """Many Paddle tensors as one flat one: what gradients and buffers travel in.
 
 On the host bytes are moved by address, which costs a microsecond per tensor; on a device the
-framework's own concatenation and assignment keep everything there.
+framework's own concatenation and assignment keep everything there. No copy records gradients.
 """
 
 import ctypes
@@ -67,10 +67,9 @@ class HostFlat:
             if tensor is None:
                 self.array[offset : offset + size] = 0
                 continue
-            if not is_native:
-                tensor = tensor.astype(self.dtype)
-            if not tensor.is_contiguous():
-                tensor = tensor.contiguous()
+            if not (is_native and tensor.is_contiguous()):
+                with paddle.no_grad():
+                    tensor = tensor.astype(self.dtype).contiguous()
             if size:
                 move(base + offset * item, tensor.data_ptr(), size * item)
 
@@ -83,8 +82,7 @@ class HostFlat:
             if is_native and tensor.is_contiguous():
                 move(tensor.data_ptr(), base + offset * item, size * item)
             else:
-                piece = self.tensor[offset : offset + size].reshape(tensor.shape)
-                paddle.assign(_converted(piece, dtype_name(tensor)), tensor)
+                _assign(self.tensor[offset : offset + size], tensor)
 
     def write(self, offset: int, values: Any) -> None:
         """Write consecutive elements (numbers, an array, or another flat's `values`)."""
@@ -105,6 +103,7 @@ class DeviceFlat:
         self.dtype = dtype
         self.tensor = paddle.zeros([max(size, 1)], dtype)
 
+    @paddle.no_grad()  # type: ignore[untyped-decorator]
     def gather(self, tensors: Sequence[Any | None], slices: Sequence[Slice]) -> None:
         parts = []
         for tensor, (offset, size, _is_native) in zip(tensors, slices, strict=True):
@@ -117,9 +116,9 @@ class DeviceFlat:
     def scatter(self, tensors: Sequence[Any | None], slices: Sequence[Slice]) -> None:
         for tensor, (offset, size, _is_native) in zip(tensors, slices, strict=True):
             if tensor is not None and size:
-                piece = self.tensor[offset : offset + size].reshape(tensor.shape)
-                paddle.assign(_converted(piece, dtype_name(tensor)), tensor)
+                _assign(self.tensor[offset : offset + size], tensor)
 
+    @paddle.no_grad()  # type: ignore[untyped-decorator]
     def write(self, offset: int, values: Any) -> None:
         if not isinstance(values, paddle.Tensor):
             values = paddle.to_tensor(np.asarray(values, self.dtype))
@@ -149,7 +148,10 @@ class DeviceFlat:
 Flat = HostFlat | DeviceFlat
 
 
-def _converted(piece: Any, name: str) -> Any:
-    if name.startswith(("int", "uint", "bool")):
-        piece = paddle.round(piece)
-    return piece.astype(name)
+def _assign(piece: Any, tensor: Any) -> None:
+    """Copy a piece of a flat tensor into `tensor`, which may have another type."""
+    name = dtype_name(tensor)
+    with paddle.no_grad():
+        if name.startswith(("int", "uint", "bool")):
+            piece = paddle.round(piece)
+        paddle.assign(piece.reshape(tensor.shape).astype(name), tensor)

@@ -41,21 +41,15 @@ class ShardBuffers:
         return {start.dtype: size for _t, _p, start, _now, size in self._groups}
 
     def begin_step(self) -> None:
-        if not self._groups:
-            return
-        with paddle.no_grad():
-            for tensors, slices, start, _now, size in self._groups:
-                start.gather(tensors, slices)
-                self._changes[start.dtype] = start.values(0, size) * 0
+        for tensors, slices, start, _now, size in self._groups:
+            start.gather(tensors, slices)
+            self._changes[start.dtype] = start.values(0, size) * 0
 
     def end_shard(self) -> None:
-        if not self._groups:
-            return
-        with paddle.no_grad():
-            for tensors, slices, start, now, size in self._groups:
-                now.gather(tensors, slices)
-                self._changes[start.dtype] += now.values(0, size) - start.values(0, size)
-                start.scatter(tensors, slices)
+        for tensors, slices, start, now, size in self._groups:
+            now.gather(tensors, slices)
+            self._changes[start.dtype] += now.values(0, size) - start.values(0, size)
+            start.scatter(tensors, slices)
 
     def changes(self, dtype: str) -> Any:
         """Return the sum of the changes of this rank's shards."""
@@ -63,10 +57,9 @@ class ShardBuffers:
 
     def apply(self, changes: dict[str, Any], filled_shards: int) -> None:
         """Move the buffers by `changes` / `filled_shards`."""
-        with paddle.no_grad():
-            for tensors, slices, start, now, size in self._groups:
-                now.write(0, start.values(0, size) + changes[start.dtype] / filled_shards)
-                now.scatter(tensors, slices)
+        for tensors, slices, start, now, size in self._groups:
+            now.write(0, start.values(0, size) + changes[start.dtype] / filled_shards)
+            now.scatter(tensors, slices)
 
 
 class GradientExchange:
@@ -100,18 +93,17 @@ class GradientExchange:
         self, header: Sequence[float], contribute: bool, reduce: Callable[[Any], None]
     ) -> list[float]:
         """Sum over all ranks; return the header's sums. The local gradients stay as they are."""
-        with paddle.no_grad():
-            for position, (mine, slices, flat, front) in enumerate(self._groups):
-                gather_gradients(self.parameters, mine, slices, flat, contribute)
-                if position == 0:
-                    grads = [each.grad if contribute else None for each in self.parameters]
-                    present = [0.0 if grad is None else 1.0 for grad in grads]
-                    flat.write(0, [*header, *present])
-                changes = self._buffers.sizes().get(flat.dtype, 0)
-                if changes:
-                    mine_changed = self._buffers.changes(flat.dtype)
-                    flat.write(front, mine_changed if contribute else mine_changed * 0)
-                reduce(flat.tensor)
+        for position, (mine, slices, flat, front) in enumerate(self._groups):
+            gather_gradients(self.parameters, mine, slices, flat, contribute)
+            if position == 0:
+                grads = [each.grad if contribute else None for each in self.parameters]
+                present = [0.0 if grad is None else 1.0 for grad in grads]
+                flat.write(0, [*header, *present])
+            changes = self._buffers.sizes().get(flat.dtype, 0)
+            if changes:
+                mine_changed = self._buffers.changes(flat.dtype)
+                flat.write(front, mine_changed if contribute else mine_changed * 0)
+            reduce(flat.tensor)
         first = self._groups[0][2]
         numbers = first.numbers(0, self._header_size + len(self.parameters))
         self._presence = numbers[self._header_size :]
@@ -120,12 +112,11 @@ class GradientExchange:
     def put_back(self, filled_shards: int) -> None:
         """Replace gradients and buffers by what was summed."""
         changes = {}
-        with paddle.no_grad():
-            for mine, slices, flat, front in self._groups:
-                scatter_gradients(self.parameters, mine, slices, flat, self._presence)
-                size = self._buffers.sizes().get(flat.dtype, 0)
-                if size:
-                    changes[flat.dtype] = flat.values(front, size)
+        for mine, slices, flat, front in self._groups:
+            scatter_gradients(self.parameters, mine, slices, flat, self._presence)
+            size = self._buffers.sizes().get(flat.dtype, 0)
+            if size:
+                changes[flat.dtype] = flat.values(front, size)
         self._buffers.apply(changes, filled_shards)
 
 
@@ -137,8 +128,7 @@ def gather_gradients(
     contribute: bool,
 ) -> None:
     """Copy these parameters' gradients to their slices; zeros where there is none."""
-    with paddle.no_grad():
-        flat.gather([parameters[index].grad if contribute else None for index in indices], slices)
+    flat.gather([parameters[index].grad if contribute else None for index in indices], slices)
 
 
 def scatter_gradients(
@@ -150,16 +140,15 @@ def scatter_gradients(
 ) -> None:
     """Make what was summed these parameters' gradients; `presence` counts ranks that had one."""
     targets: list[Any | None] = []
-    with paddle.no_grad():
-        for index in indices:
-            parameter = parameters[index]
-            if presence[index] == 0:
-                targets.append(None)  # no shard used it: the optimizer leaves it alone
-                continue
-            if parameter.grad is None:
-                parameter.grad = paddle.zeros(parameter.shape, parameter.dtype)
-            targets.append(parameter.grad)
-        flat.scatter(targets, slices)
+    for index in indices:
+        parameter = parameters[index]
+        if presence[index] == 0:
+            targets.append(None)  # no shard used it: the optimizer leaves it alone
+            continue
+        if parameter.grad is None:
+            parameter.grad = paddle.zeros(parameter.shape, parameter.dtype)
+        targets.append(parameter.grad)
+    flat.scatter(targets, slices)
 
 
 def trained_parameters(model: Any, optimizer: Any) -> list[Any]:

@@ -1,0 +1,71 @@
+"""Undo what a script changes before the point where its state goes on.
+
+A state from between two epochs goes on with the body of the next one, any other with the steps that
+are left. What the script does to the plain part of the state (modes, learning rate, flags) before
+that point is undone: a new process runs lines that the others have behind them. A prepared process
+comes to the body of an epoch before it has its state. The modes that the body sets meanwhile are
+kept; if it sets more, a state that was made after these lines cannot begin there.
+"""
+
+from pod_runtime.trainer.errors import StateError
+from pod_runtime.trainer.frameworks.adapter import Adapter
+from pod_runtime.trainer.progress.batches import Cursor
+
+
+class ScriptChanges:
+    """Follows the script from the loop's making to the first step of its stage."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+        self._is_pending = False  # a state was restored, and the script is not where it goes on
+        self._watches = False
+        self._modes: dict[str, bool] = {}  # that the body of the epoch set before the state came
+        self._has_set_more = False  # and not only these
+
+    def watch(self) -> None:
+        """The body of an epoch begins, and the state is not there yet."""
+        self._watches = True
+        self._adapter.watch()
+
+    def note(self) -> None:
+        """The state comes now, or the steps begin: what was watched ends here."""
+        if self._watches:
+            self._watches = False
+            self._modes, self._has_set_more = self._adapter.watched()
+
+    def state_loaded(self, cursor: Cursor) -> None:
+        """A state was loaded that goes on at `cursor`."""
+        self._is_pending = cursor.global_step > 0
+
+    def state_loaded_in_body(self, cursor: Cursor) -> None:
+        """A state was loaded, and the body of its epoch had begun before.
+
+        Raises:
+            StateError: the body has changed more than modes.
+        """
+        if cursor.step:
+            return
+        if self._has_set_more and cursor.global_step:
+            raise StateError(
+                f"before its first step, epoch {cursor.epoch} has set the learning rate, a "
+                f"scheduler, flags or options, and the state that it begins from has come after "
+                f"that; the prepared trainers are started again without preparation"
+            )
+        self._is_pending = False
+        self._adapter.set_modes(self._modes)
+
+    def body_reached(self, cursor: Cursor) -> None:
+        """The script has come to the body of an epoch."""
+        if self._is_pending and cursor.step == 0:
+            self._is_pending = False
+            self._adapter.load_again()
+
+    def steps_reached(self, cursor: Cursor) -> None:
+        """The script has come to the steps of an epoch."""
+        if self._is_pending and cursor.step > 0:
+            self._adapter.load_again()
+        self._is_pending = False
+
+    def steps_reached_with_state(self) -> None:
+        """The script has come to the steps of an epoch, and the state was loaded there."""
+        self._is_pending = False

@@ -1,0 +1,98 @@
+"""Feed a stage's steps with this rank's shards, from the cursor on."""
+
+from collections.abc import Callable
+from typing import Any
+
+from pod_runtime.trainer.data.readers import (
+    FedReader,
+    InlineReader,
+    ReadFrom,
+    ShardBatch,
+    ShardOrder,
+    ShardRange,
+    ShardReader,
+    ShardSource,
+    factory_items,
+    loader_items,
+)
+from pod_runtime.trainer.data.source import DataSource
+from pod_runtime.trainer.errors import PeerLost
+from pod_runtime.trainer.membership.stage import TrainerStage
+from pod_runtime.trainer.progress.batches import Ids
+
+_WAIT_S = 0.05  # how long a rank waits for data before it looks after its launcher
+
+ReaderFactory = Callable[[ReadFrom], Any]
+
+
+class ShardFeed:
+    """Reads by whatever the script has given: a dataset, a loader, or a reader of its own."""
+
+    def __init__(
+        self,
+        stage: TrainerStage,
+        source: DataSource,
+        order: ShardOrder,
+        factory: ReaderFactory | None,
+    ) -> None:
+        """`factory` makes the script's own reader; None: the source is read."""
+        self._stage, self._source, self._order = stage, source, order
+        self._factory = factory
+        self._reader: ShardReader | None = None  # None: nothing has been read yet
+        # Ids of what `shards` has read for the script's own reader, by (epoch, step, shard).
+        self._ids_ahead: dict[tuple[int, int, int], Ids | None] = {}
+
+    def take(self, shard_range: ShardRange) -> ShardBatch:
+        """Return a shard's batch; parks with the other ranks while data do not come."""
+        if self._reader is None:
+            self._reader = self._start_reader()
+        found = self._reader.take(shard_range, _WAIT_S)
+        while found is None:
+            try:
+                self._stage.member.wait_for_data()
+            except PeerLost as error:
+                self._stage.member.end_after_peer_lost(error, state_is_committed=True)
+            found = self._reader.take(shard_range, _WAIT_S)
+        self._stage.member.have_data()
+        if self._ids_ahead:
+            return found._replace(ids=self._ids_ahead.pop(found[:3], found.ids))
+        return found
+
+    def shards(self, source: DataSource, *, with_ids: bool) -> ShardSource:
+        """Return this rank's shards of `source` from the cursor on, for the script's own reader."""
+        return ShardSource(
+            source,
+            self._order,
+            self._stage.progress.cursor,
+            self._stage.adapter,
+            with_ids=with_ids,
+            note=self._note_ids if self._factory is not None else None,
+        )
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+
+    def _note_ids(self, item: ShardBatch) -> None:
+        self._ids_ahead[item[:3]] = item.ids
+
+    def _start_reader(self) -> ShardReader:
+        cursor, order, source = self._stage.progress.cursor, self._order, self._source
+        if self._factory is not None:
+            where = ReadFrom(
+                epoch=cursor.epoch,
+                step=cursor.step,
+                offset=cursor.offset,
+                global_step=cursor.global_step,
+                rank=self._stage.member.rank,
+                world_size=self._stage.member.world_size,
+                first_shard=order.shards.start,
+                stop_shard=order.shards.stop,
+                micro_batch=order.batches.micro_batch,
+            )
+            made = self._factory(where)  # here, not in the thread: it may start worker processes
+            return FedReader(lambda: factory_items(made))
+        if source.num_workers > 0:
+            items = loader_items(source, order, cursor, self._stage.adapter)
+            return FedReader(lambda: items)
+        return InlineReader(source, order, self._stage.adapter)

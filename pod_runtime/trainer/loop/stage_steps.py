@@ -1,0 +1,170 @@
+"""Make and commit the steps of one stage, on this rank."""
+
+import logging
+import time
+from typing import Any
+
+import numpy as np
+
+from pod_runtime.trainer.data.readers import ShardOrder, ShardRange
+from pod_runtime.trainer.data.source import DataSource
+from pod_runtime.trainer.data.step import Step
+from pod_runtime.trainer.data.streams import seed_shard
+from pod_runtime.trainer.errors import PeerLost, UsageError
+from pod_runtime.trainer.loop.shard_feed import ReaderFactory, ShardFeed
+from pod_runtime.trainer.membership.stage import TrainerStage
+from pod_runtime.trainer.progress.agreement import ExchangeResult
+from pod_runtime.trainer.progress.batches import Cursor, Ids, rank_shards
+from pod_runtime.trainer.progress.drawn import hash_samples
+
+logger = logging.getLogger(__name__)
+
+_SMOOTHING = 0.1  # weight of the newest step in the mean step time
+_FIRST_STEPS = 3  # after each of which the script is checked; later, where the state is read
+
+
+class StageSteps:
+    """What the steps of a stage share: their order, their data, and how long they take."""
+
+    def __init__(
+        self, stage: TrainerStage, source: DataSource, *, loss: str, factory: ReaderFactory | None
+    ) -> None:
+        """`loss`, `factory`: the arguments of the loop."""
+        progress = stage.progress
+        self.stage = stage
+        self.loss = loss
+        shards = rank_shards(stage.member.rank, stage.member.world_size, progress.batches.shards)
+        self.order = ShardOrder(progress.run, progress.batches, shards)
+        self.feed = ShardFeed(stage, source, self.order, factory)
+        self.evaluated_at = -1  # version of the progress at the last evaluation
+        self._step_s = 0.0  # smoothed; 0: no step yet
+        self._committed_at = time.monotonic()
+
+    @property
+    def cursor(self) -> Cursor:
+        """Where the training stands."""
+        return self.stage.progress.cursor
+
+    def begin(self) -> "TrainingStep":
+        """Begin the step at the cursor."""
+        return TrainingStep(self)
+
+    def commit(self, step: "TrainingStep") -> None:
+        """Count an updated step; parks with the other ranks when they have agreed on a cut.
+
+        Raises:
+            StageChanged: this trainer goes on in the next stage.
+            UsageError: the script has changed what only the optimizer may.
+        """
+        assert step.result is not None
+        stage, result = self.stage, step.result
+        stage.progress.commit_step(result.drawn)
+        if (
+            result.request.snapshot
+            or stage.progress.epoch_is_over
+            or stage.progress.cursor.global_step <= _FIRST_STEPS
+        ):
+            self._check_script()
+        now = time.monotonic()
+        took = now - self._committed_at
+        self._committed_at = now
+        self._step_s += (took - self._step_s) * (_SMOOTHING if self._step_s else 1.0)
+        self.report(at_once=False)  # before a snapshot, which may take longer the first time
+        stage.state_manager.after_step(self._step_s, result.request)
+        if result.cut:
+            stage.member.park()
+            self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leave the time until now out of the next step's."""
+        self._committed_at = time.monotonic()
+
+    def report(self, *, at_once: bool) -> None:
+        """Send the progress to the launcher."""
+        link, progress = self.stage.link, self.stage.progress
+        if link is not None:
+            link.tell_step(
+                step=progress.cursor.global_step,
+                epoch=progress.cursor.epoch,
+                total_steps=progress.total_steps,
+                step_s=self._step_s,
+                at_once=at_once,
+            )
+
+    def _check_script(self) -> None:
+        adapter = self.stage.adapter
+        adapter.check_unowned()
+        news = adapter.news()
+        if news and self.stage.member.rank == 0:
+            logger.warning(
+                "changed since the first step, and no state can carry it: %s. A trainer that "
+                "starts later builds model and optimizer without that; do it before the loop",
+                first_names(news),
+            )
+
+
+class TrainingStep(Step):
+    """A step that counts: it reads its shards, and all ranks make its update together."""
+
+    def __init__(self, steps: StageSteps) -> None:
+        progress = steps.stage.progress
+        self._cursor = cursor = progress.cursor
+        start, stop = progress.batches.batch(cursor.offset)
+        super().__init__(
+            steps.stage.adapter,
+            steps.order.of_batch(cursor.epoch, cursor.step, cursor.offset),
+            samples=stop - start,
+            loss=steps.loss,
+        )
+        self.result: ExchangeResult | None = None  # None: no update was made yet
+        self._steps = steps
+        self._ids: list[Ids | None] = []  # of what was read, by shard; None: not known
+
+    @property
+    def number(self) -> int:
+        return self._cursor.global_step
+
+    @property
+    def index(self) -> int:
+        return self._cursor.step
+
+    @property
+    def sample_ids(self) -> list[int]:
+        ids = self._steps.order.ids
+        return [sample for each in self._ranges for sample in ids(each).tolist()]
+
+    def _read(self, shard_range: ShardRange) -> Any:
+        found = self._steps.feed.take(shard_range)
+        self._ids.append(found.ids)
+        seed = self._steps.stage.progress.run.seed
+        seed_shard(self._adapter, seed, *shard_range.key)
+        return self._adapter.to_batch(found.batch)
+
+    def _finish(self) -> None:
+        stage = self._steps.stage
+        try:
+            self.result = result = stage.member.exchange(self.samples_done, self._drawn())
+        except PeerLost as error:
+            stage.member.end_after_peer_lost(error, state_is_committed=True)
+        if result.samples != self.samples:
+            raise UsageError(
+                f"step {self.number}: {result.samples} samples were computed, its batch has "
+                f"{self.samples}; all trainers must run the same script over the same data"
+            )
+        self._adapter.apply(
+            filled_shards=stage.progress.batches.filled_shards(self.samples),
+            lr_factor=stage.progress.scaling.lr_factor(self.number),
+        )
+
+    def _drawn(self) -> int | None:
+        """Return the sum of the hashes of what was read; None: some of it is not known."""
+        known = [ids for ids in self._ids if ids is not None]
+        if len(known) < len(self._ids):
+            return None
+        return hash_samples(self._cursor.epoch, np.concatenate(known)) if known else 0
+
+
+def first_names(names: list[str]) -> str:
+    """Return the first names, and how many more there are."""
+    text = ", ".join(names[:3])
+    return text if len(names) <= 3 else f"{text} and {len(names) - 3} more"

@@ -10,7 +10,7 @@ from typing import Any
 # name -> (module, attribute in it; None: the module itself)
 _LAZY: dict[str, tuple[str, str | None]] = {
     "elastic": ("pod_runtime.trainer.elastic", None),
-    "TrainStatus": ("pod_runtime.trainer.epochs.train_status", "TrainStatus"),
+    "TrainStatus": ("pod_runtime.trainer.epochs.epoch_checkpoint", "TrainStatus"),
     "load_checkpoint": ("pod_runtime.trainer.epochs.epoch_checkpoint", "load_checkpoint"),
     "save_checkpoint": ("pod_runtime.trainer.epochs.epoch_checkpoint", "save_checkpoint"),
     "LocalFS": ("pod_runtime.trainer.epochs.file_systems", "LocalFS"),

@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Only now: the client's own interpreter need not have what this imports.
         from pod_runtime.trainer.state.last_save import write_state
 
-        path, spare = write_state(fd, stamp, spare=args.spare, tell=teller.written)
+        path, spare = write_state(fd, stamp, spare=args.spare, report=teller.written)
     except (PodRuntimeError, OSError, ImportError) as error:
         nothing = isinstance(error, NothingHeldError)
         teller.say(phase=SavePhase.FAILED, reason=str(error), nothing=nothing)

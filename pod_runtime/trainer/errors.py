@@ -5,9 +5,9 @@ ElasticError
 ├── StateError         a state does not fit this script, its data or its model
 ├── CheckpointError    a checkpoint could not be written or read
 │   └── InUseError     another training has the folder
-├── SnapshotError      no memory for a snapshot; training goes on without
-├── LinkError          the launcher is gone, or said something unknown
-└── PeerLost           another trainer of the stage is gone; not this one's fault
+├── SnapshotError      no memory for a snapshot; the training goes on without one
+├── LinkError          the launcher is gone, or sent something unknown
+└── PeerLost           another trainer of the stage is gone; this one is not the cause
 """
 
 from typing import Any
@@ -45,8 +45,8 @@ class LinkError(ElasticError):
     """The channel to the launcher cannot be used."""
 
 
-class StageChanged(Exception):  # noqa: N818  it goes on, as another stage
-    """This trainer has parked, and goes on as one of the next stage. Not an error of anybody."""
+class StageChanged(Exception):  # noqa: N818  not an error
+    """This trainer has parked, and goes on in the next stage. Control flow, not an error."""
 
     def __init__(self, start: Any) -> None:
         """`start`: the link's `Start`."""

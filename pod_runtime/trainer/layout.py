@@ -1,4 +1,4 @@
-"""How a state's tensors lie in one flat run of bytes. Pure."""
+"""Lay out a state's tensors in one flat run of bytes. Pure."""
 
 import hashlib
 import json
@@ -9,10 +9,10 @@ from typing import Any
 from pod_runtime.trainer.errors import StateError
 
 ALIGN = 64
-_PIECE = 4096  # a page: two writers then share none, but for the tail's first
-OF_THE_SCRIPT = "extra/"
+_PIECE = 4096  # a page, so that two writers share none but the tail's first
+SCRIPT_PREFIX = "extra/"
 
-# What a tensor's elements are called here, and their size in bytes; after numpy, plus bfloat16.
+# Types of tensors and the size of an element in bytes: numpy's names, and bfloat16.
 ITEM_BYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
@@ -37,13 +37,13 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLayout:
-    """Names, types, shapes and places of all tensors of a state."""
+    """Names, types, shapes and offsets of all tensors of a state."""
 
     specs: tuple[StateTensor, ...]
     total_bytes: int
     digest: str  # equal digests: bytes may be copied as they are
     text: str  # JSON
-    shared_bytes: int = 0  # before these, all ranks hold the same; behind, what scripts added
+    shared_bytes: int = 0  # up to here all ranks hold the same; then comes what scripts added
 
     def to_json(self) -> list[Any]:
         value: list[Any] = json.loads(self.text)
@@ -54,7 +54,7 @@ def make_layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> StateLay
     """Lay (name, dtype, shape) one after the other.
 
     Raises:
-        StateError: a type that cannot be stored, or a name that comes twice.
+        StateError: a type cannot be stored, or a name comes twice.
     """
     specs = []
     offset = 0
@@ -70,7 +70,7 @@ def make_layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> StateLay
         offset = -(-(offset + spec.size_bytes) // ALIGN) * ALIGN
     text = json.dumps([[spec.name, spec.dtype, list(spec.shape)] for spec in specs])
     digest = hashlib.sha256(text.encode()).hexdigest()
-    own = [spec.offset for spec in specs if spec.name.startswith(OF_THE_SCRIPT)]
+    own = [spec.offset for spec in specs if spec.name.startswith(SCRIPT_PREFIX)]
     return StateLayout(
         specs=tuple(specs),
         total_bytes=offset,
@@ -83,8 +83,8 @@ def make_layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> StateLay
 def split_bytes(layout: StateLayout, writers: int, index: int) -> tuple[int, int]:
     """Return the range (start, stop) that the writer `index` of a node contributes to a state.
 
-    The ranges of all writers are the whole. What belongs to the script may differ from rank to
-    rank, and a state must not be a mixture: the first writer contributes all of that.
+    The ranges of all writers together are the whole. What belongs to the script may differ between
+    ranks, and a state must not be a mixture: the first writer contributes all of that.
     """
     share = -(-layout.total_bytes // writers)
     tail = min(layout.shared_bytes, max(0, layout.total_bytes - share) // ALIGN * ALIGN)
@@ -97,10 +97,10 @@ def split_bytes(layout: StateLayout, writers: int, index: int) -> tuple[int, int
 
 
 def layout_from_json(data: object) -> StateLayout:
-    """Build what `StateLayout.to_json` made.
+    """Rebuild a layout from what `StateLayout.to_json` returned.
 
     Raises:
-        StateError: it is none.
+        StateError: it is not a layout.
     """
     if not isinstance(data, list):
         raise StateError(f"layout: expected a list, got {data!r:.60}")
@@ -115,7 +115,7 @@ def layout_from_json(data: object) -> StateLayout:
 
 
 def missing_and_surplus(stored: StateLayout, wanted: Mapping[str, tuple[int, ...]]) -> str:
-    """Say how stored tensors differ from `wanted` (name -> shape); "" if they do not."""
+    """Return how stored tensors differ from `wanted` (name -> shape); "" if they do not."""
     have = {spec.name: spec.shape for spec in stored.specs}
     parts = []
     missing = sorted(wanted.keys() - have.keys())

@@ -1,8 +1,8 @@
-"""Hand the loop this rank's shards, one after the other, from the cursor on.
+"""Read this rank's shards, one after the other, from the cursor on.
 
 InlineReader    a map-style dataset, read in this process
-FedReader       an iterator that may keep us waiting (a loader with workers, a factory of the
-                script's own), read by a thread, so that the loop can look after its peers
+FedReader       an iterator that may block (a loader with workers, a reader of the script's own),
+                read by a thread, so that the loop can look after its peers meanwhile
 """
 
 import atexit
@@ -48,7 +48,7 @@ class ShardRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadFrom:
-    """What a reader's factory is called with: the cursor, and which shards this rank computes."""
+    """The argument of a reader's factory: the cursor, and which shards this rank computes."""
 
     epoch: int
     step: int  # global batches of this epoch that are committed
@@ -62,7 +62,7 @@ class ReadFrom:
 
 
 class ShardOrder:
-    """Which shards this rank computes, in order, and which samples those are."""
+    """The shards that this rank computes, in order, and their samples."""
 
     def __init__(self, run: RunInfo, batches: BatchPlan, shards: range) -> None:
         self.run = run
@@ -117,17 +117,17 @@ class ShardBatch(NamedTuple):
 
 
 class ShardReader(Protocol):
-    """What the loop takes its data from."""
+    """Where the loop takes its data from."""
 
     def take(self, shard_range: ShardRange, timeout_s: float) -> ShardBatch | None:
         """Return the batch of this shard, or None if it has not come within `timeout_s`."""
 
     def close(self) -> None:
-        """Let go of threads and processes."""
+        """End threads and processes."""
 
 
 class InlineReader:
-    """Reads a map-style dataset when it is asked. Never keeps the loop waiting for others."""
+    """Reads a map-style dataset in the loop's own thread."""
 
     def __init__(
         self, source: DataSource, order: ShardOrder, adapter: Adapter, *, is_ahead: bool = False
@@ -146,11 +146,11 @@ class InlineReader:
 
 
 class FedReader:
-    """A thread moves what an iterator yields into a short queue."""
+    """Moves what an iterator yields into a short queue, in a thread."""
 
     def __init__(self, start: Callable[[], Iterator[ShardBatch]]) -> None:
         """`start` is called in the thread, and its iterator closed there."""
-        atexit.register(self.close)  # a thread amid the framework's code spoils a process's end
+        atexit.register(self.close)  # a thread inside framework code can hang the exit
         self._queue: queue.Queue[ShardBatch | BaseException] = queue.Queue(maxsize=2)
         self._stop = threading.Event()
         self._thread = threading.Thread(
@@ -228,7 +228,7 @@ def loader_items(
     The workers are started here: the main thread's business, as it installs signal handlers.
 
     Args:
-        on_host: leave batches in the host's memory, whatever device trains.
+        on_host: leave batches in the host's memory, whatever the training's device is.
     """
     sent: queue.SimpleQueue[tuple[ShardRange, Ids]] = queue.SimpleQueue()
 
@@ -252,7 +252,7 @@ def loader_items(
 
 
 def factory_items(items: Any) -> Iterator[ShardBatch]:
-    """Yield what the script's own reader does, with its fields as one batch."""
+    """Yield the items of the script's own reader, with its fields as one batch."""
     try:
         for item in items:
             if not isinstance(item, tuple | list) or len(item) < 4:
@@ -268,7 +268,7 @@ def factory_items(items: Any) -> Iterator[ShardBatch]:
 
 
 def _length(batch: Any) -> int | None:
-    """Return the number of samples of a batch's first field; None if that cannot be told."""
+    """Return the number of samples of a batch's first field; None: not known."""
     first = batch
     while isinstance(first, list | tuple) and first:
         first = first[0]
@@ -295,7 +295,7 @@ class ShardSource:
         with_ids: bool = False,
         note: Callable[[ShardBatch], None] | None = None,
     ) -> None:
-        """`note` is told of each item before it goes on its way."""
+        """`note` is called with each item before it is yielded."""
         self._note = note
         self._source = source
         self._order = order
@@ -324,7 +324,7 @@ class ShardSource:
             items, self._by_workers = self._by_workers, None
             yield from self._start_workers() if items is None else items
             return
-        # Whoever transforms batches on their way reads ahead of the training, in a thread.
+        # What transforms batches on their way reads ahead of the training, in a thread.
         inline = InlineReader(self._source, self._order, self._adapter, is_ahead=True)
         for shard_range in self._order.from_cursor(self._cursor):
             yield inline.take(shard_range, 0.0)

@@ -1,4 +1,4 @@
-"""Where the training's samples come from, as the script said it."""
+"""Describe where the training's samples come from: a dataset, a loader, or a stream."""
 
 import zlib
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ _WORKER_OPTIONS = ("use_shared_memory", "timeout", "worker_init_fn", "prefetch_f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
-    """Data, and how a global batch is made of it."""
+    """Data, and how global batches are made of it."""
 
     dataset: Any | None  # None: a stream, which `reader` reads
     length: int | None  # None: a stream
@@ -38,7 +38,7 @@ def make_source(
     has_reader: bool,
     name: str = "train_set",
 ) -> DataSource:
-    """Understand a dataset or a loader; what the script says itself goes before the loader's.
+    """Read a dataset or a loader; the script's own arguments have priority over the loader's.
 
     Args:
         name: of the argument, for errors.
@@ -87,8 +87,8 @@ def make_source(
 def subset_digest(dataset: Any) -> int | None:
     """Return a checksum of the indices that Paddle's subsets in `dataset` hold; None: none do.
 
-    `random_split` deals samples to them by Paddle's generator: without `paddle.seed` before it,
-    otherwise in every process.
+    `random_split` draws their samples by Paddle's generator: without `paddle.seed` before it they
+    differ between processes.
     """
     kind = _paddles(dataset)
     if kind == "Subset":
@@ -131,7 +131,7 @@ def _check_map_style(name: str, dataset: Any, what: str) -> None:
 
 
 def _take_over(name: str, loader: Any) -> dict[str, Any]:
-    """Return what a loader says, if that is all that it does."""
+    """Return the options of a loader that does nothing else."""
     for kind in type(loader).__mro__:
         if _is_paddles(kind) and kind.__name__ == "DataLoader":
             break

@@ -1,8 +1,8 @@
-"""Random numbers that belong to a sample or a shard, not to the process that draws them.
+"""Give samples and shards random numbers of their own, whichever process draws them.
 
 `random`, `numpy.random` and the framework's generators are seeded by (seed, epoch, sample) around
 `dataset[i]`, and by (seed, epoch, step, shard) before a shard's forward pass. So augmentation and
-dropout do not depend on how many trainers there are, nor on how often one was replaced.
+dropout depend neither on the number of trainers nor on how often one was replaced.
 """
 
 import logging
@@ -17,7 +17,7 @@ from pod_runtime.trainer.progress.batches import stream_key
 
 logger = logging.getLogger(__name__)
 
-_OF_SAMPLE = 1  # tells the two kinds of keys apart
+_OF_SAMPLE = 1  # keeps the two kinds of keys apart
 _OF_SHARD = 2
 _PROBE = 20
 
@@ -43,8 +43,8 @@ def seed_shard(streams: FrameworkStreams, seed: int, epoch: int, step: int, shar
 class SampleFetcher:
     """Reads samples of a map-style dataset in this process.
 
-    Seeding costs more than reading a small sample. So it is done only for datasets that draw:
-    that is found out per shard, and the first shard in which the dataset drew is read again.
+    Seeding costs more than reading a small sample, so it is done only for datasets that draw. A
+    dataset is known to draw after the first shard in which it does; that shard is read again.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class SampleFetcher:
     ) -> None:
         """
         Args:
-            is_ahead: read in a thread, ahead of a training that draws from the same streams as
-                soon as it has the first shard. So only that one is watched.
+            is_ahead: read in a thread, ahead of a training that draws from the same streams once
+                it has the first shard. So only the first shard is watched.
         """
         self._dataset = dataset
         self._streams = streams
@@ -78,7 +78,7 @@ class SampleFetcher:
             logger.info("the dataset draws random numbers: streams are keyed by sample from now on")
             if self._is_ahead:
                 logger.warning(
-                    "it does so in a thread beside the training, whose own draws (dropout) "
+                    "it does so in a thread while the training runs, whose own draws (dropout) "
                     "are therefore not the same in every run"
                 )
         samples = []

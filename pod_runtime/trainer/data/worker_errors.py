@@ -1,7 +1,7 @@
-"""Bring what goes wrong in a loader's worker to the script, as the exception that it was.
+"""Carry an exception from a loader's worker to the script.
 
-Paddle's loader raises it in a thread of its own and ends the iteration with a `SystemError` that
-names no cause, so that neither the script nor the last lines of its log would know it.
+Paddle's loader raises it in a thread of its own and ends the iteration with a `SystemError` without
+a cause, so that neither the script nor the last lines of its log would show it.
 """
 
 import pickle
@@ -14,7 +14,7 @@ import numpy as np
 
 
 class WorkerTraceback(Exception):  # noqa: N818  the `__cause__` of an error, not one itself
-    """Where in the worker the error was raised."""
+    """The traceback of the worker."""
 
     def __str__(self) -> str:
         return f"\n\n{self.args[0]}"
@@ -22,28 +22,28 @@ class WorkerTraceback(Exception):  # noqa: N818  the `__cause__` of an error, no
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Takes the place of a sample, and then of its batch."""
+    """Stands for a sample that could not be read, and then for its batch."""
 
     error: Exception
     worker_traceback: str
 
 
 def read_or_fail(read: Callable[[], Any]) -> Any:
-    """Return what `read()` returns, or the `Failed` that it came to."""
+    """Return what `read()` returns, or a `Failed` if it raises."""
     try:
         return read()
     except Exception as error:  # noqa: BLE001  raised again by `raise_if_failed`
         text = traceback.format_exc()
         try:
-            # Both ways: some exceptions are written but cannot be read again.
+            # Both ways: some exceptions can be pickled but not unpickled.
             pickle.loads(pickle.dumps(error))
-        except Exception:  # noqa: BLE001  whatever it is, the text is left
+        except Exception:  # noqa: BLE001  whatever it is, the text remains
             error = RuntimeError(f"{type(error).__name__}: {error}")
         return Failed(error, text)
 
 
 class CarryingDataset:
-    """A map-style dataset of which samples that cannot be read are `Failed`."""
+    """Wraps a map-style dataset: a sample that cannot be read is a `Failed`."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -56,7 +56,7 @@ class CarryingDataset:
 
 
 class CarryingCollate:
-    """Makes batches, as `collate` does, of samples that may be `Failed`."""
+    """Wraps a collate function: samples may be `Failed`."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate

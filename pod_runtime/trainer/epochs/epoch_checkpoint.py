@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from pod_runtime.env import TrainerEnv
 from pod_runtime.trainer.epochs.epoch_store import EpochState, EpochStore
 from pod_runtime.trainer.epochs.file_systems import storage_for
-from pod_runtime.trainer.epochs.train_status import TrainStatus
 from pod_runtime.trainer.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -31,12 +30,34 @@ KEEP = 3
 _stages: dict[str, int] = {}  # storage's name -> the stage that this process writes under
 
 
+@dataclass(slots=True)
+class TrainStatus:
+    """The last epoch that is completed; -1: none is.
+
+    After the class of this name of PaddlePaddle 1.8's collective fleet. A state of the elastic loop
+    says more: `loop_status.LoopStatus`.
+    """
+
+    epoch_no: int = -1
+
+    def __post_init__(self) -> None:
+        if type(self.epoch_no) is not int or self.epoch_no < -1:
+            raise UsageError(
+                f"epoch_no: expected the number of the last completed epoch, from 0 on, or -1 for "
+                f"none, got {self.epoch_no!r}"
+            )
+
+    def next(self) -> int:
+        """Return the number of the first epoch that is left to train."""
+        return self.epoch_no + 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
     """Where a training goes on."""
 
     epoch_no: int  # last completed epoch; -1: none
-    step: int  # steps of the next epoch that are behind it
+    step: int  # steps of the next epoch that are done
     more: dict[str, Any]  # what was given to `save_state`
 
 

@@ -1,11 +1,11 @@
-"""Checkpoints of trainings that are stopped and started again: one folder per saved place.
+"""Checkpoints of trainings that are stopped and started again: one folder per checkpoint.
 
 PATH/stage_%08d/epoch_%08d_step_%010d_TOKEN/   the epoch and step from which training goes on
     model.safetensors optimizer.safetensors extra.safetensors train_status.json manifest.json
 
 Each start of the program writes under a stage number of its own, above all that it found. So what a
 program that was cut off still writes lies below what its successor writes, and the token keeps two
-writers of the same place apart. Retention removes only what lies below the newest.
+writers of the same step apart. Retention removes only what lies below the newest.
 """
 
 import logging
@@ -95,7 +95,7 @@ class EpochStore:
         status: Mapping[str, Any],
         keep: int | None,
     ) -> EpochCheckpointId:
-        """Write one checkpoint, and remove those that nobody needs any more.
+        """Write one checkpoint, and remove those that are not needed any more.
 
         Args:
             keep: how many stay, this one included; None: all.

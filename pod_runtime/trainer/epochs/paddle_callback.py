@@ -31,7 +31,7 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
     """Saves at the end of every epoch and every `save_steps` steps; continues from the newest.
 
     Epochs that are done are passed over: neither data nor other callbacks see them. An epoch that
-    was interrupted goes on behind the steps that are done, or behind the same share of them when
+    was interrupted goes on after the steps that are done, or after the same share of them when
     the number of trainers is another. SIGTERM ends the training at the next step, on all trainers
     at the same one, with a checkpoint and exit code 143.
     """
@@ -232,7 +232,7 @@ def _check_whole(name: str, value: object) -> None:
 
 
 class _Rest:
-    """The batches of a loader behind the first `skipped`."""
+    """The batches of a loader after the first `skipped`."""
 
     def __init__(self, loader: Any, skipped: int) -> None:
         self._loader, self._skipped = loader, skipped

@@ -1,4 +1,4 @@
-"""What epoch checkpoints need of Paddle: the state of a program, and whether all ranks agree."""
+"""Paddle's part of epoch checkpoints: the state of a program, and whether all ranks agree."""
 
 import zlib
 from collections.abc import Mapping
@@ -92,8 +92,7 @@ def open_state(
     if model is not None:
         if optimizer is None:
             raise UsageError(
-                "optimizer: missing; pass optimizer= beside model=, its momentum is half of the "
-                "state"
+                "optimizer: missing; pass optimizer= with model=, its momentum is half of the state"
             )
         inner = model._layers if isinstance(model, paddle.DataParallel) else model
         return PaddleState(inner, optimizer, scaler, extra)
@@ -126,11 +125,11 @@ def check_all_ranks_have(place: tuple[int, int, int, str] | None) -> None:
     dist.all_gather(everyone, paddle.to_tensor(np.array(numbers, np.int64)))
     seen = [tuple(int(n) for n in tensor.numpy()) for tensor in everyone]
     if len(set(seen)) > 1:
-        said = ", ".join(
+        found = ", ".join(
             f"rank {rank} {'nothing' if one[0] < 0 else f'epoch {one[1]}'}"
             for rank, one in enumerate(seen)
         )
         raise UsageError(
-            f"path: the trainers found different checkpoints ({said}); it has to be one folder "
+            f"path: the trainers found different checkpoints ({found}); it has to be one folder "
             f"that all nodes share, or a URL"
         )

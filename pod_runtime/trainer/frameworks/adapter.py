@@ -1,7 +1,7 @@
-"""What the elastic loop needs of a framework. `paddle.adapter` is the one for PaddlePaddle.
+"""The adapter protocol: what the elastic loop needs of a framework.
 
 The calls follow the life of a trainer: form a group; capture, load and broadcast a state; per step
-seed, convert, weigh, exchange, apply; leave. `exchange` leaves everything local as it was, and the
+seed, convert, weigh, exchange, apply; leave. `exchange` changes nothing local, and the
 buffers hold the step's first values whenever no shard is being computed: so the last committed
 state can be captured at every point where ranks wait for each other.
 """
@@ -38,11 +38,11 @@ class Subgroup:
 class Adapter(Protocol):
     """One model, its optimizer and the device they live on.
 
-    Used by one thread, but where it says otherwise.
+    Used by one thread, unless a method says otherwise.
     """
 
     def terms(self) -> dict[str, Any]:
-        """Return what of model and optimizer has to be the same on all ranks, as JSON types."""
+        """Return what has to be the same of model and optimizer on all ranks, as JSON types."""
 
     # --- group
 
@@ -56,10 +56,10 @@ class Adapter(Protocol):
         """Go on in one of the parts, which others may have left meanwhile, as `spec` says."""
 
     def why_no_second_group(self) -> str:
-        """Return why no group can be formed beside the one in use; "": one can."""
+        """Return why no second group can be formed while one is in use; "": it can."""
 
     def form_next(self, spec: GroupSpec, is_off: Callable[[], bool]) -> Any:
-        """Form another group beside the one in use, which goes on working. Any thread.
+        """Form another group while the one in use goes on working. Any thread.
 
         Raises:
             CalledOffError: `is_off()` has become true before all its ranks were there.
@@ -113,7 +113,7 @@ class Adapter(Protocol):
         """Return what has changed since the first call, and no state can carry; each once."""
 
     def unowned(self) -> list[str]:
-        """Return which trainable parameters of the model no optimizer has: nobody trains them."""
+        """Return which trainable parameters of the model no optimizer has: they are not trained."""
 
     def check_unowned(self) -> None:
         """See that these are as they were. Raises UsageError: the script has changed one."""

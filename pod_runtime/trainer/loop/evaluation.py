@@ -1,4 +1,4 @@
-"""Evaluate over all ranks: each takes every world-size-th batch, and sums are added up."""
+"""Evaluate on all ranks: each takes every world-size-th batch, and the sums are added up."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +28,7 @@ def evaluate(
     Args:
         source: a map-style dataset; workers read ahead where it has some.
         fn: gets one collated batch, returns sums (numbers or one-element tensors) by name.
-        meet: called once per round by every rank; may park there.
+        meet: every rank calls it once per round, and may park in it.
 
     Raises:
         UsageError: `fn` does not return the same names for every batch, or ranks differ in data.
@@ -90,11 +90,11 @@ def _add(sums: dict[str, float], found: Mapping[str, Any], *, is_first: bool) ->
 
 
 def _check_same_data(adapter: Adapter, source: DataSource, world_size: int) -> None:
-    """See that all ranks evaluate the same samples, before they meet as often as these need.
+    """Check that all ranks evaluate the same samples, before they wait for each other per batch.
 
     Raises:
-        UsageError: they do not. A rank whose numbers are the mean's by chance learns it from the
-            loss of the others.
+        UsageError: they do not. A rank whose numbers happen to be the mean notices that the others
+            are gone.
     """
     mine = np.array([source.length or 0, source.batch_size, source.subset or 0], np.float64)
     everyone = mine.copy()
@@ -102,7 +102,7 @@ def _check_same_data(adapter: Adapter, source: DataSource, world_size: int) -> N
     if (everyone != mine * world_size).any():
         raise UsageError(
             f"evaluate: the trainers have different data (here {source.length} samples in batches "
-            f"of {source.batch_size}); paddle.io.random_split deals them anew in every process: "
+            f"of {source.batch_size}); paddle.io.random_split draws others in every process: "
             f"call paddle.seed(...) before it"
         )
 
@@ -110,7 +110,7 @@ def _check_same_data(adapter: Adapter, source: DataSource, world_size: int) -> N
 def _sum_over_ranks(
     adapter: Adapter, sums: dict[str, float], rank: int, *, has_batches: bool
 ) -> dict[str, float]:
-    """Add up; a rank that had no batch learns the names from rank 0, which always has the first."""
+    """Add up; ranks without a batch learn the names from rank 0, which always has the first."""
     text = json.dumps(sorted(sums)).encode()
     size = np.array([float(len(text) if rank == 0 else 0)])
     adapter.all_reduce(size)

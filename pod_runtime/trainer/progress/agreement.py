@@ -1,17 +1,17 @@
-"""What ranks tell each other with every exchange, so that all do the same after it. Pure.
+"""Encode what ranks tell each other in every exchange, so that all act alike after it. Pure.
 
-The numbers ride in the flat tensor of the gradients. `cut`: a rank was told to drain, so after
-this step all park. `void`: a rank had no data for the step, so nobody commits it; with a cut, all
-park at the step before; without, all exchange again (a rank that waits long for data says so from
-time to time, so that those who wait for it in the all-reduce do not run into its time-out).
+The numbers travel in the flat tensor of the gradients. `cut`: a rank was asked to drain, so all
+park after this step. `void`: a rank had no data for the step, so no rank commits it. With a cut all
+park at the step before; without one all exchange again: a rank that waits long for data shows
+itself from time to time, so that those who wait for it in the all-reduce do not time out.
 `snapshot`: after this step all ranks put its state into memory, each its part; `renew`: into
-segments that they make together before. A cut that is `patient` parks nobody at a void step:
-trainers that stay cannot take a step back which their script has begun. The sum of the hashes of
+segments that they make together before. A `patient` cut parks no rank at a void step:
+trainers that stay cannot take back a step that their script has begun. The sum of the hashes of
 the samples that were drawn travels byte by byte: so whole numbers are added, which is exact in
 whatever type the tensor has (float32 at least, nothing scales it).
 
-Only that *some* rank was told is known then; before they park, ranks agree on which cut it is: the
-launchers' messages may have overtaken each other.
+At that point ranks know only that *some* rank was asked. Before they park they agree on which cut
+it is, because the launchers' messages may have overtaken each other.
 """
 
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ from pod_runtime.trainer.progress.drawn import PIECES, from_pieces, to_pieces
 
 _NUMBERS = 7
 HEADER_SIZE = _NUMBERS + PIECES
-HALTS = ("", "pause", "stop")  # what a cut may be for, besides a change
+HALTS = ("", "pause", "stop")  # what follows a cut; "": a change
 _BALLOT = 3  # numbers of a rank
 _WHOLE = 0.999  # thirds and the like do not add up to 1, least of all in float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotRequest:
-    """What a rank would have all of them do after a step; of all together: what they do."""
+    """What one rank asks for after a step; of all ranks together: what they do."""
 
-    snapshot: float = 0.0  # from 1 on they do; less says that so many of the nodes would not mind
-    renew: bool = False  # with it: its segment is missing or too small
+    snapshot: float = 0.0  # 1 or more: make one; less: this share of the nodes would not mind
+    renew: bool = False  # make new segments for it: one is missing or too small
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class ExchangeResult:
     void: bool
     samples: int  # of the global batch that all ranks together computed
     request: SnapshotRequest = SnapshotRequest()  # what any rank asked for
-    drawn: int | None = None  # sum of their hashes; None: not all of them had one
+    drawn: int | None = None  # sum of their hashes; None: some were not hashed
 
 
 def make_header(
@@ -58,7 +58,7 @@ def make_header(
 
     Args:
         samples: that it computed in this step.
-        patient: its cut, where it knows of one, waits until a step is made.
+        patient: the cut that it knows of waits until a step is made.
         drawn: sum of the hashes of its samples; None: they have none.
     """
     cuts = (cut and not patient, cut and patient)

@@ -1,7 +1,7 @@
-"""Which samples belong to which global batch, shard and rank. Pure: same arguments, same answer.
+"""Decide which samples belong to which global batch, shard and rank. Pure.
 
 Progress is an absolute cursor, never steps times world size, so that any world size reads the same
-global batches, and a batch is cut into the same shards whoever computes them.
+global batches, and a batch is cut into the same shards no matter which rank computes them.
 """
 
 import hashlib

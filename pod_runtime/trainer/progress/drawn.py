@@ -1,13 +1,13 @@
-"""Fingerprints of samples that were drawn: the sum of their hashes, modulo 2^64. Pure.
+"""Fingerprint the samples that were drawn: the sum of their hashes, modulo 2^64. Pure.
 
-What a trainer should draw follows from the run's seed. What it did draw is hashed where it is
-drawn, so that a proof needs not trust that it drew what it should. Sums do not depend on which
-trainer drew a sample, or when: those of all shards, ranks and steps are simply added.
+What a trainer should draw follows from the run's seed. The ids of what it did read are hashed, so
+that a proof need not trust that it read what it should. Sums do not depend on which trainer read a
+sample, or when: those of all shards, ranks and steps are simply added.
 
 The hash of sample `i` of an epoch is output number `i` of the SplitMix64 generator that starts at
-that epoch's own hash (Steele, Lea and Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA
-2014; with the constants of Vigna's splitmix64.c). Other samples give the same sum by chance once in
-2^64 times.
+the epoch's own hash (Steele, Lea and Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA
+2014; with the constants of Vigna's splitmix64.c). Other samples give the same sum with probability
+2^-64.
 """
 
 import functools
@@ -25,7 +25,7 @@ PIECES = 8
 
 
 def hash_samples(epoch: int, ids: Sequence[int] | npt.NDArray[np.int64]) -> int:
-    """Return the sum of the hashes of these samples of `epoch`; a few microseconds for a shard."""
+    """Return the sum of the hashes of these samples of `epoch`."""
     mixed = np.array(ids, np.int64).view(np.uint64)
     mixed *= _U_GAMMA
     mixed += _start(epoch)
@@ -43,17 +43,17 @@ def add(first: int | None, second: int | None) -> int | None:
 
 
 def subtract(first: int | None, second: int | None) -> int | None:
-    """Take a part out of a sum; None: not known."""
+    """Subtract a part from a sum; None: not known."""
     return None if first is None or second is None else (first - second) & _MASK
 
 
 def to_pieces(value: int) -> list[float]:
-    """Cut a sum into bytes, whose sums over 65,000 ranks are exact whole numbers in float32."""
+    """Cut a sum into bytes: their sums over up to 65,000 ranks are exact in float32."""
     return [float(byte) for byte in value.to_bytes(PIECES, "little")]
 
 
 def from_pieces(sums: Sequence[float]) -> int:
-    """Return the sum of what ranks have cut into pieces, of which `sums` are the sums."""
+    """Return the total of the ranks' sums, from the sums of their pieces."""
     return sum(round(each) << (8 * place) for place, each in enumerate(sums)) & _MASK
 
 
@@ -63,10 +63,10 @@ def to_text(value: int | None) -> str | None:
 
 
 def from_text(text: str | None) -> int | None:
-    """Read what `to_text` made.
+    """Read what `to_text` returned.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a sum.
     """
     if text is None:
         return None
@@ -77,7 +77,7 @@ def from_text(text: str | None) -> int | None:
 
 @functools.lru_cache(maxsize=8)
 def _start(epoch: int) -> np.uint64:
-    """Return the epoch's own hash, plus what leads to output 0."""
+    """Return the generator's state before output 0 of this epoch."""
     value = ((epoch + 1) * _GAMMA) & _MASK
     value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
     value = ((value ^ (value >> 27)) * _MIX_2) & _MASK

@@ -1,4 +1,4 @@
-"""What a state says about progress: where training stands, and what decided the batches so far."""
+"""The part of a state that describes progress, and what decided the batches so far."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,8 +25,8 @@ class LoopStatus:
     ledger: tuple[StageEntry, ...] = ()  # the lineage
     finished: bool = False  # nothing is left to train
     stopped: bool = False  # the script ended the training before its last epoch
-    run_id: str = ""  # of the training, through all continuations; "": of a version before
-    terms: str = ""  # what the trainers were told, by `terms.to_text`; "": of a version before
+    run_id: str = ""  # kept through all continuations; "": of an older version
+    terms: str = ""  # the trainers' arguments, by `terms.to_text`; "": of an older version
 
     @property
     def epoch(self) -> int:
@@ -84,6 +84,6 @@ def check_same_run(stored: LoopStatus, *, run: RunInfo, batch_size: int, where: 
     if None not in subsets and subsets[0] != subsets[1]:
         raise StateError(
             f"train_set: {where} was made with other samples than this script's Subset holds; "
-            f"paddle.io.random_split deals them anew in every process: call paddle.seed(...) "
+            f"paddle.io.random_split draws others in every process: call paddle.seed(...) "
             f"before it, or start afresh with another checkpoint path"
         )

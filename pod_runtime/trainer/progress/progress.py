@@ -1,4 +1,4 @@
-"""Where a training stands: cursor, ledger and scaling, moved by commits."""
+"""Keep where a training stands: cursor, ledger and scaling, which commits move."""
 
 import json
 from dataclasses import replace
@@ -27,7 +27,7 @@ class TrainingProgress:
             drop_last=before.run.drop_last,
             steps_per_epoch=steps_per_epoch,
         )
-        self.version = 0  # +1 whenever the committed state becomes another
+        self.version = 0  # +1 with every change of the committed state
         self._before = before
         self._samples_seen = before.samples_seen
         self._ledger = Ledger(before.ledger)
@@ -117,11 +117,11 @@ class TrainingProgress:
         self._ledger.close()
 
     def status(self) -> LoopStatus:
-        """Return what a state of now says."""
+        """Return the status of a state that is taken now."""
         return replace(self._bare(), ledger=self._ledger.stages)
 
     def status_json(self) -> str:
-        """Return `status()` as JSON text, without building the ledger's rows anew."""
+        """Return `status()` as JSON text; the ledger's closed rows are encoded once."""
         text = json.dumps(encode(self._bare()))
         assert text.endswith("}")
         return f'{text[:-1]}, "ledger": {self._ledger.to_json()}}}'
@@ -155,7 +155,7 @@ def fresh_status(*, run: RunInfo, batch_size: int, shards: int, reference_world:
 def scaling_for(
     before: LoopStatus, policy: Policy, *, world_size: int, warmup_steps: int
 ) -> Scaling:
-    """Return what holds when the training of `before` continues on `world_size` trainers."""
+    """Return the scaling with which the training of `before` goes on on `world_size` trainers."""
     return rescale(
         policy,
         before.scaling,

@@ -1,6 +1,6 @@
-"""What the batch and the learning rate become when the world size changes. Pure.
+"""Decide batch size and learning rate when the world size changes. Pure.
 
-fixed_global   the global batch stays, so does the learning rate: the curve does not notice
+fixed_global   the global batch and the learning rate stay: the loss curve is unaffected
 linear         the batch per trainer stays; the learning rate follows the world size, and
                warms up to its new value after a jump
 a callable     policy(old_world, new_world) -> Scale, or None for "as it was"

@@ -87,7 +87,7 @@ class CheckpointStore:
         return next((each for each in reversed(self.found()) if self.is_whole(each)), None)
 
     def write(self, host_state: HostState) -> CheckpointId:
-        """Write one checkpoint and remove those that nobody needs any more.
+        """Write one checkpoint and remove those that are not needed any more.
 
         One of this stage and step that is there already stays as it is: it is the same state, but
         for what the script did since that step, which it does again after a restore.
@@ -163,7 +163,7 @@ class CheckpointStore:
         if found is None:
             return None
         host_state, each = found
-        # What a version before has written has no run: it belongs to whoever goes on with it.
+        # A checkpoint of an older version has no run id: it belongs to the run that continues it.
         run_id = host_state.status.run_id or self.owner.run_id
         if before:
             logger.warning(

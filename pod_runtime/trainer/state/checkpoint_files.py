@@ -29,7 +29,7 @@ def write_files(
     head: Mapping[str, Any],
     commit: Callable[[str, bytes], None] | None = None,
 ) -> None:
-    """Write one checkpoint into `folder`, which nobody else writes to.
+    """Write one checkpoint into `folder`, which has no other writer.
 
     Args:
         layout, data: tensors; the part of a name before the first `/` says which file it goes to.

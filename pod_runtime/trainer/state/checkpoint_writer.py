@@ -1,4 +1,4 @@
-"""Writes checkpoints beside the training: one at a time, from a copy of the state."""
+"""Write checkpoints in the background: one at a time, from a copy of the state."""
 
 import logging
 import threading

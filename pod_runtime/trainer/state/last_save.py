@@ -1,4 +1,4 @@
-"""Write a state that is in memory as a checkpoint, in the place of its trainers. No framework."""
+"""Write a state in memory as a checkpoint, after its trainers are gone. Needs no framework."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -12,14 +12,14 @@ from pod_runtime.trainer.state.storage import Chunk, Storage, open_storage
 
 _PIECE_BYTES = 16 << 20  # a tensor may be larger than what is written in a second
 
-Tell = Callable[[int], None]  # how many bytes have been given to the storage so far
+ReportBytes = Callable[[int], None]  # bytes given to the storage so far
 
 
-def write_state(fd: int, stamp: Stamp, *, spare: bool, tell: Tell) -> tuple[str, bool]:
-    """Write the state `stamp` of a segment where its trainers said, as `write_host_state`.
+def write_state(fd: int, stamp: Stamp, *, spare: bool, report: ReportBytes) -> tuple[str, bool]:
+    """Write the state `stamp` of a segment to its save target; returns as `write_host_state`.
 
     Raises:
-        CheckpointError: it could be written nowhere; the text says why, for each place.
+        CheckpointError: it could not be written anywhere; the text says why, for each path.
         StateError: the segment does not hold it, or is damaged.
     """
     host_state = read_snapshot([fd], stamp)
@@ -27,11 +27,11 @@ def write_state(fd: int, stamp: Stamp, *, spare: bool, tell: Tell) -> tuple[str,
         raise StateError(f"the snapshot of step {stamp.step} cannot be read")
     if host_state.save_target is None:
         raise StateError("the trainers were of a version that did not say where to write it")
-    return write_host_state(host_state, host_state.save_target, spare=spare, tell=tell)
+    return write_host_state(host_state, host_state.save_target, spare=spare, report=report)
 
 
 def write_host_state(
-    host_state: HostState, target: SaveTarget, *, spare: bool, tell: Tell
+    host_state: HostState, target: SaveTarget, *, spare: bool, report: ReportBytes
 ) -> tuple[str, bool]:
     """Write a state; return the path of checkpoints that it is in, and whether that is the spare.
 
@@ -39,7 +39,7 @@ def write_host_state(
         spare: write to the run folder only.
 
     Raises:
-        CheckpointError: it could be written nowhere; the text says why, for each place.
+        CheckpointError: it could not be written anywhere; the text says why, for each path.
     """
     paths = [] if spare or not target.checkpoint else [(target.checkpoint, False)]
     if target.run_dir:
@@ -52,7 +52,7 @@ def write_host_state(
             if target.job_id and not is_spare:  # as any process of the job; another's is refused
                 me = job_holder(target.job_id, target.submitted_at, target.server)
                 owner = Owner(storage, me)
-            CheckpointStore(_Watched(storage, tell), keep=target.keep, owner=owner).write(
+            CheckpointStore(_Watched(storage, report), keep=target.keep, owner=owner).write(
                 host_state
             )
         except (CheckpointError, OSError) as error:
@@ -63,23 +63,23 @@ def write_host_state(
 
 
 class _Watched:
-    """A storage that tells how much of what is written it has been given."""
+    """A storage that reports how many bytes were written to it."""
 
-    def __init__(self, storage: Storage, tell: Tell) -> None:
+    def __init__(self, storage: Storage, report: ReportBytes) -> None:
         self.name = storage.name
         self.folders, self.files, self.read = storage.folders, storage.files, storage.read
         self.commit, self.remove = storage.commit, storage.remove
-        self._storage, self._tell = storage, tell
+        self._storage, self._report = storage, report
         self._written = 0
 
     def write(self, path: str, chunks: Iterable[Chunk]) -> None:
-        self._storage.write(path, self._told(chunks))
+        self._storage.write(path, self._reported(chunks))
 
-    def _told(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+    def _reported(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
         for chunk in chunks:
             view = memoryview(chunk)
             for start in range(0, len(view), _PIECE_BYTES):
                 piece = view[start : start + _PIECE_BYTES]
                 yield piece
                 self._written += len(piece)
-                self._tell(self._written)
+                self._report(self._written)

@@ -1,4 +1,4 @@
-"""One training at a time writes to a checkpoint folder: `PATH/owner.json` says which."""
+"""Hold a checkpoint folder for one training at a time; `PATH/owner.json` names the holder."""
 
 import atexit
 import json
@@ -35,9 +35,8 @@ logger = logging.getLogger(__name__)
 OWNER = "owner.json"
 BEAT_S = 10.0  # a sixth of what others wait
 _LOOK_EVERY_S = 1.0
-_SETTLE_S = (
-    1.0  # a stage that goes on says so behind its first steps: they are the pause of a change
-)
+# A stage that goes on writes only after its first steps: before them, each second is the change's.
+_SETTLE_S = 1.0
 _READ_TRIES = 3
 _ASK_TIMEOUT_S = 3.0
 _NOTHING = Facts(process_lives=None, server=ServerSays.NOT_ASKED)
@@ -85,14 +84,14 @@ class _Watch:
     first: Record | None = None  # as it was when the watch began; None: it has not
     since: float = 0.0  # by our clock
     facts: Facts = _NOTHING
-    said: str = ""
+    logged: str = ""
 
 
 class Owner:
     """The hold of one training on one folder. For the rank that writes there; any thread.
 
-    `claim` or `hold` begins it, a thread keeps it up, `leave` says that it is given back. What
-    cannot be written is tried again: a full disk ends no training, being replaced does.
+    `claim` or `hold` begins it, a thread keeps it up, `leave` gives the folder back. A write that
+    fails is tried again: a full disk ends no training, being replaced does.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class Owner:
     ) -> None:
         """
         Args:
-            take_over: replace whoever holds the folder, once.
+            take_over: replace the holder of the folder, once.
             look, clock, sleep, beat_s: for tests.
         """
         self._storage, self.me = storage, me
@@ -121,17 +120,17 @@ class Owner:
         self._expected: Record | None = None  # of another, whose place is ours; not yet written
         self._gate = threading.Lock()
         self._stop: threading.Event | None = None  # of the thread that beats; None: there is none
-        self._failed = False  # the newest beat; a failure is said once
+        self._failed = False  # the newest beat; a failure is logged once
         self._has_held = False  # this process has seen the folder to be ours
         self._watch = _Watch()  # of who has it, while this training goes on from memory
 
     def claim(self) -> str:
         """Take the folder, which may mean to watch another holder for a minute.
 
-        Returns who had it before, and what became of that; "": nobody else.
+        Returns who had it before, and what became of that training; "": no other had it.
 
         Raises:
-            InUseError: somebody else trains there.
+            InUseError: another training uses it.
             CheckpointError: the folder cannot be read.
         """
         watch = _Watch()
@@ -141,7 +140,7 @@ class Owner:
         return before
 
     def refuse_early(self) -> None:
-        """Raise InUseError where `claim` would without watching anybody; else nothing happens."""
+        """Raise InUseError where `claim` would raise it at once; else do nothing."""
         try:
             found = self.read()
         except CheckpointError:
@@ -150,16 +149,16 @@ class Owner:
             self._decide(found, self._look(found.holder))
 
     def confirm(self) -> None:
-        """See that nobody else has claimed the folder at the same moment.
+        """Check that no other training has claimed the folder at the same moment.
 
         Raises:
-            InUseError: somebody has, and it is theirs.
+            InUseError: one has, and has it now.
         """
         self.beat()
         self._raise_if_replaced()
 
     def hold(self) -> None:
-        """Be the holder, as `stage`; returns at once, what the folder says is seen to beside.
+        """Be the holder, as `stage`; returns at once, a thread looks at the folder's record.
 
         For a training that goes on from memory: it holds the folder already, through a process of
         an earlier stage; or it has come to a node whose folder was another's, which is watched
@@ -188,7 +187,7 @@ class Owner:
     def commit(self, path: str, content: bytes) -> None:
         """As the storage's `commit`, if the folder is still ours. Raises as `check`, and OSError.
 
-        On a local file system nobody can take it in between.
+        On a local file system it cannot be taken in between.
         """
         self._raise_if_replaced()
         with self._gate, exclusive(self._storage):
@@ -287,7 +286,7 @@ class Owner:
             try:
                 self._write(found)
             except OSError as error:
-                # Who cannot write here writes no checkpoint either; a state may still be read.
+                # This process cannot write checkpoints here either; it may still read a state.
                 logger.warning(
                     "%s/%s cannot be written: %s", self._storage.name, OWNER,
                     error.strerror or error,
@@ -307,8 +306,8 @@ class Owner:
         act, reason = self._decide(found, facts)
         text = "" if found is None or not reason else f"{found.holder} {reason}"
         if act is Act.WATCH:
-            if text != watch.said:
-                watch.said = text
+            if text != watch.logged:
+                watch.logged = text
                 logger.warning("checkpoint: %s: %s", self._storage.name, text)
             return None
         return text if self._take(found) else None
@@ -335,7 +334,7 @@ class Owner:
             return True
 
     def _enter(self) -> bool:
-        """Return whether the folder may be ours; else whoever has it is watched, or has won."""
+        """Return whether the folder may be ours; else its holder is watched, or keeps it."""
         found = self._read_whole()
         if found is None or found.holder.id == self.me.id:
             return True
@@ -352,7 +351,7 @@ class Owner:
         return before is not None
 
     def _read_whole(self) -> Record | None:
-        """As `read`, but half a record is none: nobody writes that who may. Raises OSError."""
+        """As `read`, but half a record is none: no holder writes one. Raises OSError."""
         try:
             return self.read()
         except CheckpointError as error:
@@ -361,7 +360,7 @@ class Owner:
             return None
 
     def _is_theirs(self, found: Record | None) -> bool:
-        """Return whether somebody else has taken the folder; that is said, and remembered."""
+        """Return whether another training has taken the folder; logs and remembers it."""
         if found is None or found.holder.id == self.me.id:
             return False
         if found == self._expected:

@@ -1,4 +1,4 @@
-"""Who trains in a checkpoint folder, and whether another training may. Pure.
+"""Decide whether a training may write to a checkpoint folder, by the record of its holder. Pure.
 
 `PATH/owner.json` holds one `Record`. Its holder moves the counter while it trains, so that others
 see from any machine that it lives; clocks of two machines are never compared.
@@ -30,33 +30,33 @@ class Holder:
 
 
 class State(Enum):
-    """What a holder says of itself."""
+    """What a holder last wrote about itself."""
 
     TRAINING = "training"
-    PAUSED = "paused"  # keeps its place, and moves no counter
+    PAUSED = "paused"  # keeps the folder, and moves no counter
     STOPPING = "stopping"  # parked for good; its newest state may still be written
     OVER = "over"  # it has finished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What `owner.json` says."""
+    """The content of `owner.json`."""
 
     run_id: str  # made with the first step, kept through all continuations
     holder: Holder
     state: State = State.TRAINING
     counter: int = 0  # moved by the holder
     stage: int  # of the holder's process
-    replaced: tuple[str, ...] = ()  # ids of the holders that were taken the folder from
+    replaced: tuple[str, ...] = ()  # ids of the holders from whom the folder was taken
 
 
 class ServerSays(Enum):
-    """What the job server of another holder says of that job."""
+    """What the job server of another holder answers about its job."""
 
     NOT_ASKED = "not asked"  # there is none
     LIVES = "lives"  # it runs, waits or is paused
     ENDED = "ended"
-    AWAY = "away"  # nobody answers
+    AWAY = "away"  # no server answers
     FORGOT = "forgot"  # a server answers that has no such job
     UNKNOWN = "unknown"  # it wants a token, or is no job server
 
@@ -82,8 +82,8 @@ def decide(found: Record | None, me: Holder, facts: Facts, *, take_over: bool) -
     """Return whether `me` may have the folder, and why; the reason is about the other holder.
 
     Args:
-        found: what the folder says; None: nobody has trained here yet.
-        take_over: `me` was told to replace whoever it finds; that counts once.
+        found: the folder's record; None: no training has used it yet.
+        take_over: `me` may replace the holder that it finds; that counts once.
     """
     if found is None or found.holder.id == me.id:
         return Act.CLAIM, ""
@@ -113,7 +113,7 @@ def decide(found: Record | None, me: Holder, facts: Facts, *, take_over: bool) -
 
 
 def next_record(found: Record | None, me: Holder, *, run_id: str, stage: int) -> Record:
-    """Return what the folder says once `me` holds it."""
+    """Return the folder's record once `me` holds it."""
     replaced: tuple[str, ...] = ()
     if found is not None:
         replaced = tuple(each for each in found.replaced if each != me.id)

@@ -139,10 +139,10 @@ class SnapshotSegment:
         self._declare(slot, index, _header(layout, stamp, meta))
 
     def write_whole(self, adapter: Adapter, layout: StateLayout, stamp: Stamp, meta: bytes) -> None:
-        """Write a whole state in the place of all writers, some of which may be gone.
+        """Write a whole state for all writers, some of which may be gone.
 
         Several survivors may do so at once, and not all with the same state: one after the other,
-        and only if theirs is newer than what is there by then.
+        and only if its state is newer than what is there by then.
         """
         with _locked(self.fd):
             newest = self.newest()
@@ -157,7 +157,7 @@ class SnapshotSegment:
                 self._declare(slot, index, _header(layout, stamp, meta if index == 0 else b""))
 
     def close(self) -> None:
-        """Let go of the segment; whoever else holds the descriptor keeps it alive."""
+        """Close the segment; other holders of the descriptor keep it alive."""
         self._map.close()
         os.close(self.fd)
 
@@ -203,7 +203,7 @@ def _header(layout: StateLayout, stamp: Stamp, meta: bytes) -> SlotHeader:
 def _locked(fd: int) -> Iterator[None]:
     """Hold the segment's lock; the kernel gives it back when this process dies.
 
-    By a descriptor of its own: one that was handed over shares its lock with whoever holds it.
+    By a descriptor of its own: one that was handed over shares its lock with all its holders.
     """
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -287,7 +287,7 @@ def copy_newest(fd: int, into: bytearray) -> HostState | None:
     """Return the newest complete state while trainers go on writing; its bytes go to `into`.
 
     None: there is none, or writers were so quick that each try met a slot in the making. May be
-    called beside them by another thread.
+    called by another thread at the same time.
     """
     for _ in range(10):
         host_state = None  # of the try before: it points into `into`

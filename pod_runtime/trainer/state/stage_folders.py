@@ -1,4 +1,4 @@
-"""What both formats of checkpoints share: a folder per stage, and what of it may be removed."""
+"""The folders of both checkpoint formats: one per stage; which of them may be removed."""
 
 import logging
 import re
@@ -14,7 +14,7 @@ _STAGE = re.compile(r"stage_(\d{8,})\Z")
 
 
 class CheckpointFolder(Protocol):
-    """Where one checkpoint is."""
+    """The folder of one checkpoint."""
 
     @property
     def stage(self) -> int: ...
@@ -43,14 +43,14 @@ def remove_older(
     keep: int,
     is_ours: Callable[[CheckpointFolder], bool] = lambda _folder: True,
 ) -> None:
-    """Remove what is older than an intact checkpoint, but for the last `keep` - 1 whole ones.
+    """Remove what is older than an intact checkpoint, except the last `keep` - 1 whole ones.
 
     Args:
         older: oldest first.
-        is_ours: asked of whole ones; others' stay, and do not count.
+        is_ours: asked for whole ones; those of other trainings stay, and do not count.
 
     Raises:
-        OSError: the storage cannot be looked at. What cannot be removed is only logged.
+        OSError: the storage cannot be listed. A failed removal is only logged.
     """
     folders = list(older)
     whole = [each for each in folders if MANIFEST in storage.files(each.folder)]

@@ -15,7 +15,7 @@ Chunk = bytes | memoryview
 # On disk so often: else minutes of the last fsync look like a disk that does not answer.
 _SYNC_BYTES = 256 << 20
 
-_LOCK_S = 5.0  # nobody needs it for longer, but one that was stopped amid it may
+_LOCK_S = 5.0  # longer than any holder needs, unless it was stopped while it held the lock
 _LOCK_PAUSE_S = 0.01
 
 

@@ -1,8 +1,12 @@
-"""The event files that TensorBoard reads, as far as scalars need them. Pure.
+"""Read and write TensorBoard's event files, as far as scalars need it. Pure.
 
 A file is a run of records: length (uint64), its masked CRC-32C, a message, its masked CRC-32C; all
 little-endian. The message is TensorFlow's protobuf `Event`. Ours carry two fields more, which
 readers skip as unknown: where the training stood when the scalar was noted.
+
+No writer library replaces this. Its `purge_step` cuts curves by their own axes, so it would lose
+points of a curve over images or epochs, and cannot tell the end of an epoch from the first step of
+the next. Writers of tensorboardX and VisualDL also buffer in a thread: a SIGKILL loses points.
 """
 
 import math
@@ -33,7 +37,7 @@ class Scalar:
 
     tag: str
     value: float  # kept as float32
-    step: int  # place on the axis
+    step: int  # position on the axis
     wall_time: float  # seconds since 1970
     at: Position
 
@@ -56,7 +60,7 @@ def encode_scalar(scalar: Scalar) -> bytes:
 
 
 def read_scalars(data: bytes) -> Iterator[tuple[int, Scalar | None]]:
-    """Yield (offset behind it, scalar) of each record; None for a record that holds none of ours.
+    """Yield (offset after it, scalar) of each record; None for a record without one of ours.
 
     Stops before a record that is cut off or damaged, as a crash may leave it at the end.
     """
@@ -116,7 +120,7 @@ def _fields(message: bytes) -> dict[int, int | bytes]:
         elif kind in (_FIXED64, _FIXED32):
             size = 8 if kind == _FIXED64 else 4
         else:
-            break  # groups: nobody writes them
+            break  # groups: no writer uses them
         found[key >> 3] = message[at : at + size]
         at += size
     return found

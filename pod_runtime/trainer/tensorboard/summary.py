@@ -1,4 +1,4 @@
-"""One TensorBoard or VisualDL run of a training, whatever stages and crashes it consists of.
+"""Write one TensorBoard or VisualDL run of a training, across all its stages and crashes.
 
     log = RunLog(loop, "runs/resnet50")
     ...
@@ -7,8 +7,8 @@
 FOLDER/events.out.tfevents.%010d.edl.epoch_E.step_S    one file per stage, from (E, S) on
 
 A stage that begins at (E, S) removes what earlier ones noted from there on, because it will be
-noted again: each point is there once. Every point reaches the kernel when it is noted, so that a
-SIGKILL loses none.
+noted again: each point is there once. Every point reaches the kernel when it is noted, so a SIGKILL
+loses none.
 """
 
 import logging
@@ -62,7 +62,7 @@ class RunLog:
         Args:
             folder: of this run alone, on this node or shared by all; rank 0 may move.
             kind: "tensorboard" needs nothing but `pip install tensorboard` where it is looked at;
-                "visualdl" writes VisualDL's file beside it; "auto" is "tensorboard".
+                "visualdl" writes VisualDL's file as well; "auto" is "tensorboard".
 
         Raises:
             UsageError: an argument is wrong, or visualdl is asked for and not installed.
@@ -99,7 +99,7 @@ class RunLog:
         Args:
             tag: name of the curve.
             value: a number, or a tensor with one element.
-            step: place on the axis; None: the loop's count of steps.
+            step: position on the axis; None: the loop's count of steps.
 
         Raises:
             UsageError: an argument is wrong.
@@ -135,7 +135,7 @@ class RunLog:
                 self._mirror = None
 
     def close(self) -> None:
-        """Have all on the disk. Nothing is lost without it, short of a power cut."""
+        """Sync to the disk. Without it a power cut may lose points, and nothing else."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -157,7 +157,7 @@ def take_over(folder: Path, position: Position) -> list[StageFile]:
     """Remove what was noted at `position` or later; return the files that are left, in order.
 
     A file that loses its end is replaced as a whole: a trainer that was cut off and still lives
-    keeps writing to what nobody reads.
+    keeps writing to the old one, which is not read.
 
     Raises:
         OSError: the folder cannot be read or written.
@@ -206,7 +206,7 @@ class _EventWriter:
         self._append(encode_header(time.time()))
 
     def add(self, scalar: Scalar) -> None:
-        """Append; a disk that is full is said once, and the point is lost."""
+        """Append; a full disk is logged once, and the point is lost."""
         try:
             self._append(encode_scalar(scalar))
         except OSError as error:

@@ -230,7 +230,7 @@ def clear(parameters: list[Any]) -> None:
 )
 def test_gradients_that_are_changed_before_the_update_are_refused(touch):
     one, _two, _both = networks()
-    with pytest.raises(elastic.UsageError, match=r"gradients: .*changed behind.*grad_clip="):
+    with pytest.raises(elastic.UsageError, match=r"gradients: .*changed after.*grad_clip="):
         train(one, adam(one), forward=one, before=lambda _: touch(one.parameters()))
 
 
@@ -241,7 +241,7 @@ def test_gradients_that_are_cleared_between_two_shards_are_refused():
         one.clear_gradients()
         return one(batch)
 
-    with pytest.raises(elastic.UsageError, match=r"gradients: .*changed behind"):
+    with pytest.raises(elastic.UsageError, match=r"gradients: .*changed after"):
         train(one, adam(one), forward=forward, shards=2)
 
 

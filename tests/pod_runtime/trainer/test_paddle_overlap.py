@@ -15,7 +15,7 @@ from pod_runtime.trainer.frameworks.paddle.overlap import (
     Hooks,
     OverlappedExchange,
     ThreadReducer,
-    deal,
+    make_buckets,
 )
 from tests.pod_runtime.trainer.test_paddle_adapter import form_no_group
 
@@ -60,7 +60,7 @@ def make(
     parameters = [each for each in net.parameters() if not each.stop_gradient]
     buffers = ShardBuffers(net, on_host)
     exchange = OverlappedExchange(parameters, buffers, HEADER, on_host, reducer, bucket_bytes)
-    Hooks().lead_to(exchange)
+    Hooks().listen_with(exchange)
     return net, exchange, buffers, reducer
 
 
@@ -134,11 +134,11 @@ def test_gradients_that_change_once_sent_are_sent_again_and_from_then_on_at_the_
 def test_parameters_are_dealt_from_the_models_end_to_buckets_of_one_type():
     parameters = [paddle.ones([10]), paddle.ones([10], "float64"), paddle.ones([10], "float64")]
     parameters += [paddle.ones([10], "bfloat16"), paddle.ones([]), paddle.ones([100])]
-    dealt = deal(parameters, (), 200, True)
-    assert [bucket.indices for bucket in dealt] == [[5], [4, 3], [2, 1], [0]]
-    assert [bucket.flat.dtype for bucket in dealt] == ["float32"] * 2 + ["float64", "float32"]
-    dealt = deal(parameters, {5, 4}, 10_000, True)
-    assert [bucket.indices for bucket in dealt] == [[3], [2, 1], [0], [5, 4]]
+    buckets = make_buckets(parameters, (), 200, True)
+    assert [bucket.indices for bucket in buckets] == [[5], [4, 3], [2, 1], [0]]
+    assert [bucket.flat.dtype for bucket in buckets] == ["float32"] * 2 + ["float64", "float32"]
+    buckets = make_buckets(parameters, {5, 4}, 10_000, True)
+    assert [bucket.indices for bucket in buckets] == [[3], [2, 1], [0], [5, 4]]
 
 
 def test_a_lost_peer_is_noticed_in_the_thread_and_raised_by_who_waits():

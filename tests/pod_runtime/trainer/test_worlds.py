@@ -244,7 +244,7 @@ def test_pausing_leaves_a_checkpoint_that_another_job_continues(launch, tmp_path
     fd = job.segments[1][-1]  # as the shim that outlives them
     header = read_newest(fd)
     assert header is not None
-    assert write_state(fd, header.stamp, spare=False, tell=lambda _: None) == (str(path), False)
+    assert write_state(fd, header.stamp, spare=False, report=lambda _: None) == (str(path), False)
     newest = CheckpointStore(open_storage(path)).load_newest()
     assert newest is not None
     assert newest[0].status.step == step

@@ -1,4 +1,4 @@
-"""PaddlePaddle behind the loop's `Adapter`. The modules named `paddle_*` alone import Paddle."""
+"""The loop's `Adapter` for PaddlePaddle. Only this folder and `epochs` import Paddle."""
 
 import contextlib
 import logging
@@ -37,7 +37,7 @@ from pod_runtime.trainer.layout import StateLayout
 
 logger = logging.getLogger(__name__)
 
-_GLOO_PATIENCE_S = 30.0  # gloo's, and Paddle lets nobody change it
+_GLOO_PATIENCE_S = 30.0  # gloo's time-out, which Paddle does not let us change
 _TIMEOUT_HINT = (
     f"a rank did not come within {_GLOO_PATIENCE_S:g} s: on the CPU, what one rank does alone "
     "(an evaluation or a save on rank 0, say) has to take less; loop.evaluate spreads it over all "
@@ -66,7 +66,7 @@ class PaddleAdapter:
         Args:
             all_reduce: one of settings.ALL_REDUCE.
             on_host: how gradients are made flat; None: by where the model lives.
-            join_on_gpu: form second groups on GPUs too, which nobody has tried.
+            join_on_gpu: form second groups on GPUs too, which has not been tried.
 
         Raises:
             UsageError: the model cannot be trained elastically; the text says what to change.
@@ -274,7 +274,7 @@ class PaddleAdapter:
         made = OverlappedExchange(
             parameters, self._buffers, self._header_size, self._on_host, self._reducer
         )
-        self._hooks.lead_to(made)
+        self._hooks.listen_with(made)
         return made
 
     def _make_reducer(self) -> AsyncReducer:

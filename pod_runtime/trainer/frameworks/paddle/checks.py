@@ -1,7 +1,7 @@
-"""What a script passes, and does to parameters and gradients, that would go wrong in silence.
+"""Refuse what would go wrong silently: arguments, and changes of parameters and gradients.
 
-The loop sums the gradients of one optimizer's parameters. Whatever trains besides would see this
-trainer's part of the samples alone, and differ from rank to rank.
+The loop sums the gradients of one optimizer's parameters. Anything else that trains would see only
+this trainer's part of the samples, and differ between ranks.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ _EVERY = 16  # of the parameters one is looked at, in later steps
 
 
 def check_arguments(model: Any, optimizer: Any, extra: Mapping[str, Any]) -> None:
-    """See that these are one model, one optimizer, and objects that do not train.
+    """Check that these are one model, one optimizer, and objects that do not train.
 
     Raises:
         UsageError: they are not; the text says what to pass.
@@ -86,9 +86,9 @@ def _check_extra(extra: Mapping[str, Any], known: set[int]) -> None:
 
 
 class Unowned:
-    """The model's trainable parameters that the optimizer does not have: nobody may change them.
+    """The model's trainable parameters that the optimizer does not have: they must not change.
 
-    Checksums run at the memory's pace, and only over such parameters: most models have none.
+    Checksums run at the speed of the memory, over such parameters only; most models have none.
     """
 
     def __init__(self, model: Any, optimizer: Any) -> None:
@@ -103,16 +103,16 @@ class Unowned:
         return [name for name, each in self._named if not each.stop_gradient]
 
     def note(self) -> None:
-        """Remember them as they are, unless that was done."""
+        """Remember them as they are, unless they are remembered already."""
         if self._sums is None:
             self._sums = self._read()
 
     def forget(self) -> None:
-        """They have changed rightly."""
+        """Forget them: they were changed by a load."""
         self._sums = None
 
     def check(self) -> None:
-        """See that they are as they were noted.
+        """Check that they are as they were noted.
 
         Raises:
             UsageError: the script has changed one.
@@ -155,9 +155,9 @@ def _checksum(tensor: Any) -> Any:
 
 
 class GradientMarks:
-    """Sees whether gradients were touched since a backward pass: they are this rank's part only.
+    """Detects gradients that were touched after a backward pass: they are this rank's part only.
 
-    Paddle counts most changes in place. On the host a few bytes of each tell of the others, as of
+    Paddle counts most changes in place. On the host a few bytes of each show the others, such as
     `parameter.grad = ...`.
     """
 
@@ -173,8 +173,8 @@ class GradientMarks:
         """Remember gradients as they are.
 
         Args:
-            for_update: of all parameters in a process's first steps, then of a few in turn: who
-                clips changes all of them. Else the first that there is, which clearing takes away.
+            for_update: mark all parameters in a process's first steps, then a few in turn, as
+                clipping changes all of them. Else mark the first, which clearing would remove.
         """
         count = len(self._parameters)
         if for_update:
@@ -194,7 +194,7 @@ class GradientMarks:
         self._marks = []
 
     def check(self) -> None:
-        """See that what was noted is still so.
+        """Check that what was noted is unchanged.
 
         Raises:
             UsageError: it is not.
@@ -202,7 +202,7 @@ class GradientMarks:
         for index, mark in self._marks:
             if self._mark(index) != mark:
                 raise UsageError(
-                    f"gradients: that of {self._parameters[index].name} was changed behind "
+                    f"gradients: that of {self._parameters[index].name} was changed after "
                     f"step.backward(loss). Until step.update() each trainer has a part of the "
                     f"gradient only, so what is done to it would depend on their number. Clip by "
                     f"the optimizer (grad_clip=), scale the loss, pass a loss scaler as scaler=; "

@@ -1,4 +1,4 @@
-"""Many Paddle tensors as one flat one: what gradients and buffers travel in.
+"""Copy many Paddle tensors to one flat tensor and back, for gradients and buffers.
 
 On the host bytes are moved by address, which costs a microsecond per tensor; on a device the
 framework's own concatenation and assignment keep everything there. No copy records gradients.
@@ -16,8 +16,8 @@ from pod_runtime.trainer.frameworks.paddle.state import dtype_name
 
 _HALF = ("float16", "bfloat16")
 
-# Where a tensor stands in a flat one: offset, size, and whether it has the flat one's type. Asking
-# a tensor for its type takes longer than copying a small one, so it is asked once.
+# A tensor's part of a flat one: offset, size, and whether it has the flat one's type. Asking a
+# tensor for its type takes longer than copying a small one, so it is asked once.
 Slice = tuple[int, int, bool]
 
 
@@ -40,7 +40,7 @@ def flat_dtype(name: str) -> str:
 
 
 def lay_out(tensors: Sequence[Any], dtype: str, front: int = 0) -> tuple[list[Slice], int]:
-    """Lay tensors one after the other behind `front` elements; return the total, too."""
+    """Lay tensors one after the other after `front` elements; return the slices and the total."""
     slices = []
     for tensor in tensors:
         size = int(np.prod(tensor.shape, dtype=np.int64))
@@ -61,7 +61,7 @@ class HostFlat:
         self.array = np.frombuffer(memoryview(memory), dtype)
 
     def gather(self, tensors: Sequence[Any | None], slices: Sequence[Slice]) -> None:
-        """Copy each tensor to its place; None leaves zeros."""
+        """Copy each tensor to its slice; None leaves zeros."""
         base, item, move = self._base, self._item, ctypes.memmove
         for tensor, (offset, size, is_native) in zip(tensors, slices, strict=True):
             if tensor is None:
@@ -74,7 +74,7 @@ class HostFlat:
                 move(base + offset * item, tensor.data_ptr(), size * item)
 
     def scatter(self, tensors: Sequence[Any | None], slices: Sequence[Slice]) -> None:
-        """Copy each place back into its tensor; None is left out."""
+        """Copy each slice back into its tensor; None is left out."""
         base, item, move = self._base, self._item, ctypes.memmove
         for tensor, (offset, size, is_native) in zip(tensors, slices, strict=True):
             if tensor is None or not size:

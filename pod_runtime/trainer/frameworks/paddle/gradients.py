@@ -1,4 +1,4 @@
-"""Gradients and buffers of a Paddle model within one step: weighed, summed, put back."""
+"""Sum gradients and buffers of a Paddle model over the ranks of one step."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ from pod_runtime.trainer.frameworks.paddle.state import dtype_name, optimizer_pa
 
 
 class ShardBuffers:
-    """Batch-norm statistics and other buffers: every shard begins with those of the step.
+    """Keeps batch-norm statistics and other buffers: every shard begins with those of the step.
 
     After the step a buffer is its old value plus the mean, over the shards that are not empty, of
     the change that each made to it; so it does not matter which rank computed which shard.
@@ -37,7 +37,7 @@ class ShardBuffers:
             self._groups.append((mine, slices, make(size, dtype), make(size, dtype), size))
 
     def sizes(self) -> dict[str, int]:
-        """Return how many elements of which type change."""
+        """Return how many elements change, by type."""
         return {start.dtype: size for _t, _p, start, _now, size in self._groups}
 
     def begin_step(self) -> None:

@@ -1,6 +1,6 @@
-"""Gradients summed bucket by bucket while the backward pass of a step's last shard still runs.
+"""Sum gradients bucket by bucket while the backward pass of a step's last shard still runs.
 
-Parameters are dealt to buckets from the model's end on, as their gradients become final; hooks see
+Buckets are filled from the model's end on, as gradients become final in that order; hooks see
 when. A bucket is sent when it and all before it are complete, so that every rank sends the same in
 the same order; `run` sends the rest, then the header. On the host a thread sends, because gloo
 works in the thread that calls it, and because there a lost peer is an error that can be handled: in
@@ -38,7 +38,7 @@ Reduce = Callable[[Any], None]
 
 
 class AsyncReducer(Protocol):
-    """What sums tensors over the ranks, one after the other, while the caller goes on."""
+    """Sums tensors over the ranks, one after the other, while the caller goes on."""
 
     def send(self, tensor: Any) -> None:
         """Sum this one in place, later."""
@@ -115,7 +115,7 @@ class Bucket:
 
 
 class OverlappedExchange:
-    """In the place of `GradientExchange`: the same sums, sent as they become known."""
+    """Replaces `GradientExchange`: the same sums, sent as they become known."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class OverlappedExchange:
         self._bucket_bytes = bucket_bytes or BUCKET_BYTES
         self._on_host = on_host
         self._unused: set[int] = set()  # had a step without a gradient on any rank
-        self._deal()
+        self._fill_buckets()
         # Header, buffers, and what the ranks need to know of each other's gradients: whether any
         # came too late, and whether each is there.
         self._tail = GradientExchange([], buffers, header_size + 1 + len(self.parameters), on_host)
@@ -203,14 +203,14 @@ class OverlappedExchange:
         unused = self._unused.union(i for i, count in enumerate(self._presence) if count == 0)
         if unused != self._unused:
             self._unused = unused
-            self._deal()
+            self._fill_buckets()
 
     def start_over(self) -> None:
         """Forget the steps before: a rank of the group that is formed now has not made them."""
         self.reset()
         if self._unused:
             self._unused = set()
-            self._deal()
+            self._fill_buckets()
 
     def reset(self) -> None:
         """Forget what was sent: it was summed, or the step is dropped."""
@@ -218,8 +218,10 @@ class OverlappedExchange:
         for bucket in self._buckets:
             bucket.is_sent = False
 
-    def _deal(self) -> None:
-        self._buckets = deal(self.parameters, self._unused, self._bucket_bytes, self._on_host)
+    def _fill_buckets(self) -> None:
+        self._buckets = make_buckets(
+            self.parameters, self._unused, self._bucket_bytes, self._on_host
+        )
         self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.indices}
 
     def _send(self, contribute: bool) -> None:
@@ -230,10 +232,10 @@ class OverlappedExchange:
         self._reducer.send(bucket.flat.tensor)
 
 
-def deal(
+def make_buckets(
     parameters: Sequence[Any], unused: Collection[int], bucket_bytes: int, on_host: bool
 ) -> list[Bucket]:
-    """Deal parameters to buckets of that size: the model's last ones first, unused ones last."""
+    """Put parameters into buckets of that size: the model's last ones first, unused ones last."""
     buckets: list[Bucket] = []
     indices: list[int] = []
     size, dtype = 0, ""
@@ -259,15 +261,15 @@ def deal(
 
 
 class Hooks:
-    """One hook per parameter, for as long as the process lives: Paddle cannot take them off."""
+    """One hook per parameter for the life of the process: Paddle cannot remove hooks."""
 
     def __init__(self) -> None:
         self._hooked: set[int] = set()
-        self._exchange: OverlappedExchange | None = None  # None: nobody listens
+        self._exchange: OverlappedExchange | None = None  # None: no exchange listens
         self._index: dict[int, int] = {}
 
-    def lead_to(self, exchange: OverlappedExchange) -> None:
-        """Tell `exchange` of its parameters' gradients from now on, and no other."""
+    def listen_with(self, exchange: OverlappedExchange) -> None:
+        """Call `exchange`, and no other, for gradients of its parameters from now on."""
         self._exchange = exchange
         self._index = {id(each): index for index, each in enumerate(exchange.parameters)}
         for parameter in exchange.parameters:

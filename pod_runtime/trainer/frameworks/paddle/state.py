@@ -72,7 +72,7 @@ class PaddleState:
         return self._layout
 
     def copy_out(self, target: memoryview, start: int = 0, stop: int | None = None) -> None:
-        """Copy what the last `layout()` found into `target`, between these places."""
+        """Copy what the last `layout()` found into `target`, between these offsets."""
         assert self._layout is not None
         stop = self._layout.total_bytes if stop is None else stop
         if stop <= start:
@@ -357,7 +357,7 @@ def optimizer_parameters(optimizer: Any) -> list[Any]:
 
 
 def terms_of(model: Any, optimizer: Any, *, on_host: bool) -> dict[str, Any]:
-    """Return what of a model and its optimizer has to be the same on all ranks, as JSON types.
+    """Return what has to be the same of a model and its optimizer on all ranks, as JSON types.
 
     Values of parameters are not among it: all ranks begin with those of one.
     """

@@ -1,4 +1,4 @@
-"""What a script may change on model and optimizer beside their tensors: modes, flags, options.
+"""Carry what a script changes on model and optimizer besides tensors: modes, flags, options.
 
 Every process builds model and optimizer by the same lines of the script. So what belongs to the
 state is how they differ now from how they were built: usually nothing. What cannot be put into a
@@ -19,7 +19,7 @@ _PLAIN = frozenset((bool, int, float, str, type(None)))
 _ALL = "layers"  # stands for all of them
 _LONGEST = 16  # of the lists of such values that are taken
 _OF_LAYERS = frozenset(vars(nn.Layer())) - {"training"}  # the framework's own, of any layer
-# What the framework itself changes, or what the state has besides.
+# What the framework itself changes, or what the state holds elsewhere.
 _OF_OPTIMIZERS = frozenset(
     ("_learning_rate", "_name", "_dtype", "type", "helper", "_use_multi_tensor", "_need_refuse",
      "_sign")
@@ -86,7 +86,7 @@ class Traits:
         return {_ALL: {"training": mode}} | {owner: each for owner, each in found.items() if each}
 
     def apply(self, changed: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Make all as it was built, but for `changed`; return what of that has no place here."""
+        """Set all as it was built, except `changed`; return its owners that do not exist here."""
         self._things = self._owners()
         for owner, values in self._read().items():
             every = changed.get(_ALL, {}) if owner.startswith("layer/") else {}

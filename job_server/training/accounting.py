@@ -3,11 +3,20 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from job_server.api.wire import Account, JobState, StageRecord, Way
+from job_server.api.wire import Account, JobSpec, JobState, StageRecord, Way
 from job_server.jobs.retries import HEALTHY_S, backoff_s
 from job_server.jobs.work import Goal
 from job_server.training.faults import find_lasting
-from job_server.training.job import MAX_RECORDS, Cause, CauseKind, HaltPhase, Job, JobStage, Phase
+from job_server.training.job import (
+    MAX_RECORDS,
+    Budget,
+    Cause,
+    CauseKind,
+    HaltPhase,
+    Job,
+    JobStage,
+    Phase,
+)
 from job_server.training.work import Work
 
 CLOCK_RUNS = frozenset(
@@ -145,19 +154,19 @@ def close_stage(work: Work, stage: JobStage, outcome: str) -> None:
 def stand_still(work: Work, cause: Cause | None = None) -> None:
     """Note when training stopped; the first who says so counts."""
     job = work.job
-    if job.stopped_at is None:
+    if job.lineage.stopped_at is None:
         at = work.now if cause is None or cause.peer_lost else cause.at
-        work.set(stopped_at=at)
+        work.set(lineage=replace(job.lineage, stopped_at=at))
 
 
 def first_step(work: Work, stage: JobStage, step: int) -> JobStage:
     """Book the first step of the stage in force: its pause, and what is done again."""
     job = work.job
     stage = replace(stage, first_step_at=work.now)
-    redone = (
-        max(0, job.previous_lineage_last_step - (step - 1)) if job.previous_lineage_last_step else 0
-    )
-    pause_s = None if job.stopped_at is None else max(0.0, work.now - job.stopped_at)
+    lineage = job.lineage
+    before = lineage.previous_last_step
+    redone = max(0, before - (step - 1)) if before else 0
+    pause_s = None if lineage.stopped_at is None else max(0.0, work.now - lineage.stopped_at)
     update_record(
         work,
         stage.stage,
@@ -167,7 +176,8 @@ def first_step(work: Work, stage: JobStage, step: int) -> JobStage:
         redone_steps=redone,
     )
     _extend_before(work, stage.stage, step - 1)
-    work.set(redone_steps=job.redone_steps + redone, stopped_at=None)
+    redone_steps = lineage.redone_steps + redone
+    work.set(lineage=replace(lineage, redone_steps=redone_steps, stopped_at=None))
     if redone and step == 1:
         work.note(
             f"training began again at step 0: what is left of the job held no state of it, in "
@@ -188,36 +198,51 @@ def _extend_before(work: Work, number: int, restored_step: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RetryVerdict:
-    job: Job
+    budget: Budget
     give_up: str  # why the job has failed; "": it goes on
 
 
 def count_failure(job: Job, cause: Cause, now: float, *, ran_s: float) -> RetryVerdict:
-    """Book why a stage ended, and say whether the job may try again.
+    """Book why a stage ended, and decide whether the job may try again.
 
     Args:
         ran_s: how long the stage had been committed, 0 if it never was.
     """
+    budget, spec = job.budget, job.spec
     if cause.kind is CauseKind.PREEMPTION:
         # Nobody's fault, and no reason to give up; but a script that always ends by SIGTERM must
         # not be started again and again without a pause.
-        progressed = _progressed(job, job.step_at_preemption, ran_s)
-        in_row = 1 if progressed else job.preemptions_in_row + 1
-        job = replace(
-            job,
-            preemptions=job.preemptions + 1,
+        progressed = _progressed(job, budget.step_at_preemption, ran_s)
+        in_row = 1 if progressed else budget.preemptions_in_row + 1
+        budget = replace(
+            budget,
+            preemptions=budget.preemptions + 1,
             preemptions_in_row=in_row,
-            step_at_preemption=max(job.step_at_preemption, job.progress.best_step),
-            retry_at=now + backoff_s(job.spec.job_id, in_row),
+            step_at_preemption=max(budget.step_at_preemption, job.progress.best_step),
+            retry_at=now + backoff_s(spec.job_id, in_row),
         )
-        limit = job.spec.max_preemptions
-        if limit is not None and job.preemptions > limit:
+        limit = spec.max_preemptions
+        if limit is not None and budget.preemptions > limit:
             give_up = f"preempted more than {limit} times (max_preemptions)"
-            return RetryVerdict(job, f"{give_up}; the last time: {cause.text}")
-        return RetryVerdict(job, "")
+            return RetryVerdict(budget, f"{give_up}; the last time: {cause.text}")
+        return RetryVerdict(budget, "")
     if cause.kind is not CauseKind.FAILURE:
-        return RetryVerdict(replace(job, retry_at=now), "")
-    return _count_failure(job, cause, now, ran_s)
+        return RetryVerdict(replace(budget, retry_at=now), "")
+    progressed = _progressed(job, budget.step_at_failure, ran_s)
+    in_row = 1 if progressed else budget.failures_in_row + 1
+    # An error of the elastic loop names its step. The step of any other error is not known: after
+    # new steps it counts as another error, as on a node where every growth fails.
+    before = tuple(fault for fault in budget.faults if fault.step is not None or not progressed)
+    budget = replace(
+        budget,
+        failures=budget.failures + 1,
+        failures_in_row=in_row,
+        faults=cause.faults,
+        step_at_failure=max(budget.step_at_failure, job.progress.best_step),
+        retry_at=now + backoff_s(spec.job_id, in_row),
+    )
+    lasting = find_lasting(cause.faults, before, of_change=cause.of_change)
+    return RetryVerdict(budget, lasting or _used_up(spec, budget, cause))
 
 
 def _progressed(job: Job, since_step: int, ran_s: float) -> bool:
@@ -226,31 +251,12 @@ def _progressed(job: Job, since_step: int, ran_s: float) -> bool:
     return job.progress.best_step > since_step
 
 
-def _count_failure(job: Job, cause: Cause, now: float, ran_s: float) -> RetryVerdict:
-    progressed = _progressed(job, job.step_at_failure, ran_s)
-    in_row = 1 if progressed else job.failures_in_row + 1
-    # An error of the elastic loop names its step. Of any other nobody knows how far the training
-    # was: behind new steps it is another one, as on a node where every growth fails.
-    before = tuple(fault for fault in job.faults if fault.step is not None or not progressed)
-    job = replace(
-        job,
-        failures=job.failures + 1,
-        failures_in_row=in_row,
-        faults=cause.faults,
-        step_at_failure=max(job.step_at_failure, job.progress.best_step),
-        retry_at=now + backoff_s(job.spec.job_id, in_row),
-    )
-    lasting = find_lasting(cause.faults, before, of_change=cause.of_change)
-    if lasting:
-        return RetryVerdict(job, lasting)
-    return RetryVerdict(job, _used_up(job, cause))
-
-
-def _used_up(job: Job, cause: Cause) -> str:
-    limit, in_row = job.spec.max_failures, job.failures_in_row
-    if limit is not None and job.failures > limit:
+def _used_up(spec: JobSpec, budget: Budget, cause: Cause) -> str:
+    """Return which budget is used up; "": none is."""
+    limit, in_row = spec.max_failures, budget.failures_in_row
+    if limit is not None and budget.failures > limit:
         why = f"failed more than {limit} times (max_failures)"
-    elif in_row > job.spec.max_restarts_without_progress:
+    elif in_row > spec.max_restarts_without_progress:
         why = f"{in_row - 1} restarts in a row brought no new step (max_restarts_without_progress)"
     else:
         return ""

@@ -16,17 +16,18 @@ def make_pods(work: Work, sites: Iterable[Site], first_rank: int) -> tuple[Train
     """Give out pods with ids that were never given before."""
     job = work.job
     flag = max(job.next_flag, 0)
-    given = list(job.given_ids) if job.given_flag == flag else []
+    given_ids = list(job.given.pod_ids) if job.given.flag == flag else []
     pods = []
     for pod_rank, site in enumerate(sites, first_rank):
         base = pod_id = f"pod_{pod_rank}_{flag}"
         again = 0
-        while pod_id in given:
+        while pod_id in given_ids:
             again += 1
             pod_id = f"{base}_{again}"
-        given.append(pod_id)
+        given_ids.append(pod_id)
         pods.append(TrainingPod(pod_id=pod_id, site=site))
-    work.set(pods=(*job.pods, *pods), given_ids=tuple(given), given_flag=flag)
+    given = replace(job.given, pod_ids=tuple(given_ids), flag=flag)
+    work.set(pods=(*job.pods, *pods), given=given)
     return tuple(pods)
 
 
@@ -38,8 +39,8 @@ def lay_out(work: Work, pods: tuple[TrainingPod, ...]) -> tuple[PlanPod, ...]:
         for member in stage.members:
             addr = member.pod.addr
             avoid[addr] = avoid.get(addr, frozenset()) | frozenset(member.pod.ports)
-    ports = deal_ports(sites, work.cluster, avoid=avoid, last_ports=work.job.last_ports)
-    last_ports = dict(work.job.last_ports)
+    ports = deal_ports(sites, work.cluster, avoid=avoid, last_ports=work.job.given.last_ports)
+    last_ports = dict(work.job.given.last_ports)
     plan_pods = []
     next_rank = 0
     for pod_rank, (pod, site, own_ports) in enumerate(zip(pods, sites, ports, strict=True)):
@@ -58,7 +59,7 @@ def lay_out(work: Work, pods: tuple[TrainingPod, ...]) -> tuple[PlanPod, ...]:
                 ports=own_ports,
             )
         )
-    work.set(last_ports=last_ports)
+    work.set(given=replace(work.job.given, last_ports=last_ports))
     return tuple(plan_pods)
 
 
@@ -78,7 +79,7 @@ def choose_restore(job: Job) -> RestoreFrom | None:
     """Return the newest snapshot within reach, or what was written at the last end if that is
     newer; None: the checkpoint, or afresh.
     """
-    source, saved = newest_in_memory(job), job.saved
+    source, saved = newest_in_memory(job), job.ending.saved
     if saved is None or (source is not None and not _is_in(source, saved)):
         return source
     return RestoreFrom(
@@ -94,7 +95,8 @@ def choose_restore(job: Job) -> RestoreFrom | None:
 def unsaved(job: Job) -> RestoreFrom | None:
     """Return the newest state, if only memory holds it; None: there is none to be saved."""
     source = newest_in_memory(job)
-    if source is None or job.done or (job.saved is not None and _is_in(source, job.saved)):
+    saved = job.ending.saved
+    if source is None or job.done or (saved is not None and _is_in(source, saved)):
         return None
     return source
 

@@ -68,21 +68,21 @@ def take_next(work: Work) -> bool:
     due = list(due_changes(job))
     if due and work.now < may_apply_at(job, due[0], work.now):
         due = []
-    manual = job.manual
+    manual = job.queue.resize
     if manual is not None and manual.asked_at_s > job.progress.script_s + DUE_SLACK_S:
         manual = None
     waiting = _in_order(due, manual)
     if not waiting:
         return _grow_back(work)
     if waiting[0].action == "kill":
-        _skip_to(work, len(due))
-        _kill_and_wait(work, _in_order(due, job.manual))
+        skip_to(work, len(due))
+        _kill_and_wait(work, _in_order(due, job.queue.resize))
         return True
     # Kills keep their place behind the changes before them.
     ahead, count = _before_a_kill(waiting), len(_before_a_kill(due))
     if len(ahead) > count:
-        work.set(manual=None)
-    _skip_to(work, count)
+        work.set(queue=replace(work.job.queue, resize=None))
+    skip_to(work, count)
     wanted, why = _add_up(work, ahead)
     if wanted is not None:
         change_pods(work, wanted, why)
@@ -91,7 +91,7 @@ def take_next(work: Work) -> bool:
 
 def scripted(job: Job) -> ScriptedChange | None:
     """Return the next change of the script; None: no more."""
-    return parse_script(job.spec.script, job.spec).change(job.script_index)
+    return parse_script(job.spec.script, job.spec).change(job.queue.script_index)
 
 
 def is_due(job: Job, change: ScriptedChange) -> bool:
@@ -101,7 +101,7 @@ def is_due(job: Job, change: ScriptedChange) -> bool:
 def due_changes(job: Job) -> Iterator[ScriptedChange]:
     """Yield the changes of the script that are due, oldest first."""
     script = parse_script(job.spec.script, job.spec)
-    index = job.script_index
+    index = job.queue.script_index
     while (change := script.change(index)) is not None and is_due(job, change):
         yield change
         index += 1
@@ -160,10 +160,11 @@ def _before_a_kill(changes: list[ScriptedChange]) -> list[ScriptedChange]:
     return list(itertools.takewhile(lambda change: change.action != "kill", changes))
 
 
-def _skip_to(work: Work, count: int) -> None:
+def skip_to(work: Work, count: int) -> None:
     if count:
-        job = work.job
-        work.set(script_index=job.script_index + count, script_stored_s=job.progress.script_s)
+        queue, script_s = work.job.queue, work.job.progress.script_s
+        index = queue.script_index + count
+        work.set(queue=replace(queue, script_index=index, script_stored_s=script_s))
 
 
 def _add_up(work: Work, changes: list[ScriptedChange]) -> tuple[int | None, str]:
@@ -221,7 +222,8 @@ def _kill_and_wait(work: Work, changes: list[ScriptedChange]) -> None:
             work.note(f"{change.text}: skipped: {refusal}")
     if wanted is not None:
         asked_at_s = work.job.progress.script_s + KILL_HEARD_S
-        work.set(manual=ManualChange(pods=wanted, asked_at_s=asked_at_s))
+        resize_later = ManualChange(pods=wanted, asked_at_s=asked_at_s)
+        work.set(queue=replace(work.job.queue, resize=resize_later))
 
 
 def change_pods(work: Work, pods: int, why: str) -> None:
@@ -290,7 +292,7 @@ def _grow_back(work: Work) -> bool:
     """Take the pods that the job is still short of, where there is a place for them now."""
     job = work.job
     stage = job.active
-    if stage is None or len(stage.members) >= job.target or work.now < job.grow_at:
+    if stage is None or len(stage.members) >= job.target or work.now < job.growth.retry_at:
         return False
     why = f"growing back to {job.target}"
     return _begin_change(work, stage, job.target, why, counts=False)
@@ -299,9 +301,9 @@ def _grow_back(work: Work) -> bool:
 def store_script_clock(work: Work) -> None:
     """Have the script's clock written every few seconds, while there is more of the script."""
     job = work.job
-    behind_s = job.progress.script_s - job.script_stored_s
+    behind_s = job.progress.script_s - job.queue.script_stored_s
     if behind_s >= SCRIPT_STORE_S and scripted(job) is not None:
-        work.set(script_stored_s=job.progress.script_s)
+        work.set(queue=replace(job.queue, script_stored_s=job.progress.script_s))
 
 
 def resize(work: Work, pods: int) -> None:
@@ -320,10 +322,11 @@ def resize(work: Work, pods: int) -> None:
     idle = job.active is None and job.preparing is None
     paused = job.halt is not None and job.halt.phase is HaltPhase.DONE
     if idle or waits or paused:
-        work.set(target=pods, manual=None)
+        work.set(target=pods, queue=replace(job.queue, resize=None))
         work.note(f"resize to {pods}: holds from the next start on")
         return
-    work.set(manual=ManualChange(pods=pods, asked_at_s=job.progress.script_s))
+    change = ManualChange(pods=pods, asked_at_s=job.progress.script_s)
+    work.set(queue=replace(job.queue, resize=change))
     if not may_change(job, work.now):
         text = f"resize to {pods}: waits until what is going on is over"
         work.note(text, lasting=False)
@@ -361,7 +364,7 @@ def queued(job: Job) -> tuple[str, ...]:
     scripted_line = due[0] if len(due) == 1 else f"as one: {', '.join(due)}" if due else ""
     if len(due) == SHOWN_CHANGES:
         scripted_line += ", ..."
-    resize_line = "" if job.manual is None else f"resize to {job.manual.pods}"
+    resize_line = "" if job.queue.resize is None else f"resize to {job.queue.resize.pods}"
     return tuple(line for line in (scripted_line, resize_line) if line)
 
 

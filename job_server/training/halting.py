@@ -79,25 +79,25 @@ def _word(work: Work) -> str:
 
 
 def _why(work: Work) -> str:
-    return work.job.failed or f"a {_word(work)} was asked for"
+    return work.job.ending.failed or f"a {_word(work)} was asked for"
 
 
 def _finish_stopped(work: Work) -> None:
     if work.job.goal is Goal.STOP:
         finish(work, JobState.STOPPED, f"stopped on request{_where(work)}")
     elif work.job.goal is Goal.FAIL:
-        finish(work, JobState.FAILED, f"{work.job.failed}{_where(work)}")
+        finish(work, JobState.FAILED, f"{work.job.ending.failed}{_where(work)}")
 
 
 def _where(work: Work) -> str:
     """Say where the state is that a pause or an end leaves."""
     job = work.job
-    saved = job.saved
+    saved = job.ending.saved
     if not job.elastic:
         at_work = job.active is not None or job.commits
         return "; the script saves by itself: EDL cannot know what was saved" if at_work else ""
     step = job.progress.step
-    if job.discard and not job.done and step > (0 if saved is None else saved.step):
+    if job.ending.discard and not job.done and step > (0 if saved is None else saved.step):
         return f"; step {step} is lost: its state was not written"
     return "" if saved is None else f"; step {saved.step} is in {saved.path}"
 
@@ -108,7 +108,7 @@ def _begin(work: Work, *, late: bool) -> None:
     preparing, active = job.preparing, job.active
     if preparing is not None:
         change = preparing.way is not Way.START
-        patient = job.goal is not Goal.FAIL and not job.discard and not late
+        patient = job.goal is not Goal.FAIL and not job.ending.discard and not late
         if change and preparing.phase in (Phase.PREPARE, Phase.CUT):
             _remember_wish(work, preparing)
             abandon(work, _why(work))
@@ -122,7 +122,7 @@ def _begin(work: Work, *, late: bool) -> None:
         _after_end(work)
         return
     trains = active.over is None and job.elastic and not job.done and not active.finishing
-    if trains and not job.discard and not late:
+    if trains and not job.ending.discard and not late:
         if not active.resuming:
             _to(work, HaltPhase.CUT)
             cut_for_halt(work)
@@ -134,9 +134,10 @@ def _begin(work: Work, *, late: bool) -> None:
 def _remember_wish(work: Work, preparing: JobStage) -> None:
     """Let a change that is dropped for a pause hold once the job goes on, as a resize would."""
     job = work.job
-    if job.goal is Goal.PAUSE and preparing.counts and job.manual is None:
+    if job.goal is Goal.PAUSE and preparing.counts and job.queue.resize is None:
         asked_at_s = job.progress.script_s
-        work.set(manual=ManualChange(pods=preparing.target, asked_at_s=asked_at_s))
+        change = ManualChange(pods=preparing.target, asked_at_s=asked_at_s)
+        work.set(queue=replace(job.queue, resize=change))
 
 
 def _end(work: Work) -> None:
@@ -151,7 +152,7 @@ def _end(work: Work) -> None:
 def _await_cut(work: Work, *, late: bool) -> None:
     job = work.job
     stage = job.active
-    if stage is None or stage.over is not None or job.discard:
+    if stage is None or stage.over is not None or job.ending.discard:
         _end(work)
         return
     steps = {member.step for member in stage.members if member.phase is PodStagePhase.PARKED}
@@ -178,7 +179,7 @@ def _await_save(work: Work, held: Halt) -> None:
     """Have one client after another write the newest state, until one has."""
     job = work.job
     source = unsaved(job)
-    if job.discard:
+    if job.ending.discard:
         _end(work)
     elif (parked := _parked_without_snapshot(work)) is not None:
         _end_without_snapshot(work, parked)
@@ -215,7 +216,7 @@ def _end_without_snapshot(work: Work, stage: JobStage) -> None:
             path=wrote.durable,
             node_id=wrote.pod.node_id,
         )
-        work.set(saved=saved)
+        work.set(ending=replace(work.job.ending, saved=saved))
         work.note(f"step {saved.step} is written to {saved.path}")
     elif work.job.goal is Goal.PAUSE:
         _call_off(work, "there is no memory for a snapshot, and the script has no checkpoint=")
@@ -230,10 +231,10 @@ def _order_save(work: Work, held: Halt, source: RestoreFrom) -> None:
     heard = [pod for pod in pods if work.now < client_silent_at(work.job, pod, work.cluster)]
     if heard:
         # Another node may still be at the script's path, unheard: two would mix their files.
-        order = Save(id=work.job.saves + 1, spare=bool(held.tried))
+        order = Save(id=work.job.ending.orders + 1, spare=bool(held.tried))
         pod = heard[0]
         changed = replace(held, save=order, pod_id=pod.pod_id, since=work.now, again_at=None)
-        work.set(saves=order.id, halt=changed)
+        work.set(ending=replace(work.job.ending, orders=order.id), halt=changed)
         work.progress(saving=None, saving_at=work.now)
         if held.kept_since is None:  # else it was said, and is tried again and again
             work.note(f"node {pod.site.node_id} writes the state of step {source.step} or later")
@@ -306,7 +307,7 @@ def _not_saved(work: Work, held: Halt, source: RestoreFrom) -> None:
     since = work.now if held.kept_since is None else held.kept_since
     keep_s = job.spec.keep_failed_s
     if work.now >= since + keep_s:
-        work.set(discard=True)
+        work.set(ending=replace(job.ending, discard=True))
         work.note(f"step {source.step} could not be written for {duration(keep_s)}")
         return
     holding = newest_in_memory(job)
@@ -315,7 +316,7 @@ def _not_saved(work: Work, held: Halt, source: RestoreFrom) -> None:
         work.release(pod.pod_id, hold=holds)
     if held.kept_since is None:
         work.note(
-            f"{f'failed: {job.failed}; ' if job.failed else ''}"
+            f"{f'failed: {job.ending.failed}; ' if job.ending.failed else ''}"
             f"the state of step {source.step} is kept in memory for {duration(keep_s)}, as it "
             f"cannot be written: {held.why_not}; it is tried again every {SAVE_AGAIN_S:.0f} s; "
             f"`edl stop {job.spec.job_id} --discard` gives it up"
@@ -347,7 +348,7 @@ def _await_end(work: Work, *, late: bool) -> None:
 def _after_end(work: Work) -> None:
     """No trainer is left: save what was not saved before, then let the pods go."""
     source = unsaved(work.job)
-    if source is not None and not work.job.discard:
+    if source is not None and not work.job.ending.discard:
         if _has_saver(work, source):
             _to(work, HaltPhase.SAVE)
             return
@@ -378,9 +379,9 @@ def _await_release(work: Work, *, late: bool) -> None:
     _to(work, HaltPhase.DONE)
     if job.goal is Goal.PAUSE:
         work.note(f"paused{where}")
-        if job.manual is not None:
-            target = job.manual.pods
-            work.set(target=target, manual=None)
+        if job.queue.resize is not None:
+            target = job.queue.resize.pods
+            work.set(target=target, queue=replace(job.queue, resize=None))
             work.note(f"resize to {target}: holds from the next start on", lasting=False)
     else:
         _finish_stopped(work)
@@ -388,7 +389,8 @@ def _await_release(work: Work, *, late: bool) -> None:
 
 def resume(work: Work) -> None:
     """Start again after a pause."""
-    work.set(goal=Goal.RUN, halt=None, start_since=work.now, retry_at=work.now)
+    budget = replace(work.job.budget, retry_at=work.now)
+    work.set(goal=Goal.RUN, halt=None, start_since=work.now, budget=budget)
     active = work.job.active
     if active is not None and active.over is not None:
         work.set(active=replace(active, over=replace(active.over, counted=True)))

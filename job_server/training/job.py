@@ -270,6 +270,77 @@ class JobProgress:
         )
 
 
+# --- parts of a job, each changed by one module ---------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Failures and preemptions so far, and when the next try may begin; see `accounting`."""
+
+    failures: int = 0
+    failures_in_row: int = 0  # without a new step between them
+    step_at_failure: int = 0
+    faults: tuple[Fault, ...] = ()  # of the last failure that was counted
+    preemptions: int = 0
+    preemptions_in_row: int = 0
+    step_at_preemption: int = 0
+    retry_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryLater:
+    """When something that failed and that no user asked for is tried again; see `moves`."""
+
+    retry_at: float = 0.0
+    failures: int = 0  # in a row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeQueue:
+    """What waits to be changed; see `changes`."""
+
+    script_index: int = 0  # of the script's next change
+    script_stored_s: float = 0.0  # the script's clock; a crash of the server may lose 5 s of it
+    resize: ManualChange | None = None  # None: no resize waits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What was given out and must not be given again; see `allocation`."""
+
+    pod_ids: tuple[str, ...] = ()  # under the flag
+    flag: int = 0
+    last_ports: Mapping[str, int] = field(default_factory=dict)  # node -> the last port
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lineage:
+    """How the steps of one stage follow those of the stage before; see `accounting`."""
+
+    stopped_at: float | None = None  # when the last old step ended; None: it trains
+    previous_last_step: int = 0  # the last step of what ran before
+    redone_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """What becomes of the newest state at a pause or an end; see `halting`."""
+
+    orders: int = 0  # to save, so far
+    saved: Saved | None = None  # the newest state that was written; None: none was
+    discard: bool = False  # the user who stops the job does not want its state
+    failed: str = ""  # FAIL: why
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announced:
+    """What events have said already, so that it is said once."""
+
+    waiting: str = ""  # what the job waits for
+    standby: str = ""  # why a standby cannot be prepared, or covers less than was asked for
+    plain: bool = False  # that no trainer has called the elastic loop
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     spec: JobSpec
@@ -277,7 +348,6 @@ class Job:
     state: JobState = JobState.WAITING
     reason: str = ""
     waiting: str = ""  # why nothing can start; "": something runs or is on its way
-    waiting_told: str = ""  # what an event said of it
     goal: Goal = Goal.RUN
     halt: Halt | None = None  # None: neither pausing nor paused nor stopping
     retiring: JobStage | None = None  # replace, join: parked until the next one has made a step
@@ -288,47 +358,28 @@ class Job:
     target: int = 1
     next_stage: int = 1
     commits: int = 0  # committed stages; the original's flag is commits - 2
-    given_ids: tuple[str, ...] = ()  # pod ids given out under the flag `given_flag`
-    given_flag: int = 0
-    last_ports: Mapping[str, int] = field(default_factory=dict)  # node -> port dealt last
     served: tuple[PlanPod, ...] = ()  # the last committed pods
     legacy_nodes: tuple[Node, ...] = ()  # nodes of original clients only, until ours come
     elastic: bool = False  # a trainer has called the elastic loop
-    warned: bool = False  # ... and that none has was told
     done: bool = False  # training is complete, its pods are about to exit
     fresh: bool = True  # the next start is a first one or follows a pause: no recovery
     cut_off: bool = False  # no pod of the stage in force can be reached
     start_since: float = 0.0
     grace_from: float = 0.0  # silence is counted from here at the earliest
-    retry_at: float = 0.0
-    grow_at: float = 0.0
-    standby_at: float = 0.0  # no standby is prepared before: one failed
-    standby_failures: int = 0  # in a row
-    standby_said: str = ""  # what was told last of where a standby cannot act
-    grow_failures: int = 0
-    failures: int = 0
-    preemptions: int = 0
     resizes: int = 0
-    failures_in_row: int = 0
-    step_at_failure: int = 0
-    faults: tuple[Fault, ...] = ()  # of the last failure that was counted
-    preemptions_in_row: int = 0
-    step_at_preemption: int = 0
-    redone_steps: int = 0
-    script_index: int = 0
-    script_stored_s: float = 0.0  # what a crash of the server may lose at most is 5 s
-    manual: ManualChange | None = None  # None: no resize waits
     kills: int = 0
-    stopped_at: float | None = None  # when the last old step ended; None: it trains
-    previous_lineage_last_step: int = 0  # the last step of what ran before
     snapshot_stage: int = 0  # newest stage that has reported a snapshot
     estimated_run_time_s: float | None = None  # None: nobody said
     records: tuple[StageRecord, ...] = ()
     ended_at: float | None = None  # None: not ended
-    saves: int = 0  # orders to save that were given
-    saved: Saved | None = None  # the newest state that was written by such an order
-    discard: bool = False  # who stops it does not want its state
-    failed: str = ""  # FAIL: why
+    budget: Budget = Budget()
+    growth: RetryLater = RetryLater()  # towards the target
+    standby: RetryLater = RetryLater()
+    queue: ChangeQueue = ChangeQueue()
+    given: Given = Given()
+    lineage: Lineage = Lineage()
+    ending: Ending = Ending()
+    announced: Announced = Announced()
     progress: JobProgress = JobProgress()
 
     @property
@@ -381,8 +432,9 @@ def _without_parking(job: Job) -> Job:
         else m
         for m in stage.members
     )
-    stopped_at = None if stage.any_in(PodStagePhase.PARKED) else job.stopped_at
-    return replace(job, active=replace(stage, members=members), stopped_at=stopped_at)
+    stopped_at = None if stage.any_in(PodStagePhase.PARKED) else job.lineage.stopped_at
+    lineage = replace(job.lineage, stopped_at=stopped_at)
+    return replace(job, active=replace(stage, members=members), lineage=lineage)
 
 
 def occupied(pods: Iterable[TrainingPod]) -> dict[str, frozenset[int]]:

@@ -10,7 +10,7 @@ from job_server.api.wire import StageRecord, Way
 from job_server.cluster.placement import NodeView, place, serving_nodes
 from job_server.training.accounting import update_record
 from job_server.training.allocation import lay_out, make_pods, slots_of_stayers
-from job_server.training.changes import is_due, scripted, store_script_clock, why_not
+from job_server.training.changes import is_due, scripted, skip_to, store_script_clock, why_not
 from job_server.training.job import MAX_RECORDS, TrainingPod
 from job_server.training.work import Work
 
@@ -27,9 +27,8 @@ def converge_legacy(work: Work) -> None:
         _hand_over(work)
         return
     while (change := scripted(work.job)) is not None and is_due(work.job, change):
-        job = work.job
-        work.set(script_index=job.script_index + 1, script_stored_s=job.progress.script_s)
-        size = len(job.served)
+        skip_to(work, 1)
+        size = len(work.job.served)
         wanted = {"set": change.pods, "add": size + change.pods, "remove": size - change.pods}
         if change.action not in wanted:
             work.note(f"{change.text}: skipped: no client of ours looks after the pods")
@@ -105,12 +104,11 @@ def _hand_over(work: Work) -> None:
         records=() if unchanged else job.records,
         commits=0 if unchanged else job.commits,
         next_stage=1 if unchanged else job.next_stage,
-        given_ids=() if unchanged else job.given_ids,
-        last_ports={},
+        given=replace(job.given, pod_ids=() if unchanged else job.given.pod_ids, last_ports={}),
         start_since=work.now,
     )
     if unchanged:
-        work.set(script_index=0, script_stored_s=0.0)
+        work.set(queue=replace(job.queue, script_index=0, script_stored_s=0.0))
         work.progress(script_s=0.0)
     else:
         update_record(work, job.next_stage - 1, outcome="ended", ended_at=work.now)

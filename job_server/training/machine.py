@@ -139,9 +139,9 @@ def told_waiting_at(job: Job) -> float:
 def _tell_waiting(work: Work) -> None:
     """Note what the job waits for, where that is new and has lasted."""
     job = work.job
-    if job.waiting == job.waiting_told or (job.waiting and work.now < told_waiting_at(job)):
+    if job.waiting == job.announced.waiting or (job.waiting and work.now < told_waiting_at(job)):
         return
-    work.set(waiting_told=job.waiting)
+    work.set(announced=replace(job.announced, waiting=job.waiting))
     if job.waiting and not work.notes:
         work.note(job.waiting)
 
@@ -210,8 +210,8 @@ def _asked(work: Work, event: Event) -> None:
 
 def _stop(work: Work, *, discard: bool) -> None:
     job = work.job
-    if discard and not job.discard:
-        work.set(discard=True)
+    if discard and not job.ending.discard:
+        work.set(ending=replace(job.ending, discard=True))
         work.note("stopping at once, as requested: what is not written is lost")
     if job.goal in (Goal.STOP, Goal.FAIL):
         return
@@ -314,9 +314,9 @@ def _deadlines(job: Job, now: float, cluster: Cluster) -> Iterator[float]:
         yield told_waiting_at(job)
     if job.active is not None:
         yield declare_deadline(job.active)
-        if not job.elastic and not job.warned and job.active.committed_at is not None:
+        if not job.elastic and not job.announced.plain and job.active.committed_at is not None:
             yield job.active.committed_at + LOOP_S
-    yield from (job.retry_at, job.grow_at, grace_deadline(job, cluster))
+    yield from (job.budget.retry_at, job.growth.retry_at, grace_deadline(job, cluster))
     for pod in job.pods:
         if not pod.released:
             yield silent_at(job, pod, cluster)
@@ -348,4 +348,4 @@ def _script_deadlines(job: Job, now: float) -> Iterator[float]:
         yield may_apply_at(job, change, now)
     else:
         yield max(started_at + change.at_s, now + DUE_SLACK_S)
-    yield max(started_at + job.script_stored_s + SCRIPT_STORE_S, now + DUE_SLACK_S)
+    yield max(started_at + job.queue.script_stored_s + SCRIPT_STORE_S, now + DUE_SLACK_S)

@@ -27,6 +27,7 @@ from job_server.training.job import (
     JobStage,
     Phase,
     PodStagePhase,
+    RetryLater,
     StagePod,
     TrainingPod,
 )
@@ -217,9 +218,9 @@ def commit(work: Work, *, snapshot_is_current: bool = False) -> None:
         fresh=False,
         done=False,
         waiting="",
-        grow_failures=0,
-        standby_failures=0,
-        previous_lineage_last_step=job.progress.step,
+        growth=replace(job.growth, failures=0),
+        standby=replace(job.standby, failures=0),
+        lineage=replace(job.lineage, previous_last_step=job.progress.step),
     )
     work.progress(steps={}, step=step)
     if work.job.retiring is None:
@@ -263,24 +264,24 @@ def dismiss_standby(work: Work) -> None:
     """Make room for a change; the next standby is one for the stage that it leads to."""
     if work.job.preparing is not None and work.job.preparing.standby:
         abandon(work, "it stood by, and a change comes first")
-        work.set(standby_at=0.0, standby_failures=0)
+        work.set(standby=RetryLater())
 
 
 def _put_off(work: Work, stage: JobStage) -> None:
     """What nobody asked for, and came to nothing, is tried again only later."""
     if stage.standby:
         # A script that breaks in its warm-up step would cost the training a start every minute.
-        wait_s = STANDBY_RETRY_S * 2.0 ** min(work.job.standby_failures, 6)
-        failures = work.job.standby_failures + 1
-        work.set(standby_at=work.now + wait_s, standby_failures=failures)
+        failures = work.job.standby.failures
+        wait_s = STANDBY_RETRY_S * 2.0 ** min(failures, 6)
+        work.set(standby=RetryLater(retry_at=work.now + wait_s, failures=failures + 1))
     elif not stage.counts and stage.way is not Way.START:
         _delay_growth(work)
 
 
 def _delay_growth(work: Work) -> None:
-    failures = work.job.grow_failures
+    failures = work.job.growth.failures
     wait_s = min(GROW_RETRY_CAP_S, GROW_RETRY_S * 2.0 ** min(failures, 10))
-    work.set(grow_at=work.now + wait_s, grow_failures=failures + 1)
+    work.set(growth=RetryLater(retry_at=work.now + wait_s, failures=failures + 1))
 
 
 def fail_active(work: Work, cause: Cause) -> None:
@@ -366,11 +367,11 @@ def count(work: Work, cause: Cause) -> None:
     started = stage.committed_at if stage is not None else None
     ran_s = 0.0 if started is None else cause.at - started
     verdict = count_failure(work.job, cause, work.now, ran_s=ran_s)
-    work.job = verdict.job
+    work.set(budget=verdict.budget)
     if verdict.give_up:
         fail(work, verdict.give_up)
-    elif verdict.job.retry_at > work.now:
-        work.note(f"trying again in {verdict.job.retry_at - work.now:.1f} s")
+    elif verdict.budget.retry_at > work.now:
+        work.note(f"trying again in {verdict.budget.retry_at - work.now:.1f} s")
 
 
 def count_active(work: Work) -> None:
@@ -388,7 +389,7 @@ def fail(work: Work, why: str) -> None:
     if unsaved(work.job) is None:
         finish(work, JobState.FAILED, why)
         return
-    work.set(goal=Goal.FAIL, failed=why, halt=None)
+    work.set(goal=Goal.FAIL, ending=replace(work.job.ending, failed=why), halt=None)
     work.note(f"failed: {why}; its newest state is written first")
 
 
@@ -408,7 +409,7 @@ def finish(work: Work, state: JobState, reason: str) -> None:
         retiring=None,
         preparing=None,
         waiting="",
-        manual=None,
+        queue=replace(job.queue, resize=None),
         halt=None,
         cut_off=False,
     )

@@ -90,7 +90,7 @@ def _apply_written(work: Work, pod: TrainingPod, said: SaveState) -> None:
 
     Number 0 is what a client that was ended has written by itself.
     """
-    known = work.job.saved
+    known = work.job.ending.saved
     newest = (said.stage, said.step, said.serial)
     if said.phase is not SavePhase.WRITTEN:
         return
@@ -104,7 +104,7 @@ def _apply_written(work: Work, pod: TrainingPod, said: SaveState) -> None:
         node_id=pod.site.node_id,
         spare=said.spare,
     )
-    work.set(saved=saved)
+    work.set(ending=replace(work.job.ending, saved=saved))
     if said.id:
         where = f"the run folder of node {saved.node_id}: " if saved.spare else ""
         work.note(f"the state of step {saved.step} is written to {where}{saved.path}")

@@ -206,7 +206,7 @@ def _advance_prepare(work: Work, stage: JobStage, active: JobStage | None) -> No
     if active is not None and active.over is not None and stage.way is not Way.START:
         _replace_recovery(work, stage, active, ready=ready)
         return
-    if not ready or work.now < job.retry_at or stage.standby:
+    if not ready or work.now < job.budget.retry_at or stage.standby:
         return
     if stage.way is Way.START:
         enter_start(work)
@@ -260,7 +260,7 @@ def _advance_end(work: Work, stage: JobStage, active: JobStage | None) -> None:
         count_active(work)
         if work.job.state.ended or work.job.goal is Goal.FAIL:
             return
-    if work.now < work.job.retry_at:
+    if work.now < work.job.budget.retry_at:
         return
     if stage.way in (Way.REPLACE, Way.JOIN):
         commit(work)
@@ -314,7 +314,7 @@ def _recover(work: Work) -> None:
     if work.job.retiring is not None:
         work.set(retiring=None)
         dismiss_leavers(work)
-    if work.now < work.job.retry_at:
+    if work.now < work.job.budget.retry_at:
         work.set(waiting="")
         return
     why = _cannot_start_yet(work)
@@ -425,7 +425,7 @@ def _home(job: Job, stay: list[TrainingPod], source: RestoreFrom | None) -> str:
     if source is None:
         return ""
     if source.path:
-        return "" if job.saved is None else job.saved.node_id
+        return "" if job.ending.saved is None else job.ending.saved.node_id
     holders = [pod.site.node_id for pod in job.pods if pod.pod_id in source.pods]
     if any(pod.site.node_id in holders for pod in stay):
         return ""
@@ -456,11 +456,17 @@ def warn_plain(work: Work, *, ended: bool = False) -> None:
     """
     job = work.job
     stage = job.active
-    if job.warned or job.elastic or job.legacy or stage is None or stage.committed_at is None:
+    if (
+        job.announced.plain
+        or job.elastic
+        or job.legacy
+        or stage is None
+        or stage.committed_at is None
+    ):
         return
     stops = job.preparing is not None and job.preparing.way is Way.STOP
     if stops or work.now >= stage.committed_at + LOOP_S or (ended and trainers(job) > 1):
-        work.set(warned=True)
+        work.set(announced=replace(job.announced, plain=True))
         work.note(f"warning: {plain_warning(work.job)}", lasting=False)
 
 

@@ -46,7 +46,7 @@ def standby_times(job: Job) -> Iterator[float]:
     """Yield before when no standby is prepared: training settles first, changes go first."""
     if job.active is not None and job.active.first_step_at is not None:
         yield job.active.first_step_at + STANDBY_AFTER_S
-    yield job.standby_at
+    yield job.standby.retry_at
 
 
 def _why_none(work: Work, way: Way) -> str:
@@ -62,8 +62,8 @@ def _why_none(work: Work, way: Way) -> str:
 
 
 def _say_once(work: Work, text: str) -> None:
-    if work.job.standby_said != text:
-        work.set(standby_said=text)
+    if work.job.announced.standby != text:
+        work.set(announced=replace(work.job.announced, standby=text))
         work.note(text, lasting=False)
 
 

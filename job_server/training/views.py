@@ -191,10 +191,10 @@ def job_status(job: Job, now: float, revision: int) -> JobStatus:
         epoch=progress.epoch,
         total_steps=progress.total_steps,
         metrics=dict(progress.metrics),
-        failures=job.failures,
-        preemptions=job.preemptions,
+        failures=job.budget.failures,
+        preemptions=job.budget.preemptions,
         resizes=job.resizes,
-        redone_steps=job.redone_steps,
+        redone_steps=job.lineage.redone_steps,
         script_elapsed_s=script_s,
         estimated_run_time_s=job.estimated_run_time_s,
         submitted_at=job.submitted_at,
@@ -203,7 +203,7 @@ def job_status(job: Job, now: float, revision: int) -> JobStatus:
         teachers=None,
         warnings=tuple(text for text in (plain_warning(job),) if text),
         saving=progress.saving if _is_saving(job) else None,
-        saved=job.saved,
+        saved=job.ending.saved,
     )
 
 
@@ -268,7 +268,7 @@ def _shown(pod: PlanPod, phase: str, log_path: str = "") -> JobPod:
 
 def plain_warning(job: Job) -> str:
     """Return what the user of a job without the elastic loop should know; "": nothing."""
-    if job.elastic or not job.warned:
+    if job.elastic or not job.announced.plain:
         return ""
     count = trainers(job)
     alone = (

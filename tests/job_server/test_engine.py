@@ -14,7 +14,7 @@ from job_server.api import wire
 from job_server.server.service import JobService
 from job_server.server.store import Store
 from job_server.training import rules
-from job_server.training.job import Job
+from job_server.training.job import Announced, Job
 from job_server.training.work import Work
 from tests.job_server.serving import browse, cpu_node, open_service
 from tests.support import ROOT, wait_until
@@ -233,10 +233,10 @@ def test_a_job_that_the_database_will_not_forget_is_forgotten_later(monkeypatch)
 
 
 def _flip(work: Work) -> None:
-    if work.job.standby_said != "this":
-        work.set(standby_said="this")
+    if work.job.announced.standby != "this":
+        work.set(announced=Announced(standby="this"))
     else:
-        work.set(standby_said="that")
+        work.set(announced=Announced(standby="that"))
 
 
 def test_rules_that_undo_each_other_are_named_with_the_job_and_stop_no_other(monkeypatch, caplog):

@@ -156,8 +156,11 @@ def test_without_the_loop_an_error_after_healthy_minutes_is_another_one():
     plain = world().job
     cause = Cause(kind=CauseKind.FAILURE, text="x", at=0.0, faults=(fault(),))
     first = count_failure(plain, cause, 0.0, ran_s=100.0)
-    assert count_failure(first.job, cause, 0.0, ran_s=100.0).give_up == ""
-    assert "has come twice" in count_failure(first.job, cause, 0.0, ran_s=1.0).give_up
+    assert count_failure(replace(plain, budget=first.budget), cause, 0.0, ran_s=100.0).give_up == ""
+    assert (
+        "has come twice"
+        in count_failure(replace(plain, budget=first.budget), cause, 0.0, ran_s=1.0).give_up
+    )
 
 
 # --- in a job -------------------------------------------------------------------------------------
@@ -175,7 +178,7 @@ def test_an_error_that_cannot_go_away_takes_one_stage():
     made.run_until(JobState.FAILED)
     assert made.job.reason.startswith("FAILED: t.py:7: ModuleNotFoundError: No module 'x'; rank 0")
     assert len(records(made)) == 1
-    assert made.job.failures == 1
+    assert made.job.budget.failures == 1
 
 
 def test_the_same_error_at_the_same_step_takes_two_stages_whichever_rank_speaks_first():
@@ -219,7 +222,7 @@ def test_an_error_in_trainers_prepared_for_a_change_costs_only_the_change():
     assert made.job.preparing is not None
     fails(made, 2, error(raised("SyntaxError"), step=None))
     trains(made)
-    assert made.job.failures == 0
+    assert made.job.budget.failures == 0
     assert records(made)[1].outcome.startswith("abandoned: rank 0")
 
 
@@ -235,7 +238,7 @@ def test_a_change_that_fails_twice_the_same_way_does_not_end_the_job_that_traine
         made.rounds(4)
         trains(made)
     assert made.job.state is JobState.RUNNING
-    assert made.job.failures == 2
+    assert made.job.budget.failures == 2
 
 
 def test_an_error_before_the_loop_is_compared_only_where_no_step_was_made_since():
@@ -280,5 +283,5 @@ def test_a_pod_that_ends_with_2_twice_is_not_started_a_third_time():
             if sim.launcher is not None and not made.job.state.ended:
                 sim.end(code=2)
     assert made.job.state is JobState.FAILED
-    assert made.job.failures == 2
+    assert made.job.budget.failures == 2
     assert "exited with 2; pod pod_0_0_1, not tried again: it has come twice" in made.job.reason

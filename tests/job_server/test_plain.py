@@ -9,7 +9,7 @@ from job_server.api.wire import JobSpec, JobState
 from job_server.cluster.placement import Cluster
 from job_server.jobs.events import NodesChanged, Tick
 from job_server.training import machine, views
-from job_server.training.job import Job
+from job_server.training.job import Announced, Job
 from job_server.training.machine import TELL_WAITING_S
 from job_server.training.rules import LOOP_S
 from tests.job_server.test_stages_changes import resize, trains, world
@@ -59,7 +59,7 @@ def test_a_script_that_calls_the_loop_is_not_warned_of_even_if_it_calls_it_late(
     made = trains(world())
     made.rounds(int(LOOP_S) * 4)
     assert not warned(made)
-    made.job = replace(made.job, warned=True)
+    made.job = replace(made.job, announced=Announced(plain=True))
     assert shown(made) == ()
 
 

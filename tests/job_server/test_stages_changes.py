@@ -79,7 +79,7 @@ def test_a_drain_redoes_no_step_and_keeps_pods_and_ranks():
     assert [r.way for r in records(made)] == [Way.START, Way.DRAIN, Way.DRAIN]
     assert second.first_step == (first.last_step or 0) + 1
     assert third.first_step == (second.last_step or 0) + 1
-    assert made.job.redone_steps == 0
+    assert made.job.lineage.redone_steps == 0
     assert second.pause_s is not None
     assert made.job.resizes == 2
 
@@ -209,7 +209,7 @@ def test_kills_that_fall_due_during_a_change_happen_after_it_and_once(entries, s
     made.rounds(90)
     assert [record.pods for record in records(made)] == sizes
     assert sum("killing rank" in reason for reason in made.reasons) == 1
-    assert made.job.failures == 0
+    assert made.job.budget.failures == 0
 
 
 def test_trainers_that_start_more_slowly_than_the_script_changes_make_their_steps_all_the_same():
@@ -273,7 +273,7 @@ def test_a_change_that_is_not_ready_in_time_is_abandoned_and_nothing_is_lost():
     assert records(made)[-1].outcome.startswith("abandoned: not ready within 5 s: pod_2_0")
     assert made.job.progress.step > step
     assert made.job.target == 2
-    assert made.job.failures == 0
+    assert made.job.budget.failures == 0
 
 
 def test_a_new_pod_whose_package_script_fails_costs_only_the_change():
@@ -318,7 +318,7 @@ def test_a_start_that_fails_after_the_drain_recovers_the_old_pods_from_the_drain
     last = records(made)[-1]
     assert (last.way, last.first_step, last.redone_steps) == (Way.START, drained + 1, 0)
     assert "out of memory" in records(made)[1].outcome
-    assert made.job.failures == 1
+    assert made.job.budget.failures == 1
 
 
 def test_no_change_starts_once_a_trainer_has_said_done():
@@ -463,7 +463,7 @@ def test_a_change_on_one_node_is_one_after_which_nobody_asks(overlap):
     made.run_until(JobState.CUTTING_OVER)
     trains(made)
     assert made.committed_alone == 1
-    assert made.job.redone_steps == 0
+    assert made.job.lineage.redone_steps == 0
 
 
 def test_replace_resumes_the_old_stage_when_a_new_trainer_dies_before_the_commit():

@@ -63,7 +63,7 @@ def test_a_script_that_fails_after_its_trainers_were_done_is_a_failure_and_is_ru
     made = trains(world(total_steps=20))
     made.tail_code = 3
     made.run_until(JobState.RECOVERING)
-    assert made.job.failures == 1
+    assert made.job.budget.failures == 1
     text = "pod_0_0 exited with 3 after its trainers were done"
     assert text in records(made)[-1].reason
     made.tail_code = 0
@@ -154,7 +154,7 @@ def test_a_script_that_goes_on_behind_a_killed_launcher_makes_no_success_of_half
     assert any("its training is not known to be complete" in said for said in made.reasons)
     made.run_until(JobState.SUCCEEDED)
     assert made.job.progress.step == 40
-    assert made.job.failures == 1
+    assert made.job.budget.failures == 1
 
 
 def test_a_launcher_that_is_killed_while_its_trainers_load_fails_that_start():
@@ -174,7 +174,7 @@ def test_a_launcher_that_is_killed_after_the_training_was_complete_spoils_nothin
     for pod_id in ("pod_0_0", "pod_1_0"):
         kill_launcher(made, pod_id)
     assert made.job.state is JobState.SUCCEEDED
-    assert made.job.failures == 0
+    assert made.job.budget.failures == 0
 
 
 def test_a_plain_script_that_exits_0_has_succeeded_with_or_without_its_launchers_word():

@@ -49,8 +49,8 @@ def test_a_pause_saves_frees_the_slots_and_a_resume_loses_nothing():
     trains(made)
     assert records(made)[-1].first_step == step + 1
     assert records(made)[-1].reason == "start after a pause"
-    assert made.job.redone_steps == 0
-    assert made.job.resizes == made.job.failures == 0
+    assert made.job.lineage.redone_steps == 0
+    assert made.job.resizes == made.job.budget.failures == 0
 
 
 def test_the_script_clock_stands_while_paused():
@@ -192,7 +192,7 @@ def waits(made: World) -> None:
     made.send(ResizeAsked(Resize(pods=4)))
     prepares(made)
     made.send(ResizeAsked(Resize(pods=3)))
-    assert made.job.manual is not None
+    assert made.job.queue.resize is not None
 
 
 def due_by_script(made: World) -> None:
@@ -251,7 +251,7 @@ def test_a_crash_during_the_durable_cut_still_ends_in_a_pause():
     made.send(PauseAsked())
     tell(made, "pod_0_0", ReportKind.FAILED, 1, rank=0, code=1)
     made.run_until(PAUSED)
-    assert made.job.failures == 0
+    assert made.job.budget.failures == 0
     made.send(ResumeAsked())
     trains(made)
 

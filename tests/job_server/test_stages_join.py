@@ -105,7 +105,7 @@ def test_a_crash_of_the_stage_in_force_takes_the_change_with_it_by_drain(phase):
     made.kill_trainer(*launcher(made, "pod_0_0"))
     record = settled(made, 3)
     assert (record.way, record.stage) == (Way.DRAIN, 2)
-    assert made.job.redone_steps <= 3  # the world takes a snapshot every three steps
+    assert made.job.lineage.redone_steps <= 3  # the world takes a snapshot every three steps
 
 
 @pytest.mark.parametrize("phase", [Phase.PREPARE, Phase.CUT])
@@ -126,7 +126,7 @@ def test_a_new_trainer_that_dies_before_the_commit_leaves_the_others_as_they_are
     made.rounds(30)
     assert len(views.running_pods(made.job)) == 2
     assert last(made).outcome.startswith("abandoned: ")
-    assert made.job.redone_steps == 0
+    assert made.job.lineage.redone_steps == 0
     assert made.job.progress.step > before
 
 
@@ -152,7 +152,7 @@ def test_a_crash_after_the_commit_starts_all_anew_from_where_the_old_stage_has_p
     made.kill_trainer(*launcher(made, killed))
     record = settled(made, 3)
     assert (record.way, record.stage) == (Way.START, 3)
-    assert made.job.redone_steps <= made.job.progress.best_step - parked
+    assert made.job.lineage.redone_steps <= made.job.progress.best_step - parked
     assert record.first_step == parked + 1
 
 

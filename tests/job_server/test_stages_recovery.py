@@ -47,11 +47,11 @@ def test_a_crashed_trainer_costs_steps_but_no_pod():
     made.run_until(JobState.RECOVERING)
     trains(made)
     assert ids(made) == ("pod_0_0", "pod_1_0")
-    assert (made.job.failures, made.job.preemptions) == (1, 0)
+    assert (made.job.budget.failures, made.job.budget.preemptions) == (1, 0)
     first, second = records(made)
     assert second.way is Way.START
     assert second.redone_steps == (first.last_step or 0) - (second.first_step or 0) + 1
-    assert made.job.redone_steps == second.redone_steps <= 3
+    assert made.job.lineage.redone_steps == second.redone_steps <= 3
 
 
 def test_a_pod_that_is_lost_is_replaced_on_the_node_that_holds_its_state():
@@ -90,7 +90,7 @@ def test_the_culprit_is_named_although_a_victim_spoke_first():
     made.send(LauncherReported("pod_0_0", victim))
     tell(made, "pod_1_0", ReportKind.FAILED, 1, rank=1, code=1, reason="CUDA out of memory")
     trains(made)
-    assert made.job.failures == 1
+    assert made.job.budget.failures == 1
     reason = records(made)[-1].reason
     assert "rank 1 (pod_1_0) exited with 1: CUDA out of memory" in reason
 
@@ -100,7 +100,7 @@ def test_victims_alone_count_as_one_failure():
     for rank, pod_id in enumerate(("pod_0_0", "pod_1_0")):
         tell(made, pod_id, ReportKind.FAILED, 1, rank=rank, code=-6, peer_lost=True)
     trains(made)
-    assert made.job.failures == 1
+    assert made.job.budget.failures == 1
 
 
 def test_a_dead_launcher_gets_a_new_pod_and_its_shims_snapshot_is_used():
@@ -148,7 +148,7 @@ def test_a_pod_that_is_asked_to_go_by_others_is_preempted(how, failures, preempt
     made = trains(world())
     launcher(made, "pod_1_0")[1].end(**how)
     trains(made)
-    assert (made.job.failures, made.job.preemptions) == (failures, preemptions)
+    assert (made.job.budget.failures, made.job.budget.preemptions) == (failures, preemptions)
 
 
 def test_pods_that_always_end_by_sigterm_are_started_again_ever_more_slowly():
@@ -157,8 +157,8 @@ def test_pods_that_always_end_by_sigterm_are_started_again_ever_more_slowly():
         made.round()
         for _, pod, _ in made.launchers():
             pod.end(signal=15)
-    assert made.job.failures == 0
-    assert 5 < made.job.preemptions < 12  # in 200 s
+    assert made.job.budget.failures == 0
+    assert 5 < made.job.budget.preemptions < 12  # in 200 s
     assert not made.job.state.ended
 
 
@@ -168,7 +168,11 @@ def test_a_kill_on_request_is_nobodys_failure(by_rank):
     made.send(KillAsked(Kill(rank=1) if by_rank else Kill(pod_id="pod_1_0")))
     made.run_until(JobState.RECOVERING)
     trains(made)
-    assert (made.job.failures, made.job.failures_in_row, made.job.preemptions) == (0, 0, 0)
+    assert (
+        made.job.budget.failures,
+        made.job.budget.failures_in_row,
+        made.job.budget.preemptions,
+    ) == (0, 0, 0)
     who = "rank 1 (pod_1_0)" if by_rank else "pod pod_1_0"
     assert records(made)[-1].reason == f"recovery: {who} was killed by SIGKILL, as requested"
     assert ids(made)[1] == ("pod_1_0" if by_rank else "pod_1_0_1")
@@ -180,7 +184,7 @@ def test_a_lost_node_makes_the_job_smaller_until_it_comes_back():
     made.run_until(JobState.RECOVERING)
     trains(made)
     assert ids(made) == ("pod_0_0", "pod_1_0")
-    assert (made.job.preemptions, made.job.failures, made.job.target) == (1, 0, 4)
+    assert (made.job.budget.preemptions, made.job.budget.failures, made.job.target) == (1, 0, 4)
     made.nodes["b"].link = True
     made.rounds(30)
     assert len(ids(made)) == 4
@@ -201,7 +205,7 @@ def test_below_min_pods_the_job_waits_and_its_script_clock_stands():
     assert "only 2 of 3 pods find a place" in views.job_status(made.job, made.now, 0).reason
     assert views.job_status(made.job, made.now, 0).script_elapsed_s == clock
     assert made.job.progress.account.waiting_s > waited + 15
-    assert made.job.preemptions == 1
+    assert made.job.budget.preemptions == 1
     made.power_on(made.nodes["b"])
     trains(made)
     assert len(ids(made)) == 4
@@ -240,7 +244,7 @@ def test_a_job_that_is_cut_off_recovers_elsewhere_once_its_clients_have_stopped_
     assert "until their clients have stopped them" in views.job_status(made.job, made.now, 0).reason
     made.run_until(JobState.RECOVERING)
     assert silent_since + 22.0 <= made.now <= silent_since + 22.5 + HEARTBEAT_S
-    assert (made.job.preemptions, made.job.failures) == (1, 0)
+    assert (made.job.budget.preemptions, made.job.budget.failures) == (1, 0)
     trains(made)
     assert {pod.node_id for pod in views.running_pods(made.job)} == {"b"}
     made.nodes["a"].link = True
@@ -313,7 +317,7 @@ def test_a_training_script_that_fails_at_once_uses_up_its_restarts():
         if made.job.state.ended:
             break
     assert made.job.state is FAILED
-    assert made.job.failures == 4
+    assert made.job.budget.failures == 4
     assert "3 restarts in a row brought no new step" in made.job.reason
     assert "was killed by SIGKILL" in made.job.reason
     made.rounds(3)
@@ -334,7 +338,7 @@ def test_a_pod_that_exits_zero_before_it_had_trainers_has_failed():
     made.client_acts(made.nodes["a"])
     made.nodes["a"].pods["pod_0_0"].end(code=0)
     made.client_acts(made.nodes["a"])
-    assert made.job.failures == 1
+    assert made.job.budget.failures == 1
     assert "before its trainers had started" in records(made)[0].outcome
 
 
@@ -348,7 +352,7 @@ def test_a_budget_that_is_used_up_fails_the_job_and_is_named(limit, kind):
     cause = Cause(kind=kind, text="x", at=0.0)
     first = count_failure(job, cause, 0.0, ran_s=0.0)
     assert first.give_up == ""
-    assert limit in count_failure(first.job, cause, 0.0, ran_s=0.0).give_up
+    assert limit in count_failure(replace(job, budget=first.budget), cause, 0.0, ran_s=0.0).give_up
 
 
 def test_the_wait_before_a_retry_grows_and_is_the_same_in_a_replay():
@@ -368,7 +372,7 @@ def test_failures_are_in_a_row_only_without_a_new_step():
         made.run_until(JobState.RECOVERING)
         made.run_until(RUNNING)
         made.rounds(16)
-    assert made.job.failures == 3
+    assert made.job.budget.failures == 3
     assert made.job.state is RUNNING
 
 
@@ -381,7 +385,7 @@ def test_a_port_that_is_taken_is_dealt_anew_without_a_failure():
     trains(made)
     assert made.job.active is not None
     assert made.job.active.attempt == 1
-    assert made.job.failures == 0
+    assert made.job.budget.failures == 0
 
 
 def test_ports_that_are_always_taken_do_not_go_on_for_ever():
@@ -407,7 +411,7 @@ def test_a_stage_number_that_the_checkpoint_path_knows_is_burnt():
     trains(made)
     assert [record.stage for record in records(made)] == [1, 8]
     assert "holds stage 7" in records(made)[0].outcome
-    assert (records(made)[1].flag, made.job.failures) == (-1, 0)
+    assert (records(made)[1].flag, made.job.budget.failures) == (-1, 0)
 
 
 def test_a_stage_in_force_whose_number_is_too_low_is_made_again_above():
@@ -415,7 +419,7 @@ def test_a_stage_in_force_whose_number_is_too_low_is_made_again_above():
     tell(made, "pod_0_0", ReportKind.STAGE_TOO_LOW, 1, highest_stage=7)
     trains(made)
     assert [record.stage for record in records(made)] == [1, 8]
-    assert made.job.failures == 0
+    assert made.job.budget.failures == 0
 
 
 def test_the_first_stage_gets_a_number_above_what_launchers_find():
@@ -450,7 +454,7 @@ def test_a_crash_while_cutting_commits_the_next_stage_from_the_newest_snapshot()
     made.deliver(launcher(made, "pod_0_0")[2])
     trains(made)
     assert [(r.way, r.pods) for r in records(made)] == [(Way.START, 2), (Way.DRAIN, 3)]
-    assert made.job.failures == 1
+    assert made.job.budget.failures == 1
 
 
 def test_a_crash_while_preparing_uses_the_prepared_stage_only_if_it_is_as_quick():
@@ -491,7 +495,7 @@ def test_a_server_that_dies_in_a_change_finishes_it_when_it_is_back(rounds):
     made.start_server()
     trains(made)
     assert len(ids(made)) == 3
-    assert made.job.redone_steps == 0
+    assert made.job.lineage.redone_steps == 0
 
 
 def test_a_server_that_comes_back_in_a_cut_waits_for_the_next_trainers_to_show_that_they_live():
@@ -648,8 +652,10 @@ def test_a_job_whose_state_is_lost_says_that_it_begins_again_and_how_much_that_c
     made.durable = 0
     made.run_until(RUNNING)
     made.rounds(4)
-    assert made.job.redone_steps >= reached
-    assert any(f"{made.job.redone_steps} steps are lost" in reason for reason in made.reasons)
+    assert made.job.lineage.redone_steps >= reached
+    assert any(
+        f"{made.job.lineage.redone_steps} steps are lost" in reason for reason in made.reasons
+    )
 
 
 @pytest.mark.parametrize("clock_back_s", [0.0, 900.0])

@@ -63,7 +63,9 @@ def test_a_pause_while_recovering_writes_what_the_shims_hold():
     made.send(PauseAsked())
     made.run_until(PAUSED)
     assert made.durable == step
-    assert f"step {step} is in /shared/checkpoint" in reason(made) or made.job.saved is not None
+    assert (
+        f"step {step} is in /shared/checkpoint" in reason(made) or made.job.ending.saved is not None
+    )
     resumes_at(made, step)
 
 
@@ -156,7 +158,7 @@ def test_another_node_writes_to_its_run_folder_where_the_first_cannot():
     made.send(PauseAsked())
     made.run_until(PAUSED)
     step = made.job.progress.step
-    assert made.job.saved == wire.Saved(
+    assert made.job.ending.saved == wire.Saved(
         stage=1, step=step, path="/b/run/checkpoint", node_id="b", spare=True
     )
     resumes_at(made, step)
@@ -233,7 +235,7 @@ def test_a_stop_that_discards_waits_for_nothing():
     made.send(StopAsked(discard=True))
     made.rounds(6)
     assert made.job.state is STOPPED, made.reasons
-    assert made.job.saved is None
+    assert made.job.ending.saved is None
 
 
 def test_a_server_that_restarts_while_a_state_is_written_waits_for_the_same_writer():
@@ -340,7 +342,7 @@ def test_a_pause_that_is_called_off_while_no_node_answers_recovers_when_they_do(
     assert made.job.state is JobState.WAITING
     made.heal()
     trains(made)
-    assert made.job.redone_steps <= 3
+    assert made.job.lineage.redone_steps <= 3
 
 
 @pytest.mark.parametrize("asked", [PauseAsked(), StopAsked()])
@@ -353,7 +355,7 @@ def test_what_was_written_as_ordered_counts_though_its_shim_is_gone_by_then(aske
     (pod,) = made.nodes["a"].pods.values()
     step = newest(made)
     said = wire.SaveState(
-        id=made.job.saves,
+        id=made.job.ending.orders,
         phase=wire.SavePhase.WRITTEN,
         stage=1,
         step=step,
@@ -373,8 +375,8 @@ def test_what_was_written_as_ordered_counts_though_its_shim_is_gone_by_then(aske
     made.send(NodeReported("a", (state,)))
     made.run_until(PAUSED, STOPPED)
     assert reason(made).endswith(f"step {step} is in /a/run/checkpoint")
-    assert made.job.saved is not None
-    assert made.job.saved.node_id == "a"
+    assert made.job.ending.saved is not None
+    assert made.job.ending.saved.node_id == "a"
     if made.job.state is PAUSED:
         resumes_at(made, step)
 
@@ -394,7 +396,7 @@ def test_trainers_without_memory_for_a_snapshot_have_written_a_checkpoint_or_the
         made.job = replace(made.job, active=stage.with_member(member))
         made.send(Tick())
         made.run_until(state)
-        assert (made.job.saved is not None) == bool(durable)
+        assert (made.job.ending.saved is not None) == bool(durable)
 
 
 @pytest.mark.parametrize(("asked", "state"), [(PauseAsked(), PAUSED), (StopAsked(), STOPPED)])

@@ -185,7 +185,7 @@ def test_the_history_keeps_the_newest_stages_only():
         job, _ = machine.step(job, Tick(), now, NOBODY)
     assert len(job.records) == MAX_RECORDS
     assert job.records[-1].stage == job.next_stage - 1
-    assert len(job.given_ids) < 10
+    assert len(job.given.pod_ids) < 10
 
 
 def test_a_change_stops_all_only_where_trainers_cannot_agree_on_a_step():

@@ -289,7 +289,7 @@ def finish(world: World) -> None:
     trouble = (" is over: ", " exited with ", "ended by signal", "is gone", "not parked", "loaded")
     crashed = [line for line in world.reasons if any(word in line for word in trouble)]
     if world.elastic and not crashed:
-        assert world.job.redone_steps == 0, f"a change cost steps\n{log}"
+        assert world.job.lineage.redone_steps == 0, f"a change cost steps\n{log}"
     if world.job.state is JobState.SUCCEEDED:
         assert world.durable == world.total_steps, log
     world.rounds(10)

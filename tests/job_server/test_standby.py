@@ -60,7 +60,7 @@ def test_a_crash_puts_the_standby_in_force_from_the_newest_snapshot():
     assert active(made).stage == standby
     assert active(made).restore_from is not None
     assert active(made).way is wire.Way.REPLACE
-    assert made.job.redone_steps <= 3  # the world takes a snapshot every three steps
+    assert made.job.lineage.redone_steps <= 3  # the world takes a snapshot every three steps
     until_ready(made)
 
 
@@ -82,7 +82,7 @@ def test_a_standby_that_fails_is_no_crash_and_is_tried_again_later():
     made.rounds(2)
     assert made.job.preparing is None
     assert made.job.state is RUNNING
-    assert made.job.redone_steps == 0
+    assert made.job.lineage.redone_steps == 0
     until_ready(made, 400)
     assert preparing(made).stage > standby
     waited = []
@@ -91,7 +91,7 @@ def test_a_standby_that_fails_is_no_crash_and_is_tried_again_later():
         failed_at = made.now
         made.kill_prepared(made.launchers()[0][2])
         made.rounds(2)
-        waited.append(round((made.job.standby_at - failed_at) / 60))
+        waited.append(round((made.job.standby.retry_at - failed_at) / 60))
     assert waited == [2, 4, 8]
 
 
@@ -189,7 +189,7 @@ def test_a_pod_that_an_operator_has_killed_is_done_without():
     made.rounds(8)
     record = next(each for each in records(made) if each.stage == standby)
     assert record.committed_at is not None
-    assert (made.job.failures, made.job.preemptions) == (0, 0)
+    assert (made.job.budget.failures, made.job.budget.preemptions) == (0, 0)
 
 
 def test_a_standby_does_not_take_over_below_the_least_pods_of_the_job():

@@ -264,7 +264,7 @@ class World:
 
     def check_kept(self, job: Job, before: Job) -> None:
         """No pause and no end lets go of the newest state, unless somebody asked for that."""
-        if job.discard or before.state.ended:
+        if job.ending.discard or before.state.ended:
             return
         gone = job.state.ended and job.state is not wire.JobState.SUCCEEDED
         gone |= job.halt is not None and job.halt.phase is HaltPhase.RELEASE
@@ -276,7 +276,7 @@ class World:
                 if pod.snapshot is not None and sim.node.saves
             }
             pods = tuple(pod for pod in before.pods if pod.pod_id in held)
-            lost = unsaved(replace(before, saved=job.saved, done=job.done, pods=pods))
+            lost = unsaved(replace(before, ending=job.ending, done=job.done, pods=pods))
             assert lost is None, f"lost: {lost}"
 
     def end_or_now(self, job: Job) -> float:

@@ -418,16 +418,34 @@ class PodReport(Message, frozen=True, kw_only=True):
         check_range("highest_stage", self.highest_stage, 0, MAX_STAGE)
 
 
-class LocalStage(Enum):
-    """Where a launcher is with one stage."""
+class PodStagePhase(Enum):
+    """How far a pod is with one stage."""
 
-    IDLE = "idle"  # launcher only
-    STARTING = "starting"
+    # As its launcher tells it.
+    READY = "idle"  # the launcher is there (replace, join: its trainers are, too)
+    STARTED = "starting"  # every trainer process has been spawned
     LOADED = "loaded"
     TRAINING = "training"
     PARKED = "parked"
-    ENDED = "ended"
-    FAILED = "failed"
+    FAILED = "failed"  # a trainer died; others may be there
+    ENDED = "ended"  # confirmed: no trainer of the stage is left in the pod
+    # As only the server knows it.
+    ABSENT = "absent"
+    CUTTING = "cutting"  # told to cut; whether it trains or has parked is not known
+    LEFT = "left"  # the launcher exited 0: the trainers are done, the pod's script may go on
+    FINISHED = "finished"  # the pod exited 0: its training is complete
+    LOST = "lost"  # given up without having been reached
+
+
+LAUNCHER_PHASES = (
+    PodStagePhase.READY,
+    PodStagePhase.STARTED,
+    PodStagePhase.LOADED,
+    PodStagePhase.TRAINING,
+    PodStagePhase.PARKED,
+    PodStagePhase.FAILED,
+    PodStagePhase.ENDED,
+)
 
 
 class Attach(Message, frozen=True, kw_only=True):
@@ -439,7 +457,7 @@ class Attach(Message, frozen=True, kw_only=True):
     highest_stage: Int = 0  # found in the checkpoint path, 0 for none or unknown
     stage: Int = 0  # the newest stage it has trainers (or had them) for; 0: none yet
     attempt: Int = 0
-    phase: LocalStage = LocalStage.IDLE  # of `stage`
+    phase: PodStagePhase = PodStagePhase.READY  # of `stage`
     step: Int = 0
     snapshot: SnapshotRef | None = None  # None: its shim holds none
     elastic: bool = False
@@ -452,6 +470,8 @@ class Attach(Message, frozen=True, kw_only=True):
         check_id("node_id", self.node_id)
         check_range("highest_stage", self.highest_stage, 0, MAX_STAGE)
         check_range("stage", self.stage, 0, 2 * MAX_STAGE)
+        if self.phase not in LAUNCHER_PHASES:
+            raise WireError(f"phase: {self.phase.value!r} is no phase that a launcher can be in")
 
 
 # --- jobs: users <-> server -------------------------------------------------------------------

@@ -42,9 +42,9 @@ _JOB = {
     "standby_said": "announced.standby",
     "warned": "announced.plain",
 }
-_STAGE_POD = {"at": "phase"}
 _TEACHERS = {"dealt": "last_ports", "heed_from": "grace_from"}
 _TEACHER_PROGRESS = {"governor": "autoscaler"}
+_PHASES = {"ready": "idle", "started": "starting"}
 _STAGES = ("previous", "current", "coming")
 
 
@@ -76,7 +76,13 @@ def upgraded_pod(pod: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _stage(stage: Mapping[str, Any]) -> dict[str, Any]:
-    return {**stage, "members": [_moved(member, _STAGE_POD) for member in stage["members"]]}
+    phase = "go" if stage["phase"] == "committed" else stage["phase"]
+    return {**stage, "phase": phase, "members": [_stage_pod(each) for each in stage["members"]]}
+
+
+def _stage_pod(member: Mapping[str, Any]) -> dict[str, Any]:
+    others = {key: value for key, value in member.items() if key != "at"}
+    return {**others, "phase": _PHASES.get(member["at"], member["at"])}
 
 
 def _moved(data: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from job_server.api.wire import Account, JobSpec, JobState, StageRecord, Way
+from job_server.api.wire import Account, JobSpec, JobState, Order, StageRecord, Way
 from job_server.jobs.retries import HEALTHY_S, backoff_s
 from job_server.jobs.work import Goal
 from job_server.training.faults import find_lasting
@@ -15,7 +15,6 @@ from job_server.training.job import (
     HaltPhase,
     Job,
     JobStage,
-    Phase,
 )
 from job_server.training.work import Work
 
@@ -100,7 +99,7 @@ def name_state(job: Job) -> JobState:
         return starting if job.active.over is not None else JobState.RUNNING
     if job.preparing.way is Way.START:
         return starting
-    if job.preparing.phase is Phase.PREPARE:
+    if job.preparing.phase is Order.PREPARE:
         over = job.active is not None and job.active.over is not None
         if not over and job.preparing.stands_by:
             return JobState.RUNNING

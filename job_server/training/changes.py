@@ -5,20 +5,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from job_server.api.codec import WireError
-from job_server.api.wire import DesiredState, Kill, ScriptKind, SlotKind, Way
+from job_server.api.wire import DesiredState, Kill, PodStagePhase, ScriptKind, SlotKind, Way
 from job_server.cluster.change_script import ScriptedChange, parse_script, pods_after
 from job_server.cluster.placement import Cluster, explain_shortage, find_node, place
 from job_server.jobs.events import RequestRefused
 from job_server.jobs.work import Goal
 from job_server.training.allocation import make_pods, slots_of_leavers, slots_of_stayers
-from job_server.training.job import (
-    HaltPhase,
-    Job,
-    JobStage,
-    ManualChange,
-    PodStagePhase,
-    TrainingPod,
-)
+from job_server.training.job import HaltPhase, Job, JobStage, ManualChange, TrainingPod
 from job_server.training.moves import begin, dismiss_standby
 from job_server.training.work import Work
 

@@ -2,19 +2,10 @@
 
 from dataclasses import replace
 
-from job_server.api.wire import DesiredState
+from job_server.api.wire import DesiredState, PodStagePhase
 from job_server.cluster.placement import Cluster, find_node
 from job_server.jobs.work import Goal
-from job_server.training.job import (
-    GONE,
-    TERMINATED,
-    Cause,
-    CauseKind,
-    Job,
-    JobStage,
-    PodStagePhase,
-    TrainingPod,
-)
+from job_server.training.job import GONE, TERMINATED, Cause, CauseKind, Job, JobStage, TrainingPod
 from job_server.training.moves import lose
 from job_server.training.work import Work
 

@@ -9,7 +9,16 @@ asked for it wants it discarded.
 from dataclasses import replace
 
 from job_server.api.text import duration
-from job_server.api.wire import JobState, RestoreFrom, Save, Saved, SavePhase, Way
+from job_server.api.wire import (
+    JobState,
+    Order,
+    PodStagePhase,
+    RestoreFrom,
+    Save,
+    Saved,
+    SavePhase,
+    Way,
+)
 from job_server.cluster.placement import find_node
 from job_server.jobs.pod_reports import without
 from job_server.jobs.work import Goal
@@ -23,8 +32,6 @@ from job_server.training.job import (
     Job,
     JobStage,
     ManualChange,
-    Phase,
-    PodStagePhase,
     TrainingPod,
 )
 from job_server.training.moves import (
@@ -109,7 +116,7 @@ def _begin(work: Work, *, late: bool) -> None:
     if preparing is not None:
         change = preparing.way is not Way.START
         patient = job.goal is not Goal.FAIL and not job.ending.discard and not late
-        if change and preparing.phase in (Phase.PREPARE, Phase.CUT):
+        if change and preparing.phase in (Order.PREPARE, Order.CUT):
             _remember_wish(work, preparing)
             abandon(work, _why(work))
         elif change and job.elastic and patient:

@@ -15,8 +15,10 @@ from job_server.api.wire import (
     JobSpec,
     JobState,
     Node,
+    Order,
     PlanPod,
     PodPhase,
+    PodStagePhase,
     RestoreFrom,
     Save,
     Saved,
@@ -57,33 +59,6 @@ class TrainingPod:
     def usable(self) -> bool:
         """Whether a next stage may count on it."""
         return self.desired is DesiredState.RUN and not self.left
-
-
-class Phase(Enum):
-    """Where a stage is between the decision to make it and its commit."""
-
-    PREPARE = "prepare"
-    CUT = "cut"
-    END = "end"
-    START = "start"
-    COMMITTED = "committed"
-
-
-class PodStagePhase(Enum):
-    """How far a pod is with a stage."""
-
-    ABSENT = "absent"
-    READY = "ready"
-    STARTED = "started"
-    LOADED = "loaded"
-    TRAINING = "training"
-    CUTTING = "cutting"  # told to cut; whether it trains or has parked is not known
-    PARKED = "parked"
-    FAILED = "failed"  # a trainer died; others may be there
-    ENDED = "ended"  # confirmed: no trainer of the stage is left in the pod
-    LEFT = "left"  # the launcher exited 0: the trainers are done, the pod's script may go on
-    FINISHED = "finished"  # the pod exited 0: its training is complete
-    LOST = "lost"  # given up without having been reached
 
 
 TERMINATED = frozenset(
@@ -142,7 +117,7 @@ class Cause:
 class JobStage(Message, frozen=True, kw_only=True):
     stage: int
     way: Way
-    phase: Phase
+    phase: Order  # what the change waits for: PREPARE, CUT, END, START; GO once committed
     since: float  # when the phase began, or the server restarted in it
     reason: str
     members: tuple[StagePod, ...]
@@ -185,7 +160,7 @@ class JobStage(Message, frozen=True, kw_only=True):
     def stands_by(self) -> bool:
         """Ready to take over from a stage that crashes, and costs nothing but memory."""
         return (
-            self.standby and self.phase is Phase.PREPARE and not self.any_in(PodStagePhase.ABSENT)
+            self.standby and self.phase is Order.PREPARE and not self.any_in(PodStagePhase.ABSENT)
         )
 
     def member(self, pod_id: str) -> StagePod | None:

@@ -8,7 +8,7 @@ what clients and launchers are told is derived from it (`views`).
 from collections.abc import Iterator
 from dataclasses import replace
 
-from job_server.api.wire import JobSpec, JobState, Node, PodPhase, Resize, Way
+from job_server.api.wire import JobSpec, JobState, Node, PodPhase, PodStagePhase, Resize, Way
 from job_server.cluster.placement import Cluster
 from job_server.jobs.clocks import moved_back
 from job_server.jobs.events import (
@@ -43,14 +43,7 @@ from job_server.training.changes import (
 )
 from job_server.training.fencing import client_silent_at, fenced_at, is_silent, silent_at
 from job_server.training.halting import SAVE_STALL_S, halt_deadline, resume, save_deadline
-from job_server.training.job import (
-    HaltPhase,
-    Job,
-    JobProgress,
-    JobStage,
-    PodStagePhase,
-    same_but_progress,
-)
+from job_server.training.job import HaltPhase, Job, JobProgress, JobStage, same_but_progress
 from job_server.training.moves import lose
 from job_server.training.rules import (
     LOOP_S,

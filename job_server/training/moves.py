@@ -6,7 +6,7 @@ Each function makes one move and keeps the books; when it is right to make it is
 
 from dataclasses import replace
 
-from job_server.api.wire import JobState, Way
+from job_server.api.wire import JobState, Order, PodStagePhase, Way
 from job_server.jobs.work import Goal
 from job_server.training.accounting import (
     close_attempt,
@@ -25,8 +25,6 @@ from job_server.training.job import (
     CauseKind,
     Job,
     JobStage,
-    Phase,
-    PodStagePhase,
     RetryLater,
     StagePod,
     TrainingPod,
@@ -53,7 +51,7 @@ def begin(
     stage = JobStage(
         stage=number,
         way=way,
-        phase=Phase.PREPARE,
+        phase=Order.PREPARE,
         since=work.now,
         reason=reason,
         members=tuple(StagePod(pod=pod) for pod in lay_out(work, pods)),
@@ -66,18 +64,18 @@ def begin(
     work.note(f"preparing stage {number} of {_pods(len(pods))} by {way.value}: {_brief(reason)}")
 
 
-def enter(work: Work, phase: Phase) -> None:
+def enter(work: Work, phase: Order) -> None:
     """Take the stage in preparation to its next phase."""
     job = work.job
     stage = job.preparing
     assert stage is not None
     work.set(preparing=replace(stage, phase=phase, since=work.now))
     active = job.active
-    if phase is Phase.CUT and active is not None:
+    if phase is Order.CUT and active is not None:
         work.set(active=_cutting(active))
         work.note(f"stage {stage.stage} is ready: cutting stage {active.stage}")
-    if phase is Phase.END and active is not None:
-        if stage.phase is Phase.PREPARE and active.over is None:
+    if phase is Order.END and active is not None:
+        if stage.phase is Order.PREPARE and active.over is None:
             work.note(f"stage {stage.stage} is ready: ending stage {active.stage}")
         tell_to_end(work, active)
         stand_still(work)
@@ -115,7 +113,7 @@ def enter_start(work: Work) -> None:
     restore = choose_restore(job)
     stage = replace(
         stage,
-        phase=Phase.START,
+        phase=Order.START,
         since=work.now,
         members=members,
         restore_from=restore,
@@ -151,7 +149,7 @@ def renumber(work: Work, highest: int) -> None:
     work.note(
         f"stage {old.stage} becomes stage {number}: the checkpoint path holds stage {highest}"
     )
-    if stage.phase is Phase.START:
+    if stage.phase is Order.START:
         enter_start(work)
 
 
@@ -161,7 +159,7 @@ def reallocate_ports(work: Work, why: str) -> None:
     assert stage is not None
     pods = tuple(pod for pod_id in stage.pod_ids if (pod := work.job.pod(pod_id)) is not None)
     laid_out = {pod.pod_id: pod for pod in lay_out(work, pods)}
-    phase = PodStagePhase.READY if stage.phase is Phase.START else PodStagePhase.ABSENT
+    phase = PodStagePhase.READY if stage.phase is Order.START else PodStagePhase.ABSENT
     members = tuple(
         member
         if member.phase in COMPLETED
@@ -191,7 +189,7 @@ def commit(work: Work, *, snapshot_is_current: bool = False) -> None:
     job = work.job
     stage, old = job.preparing, job.active
     assert stage is not None
-    stage = replace(stage, phase=Phase.COMMITTED, since=work.now, committed_at=work.now)
+    stage = replace(stage, phase=Order.GO, since=work.now, committed_at=work.now)
     beside = stage.way in (Way.REPLACE, Way.JOIN)
     if beside:
         restore = choose_restore(job)
@@ -254,7 +252,7 @@ def abandon(work: Work, why: str) -> None:
     for pod_id in stage.pod_ids:
         if pod_id not in stay:
             work.release(pod_id)
-    if active is not None and active.over is None and stage.phase is Phase.CUT:
+    if active is not None and active.over is None and stage.phase is Order.CUT:
         work.set(active=replace(active, resuming=True))
     _put_off(work, stage)
     work.note(f"stage {stage.stage} abandoned: {why}")
@@ -308,11 +306,11 @@ def fail_active(work: Work, cause: Cause) -> None:
     if not all(job.usable(pod_id) for pod_id in preparing.pod_ids):
         abandon(work, cause.text)
         return
-    if preparing.way is Way.JOIN and preparing.phase in (Phase.PREPARE, Phase.CUT):
+    if preparing.way is Way.JOIN and preparing.phase in (Order.PREPARE, Order.CUT):
         # Those who were to stay go down with their stage: all trainers start anew.
         join_otherwise(work, Way.DRAIN, "the trainers that were to stay are gone")
-    if preparing.phase is Phase.CUT:
-        enter(work, Phase.END)
+    if preparing.phase is Order.CUT:
+        enter(work, Order.END)
 
 
 def _reconsider_cause(work: Work, stage: JobStage, known: Cause, cause: Cause) -> None:
@@ -336,7 +334,7 @@ def fail_preparing(work: Work, cause: Cause) -> None:
     starts = stage.way is Way.START
     if starts:
         work.set(recovery_pods=tuple(pod_id for pod_id in stage.pod_ids if job.usable(pod_id)))
-    if stage.phase in (Phase.PREPARE, Phase.CUT):
+    if stage.phase in (Order.PREPARE, Order.CUT):
         if starts:
             close_attempt(work, stage.stage, cause.text)
             work.set(preparing=None)
@@ -348,7 +346,7 @@ def fail_preparing(work: Work, cause: Cause) -> None:
     close_attempt(work, stage.stage, cause.text)
     work.note(f"stage {stage.stage} abandoned: {cause.text}")
     _put_off(work, stage)
-    if stage.phase is Phase.END:
+    if stage.phase is Order.END:
         active = job.active
         work.set(preparing=None)
         if active is not None and active.over is None:

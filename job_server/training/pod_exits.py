@@ -8,8 +8,10 @@ from dataclasses import replace
 from job_server.api.text import ending
 from job_server.api.wire import (
     DesiredState,
+    Order,
     PodPhase,
     PodReport,
+    PodStagePhase,
     PodState,
     Saved,
     SavePhase,
@@ -29,7 +31,7 @@ from job_server.jobs.pod_reports import (
 )
 from job_server.training.faults import fault_of_pod
 from job_server.training.fencing import client_silent_at
-from job_server.training.job import Cause, CauseKind, JobStage, Phase, PodStagePhase, TrainingPod
+from job_server.training.job import Cause, CauseKind, JobStage, TrainingPod
 from job_server.training.moves import let_go, lose
 from job_server.training.work import Work
 
@@ -199,7 +201,7 @@ def _finished(work: Work, pod: TrainingPod) -> bool:
 def _completing(work: Work, pod: TrainingPod) -> JobStage | None:
     """Return the stage that a pod completes by exiting 0; None: there is none."""
     active, preparing = work.job.active, work.job.preparing
-    if preparing is not None and preparing.phase is Phase.START and preparing.member(pod.pod_id):
+    if preparing is not None and preparing.phase is Order.START and preparing.member(pod.pod_id):
         return preparing
     if active is not None and active.committed and not active.told_to_end:
         return active if active.member(pod.pod_id) else None

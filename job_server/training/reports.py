@@ -10,8 +10,9 @@ from job_server.api.text import ending
 from job_server.api.wire import (
     Attach,
     DesiredState,
-    LocalStage,
+    Order,
     PodReport,
+    PodStagePhase,
     ReportKind,
     SnapshotRef,
     Way,
@@ -28,8 +29,6 @@ from job_server.training.job import (
     Cause,
     CauseKind,
     JobStage,
-    Phase,
-    PodStagePhase,
     StagePod,
 )
 from job_server.training.moves import (
@@ -73,7 +72,7 @@ def _apply_numbers(work: Work, attach: Attach) -> None:
     if known >= job.next_stage:
         work.set(next_stage=known + 1)
     preparing = job.preparing
-    first = job.commits == 0 and preparing is not None and preparing.phase is Phase.PREPARE
+    first = job.commits == 0 and preparing is not None and preparing.phase is Order.PREPARE
     if first and preparing is not None and attach.highest_stage >= preparing.stage:
         renumber(work, attach.highest_stage)
 
@@ -82,16 +81,16 @@ def _apply_phase(work: Work, attach: Attach) -> None:
     stage = work.job.stage_numbered(attach.stage)
     if stage is None or attach.attempt < stage.attempt:
         return
-    if attach.phase is LocalStage.TRAINING:
+    if attach.phase is PodStagePhase.TRAINING:
         _trains(work, stage, attach.pod_id)
     kinds = {
-        LocalStage.IDLE: ReportKind.READY,
-        LocalStage.STARTING: ReportKind.STARTED,
-        LocalStage.LOADED: ReportKind.LOADED,
-        LocalStage.TRAINING: ReportKind.PROGRESS,
-        LocalStage.PARKED: ReportKind.DRAINED,
-        LocalStage.ENDED: ReportKind.ENDED,
-        LocalStage.FAILED: ReportKind.FAILED,
+        PodStagePhase.READY: ReportKind.READY,
+        PodStagePhase.STARTED: ReportKind.STARTED,
+        PodStagePhase.LOADED: ReportKind.LOADED,
+        PodStagePhase.TRAINING: ReportKind.PROGRESS,
+        PodStagePhase.PARKED: ReportKind.DRAINED,
+        PodStagePhase.ENDED: ReportKind.ENDED,
+        PodStagePhase.FAILED: ReportKind.FAILED,
     }
     implied = PodReport(
         kind=kinds[attach.phase],
@@ -101,7 +100,7 @@ def _apply_phase(work: Work, attach: Attach) -> None:
         snapshot=attach.snapshot,
         elastic=attach.elastic,
     )
-    if attach.phase is LocalStage.FAILED and attach.failure is not None:
+    if attach.phase is PodStagePhase.FAILED and attach.failure is not None:
         implied = attach.failure
     reported(work, attach.pod_id, implied)
     if attach.done:
@@ -234,7 +233,7 @@ def _raise(work: Work, stage: JobStage, pod_id: str, phase: PodStagePhase) -> No
 
 
 def _started(work: Work, stage: JobStage, pod_id: str, report: PodReport) -> None:
-    starts = stage.phase is Phase.START or stage.committed
+    starts = stage.phase is Order.START or stage.committed
     if not starts or report.attempt != stage.attempt:
         return
     loaded = report.kind is ReportKind.LOADED
@@ -293,7 +292,7 @@ def _cut_is_on(work: Work) -> bool:
     """Whether the stage in force is told to cut now."""
     job = work.job
     if job.preparing is not None:
-        return job.preparing.phase is Phase.CUT
+        return job.preparing.phase is Order.CUT
     halt = job.halt
     return job.goal is not Goal.RUN and halt is not None and halt.phase in CUT_PHASES
 
@@ -386,7 +385,7 @@ def _was_killed(stage: JobStage, report: PodReport) -> bool:
 
 def _port_taken(work: Work, stage: JobStage, pod_id: str, report: PodReport) -> None:
     beside = stage.way in (Way.REPLACE, Way.JOIN)
-    phase = Phase.PREPARE if beside else Phase.START
+    phase = Order.PREPARE if beside else Order.START
     if stage is not work.job.preparing or stage.phase is not phase:
         return
     if report.attempt != stage.attempt:
@@ -414,7 +413,7 @@ def _join_otherwise(work: Work, stage: JobStage, why: str) -> None:
     work.progress(joins={})
     way = choose_way(work.job, work.cluster)
     work.progress(joins=joins)
-    parks = stage.phase is Phase.CUT or (active is not None and active.over is not None)
+    parks = stage.phase is Order.CUT or (active is not None and active.over is not None)
     join_otherwise(work, Way.DRAIN if parks else way, why)
 
 

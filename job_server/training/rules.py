@@ -8,7 +8,15 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from job_server.api.wire import DesiredState, JobState, PodPhase, RestoreFrom, Way
+from job_server.api.wire import (
+    DesiredState,
+    JobState,
+    Order,
+    PodPhase,
+    PodStagePhase,
+    RestoreFrom,
+    Way,
+)
 from job_server.cluster.placement import Cluster, explain_shortage, place, serving_nodes
 from job_server.jobs.events import NotConverging
 from job_server.jobs.work import Goal
@@ -30,8 +38,6 @@ from job_server.training.job import (
     HaltPhase,
     Job,
     JobStage,
-    Phase,
-    PodStagePhase,
     TrainingPod,
 )
 from job_server.training.moves import (
@@ -100,7 +106,7 @@ def _unpark(work: Work) -> None:
     stage = job.active
     if stage is None or stage.over is not None or stage.end_since is not None:
         return
-    if job.preparing is not None and job.preparing.phase is Phase.CUT:
+    if job.preparing is not None and job.preparing.phase is Order.CUT:
         return
     if job.halt is not None and job.halt.phase is not HaltPhase.WAIT:
         return
@@ -139,20 +145,20 @@ def _advance_preparing(work: Work) -> None:
     active = job.active
     trains = active is not None and active.over is None
     finishing = job.done or (active is not None and active.finishing)
-    if trains and finishing and stage.phase in (Phase.PREPARE, Phase.CUT):
+    if trains and finishing and stage.phase in (Order.PREPARE, Order.CUT):
         abandon(work, "training is complete")
         return
     if work.now >= preparing_deadline(job, stage):
         _give_up_preparing(work, stage)
         return
     match stage.phase:
-        case Phase.PREPARE:
+        case Order.PREPARE:
             _advance_prepare(work, stage, active)
-        case Phase.CUT if active is not None:
+        case Order.CUT if active is not None:
             _advance_cut(work, stage, active)
-        case Phase.END:
+        case Order.END:
             _advance_end(work, stage, active)
-        case Phase.START:
+        case Order.START:
             _advance_start(work, stage)
         case _:
             pass
@@ -167,7 +173,7 @@ def preparing_deadline(job: Job, stage: JobStage) -> float:
     if stage.stands_by:
         return math.inf
     patience_s = job.spec.prepare_timeout_s
-    if stage.phase is Phase.START or (stage.phase is Phase.PREPARE and stage.way is Way.START):
+    if stage.phase is Order.START or (stage.phase is Order.PREPARE and stage.way is Way.START):
         patience_s *= LOAD_PATIENCE
     return stage.since + patience_s
 
@@ -177,24 +183,24 @@ def _give_up_preparing(work: Work, stage: JobStage) -> None:
     active = work.job.active
     late: list[str] = []
     what = {
-        Phase.PREPARE: "ready",
-        Phase.CUT: "parked",
-        Phase.END: "over with the stage before",
-        Phase.START: "loaded",
+        Order.PREPARE: "ready",
+        Order.CUT: "parked",
+        Order.END: "over with the stage before",
+        Order.START: "loaded",
     }[stage.phase]
-    if stage.phase is Phase.PREPARE:
+    if stage.phase is Order.PREPARE:
         late = [m.pod.pod_id for m in stage.members if m.phase is PodStagePhase.ABSENT]
-    elif stage.phase is Phase.START:
+    elif stage.phase is Order.START:
         late = [m.pod.pod_id for m in stage.members if m.phase not in _loaded(work.job)]
     elif active is not None:
-        left = TERMINATED | ({PodStagePhase.PARKED} if stage.phase is Phase.CUT else set())
+        left = TERMINATED | ({PodStagePhase.PARKED} if stage.phase is Order.CUT else set())
         late = [m.pod.pod_id for m in active.members if m.phase not in left]
     waited_s = work.now - stage.since
     text = f"not {what} within {waited_s:.0f} s: {', '.join(late) or 'nobody'}"
-    if stage.way is Way.START and stage.phase is Phase.PREPARE:
+    if stage.way is Way.START and stage.phase is Order.PREPARE:
         for pod_id in late:
             work.release(pod_id)
-    if stage.phase is Phase.END:
+    if stage.phase is Order.END:
         work.set(preparing=replace(stage, since=work.now))  # pods that do not end are killed
         return
     fail_preparing(work, Cause(kind=CauseKind.FAILURE, text=text, at=work.now))
@@ -218,9 +224,9 @@ def _advance_prepare(work: Work, stage: JobStage, active: JobStage | None) -> No
         if active.first_step_at is None:
             return
         work.set(preparing=replace(stage, way=Way.DRAIN))
-        enter(work, Phase.CUT)
+        enter(work, Order.CUT)
     else:
-        enter(work, Phase.END if stage.way is Way.STOP else Phase.CUT)
+        enter(work, Order.END if stage.way is Way.STOP else Order.CUT)
 
 
 def crash_deadline(stage: JobStage) -> float | None:
@@ -234,7 +240,7 @@ def _replace_recovery(work: Work, stage: JobStage, active: JobStage, *, ready: b
         return
     patience = crash_deadline(active)
     if ready:
-        enter(work, Phase.END)
+        enter(work, Order.END)
     elif patience is not None and work.now >= patience:
         abandon(work, "the stage before crashed, and a recovery is quicker")
 
@@ -250,7 +256,7 @@ def _advance_cut(work: Work, stage: JobStage, active: JobStage) -> None:
             work, snapshot_is_current=all(member.snapshot_is_current for member in active.members)
         )
     else:
-        enter(work, Phase.END)
+        enter(work, Order.END)
 
 
 def _advance_end(work: Work, stage: JobStage, active: JobStage | None) -> None:

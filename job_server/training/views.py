@@ -27,7 +27,6 @@ from job_server.training.job import (
     HaltPhase,
     Job,
     JobStage,
-    Phase,
     TrainingPod,
     occupied,
 )
@@ -132,18 +131,18 @@ def _cutting_for_halt(job: Job) -> bool:
 
 def _cutting_for_join(job: Job) -> bool:
     preparing = job.preparing
-    return preparing is not None and preparing.way is Way.JOIN and preparing.phase is Phase.CUT
+    return preparing is not None and preparing.way is Way.JOIN and preparing.phase is Order.CUT
 
 
 def _order(job: Job, stage: JobStage) -> Order:
     if stage.end_since is not None:
         return Order.END
     if stage is job.preparing:
-        return Order.START if stage.phase is Phase.START else Order.PREPARE
+        return Order.START if stage.phase is Order.START else Order.PREPARE
     if stage is job.retiring:
         return Order.CUT  # parked, until the stage after it has made a step
     preparing = job.preparing
-    if _cutting_for_halt(job) or (preparing is not None and preparing.phase is Phase.CUT):
+    if _cutting_for_halt(job) or (preparing is not None and preparing.phase is Order.CUT):
         return Order.CUT
     return Order.RESUME if stage.resuming else Order.GO
 

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
+from job_server.api.wire import PodStagePhase
 from job_server.jobs.work import StepWork
-from job_server.training.job import Job, JobStage, PodStagePhase
+from job_server.training.job import Job, JobStage
 
 
 class Work(StepWork[Job]):

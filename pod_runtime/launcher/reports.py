@@ -6,7 +6,7 @@ has not been told since the last attach is told. So a server that comes back mis
 
 from dataclasses import replace
 
-from job_server.api.wire import Attach, LocalStage, Order, PodReport, ReportKind, StagePlan, Way
+from job_server.api.wire import Attach, Order, PodReport, PodStagePhase, ReportKind, StagePlan, Way
 from pod_runtime.launcher.state import TRAINS, PodState, StageRun, find_joining, find_run, report_on
 
 
@@ -149,17 +149,17 @@ def attach_status(pod: PodState, pid: int, highest_stage: int) -> Attach:
         step=run.step,
         elastic=run.elastic,
         done=run.done_step is not None,
-        failure=run.trouble if phase is LocalStage.FAILED else None,
+        failure=run.trouble if phase is PodStagePhase.FAILED else None,
     )
 
 
-def _phase(run: StageRun) -> LocalStage:
+def _phase(run: StageRun) -> PodStagePhase:
     if run.trouble is not None and not (run.ending and not run.alive):
-        return LocalStage.FAILED
+        return PodStagePhase.FAILED
     if not run.alive:
-        return LocalStage.ENDED
+        return PodStagePhase.ENDED
     if run.parked:
-        return LocalStage.PARKED
+        return PodStagePhase.PARKED
     if any(trainer.go_sent for trainer in run.trainers) or run.plan.order in TRAINS:
-        return LocalStage.TRAINING
-    return LocalStage.LOADED if run.loaded else LocalStage.STARTING
+        return PodStagePhase.TRAINING
+    return PodStagePhase.LOADED if run.loaded else PodStagePhase.STARTED

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from job_server.api.codec import WireError, decode, encode
-from job_server.api.wire import JobState, PodReport, RaisedError, ReportKind, TrainerError
+from job_server.api.wire import JobState, Order, PodReport, RaisedError, ReportKind, TrainerError
 from job_server.training.accounting import count_failure
 from job_server.training.faults import fault_of, fault_of_pod, find_lasting, normal
-from job_server.training.job import Cause, CauseKind, Fault, Phase
+from job_server.training.job import Cause, CauseKind, Fault
 from tests.job_server.test_stages_changes import records, resize, tell, trains, world
 from tests.job_server.world import World
 
@@ -231,7 +231,7 @@ def test_a_change_that_fails_twice_the_same_way_does_not_end_the_job_that_traine
     broken = raised("ModuleNotFoundError", "ImportError", text="No module 'x'")
     for _ in range(2):
         resize(made, 3)
-        while (preparing := made.job.preparing) is None or preparing.phase is not Phase.START:
+        while (preparing := made.job.preparing) is None or preparing.phase is not Order.START:
             made.round(0.2)
         pod_id, said = preparing.pod_ids[-1], error(broken, step=None)
         tell(made, pod_id, ReportKind.FAILED, preparing.stage, rank=2, code=1, error=said)

@@ -13,6 +13,7 @@ from job_server.api.wire import (
     JobState,
     Order,
     PodReport,
+    PodStagePhase,
     ReportKind,
     Resize,
     ScriptKind,
@@ -23,7 +24,7 @@ from job_server.api.wire import (
 )
 from job_server.jobs.events import LauncherReported, RequestRefused, ResizeAsked
 from job_server.training import views
-from job_server.training.job import Phase, PodStagePhase, same_but_progress
+from job_server.training.job import same_but_progress
 from tests.job_server.world import World, node
 
 RUNNING, SUCCEEDED = JobState.RUNNING, JobState.SUCCEEDED
@@ -306,7 +307,7 @@ def test_parked_ranks_go_on_when_a_new_pod_dies_before_the_commit():
 def test_a_start_that_fails_after_the_drain_recovers_the_old_pods_from_the_drained_step():
     made = trains(world())
     resize(made, 3)
-    while made.job.preparing is None or made.job.preparing.phase is not Phase.START:
+    while made.job.preparing is None or made.job.preparing.phase is not Order.START:
         made.round(0.2)
     assert made.job.preparing.restore_from is not None
     drained = made.job.preparing.restore_from.step
@@ -340,7 +341,7 @@ def test_a_pod_that_has_finished_stops_a_change_of_a_job_without_the_loop():
     resize(made, 3)
     made.nodes["a"].pods["pod_0_0"].end(code=0)
     made.client_acts(made.nodes["a"])
-    assert made.job.preparing is None or made.job.preparing.phase is not Phase.PREPARE
+    assert made.job.preparing is None or made.job.preparing.phase is not Order.PREPARE
     member = made.job.active and made.job.active.member("pod_0_0")
     assert member
     assert member.phase is PodStagePhase.FINISHED

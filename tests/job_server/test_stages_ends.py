@@ -16,7 +16,6 @@ from job_server.api.wire import (
 )
 from job_server.jobs.events import LauncherReported, PauseAsked, ResizeAsked, StopAsked
 from job_server.training import machine, views
-from job_server.training.job import Phase
 from tests.job_server.test_stages_changes import RUNNING, ids, records, trains, world
 from tests.job_server.world import World
 
@@ -160,7 +159,7 @@ def test_a_script_that_goes_on_behind_a_killed_launcher_makes_no_success_of_half
 def test_a_launcher_that_is_killed_while_its_trainers_load_fails_that_start():
     made = trains(world(total_steps=400))
     made.send(ResizeAsked(Resize(pods=3)))
-    while made.job.preparing is None or made.job.preparing.phase is not Phase.START:
+    while made.job.preparing is None or made.job.preparing.phase is not Order.START:
         made.round()
     kill_launcher(made, "pod_0_0")
     assert made.job.state is JobState.RECOVERING

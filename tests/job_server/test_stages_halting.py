@@ -12,7 +12,7 @@ from job_server.jobs.events import (
     StopAsked,
 )
 from job_server.training import machine, views
-from job_server.training.job import Phase, same_but_progress
+from job_server.training.job import same_but_progress
 from tests.job_server.test_stages_changes import RUNNING, ids, records, tell, trains, world
 from tests.job_server.world import World
 
@@ -75,7 +75,7 @@ def test_a_pause_abandons_a_preparation_and_lets_parked_ranks_go_on_before_it_cu
 def test_a_pause_after_the_drain_waits_for_the_commit_so_that_nothing_is_lost():
     made = trains(world())
     made.send(ResizeAsked(Resize(pods=3)))
-    while made.job.preparing is None or made.job.preparing.phase is not Phase.START:
+    while made.job.preparing is None or made.job.preparing.phase is not Order.START:
         made.round(0.2)
     paused(made)
     assert records(made)[-1].pods == 3
@@ -221,7 +221,7 @@ def test_a_resize_that_a_pause_comes_before_is_not_forgotten(asked, called_off):
 def test_a_resize_during_a_pause_is_the_last_word(pods, called_off):
     made = trains(world())
     made.send(ResizeAsked(Resize(pods=3)))
-    while made.job.preparing is None or made.job.preparing.phase is not Phase.START:
+    while made.job.preparing is None or made.job.preparing.phase is not Order.START:
         made.round(0.2)
     made.full = {"path", "a", "b"} if called_off else set()
     made.send(PauseAsked())

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from job_server.api.wire import JobSpec, JobState, Resize, StageRecord, Way
+from job_server.api.wire import JobSpec, JobState, Order, Resize, StageRecord, Way
 from job_server.jobs.events import PauseAsked, ResizeAsked
 from job_server.training import changes, views
-from job_server.training.job import JobStage, Phase
+from job_server.training.job import JobStage
 from tests.job_server.world import Launcher, SimPod, World, node
 
 RUNNING = JobState.RUNNING
@@ -39,7 +39,7 @@ def launcher(made: World, pod_id: str) -> tuple[SimPod, Launcher]:
     return next((pod, who) for _, pod, who in made.launchers() if pod.pod_id == pod_id)
 
 
-def to_phase(made: World, phase: Phase) -> None:
+def to_phase(made: World, phase: Order) -> None:
     """Let messages pass one by one until the change is in `phase`."""
     for _ in range(200):
         if preparing(made).phase is phase and made.job.preparing is not None:
@@ -97,7 +97,7 @@ def test_a_pod_that_no_longer_offers_to_join_is_not_asked():
     settled(made, 3)
 
 
-@pytest.mark.parametrize("phase", [Phase.PREPARE, Phase.CUT])
+@pytest.mark.parametrize("phase", [Order.PREPARE, Order.CUT])
 def test_a_crash_of_the_stage_in_force_takes_the_change_with_it_by_drain(phase):
     made = world()
     resize(made, 3)
@@ -108,7 +108,7 @@ def test_a_crash_of_the_stage_in_force_takes_the_change_with_it_by_drain(phase):
     assert made.job.lineage.redone_steps <= 3  # the world takes a snapshot every three steps
 
 
-@pytest.mark.parametrize("phase", [Phase.PREPARE, Phase.CUT])
+@pytest.mark.parametrize("phase", [Order.PREPARE, Order.CUT])
 def test_a_new_trainer_that_dies_before_the_commit_leaves_the_others_as_they_are(phase):
     made = world()
     resize(made, 3)
@@ -134,7 +134,7 @@ def test_a_new_trainer_that_dies_before_the_commit_leaves_the_others_as_they_are
 def test_a_crash_after_the_commit_starts_all_anew_from_where_the_old_stage_has_parked(killed):
     made = world()
     resize(made, 3)
-    to_phase(made, Phase.CUT)
+    to_phase(made, Order.CUT)
     for _ in range(400):
         if made.job.preparing is None:
             break
@@ -156,7 +156,7 @@ def test_a_crash_after_the_commit_starts_all_anew_from_where_the_old_stage_has_p
     assert record.first_step == parked + 1
 
 
-@pytest.mark.parametrize("phase", [Phase.PREPARE, Phase.CUT])
+@pytest.mark.parametrize("phase", [Order.PREPARE, Order.CUT])
 def test_a_server_that_was_away_amid_the_change_goes_on_with_it(phase):
     made = world()
     resize(made, 3)
@@ -179,7 +179,7 @@ def test_a_taken_port_deals_new_ones_and_the_trainers_that_stay_join_again():
 def test_the_cut_for_those_who_stay_waits_for_a_step_and_others_do_not():
     made = world()
     resize(made, 1)
-    to_phase(made, Phase.CUT)
+    to_phase(made, Order.CUT)
     for pod_id in ("pod_0_0", "pod_1_0"):  # also who leaves: all ranks must agree
         view = views.pod_orders(made.job, pod_id)
         assert view is not None

@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from job_server.api import wire
-from job_server.api.wire import LocalStage, PodPhase, ReportKind, SnapshotRef
+from job_server.api.wire import LAUNCHER_PHASES, PodPhase, ReportKind, SnapshotRef
 from job_server.jobs.events import (
     KillAsked,
     LauncherAttached,
@@ -51,7 +51,7 @@ ATTACHES = st.builds(
     highest_stage=st.integers(0, 9),
     stage=STAGES,
     attempt=st.integers(0, 2),
-    phase=st.sampled_from(LocalStage),
+    phase=st.sampled_from(LAUNCHER_PHASES),
     step=STEPS,
     snapshot=SNAPSHOTS,
     elastic=st.booleans(),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from job_server.api import wire
-from job_server.api.wire import JobState, Kill, PodReport, ReportKind, Resize, Way
+from job_server.api.wire import JobState, Kill, PodReport, PodStagePhase, ReportKind, Resize, Way
 from job_server.jobs.events import (
     KillAsked,
     LauncherAttached,
@@ -20,7 +20,7 @@ from job_server.jobs.events import (
 from job_server.jobs.retries import backoff_s
 from job_server.training import machine, views
 from job_server.training.accounting import count_failure
-from job_server.training.job import Cause, CauseKind, PodStagePhase, same_but_progress
+from job_server.training.job import Cause, CauseKind, same_but_progress
 from tests.job_server.test_stages_changes import RUNNING, ids, records, tell, trains, world
 from tests.job_server.world import HEARTBEAT_S, World, node
 

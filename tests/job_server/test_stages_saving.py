@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from job_server.api import wire
-from job_server.api.wire import JobState
+from job_server.api.wire import JobState, PodStagePhase
 from job_server.jobs.events import NodeReported, PauseAsked, ResumeAsked, StopAsked, Tick
 from job_server.training import views
-from job_server.training.job import HaltPhase, PodStagePhase
+from job_server.training.job import HaltPhase
 from tests.job_server.test_stages_changes import records, trains, world
 from tests.job_server.world import World, node
 

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from job_server.api import wire
-from job_server.api.wire import JobSpec, JobState, LocalStage, ScriptKind, ScriptSpec
+from job_server.api.wire import JobSpec, JobState, PodStagePhase, ScriptKind, ScriptSpec
 from job_server.jobs.events import KillAsked, PauseAsked, ResizeAsked, ResumeAsked, StopAsked
 from job_server.training import machine, views
 from tests.job_server.world import Launcher, SimNode, SimPod, World, node
@@ -299,7 +299,7 @@ def finish(world: World) -> None:
     assert not world.job.pods
     assert not views.slots_held(world.job)
     parked = [who for _, _, who in world.launchers() if who.run is not None]
-    assert not [who for who in parked if who.run and who.run.phase is LocalStage.PARKED]
+    assert not [who for who in parked if who.run and who.run.phase is PodStagePhase.PARKED]
 
 
 def play(world: World, actions: list[tuple[Callable[[World, int], None], int]]) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from job_server.api.codec import MAX_INT, WireError, decode, encode, from_json, to_json
 from job_server.api.wire import (
+    Attach,
     JobSpec,
     Node,
     Order,
@@ -150,3 +151,9 @@ def test_a_standby_that_could_never_be_prepared_is_refused():
     with pytest.raises(WireError, match=r"^standby: 1 needs .* overlap 'off' forbids; use overlap"):
         JobSpec(job_id="a", standby=1, overlap="off")
     assert JobSpec(job_id="a", overlap="off").standby == 0
+
+
+@pytest.mark.parametrize("phase", ["absent", "cutting", "left", "finished", "lost"])
+def test_a_launcher_cannot_attach_in_a_phase_that_only_the_server_knows(phase):
+    with pytest.raises(WireError, match=f"phase: '{phase}' is no phase that a launcher"):
+        decode(Attach, {"pod_id": "a", "node_id": "n", "pid": 1, "phase": phase})

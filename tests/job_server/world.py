@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from job_server.api import wire
 from job_server.api.wire import (
     DesiredState,
-    LocalStage,
     Order,
     PodPhase,
     PodReport,
+    PodStagePhase,
     PodState,
     ReportKind,
     Save,
@@ -67,7 +67,7 @@ class Run:
     """The trainers of one pod for one attempt at a stage."""
 
     plan: StagePlan
-    phase: LocalStage = LocalStage.STARTING
+    phase: PodStagePhase = PodStagePhase.STARTED
     step: int = 0
     first_step: bool = False
     peer_lost: bool = False
@@ -464,7 +464,7 @@ class World:
         if launcher.joining is not None and launcher.joining.key not in keys:
             launcher.joining = None
         if run is not None and run.key not in keys and not launcher.done:
-            run.phase = LocalStage.ENDED
+            run.phase = PodStagePhase.ENDED
         for plan in orders.plans:
             self.follow(pod, launcher, plan)
 
@@ -475,7 +475,7 @@ class World:
         run = launcher.run
         if run is None:
             return LauncherAttached(blank)
-        failure = self.failed(run) if run.phase is LocalStage.FAILED else None
+        failure = self.failed(run) if run.phase is PodStagePhase.FAILED else None
         return LauncherAttached(
             replace(
                 blank,
@@ -483,7 +483,7 @@ class World:
                 attempt=run.plan.attempt,
                 phase=run.phase,
                 step=run.step,
-                elastic=self.elastic and run.phase is not LocalStage.STARTING,
+                elastic=self.elastic and run.phase is not PodStagePhase.STARTED,
                 done=launcher.done,
                 failure=failure,
             )
@@ -503,7 +503,7 @@ class World:
         prepared = launcher.prepared
         begins = plan.order in (Order.GO, Order.CUT, Order.RESUME)
         if begins and prepared is not None and prepared.key == (plan.stage, plan.attempt):
-            if prepared.phase is LocalStage.FAILED:
+            if prepared.phase is PodStagePhase.FAILED:
                 return  # it has said so
             formed = prepared.plan
             assert not plan.missing_pods or plan.missing_pods in formed.survivable_failures, (
@@ -517,11 +517,11 @@ class World:
         if begins and joining is not None and joining.key == (plan.stage, plan.attempt):
             stays = launcher.run
             assert stays is not None
-            assert stays.phase in (LocalStage.PARKED, LocalStage.FAILED), "joined amid a step"
+            assert stays.phase in (PodStagePhase.PARKED, PodStagePhase.FAILED), "joined amid a step"
             launcher.left.add(stays.key)
             launcher.run = replace(joining, phase=stays.phase, step=stays.step)
-            if stays.phase is LocalStage.PARKED:
-                launcher.run.phase = LocalStage.LOADED
+            if stays.phase is PodStagePhase.PARKED:
+                launcher.run.phase = PodStagePhase.LOADED
             launcher.joining = None
         run = launcher.run
         mine = run is not None and run.key == (plan.stage, plan.attempt)
@@ -535,7 +535,7 @@ class World:
                 self.tell(pod, plan, ReportKind.READY)
             case Order.END:
                 if run is not None and mine:
-                    run.phase = LocalStage.ENDED
+                    run.phase = PodStagePhase.ENDED
                 self.tell(pod, plan, ReportKind.ENDED)
             case Order.START:
                 self.follow_start(pod, launcher, plan)
@@ -546,12 +546,12 @@ class World:
             case Order.CUT:
                 self.cuts.setdefault(plan.stage, run.step + 1)
                 self.going(launcher, run)
-                if run.phase is LocalStage.PARKED:
+                if run.phase is PodStagePhase.PARKED:
                     self.tell(pod, plan, ReportKind.DRAINED, once=run.step)
             case _:
                 self.cuts.pop(plan.stage, None)
-                if run.phase is LocalStage.PARKED:
-                    run.phase = LocalStage.TRAINING
+                if run.phase is PodStagePhase.PARKED:
+                    run.phase = PodStagePhase.TRAINING
                     self.tell(pod, plan, ReportKind.PROGRESS, once=("resumed", self.now))
                 self.going(launcher, run)
         if run is not None and mine:
@@ -563,12 +563,12 @@ class World:
             if rank in own and kill_id not in launcher.kills_done:
                 launcher.kills_done.add(kill_id)
                 self.kill_trainer(pod, launcher, rank=rank)
-        if run.phase is LocalStage.FAILED and plan.order is not Order.END:
+        if run.phase is PodStagePhase.FAILED and plan.order is not Order.END:
             self.tell(pod, plan, ReportKind.FAILED)
 
     def going(self, launcher: Launcher, run: Run) -> None:
-        if run.phase in (LocalStage.STARTING, LocalStage.LOADED):
-            run.phase = LocalStage.TRAINING
+        if run.phase in (PodStagePhase.STARTED, PodStagePhase.LOADED):
+            run.phase = PodStagePhase.TRAINING
 
     def follow_prepare(self, pod: SimPod, launcher: Launcher, plan: StagePlan) -> None:
         run = launcher.prepared
@@ -578,17 +578,17 @@ class World:
                 self.tell(pod, plan, ReportKind.PORT_TAKEN)
                 return
             launcher.prepared = Run(plan)
-        elif run.phase is LocalStage.FAILED:
+        elif run.phase is PodStagePhase.FAILED:
             self.tell(pod, plan, ReportKind.FAILED)
         else:
             self.tell(pod, plan, ReportKind.READY)
 
     def stays(self, run: Run | None) -> bool:
-        return run is not None and run.phase is not LocalStage.ENDED
+        return run is not None and run.phase is not PodStagePhase.ENDED
 
     def follow_join(self, pod: SimPod, launcher: Launcher, plan: StagePlan, run: Run) -> None:
         """The trainers of `run` stay: they form the next group beside their own."""
-        if run.phase is LocalStage.FAILED:
+        if run.phase is PodStagePhase.FAILED:
             return  # its stage is over, as it has said
         joining = launcher.joining
         if joining is not None and joining.key == (plan.stage, plan.attempt):
@@ -612,9 +612,9 @@ class World:
             launcher.run = Run(plan, step=self.restored(plan))
             self.tell(pod, plan, ReportKind.STARTED)
             return
-        if run.phase is LocalStage.STARTING and self.elastic:
-            run.phase = LocalStage.LOADED
-        if run.phase is LocalStage.LOADED:
+        if run.phase is PodStagePhase.STARTED and self.elastic:
+            run.phase = PodStagePhase.LOADED
+        if run.phase is PodStagePhase.LOADED:
             self.tell(pod, plan, ReportKind.LOADED)
 
     def restored(self, plan: StagePlan) -> int:
@@ -684,7 +684,7 @@ class World:
         runs: dict[int, list[tuple[SimPod, Launcher, Run]]] = {}
         for _, pod, launcher in self.launchers():
             run = launcher.run
-            if run is not None and run.phase is LocalStage.TRAINING and not launcher.done:
+            if run is not None and run.phase is PodStagePhase.TRAINING and not launcher.done:
                 runs.setdefault(run.plan.stage, []).append((pod, launcher, run))
         for stage, members in sorted(runs.items()):
             plan = members[0][2].plan
@@ -712,7 +712,7 @@ class World:
             if self.elastic and (step % 3 == 0 or parks):
                 pod.snapshot = SnapshotRef(stage=stage, step=step)
             if parks:
-                run.phase = LocalStage.PARKED
+                run.phase = PodStagePhase.PARKED
             else:
                 kind = ReportKind.PROGRESS if run.first_step else ReportKind.FIRST_STEP
                 if self.elastic:
@@ -746,24 +746,24 @@ class World:
 
     def kill_trainer(self, pod: SimPod, launcher: Launcher, *, rank: int | None = None) -> None:
         run = launcher.run
-        if run is None or run.phase in (LocalStage.ENDED, LocalStage.FAILED) or launcher.done:
+        if run is None or run.phase in (PodStagePhase.ENDED, PodStagePhase.FAILED) or launcher.done:
             return
-        run.phase = LocalStage.FAILED
+        run.phase = PodStagePhase.FAILED
         report = replace(self.failed(run), rank=run.plan.pods[0].ranks[0] if rank is None else rank)
         launcher.told.add((ReportKind.FAILED, run.plan.stage, run.plan.attempt, None))
         launcher.outbox.append(LauncherReported(pod.pod_id, report))
         launcher.joining = None
         for _, peer_pod, peer in self.launchers():
             other = peer.run
-            training = (LocalStage.TRAINING, LocalStage.LOADED)
+            training = (PodStagePhase.TRAINING, PodStagePhase.LOADED)
             if other is not None and other.key == run.key and other.phase in training:
-                other.phase, other.peer_lost = LocalStage.FAILED, True
+                other.phase, other.peer_lost = PodStagePhase.FAILED, True
                 self.tell(peer_pod, other.plan, ReportKind.FAILED)
 
     def kill_prepared(self, launcher: Launcher) -> None:
         """A trainer dies that was prepared beside those that train."""
         if launcher.prepared is not None:
-            launcher.prepared.phase = LocalStage.FAILED
+            launcher.prepared.phase = PodStagePhase.FAILED
 
     def power_off(self, sim: SimNode) -> None:
         sim.pods.clear()

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from job_server.api.wire import (
-    LocalStage,
     Order,
     PlanPod,
+    PodStagePhase,
     ReportKind,
     RestoreFrom,
     SlotKind,
@@ -173,7 +173,7 @@ def test_a_stage_is_trained_to_its_end_and_the_launcher_exits_with_0(server, mak
     pod = make_pod(slots=2)
     pod.start("--steps", "30", "--print", "hello from a toy")
     wait_until(lambda: server.attaches)
-    assert server.attaches[0].phase is LocalStage.IDLE
+    assert server.attaches[0].phase is PodStagePhase.READY
     server.say(make_plan(1, Order.PREPARE, (pod.part(),), way=Way.START))
     wait_until(lambda: server.told(ReportKind.READY, 1))
     assert not pod.trainers()
@@ -400,7 +400,7 @@ def test_training_goes_on_without_a_server_and_everything_is_told_on_its_return(
     wait_until(lambda: len(server.attaches) > attaches)
     wait_until(lambda: server.told(ReportKind.FAILED, 1))
     attach = server.attaches[-1]
-    assert (attach.stage, attach.phase, attach.elastic) == (1, LocalStage.FAILED, True)
+    assert (attach.stage, attach.phase, attach.elastic) == (1, PodStagePhase.FAILED, True)
     assert attach.failure is not None
     assert attach.failure.code == -signal.SIGKILL
     assert isinstance(attach.snapshot, SnapshotRef)  # read from the shim, not from the dead
@@ -417,7 +417,7 @@ def test_a_restarted_server_hears_again_what_its_predecessor_was_told(server, ma
     server.reports.clear()
     server.restart("server-2")
     wait_until(lambda: server.told(ReportKind.DRAINED, 1), what="drained, again")
-    assert server.attaches[-1].phase is LocalStage.PARKED
+    assert server.attaches[-1].phase is PodStagePhase.PARKED
 
 
 def test_a_pod_that_is_not_wanted_ends_its_trainers_and_exits(server, make_pod):

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from job_server.api.wire import (
-    LocalStage,
     Order,
     PlanPod,
     PodOrders,
     PodReport,
+    PodStagePhase,
     RaisedError,
     ReportKind,
     SnapshotRef,
@@ -263,7 +263,7 @@ def test_a_trainer_that_ends_while_it_is_prepared_fails_its_stage_and_no_other(c
 
 def test_an_attaching_launcher_tells_of_the_stage_that_trains_and_not_of_the_one_it_prepares():
     truth = attach_status(prepare_beside().pod, 1, 0)
-    assert (truth.stage, truth.phase) == (1, LocalStage.TRAINING)
+    assert (truth.stage, truth.phase) == (1, PodStagePhase.TRAINING)
 
 
 def test_a_second_attempt_at_a_preparation_waits_until_the_first_is_gone():
@@ -712,29 +712,29 @@ def test_after_an_attach_everything_that_is_true_is_told_again():
 def test_the_truth_names_the_phase():
     pod = Simulated()
 
-    def phase() -> LocalStage:
+    def phase() -> PodStagePhase:
         return attach_status(pod.pod, 1, 0).phase
 
-    assert phase() is LocalStage.IDLE
+    assert phase() is PodStagePhase.READY
     pod.told(plan(1, Order.START))
-    assert phase() is LocalStage.STARTING
+    assert phase() is PodStagePhase.STARTED
     for rank in (0, 1):
         pod.say(rank, TrainerHello(rank=rank, stage=1, pid=1))
         pod.say(rank, StateLoaded(step=0))
-    assert phase() is LocalStage.LOADED
+    assert phase() is PodStagePhase.LOADED
     pod.told(plan(1, Order.GO))
-    assert phase() is LocalStage.TRAINING
+    assert phase() is PodStagePhase.TRAINING
     for rank in (0, 1):
         pod.say(rank, Drained(step=9))
-    assert phase() is LocalStage.PARKED
+    assert phase() is PodStagePhase.PARKED
     pod.die(0, 3)
     failed = attach_status(pod.pod, 1, 0)
-    assert failed.phase is LocalStage.FAILED
+    assert failed.phase is PodStagePhase.FAILED
     assert failed.failure is not None
     assert failed.failure.code == 3
     pod.die(1, 75)
     pod.told(plan(1, Order.END))
-    assert phase() is LocalStage.ENDED
+    assert phase() is PodStagePhase.ENDED
     assert attach_status(pod.pod, 1, 0).failure is None
 
 

@@ -1,7 +1,6 @@
 """`edl VERB ...`: finds the program behind a verb, imports it then, and passes the rest on."""
 
 import importlib
-import importlib.metadata
 import importlib.util
 import sys
 
@@ -43,7 +42,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if args else 2
     verb, rest = args[0], args[1:]
     if verb == "--version":
-        print(f"edl {_version()}")
+        from job_server.api.command_line import version  # as any verb: imported when it is called
+
+        print(f"edl {version()}")
         return 0
     if verb not in VERBS or not _exists(VERBS[verb][0]):
         print(f"edl: there is no verb {verb!r}; `edl --help` lists them", file=sys.stderr)
@@ -62,13 +63,6 @@ def _help() -> str:
 
 def _exists(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("edl")
-    except importlib.metadata.PackageNotFoundError:
-        return "0+unknown"  # run from a checkout that is not installed
 
 
 if __name__ == "__main__":

@@ -13,21 +13,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from job_client import ports
-from job_client.agent import Agent, install_signals, read_token
+from job_client.agent import Agent, install_signals
 from job_client.client_dir import ClientDir
 from job_client.config import ClientConfig
 from job_client.devices.gpus import find_inventory
 from job_client.errors import JobClientError, SetupError
-from job_server.api.api_client import ApiClient
+from job_server.api.api_client import ApiClient, server_url
+from job_server.api.command_line import DEFAULT_SERVER, OptionParser, read_token, token_in
+from job_server.api.errors import ConfigError
 from job_server.api.wire import STOP_AFTER_RANGE_S, WireError, check_id
 from pod_runtime import env, processes
 
 logger = logging.getLogger("job_client")
 
-DEFAULT_SERVER = "http://127.0.0.1:8180"
 MAX_CPU_SLOTS = 4096
 
 
@@ -49,14 +49,18 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Cl
     package_sh = _file("--package_sh", cwd, args.package_sh)
     if args.script is not None and package_sh is None:
         _file("training script", cwd, args.script)
-    token_file = args.token_file or environ.get("EDL_TOKEN_FILE")
-    token_path = cwd / token_file if token_file else None
+    named = args.token_file or environ.get("EDL_TOKEN_FILE")
+    token_file = cwd / named if named else None
+    try:
+        token = token_in(token_file, "--token_file") if token_file else read_token(None, environ)
+    except ConfigError as error:
+        raise SetupError(str(error)) from None
     return ClientConfig(
         cwd=cwd,
         log_dir=cwd / args.log_dir,
         log_level=args.log_level,
         pod_path=cwd / args.pod_path,
-        server_url=server_url(args.job_server or environ.get("PADDLE_JOBSERVER") or DEFAULT_SERVER),
+        server_url=_server_url(args.job_server or environ.get("PADDLE_JOBSERVER")),
         environ=dict(environ),
         script=args.script,
         script_args=tuple(args.args),
@@ -71,13 +75,13 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Cl
         grace_s=_grace(args.grace_s),
         stop_after_s=_stop_after(args.on_server_loss),
         keep_pods=args.keep_pods,
-        token=read_token(token_path) if token_path else environ.get("EDL_TOKEN") or None,
-        token_file=token_path,
+        token=token,
+        token_file=token_file,
     )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="python -m job_client",
         description="Run this node's pods as the job server wants them.",
         allow_abbrev=False,
@@ -112,19 +116,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def server_url(text: str) -> str:
-    """Return the URL of `host:port` or of a URL. Raises SetupError: it is neither."""
-    url = text if "://" in text else f"http://{text}"
+def _server_url(text: str | None) -> str:
     try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
-        parts, port = urlsplit(""), None
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-        raise SetupError(f"--job_server: expected host:port or http://host:port, got {text!r}")
-    if "://" not in text and port is None:
-        url += ":8180"
-    return url.rstrip("/")
+        return server_url(text or DEFAULT_SERVER)
+    except ValueError as error:
+        raise SetupError(f"--job_server: {error}") from None
 
 
 def _job_id(environ: Mapping[str, str]) -> str | None:

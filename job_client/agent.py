@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from job_client.client_dir import ClientDir
@@ -406,14 +405,3 @@ def own_address(server_url: str) -> str:
             f"--job_server: cannot find the way to {parts.hostname}: {error}; check the name, or "
             "give this node's own address by --addr"
         ) from None
-
-
-def read_token(path: Path) -> str:
-    """Return the token in `path`. Raises SetupError: there is none."""
-    try:
-        token = path.read_text().strip()
-    except OSError as error:
-        raise SetupError(f"--token_file: cannot read {path}: {error.strerror}") from None
-    if not token:
-        raise SetupError(f"--token_file: {path} is empty")
-    return token

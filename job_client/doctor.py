@@ -5,7 +5,6 @@
 Exit code 1 when something fails; warnings alone are 0.
 """
 
-import argparse
 import json
 import os
 import resource
@@ -22,6 +21,7 @@ from typing import Any
 from job_client import ports
 from job_client.devices.gpus import GpuSlots, open_nvml
 from job_client.errors import SetupError
+from job_server.api.command_line import OptionParser
 
 GIB = 1 << 30
 PADDLE_TIMEOUT_S = 120  # a GPU build on a cold disk takes its time
@@ -305,7 +305,7 @@ def table(findings: Sequence[Finding]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what is fit; return 1 when something fails, 2 for a wrong command line."""
-    parser = argparse.ArgumentParser(prog="edl doctor", description=__doc__.splitlines()[0])
+    parser = OptionParser(prog="edl doctor", description=__doc__.splitlines()[0])
     low, high = ports.blocks(ports.ephemeral_range())[0]
     parser.add_argument("--json", action="store_true", help="for machines")
     parser.add_argument("--log_dir", type=Path, default=Path("pod_log"), help="the client's")

@@ -5,7 +5,6 @@ wrong between them and the server, the pods go on.
 """
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Protocol
 
 from job_client import ports
 from job_client.errors import FatalError, JobClientError, SetupError
+from job_server.api.backoff import Backoff
 from job_server.api.errors import Conflict, JobServerError, NotFound, Rejected, Retryable
 from job_server.api.wire import JobKind, JobStatus, Node, NodePlan, NodeReport
 
@@ -34,19 +34,8 @@ class NodeApi(Protocol):
     def jobs(self) -> tuple[JobStatus, ...]: ...
 
 
-class Backoff:
-    """Waiting times of a caller whose server is away: 0.1 s doubled up to 5 s, with jitter."""
-
-    def __init__(self, seed: int | None = None) -> None:
-        self._random = random.Random(seed)
-        self._next_s = 0.1
-
-    def next_s(self) -> float:
-        delay_s, self._next_s = self._next_s, min(MAX_BACKOFF_S, 2 * self._next_s)
-        return delay_s * self._random.uniform(0.5, 1.0)  # a hundred clients do not come at once
-
-    def reset(self) -> None:
-        self._next_s = 0.1
+def _backoff() -> Backoff:
+    return Backoff(first_s=0.1, last_s=MAX_BACKOFF_S)
 
 
 def find_job(api: NodeApi, wait: Callable[[float], bool]) -> str | None:
@@ -64,7 +53,7 @@ def find_job(api: NodeApi, wait: Callable[[float], bool]) -> str | None:
         SetupError: there are several.
         FatalError: the server refuses us.
     """
-    backoff, said = Backoff(), ""
+    backoff, said = _backoff(), ""
     delay_s = 0.0
     while True:
         try:
@@ -169,7 +158,7 @@ class NodeLink:
             self._do.fatal(FatalError(f"internal error: {error}"))
 
     def _follow_plan(self) -> None:
-        api, backoff = self._make_api(), Backoff()
+        api, backoff = self._make_api(), _backoff()
         while not self._closing.is_set():
             try:
                 self._next_plan(api)
@@ -265,7 +254,7 @@ class NodeLink:
     # --- reports
 
     def _keep_reporting(self) -> None:
-        api, backoff = self._make_api(), Backoff()
+        api, backoff = self._make_api(), _backoff()
         next_beat = 0.0
         while not self._closing.is_set():
             plan = self._current()

@@ -5,9 +5,10 @@ import os
 import sys
 
 from job_server.api.codec import WireError
+from job_server.api.command_line import version
 from job_server.api.errors import ConfigError, Conflict
 from job_server.cluster.change_script import parse_script, timeline
-from job_server.server.app import create_app, version
+from job_server.server.app import create_app
 from job_server.server.config import ServerConfig, read_config
 from job_server.server.guard import Guard
 from job_server.server.http_server import WaitressServer

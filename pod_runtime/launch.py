@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from job_server.api.api_client import ApiClient
+from job_server.api.command_line import OptionParser, token_in
+from job_server.api.errors import ConfigError
 from pod_runtime.env import EnvError, PodEnv, checkpoint_path
 from pod_runtime.errors import LaunchError
 from pod_runtime.launcher.loop import Launcher
@@ -26,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m pod_runtime.launch", description=__doc__)
+    parser = OptionParser(prog="python -m pod_runtime.launch", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--log_dir", type=Path, default=Path("log"), help="trainers' logs")
     parser.add_argument("--log_level", type=int, default=20, help="10 debug, 20 info, 30 warnings")
@@ -68,20 +70,6 @@ def trainer_command(script: str, args: Sequence[str]) -> tuple[str, ...]:
     return script, *args
 
 
-def read_token(path: Path | None) -> str | None:
-    """Return the token in a file; None where the server wants none.
-
-    Raises:
-        LaunchError: the file cannot be read.
-    """
-    if path is None:
-        return None
-    try:
-        return path.read_text().strip()
-    except OSError as error:
-        raise LaunchError(f"EDL_TOKEN_FILE: {path}: {error.strerror}", 2) from error
-
-
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
     args = parse_args(argv)
     logging.basicConfig(
@@ -94,7 +82,8 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
         if not environ.get("PADDLE_JOBSERVER"):
             return _run_alone(args)
         pod_env = PodEnv.read(environ)
-        token = read_token(pod_env.token_file)
+        token_file = pod_env.token_file
+        token = None if token_file is None else token_in(token_file, "EDL_TOKEN_FILE")
         checkpoint = checkpoint_path(environ)
         config = LaunchConfig(
             command=trainer_command(script, args.args),
@@ -109,7 +98,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
         except ValueError as error:
             raise LaunchError(f"PADDLE_JOBSERVER: {error}", 2) from error
         return Launcher(config, pod_env, environ, connect).run()
-    except EnvError as error:
+    except (EnvError, ConfigError) as error:
         sys.stderr.write(f"launch: {error}\n")
         return 2
     except LaunchError as error:

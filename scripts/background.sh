@@ -118,8 +118,8 @@ import os
 import sys
 
 from job_server.api.api_client import ApiClient, ApiError
-from job_server.server.config import ConfigError, read_token
-from job_server.api.errors import Retryable
+from job_server.api.command_line import read_token
+from job_server.api.errors import ConfigError, Retryable
 
 _, url, *token_file = sys.argv
 try:

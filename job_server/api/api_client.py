@@ -15,6 +15,7 @@ import requests
 
 from job_server.api import routes, wire
 from job_server.api.codec import from_json, to_json
+from job_server.api.command_line import DEFAULT_PORT
 from job_server.api.errors import (
     BadRequest,
     Conflict,
@@ -264,17 +265,22 @@ class ApiClient:
 
 
 def server_url(text: str) -> str:
-    """Return `text` as http://HOST:PORT; raise ValueError when it is no such thing."""
+    """Return `text` as http://HOST:PORT; HOST alone has the usual port.
+
+    Raises:
+        ValueError: it is no server's URL.
+    """
     url = text if "://" in text else f"http://{text}"
     parts = urlsplit(url)
     try:
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        port = f":{DEFAULT_PORT}" if "://" not in text and parts.port is None else ""
     except ValueError:
-        valid = False
+        valid, port = False, ""
     odd = parts.path.strip("/") or parts.query or parts.fragment or len(url.split()) != 1
     if not valid or odd:
-        raise ValueError(f"{text!r} is no server's URL; write http://HOST:PORT")
-    return f"{parts.scheme}://{parts.netloc}"
+        raise ValueError(f"{text!r} is no server's URL; write HOST:PORT or http://HOST:PORT")
+    return f"{parts.scheme}://{parts.netloc}{port}"
 
 
 def _is_old(answer: object, query: Mapping[str, float]) -> bool:

@@ -75,7 +75,7 @@ def teacher_facts(teachers: TeacherStatus) -> list[tuple[str, str]]:
     ]
 
 
-def ending(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Return e.g. `exited with 3`, `was killed by SIGKILL`, `died of SIGSEGV`.
 
     Args:

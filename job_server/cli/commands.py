@@ -6,10 +6,10 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
-from typing import NoReturn
 
 from job_server.api import wire
 from job_server.api.api_client import ApiClient
+from job_server.api.command_line import DEFAULT_SERVER, OptionParser, read_token
 from job_server.api.errors import ConfigError, JobServerError, NotFound, Rejected, Retryable
 from job_server.api.text import (
     account_parts,
@@ -23,9 +23,7 @@ from job_server.api.text import (
 from job_server.cli.job_flags import add_job_flags, read_job
 from job_server.cli.logs import log_lines
 from job_server.cluster.change_script import timeline
-from job_server.server.config import read_token
 
-DEFAULT_SERVER = "http://127.0.0.1:8180"
 POLL_S = 30.0
 _ONLY = "may be left out if there is only one"
 
@@ -42,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.verb == "simulate":
             _simulate(args)
             return 0
-        token = read_token(args.token_file, os.environ)
+        token = read_token(args.token_file, os.environ, private=True)
         with _client(args.server, token) as api:
             handler: Handler = args.handler
             handler(api, args)
@@ -75,14 +73,9 @@ def _client(server: str, token: str | None) -> ApiClient:
 # --- the command line ---------------------------------------------------------------------------
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}\n")
-
-
 def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
-    parser = _Parser(prog="edl", allow_abbrev=False)
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
+    parser = OptionParser(prog="edl", allow_abbrev=False)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     def verb(name: str, handler: Handler, summary: str) -> argparse.ArgumentParser:
         sub = verbs.add_parser(name, help=summary, description=summary, allow_abbrev=False)

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import importlib.metadata
 import logging
 import math
 import re
@@ -15,6 +14,7 @@ from werkzeug.exceptions import HTTPException
 
 from job_server.api import routes, wire
 from job_server.api.codec import from_json, to_json
+from job_server.api.command_line import version
 from job_server.api.errors import BadRequest, JobServerError, Rejected, Retryable, Unauthorized
 from job_server.api.routes import QueryParameter, Route
 from job_server.cluster.change_script import timeline
@@ -167,14 +167,6 @@ def _http_error_text(error: HTTPException, asked: Request) -> str:
     if error.code == 413:
         return f"body: at most {wire.MAX_BODY_BYTES} bytes are read; send less"
     return f"{error.name}: {error.description}"
-
-
-def version() -> str:
-    """Return the version of the installed package."""
-    try:
-        return importlib.metadata.version("edl")
-    except importlib.metadata.PackageNotFoundError:
-        return "0+unknown"  # run from a checkout that is not installed
 
 
 # --- in and out ---------------------------------------------------------------------------------

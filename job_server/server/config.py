@@ -3,14 +3,12 @@
 import argparse
 import functools
 import ipaddress
-import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from job_server.api.codec import WireError
+from job_server.api.command_line import DEFAULT_PORT, OptionParser, read_token
 from job_server.api.errors import ConfigError
 from job_server.api.wire import (
     USUAL_SPARES,
@@ -50,7 +48,7 @@ def read_config(argv: list[str], environ: Mapping[str, str]) -> ServerConfig:
         SystemExit: --help, or flags that argparse refuses (code 2).
     """
     args = build_parser().parse_args(argv)
-    token = read_token(args.token_file, environ)
+    token = read_token(args.token_file, environ, private=True)
     if not args.bind:
         raise ConfigError("--bind: expected an address, got an empty one")
     if token is None and not is_loopback(args.bind):
@@ -82,34 +80,6 @@ def read_config(argv: list[str], environ: Mapping[str, str]) -> ServerConfig:
     )
 
 
-def read_token(token_file: str | None, environ: Mapping[str, str]) -> str | None:
-    """Return the token of the file, else of that in EDL_TOKEN_FILE, else EDL_TOKEN, else None.
-
-    Raises:
-        ConfigError: the file cannot be read, or what it holds is no token.
-    """
-    flag = "--token_file"
-    if token_file is None and environ.get("EDL_TOKEN_FILE"):
-        token_file, flag = environ["EDL_TOKEN_FILE"], "EDL_TOKEN_FILE"
-    if token_file is None:
-        token, source = environ.get("EDL_TOKEN", ""), "EDL_TOKEN"
-        if not token:
-            return None
-    else:
-        source = f"{flag}: {token_file}"
-        try:
-            with Path(token_file).open(encoding="utf-8") as file:
-                if os.fstat(file.fileno()).st_mode & (stat.S_IRGRP | stat.S_IROTH):
-                    raise ConfigError(f"{source} can be read by others; chmod 600 it")
-                token = file.read(4097)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{source} cannot be read: {error}") from None
-    token = token.strip()
-    if not 8 <= len(token) <= 4096 or not token.isascii() or any(c.isspace() for c in token):
-        raise ConfigError(f"{source}: expected one word of at least 8 ASCII characters as token")
-    return token
-
-
 @functools.lru_cache(maxsize=64)  # asked with every request
 def is_loopback(host: str) -> bool:
     """Tell whether `host` (an address, or the name localhost) can only be reached from here."""
@@ -121,14 +91,8 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        # argparse says `argument --x: ...`; the same form as all our errors, without the usage.
-        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}\n")
-
-
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = OptionParser(
         prog="python -m job_server",
         description="Decide which pods of training jobs run, and change that over time.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -141,7 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--time_interval_to_change", type=float, default=900, metavar="S", help="between changes")
     add("--del_pods_one_step", type=int, default=1, help="pods that one change removes")
     add("--add_pods_one_step", type=int, default=1, help="pods that the next change adds")
-    add("--server_port", type=int, default=8180, help="0: any free one")
+    add("--server_port", type=int, default=DEFAULT_PORT, help="0: any free one")
     add("--bind", default="127.0.0.1", help="any other address needs a token")
     add("--token_file", help="holds the token; else EDL_TOKEN_FILE, EDL_TOKEN")
     add("--insecure_legacy", action="store_true", help="the original's two routes need no token")

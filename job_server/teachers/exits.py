@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from job_server.api.text import ending
+from job_server.api.text import describe_exit
 from job_server.api.wire import DesiredState, JobState, PodPhase, PodState
 from job_server.jobs.pod_reports import (
     PATH_CHARS,
@@ -53,7 +53,7 @@ def _not_named(work: TeacherWork, pod: TeacherPod) -> None:
 def _died(work: TeacherWork, pod: TeacherPod, state: PodState) -> None:
     """A pod that was to run has exited; whatever its code is, a teacher does not end by itself."""
     code = exit_code(state)
-    text = f"pod {pod.pod_id} {'is gone' if code is None else ending(code)}"
+    text = f"pod {pod.pod_id} {'is gone' if code is None else describe_exit(code)}"
     if pod.desired is DesiredState.KILL:
         work.note(f"{text}, as requested")
         work.set(retry_at=work.now)

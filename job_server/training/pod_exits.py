@@ -5,7 +5,7 @@ A report may be late or come twice: what it says counts only where it is news.
 
 from dataclasses import replace
 
-from job_server.api.text import ending
+from job_server.api.text import describe_exit
 from job_server.api.wire import (
     DesiredState,
     Order,
@@ -150,7 +150,7 @@ def exited(
     """
     if code == 0 and _finished(work, pod):
         return
-    how = "is gone" if code is None else ending(code)
+    how = "is gone" if code is None else describe_exit(code)
     text = f"pod {pod.pod_id} {how}"
     if pod.planned:
         text += ", as requested"

@@ -6,7 +6,7 @@ anything new about a stage that still counts, and otherwise changes nothing.
 
 from dataclasses import replace
 
-from job_server.api.text import ending
+from job_server.api.text import describe_exit
 from job_server.api.wire import (
     Attach,
     DesiredState,
@@ -367,7 +367,7 @@ def _who(pod_id: str, report: PodReport) -> str:
 
 def _failure_text(pod_id: str, report: PodReport, *, planned: bool) -> str:
     who = _who(pod_id, report)
-    how = "failed" if report.code is None else ending(report.code)
+    how = "failed" if report.code is None else describe_exit(report.code)
     if report.peer_lost:
         how += " when it lost a peer"
     if planned:

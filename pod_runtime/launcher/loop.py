@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 
+from job_server.api.text import describe_exit
 from job_server.api.wire import Attach, PodReport, ReportKind, StagePlan, encode
 from pod_runtime.env import PodEnv
 from pod_runtime.errors import ChannelError, LaunchError, SpawnError
@@ -229,7 +230,7 @@ class Launcher:
         reason = "" if code in (0, -signal.SIGKILL) else trainer.last_words()
         logger.info(
             "stage %d: rank %d (pid %d) %s",
-            trainer.stage, trainer.rank, trainer.pid, state.describe_exit(code),
+            trainer.stage, trainer.rank, trainer.pid, describe_exit(code),
         )  # fmt: skip
         self._pod = state.died(self._pod, trainer.key, trainer.rank, code, reason)
         self._reaped.append(trainer)  # its death is reported first: others wait for that

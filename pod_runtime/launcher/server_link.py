@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from job_server.api.backoff import Backoff
 from job_server.api.errors import Gone, NotFound, Rejected, Retryable
 from job_server.api.wire import Attach, Order, PodOrders, PodReport
 
 logger = logging.getLogger(__name__)
 
-_FIRST_DELAY_S, _LAST_DELAY_S = 0.05, 1.0
 _FIRST_STEP_S = 0.05  # after `go` the cores are the trainers': what comes next can wait so long
 
 
@@ -60,16 +60,8 @@ class LauncherRefused:
 LinkEvent = AttachAnswered | OrdersChanged | NotWanted | LauncherRefused
 
 
-class _Backoff:
-    def __init__(self) -> None:
-        self._delay_s = _FIRST_DELAY_S
-
-    def next_s(self) -> float:
-        delay_s, self._delay_s = self._delay_s, min(2 * self._delay_s, _LAST_DELAY_S)
-        return delay_s
-
-    def reset(self) -> None:
-        self._delay_s = _FIRST_DELAY_S
+def _backoff() -> Backoff:
+    return Backoff(first_s=0.05, last_s=1.0)
 
 
 class ServerLink:
@@ -125,7 +117,7 @@ class ServerLink:
     # --- orders -------------------------------------------------------------------------------
 
     def _poll(self) -> None:
-        api, backoff, known, away = self._connect(), _Backoff(), False, False
+        api, backoff, known, away = self._connect(), _backoff(), False, False
         while not self._closed.is_set():
             try:
                 self._attach_again.clear()
@@ -176,7 +168,7 @@ class ServerLink:
     # --- reports ------------------------------------------------------------------------------
 
     def _send_reports(self) -> None:
-        api, backoff = self._connect(), _Backoff()
+        api, backoff = self._connect(), _backoff()
         while (head := self._head()) is not None:
             name, report = head
             try:

@@ -371,16 +371,6 @@ def renumbered(run: StageRun, pod_id: str) -> tuple[StageRun, dict[int, int]]:
     return replace(run, trainers=trainers), changed
 
 
-def describe_exit(code: int) -> str:
-    """Return an exit code in words."""
-    if code >= 0:
-        return f"exited with {code}"
-    try:
-        return f"was ended by {signal.Signals(-code).name}"
-    except ValueError:  # real-time signals have no name
-        return f"was ended by signal {-code}"
-
-
 def find_joining(pod: PodState, key: Key) -> StageRun | None:
     """Return the run whose trainers are to join the attempt `key`; None: there is none."""
     return next((r for r in pod.runs if r.joining is not None and r.joining.key == key), None)

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from job_client.__main__ import is_ours, parse_args, server_url
+from job_client.__main__ import is_ours, parse_args
 from job_client.errors import SetupError
 from job_server.api.errors import JobServerError, Rejected
 from job_server.api.wire import Node, NodeReport, PodPhase, decode, encode
@@ -258,8 +258,8 @@ def test_two_clients_in_one_folder_are_refused(server, url, start_program, tmp_p
         (["--on_server_loss", "panic", "train.sh"], "--on_server_loss: expected continue or"),
         (["--on_server_loss", "stop_after=0", "train.sh"], "--on_server_loss: expected"),
         (["--node_id", "../x", "train.sh"], "--node_id: '../x' is not an id"),
-        (["--job_server", "ftp://x", "train.sh"], "--job_server: expected host:port"),
-        (["--token_file", "missing", "train.sh"], "--token_file: cannot read"),
+        (["--job_server", "ftp://x", "train.sh"], "is no server's URL; write HOST:PORT"),
+        (["--token_file", "missing", "train.sh"], "missing cannot be read: No such file"),
     ],
 )
 def test_a_wrong_command_line_names_the_flag_and_the_remedy(tmp_path, args, text):
@@ -285,23 +285,10 @@ def test_the_flags_of_the_original_mean_what_they_did(tmp_path):
     assert config.server_url == "http://10.0.0.1:8180"
 
 
-@pytest.mark.parametrize(
-    ("text", "url"),
-    [
-        ("10.0.0.1", "http://10.0.0.1:8180"),
-        ("host:9000", "http://host:9000"),
-        ("http://host:9000/", "http://host:9000"),
-        ("https://edl.example", "https://edl.example"),
-    ],
-)
-def test_a_server_is_named_by_host_and_port_or_by_url(text, url):
-    assert server_url(text) == url
-
-
-@pytest.mark.parametrize("text", ["", "host:port", "http://", "host:0", "file:///x"])
-def test_what_names_no_server_is_refused(text):
-    with pytest.raises(SetupError, match="--job_server"):
-        server_url(text)
+def test_what_names_no_server_is_refused(tmp_path):
+    (tmp_path / "train.sh").touch()
+    with pytest.raises(SetupError, match="--job_server: 'host:port' is no server's URL"):
+        parse_args(["--job_server", "host:port", "train.sh"], {}, tmp_path)
 
 
 def test_a_trainer_that_lost_its_environment_is_known_by_its_launcher(spawn_marked):

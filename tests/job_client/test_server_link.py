@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from job_client.errors import FatalError, SetupError
-from job_client.server_link import MAX_BACKOFF_S, Backoff, Callbacks, NodeLink, find_job
+from job_client.server_link import Callbacks, NodeLink, find_job
 from job_server.api.errors import ServerAway, Unauthorized
 from job_server.api.wire import JobKind, Node, NodeReport, Slot, SlotKind
 from tests.job_client.conftest import FakeServer
@@ -70,18 +70,6 @@ def test_a_server_that_refuses_us_ends_the_wait():
 
 def test_asked_to_end_it_does_not_wait_any_longer():
     assert find_job(Script(()), lambda _timeout_s: True) is None
-
-
-def test_waits_grow_to_a_limit_differ_between_clients_and_begin_anew():
-    waits = [backoff.next_s() for backoff in [Backoff(seed=1)] for _ in range(20)]
-    assert waits[0] <= 0.1
-    assert MAX_BACKOFF_S / 2 <= waits[-1] <= MAX_BACKOFF_S
-    assert Backoff(seed=1).next_s() != Backoff(seed=2).next_s()
-    backoff = Backoff(seed=1)
-    for _ in range(9):
-        backoff.next_s()
-    backoff.reset()
-    assert backoff.next_s() <= 0.1
 
 
 class SlowReports(FakeServer):

@@ -202,6 +202,8 @@ def test_what_is_no_job_server_is_never_read_as_an_empty_answer(answer):
         ("127.0.0.1:8180", "http://127.0.0.1:8180"),
         ("http://box:1/", "http://box:1"),
         ("https://[::1]:2", "https://[::1]:2"),
+        ("10.0.0.1", "http://10.0.0.1:8180"),
+        ("https://edl.example", "https://edl.example"),
     ],
 )
 def test_a_servers_url_may_leave_out_the_scheme(text, url):
@@ -209,7 +211,8 @@ def test_a_servers_url_may_leave_out_the_scheme(text, url):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "ftp://box", "http://", "http://box/api", "box:port", "a b:1"]
+    "text",
+    ["", "ftp://box", "http://", "http://box/api", "box:port", "box:0", "file:///x", "a b:1"],
 )
 def test_what_is_no_url_is_refused(text):
     with pytest.raises(ValueError, match="HOST:PORT"):

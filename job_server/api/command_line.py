@@ -1,0 +1,76 @@
+"""What the command lines of all programs share: how they refuse, the token, the version."""
+
+import argparse
+import importlib.metadata
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from job_server.api.errors import ConfigError
+
+DEFAULT_PORT = 8180
+DEFAULT_SERVER = f"http://127.0.0.1:{DEFAULT_PORT}"
+
+
+class OptionParser(argparse.ArgumentParser):
+    """Refuses in one line, of the same form as all other errors, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}\n")
+
+
+def read_token(
+    token_file: str | None, environ: Mapping[str, str], *, private: bool = False
+) -> str | None:
+    """Return the token of the file, else of that in EDL_TOKEN_FILE, else EDL_TOKEN, else None.
+
+    Args:
+        token_file: value of --token_file.
+        private: refuse a file that others may read.
+
+    Raises:
+        ConfigError: the file cannot be read, or what it holds is no token.
+    """
+    if token_file is not None:
+        return token_in(Path(token_file), "--token_file", private=private)
+    if environ.get("EDL_TOKEN_FILE"):
+        return token_in(Path(environ["EDL_TOKEN_FILE"]), "EDL_TOKEN_FILE", private=private)
+    if environ.get("EDL_TOKEN"):
+        return _checked(environ["EDL_TOKEN"], "EDL_TOKEN")
+    return None
+
+
+def token_in(path: Path, named_by: str, *, private: bool = False) -> str:
+    """Return the token in a file; raises as `read_token`.
+
+    Args:
+        named_by: flag or variable that names the file, for errors.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            open_to_others = os.fstat(file.fileno()).st_mode & (stat.S_IRGRP | stat.S_IROTH)
+            text = file.read(4097)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{named_by}: {path} cannot be read: {getattr(error, 'strerror', error)}"
+        ) from None
+    if private and open_to_others:
+        raise ConfigError(f"{named_by}: {path} can be read by others; chmod 600 it")
+    return _checked(text, f"{named_by}: {path}")
+
+
+def _checked(text: str, source: str) -> str:
+    token = text.strip()
+    if not 8 <= len(token) <= 4096 or not token.isascii() or any(c.isspace() for c in token):
+        raise ConfigError(f"{source}: expected one word of at least 8 ASCII characters as token")
+    return token
+
+
+def version() -> str:
+    """Return the version of the installed package."""
+    try:
+        return importlib.metadata.version("edl")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+unknown"  # run from a checkout that is not installed

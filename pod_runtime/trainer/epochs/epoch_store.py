@@ -15,11 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pod_runtime.trainer.errors import CheckpointError, StateError
+from pod_runtime.trainer.errors import CheckpointError
 from pod_runtime.trainer.layout import StateLayout
-from pod_runtime.trainer.state.checkpoint_files import MANIFEST, read_files, write_files
+from pod_runtime.trainer.state.checkpoint_files import read_files, write_files
 from pod_runtime.trainer.state.stage_folders import (
     highest_stage,
+    newest_intact,
     remove_checkpoint,
     remove_older,
     stage_folders,
@@ -123,45 +124,13 @@ class EpochStore:
         return made
 
     def load_newest(self) -> EpochState | None:
-        """Return the newest intact checkpoint; None if there is none.
+        """Return the newest intact checkpoint; as `newest_intact`."""
+        found = newest_intact(self.storage, self.found, self._load)
+        return None if found is None else found[0]
 
-        Those that are refused on the way are logged with the reason.
-
-        Raises:
-            CheckpointError: there are complete checkpoints, and none is intact: to start afresh
-                now would throw the training away silently.
-        """
-        ids = self.found()
-        while True:
-            loaded, refused = self._newest_of(ids)
-            if loaded is not None or not refused:
-                return loaded
-            before, ids = ids, self.found()
-            if ids == before:  # else a writer that is still alive has cleaned up meanwhile
-                raise CheckpointError(
-                    f"{self.storage.name}: none of its checkpoints is intact "
-                    f"({'; '.join(refused)}); repair it, or start afresh with another path"
-                )
-
-    def _newest_of(self, ids: list[EpochCheckpointId]) -> tuple[EpochState | None, list[str]]:
-        refused: list[str] = []
-        for each in reversed(ids):
-            try:
-                status, layout, data = read_files(self.storage, each.folder)
-            except FileNotFoundError as error:
-                if str(error) == MANIFEST:
-                    logger.info("checkpoint %s is not complete; skipped", each.folder)
-                    continue
-                reason = str(error)
-            except (CheckpointError, StateError, OSError, ValueError) as error:
-                reason = str(error)
-            else:
-                if refused:
-                    logger.warning("falling back to checkpoint %s, which is intact", each.folder)
-                return EpochState(id=each, status=status, layout=layout, data=data), refused
-            refused.append(f"{each.folder}: {reason}")
-            logger.error("checkpoint %s refused: %s", each.folder, reason)
-        return None, refused
+    def _load(self, each: EpochCheckpointId) -> EpochState:
+        status, layout, data = read_files(self.storage, each.folder)
+        return EpochState(id=each, status=status, layout=layout, data=data)
 
     def _clean(self, newest: EpochCheckpointId, keep: int) -> None:
         try:

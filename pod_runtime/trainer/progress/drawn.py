@@ -26,8 +26,7 @@ PIECES = 8
 
 def hash_samples(epoch: int, ids: Sequence[int] | npt.NDArray[np.int64]) -> int:
     """Return the sum of the hashes of these samples of `epoch`."""
-    mixed = np.array(ids, np.int64).view(np.uint64)
-    mixed *= _U_GAMMA
+    mixed = np.asarray(ids, np.int64).view(np.uint64) * _U_GAMMA
     mixed += _start(epoch)
     mixed ^= mixed >> _U_30
     mixed *= _U_MIX_1

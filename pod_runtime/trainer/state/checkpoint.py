@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from pod_runtime.trainer.errors import CheckpointError, StateError
+from pod_runtime.trainer.errors import CheckpointError
 from pod_runtime.trainer.progress.loop_status import LoopStatus
 from pod_runtime.trainer.state.checkpoint_files import MANIFEST, read_files, read_head, write_files
 from pod_runtime.trainer.state.host_state import HostState
@@ -22,6 +22,7 @@ from pod_runtime.trainer.state.owner import Owner
 from pod_runtime.trainer.state.stage_folders import (
     CheckpointFolder,
     highest_stage,
+    newest_intact,
     remove_checkpoint,
     remove_older,
     stage_folders,
@@ -173,38 +174,8 @@ class CheckpointStore:
         return replace(host_state, status=replace(host_state.status, run_id=run_id)), each
 
     def load_newest(self) -> tuple[HostState, CheckpointId] | None:
-        """Return the newest intact checkpoint; None if there is none.
-
-        Those that are refused on the way are logged with the reason.
-
-        Raises:
-            CheckpointError: there are complete checkpoints, and none is intact: to start afresh
-                now would throw the training away silently.
-        """
-        refused = []
-        for each in reversed(self.found()):
-            try:
-                host_state = self.load(each)
-            except FileNotFoundError as error:
-                if str(error) == MANIFEST:  # torn: it was never committed
-                    logger.info("checkpoint %s is not complete; skipped", each.folder)
-                    continue
-                refused.append(f"{each.folder}: {error}")
-                logger.error("checkpoint %s refused: %s", each.folder, error)
-                continue
-            except (CheckpointError, StateError, OSError) as error:
-                refused.append(str(error))
-                logger.error("checkpoint %s refused: %s", each.folder, error)
-                continue
-            if refused:
-                logger.warning("falling back to checkpoint %s, which is intact", each.folder)
-            return host_state, each
-        if refused:
-            raise CheckpointError(
-                f"{self.storage.name}: none of its checkpoints is intact ({'; '.join(refused)}); "
-                f"repair it, or start afresh with another checkpoint path"
-            )
-        return None
+        """Return the newest intact checkpoint; as `newest_intact`."""
+        return newest_intact(self.storage, self.found, self.load)
 
     def load(self, each: CheckpointId) -> HostState:
         """Read and verify one checkpoint.

@@ -1,10 +1,11 @@
-"""The folders of both checkpoint formats: one per stage; which of them may be removed."""
+"""Find, read and remove checkpoints of either format: each has a folder below its stage's."""
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, TypeVar
 
+from pod_runtime.trainer.errors import CheckpointError, StateError
 from pod_runtime.trainer.state.checkpoint_files import MANIFEST
 from pod_runtime.trainer.state.storage import Storage
 
@@ -24,6 +25,10 @@ class CheckpointFolder(Protocol):
         """Below the path of the checkpoints; its first part is the stage's folder."""
 
 
+F = TypeVar("F", bound=CheckpointFolder)
+T = TypeVar("T")
+
+
 def stage_folders(storage: Storage) -> Iterator[tuple[int, str]]:
     """Yield each stage that has a folder, and the folder's name."""
     for name in storage.folders(""):
@@ -35,6 +40,47 @@ def stage_folders(storage: Storage) -> Iterator[tuple[int, str]]:
 def highest_stage(storage: Storage) -> int:
     """Return the highest stage that has a folder, torn ones included; 0 if none has."""
     return max((stage for stage, _name in stage_folders(storage)), default=0)
+
+
+def newest_intact(
+    storage: Storage, find: Callable[[], Sequence[F]], load: Callable[[F], T]
+) -> tuple[T, F] | None:
+    """Return the newest intact checkpoint and its folder; None if there is none.
+
+    Those that are refused on the way are logged with the reason.
+
+    Args:
+        find: returns the folders, whole or torn, oldest first.
+        load: reads and verifies one.
+
+    Raises:
+        CheckpointError: there are complete checkpoints, and none is intact: to start afresh
+            now would throw the training away silently.
+    """
+    folders = find()
+    while True:
+        refused = []
+        for each in reversed(folders):
+            try:
+                state = load(each)
+            except (CheckpointError, StateError, OSError, ValueError) as error:
+                if isinstance(error, FileNotFoundError) and str(error) == MANIFEST:
+                    logger.info("checkpoint %s is not complete; skipped", each.folder)
+                    continue
+                refused.append(f"{each.folder}: {error}")
+                logger.error("checkpoint %s refused: %s", each.folder, error)
+            else:
+                if refused:
+                    logger.warning("falling back to checkpoint %s, which is intact", each.folder)
+                return state, each
+        if not refused:
+            return None
+        before, folders = folders, find()
+        if folders == before:  # else a writer that is still alive has cleaned up meanwhile
+            raise CheckpointError(
+                f"{storage.name}: none of its checkpoints is intact ({'; '.join(refused)}); "
+                f"repair it, or start afresh with another checkpoint path"
+            )
 
 
 def remove_older(

@@ -135,10 +135,11 @@ def _give_up_fenced(work: Work, stage: JobStage) -> None:
     if not pods or not all(_is_fenced(work, pod) for pod in pods):
         return
     work.set(cut_off=False, waiting="")
+    halts = work.job.goal is not Goal.RUN  # nothing starts elsewhere: their shims are waited for
     for pod in pods:
         cause = _silent_cause(work, pod)
         text = f"{cause.text}; its client has stopped it by now"
-        lose(work, pod.pod_id, replace(cause, text=text), confirmed=True)
+        lose(work, pod.pod_id, replace(cause, text=text), confirmed=True, holds=halts)
 
 
 def _is_fenced(work: Work, pod: TrainingPod) -> bool:

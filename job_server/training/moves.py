@@ -433,7 +433,8 @@ def lose(work: Work, pod_id: str, cause: Cause, *, confirmed: bool, holds: bool 
         if member is None:
             continue
         concerned.append(stage.stage)
-        if member.phase not in GONE:
+        given_up = member.phase is PodStagePhase.LOST  # it may be known only now that it has ended
+        if member.phase not in GONE or (given_up and confirmed):
             work.move(stage, pod_id, place)
     active, preparing = work.job.active, work.job.preparing
     if active is not None and active.stage in concerned and active.end_since is None:

@@ -132,7 +132,7 @@ def _kill_stuck(work: Work) -> None:
             continue
         for member in stage.members:
             pod = work.job.pod(member.pod.pod_id)
-            if member.phase not in GONE and pod is not None and pod.usable:
+            if member.phase not in TERMINATED and pod is not None and pod.usable:
                 work.set_pod(replace(pod, desired=DesiredState.KILL))
                 work.note(f"killing pod {pod.pod_id}: it does not end stage {stage.stage}")
 

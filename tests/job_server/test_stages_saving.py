@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from job_server.api import wire
-from job_server.api.wire import JobState, PodStagePhase
+from job_server.api.wire import JobState, PodPhase, PodStagePhase
 from job_server.jobs.events import NodeReported, PauseAsked, ResumeAsked, StopAsked, Tick
 from job_server.training import views
 from job_server.training.job import HaltPhase
@@ -330,6 +330,25 @@ def test_a_node_that_is_not_heard_for_a_while_amid_a_stop_keeps_what_it_alone_ho
     assert made.durable >= step
 
 
+def test_clients_that_have_stopped_their_pods_amid_a_stop_are_waited_for():
+    made = ahead(
+        World(world().job.spec, (node("a", stop_after_s=5.0), node("b", stop_after_s=5.0)))
+    )
+    step = newest(made)
+    made.send(StopAsked())
+    for sim in made.nodes.values():
+        sim.link = False
+    made.rounds(60)
+    assert all(
+        pod.phase is PodPhase.EXITED for sim in made.nodes.values() for pod in sim.pods.values()
+    )
+    assert made.job.state is JobState.STOPPING
+    for sim in made.nodes.values():
+        sim.link = True
+    made.run_until(STOPPED)
+    assert made.durable >= step
+
+
 def test_a_pause_that_is_called_off_while_no_node_answers_recovers_when_they_do():
     made = trains(world(prepare_timeout_s=10.0))
     made.send(PauseAsked())
@@ -343,6 +362,25 @@ def test_a_pause_that_is_called_off_while_no_node_answers_recovers_when_they_do(
     made.heal()
     trains(made)
     assert made.job.lineage.redone_steps <= 3
+
+
+@pytest.mark.parametrize("how", ["killed by the server", "killed on the node"])
+def test_a_pause_that_is_called_off_though_its_launchers_hang_recovers_when_they_are_killed(how):
+    made = ahead(world(prepare_timeout_s=10.0))
+    step = newest(made)
+    for _, _, launcher in made.launchers():
+        launcher.hangs = True
+    made.send(PauseAsked())
+    made.full = {"path", "a", "b"}
+    made.rounds(60)
+    assert made.job.active is not None
+    assert made.job.active.all_in(PodStagePhase.LOST)
+    if how == "killed on the node":
+        for _, pod, _ in made.launchers():
+            pod.end(signal=9)
+    made.run_until(JobState.RUNNING, rounds=400)
+    trains(made)
+    assert records(made)[-1].first_step > step  # the trainers of launchers that hang went on
 
 
 @pytest.mark.parametrize("asked", [PauseAsked(), StopAsked()])

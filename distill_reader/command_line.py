@@ -36,7 +36,7 @@ def start_logging(args: argparse.Namespace) -> None:
     )
 
 
-def report_error(name: str, error: DistillError) -> int:
+def report_error(name: str, error: DistillError | OSError) -> int:
     """Print why `edl NAME` cannot start; return the exit code."""
     sys.stderr.write(f"edl {name}: error: {error}\n")
     return WRONG_ARGUMENTS

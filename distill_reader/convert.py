@@ -1,10 +1,10 @@
-"""Makes a servable folder of an inference model: the model and its Paddle Serving config files.
+"""Make a servable folder from an inference model: the model and its Paddle Serving config files.
 
-As a command, of any inference model that Paddle exported:
+As a command, for any inference model that Paddle exported:
 
     python -m distill_reader.convert --dirname D [--serving_server DIR] [--serving_client DIR]
 
-In Python, of a layer: `save_servable`.
+In Python, for a layer: `save_servable`.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from distill_reader.command_line import report_error
 from distill_reader.errors import DistillError, UsageError
 from distill_reader.model.normalization import (
     Normalization,
@@ -35,7 +36,7 @@ from distill_reader.protocols.prototxt import (
 from distill_reader.teacher.predictor.model_folder import find_model, make_signature, read_signature
 from distill_reader.teacher.predictor.model_program import read_program
 
-_MODEL_NAME = "model"  # of the files that save_servable writes
+_MODEL_NAME = "model"  # base name of the files that save_servable writes
 
 
 def convert(
@@ -53,31 +54,31 @@ def convert(
 
     Args:
         serving_server: new or existing folder; files of the same names are replaced.
-        serving_client: likewise; gets the two config files that Paddle Serving's clients read.
-        model_filename, params_filename: the model's files, where several could be meant.
-        feed_alias_names: what clients call the inputs, in the order in which the model was
-            exported with them; empty: by the model's own names.
-        fetch_alias_names: likewise for the outputs.
-        normalizations: how the teacher is to make floats of raw uint8 pixels, by input (its
-            alias); None: as the folder `dirname` says, if it does.
+        serving_client: folder for the two config files that Paddle Serving's clients read.
+        model_filename, params_filename: the model's files, if there are several.
+        feed_alias_names: what clients call the inputs, in the order of the exported model; empty:
+            the model's own names.
+        fetch_alias_names: what clients call the outputs.
+        normalizations: how the teacher converts raw uint8 pixels to floats, by alias of the input;
+            None: as in the folder `dirname`, if it says.
 
     Returns:
-        What was written to the config files.
+        The content of the config files.
 
     Raises:
         ModelError: there is no model, or it cannot be served.
-        UsageError: aliases are too many, too few or used twice; a type has no name there.
+        UsageError: there are too many, too few or equal aliases, or Paddle Serving lacks a type.
     """
     files = find_model(dirname, model_filename=model_filename, params_filename=params_filename)
-    files = replace(files, config=None)  # an older config is not to shape the new one
+    files = replace(files, config=None)  # ignore a config that is there already
     config = config_of(read_signature(files, files.folder.name).spec)
     config = ModelConfig(
         feeds=_with_aliases(config.feeds, feed_alias_names, "feed_alias_names"),
         fetches=_with_aliases(config.fetches, fetch_alias_names, "fetch_alias_names"),
     )
     served = make_signature(read_program(files.program), config, "", str(files.program)).spec
-    kept = read_folder(files.folder) if normalizations is None else normalizations
-    kept = check_inputs(kept, served.inputs)
+    used = read_folder(files.folder) if normalizations is None else normalizations
+    used = check_inputs(used, served.inputs)
     server, client = Path(serving_server), Path(serving_client)
     server.mkdir(parents=True, exist_ok=True)
     client.mkdir(parents=True, exist_ok=True)
@@ -86,8 +87,8 @@ def convert(
             shutil.copyfile(path, server / path.name)
     write_config(config, server, SERVER_FILES)
     write_config(config, client, CLIENT_FILES)
-    write_folder(server, kept)
-    find_model(server)  # what lay there before could be meant as well: say so now
+    write_folder(server, used)
+    find_model(server)  # raises if files that were there before are ambiguous now
     return config
 
 
@@ -101,29 +102,28 @@ def save_servable(
     fetch_alias: Sequence[str] = (),
     normalizations: Mapping[str, Normalization] | None = None,
 ) -> ModelConfig:
-    """Export a layer by `paddle.jit.save` and write the config files that make it servable.
+    """Export a layer with `paddle.jit.save`, and write the config files that make it servable.
 
-    A teacher that is to serve probabilities ends with a softmax; wrap the layer if it does not.
+    To serve probabilities, the layer must end with a softmax; wrap it if it does not.
 
     Args:
-        layer: in evaluation mode (`layer.eval()`), unless it should be served as in training.
-        input_spec: an `InputSpec` for each argument of `forward`, axis 0 None: it counts samples.
-        folder: made if need be; `model.json` or `model.pdmodel`, as Paddle's version writes it.
-        client_folder: where the clients' config files go; None: into `folder` as well.
-        feed_alias: what clients call the inputs; empty: by the names of `input_spec`.
-        fetch_alias: what clients call the outputs, in the order in which `forward` returns them;
-            for a `forward` that returns a dict, Paddle orders them by key. Empty: by Paddle's
-            names for them.
-        normalizations: how the teacher is to make floats of raw uint8 pixels, by input; None: it
-            takes floats alone.
+        layer: in evaluation mode (`layer.eval()`).
+        input_spec: an `InputSpec` per argument of `forward`. Axis 0 is None: it counts samples.
+        folder: created if needed. Paddle's version decides: `model.json` or `model.pdmodel`.
+        client_folder: folder for the clients' config files; None: `folder`.
+        feed_alias: what clients call the inputs; empty: the names of `input_spec`.
+        fetch_alias: what clients call the outputs, in the order in which `forward` returns them
+            (Paddle sorts a dict by key); empty: Paddle's names.
+        normalizations: how the teacher converts raw uint8 pixels to floats, by input; None: it
+            accepts floats only.
 
     Raises:
-        ModelError, UsageError: as of `convert`; UsageError if `layer` is in training mode.
+        ModelError, UsageError: as `convert`; UsageError if `layer` is in training mode.
     """
     import paddle
 
     if any(getattr(part, "training", False) for part in layer.sublayers(include_self=True)):
-        raise UsageError("the layer is in training mode; call layer.eval() before it is saved")
+        raise UsageError("the layer is in training mode; call layer.eval() before saving it")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for suffix in (".json", ".pdmodel", ".pdiparams", ".pdiparams.info"):
@@ -152,7 +152,7 @@ def _with_aliases(
         )
     twice = {alias for alias in aliases if aliases.count(alias) > 1}
     if twice or not all(aliases):
-        raise UsageError(f"{what}: {min(twice, default='')!r} must stand once and not be empty")
+        raise UsageError(f"{what}: {min(twice, default='')!r} must be unique and not empty")
     return tuple(
         replace(variable, alias=alias) for variable, alias in zip(variables, aliases, strict=True)
     )
@@ -161,11 +161,11 @@ def _with_aliases(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m distill_reader.convert",
-        description="Make a servable folder of an inference model that Paddle exported.",
+        description="Make a servable folder from an inference model that Paddle exported.",
     )
     parser.add_argument("--dirname", required=True, help="folder of the model")
-    parser.add_argument("--model_filename", help="its program, where several could be meant")
-    parser.add_argument("--params_filename", help="its parameters, where several could be meant")
+    parser.add_argument("--model_filename", help="its program file, if there are several")
+    parser.add_argument("--params_filename", help="its parameter file, if there are several")
     parser.add_argument(
         "--serving_server", default="serving_server", help="servable folder to write [%(default)s]"
     )
@@ -185,15 +185,15 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=None,
         metavar="INPUT:KEY=VALUE:...",
-        help="have the teacher take raw uint8 pixels for this input, too: (pixel * scale - mean) / "
-        "std; keys as of `edl serve --normalize`",
+        help="make the teacher accept raw uint8 pixels for this input, too: (pixel * scale - mean) "
+        "/ std; keys as in `edl serve --normalize`",
     )
     parser.add_argument("--show_proto", action="store_true", help="print the config")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code: 2 where an argument or the model is wrong."""
+    """Run the command; return its exit code: 2 if an argument or the model is wrong."""
     args = _parser().parse_args(arguments)
     try:
         config = convert(
@@ -207,8 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             normalizations=_normalizations(args.normalize),
         )
     except (DistillError, OSError) as error:
-        sys.stderr.write(f"convert: {error}\n")
-        return 2
+        return report_error("convert", error)
     if args.show_proto:
         sys.stdout.write(to_text(config))
     sys.stdout.write(f"servable: {args.serving_server}; for its clients: {args.serving_client}\n")

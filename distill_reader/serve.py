@@ -1,4 +1,4 @@
-"""`edl serve`, `python -m distill_reader.serve`: serves models to students and other clients.
+"""Serve models to students and other clients: `edl serve`, `python -m distill_reader.serve`.
 
 edl serve --model ./lenet --port 9292 --gpu_ids 0,1
 edl serve --model teacher_a=./a --model teacher_b=./b --thread 4
@@ -31,17 +31,17 @@ from distill_reader.tokens import read_token
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # what stands in URLs as it is
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # of a model; needs no escapes in URLs
 _PROTOCOLS = "fast, Open Inference (gRPC, HTTP), Paddle Serving (HTTP, gRPC)"
-_ANSWER_GRACE_S = 5.0  # for answers that are computed to be sent
+_ANSWER_GRACE_S = 5.0  # for sending the answers that are computed
 
 _DESCRIPTION = """\
 Serve inference models to students (DistillReader) and to clients of the Open Inference Protocol
 (Triton, KServe) and of Paddle Serving, all on one port."""
 
 _EPILOG = """\
-Model folders: of Paddle Serving (serving_server_conf.prototxt), of Paddle 3 (.json), Paddle 2
-(.pdmodel) or 1.x (__model__); `edl convert` makes one with names of your choice for the tensors.
+A model folder is one of Paddle Serving (serving_server_conf.prototxt), Paddle 3 (.json), Paddle 2
+(.pdmodel) or Paddle 1.x (__model__). `edl convert` makes one with tensor names of your choice.
 
 On the port
   students          DistillReader(...).set_fixed_teacher(["HOST:PORT"])
@@ -51,17 +51,17 @@ On the port
                     /MODEL/GeneralModelService/inference
   /metrics          for Prometheus;  /v2/health/live, /v2/health/ready  for probes
 
-A predictor is a process of its own: one per GPU of --gpu_ids (--thread N: N per GPU), or N on the
-CPU. One that dies or hangs is started again, and what it computed is computed again.
+Predictors are processes: one per GPU of --gpu_ids (--thread N: N per GPU), or N on the CPU. If one
+dies or hangs, it is restarted, and its batch is computed again.
 
-SIGTERM: withdraws from discovery, takes no more requests, answers those it has, ends with 0. A
-second one ends it at once.
+SIGTERM: the teacher withdraws from discovery, accepts no more requests, answers those that it has,
+and ends with 0. A second SIGTERM ends it at once.
 Exit codes: 0 ended by a signal, 1 failed, 2 wrong arguments or a model that cannot be served.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until a signal comes; return the exit code."""
+    """Serve until a signal arrives; return the exit code."""
     args = parser().parse_args(argv)
     start_logging(args)
     logging.getLogger("grpc").setLevel(logging.WARNING)
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_config(args: argparse.Namespace) -> tuple[ServiceConfig, FrontConfig]:
-    """Return what the arguments ask for.
+    """Return the configuration that the arguments ask for.
 
     Raises:
         UsageError: an argument is wrong; names it and the remedy.
@@ -104,9 +104,9 @@ def parse_config(args: argparse.Namespace) -> tuple[ServiceConfig, FrontConfig]:
     token = read_token(args.token_file, os.environ)
     if not token and not args.insecure and not is_loopback(args.bind):
         raise UsageError(
-            f"--bind {args.bind}: others than this machine can reach it, so it wants a token "
+            f"--bind {args.bind}: other machines can reach it, so it needs a token "
             "(--token_file or EDL_TEACHER_TOKEN), or --insecure: "
-            "clients of Paddle Serving carry none"
+            "clients of Paddle Serving cannot send a token"
         )
     front = FrontConfig(
         bind=args.bind,
@@ -122,7 +122,7 @@ def parse_config(args: argparse.Namespace) -> tuple[ServiceConfig, FrontConfig]:
 
 
 def describe(spec: ModelSpec) -> str:
-    """Return what a model takes and returns in one line."""
+    """Describe a model's inputs and outputs in one line."""
     inputs = ", ".join(map(_describe_tensor, spec.inputs))
     outputs = ", ".join(map(_describe_tensor, spec.outputs))
     return f"{spec.name}({inputs}) -> {outputs}"
@@ -139,7 +139,7 @@ def _serve(
     front = Front(service, front_config, service.metrics.text)
     registrar: RegistrarThread | None = None
     try:
-        front.bind()  # a port in use is known before the models are loaded
+        front.bind()  # fails on a port in use before the models are loaded
         if register is not None:
             registrar = register.registrar(*front.address, lambda: service.is_ready)
         service.start()
@@ -153,8 +153,8 @@ def _serve(
             registrar.start()
         stopping.wait()
         if registrar is not None:
-            registrar.stop()  # students shall go before they are refused
-        logger.info("ending: no more requests are taken")
+            registrar.stop()  # students should leave before they are refused
+        logger.info("ending: no more requests are accepted")
         if not service.drain(drain_timeout_s):
             logger.warning("some requests were not answered within %g s", drain_timeout_s)
         front.close(_ANSWER_GRACE_S)
@@ -186,21 +186,21 @@ def _signals() -> Iterator[threading.Event]:
 
 
 def _models(arguments: Sequence[str], name: str | None) -> tuple[tuple[str, str], ...]:
-    """Return name and folder of each model."""
+    """Return the name and the folder of each model."""
     if name is not None and len(arguments) > 1:
         raise UsageError(f"--name {name}: there are several models; write --model NAME=DIR")
     models = []
     for argument in arguments:
         given, separator, folder = argument.partition("=")
-        if not separator or "/" in given:  # a folder may have "=" in its name
+        if not separator or "/" in given:  # the folder's own name may contain "="
             given, folder = "", argument
         if not Path(folder).exists():
             raise UsageError(f"--model {argument}: there is no {folder}")
         model = name or given or Path(folder).resolve().name
         if not _NAME.fullmatch(model):
             raise UsageError(
-                f"--model {argument}: {model!r} is no name for a model (letters, digits, '.', "
-                "'_', '-'); write --model NAME=DIR"
+                f"--model {argument}: {model!r} cannot be the name of a model (letters, digits, "
+                "'.', '_', '-'); write --model NAME=DIR"
             )
         models.append((model, folder))
     return tuple(models)
@@ -209,7 +209,7 @@ def _models(arguments: Sequence[str], name: str | None) -> tuple[tuple[str, str]
 def _normalizations(
     options: Sequence[str], models: Sequence[str]
 ) -> tuple[tuple[str, str, Normalization], ...]:
-    """Return model, input and normalization of each `--normalize`."""
+    """Return the model, the input and the normalization of each `--normalize`."""
     found: list[tuple[str, str, Normalization]] = []
     for option in options:
         model, name, normalization = parse_option(option)
@@ -217,11 +217,11 @@ def _normalizations(
             (model,) = models
         if model not in models:
             raise UsageError(
-                f"--normalize {option}: say of which model, as MODEL/{name}; served are "
+                f"--normalize {option}: name the model, as MODEL/{name}; the models are "
                 f"{', '.join(models)}"
             )
         if any((model, name) == (other, known) for other, known, _ in found):
-            raise UsageError(f"--normalize {option}: {name} of {model} is there twice")
+            raise UsageError(f"--normalize {option}: {name} of {model} is named twice")
         found.append((model, name, normalization))
     return tuple(found)
 
@@ -233,9 +233,9 @@ def _devices(gpu_ids: str, thread: int | None, *, memory_optim: bool) -> tuple[D
     for text in filter(None, (part.strip() for part in gpu_ids.split(","))):
         if not text.removeprefix("-").isdigit() or int(text) < -1:
             raise UsageError(f"--gpu_ids {gpu_ids}: {text!r} is no index of a GPU; write e.g. 0,1")
-        gpus.append(None if text == "-1" else int(text))  # the original's way to say: the CPU
+        gpus.append(None if text == "-1" else int(text))  # -1: the original's value for the CPU
     if len(set(gpus)) != len(gpus):
-        raise UsageError(f"--gpu_ids {gpu_ids}: one comes twice; --thread N puts N on each")
+        raise UsageError(f"--gpu_ids {gpu_ids}: one is named twice; --thread N puts N on each")
     return tuple(
         Device(gpu=gpu, memory_optim=memory_optim)
         for gpu in gpus or [None]
@@ -280,20 +280,20 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="[NAME=]DIR",
-        help="a model's folder; several serve several models, by their folders' names",
+        help="a model's folder; repeat it to serve several; default name: the folder's",
     )
-    add("--name", help="what the only model is called; default: its folder's name")
+    add("--name", help="the name of the model, if it is the only one; default: the folder's")
     add(
         "--normalize",
         action="extend",
         nargs="+",
         default=[],
         metavar="[MODEL/]INPUT:KEY=VALUE:...",
-        help="take raw uint8 pixels, too, and compute (pixel * scale - mean) / std; keys: scale "
+        help="accept raw uint8 pixels, too, and compute (pixel * scale - mean) / std; keys: scale "
         "(default 1/255), mean, std (A, or A,B,C by channel), layout (CHW, HWC, HWC-CHW); "
-        "default: what `edl convert --normalize` put into the folder",
+        "default: the setting of `edl convert --normalize` in the folder",
     )
-    add("--port", type=int, default=9292, help="default 9292; 0: any that is free")
+    add("--port", type=int, default=9292, help="default 9292; 0: any free port")
     add("--bind", default="127.0.0.1", help="address to listen on; default 127.0.0.1")
     add(
         "--grpc_port",
@@ -319,7 +319,7 @@ def parser() -> argparse.ArgumentParser:
         default=2.0,
         help="how long a batch waits to become full; default 2",
     )
-    add("--max_queue", type=int, default=256, help="requests that may wait; default 256")
+    add("--max_queue", type=int, default=256, help="queued requests; default 256")
     add("--max_request_mb", type=int, default=512, help="of one request's inputs; default 512")
     add(
         "--backend",
@@ -329,9 +329,9 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--token_file",
-        help="file with the token that clients must show; default: EDL_TEACHER_TOKEN",
+        help="file with the token that clients must send; default: EDL_TEACHER_TOKEN",
     )
-    add("--insecure", action="store_true", help="serve whoever can connect, without a token")
+    add("--insecure", action="store_true", help="serve anyone who can connect, without a token")
     add_register_arguments(parser)
     add(
         "--drain_timeout_s",
@@ -343,7 +343,7 @@ def parser() -> argparse.ArgumentParser:
         "--predict_timeout_s",
         type=_seconds,
         default=120.0,
-        help="a predictor that computes one batch for longer is killed as hung; default 120",
+        help="kill a predictor that needs longer for a batch; default 120",
     )
     return parser
 

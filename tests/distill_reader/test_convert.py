@@ -55,7 +55,7 @@ def test_the_command_converts_and_shows_the_config(paddle_folder, tmp_path, caps
     ("arguments", "text"),
     [
         (["--feed_alias_names", "a,b"], r"feed_alias_names: got 2 (a, b), the model has 1 (image)"),
-        (["--fetch_alias_names", "a,a"], "fetch_alias_names: 'a' must stand once"),
+        (["--fetch_alias_names", "a,a"], "fetch_alias_names: 'a' must be unique"),
         (["--model_filename", "other.json"], "other.json: no such file"),
     ],
 )

@@ -285,19 +285,22 @@ def test_predictors_are_per_gpu_or_on_the_cpu(folder, arguments, devices):
     ("arguments", "match"),
     [
         (["--gpu_ids", "a"], "--gpu_ids a: 'a' is no index"),
-        (["--gpu_ids", "0,0"], "--gpu_ids 0,0: one comes twice"),
+        (["--gpu_ids", "0,0"], "--gpu_ids 0,0: one is named twice"),
         (["--thread", "0"], "--thread: must be at least 1, got 0"),
         (["--port", "-5"], "--port: must be at least 0, got -5"),
         (["--max_batch", "0"], "--max_batch: must be at least 1, got 0"),
         (["--max_queue", "0"], "--max_queue: must be at least 1"),
         (["--max_request_mb", "0"], "--max_request_mb: must be at least 1"),
         (["--model", "nowhere"], "--model nowhere: there is no nowhere"),
-        (["--name", "a b"], "'a b' is no name for a model"),
+        (["--name", "a b"], "'a b' cannot be the name of a model"),
         (["--name", "a", "--model", "."], "--name a: there are several models"),
-        (["--bind", "0.0.0.0"], "--bind 0.0.0.0: .* wants a token"),
+        (["--bind", "0.0.0.0"], "--bind 0.0.0.0: .* needs a token"),
         (["--token_file", "nowhere"], "--token_file nowhere: "),
-        (["--normalize", "x/image"], "--normalize x/image: say of which model, as MODEL/image"),
-        (["--normalize", "image", "toy/image"], "--normalize toy/image: image of toy is there"),
+        (["--normalize", "x/image"], "--normalize x/image: name the model, as MODEL/image"),
+        (
+            ["--normalize", "image", "toy/image"],
+            "toy/image: image of toy is named twice",
+        ),
         (["--normalize", "image:std=0"], "scale and std must be > 0"),
     ],
 )
@@ -314,7 +317,7 @@ def test_a_normalization_is_of_the_only_model_or_of_the_one_it_names(folder):
     two = ("--model", f"a={folder}", f"b={folder}")
     service, _ = parse(*two, "--normalize", f"b/{option}", "a/mask")
     assert service.normalizations == (("b", "image", expected), ("a", "mask", Normalization()))
-    with pytest.raises(UsageError, match="say of which model, as MODEL/image; served are a, b"):
+    with pytest.raises(UsageError, match="name the model, as MODEL/image; the models are a, b"):
         parse(*two, "--normalize", option)
 
 

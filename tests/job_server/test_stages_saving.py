@@ -380,7 +380,7 @@ def test_a_pause_that_is_called_off_though_its_launchers_hang_recovers_when_they
             pod.end(signal=9)
     made.run_until(JobState.RUNNING, rounds=400)
     trains(made)
-    assert records(made)[-1].first_step > step  # the trainers of launchers that hang went on
+    assert (records(made)[-1].first_step or 0) > step  # the trainers of launchers that hang went on
 
 
 @pytest.mark.parametrize("asked", [PauseAsked(), StopAsked()])

@@ -10,8 +10,8 @@ from pod_runtime.launcher.state import (
     ELASTIC_GRACE_S,
     TRAINS,
     Key,
+    LauncherState,
     Leaving,
-    PodState,
     StageRun,
     TrainerState,
     find_run,
@@ -126,7 +126,7 @@ Action = (
 QUIET_S = 3.0  # so long has the training to be undisturbed before a spare is started
 
 
-def decide(pod: PodState, now: float) -> tuple[PodState, tuple[Action, ...]]:
+def decide(pod: LauncherState, now: float) -> tuple[LauncherState, tuple[Action, ...]]:
     """Return what should be done at `now` (monotonic seconds), and the pod as it then is.
 
     Call it after every event, and again after having carried out a `Spawn` or an `Invite`.
@@ -164,7 +164,7 @@ def decide(pod: PodState, now: float) -> tuple[PodState, tuple[Action, ...]]:
     return pod, tuple(actions)
 
 
-def next_deadline(pod: PodState) -> float | None:
+def next_deadline(pod: LauncherState) -> float | None:
     """Return when `decide` wants to be called although nothing happens; None: no such time."""
     times = [
         trainer.terminated_at + _grace(trainer, pod.grace_s)
@@ -182,7 +182,7 @@ def next_deadline(pod: PodState) -> float | None:
     return min(times, default=None)
 
 
-def _going(pod: PodState) -> Leaving | None:
+def _going(pod: LauncherState) -> Leaving | None:
     if pod.leaving is not None:
         return pod.leaving
     stages_over = all(plan.order is Order.END for plan in pod.plans)
@@ -191,7 +191,7 @@ def _going(pod: PodState) -> Leaving | None:
     return None
 
 
-def _guide(run: StageRun, pod: PodState) -> tuple[StageRun, list[Action]]:
+def _guide(run: StageRun, pod: LauncherState) -> tuple[StageRun, list[Action]]:
     """Bring a stage that is not over, and its trainers, in line with its order."""
     order, number = run.plan.order, run.plan.cut
     actions: list[Action] = []
@@ -253,7 +253,7 @@ def _guide_trainer(run: StageRun, trainer: TrainerState) -> tuple[TrainerState, 
     return trainer, actions
 
 
-def _join(run: StageRun, pod: PodState) -> tuple[StageRun, list[Action], list[StageRun]]:
+def _join(run: StageRun, pod: LauncherState) -> tuple[StageRun, list[Action], list[StageRun]]:
     """Have trainers join a next stage in place, go on as its trainers, or forget about it.
 
     Returns the run, what is to be done, and the run of the next stage where they go on now.
@@ -295,7 +295,7 @@ def _ask_to_join(run: StageRun, plan: StagePlan, pod_id: str) -> tuple[StageRun,
 
 
 def _go_on(
-    run: StageRun, plan: StagePlan, pod: PodState
+    run: StageRun, plan: StagePlan, pod: LauncherState
 ) -> tuple[StageRun, StageRun, list[Action]]:
     """Make the trainers of `run` those of `plan`, which is committed."""
     ranks = new_ranks(pod.pod_id, run.plan, plan)
@@ -345,14 +345,14 @@ def _grace(trainer: TrainerState, grace_s: float) -> float:
     return min(grace_s, ELASTIC_GRACE_S) if trainer.elastic else grace_s
 
 
-def _keep(pod: PodState, plans: dict[Key, StagePlan]) -> PodState:
+def _keep(pod: LauncherState, plans: dict[Key, StagePlan]) -> LauncherState:
     """Forget runs that nobody asks for any more, but for the one that says what the pod was."""
     last = pod.in_force
     runs = tuple(run for run in pod.runs if run.alive or run.key in plans or run is last)
     return replace(pod, runs=runs)
 
 
-def _kill_on_demand(pod: PodState) -> tuple[PodState, list[Action]]:
+def _kill_on_demand(pod: LauncherState) -> tuple[LauncherState, list[Action]]:
     """SIGKILL, once each, to the trainers that a change script or an operator wants killed."""
     actions: list[Action] = []
     done = set(pod.kills_done)
@@ -366,7 +366,7 @@ def _kill_on_demand(pod: PodState) -> tuple[PodState, list[Action]]:
     return replace(pod, kills_done=frozenset(done)), actions
 
 
-def _spawn(pod: PodState) -> list[Action]:
+def _spawn(pod: LauncherState) -> list[Action]:
     """Start a stage's trainers: beside older ones if its way says so, else when none is left."""
     for plan in pod.plans:
         if find_run(pod, (plan.stage, plan.attempt)) is not None:
@@ -383,7 +383,7 @@ def _spawn(pod: PodState) -> list[Action]:
     return []
 
 
-def _warm(pod: PodState, now: float) -> tuple[PodState, list[Action]]:
+def _warm(pod: LauncherState, now: float) -> tuple[LauncherState, list[Action]]:
     """Start a missing spare, one at a time, once the training has been undisturbed for a while.
 
     Its import takes a core for a second: that must not fall into a change, nor into the first
@@ -400,7 +400,7 @@ def _warm(pod: PodState, now: float) -> tuple[PodState, list[Action]]:
     return pod, [WarmSpare()]
 
 
-def _foresee(pod: PodState) -> tuple[PodState, list[Action]]:
+def _foresee(pod: LauncherState) -> tuple[LauncherState, list[Action]]:
     """Have the state at hand from when a cut is told until the next stage has made a step."""
     run = next((r for r in pod.runs if _is_cut(r)), None)
     wanted = None if run is None else (run.key, run.plan.cut)
@@ -414,7 +414,7 @@ def _is_cut(run: StageRun) -> bool:
     return run.plan.order is Order.CUT and run.alive and not run.ending and run.trouble is None
 
 
-def _preview(pod: PodState) -> tuple[PodState, list[Action]]:
+def _preview(pod: LauncherState) -> tuple[LauncherState, list[Action]]:
     """Have prepared trainers load what the others parked with, while the server hears of that."""
     parked = next((r.parked_as for r in pod.runs if r.parked and not r.ending), None)
     actions: list[Action] = []
@@ -430,7 +430,7 @@ def _preview(pod: PodState) -> tuple[PodState, list[Action]]:
     return replace(pod, runs=tuple(runs)), actions
 
 
-def _exit(pod: PodState, going: Leaving | None) -> list[Action]:
+def _exit(pod: LauncherState, going: Leaving | None) -> list[Action]:
     stage = pod.runs[-1].plan.stage if pod.runs else 0
     if going is not None:
         if any(run.alive for run in pod.runs):

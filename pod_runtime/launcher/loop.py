@@ -56,7 +56,7 @@ class Launcher:
         connect_server: Callable[[], JobServerApi],
     ) -> None:
         self._config, self._env = config, pod_env
-        self._pod = state.PodState(
+        self._pod = state.LauncherState(
             pod_id=pod_env.pod_id, node_id=pod_env.node_id, grace_s=pod_env.grace_s
         )
         self._connections: dict[Name, TrainerConnection] = {}

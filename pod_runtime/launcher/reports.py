@@ -7,10 +7,17 @@ has not been told since the last attach is told. So a server that comes back mis
 from dataclasses import replace
 
 from job_server.api.wire import Attach, Order, PodReport, PodStagePhase, ReportKind, StagePlan, Way
-from pod_runtime.launcher.state import TRAINS, PodState, StageRun, find_joining, find_run, report_on
+from pod_runtime.launcher.state import (
+    TRAINS,
+    LauncherState,
+    StageRun,
+    find_joining,
+    find_run,
+    report_on,
+)
 
 
-def due_reports(pod: PodState, now: float) -> tuple[PodState, list[PodReport]]:
+def due_reports(pod: LauncherState, now: float) -> tuple[LauncherState, list[PodReport]]:
     """Return what is to be told at `now`, and the pod that remembers having told it."""
     reports: list[PodReport] = []
     reported = set(pod.reported)
@@ -133,7 +140,7 @@ def makes_progress(run: StageRun) -> bool:
     )
 
 
-def attach_status(pod: PodState, pid: int, highest_stage: int) -> Attach:
+def attach_status(pod: LauncherState, pid: int, highest_stage: int) -> Attach:
     """Return the whole truth of this launcher, but for the snapshot that its shim holds."""
     blank = Attach(pod_id=pod.pod_id, node_id=pod.node_id, pid=pid, highest_stage=highest_stage)
     run = pod.in_force

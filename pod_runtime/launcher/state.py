@@ -161,7 +161,7 @@ class Leaving:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PodState:
+class LauncherState:
     pod_id: str
     node_id: str
     grace_s: float
@@ -191,42 +191,42 @@ class PodState:
 # --- events -----------------------------------------------------------------------------------
 
 
-def ordered(pod: PodState, orders: PodOrders) -> PodState:
+def ordered(pod: LauncherState, orders: PodOrders) -> LauncherState:
     """The server has said what should be true now."""
     return replace(pod, orders=orders)
 
 
-def attached(pod: PodState, orders: PodOrders) -> PodState:
+def attached(pod: LauncherState, orders: PodOrders) -> LauncherState:
     """The server has taken our whole truth; what it may have missed is to be told again."""
     return replace(ordered(pod, orders), reported=frozenset())
 
 
-def spawned(pod: PodState, plan: StagePlan) -> PodState:
+def spawned(pod: LauncherState, plan: StagePlan) -> LauncherState:
     ranks = own_pod(pod.pod_id, plan).ranks
     run = StageRun(plan=plan, trainers=tuple(TrainerState(rank=rank) for rank in ranks))
     return replace(pod, runs=(*pod.runs, run))
 
 
-def invited(pod: PodState, key: Key, plan: StagePlan) -> PodState:
+def invited(pod: LauncherState, key: Key, plan: StagePlan) -> LauncherState:
     """The trainers of the run `key` are to join `plan`, whose ports are free."""
     run = find_run(pod, key)
     return pod if run is None else _put(pod, replace(run, joining=JoinAttempt(plan=plan)))
 
 
-def refused_ports(pod: PodState, plan: StagePlan, reason: str) -> PodState:
+def refused_ports(pod: LauncherState, plan: StagePlan, reason: str) -> LauncherState:
     """A port of `plan` is taken: nothing was started."""
     return _with_trouble(pod, plan, (), kind=ReportKind.PORT_TAKEN, reason=reason)
 
 
 def not_spawned(
-    pod: PodState, plan: StagePlan, started: Iterable[int], rank: int, reason: str
-) -> PodState:
+    pod: LauncherState, plan: StagePlan, started: Iterable[int], rank: int, reason: str
+) -> LauncherState:
     """Trainer `rank` could not be started; the ranks `started` before it run."""
     trainers = tuple(TrainerState(rank=each) for each in started)
     return _with_trouble(pod, plan, trainers, kind=ReportKind.FAILED, reason=reason, rank=rank)
 
 
-def received(pod: PodState, key: Key, rank: int, message: TrainerMessage) -> PodState:
+def received(pod: LauncherState, key: Key, rank: int, message: TrainerMessage) -> LauncherState:
     """Trainer `rank` of the attempt `key` has said something about itself."""
     run = find_run(pod, key)
     if run is None:
@@ -272,7 +272,7 @@ def received(pod: PodState, key: Key, rank: int, message: TrainerMessage) -> Pod
     return _put(pod, run)
 
 
-def died(pod: PodState, key: Key, rank: int, code: int, reason: str) -> PodState:
+def died(pod: LauncherState, key: Key, rank: int, code: int, reason: str) -> LauncherState:
     """Trainer `rank` has ended; `reason` is the essence of its last lines.
 
     What it told itself says more than these, and more than how its process was torn down.
@@ -299,16 +299,16 @@ def died(pod: PodState, key: Key, rank: int, code: int, reason: str) -> PodState
     return _put(pod, run)
 
 
-def spare_started(pod: PodState) -> PodState:
+def spare_started(pod: LauncherState) -> LauncherState:
     return replace(pod, spares=pod.spares + 1, warming=True)
 
 
-def spares_counted(pod: PodState, count: int, *, warming: bool) -> PodState:
+def spares_counted(pod: LauncherState, count: int, *, warming: bool) -> LauncherState:
     """A spare is ready, has died, or became a trainer."""
     return replace(pod, spares=count, warming=warming)
 
 
-def leave(pod: PodState, leaving: Leaving) -> PodState:
+def leave(pod: LauncherState, leaving: Leaving) -> LauncherState:
     """The launcher is to go: a signal, a lost shim, a pod that the server does not know."""
     if pod.leaving is not None and (pod.leaving.at_once or not leaving.at_once):
         return pod
@@ -371,16 +371,16 @@ def renumbered(run: StageRun, pod_id: str) -> tuple[StageRun, dict[int, int]]:
     return replace(run, trainers=trainers), changed
 
 
-def find_joining(pod: PodState, key: Key) -> StageRun | None:
+def find_joining(pod: LauncherState, key: Key) -> StageRun | None:
     """Return the run whose trainers are to join the attempt `key`; None: there is none."""
     return next((r for r in pod.runs if r.joining is not None and r.joining.key == key), None)
 
 
-def find_run(pod: PodState, key: Key) -> StageRun | None:
+def find_run(pod: LauncherState, key: Key) -> StageRun | None:
     return next((run for run in pod.runs if run.key == key), None)
 
 
-def _put(pod: PodState, run: StageRun) -> PodState:
+def _put(pod: LauncherState, run: StageRun) -> LauncherState:
     return replace(pod, runs=tuple(run if each.key == run.key else each for each in pod.runs))
 
 
@@ -390,12 +390,12 @@ def _with_trainer(run: StageRun, rank: int, **fields: Any) -> StageRun:
 
 
 def _with_trouble(
-    pod: PodState,
+    pod: LauncherState,
     plan: StagePlan,
     trainers: tuple[TrainerState, ...],
     kind: ReportKind,
     **fields: Any,
-) -> PodState:
+) -> LauncherState:
     run = StageRun(plan=plan, trainers=trainers)
     return replace(pod, runs=(*pod.runs, replace(run, trouble=report_on(run, kind, **fields))))
 

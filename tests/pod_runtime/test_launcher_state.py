@@ -77,7 +77,7 @@ class Simulated:
     """A launcher whose trainers are what the test says of them."""
 
     def __init__(self, pod_id: str = "a", grace_s: float = 5.0) -> None:
-        self.pod = state.PodState(pod_id=pod_id, node_id="node", grace_s=grace_s)
+        self.pod = state.LauncherState(pod_id=pod_id, node_id="node", grace_s=grace_s)
         self.now = NOW
         self.revision = 0
         self.port_taken = False  # of stages that trainers are to join

@@ -1,70 +1,16 @@
 """The command lines of train_teacher.py and train_student.py, checked."""
 
 import argparse
-import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from text_data import UNITS
 
+from edl.option_types import all_or_whole, flag, number, whole
+
 STUDENTS = ("bow", "cnn")
 TEACHER_DIR = "text_teacher_model"
-
-
-def flag(text: str) -> bool:
-    """Return what `--use_gpu True` and the like say."""
-    low = text.lower()
-    if low in ("y", "yes", "t", "true", "on", "1"):
-        return True
-    if low in ("n", "no", "f", "false", "off", "0"):
-        return False
-    raise argparse.ArgumentTypeError(f"expected True or False, got {text!r}")
-
-
-def whole(low: int) -> Callable[[str], int]:
-    """Return a reader of whole numbers of at least `low`."""
-
-    def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if value < low:
-            raise argparse.ArgumentTypeError(
-                f"expected a whole number of at least {low}, got {text!r}"
-            )
-        return value
-
-    return read
-
-
-def all_or_whole(low: int) -> Callable[[str], int | None]:
-    """Return a reader of the word `all`, which is None, and of whole numbers from `low` on."""
-
-    def read(text: str) -> int | None:
-        return None if text == "all" else whole(low)(text)
-
-    return read
-
-
-def number(low: float, high: float = math.inf, *, above: bool = True) -> Callable[[str], float]:
-    """Return a reader of finite numbers above `low` (from it on, if not `above`) up to `high`."""
-    bounds = f"{'above' if above else 'of at least'} {low:g}" + (
-        "" if math.isinf(high) else f" and at most {high:g}"
-    )
-
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        # Written so that nan fails every comparison.
-        if not (low < value if above else low <= value) or not value <= high or math.isinf(value):
-            raise argparse.ArgumentTypeError(f"expected a number {bounds}, got {text!r}")
-        return value
-
-    return read
 
 
 class Parser(argparse.ArgumentParser):
@@ -88,8 +34,13 @@ class Parser(argparse.ArgumentParser):
             "label<TAB>text; make_data.py makes one")  # fmt: skip
         add("num_epochs", whole(1), epochs, "passes over the texts")
         add("batch_size", whole(1), batch, "texts of a step, of all trainers together")
-        add("lr", number(0), lr, "highest learning rate; a tenth of the steps lead up to it")
-        add("weight_decay", number(0, above=False), 0.05, "of AdamW")
+        add(
+            "lr",
+            number(0, above=True),
+            lr,
+            "highest learning rate; a tenth of the steps lead up to it",
+        )
+        add("weight_decay", number(0), 0.05, "of AdamW")
         add("seed", whole(0), 1, "of weights, order and the choice of texts with labels")
         add("use_gpu", flag, None, "not given: a GPU where there is one")
         add("checkpoint", str, None, "folder or URL to resume from and save to")
@@ -115,8 +66,8 @@ def parse_teacher(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("layers", whole(1), 1, "of the transformer")
     add("width", whole(1), 64, "of a token's vector")
     add("heads", whole(1), 4, "of attention; they divide the width")
-    add("dropout", number(0, 0.9, above=False), 0.3, "share of values that is dropped")
-    add("word_dropout", number(0, 0.9, above=False), 0.15, "share of tokens that is hidden")
+    add("dropout", number(0, 0.9), 0.3, "share of values that is dropped")
+    add("word_dropout", number(0, 0.9), 0.15, "share of tokens that is hidden")
     add("pretrained", Path, None, "folder of an earlier teacher: its vocabulary, size and weights")
     add("serving_model_dir", Path, Path(TEACHER_DIR), "where it is saved")
     options = parser.parse_args(argv)
@@ -144,15 +95,15 @@ def parse_student(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("distill_max_teacher", whole(1), 4, "how many a trainer asks for there")
     add("distill_cache", Path, None, "folder that keeps what teachers say of each text: a second "
         "epoch asks nobody")  # fmt: skip
-    add("no_teacher_timeout_s", number(0), None, "give up when there has been none for so long; "
+    add("no_teacher_timeout_s", number(0, above=True), None, "give up when there has been none for so long; "
         "not given: wait")  # fmt: skip
     add("teacher_dir", Path, Path(TEACHER_DIR), "folder that train_teacher.py has made: it has the "
         "vocabulary")  # fmt: skip
     add("unlabelled", all_or_whole(0), 0, "learn from so many of the other texts, or `all`, by the "
         "teachers alone")  # fmt: skip
     add("unlabelled_file", Path, None, "and from each line of this file")
-    add("temperature", number(0), 2.0, "softens the teachers' scores")
-    add("alpha", number(0, 1, above=False), 0.9, "weight of the loss against the teachers; the one "
+    add("temperature", number(0, above=True), 2.0, "softens the teachers' scores")
+    add("alpha", number(0, 1), 0.9, "weight of the loss against the teachers; the one "
         "against the labels has the rest")  # fmt: skip
     add("model_save_dir", Path, None, "folder for weights and vocabulary at the end")
     options = parser.parse_args(argv)

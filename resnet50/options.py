@@ -1,9 +1,10 @@
 """The command line of train_with_fleet.py: the original's options, checked, and some of ours."""
 
 import argparse
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+
+from edl.option_types import flag, number, whole
 
 MODELS = (
     "ResNet18", "ResNet18_vd", "ResNet50", "ResNet50_vd", "ResNeXt101_32x16d",
@@ -58,56 +59,6 @@ WITHOUT_MEANING: dict[str, tuple[str, str]] = {
     "enable_ce": ("flag", "it was for the original's own continuous evaluation"),
     "max_iter": ("value", "a training ends by --num_epochs"),
 }
-
-
-class OptionError(Exception):
-    """An option that looked right cannot be followed; the text names it and the remedy."""
-
-
-def flag(text: str) -> bool:
-    """Return what `--fp16=True` and the like say, as the original read it."""
-    low = text.lower()
-    if low in ("y", "yes", "t", "true", "on", "1"):
-        return True
-    if low in ("n", "no", "f", "false", "off", "0"):
-        return False
-    raise argparse.ArgumentTypeError(f"expected True or False, got {text!r}")
-
-
-def whole(low: int) -> Callable[[str], int]:
-    """Return a reader of whole numbers of at least `low`."""
-
-    def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if value < low:
-            raise argparse.ArgumentTypeError(
-                f"expected a whole number of at least {low}, got {text!r}"
-            )
-        return value
-
-    return read
-
-
-def number(low: float, high: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
-    """Return a reader of finite numbers from `low` (`above` it, if so said) to `high`."""
-    bounds = f"{'above' if above else 'of at least'} {low:g}" + (
-        "" if math.isinf(high) else f" and at most {high:g}"
-    )
-
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        # Written so that nan fails every comparison.
-        if not (low < value if above else low <= value) or not value <= high or math.isinf(value):
-            raise argparse.ArgumentTypeError(f"expected a number {bounds}, got {text!r}")
-        return value
-
-    return read
 
 
 def image_shape(text: str) -> tuple[int, int, int]:

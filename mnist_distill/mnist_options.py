@@ -25,8 +25,8 @@ def build_parser() -> argparse.ArgumentParser:
     # Teachers, from both sides.
     add("use_distill_service", flag, False, "learn from teachers, too (False)")
     add("distill_teachers", str, "127.0.0.1:9292", "their endpoints: HOST:PORT,HOST:PORT")
-    add("no_teacher_timeout_s", number(0, above=True), None, "give up when there has been none for so long "
-        "(never: wait)")  # fmt: skip
+    add("no_teacher_timeout_s", number(0, above=True), None, "give up when there has been none "
+        "for so long (never: wait)")  # fmt: skip
     add("temperature", number(0, above=True), 4.0, "softens the teachers' predictions (4)")
     add("alpha", number(0, 1), 0.7, "weight of the loss against the teachers; the one "
         "against the labels has the rest (0.7)")  # fmt: skip

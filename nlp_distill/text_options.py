@@ -95,8 +95,8 @@ def parse_student(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("distill_max_teacher", whole(1), 4, "how many a trainer asks for there")
     add("distill_cache", Path, None, "folder that keeps what teachers say of each text: a second "
         "epoch asks nobody")  # fmt: skip
-    add("no_teacher_timeout_s", number(0, above=True), None, "give up when there has been none for so long; "
-        "not given: wait")  # fmt: skip
+    add("no_teacher_timeout_s", number(0, above=True), None, "give up when there has been none "
+        "for so long; not given: wait")  # fmt: skip
     add("teacher_dir", Path, Path(TEACHER_DIR), "folder that train_teacher.py has made: it has the "
         "vocabulary")  # fmt: skip
     add("unlabelled", all_or_whole(0), 0, "learn from so many of the other texts, or `all`, by the "

@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -58,12 +59,37 @@ class WarmProcess:
 
 
 def start(
-    argv: Sequence[str], env: Mapping[str, str], out: int, cwd: Path | str | None = None
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    out: int,
+    err: int | None = None,
+    cwd: Path | None = None,
 ) -> WarmProcess:
-    """Run the script `argv[0]` in a session of its own; both its outputs go to descriptor `out`."""
+    """Run the script `argv[0]` in a session of its own.
+
+    Args:
+        out: descriptor for its output.
+        err: the same for its errors; None: `out`.
+    """
     server = _server()
-    order = {"argv": list(argv), "env": dict(env), "cwd": str(cwd or os.getcwd())}
-    return WarmProcess(server, server.ask(order, out)["pid"])
+    order = {"argv": list(argv), "env": dict(env), "cwd": str(cwd or Path.cwd())}
+    return WarmProcess(server, server.ask(order, out, out if err is None else err)["pid"])
+
+
+def run(
+    argv: Sequence[str], env: Mapping[str, str], cwd: Path, timeout_s: float = 240.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a script to its end, as `subprocess.run` does with its output captured."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = start(argv, env, out.fileno(), err.fileno(), cwd)
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(list(argv), code, out.read(), err.read())
 
 
 class _Server:
@@ -104,7 +130,7 @@ def _server() -> _Server:
 def _serve(orders: socket.socket) -> None:
     """Fork for each order; returns in the forks alone, with `sys.argv` set."""
     while True:
-        data, fds, _flags, _address = socket.recv_fds(orders, 1 << 20, 1)
+        data, fds, _flags, _address = socket.recv_fds(orders, 1 << 20, 2)
         while data and not data.endswith(b"\n"):
             data += orders.recv(1 << 20)
         if not data:
@@ -121,23 +147,25 @@ def _serve(orders: socket.socket) -> None:
                 os.close(ready)
                 os.close(in_session)
                 orders.close()
-                _become(order, fds[0])
+                _become(order, *fds)
                 return
             os.close(in_session)
             os.read(ready, 1)  # ends when the fork has its session, which tests kill
             os.close(ready)
-            os.close(fds[0])
+            for fd in fds:
+                os.close(fd)
             answer = {"pid": pid}
         orders.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def _become(order: dict[str, Any], out: int) -> None:
+def _become(order: dict[str, Any], out: int, err: int) -> None:
     import numpy as np
     import paddle
 
     os.dup2(out, 1)
-    os.dup2(out, 2)
+    os.dup2(err, 2)
     os.close(out)
+    os.close(err)
     os.chdir(order["cwd"])
     os.environ.clear()
     os.environ.update(order["env"])

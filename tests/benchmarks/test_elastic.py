@@ -48,8 +48,8 @@ def processes_of(folder: Path) -> list[list[str]]:
 
 @pytest.mark.timeout(300)
 def test_random_planned_changes_redo_no_step(tmp_path: Path):
-    values = run(tmp_path, "benchmarks/resize.py", "--only", "random", "--changes", "8")["random"]
-    assert values["changes"] == 8
+    values = run(tmp_path, "benchmarks/resize.py", "--only", "random", "--changes", "3")["random"]
+    assert values["changes"] == 3
     assert values["redone"] == values["redone_by_server"] == 0
     assert values["proved"] == 1
     assert values["pause_s"] > 0

@@ -113,7 +113,8 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
     require_network_namespaces()
     token = tmp_path / "token"
     token.write_text(TOKEN)
-    arguments = "--num_epochs 1 --total_images 128 --total_batch_size 32 --save_steps 2"
+    arguments = "--model ResNet18 --num_epochs 1 --total_images 128 --total_batch_size 32"
+    arguments += " --save_steps 2"
     parsed = services(
         {
             "EDL_DATA_DIR": str(tmp_path / "data"),

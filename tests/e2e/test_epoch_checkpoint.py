@@ -14,7 +14,7 @@ from tests.support import ROOT, wait_until
 pytest.importorskip("paddle", reason="trains with Paddle")
 pytest.importorskip("sklearn", reason="trains on its digits")
 
-EPOCHS = 40
+EPOCHS = 20
 
 
 @pytest.fixture

@@ -93,8 +93,8 @@ def test_a_timeline_resizes_and_kills_by_itself(counting_cluster: Callable[..., 
     cluster = counting_cluster(slots=2, samples=480, epochs=10_000)
     timeline = textwrap.dedent("""
         - {at: 2s, add: 1}
-        - {at: 12s, kill: 0}
-        - {at: 24s, pods: 1}
+        - {at: 10s, kill: 0}
+        - {at: 18s, pods: 1}
     """)
     script = ScriptSpec(kind=ScriptKind.TIMELINE, text=timeline)
     cluster.submit(JobSpec(job_id="timed", pods=1, max_pods=2, script=script))

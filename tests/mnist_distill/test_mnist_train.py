@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import warm
 from tests.support import ROOT, free_port, wait_until
 
 FOLDER = ROOT / "mnist_distill"
@@ -45,7 +46,7 @@ def start(*command: object, cwd: Path, **more: str) -> subprocess.CompletedProce
 
 
 def train(*options: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    return start(sys.executable, PROGRAM, *options, cwd=cwd, **more)
+    return warm.run([str(PROGRAM), *options], environment(**more), cwd)
 
 
 def processes_with(mark: str) -> list[psutil.Process]:
@@ -163,23 +164,21 @@ def teacher(whole_run) -> Iterator[str]:
         process.stdout.close()
 
 
-def distilled(teacher: str, *more: str) -> tuple[object, ...]:
+def distilled(teacher: str, *more: str) -> tuple[str, ...]:
     return (
-        PROGRAM, *SMALL, "--use_distill_service=True", f"--distill_teachers={teacher}",
+        *SMALL, "--use_distill_service=True", f"--distill_teachers={teacher}",
         "--unlabelled=70", "--no_teacher_timeout_s=100", *more,
     )  # fmt: skip
 
 
 def test_paddle_launcher_distils_on_two_trainers_what_one_would(teacher, tmp_path):
-    alone = start(
-        sys.executable, *distilled(teacher), cwd=tmp_path, EDL_MAX_TRAINERS="2"
-    )  # fmt: skip
+    alone = train(*distilled(teacher), cwd=tmp_path, EDL_MAX_TRAINERS="2")
     assert alone.returncode == 0, alone.stderr
     assert "mlp on 130 images" in alone.stdout
     assert ", 60 with a label; teachers 127.0.0.1:" in alone.stdout
     two = start(
         sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2",
-        "--log_dir", "log", *distilled(teacher), cwd=tmp_path,
+        "--log_dir", "log", PROGRAM, *distilled(teacher), cwd=tmp_path,
     )  # fmt: skip
     logs = {path.name: path.read_text() for path in (tmp_path / "log").glob("workerlog.*")}
     assert two.returncode == 0, logs
@@ -197,6 +196,7 @@ def test_pods_that_change_leave_one_distillation(teacher, tmp_path):
     done = start(
         sys.executable, "-m", "pod_runtime.run", "--cpu_slots", "2", "--max", "2", "--pods", "2",
         "--change_script", changes, "--log_dir", tmp_path / "run",
+        PROGRAM,
         *distilled(teacher, "--num_epochs=1000", "--test_epochs=1000", "--checkpoint=ckpt"),
         cwd=tmp_path,
     )  # fmt: skip

@@ -46,6 +46,15 @@ class Trainer:
         trainer.lines = self.lines
         return trainer
 
+    def end_workers(self) -> None:
+        """Kill the loader's workers once the trainer has ended, as the launcher does.
+
+        They hold the trainer's connections, which tell the other ranks of its end.
+        """
+        self.process.wait(TIMEOUT_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
     def words(self, word: str) -> list[dict[str, Any]]:
         return [each for each in list(self.said) if each["say"] == word]
 

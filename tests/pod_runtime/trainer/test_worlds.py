@@ -124,6 +124,7 @@ def test_a_trainer_that_is_told_to_end_puts_its_last_step_away_first(launch):
     stage.go()
     stage.wait_step(3)
     stage.trainers[0].process.send_signal(signal.SIGTERM)
+    stage.trainers[0].end_workers()
     assert stage.codes() == [75, 75], stage.logs()
     left = job.newest()
     assert left[1] >= stage.trainers[0].words("step")[-1]["step"]

@@ -96,7 +96,7 @@ class Engine:
         self.slots_moved = False  # converge() has something to do
         self._timer_wakes = threading.Condition(self.lock)
         self._timer = threading.Thread(target=self._run_timer, name="timer", daemon=True)
-        self._timer_due = math.inf  # monotonic: when its next round is to begin
+        self.timer_due = math.inf  # monotonic: when its next round is to begin
         self._closing = False
         self._load()
 
@@ -133,7 +133,7 @@ class Engine:
                     entry.was_away = True
                     self._step_unwatched(entry, Tick())
             self.converge()
-        self._timer_due = time.monotonic()
+        self.timer_due = time.monotonic()
         self._timer.start()
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class Engine:
                 return
             self._closing = True
             self.watchers.closing = True
-            self._timer_wakes.notify_all()
+            self.wake_timer()
             for entry in self.jobs.values():
                 for topic in entry.topics():
                     topic.wake()
@@ -162,7 +162,7 @@ class Engine:
             with self.lock:
                 if self._closing:
                     return
-                late_s = time.monotonic() - self._timer_due
+                late_s = time.monotonic() - self.timer_due
                 if late_s > LATE_S:
                     logger.warning(
                         "the server's clock is %.0f s late: the machine or its disk is too busy, "
@@ -170,8 +170,12 @@ class Engine:
                         late_s,
                     )
                 wait_s = self._tick_unwatched()
-                self._timer_due = time.monotonic() + wait_s
+                self.timer_due = time.monotonic() + wait_s
                 self._timer_wakes.wait(wait_s)
+
+    def wake_timer(self) -> None:
+        """Have the timer look at once at what is due."""
+        self._timer_wakes.notify_all()
 
     def clock_trouble(self) -> str:
         """Return why nothing falls due any more; "": the clock runs. Needs no lock."""
@@ -179,19 +183,19 @@ class Engine:
             return ""
         if not self._timer.is_alive():
             return "the server's clock has ended: no change, time limit or recovery happens"
-        late_s = time.monotonic() - self._timer_due
+        late_s = time.monotonic() - self.timer_due
         if late_s > DEAD_AFTER_S:
             return f"the server's clock is {late_s:.0f} s late: the machine or its disk is too busy"
         return ""
 
     def _tick_unwatched(self) -> float:
         try:
-            return self._tick()
+            return self.tick()
         except Exception:  # a clock that ends would stop all jobs, and nobody would know
             logger.exception("a round of the server's clock failed; the next in %g s", RETRY_S)
             return RETRY_S
 
-    def _tick(self) -> float:
+    def tick(self) -> float:
         """Step what is due; return for how many seconds nothing will be."""
         now = self.now()
         for entry in list(self.jobs.values()):
@@ -311,7 +315,7 @@ class Engine:
         before = entry.due_at
         self._set_due(entry)
         if entry.due_at < before:
-            self._timer_wakes.notify_all()
+            self.wake_timer()
 
     def _note_progress(self, entry: JobEntry, now: float) -> None:
         # 500 watchers of a job that reports every second would cost a core: progress is told the
@@ -346,7 +350,7 @@ class Engine:
             pods = job_types.node_pods(entry.job, node_id)
             if entry.node_pods.get(node_id, ()) != pods:
                 entry.node_pods[node_id] = pods
-                known.plan.publish(self._plan(node_id))
+                known.plan.publish(self.plan_of(node_id))
         slots, ports = job_types.slots_held(entry.job), job_types.ports_held(entry.job)
         short_of = job_types.short_of(entry.job, self.now(), self.cluster(entry))
         if (slots, ports, short_of) != (entry.slots, entry.ports, entry.short_of):
@@ -413,7 +417,7 @@ class Engine:
         self.derive(entry)
         self._step_unwatched(entry, NodesChanged())
         self.converge()
-        self._timer_wakes.notify_all()
+        self.wake_timer()
 
     def drop_unwatched(self, entry: JobEntry) -> None:
         """Forget a job; where the database does not, the clock tries again."""
@@ -434,7 +438,7 @@ class Engine:
         for node_id, pods in entry.node_pods.items():
             known = self.registry.nodes.get(node_id)
             if pods and known is not None:
-                known.plan.publish(self._plan(node_id))
+                known.plan.publish(self.plan_of(node_id))
         self.slots_moved = True
         logger.info("job %s: forgotten", job_id)
 
@@ -444,7 +448,7 @@ class Engine:
         del self.unreadable[job_id]
         if self._aside.pop(job_id, None) is not None:
             for node_id, known in self.registry.nodes.items():
-                known.plan.publish(self._plan(node_id))
+                known.plan.publish(self.plan_of(node_id))
             self.slots_moved = True
         logger.info("job %s, which could not be read: forgotten", job_id)
 
@@ -460,7 +464,7 @@ class Engine:
             self.derive(entry)
         self.slots_moved = True
         self.converge()
-        self._timer_wakes.notify_all()
+        self.wake_timer()
         return known
 
     def remove_node(self, node_id: str) -> None:
@@ -472,7 +476,7 @@ class Engine:
         self.slots_moved = True
 
     def known(self, node: wire.Node) -> KnownNode:
-        pods = self._plan(node.node_id)
+        pods = self.plan_of(node.node_id)
         plan: Topic[Plan] = Topic(pods, self._plan_body, self.watchers, self.first_revision())
         return KnownNode(node=node, seen_at=self.now(), plan=plan)
 
@@ -480,7 +484,7 @@ class Engine:
         """Return a number above all of an earlier life: a poll that outlived it must not wait."""
         return int(self.now() * 1000)
 
-    def _plan(self, node_id: str) -> Plan:
+    def plan_of(self, node_id: str) -> Plan:
         plans = [entry.node_pods.get(node_id, ()) for entry in self.jobs.values()]
         plans += [job_types.node_pods(job, node_id) for job in self._aside.values()]
         return tuple(pod for pods in plans for pod in pods)

@@ -45,14 +45,14 @@ class JobService:
         now: Callable[[], float] | None = None,
     ) -> None:
         """Load what `store` holds. `now`: seconds since 1970, never going back (None: as usual)."""
-        self._engine = Engine(
+        self.engine = Engine(
             store, heartbeat_s=heartbeat_s, max_watchers=max_watchers, now=now or steady_clock()
         )
-        self.server_id = self._engine.server_id
-        self.now = self._engine.now
-        self.start = self._engine.start
-        self.close = self._engine.close
-        self.clock_trouble = self._engine.clock_trouble
+        self.server_id = self.engine.server_id
+        self.now = self.engine.now
+        self.start = self.engine.start
+        self.close = self.engine.close
+        self.clock_trouble = self.engine.clock_trouble
 
     # --- jobs, for users ------------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ class JobService:
             Conflict: the id is taken by another spec, or the service by another job of teachers.
         """
         parse_script(spec.script, spec)
-        engine = self._engine
+        engine = self.engine
         with engine.lock:
             taken = engine.jobs.get(spec.job_id)
             if spec.job_id in engine.unreadable:
@@ -95,8 +95,8 @@ class JobService:
 
     def job_ids(self) -> list[str]:
         """Return all ids, in the order of submission."""
-        with self._engine.lock:
-            return list(self._engine.jobs)
+        with self.engine.lock:
+            return list(self.engine.jobs)
 
     def job(self, job_id: str, revision: int = -1, timeout_s: float = 0.0) -> JsonReply:
         """Return a JobStatus; with a timeout, as soon as its revision is not `revision`.
@@ -108,14 +108,14 @@ class JobService:
 
     def jobs(self) -> JsonReply:
         """Return all jobs' JobStatus."""
-        with self._engine.lock:
-            bodies = [entry.status.poll(-1, 0).body for entry in self._engine.jobs.values()]
+        with self.engine.lock:
+            bodies = [entry.status.poll(-1, 0).body for entry in self.engine.jobs.values()]
         return JsonReply(body=b'{"jobs":[' + b",".join(bodies) + b"]}")
 
     def statuses(self) -> list[wire.JobStatus]:
         """Return all jobs' statuses, for the page."""
-        with self._engine.lock:
-            jobs = [(entry.job, entry.status.revision) for entry in self._engine.jobs.values()]
+        with self.engine.lock:
+            jobs = [(entry.job, entry.status.revision) for entry in self.engine.jobs.values()]
         return [job_types.job_status(job, self.now(), revision) for job, revision in jobs]
 
     def ask(self, job_id: str, event: Event) -> JsonReply:
@@ -125,10 +125,10 @@ class JobService:
             NotFound: no such job.
             Conflict: the job's state does not allow it.
         """
-        with self._engine.lock:
+        with self.engine.lock:
             entry = self._entry(job_id)
-            self._engine.apply(entry, event)
-            self._engine.converge()
+            self.engine.apply(entry, event)
+            self.engine.converge()
             return self._now(entry)
 
     def delete(self, job_id: str, *, discard: bool = False) -> JsonReply:
@@ -140,7 +140,7 @@ class JobService:
         Raises:
             NotFound: no such job, or one that could not be read: now there is no such job.
         """
-        engine = self._engine
+        engine = self.engine
         with engine.lock:
             if job_id in engine.unreadable:
                 engine.drop_unreadable(job_id)
@@ -170,23 +170,23 @@ class JobService:
         entry = self._entry(job_id)
         newest = entry.events.revision
         busy = entry.events.poll(newest if after >= newest else -1, timeout_s).busy
-        with self._engine.lock:
+        with self.engine.lock:
             key = (entry.events.revision, after, limit)
             made_for, body = entry.page
             if made_for != key:  # who follows asks for the same: one query for all of them
-                found = self._engine.store.events(job_id, after=after, limit=limit)
+                found = self.engine.store.events(job_id, after=after, limit=limit)
                 body = to_json(wire.EventList(events=tuple(found)))
                 entry.page = (key, body)
         return JsonReply(body=body, busy=busy)
 
     def last_events(self, job_id: str, count: int) -> list[wire.JobEvent]:
         """Return the newest `count` events, oldest first; none for an unknown job."""
-        with self._engine.lock:
-            entry = self._engine.jobs.get(job_id)
+        with self.engine.lock:
+            entry = self.engine.jobs.get(job_id)
             if entry is None:
                 return []
             after = max(entry.events.value - count, 0)
-            return self._engine.store.events(job_id, after=after, limit=count)
+            return self.engine.store.events(job_id, after=after, limit=count)
 
     def legacy_pods(self, job_id: str | None) -> wire.OriginalPods:
         """Return the running pods in pod-rank order, for clients of the original.
@@ -204,7 +204,7 @@ class JobService:
                     f"job_id: missing, and there are several jobs: {', '.join(ids[:20])}"
                 )
             job_id = ids[0]
-        with self._engine.lock:
+        with self.engine.lock:
             entry = self._entry(job_id)
             job, revision = entry.job, entry.status.revision
         pods = sorted(job_types.running_pods(job), key=lambda pod: pod.pod_rank)
@@ -225,24 +225,24 @@ class JobService:
 
     def _trainings(self) -> list[str]:
         # Clients of the original know no jobs of teachers.
-        with self._engine.lock:
+        with self.engine.lock:
             return [
                 job_id
-                for job_id, entry in self._engine.jobs.items()
+                for job_id, entry in self.engine.jobs.items()
                 if entry.spec.kind is wire.JobKind.TRAINING
             ]
 
     def _entry(self, job_id: str) -> JobEntry:
-        entry = self._engine.jobs.get(job_id)
-        if job_id in self._engine.unreadable:
-            raise NotFound(unreadable_text(job_id, self._engine.unreadable[job_id]))
+        entry = self.engine.jobs.get(job_id)
+        if job_id in self.engine.unreadable:
+            raise NotFound(unreadable_text(job_id, self.engine.unreadable[job_id]))
         if entry is None:
             raise NotFound(f"job_id: there is no job {job_id[:100]!r}")
         return entry
 
     def _now(self, entry: JobEntry) -> JsonReply:
         # The topic has ended where the job was forgotten by what was asked.
-        return JsonReply(body=self._engine.status_body(entry.job, entry.status.revision))
+        return JsonReply(body=self.engine.status_body(entry.job, entry.status.revision))
 
     # --- services, for discovery ----------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class JobService:
             raise BadRequest(
                 f"service: {demand.service!r} is posted at the route of {service[:100]!r}"
             )
-        engine = self._engine
+        engine = self.engine
         with engine.lock:
             entry = self._serving(service)
             if entry is None:
@@ -278,7 +278,7 @@ class JobService:
 
     def _serving(self, service: str) -> JobEntry | None:
         """Return the job of teachers that serves it; None: there is none that has not ended."""
-        for entry in self._engine.jobs.values():
+        for entry in self.engine.jobs.values():
             if entry.spec.service == service and not entry.state.ended:
                 return entry
         return None
@@ -294,12 +294,12 @@ class JobService:
         """
         if attach.pod_id != pod_id:
             raise BadRequest(f"pod_id: {attach.pod_id!r} attaches at the route of {pod_id[:100]!r}")
-        with self._engine.lock:
+        with self.engine.lock:
             entry = self._entry(job_id)
             _check_job(entry, pod_id, attach.submitted_at)
             self._orders(entry, pod_id)
-            self._engine.apply(entry, LauncherAttached(attach))
-            self._engine.converge()
+            self.engine.apply(entry, LauncherAttached(attach))
+            self.engine.converge()
             return self._orders(entry, pod_id).poll(-1, 0)
 
     def orders(self, job_id: str, pod_id: str, revision: int, timeout_s: float) -> JsonReply:
@@ -309,7 +309,7 @@ class JobService:
             NotFound: no such job.
             Gone: the pod is not wanted.
         """
-        with self._engine.lock:
+        with self.engine.lock:
             topic = self._orders(self._entry(job_id), pod_id)
         return topic.poll(revision, timeout_s)
 
@@ -320,16 +320,16 @@ class JobService:
             NotFound: no such job.
             Gone: the pod is not wanted.
         """
-        with self._engine.lock:
+        with self.engine.lock:
             entry = self._entry(job_id)
             _check_job(entry, pod_id, report.submitted_at)
             self._orders(entry, pod_id)
-            self._engine.apply(entry, LauncherReported(pod_id, report))
-            self._engine.converge()
+            self.engine.apply(entry, LauncherReported(pod_id, report))
+            self.engine.converge()
         return self._heard()
 
     def _orders(self, entry: JobEntry, pod_id: str) -> Topic[PodView]:
-        engine = self._engine
+        engine = self.engine
         topic = entry.orders.get(pod_id)
         if topic is None:
             orders = job_types.pod_orders(entry.job, pod_id)
@@ -352,9 +352,9 @@ class JobService:
         Raises:
             Conflict: another live node on the same address deals the same ports.
         """
-        with self._engine.lock:
-            self._engine.registry.check_ports(node, self.now())
-            return self._engine.add_node(node).plan.poll(-1, 0)
+        with self.engine.lock:
+            self.engine.registry.check_ports(node, self.now())
+            return self.engine.add_node(node).plan.poll(-1, 0)
 
     def plan(self, node_id: str, revision: int, timeout_s: float) -> JsonReply:
         """Return a NodePlan, as soon as its revision is not `revision`.
@@ -362,8 +362,8 @@ class JobService:
         Raises:
             NotFound: the node is not registered.
         """
-        with self._engine.lock:
-            known = self._engine.registry.get(node_id)
+        with self.engine.lock:
+            known = self.engine.registry.get(node_id)
         return known.plan.poll(revision, timeout_s)
 
     def report_node(self, node_id: str, report: wire.NodeReport) -> JsonReply:
@@ -376,7 +376,7 @@ class JobService:
             raise BadRequest(
                 f"node_id: {report.node_id!r} reports at the route of {node_id[:100]!r}"
             )
-        engine = self._engine
+        engine = self.engine
         with engine.lock:
             if engine.registry.note_report(node_id, report, self.now()):
                 engine.slots_moved = True
@@ -402,8 +402,8 @@ class JobService:
         return JsonReply(body=to_json(wire.NodeList(nodes=tuple(self.node_statuses()))))
 
     def node_statuses(self) -> list[wire.NodeStatus]:
-        with self._engine.lock:
-            return self._engine.registry.statuses(self.now())
+        with self.engine.lock:
+            return self.engine.registry.statuses(self.now())
 
     def _heard(self) -> JsonReply:
         return JsonReply(body=to_json(wire.Acknowledgement(server_id=self.server_id)))

@@ -61,17 +61,17 @@ class Store:
         if path != ":memory:" and not Path(path).absolute().parent.is_dir():
             raise ConfigError(f"--db: the folder of {path} does not exist; make it first")
         try:
-            self._db = sqlite3.connect(
+            self.connection = sqlite3.connect(
                 path, timeout=1.0, isolation_level=None, check_same_thread=False
             )
         except sqlite3.Error as error:
             raise ConfigError(f"--db: cannot open {path}: {error}") from None
         # A damaged text costs what it belongs to, not the whole answer.
-        self._db.text_factory = lambda data: data.decode("utf-8", "replace")
+        self.connection.text_factory = lambda data: data.decode("utf-8", "replace")
         try:
             self._prepare()
         except sqlite3.Error as error:
-            self._db.close()
+            self.connection.close()
             if "locked" in str(error):
                 raise ConfigError(
                     f"--db: {path} is in use by another job server; stop that one or name another"
@@ -80,37 +80,37 @@ class Store:
                 f"--db: {path} cannot be used ({error}); move it away or name another"
             ) from None
         except ConfigError:
-            self._db.close()
+            self.connection.close()
             raise
 
     def _prepare(self) -> None:
         # Two servers with one database would both decide: the lock is held for good.
-        self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=FULL")
+        self.connection.execute("PRAGMA locking_mode=EXCLUSIVE")
+        self.connection.execute("PRAGMA journal_mode=WAL")
+        self.connection.execute("PRAGMA synchronous=FULL")
         with self._transaction(durable=True):
-            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            version = self.connection.execute("PRAGMA user_version").fetchone()[0]
             if version == 0:
                 for statement in _SCHEMA.split(";"):
-                    self._db.execute(statement)
+                    self.connection.execute(statement)
             elif version not in _READABLE:
                 raise ConfigError(
                     f"--db: {self._path} has schema version {version}, this server knows "
                     f"{SCHEMA_VERSION}; use the server that wrote it, or name another file"
                 )
-            self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+            self.connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
     @contextmanager
     def _transaction(self, *, durable: bool) -> Iterator[None]:
         # NORMAL may lose the newest writes in a power cut, never in a crash of the server.
-        self._db.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
-        self._db.execute("BEGIN IMMEDIATE")
+        self.connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
+        self.connection.execute("BEGIN IMMEDIATE")
         try:
             yield
-            self._db.execute("COMMIT")
+            self.connection.execute("COMMIT")
         except BaseException:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
+            if self.connection.in_transaction:
+                self.connection.execute("ROLLBACK")
             raise
 
     @contextmanager
@@ -118,14 +118,14 @@ class Store:
         with self._lock:
             try:
                 with self._transaction(durable=durable):
-                    yield self._db
+                    yield self.connection
             except sqlite3.Error as error:
                 raise self._trouble("written", error) from error
 
     def _read(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         with self._lock:
             try:
-                return self._db.execute(query, values).fetchall()
+                return self.connection.execute(query, values).fetchall()
             except sqlite3.Error as error:
                 raise self._trouble("read", error) from error
 
@@ -209,7 +209,7 @@ class Store:
 
     def close(self) -> None:
         with self._lock:
-            self._db.close()
+            self.connection.close()
 
 
 def _to_text(data: object) -> str:

@@ -259,7 +259,7 @@ def test_one_poll_too_many_is_told_to_come_back():
         revision = get_job(client)["revision"]
         path = f"/api/v1/jobs/digits?revision={revision}&timeout_s=60"
         first = InThread(lambda: browse(service).get(path))
-        wait_until(lambda: service._engine.watchers.count == 1)
+        wait_until(lambda: service.engine.watchers.count == 1)
         second = client.get(path)
         assert second.status_code == 200
         assert second.get_json()["revision"] == revision
@@ -479,8 +479,8 @@ def test_an_ended_job_is_left_alone_by_a_restart(tmp_path):
         client.post("/api/v1/jobs/deleted/stop")
         before = get_job(client)
         # Killed after it was noted that the job is to go, and before it was gone.
-        data = wire.encode(service._engine.jobs["deleted"].job)
-        service._engine.store.save_job("deleted", data, forget=True)
+        data = wire.encode(service.engine.jobs["deleted"].job)
+        service.engine.store.save_job("deleted", data, forget=True)
     with open_service(path) as service:
         client = browse(service)
         after = get_job(client)
@@ -495,7 +495,7 @@ def test_what_cannot_be_written_is_not_done(client, service, monkeypatch):
     def full(*_args, **_kwargs):
         raise StoreTrouble("the database cannot be written: disk is full", delay_s=2.0)
 
-    monkeypatch.setattr(service._engine.store, "save_job", full)
+    monkeypatch.setattr(service.engine.store, "save_job", full)
     for answer in (
         client.post("/api/v1/jobs/digits/stop"),
         client.delete("/api/v1/jobs/digits"),
@@ -515,13 +515,13 @@ def test_progress_is_not_written_with_every_heartbeat(client, service, monkeypat
     launchers = Launchers(client)
     launchers.train()
     writes = []
-    save = service._engine.store.save_job
+    save = service.engine.store.save_job
 
     def counted(*args, **kwargs):
         writes.append(args[0])
         save(*args, **kwargs)
 
-    monkeypatch.setattr(service._engine.store, "save_job", counted)
+    monkeypatch.setattr(service.engine.store, "save_job", counted)
     stage = get_job(client)["stage"]
     for step in range(10, 60):
         report = launchers.report("pod_0_0", wire.ReportKind.PROGRESS, stage, step)

@@ -39,8 +39,8 @@ def test_a_job_that_cannot_be_read_is_put_aside_and_the_others_go_on(tmp_path, c
         service.submit(SPEC)
         service.register(cpu_node())
     store = Store(str(path))
-    store._db.execute("UPDATE jobs SET data = ? WHERE job_id = 'a'", (data,))
-    store._db.execute("INSERT INTO nodes VALUES ('odd', '{}')")
+    store.connection.execute("UPDATE jobs SET data = ? WHERE job_id = 'a'", (data,))
+    store.connection.execute("INSERT INTO nodes VALUES ('odd', '{}')")
     store.close()
     with open_service(path) as service:
         client = browse(service)
@@ -52,7 +52,7 @@ def test_a_job_that_cannot_be_read_is_put_aside_and_the_others_go_on(tmp_path, c
         assert (answer.status_code, "cannot read it" in answer.text) == (404, True)
         assert client.post("/api/v1/jobs", json={"job_id": "a"}).status_code == 409
         assert "job 'a' is in the database, but this version cannot read it" in caplog.text
-        stored = {job.job_id: job for job in service._engine.store.jobs()}
+        stored = {job.job_id: job for job in service.engine.store.jobs()}
         assert set(stored) == {"a", "digits"}
         assert "was deleted" in client.delete("/api/v1/jobs/a").text
         assert client.post("/api/v1/jobs", json={"job_id": "a"}).status_code == 201
@@ -75,7 +75,7 @@ def test_the_pods_of_a_job_that_cannot_be_read_are_left_in_peace_until_it_is_del
         assert had
         assert set(had) == {"digits"}
     store = Store(str(path))
-    store._db.execute("UPDATE jobs SET data = json_set(data, '$.goal', 'to be the best')")
+    store.connection.execute("UPDATE jobs SET data = json_set(data, '$.goal', 'to be the best')")
     store.close()
     with open_service(path, now=lambda: 1_000_000.0) as service:
         assert pods(service) == had
@@ -91,8 +91,9 @@ def test_an_estimate_that_an_older_version_wrote_as_infinity_is_read_as_none(tmp
     with open_service(path) as service:
         service.submit(SPEC)
     store = Store(str(path))
-    store._db.execute("UPDATE jobs SET data = json_set(data, '$.estimated_run_time_s', 'odd')")
-    store._db.execute("UPDATE jobs SET data = replace(data, '\"odd\"', 'Infinity')")
+    db = store.connection
+    db.execute("UPDATE jobs SET data = json_set(data, '$.estimated_run_time_s', 'odd')")
+    db.execute("UPDATE jobs SET data = replace(data, '\"odd\"', 'Infinity')")
     store.close()
     with open_service(path) as service:
         status = browse(service).get("/api/v1/jobs/digits").get_json()
@@ -118,7 +119,7 @@ def test_the_clock_goes_on_after_a_full_disk_and_then_does_what_was_due(tmp_path
         service.submit(wire.JobSpec(job_id="digits", max_pods=2))
         service.submit(wire.JobSpec(job_id="gone"))
         service.register(cpu_node("old", job_id="nobody"))
-        engine = service._engine
+        engine = service.engine
         no_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
 
         def wait_for(condition):
@@ -134,17 +135,17 @@ def test_the_clock_goes_on_after_a_full_disk_and_then_does_what_was_due(tmp_path
         service.start()
         wait_for(lambda: engine.jobs["digits"].due_at > engine.now())
         rounds = []
-        tick = engine._tick
-        engine._tick = lambda: (rounds.append(1), tick())[1]
+        tick = engine.tick
+        engine.tick = lambda: (rounds.append(1), tick())[1]
         with engine.lock:
-            engine._timer_wakes.notify_all()
+            engine.wake_timer()
         wait_for(lambda: len(rounds) >= 1)
         assert "old" in engine.registry.nodes, "forgotten in memory alone"
         assert engine.clock_trouble() == "", engine.clock_trouble()
         print("THERE IS ROOM AGAIN", flush=True)
         resource.setrlimit(resource.RLIMIT_FSIZE, no_limit)
         with engine.lock:
-            engine._timer_wakes.notify_all()
+            engine.wake_timer()
         wait_for(lambda: "old" not in engine.registry.nodes)
         service.submit(wire.JobSpec(job_id="next"))
         service.close()
@@ -168,7 +169,7 @@ def test_the_clock_goes_on_after_a_full_disk_and_then_does_what_was_due(tmp_path
 def test_a_round_of_the_clock_that_fails_is_logged_and_the_next_one_comes(caplog, monkeypatch):
     monkeypatch.setattr("job_server.server.engine.RETRY_S", 0.01)
     service = JobService(Store(":memory:"))
-    forgettable, calls = service._engine.registry.forgettable, []
+    forgettable, calls = service.engine.registry.forgettable, []
 
     def breaks_at_first(now: float) -> list[str]:
         calls.append(now)
@@ -176,7 +177,7 @@ def test_a_round_of_the_clock_that_fails_is_logged_and_the_next_one_comes(caplog
             raise RuntimeError("a defect")
         return forgettable(now)
 
-    monkeypatch.setattr(service._engine.registry, "forgettable", breaks_at_first)
+    monkeypatch.setattr(service.engine.registry, "forgettable", breaks_at_first)
     service.start()
     wait_until(lambda: len(calls) >= 3)
     assert "a round of the server's clock failed" in caplog.text
@@ -202,12 +203,12 @@ def test_a_clock_that_has_ended_makes_the_server_unwell():
 
 def test_a_clock_that_is_late_says_so_and_the_server_is_unwell_until_it_catches_up(caplog):
     with open_service() as service:
-        client, engine = browse(service), service._engine
+        client, engine = browse(service), service.engine
         with engine.lock:  # somebody holds the lock, as a write does to a disk that hangs
-            engine._timer_due -= 100.0
+            engine.timer_due -= 100.0
             answer = client.get("/api/v1/health")
             assert (answer.status_code, " s late" in answer.text) == (503, True)
-            engine._timer_wakes.notify_all()
+            engine.wake_timer()
         wait_until(lambda: client.get("/api/v1/health").status_code == 200)
         assert "what was due comes later" in caplog.text
 
@@ -216,17 +217,17 @@ def test_a_job_that_the_database_will_not_forget_is_forgotten_later(monkeypatch)
     monkeypatch.setattr("job_server.server.engine.RETRY_S", 0.05)
     with open_service() as service:
         service.submit(SPEC)
-        service._engine.store._db.execute(
+        service.engine.store.connection.execute(
             "CREATE TRIGGER busy BEFORE DELETE ON jobs BEGIN SELECT RAISE(FAIL, 'disk full'); END"
         )
         client = browse(service)
         assert client.delete("/api/v1/jobs/digits").get_json()["state"] == "STOPPED"
         assert client.get("/api/v1/jobs/digits").status_code == 200
-        service._engine.store._db.execute("DROP TRIGGER busy")
-        with service._engine.lock:
-            service._engine._timer_wakes.notify_all()
+        service.engine.store.connection.execute("DROP TRIGGER busy")
+        with service.engine.lock:
+            service.engine.wake_timer()
         wait_until(lambda: client.get("/api/v1/jobs/digits").status_code == 404)
-        assert service._engine.store.jobs() == []
+        assert service.engine.store.jobs() == []
 
 
 # --- defects -------------------------------------------------------------------------------------
@@ -270,7 +271,7 @@ def test_that_the_server_was_away_is_entered_before_all_else_once_it_can_be_writ
         service.register(cpu_node())
     now -= 5000.0  # the clock is set back, or no wait of the job would show that it was told
     service = JobService(Store(str(path)), now=lambda: now)
-    db = service._engine.store._db
+    db = service.engine.store.connection
     db.execute(
         "CREATE TRIGGER busy BEFORE UPDATE ON jobs BEGIN SELECT RAISE(FAIL, 'disk full'); END"
     )
@@ -283,7 +284,7 @@ def test_that_the_server_was_away_is_entered_before_all_else_once_it_can_be_writ
         said = [event.text for event in service.last_events("digits", 10)]
         assert "the clock was set back by 5000 s since; the server is back" in said[-2]
         assert "resize to 1" in said[-1]
-        job = service._engine.jobs["digits"].job
+        job = service.engine.jobs["digits"].job
         assert isinstance(job, Job)
         assert job.progress.accrued_at == now
     finally:
@@ -314,7 +315,7 @@ def test_a_job_that_cannot_be_written_does_not_keep_a_nodes_report_from_the_othe
             wire.PodState(pod_id=pod["pod_id"], job_id=pod["job_id"], phase=wire.PodPhase.RUNNING)
             for pod in plan["pods"]
         )
-        service._engine.store._db.execute(
+        service.engine.store.connection.execute(
             "CREATE TRIGGER busy BEFORE UPDATE ON jobs WHEN new.job_id = 'a'"
             " BEGIN SELECT RAISE(FAIL, 'disk full'); END"
         )

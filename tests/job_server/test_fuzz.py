@@ -185,7 +185,7 @@ def send(client: FlaskClient, request: dict[str, Any], **extra: str):
 
 def state_of(service: JobService) -> Any:
     """All that a refused request must leave alone: the jobs and nodes, in memory and on disk."""
-    engine = service._engine
+    engine = service.engine
     jobs = {
         job_id: (entry.spec, entry.state, entry.forget, without_progress(entry.job))
         for job_id, entry in engine.jobs.items()
@@ -209,7 +209,7 @@ def service():
 
 def prepare(service: JobService) -> None:
     """Have a job that is starting on a node, whatever the requests before have made of it."""
-    engine = service._engine
+    engine = service.engine
     for entry in list(engine.jobs.values()):
         good = (wire.JobState.STARTING, wire.JobState.WAITING)
         if entry.state not in good or entry.spec.job_id == "new":

@@ -69,8 +69,8 @@ def test_changes_alternate_and_ids_are_never_reused():
         answer = query(client, "j")
         seen[answer["job_stage_flag"]] = [pod["pod_id"] for pod in answer["pods"]]
         clock[0] += 10
-        with service._engine.lock:
-            service._engine._tick()
+        with service.engine.lock:
+            service.engine.tick()
     service.close()
     assert seen[-1] == ["pod_0_0", "pod_1_0"]
     assert seen[0] == ["pod_0_0"]

@@ -37,7 +37,7 @@ class Site:
 
     @property
     def engine(self) -> Engine:
-        return self.service._engine
+        return self.service.engine
 
     def submit(self, job_id: str, *, pods: int, folder: str = "train", **changes: object) -> None:
         fields = {"job_id": job_id, "folder": folder, "pods": pods, "min_pods": 1, "max_pods": 4}
@@ -49,7 +49,7 @@ class Site:
         """The client does as it is told and reports; launchers there are none."""
         for _ in range(times):
             self.now += 1.0
-            plan = {f"{pod.job_id}/{pod.pod_id}": pod for pod in self.engine._plan("node-a")}
+            plan = {f"{pod.job_id}/{pod.pod_id}": pod for pod in self.engine.plan_of("node-a")}
             for key, pod in list(self.pods.items()):
                 if key not in plan and pod.phase is PodPhase.EXITED:
                     del self.pods[key]
@@ -62,7 +62,7 @@ class Site:
             report = wire.NodeReport(node_id="node-a", pods=tuple(self.pods.values()))
             self.service.report_node("node-a", report)
             with self.engine.lock:
-                self.engine._tick()
+                self.engine.tick()
 
     def status(self, job_id: str) -> wire.JobStatus:
         return next(s for s in self.service.statuses() if s.job_id == job_id)
@@ -241,9 +241,10 @@ def test_clients_of_the_original_see_the_training_beside_teachers(site):
     site.submit("teachers", pods=1, folder="teach")
     site.submit("training", pods=1)
     site.act(2)
-    assert site.service.legacy_pods(None)[0] == "training"
-    _, flag, pods = site.service.legacy_pods("teachers")
-    assert (flag, [pod.pod_id for pod in pods]) == (-1, ["teacher_1"])
+    assert site.service.legacy_pods(None).job_id == "training"
+    teachers = site.service.legacy_pods("teachers")
+    assert teachers.job_stage_flag == -1
+    assert [pod.pod_id for pod in teachers.pods] == ["teacher_1"]
 
 
 def test_teachers_and_their_number_survive_a_kill_of_the_server(tmp_path):
@@ -256,7 +257,7 @@ def test_teachers_and_their_number_survive_a_kill_of_the_server(tmp_path):
     first.submit(spec)
     first.ask("teachers", ResizeAsked(Resize(pods=2)))
     before = first.statuses()[0]
-    first._engine.store.close()  # nothing is written after this moment
+    first.engine.store.close()  # nothing is written after this moment
     second = JobService(Store(store), heartbeat_s=1.0)
     second.start()
     after = second.statuses()[0]
@@ -304,7 +305,7 @@ def test_whatever_happens_no_two_pods_share_a_slot_and_all_calms_down(seed):
     for _ in range(60):
         _something_happens(site, rng)
         site.act(rng.randint(1, 3))
-        plan = site.engine._plan("node-a")
+        plan = site.engine.plan_of("node-a")
         slots = [slot for pod in plan if pod.job_id != "teachers" for slot in pod.slots]
         # Teachers that leave hold theirs until their client says that they have ended.
         slots += [slot for pod in site.status("teachers").pods for slot in pod.slots]

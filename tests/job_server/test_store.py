@@ -74,12 +74,12 @@ def test_a_deleted_job_takes_its_events_along(path):
 def test_a_failed_write_changes_nothing(path):
     store = Store(path)
     store.save_job("digits", {"step": 1}, events=[event(1)])
-    pages = store._db.execute("PRAGMA page_count").fetchone()[0]
-    store._db.execute(f"PRAGMA max_page_count={pages}")  # a full disk
+    pages = store.connection.execute("PRAGMA page_count").fetchone()[0]
+    store.connection.execute(f"PRAGMA max_page_count={pages}")  # a full disk
     with pytest.raises(StoreTrouble, match="full") as trouble:
         store.save_job("digits", {"text": "x" * 100_000}, events=[event(2)])
     assert trouble.value.delay_s > 0
-    store._db.execute("PRAGMA max_page_count=100000")  # there is room again
+    store.connection.execute("PRAGMA max_page_count=100000")  # there is room again
     assert [(job.data, job.last_event) for job in store.jobs()] == [({"step": 1}, 1)]
     store.save_job("digits", {"step": 2}, events=[event(2)])
     store.close()
@@ -146,8 +146,8 @@ def test_a_row_that_an_older_version_or_a_bad_disk_left_costs_no_other_row(path,
     store.save_job("a", {"step": 1})
     store.save_job("b", {"step": 2})
     store.save_node("node-a", {})
-    store._db.execute("UPDATE jobs SET data = CAST(? AS TEXT) WHERE job_id = 'a'", (text,))
-    store._db.execute("UPDATE nodes SET data = CAST(? AS TEXT)", (text,))
+    store.connection.execute("UPDATE jobs SET data = CAST(? AS TEXT) WHERE job_id = 'a'", (text,))
+    store.connection.execute("UPDATE nodes SET data = CAST(? AS TEXT)", (text,))
     assert [job.data for job in store.jobs()] == [data, {"step": 2}]
     assert store.nodes() == [data]
     store.close()

@@ -86,7 +86,7 @@ def test_a_database_of_the_version_before_is_opened_and_written_as_this_one(tmp_
     for name in ("recovering", "teachers_busy"):
         data = OLD[name]["job"]
         store.save_job(data["spec"]["job_id"], data)
-    store._db.execute("PRAGMA user_version=1")
+    store.connection.execute("PRAGMA user_version=1")
     store.close()
     with open_service(path) as service:
         jobs = browse(service).get("/api/v1/jobs").get_json()["jobs"]
@@ -95,7 +95,7 @@ def test_a_database_of_the_version_before_is_opened_and_written_as_this_one(tmp_
         ("t", "RUNNING"),
     ]
     store = Store(path)
-    assert store._db.execute("PRAGMA user_version").fetchone() == (2,)
+    assert store.connection.execute("PRAGMA user_version").fetchone() == (2,)
     assert all("grace_from" in job.data for job in store.jobs())
     store.close()
 

@@ -1,24 +1,24 @@
-"""What can go wrong between a student and its teachers.
+"""The errors of this package.
 
 DistillError
 ├── UsageError               an argument, option or file is wrong; the text names it and the remedy
 ├── ModelError               a model folder cannot be served; the text names the file
 ├── BadRequest               the teacher cannot answer this request, now or later; names the tensor
 │   ├── ModelNotFound        the teacher serves no model of this name; lists those it serves
-│   └── RequestTooLarge      it has more bytes or samples than the teacher takes: fewer may do
+│   └── RequestTooLarge      more bytes or samples than the teacher takes; send fewer at once
 ├── FastPathError                bytes do not follow the format of the fast path
 ├── ReaderError              the user's generator failed; its exception is the cause
 ├── NoTeacher                no teacher answered for as long as the reader may wait
 └── TransientFailure                the same request may succeed elsewhere, or later
     ├── TeacherGone          the connection ended, or nobody listens there
-    │   └── TeacherFailed    it says that it failed, not whose fault it was; the connection stands
-    ├── TeacherBusy          its queue is full, or it drains; carries how long to stay away
+    │   └── TeacherFailed    the teacher reports a failure without a cause; the connection stays
+    ├── TeacherBusy          its queue is full, or it drains; says how long to wait
     └── TeacherTimeout       no answer in time
 """
 
 
 class DistillError(Exception):
-    """Root of all that this package raises on purpose."""
+    """Base class of all errors of this package."""
 
 
 class UsageError(DistillError, ValueError):
@@ -38,11 +38,11 @@ class ModelNotFound(BadRequest):
 
 
 class RequestTooLarge(BadRequest):
-    """The request has more bytes or samples than the teacher takes; fewer at once may do."""
+    """The request has more bytes or samples than the teacher takes; send fewer at once."""
 
 
 class FastPathError(DistillError):
-    """Bytes do not follow the format: the other end is no such teacher or student, or broken."""
+    """Bytes do not follow the format: the other end speaks something else, or is broken."""
 
 
 class ReaderError(DistillError):
@@ -62,11 +62,11 @@ class TeacherGone(TransientFailure):
 
 
 class TeacherFailed(TeacherGone):
-    """It answered that it failed, not saying whose fault it was; the connection stands."""
+    """The teacher reports a failure without naming the cause; the connection stays."""
 
     def __init__(self, text: str, *, tries: int = 1) -> None:
         super().__init__(text)
-        self.tries = tries  # how often the teacher has tried by itself
+        self.tries = tries  # of the teacher itself
 
 
 class TeacherBusy(TransientFailure):

@@ -1,4 +1,4 @@
-"""How `edl serve` registers itself as a teacher: its options, and what they mean."""
+"""The options by which `edl serve` registers itself with discovery."""
 
 import argparse
 import os
@@ -20,18 +20,18 @@ from distill_reader.tokens import read_token
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisterConfig:
-    """Where a teacher registers, and as what."""
+    """Where a teacher registers, and under which name."""
 
     addresses: tuple[RegistryAddress, ...]
     service: str
-    host: str | None  # where students find it; None: at the address that it listens on
+    host: str | None  # its host for students; None: the address that it listens on
     token: str
 
     def registrar(self, bound: str, port: int, is_ready: Callable[[], bool]) -> RegistrarThread:
-        """Return what does it, for a server that listens there, while it is ready.
+        """Return a registrar for a server that listens on `bound` and `port`.
 
         Raises:
-            UsageError: the endpoint is none.
+            UsageError: the advertised endpoint is invalid.
         """
         host = self.host
         if host is None:
@@ -47,7 +47,7 @@ class RegisterConfig:
 
 
 def parse_register(args: argparse.Namespace) -> RegisterConfig | None:
-    """Return what the arguments say of discovery; None: nothing.
+    """Return where to register; None: the arguments name no registry.
 
     Raises:
         UsageError: an argument is wrong; names it and the remedy.
@@ -75,11 +75,11 @@ def add_register_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--register",
         metavar="HOST:PORT",
-        help="a discovery server (several with commas), or redis://HOST:PORT, that tells students",
+        help="register with these discovery servers (with commas), or with redis://HOST:PORT",
     )
-    add("--service_name", metavar="NAME", help="of which service it is a teacher there")
+    add("--service_name", metavar="NAME", help="the service that it is a teacher of")
     add(
         "--advertise",
         metavar="HOST",
-        help="where students find it; default: --bind, or this host as discovery sees it",
+        help="its host for students; default: --bind, or this host as discovery sees it",
     )

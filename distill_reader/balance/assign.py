@@ -1,17 +1,17 @@
 """Decide which teachers each student uses. Pure: same input, same answer, on every server.
 
-Every link that may stay does. What is left over is decided greedily, then links are moved one by
-one for as long as that helps whoever has least:
+Links that can stay are kept. The rest is assigned greedily; then single links are moved as long as
+a move raises the smallest share:
 
-- As many teachers as students, or more: each teacher has one student, every student at least one
-  teacher, and the students' shares (the speeds of their teachers) are as even as single moves make
-  them. Nothing is idle but what the students' own bounds leave over.
-- Fewer teachers than students: each student has one teacher, and every teacher as many students
-  as its speed is worth, but at least one.
+- At least as many teachers as students: each teacher has one student, and each student at least one
+  teacher. The students' shares (the speeds of their teachers) are as even as single moves can make
+  them. A teacher is idle only if the students' own bounds leave it over.
+- Fewer teachers than students: each student has one teacher, and each teacher at least one student,
+  in proportion to its speed.
 
-A student may say that it gets nothing from a teacher: then it has another one, if there is any. Who
-else uses that teacher keeps it. If nobody is known to get anything from it, it is on trial: given
-only in addition to others, so that no student starves to find out what is wrong with it.
+A student can report a teacher as unusable. Then it gets another one, if there is one; other
+students keep that teacher. A teacher that answers no student is on trial: it is only given in
+addition to others, so that no student depends on it.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -34,15 +34,15 @@ def assign_teachers(
     Args:
         most: student -> the most teachers that it may have, 1 or more.
         speeds: teacher -> its speed, > 0, in any unit.
-        links: who has whom now; those who are in neither of the others do not count.
-        unusable: student -> teachers that it gets nothing from; a student of which that is true of
-            all is given them all the same: they may come back. None: all are well.
-        proven: teachers that somebody does get something from.
+        links: student -> the teachers that it has now. Unknown students and teachers are ignored.
+        unusable: student -> teachers that do not answer it. Ignored if that is all of them, for
+            they may come back. None: there are none.
+        proven: teachers that answer at least one student.
     """
     barred = _barred(most, speeds, unusable or {})
     found = _assign(most, speeds, links, barred, proven)
-    # Who shares a teacher with a student that may have no other takes a free one in the next
-    # round: fewer share each time, until nothing changes.
+    # A student may share a teacher with another one that cannot have any other. It takes a free
+    # one in the next round, so that fewer share each time, until nothing changes.
     for _ in range(len(most) if barred else 0):
         before, found = found, _assign(most, speeds, found, barred, proven)
         if found == before:
@@ -51,7 +51,7 @@ def assign_teachers(
 
 
 def count_moves(before: Mapping[str, Sequence[str]], after: Mapping[str, Sequence[str]]) -> int:
-    """Return how many links the students that are in both got anew."""
+    """Return how many links are new, of the students that are in both."""
     return sum(
         len(set(teachers) - set(before[student]))
         for student, teachers in after.items()
@@ -98,7 +98,7 @@ def _assign(
 def _barred(
     most: Mapping[str, int], speeds: Mapping[str, int], unusable: Mapping[str, Collection[str]]
 ) -> dict[str, set[str]]:
-    """Return student -> teachers that it must not have, of the students for which there are any."""
+    """Return student -> teachers that it must not have, for students that have such teachers."""
     found = {
         student: {each for each in unusable.get(student, ()) if each in speeds} for student in most
     }
@@ -112,7 +112,7 @@ def _feed_the_rest(
     barred: Mapping[str, Collection[str]],
     links: Mapping[str, Sequence[str]],
 ) -> None:
-    """Give a share of a teacher to students that have none, as they may not have every one."""
+    """Give a shared teacher to each student that has none because some are barred to it."""
     students = dict.fromkeys(speeds, 0)
     for teachers in held.values():
         for teacher in teachers:
@@ -139,7 +139,7 @@ def _try(
     barred: Mapping[str, Collection[str]],
     links: Mapping[str, Sequence[str]],
 ) -> None:
-    """Give a teacher on trial, in addition, to whoever has it already, or has fewest."""
+    """Give a teacher on trial, in addition, to a student that had it, or that has the fewest."""
     if any(teacher in teachers for teachers in held.values()):
         return
     some = [
@@ -152,7 +152,7 @@ def _try(
 
 
 class _Owned:
-    """As many teachers as students, or more. Works on `held` in place."""
+    """Assign at least as many teachers as students. Changes `held` in place."""
 
     def __init__(
         self,
@@ -175,11 +175,11 @@ class _Owned:
             free.difference_update(teachers)
         self._give(free)
         while self._move_one() or (self._swap(free) and self._barred):
-            if self._barred:  # who gave one away may have room for another that not all may have
+            if self._barred:  # a student that gave one away may have room for a barred one
                 self._give(free)
 
     def _part(self) -> None:
-        """Leave each teacher with one student: the one that has fewest."""
+        """Leave each teacher with one student: the one with the fewest teachers."""
         holders: dict[str, list[str]] = {}
         for student, teachers in self._held.items():
             for teacher in teachers:
@@ -205,10 +205,10 @@ class _Owned:
             free.discard(teacher)
 
     def _move_one(self) -> bool:
-        """Move a teacher to the student with the smallest share, where that makes the smaller of
-        two shares larger. Every move raises the smallest share that can be raised, so this ends.
+        """Move one teacher to the student with the smallest share; return whether one was moved.
 
-        Where that student may have none of them, the next one is looked at.
+        A move must raise the smaller of the two shares, so the moves end. If every teacher is
+        barred to that student, the student with the next share is tried.
         """
         if not self._barred:
             poor = min(self._open_ones(), default=None)
@@ -216,7 +216,7 @@ class _Owned:
         for _, student in sorted(self._open_ones()):
             if self._move_to(student):
                 return True
-            if student not in self._barred:  # nor does anybody who has more gain by it
+            if student not in self._barred:  # then no student with a larger share gains either
                 return False
         return False
 
@@ -242,8 +242,7 @@ class _Owned:
         return True
 
     def _swap(self, free: set[str]) -> bool:
-        """Use idle teachers, which the students' bounds left over, in place of much slower ones;
-        return whether there were any."""
+        """Replace much slower teachers by idle ones; return whether one was replaced."""
         has_swapped = False
         for idle in sorted(free, key=self._fastest_first):
             slowest = min(
@@ -256,7 +255,7 @@ class _Owned:
                 continue
             if self._speeds[idle] < _SWAP_FACTOR * slowest[0]:
                 if self._barred:
-                    continue  # another one may be for other students
+                    continue  # another idle one may be barred to fewer students
                 break
             _, _, student, teacher = slowest
             self._held[student].remove(teacher)
@@ -267,7 +266,7 @@ class _Owned:
         return has_swapped
 
     def _open_ones(self) -> Iterable[tuple[int, str]]:
-        """Return share and name of the students that may have more."""
+        """Return share and name of each student that may have more teachers."""
         return (
             (self._share(student), student)
             for student, teachers in self._held.items()
@@ -285,7 +284,7 @@ class _Owned:
 
 
 class _Shared:
-    """Fewer teachers than students. Works on `held` in place."""
+    """Assign fewer teachers than students. Changes `held` in place."""
 
     def __init__(
         self,
@@ -305,7 +304,7 @@ class _Shared:
                 self._students[teachers[0]].append(student)
             else:
                 open_ones.append((student, teachers))
-        # Those that have several keep one of them; then come those without.
+        # Students with several teachers keep one of them; then come students without any.
         for student, some in sorted(open_ones, key=lambda each: (not each[1], each[0])):
             teacher = self._best(some or self._usable(student))
             self._students[teacher].append(student)
@@ -316,8 +315,10 @@ class _Shared:
                 self._held[student][:] = [teacher]
 
     def _move_one(self) -> bool:
-        """Move a student from where its share is smallest to where it gets a larger one, or to a
-        teacher that has none: slow as it may be, it adds to what all get."""
+        """Move one student to a teacher that gives it a larger share, or to one without students.
+
+        Even a slow teacher without students adds to the total.
+        """
         crowded = [each for each, students in self._students.items() if len(students) > 1]
         for worst in sorted(crowded, key=lambda each: (self._share(each, 0), each)):
             for student in reversed(self._students[worst]):  # the last to come
@@ -326,7 +327,7 @@ class _Shared:
                     self._students[worst].remove(student)
                     self._students[best].append(student)
                     return True
-                if student not in self._barred:  # nor does anybody else get more by it
+                if student not in self._barred:  # then no other student gains either
                     return False
         return False
 
@@ -335,7 +336,7 @@ class _Shared:
         return [each for each in self._students if each not in barred] if barred else self._students
 
     def _best(self, teachers: Iterable[str]) -> str:
-        """Return where one more student would get most; first, who has none yet."""
+        """Return the teacher that gives one more student most; one without students comes first."""
         return min(
             teachers,
             key=lambda each: (bool(self._students[each]), -self._share(each, 1), each),

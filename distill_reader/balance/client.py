@@ -1,7 +1,7 @@
-"""A student's view of discovery: a thread that keeps the list of its teachers, come what may.
+"""A student of discovery: a thread that keeps the list of the student's teachers up to date.
 
-It tries all places it was given, keeps the last list while none of them answers, and never raises
-nor ends what it runs in.
+It tries all given addresses in turn, and keeps the last list while none of them answers. It never
+raises into, or ends, the program that it runs in.
 """
 
 import asyncio
@@ -47,36 +47,36 @@ _RETRY_S = (0.1, 1.0)  # from the first failure to the tenth
 _REFUSED_RETRY_S = 5.0
 _DEFECT_RETRY_S = 5.0
 _LOG_EVERY_S = 10.0
-_GIVE_UP_S = 3.0  # on a Redis, if there are other places
+_GIVE_UP_S = 3.0  # on a Redis, if there are other addresses
 _LEAVE_S = 1.0
 _STOP_S = 2.0
-_LEAST_OUT_S, _MOST_OUT_S = 30.0, 600.0  # of a teacher that gives nothing
+_LEAST_OUT_S, _MOST_OUT_S = 30.0, 600.0  # for which a teacher counts as unusable
 
 Notify = Callable[[Sequence[str]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedStats:
-    """How a student is fed, lately."""
+    """How well teachers have fed a student in the last seconds."""
 
-    wait_share: float | None = None  # None: it reads nothing
+    wait_share: float | None = None  # None: it does not read now
     samples_per_s: float | None = None
     measured: Mapping[str, Measured] = field(default_factory=dict)
-    unusable: Sequence[str] = ()  # teachers that it has been told of and that give it nothing
+    unusable: Sequence[str] = ()  # teachers that it was assigned and that do not answer it
 
 
 class UnusableTeachers:
-    """Teachers that give a student nothing, for a while: it can learn nothing new of those that it
-    does not have. Pure.
+    """Remembers for some time which teachers did not answer a student. Pure.
 
-    Who is found so again soon after that is out twice as long as before.
+    It cannot learn anything new of a teacher while it does not have it. A teacher that does not
+    answer again soon afterwards is remembered for twice as long.
     """
 
     def __init__(self) -> None:
         self._until_s: dict[str, tuple[float, float]] = {}  # teacher -> end, and how long in all
 
     def note(self, teachers: Collection[str], now: float) -> tuple[str, ...]:
-        """Take what is so now; return what counts as so."""
+        """Note the teachers that do not answer now; return all that count as unusable."""
         for teacher in teachers:
             until_s, last_s = self._until_s.get(teacher, (now, _LEAST_OUT_S / 2))
             if now >= until_s:
@@ -91,7 +91,7 @@ class UnusableTeachers:
 
 
 class StudentClient:
-    """One student of one service. Used by any thread; started once, stopped once."""
+    """One student of one service. Any thread may use it; start and stop it once."""
 
     def __init__(
         self,
@@ -106,11 +106,11 @@ class StudentClient:
     ) -> None:
         """
         Args:
-            places: where to ask, all equally good.
+            addresses: of discovery servers or of Redis, in no order.
             require: the most teachers wanted.
-            tell: called by the client's thread with all teachers, whenever they change.
-            feeding: called every 2 s.
-            held: teachers it had, before it was a student for a while.
+            notify: called by the client's thread with all teachers, whenever they change.
+            feed_stats: called every 2 s.
+            held: teachers that it had when it was a student before.
         """
         self._addresses = list(addresses)
         random.shuffle(self._addresses)  # students spread over the servers
@@ -138,7 +138,7 @@ class StudentClient:
         return self._held
 
     def set_require(self, require: int) -> None:
-        """Want so many teachers from now on."""
+        """Ask for so many teachers from now on."""
         if require != self._require:
             self._require = require
             self._call(self._report_now.set)
@@ -147,15 +147,15 @@ class StudentClient:
         self._thread.start()
 
     def notify_again(self) -> None:
-        """Have the last list told again, by the client's thread, if there has been one."""
+        """Call `notify` again with the last list, in the client's thread, if there is one."""
         if self._has_heard:
             self._call(lambda: self._notify(self._held))
 
     def stop(self, *, wait: bool = True) -> None:
-        """Leave, which takes a moment.
+        """Leave the service.
 
         Args:
-            wait: for that, but not for long.
+            wait: until the server knows, for some seconds at most.
         """
         self._is_stopped = True
         self._call(self._stopping.set)
@@ -163,7 +163,7 @@ class StudentClient:
             self._thread.join(_STOP_S)
 
     def _call(self, function: Callable[[], object]) -> None:
-        """Have the thread's loop call it, if that runs."""
+        """Call a function in the thread's event loop, if that runs."""
         with self._lock:
             if self._loop is not None:
                 with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -186,7 +186,7 @@ class StudentClient:
         await end_tasks(visiting)
 
     async def work(self) -> None:
-        """Be a student until cancelled: what the thread does, for who has a loop of its own."""
+        """Be a student until cancelled. The thread runs this; so can a caller's own event loop."""
         failures = 0
         while True:
             for address in self._addresses:
@@ -207,7 +207,7 @@ class StudentClient:
                 await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
 
     async def _visit(self, address: RegistryAddress) -> None:
-        """Be a student there until it fails. Raises: DistillError."""
+        """Be a student at this address until it fails. Raises: DistillError."""
         self._session += 1
         if isinstance(address, DiscoveryAddress):
             await self._visit_server(address)
@@ -292,7 +292,7 @@ class StudentClient:
                 await self._report_now.wait()
         self._report_now.clear()
 
-    # --- by Redis itself: this student does what a server does, for itself alone
+    # --- by Redis without a server: the student does for itself what a server would do
 
     async def _visit_redis(self, address: RedisAddress) -> None:
         registry = RedisRegistry([address])
@@ -339,6 +339,6 @@ class StudentClient:
 
 
 def student_name() -> str:
-    """Return a name that no other student has, and that tells people who it is."""
+    """Return a unique name that tells people which process it is."""
     host = "".join(each if each.isalnum() or each in "-." else "-" for each in socket.gethostname())
     return f"s-{host[:60]}-{os.getpid()}-{secrets.token_hex(4)}"

@@ -1,8 +1,12 @@
-"""What a registry knows of a service, and what follows for its students' teachers. Pure.
+"""The state of a service in the registry, and the table of teachers that follows from it. Pure.
 
-The table of a service says which teachers each student has. It lies in the registry: a server that
-finds that another table should be in force writes it if nobody was faster, so that all servers,
-whichever come and go, tell students the same.
+The table of a service lists each student's teachers. It is stored in the registry. A server that
+computes another table writes it, unless another server was faster; so all servers tell students the
+same. A table also has the speed class of each teacher:
+
+A class is a power of the square root of two, counted from the median speed of the service. A
+teacher leaves its class only if its measured speed is more than one class away. So teachers of one
+kind are all in class 0, and measurement noise moves nobody.
 """
 
 import json
@@ -16,54 +20,54 @@ from distill_reader.balance.addresses import is_endpoint, is_name
 from distill_reader.balance.assign import assign_teachers
 
 MOST_CLASS = 6  # 8 times the median
-_UNIT = 64  # of speeds, which are integers so that every machine adds them up alike
+_UNIT = 64  # speeds are integers, so that every machine gets the same sums
 MAX_REQUIRE = 10_000  # teachers of one student
 MAX_HELD = 1024  # teachers that a student's message may name
-MAX_UNUSABLE = 128  # of them, that give it nothing
+MAX_UNUSABLE = 128  # unusable teachers in such a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a student has of one teacher."""
+    """What a student has measured of one teacher."""
 
     samples_per_s: float
-    busy_share: float  # of the time, in which it had a request of this student
+    busy_share: float  # part of the time in which the teacher had a request of this student
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Student:
-    """What a student last said of itself."""
+    """The last report of a student."""
 
     student: str
-    session: int  # grows with each of its connections: the highest is the one that counts
+    session: int  # +1 with each of its connections; only the highest counts
     require: int  # the most teachers it wants
-    held: tuple[str, ...] = ()  # teachers it has, as it says
-    wait_share: float | None = None  # of its time, waiting for teachers; None: not known yet
-    samples_per_s: float | None = None  # None: not known yet
+    held: tuple[str, ...] = ()  # the teachers that it says it has
+    wait_share: float | None = None  # part of its time it waits for teachers; None: unknown
+    samples_per_s: float | None = None  # None: unknown
     measured: Mapping[str, Measured] = field(default_factory=dict)  # by teacher
-    unusable: tuple[str, ...] = ()  # teachers that give it nothing
+    unusable: tuple[str, ...] = ()  # teachers that do not answer it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Which teachers each student of a service has."""
+    """The teachers of each student of a service."""
 
     version: int = 0  # +1 per change; 0: there has been none
     links: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    classes: Mapping[str, int] = field(default_factory=dict)  # of teachers' speeds; absent: 0
+    classes: Mapping[str, int] = field(default_factory=dict)  # speed class by teacher; absent: 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceState:
-    """What a registry has of one service."""
+    """What the registry holds of one service."""
 
     teachers: frozenset[str] = frozenset()  # endpoints
     students: Mapping[str, Student] = field(default_factory=dict)  # by id
-    table: Table | None = None  # None: none was written, or it was lost
+    table: Table | None = None  # None: not written yet, or lost
 
 
 def next_table(service: ServiceState) -> Table:
-    """Return the table that should be in force: the same object, if it is."""
+    """Return the table that should hold now: the service's own object if it needs no change."""
     table = service.table or Table()
     teachers = service.teachers
     measured = measured_speeds(student.measured for student in service.students.values())
@@ -84,9 +88,9 @@ def next_table(service: ServiceState) -> Table:
 
 
 def guest_table(service: ServiceState) -> Table:
-    """Return the table with a teacher for each student that has none, and all others as they are.
+    """Return the table with a teacher added for each student that has none.
 
-    For while the registry is away, and what is decided can be written nowhere.
+    Used while the registry is unavailable, and a new table cannot be written.
     """
     table = service.table or Table()
     links = dict(table.links)
@@ -105,7 +109,7 @@ def guest_table(service: ServiceState) -> Table:
 
 
 def _proven(service: ServiceState) -> set[str]:
-    """Return the teachers that answer somebody who does not call them unusable."""
+    """Return the teachers that answer a student which does not report them as unusable."""
     return {
         teacher
         for student in service.students.values()
@@ -115,10 +119,10 @@ def _proven(service: ServiceState) -> set[str]:
 
 
 def _links_before(service: ServiceState, table: Table) -> dict[str, tuple[str, ...]]:
-    """Return what the table has; of students that it does not know, what they say they have.
+    """Return the links of the table; a student that it does not list keeps what it says it has.
 
-    They do where the table was lost, or was made before they were back. Of what has gone to
-    others they get nothing, as long as there is a teacher for each.
+    That happens if the table was lost, or was written before the student came back. Teachers that
+    others have by then are left out, as long as there is a teacher for each student.
     """
     links = {name: table.links[name] for name in service.students if name in table.links}
     taken: set[str] = set()
@@ -134,9 +138,9 @@ def _links_before(service: ServiceState, table: Table) -> dict[str, tuple[str, .
 
 
 def measured_speeds(reports: Iterable[Mapping[str, Measured]]) -> dict[str, float]:
-    """Return the samples per second that each teacher would answer if it were always busy.
+    """Return the samples per second of each teacher if it were always busy.
 
-    Its students' rates add up; it was busy at least as long as for one of them.
+    The rates of its students add up. Its busy share is at least the largest of theirs.
     """
     rates: dict[str, float] = {}
     busy: dict[str, float] = {}
@@ -147,37 +151,37 @@ def measured_speeds(reports: Iterable[Mapping[str, Measured]]) -> dict[str, floa
     return {
         teacher: rate / min(1.0, busy[teacher])
         for teacher, rate in rates.items()
-        if rate > 0 and busy[teacher] >= 0.01  # else it says too little
+        if rate > 0 and busy[teacher] >= 0.01  # with less it says too little
     }
 
 
 def speed_classes(before: Mapping[str, int], measured: Mapping[str, float]) -> dict[str, int]:
-    """Return the class of each teacher that has another one than 0.
+    """Return the class of each teacher whose class is not 0.
 
     Args:
         before: the classes so far.
-        measured: samples per second; those without keep their class.
+        measured: samples per second; a teacher without keeps its class.
     """
     classes = dict(before)
     if len(measured) >= 2:
         median = statistics.median_low(measured.values())
         for teacher, rate in measured.items():
-            place = 2 * math.log2(rate / median)
-            if abs(place - before.get(teacher, 0)) > 1.0:
-                classes[teacher] = max(-MOST_CLASS, min(MOST_CLASS, round(place)))
+            exact = 2 * math.log2(rate / median)
+            if abs(exact - before.get(teacher, 0)) > 1.0:
+                classes[teacher] = max(-MOST_CLASS, min(MOST_CLASS, round(exact)))
     return {teacher: each for teacher, each in sorted(classes.items()) if each}
 
 
 def speed_of(speed_class: int) -> int:
-    """Return the speed of a class, as `assign_teachers` wants it."""
+    """Return the speed of a class for `assign_teachers`."""
     return max(1, round(_UNIT * 2 ** (speed_class / 2)))
 
 
-# --- as texts: what lies in Redis may have been written by anybody
+# --- as texts; what is read from Redis may have been written by anybody, so it is checked
 
 
 def table_text(table: Table) -> str:
-    """Return a table for the registry."""
+    """Return the text of a table for the registry."""
     return json.dumps(
         {"version": table.version, "links": dict(table.links), "classes": dict(table.classes)},
         separators=(",", ":"),
@@ -185,7 +189,7 @@ def table_text(table: Table) -> str:
 
 
 def table_of(text: str) -> Table | None:
-    """Return the table of such a text; None: it is none."""
+    """Parse what `table_text` returns; None: the text is something else."""
     try:
         body = json.loads(text)
         version, links, classes = body["version"], body["links"], body["classes"]
@@ -205,7 +209,7 @@ def table_of(text: str) -> Table | None:
 
 
 def student_text(student: Student) -> str:
-    """Return a student for the registry, without its session."""
+    """Return the text of a student for the registry, without its session."""
     return json.dumps(
         {
             "require": student.require,
@@ -223,7 +227,7 @@ def student_text(student: Student) -> str:
 
 
 def student_of(name: str, session: int, text: str) -> Student | None:
-    """Return the student of such a text; None: it is none."""
+    """Parse what `student_text` returns; None: the text is something else."""
     try:
         body = json.loads(text)
         require = body["require"]
@@ -258,5 +262,5 @@ def _number(value: Any) -> float | None:
 def _positive(value: Any) -> float:
     number = float(value)
     if not 0 <= number < math.inf:
-        raise ValueError(f"{number} is no measure")
+        raise ValueError(f"expected a finite number of 0 or more, got {number}")
     return number

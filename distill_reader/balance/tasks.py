@@ -1,5 +1,8 @@
-"""End tasks for certain: a cancellation may get lost in a library that is just handling a timeout
-of its own, as redis-py's reading of a channel does now and then."""
+"""End asyncio tasks reliably.
+
+A cancellation can get lost in a library that handles a timeout of its own at that moment, as
+redis-py does sometimes while it reads from a channel.
+"""
 
 import asyncio
 from collections.abc import Coroutine
@@ -9,10 +12,10 @@ _AGAIN_S = 0.2
 
 
 async def end_tasks(*tasks: "asyncio.Task[Any]") -> None:
-    """Cancel tasks until they have ended; what they raise is seen.
+    """Cancel tasks until they have ended. Their exceptions are retrieved and dropped.
 
     Raises:
-        CancelledError: this task was cancelled meanwhile; the others have ended all the same.
+        CancelledError: this task was cancelled meanwhile; the others have still ended.
     """
     left = {task for task in tasks if not task.done()}
     cancelled: asyncio.CancelledError | None = None
@@ -26,16 +29,16 @@ async def end_tasks(*tasks: "asyncio.Task[Any]") -> None:
         left = {task for task in left if not task.done()}
     for task in tasks:
         if not task.cancelled():
-            task.exception()  # else asyncio complains that nobody has looked
+            task.exception()  # else asyncio warns that it was never retrieved
     if cancelled is not None:
         raise cancelled
 
 
 async def finish(work: Coroutine[Any, Any, None]) -> None:
-    """Do `work`, which has an end, however often this task is cancelled meanwhile: for goodbyes.
+    """Run `work` to its end, even if this task is cancelled meanwhile. For short farewells.
 
     Raises:
-        CancelledError: this task was cancelled meanwhile; the work is done all the same.
+        CancelledError: this task was cancelled meanwhile; the work is still done.
     """
     task = asyncio.create_task(work)
     cancelled: asyncio.CancelledError | None = None

@@ -1,7 +1,7 @@
-"""How a teacher makes floats of the raw uint8 pixels that students may send it.
+"""Normalize raw uint8 pixels of students to the floats that a model takes.
 
-It belongs to the model, as its weights do: it was trained with it. So it is set where the model is
-converted (a file in its folder) or served (`--normalize`), and never by who sends the pixels.
+The normalization belongs to the model, which was trained with it. So it is set when the model is
+converted (a file in its folder) or served (`--normalize`), and never by the sender of the pixels.
 
     float = (pixel * scale - mean) / std
 """
@@ -22,14 +22,14 @@ Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
 NORMALIZATION_FILE = "normalization.json"  # in a model's folder
 DEFAULT_SCALE = 1 / 255
-# As pixels come, and as the model takes them where that differs. "": no axis is one of channels.
+# The layout of pixels, and that of the model if it differs. "": no axis is one of channels.
 LAYOUTS = ("", "CHW", "HWC", "HWC-CHW")
 _KEYS = ("scale", "mean", "std", "layout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Normalization:
-    """Of one input."""
+    """The normalization of one input."""
 
     scale: float = DEFAULT_SCALE
     mean: tuple[float, ...] = (0.0,)  # one for all, or one per channel
@@ -62,19 +62,19 @@ class Normalization:
 
     @property
     def channels(self) -> int:
-        """How many channels are told apart; 1: none are."""
+        """The number of channels with values of their own; 1: all have the same."""
         return max(len(self.mean), len(self.std))
 
     def accepted(self, tensor: TensorSpec) -> InputEncoding:
-        """Return the form in which pixels come for an input.
+        """Return how pixels are encoded for an input.
 
         Raises:
-            UsageError: the input is no float, or its shape does not fit the layout.
+            UsageError: the input is not of floats, or its shape does not fit the layout.
         """
         if np.dtype(tensor.dtype).kind != "f":
             raise UsageError(
-                f"normalization: input {tensor.name} is {tensor.dtype}; only floats are made "
-                "of pixels"
+                f"normalization: input {tensor.name} is {tensor.dtype}; only inputs of floats can "
+                "take pixels"
             )
         shape = tensor.shape
         if self.layout:
@@ -97,7 +97,7 @@ class Normalization:
         """Return the floats for (N, ...) uint8 pixels, contiguous, in the model's layout.
 
         Raises:
-            BadRequest: there are other channels than mean and std have.
+            BadRequest: the number of channels is not that of mean and std.
         """
         if self.layout == "HWC-CHW":
             pixels = np.moveaxis(pixels, -1, 1)
@@ -120,10 +120,10 @@ class Normalization:
 
 
 def parse_option(text: str) -> tuple[str, str, Normalization]:
-    """Return model ("": the only one), input and normalization of `[MODEL/]INPUT:KEY=VALUE:...`.
+    """Parse `[MODEL/]INPUT:KEY=VALUE:...` into model ("": the only one), input and normalization.
 
     Raises:
-        UsageError: says what is wrong with it.
+        UsageError: the text is malformed; says how.
     """
     target, *parts = text.split(":")
     model, _, name = target.rpartition("/")
@@ -149,7 +149,7 @@ def parse_option(text: str) -> tuple[str, str, Normalization]:
 
 
 def read_folder(folder: str | Path) -> dict[str, Normalization]:
-    """Return the normalizations by input that a model's folder holds.
+    """Return the normalizations in a model's folder, by input.
 
     Raises:
         ModelError: the file is malformed; names it.
@@ -167,7 +167,7 @@ def read_folder(folder: str | Path) -> dict[str, Normalization]:
 
 
 def write_folder(folder: str | Path, normalizations: Mapping[str, Normalization]) -> None:
-    """Write them into a model's folder; none: take away what is there."""
+    """Write normalizations into a model's folder; if there are none, remove the file."""
     path = Path(folder) / NORMALIZATION_FILE
     if not normalizations:
         path.unlink(missing_ok=True)
@@ -177,7 +177,7 @@ def write_folder(folder: str | Path, normalizations: Mapping[str, Normalization]
 
 
 def from_json(fields: Any) -> Normalization:
-    """Return what `asdict` made. Raises: UsageError."""
+    """Parse what `asdict` returns. Raises: UsageError."""
     if not isinstance(fields, dict) or not set(fields) <= set(_KEYS):
         raise UsageError(f"normalization: expected {', '.join(_KEYS)}, got {fields!r:.80}")
     known: dict[str, Any] = dict(fields)
@@ -201,7 +201,7 @@ def _numbers(text: str, value: str) -> tuple[float, ...]:
         return tuple(float(Fraction(part.strip())) for part in value.split(","))
     except (ValueError, ZeroDivisionError, OverflowError):
         raise UsageError(
-            f"--normalize {text}: {value!r} are no numbers such as 0.5, 1/255 or 0.4,0.5,0.6"
+            f"--normalize {text}: expected numbers such as 0.5, 1/255 or 0.4,0.5,0.6, got {value!r}"
         ) from None
 
 
@@ -211,14 +211,14 @@ def check_inputs(
     """Return the normalizations by the names of the spec.
 
     Raises:
-        UsageError: one is of no input, or does not fit it; names it.
+        UsageError: a normalization names no input, or does not fit it; names it.
     """
     found: dict[str, Normalization] = {}
     for name, normalization in normalizations.items():
         tensors = [tensor for tensor in inputs if name in (tensor.name, tensor.variable)]
         if not tensors:
             raise UsageError(
-                f"normalization: {name!r} is no input of the model; it takes "
+                f"normalization: {name!r} is not an input of the model; it takes "
                 f"{', '.join(tensor.name for tensor in inputs)}"
             )
         normalization.accepted(tensors[0])

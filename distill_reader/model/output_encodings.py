@@ -1,12 +1,14 @@
-"""How a teacher may be asked for an output other than whole: by a name with a form behind it. Pure.
+"""The encodings in which a teacher can be asked to send an output. Pure.
+
+The name of an output is followed by its encoding:
 
     NAME@float16                rounded to half precision
     NAME@topK:values            (N, ..., K) the K largest values of the last axis, largest first
-    NAME@topK:indices           (N, ..., K) int32, where on that axis they are
+    NAME@topK:indices           (N, ..., K) int32, their indices on that axis
     NAME@topK:logrest           (N, ..., 1) the log of the sum of exp over all others; -inf: none
 
-with `:DTYPE` behind values and logrest (float16) and indices (uint16, int32, int64). A name is all
-that every protocol can carry, so that each of them can ask for forms.
+`:DTYPE` may follow values and logrest (float16) and indices (uint16, int32, int64). Every protocol
+carries names of outputs, so every protocol can ask for encodings.
 """
 
 import re
@@ -27,26 +29,30 @@ _TOP = re.compile(r"top([1-9]\d{0,4}):(values|indices|logrest)(?::(\w+))?")
 
 
 class OutputEncoding(NamedTuple):  # a tuple: hashed for every request
-    """What is wanted of one output."""
+    """An output and how it is encoded."""
 
     output_index: int  # among the spec's outputs
     part: str  # WHOLE, VALUES, INDICES or LOG_REST
     top_k: int  # 0 where WHOLE
-    dtype: str  # of what comes
+    dtype: str  # of the encoded tensor
 
 
 def encoding_name(output: str, part: str = WHOLE, top_k: int = 0, dtype: str = "") -> str:
-    """Return the name to ask by; `dtype` "": that of the output, or int32 of indices."""
+    """Return the name that asks for an encoded output.
+
+    Args:
+        dtype: "": the default, which is int32 for indices and the output's own dtype for the rest.
+    """
     if part == WHOLE:
         return f"{output}{MARK}{dtype}" if dtype else output
     return f"{output}{MARK}top{top_k}:{part}" + (f":{dtype}" if dtype else "")
 
 
 def split_name(spec: ModelSpec, name: str) -> tuple[TensorSpec, str]:
-    """Return the output that a name is about, and the form behind it ("": none).
+    """Split a name into its output and its encoding ("": none).
 
     Raises:
-        BadRequest: the model has no such output; lists those there are.
+        BadRequest: the model has no such output; lists the outputs.
     """
     output, mark, encoding = name.rpartition(MARK)
     if not mark or any(name in (known.name, known.variable) for known in spec.outputs):
@@ -55,10 +61,10 @@ def split_name(spec: ModelSpec, name: str) -> tuple[TensorSpec, str]:
 
 
 def parse_encoding(spec: ModelSpec, name: str) -> OutputEncoding:
-    """Return what a name asks for.
+    """Parse a name.
 
     Raises:
-        BadRequest: there is no such output, or it has no such form; says which there are.
+        BadRequest: there is no such output or encoding; lists those there are.
     """
     output, encoding = split_name(spec, name)
     output_index = spec.outputs.index(output)
@@ -66,13 +72,13 @@ def parse_encoding(spec: ModelSpec, name: str) -> OutputEncoding:
     if not encoding:
         return OutputEncoding(output_index, WHOLE, 0, own)
     if np.dtype(own).kind != "f":
-        raise BadRequest(f"output {name}: {output.name} is {own}; forms are of floats only")
+        raise BadRequest(f"output {name}: {output.name} is {own}; only floats can be encoded")
     if encoding in FLOAT_DTYPES:
         return OutputEncoding(output_index, WHOLE, 0, encoding)
     match = _TOP.fullmatch(encoding)
     if match is None:
         raise BadRequest(
-            f"output {name}: no form {encoding!r}; there are {output.name}{MARK}float16 and "
+            f"output {name}: no encoding {encoding!r}; there are {output.name}{MARK}float16 and "
             f"{output.name}{MARK}topK:values, :indices and :logrest"
         )
     if not output.shape:
@@ -87,7 +93,7 @@ def parse_encoding(spec: ModelSpec, name: str) -> OutputEncoding:
 
 
 def encoded_shape(encoding: OutputEncoding, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of one sample of a form, for an output of this shape."""
+    """Return the shape of one encoded sample, for an output of this shape."""
     if encoding.part == WHOLE:
         return shape
     if encoding.part == LOG_REST:

@@ -1,4 +1,4 @@
-"""What a served model takes and returns: names, types and shapes of its tensors."""
+"""Specs of a served model: names, types and shapes of its inputs and outputs."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from distill_reader.errors import BadRequest, UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputEncoding:
-    """A further form in which an input may come; the teacher makes its own of it."""
+    """Another type and shape in which an input may be sent; the teacher converts it."""
 
     dtype: str
     shape: tuple[int, ...]  # of one sample; -1: any length
@@ -19,12 +19,12 @@ class InputEncoding:
 class TensorSpec:
     """One input or output. Axis 0 of every tensor counts samples and is not part of `shape`."""
 
-    name: str  # what clients call it: the alias of the prototxt where there is one
+    name: str  # for clients: the alias of the prototxt if there is one
     dtype: str  # numpy's name: "float32", "int64", "uint8", ...
     shape: tuple[int, ...]  # of one sample; -1: any length
     variable: str = ""  # the model's own name; "": the same
-    accepts: tuple[InputEncoding, ...] = ()  # of an input: what else it may come as
-    # Of a foreign teacher's: why it can be neither sent nor read; `dtype` is "void". "": it can.
+    accepts: tuple[InputEncoding, ...] = ()  # of an input: other encodings that are accepted
+    # Why a tensor of a foreign teacher can be neither sent nor read; `dtype` is "void". "": it can.
     unusable: str = ""
 
     def __post_init__(self) -> None:
@@ -43,10 +43,10 @@ class TensorSpec:
         return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
     def check(self, dtype: str, shape: tuple[int, ...]) -> None:
-        """Refuse a tensor that does not fit; `shape` includes the samples of axis 0.
+        """Check a tensor's type and shape; `shape` includes the samples of axis 0.
 
         Raises:
-            BadRequest: names the tensor, what came and what is wanted.
+            BadRequest: it does not fit; names the tensor, what came and what is expected.
         """
         encoding = self.accepted(dtype)
         if encoding is None:
@@ -62,8 +62,8 @@ class TensorSpec:
             )
 
     def accepted(self, dtype: str) -> InputEncoding | None:
-        """Return the form in which an input of this dtype comes; None: it may not."""
-        wanted = np.dtype(dtype)  # of another byte order it is another one
+        """Return the encoding of an input with this dtype; None: the dtype is not accepted."""
+        wanted = np.dtype(dtype)  # dtypes of another byte order are not equal
         return next(
             (encoding for encoding in self._encodings if np.dtype(encoding.dtype) == wanted), None
         )
@@ -81,22 +81,22 @@ class ModelSpec:
     version: str = "1"
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    takes_encodings: bool = False  # whether outputs may be wanted in forms: see output_encodings.py
-    digest: str = ""  # of the model's files, as clients tell versions by; "": not known
+    takes_encodings: bool = False  # whether outputs can be encoded (output_encodings.py)
+    digest: str = ""  # of the model's files, by which clients compare versions; "": unknown
 
     def input(self, name: str) -> TensorSpec:
-        """Return the input of this name, or of this variable name.
+        """Return the input of this name or variable name.
 
         Raises:
-            BadRequest: there is none; lists those there are.
+            BadRequest: there is none; lists the inputs.
         """
         return _find(self.inputs, name, self.name, "input")
 
     def output(self, name: str) -> TensorSpec:
-        """Return the output of this name, or of this variable name.
+        """Return the output of this name or variable name.
 
         Raises:
-            BadRequest: there is none; lists those there are.
+            BadRequest: there is none; lists the outputs.
         """
         return _find(self.outputs, name, self.name, "output")
 

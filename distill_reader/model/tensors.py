@@ -1,4 +1,4 @@
-"""Tensors as the protocols name and lay them out: little-endian bytes, row-major, and numpy."""
+"""Convert between numpy arrays and tensors of the protocols: row-major, little-endian bytes."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import numpy as np
 from distill_reader.errors import BadRequest
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
-Rows = Array | Sequence[Array]  # one tensor, or arrays whose rows one after the other form it
+Rows = Array | Sequence[Array]  # one tensor, or arrays whose rows one after the other are one
 
 MAX_AXES = 32
 
@@ -27,15 +27,15 @@ OIP_TO_NUMPY = {
     "FP32": "float32",
     "FP64": "float64",
 }
-BFLOAT16 = "BF16"  # which numpy has not; read as float32
+BFLOAT16 = "BF16"  # numpy lacks it; read as float32
 NUMPY_TO_OIP = {numpy_name: name for name, numpy_name in OIP_TO_NUMPY.items()}
 
 
 def numpy_dtype(tensor: str, datatype: str) -> np.dtype[Any]:
-    """Return the dtype, little-endian, of a datatype of the Open Inference Protocol.
+    """Return the little-endian dtype of a datatype of the Open Inference Protocol.
 
     Raises:
-        BadRequest: there is none; names the tensor and lists those there are.
+        BadRequest: the datatype is unknown; names the tensor and lists the known ones.
     """
     try:
         return np.dtype(OIP_TO_NUMPY[datatype]).newbyteorder("<")
@@ -49,7 +49,7 @@ def oip_datatype(tensor: str, dtype: np.dtype[Any]) -> str:
     """Return the name of a dtype in the Open Inference Protocol.
 
     Raises:
-        BadRequest: it has none there; names the tensor.
+        BadRequest: the protocol has no such type; names the tensor.
     """
     try:
         return NUMPY_TO_OIP[dtype.name]
@@ -60,7 +60,7 @@ def oip_datatype(tensor: str, dtype: np.dtype[Any]) -> str:
 
 
 def count_items(tensor: str, shape: Sequence[int]) -> int:
-    """Return how many elements a tensor of this shape has.
+    """Return the number of elements of a tensor of this shape.
 
     Raises:
         BadRequest: the shape is impossible; names the tensor.
@@ -71,10 +71,10 @@ def count_items(tensor: str, shape: Sequence[int]) -> int:
 
 
 def view_bytes(tensor: str, data: memoryview, dtype: np.dtype[Any], shape: Sequence[int]) -> Array:
-    """Return a tensor whose bytes are `data`, without copying; read-only where `data` is.
+    """Return a view of `data` as a tensor; read-only if `data` is.
 
     Raises:
-        BadRequest: `data` has not as many bytes as the shape needs; names the tensor.
+        BadRequest: `data` has more or fewer bytes than the shape needs; names the tensor.
     """
     size = count_items(tensor, shape) * dtype.itemsize
     if len(data) != size:
@@ -86,10 +86,10 @@ def view_bytes(tensor: str, data: memoryview, dtype: np.dtype[Any], shape: Seque
 
 
 def view_bfloat16(tensor: str, data: memoryview, shape: Sequence[int]) -> Array:
-    """Return the values of bfloat16 as float32, of which they are the upper halves.
+    """Return bfloat16 values, which are the upper halves of float32, as float32.
 
     Raises:
-        BadRequest: `data` has not as many bytes as the shape needs; names the tensor.
+        BadRequest: `data` has more or fewer bytes than the shape needs; names the tensor.
     """
     halves = view_bytes(tensor, data, np.dtype("<u2"), shape)
     return (halves.astype("<u4") << 16).view("<f4")
@@ -98,7 +98,7 @@ def view_bfloat16(tensor: str, data: memoryview, shape: Sequence[int]) -> Array:
 def join_rows(tensor: str, rows: Rows) -> tuple[np.dtype[Any], tuple[int, ...], list[Array]]:
     """Return dtype, shape and the contiguous little-endian arrays that form a tensor.
 
-    Nothing is copied that is C-contiguous and little-endian already.
+    Arrays that are C-contiguous and little-endian already are not copied.
 
     Raises:
         BadRequest: the arrays differ in dtype or in the shape of a row; names the tensor.
@@ -128,10 +128,10 @@ def raw_bytes(array: Array) -> memoryview:
 
 
 def cast_numbers(tensor: str, numbers: object, dtype: np.dtype[Any]) -> Array:
-    """Return JSON numbers, however nested, as a flat array, if `dtype` holds them.
+    """Return nested JSON numbers as a flat array of `dtype`.
 
     Raises:
-        BadRequest: they are no numbers, or do not fit the type; names the tensor.
+        BadRequest: they are not numbers, or do not fit the type; names the tensor.
     """
     try:
         array = np.array(numbers)
@@ -148,7 +148,7 @@ def cast_numbers(tensor: str, numbers: object, dtype: np.dtype[Any]) -> Array:
         if flat.dtype.kind in "iu" and info.min <= int(flat.min()) <= int(flat.max()) <= info.max:
             return flat.astype(dtype)
     elif flat.dtype.kind in "iuf":
-        with np.errstate(over="ignore"):  # as the framework does: too large is infinite
+        with np.errstate(over="ignore"):  # like the framework: too large values become infinite
             return flat.astype(dtype)
     raise BadRequest(f"tensor {tensor}: data does not fit {dtype.name}")
 
@@ -160,8 +160,11 @@ def _little_endian(array: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def array_of(tensor: Any) -> Array:
-    """Return the values of a framework's tensor. Floats that numpy has not (bfloat16, float8), of
-    which Paddle gives the bits as integers, become float32: they keep their value."""
+    """Return a framework's tensor as an array.
+
+    Floats that numpy lacks (bfloat16, float8) become float32 with the same values; Paddle's own
+    `numpy()` would return their bits as integers.
+    """
     dtype = str(getattr(tensor, "dtype", ""))
     if "bfloat16" not in dtype and "float8" not in dtype:
         return np.asarray(tensor.numpy())

@@ -1,4 +1,4 @@
-"""Options of what travels and of what comes back: types on the wire, top-k, cache, combination."""
+"""Options of a reader: types on the wire, top-k, padding, cache, combination of services."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -22,14 +22,14 @@ _MIN_CACHE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopK:
-    """Of which predictions only the largest values are sent, and what becomes of the others."""
+    """Which predictions are sent as their largest values, and how the others are filled in."""
 
     k: int
     of: OutputKind = "probabilities"
     rest: Rest = "uniform"
     dense: bool = True  # hand out (B, C) rows; else values and indices
     predicts: tuple[str, ...] | None = None  # None: all
-    classes: int | None = None  # C; None: as the teacher says
+    classes: int | None = None  # C; None: the teacher tells
 
     def __post_init__(self) -> None:
         if type(self.k) is not int or not 1 <= self.k <= MAX_TOP_K:
@@ -44,18 +44,18 @@ class TopK:
             )
         if not self.dense and self.of == "logits" and self.rest == "uniform":
             raise UsageError(
-                "top_k: values and indices of logits do not say how much is left for the others: "
+                "top_k: values and indices of logits do not tell how much is left for the others: "
                 "take dense rows, or rest='renormalize'"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """Which fields are made longer, so that samples of different lengths share a request."""
+    """Which fields are padded, so that samples of different lengths share a request."""
 
-    values: tuple[tuple[str, float], ...]  # field, and what is behind its end
-    multiple_of: int  # the lengths there are
-    outputs: tuple[str, ...] | None = None  # cut to the length before; None: nobody has said
+    values: tuple[tuple[str, float], ...]  # field and padding value
+    multiple_of: int  # to which lengths are rounded up
+    outputs: tuple[str, ...] | None = None  # cut to the length before; None: not set
 
     def __post_init__(self) -> None:
         if type(self.multiple_of) is not int or self.multiple_of < 1:
@@ -67,24 +67,24 @@ class Padding:
                 raise UsageError(f"padding: {name}: expected a number, got {value!r}")
 
     def length(self, length: int) -> int:
-        """Return how long a sample of this length becomes."""
+        """Return the padded length of a sample of this length."""
         return max(1, -(-length // self.multiple_of)) * self.multiple_of
 
     def identity(self) -> tuple[tuple[str, str], ...]:
-        """Return what of it may change predictions, for the key of a cache."""
+        """Return the settings that may change predictions, for the key of a cache."""
         return tuple((name, f"{value} to {self.multiple_of}") for name, value in self.values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
-    """Where soft labels are kept, and what tells samples apart."""
+    """Where soft labels are cached, and what identifies a sample."""
 
     folder: str
     id: str  # name in `ins` of the samples' ids
     variant: str | None = None  # name in `ins` of the augmentation's seed; None: there is none
     max_bytes: int = 10 << 30  # of the whole folder
     teacher_version: str | None = None  # None: the digest that the teacher offers
-    data: str | None = None  # what the samples are, and how they are prepared; None: not said
+    data: str | None = None  # name of the data set and its preparation; None: not set
 
     def __post_init__(self) -> None:
         if not self.folder:
@@ -104,7 +104,7 @@ class CacheOptions:
 
 @dataclass(frozen=True, slots=True)
 class Discovered:
-    """The teachers that a discovery service gives, as `set_dynamic_teacher` takes them."""
+    """Teachers from a discovery service; the arguments are those of `set_dynamic_teacher`."""
 
     discovery_servers: Sequence[str] | str
     service_name: str
@@ -150,10 +150,10 @@ class CombinedService:
 def combined_services(
     teachers: Mapping[str, Sequence[str] | str | Discovered], weights: Mapping[str, float]
 ) -> tuple[CombinedService, ...]:
-    """Return the services by name, two or more.
+    """Check and return the services to combine.
 
     Raises:
-        UsageError: one is wrong; names it.
+        UsageError: a service is wrong, or there are fewer than two; names it.
     """
     unknown = sorted(set(weights) - set(teachers))
     if unknown:
@@ -177,10 +177,10 @@ def combined_services(
 def check_wire_ins(
     given: str | Mapping[str, str] | None, names: Sequence[str]
 ) -> tuple[tuple[str, str], ...]:
-    """Return field and dtype of what is sent in another type; field "": all that it suits.
+    """Check and return fields with the dtype they are sent in; field "": all that can.
 
     Raises:
-        UsageError: a name or dtype is none of those there are.
+        UsageError: a field or dtype is unknown.
     """
     if given is None:
         return ()
@@ -201,7 +201,11 @@ def check_wire_ins(
 
 
 def check_wire_predicts(given: str | None) -> str:
-    """Return the dtype in which floats come back; "": as they are served. Raises: UsageError."""
+    """Check and return the dtype in which teachers send floats; "": as served.
+
+    Raises:
+        UsageError: the dtype is not supported.
+    """
     if given is not None and given not in PREDICT_DTYPES:
         raise UsageError(
             f"wire_dtype: predicts: expected {' or '.join(PREDICT_DTYPES)}, got {given!r}"

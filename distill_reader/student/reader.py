@@ -1,4 +1,4 @@
-"""The student's reader: the user's batches, followed by what the teachers predict for them."""
+"""The student's reader: yields the user's batches with the teachers' predictions."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,10 +27,10 @@ from distill_reader.student.source import TeacherSource
 
 
 class DistillReader:
-    """Yields what the user's generator does, each followed by the teachers' predictions.
+    """Yields the items of the user's generator, each followed by the teachers' predictions.
 
-    In the generator's order, and each sample once, whatever happens to teachers meanwhile. It is
-    iterated over by calling it, once per epoch:
+    Items come in the generator's order and each sample once, whatever happens to teachers. Call the
+    reader for each epoch:
 
         reader = DistillReader(ins=["image", "label"], predicts=["score"])
         reader.set_fixed_teacher("10.0.0.1:9292,10.0.0.2:9292")
@@ -39,15 +39,15 @@ class DistillReader:
             for image, label, score in reader():
                 ...
 
-    The teachers say which of `ins` they take; the others are not sent. The generator runs in a
-    thread of the process that iterates, ahead of it; its arrays are not copied, so it must not
-    write to one that it has yielded. Setters return the reader.
+    The teachers tell which of `ins` they take; the other fields are not sent. The generator runs
+    ahead, in a thread of the process that iterates. Its arrays are not copied, so it must not write
+    to an array that it has yielded. Setters return the reader.
     """
 
     def __init__(self, ins: Sequence[str | None], predicts: Sequence[str]) -> None:
         """
         Args:
-            ins: a name for each field of the generator's tuples; None: not sent. Both kinds are
+            ins: a name for each field of the generator's tuples; None: never sent. All fields are
                 yielded.
             predicts: names of the outputs wanted, which follow the fields in this order.
 
@@ -67,9 +67,9 @@ class DistillReader:
     def set_fixed_teacher(self, teachers: Sequence[str] | str) -> Self:
         """Use these teachers: a list of endpoints, or a text with commas.
 
-        An endpoint is `host:port` (the protocol is found out), or begins with `fast://`,
+        An endpoint is `host:port` (the reader finds out the protocol), or begins with `fast://`,
         `grpc://`, `http://` (Open Inference Protocol), `serving://`, `serving+grpc://` (Paddle
-        Serving); `/MODEL` at its end says which model, where a teacher serves several.
+        Serving). `/MODEL` at its end names the model of a teacher that serves several.
         """
         return self._set(
             teachers=endpoints_of(teachers),
@@ -84,15 +84,15 @@ class DistillReader:
         teacher_service_name: str,
         require_max_teacher: int = 1,
     ) -> Self:
-        """Use the teachers of a service that a discovery service gives to this student.
+        """Use the teachers that a discovery service assigns to this student.
 
-        They change as teachers and students come and go. What discovery cannot say, while nobody
-        of it is there, stays as it was; nothing is raised for that.
+        They change as teachers and students come and go. While no discovery server answers, the
+        reader keeps its teachers; no error is raised.
 
         Args:
-            discovery_servers: `host:port` of one or several, or `redis://host:port` to do without:
-                a list, or a text with commas. They serve one and the same registry.
-            require_max_teacher: how many teachers there may be at once, 1 or more.
+            discovery_servers: `host:port` of one or several servers, or `redis://host:port` to use
+                their Redis directly: a list, or a text with commas. All share one registry.
+            require_max_teacher: the most teachers to use at once, 1 or more.
         """
         return self._set(
             discovery_servers=servers_of(discovery_servers),
@@ -103,19 +103,19 @@ class DistillReader:
         )
 
     def set_require_max_teacher(self, require_max_teacher: int) -> Self:
-        """Say how many teachers to ask a discovery service for; a fixed list is used whole."""
+        """Set how many teachers to ask a discovery service for; a fixed list is used whole."""
         return self._set(require_max_teacher=require_max_teacher)
 
     def set_teacher_batch_size(self, teacher_batch_size: int = 1) -> Self:
-        """Bound the samples of one request; by default 4 to 12 MiB are its bound."""
+        """Bound a request by its samples; by default it is bounded by 4 to 12 MiB."""
         if teacher_batch_size is None:
             raise UsageError("teacher_batch_size: expected an integer of 1 or more, got None")
         return self._set(teacher_batch_size=teacher_batch_size)
 
     def set_serving_conf_file(self, conf_file: str | os.PathLike[str]) -> Self:
-        """Take names, types and shapes from a client prototxt of Paddle Serving.
+        """Read names, types and shapes from a client prototxt of Paddle Serving.
 
-        For teachers that cannot say them: Paddle Serving's own.
+        For teachers that cannot tell them: Paddle Serving's own.
         """
         if not Path(conf_file).is_file():
             raise UsageError(f"conf_file: {os.fspath(conf_file)} is not a file")
@@ -124,37 +124,41 @@ class DistillReader:
     def set_no_teacher_timeout(
         self, no_teacher_timeout_s: float | None, policy: Policy = "raise"
     ) -> Self:
-        """Say what happens when no teacher has been there for so long.
+        """Set how long to wait if no teacher answers, and what to do then.
 
         Args:
-            no_teacher_timeout_s: None, as by default: wait, and log a line every 10 s.
-            policy: "raise" NoTeacher where the next predictions are missing; or "skip": yield
-                the fields with None for each prediction, until a teacher is there again.
+            no_teacher_timeout_s: None, the default: wait without limit, and log it every 10 s.
+            policy: "raise": raise NoTeacher at the first missing predictions. "skip": yield the
+                fields with None for each prediction until a teacher answers again.
         """
         return self._set(no_teacher_timeout_s=no_teacher_timeout_s, no_teacher_policy=policy)
 
     def set_timeout(self, timeout_s: float | None) -> Self:
-        """Say how long an answer may take; then the request goes to another teacher.
+        """Set how long an answer may take; after that the request goes to another teacher.
 
         Args:
-            timeout_s: for one request; what this reader has asked the teacher before it comes on
-                top. None, as by default: 10 minutes for the first answers of a teacher, then
-                50 times what is usual for it, and 10 s at least.
+            timeout_s: for one request, after the requests before it are answered. None, the
+                default: 10 minutes for the first answers of a teacher, then 50 times its usual
+                time, and at least 10 s.
         """
         return self._set(answer_timeout_s=timeout_s)
 
     def set_hedging(self, hedging: bool) -> Self:
-        """Say whether a request that is late is sent to a second teacher as well: by default,
-        where that one is known to be sooner, and nothing else waits for it."""
+        """Set whether a late request is sent to a second teacher as well.
+
+        By default it is, if that teacher is known to be faster and no other work waits for it.
+        """
         return self._set(hedging=hedging)
 
     def set_mixed_versions(self, mixed_versions: bool) -> Self:
-        """Say whether teachers that serve different models, or versions of one, may answer in one
-        iteration. By default those that differ from the first one are left out."""
+        """Set whether teachers with different models or versions may answer in one iteration.
+
+        By default, teachers that differ from the first one are left out.
+        """
         return self._set(mixed_versions=mixed_versions)
 
     def set_max_memory(self, mebibytes: int) -> Self:
-        """Bound what is held between generator and consumer: 256 MiB by default."""
+        """Bound the memory between generator and consumer, 256 MiB by default."""
         return self._set(max_memory_bytes=mebibytes << 20)
 
     def set_teachers_combined(
@@ -164,12 +168,13 @@ class DistillReader:
         weights: Mapping[str, float] | None = None,
         of: options.OutputKind = "probabilities",
     ) -> Self:
-        """Ask several services, and yield the weighted mean of what they predict.
+        """Ask several services, and yield the weighted mean of their predictions.
 
         Args:
-            teachers: by a name of your choice the endpoints of a service, as `set_fixed_teacher`
-                takes them, or `Discovered(...)`; each has the inputs and outputs of this reader.
-            weights: by the same names; 1 where there is none.
+            teachers: by a name of your choice, the endpoints of a service as for
+                `set_fixed_teacher`, or `Discovered(...)`. Each service has the same names of inputs
+                and outputs.
+            weights: by the same names; the default is 1.
             of: what the outputs are, and so what is averaged: "probabilities" or "logits".
         """
         return self._set(
@@ -185,14 +190,14 @@ class DistillReader:
     def set_wire_dtype(
         self, *, ins: str | Mapping[str, str] | None = None, predicts: str | None = None
     ) -> Self:
-        """Send fewer bytes per value; who computes does so in the model's own types.
+        """Send fewer bytes per value. The model computes in its own types.
 
         Args:
             ins: "uint8": the fields are raw pixels, which the teacher normalizes
                 (`edl serve --normalize`). Or {field: "uint8"} for some of them. None: fields are
                 sent as the teachers take them.
-            predicts: "float16": predictions are rounded to it on their way; you get the type
-                that the teacher serves. None: as they are.
+            predicts: "float16": teachers send predictions in half precision; you get the type that
+                they serve. None: as they are.
         """
         names = [name for _, name in self._settings.sent]
         return self._set(
@@ -208,19 +213,19 @@ class DistillReader:
         multiple_of: int = 64,
         outputs: Sequence[str] | None = None,
     ) -> Self:
-        """Send samples of different lengths as long as the next multiple, so that they share
-        requests: only what agrees in shape is computed together. You get the fields as they were.
+        """Pad samples of different lengths to the next multiple, so that they share requests.
 
-        The model must give the same for a padded sample: most want the mask as a field of its own.
+        Only samples of one shape are computed together. You get the fields as they were. The model
+        must give the same result for a padded sample; most need the mask as a field of its own.
 
         Args:
-            fields: the one whose first axis (behind the samples, in batches) differs in length;
-                or several that agree in it, each with what to put behind its end. None: pad
-                nothing, as by default.
-            value: what to put behind the end of the one.
-            outputs: those with a value for each position, which are cut to the sample's length;
-                the others come as they are. None: there are none; refused where a teacher says
-                that one may be.
+            fields: the field to pad on its first axis (in batches, the first behind the samples);
+                or several of equal length, each with its padding value. None, the default: no
+                padding.
+            value: the padding value, if `fields` is one name.
+            outputs: outputs with a value per position, which are cut to the sample's length. The
+                others stay as they are. None: there are none; an error if a teacher's outputs leave
+                that open.
         """
         if fields is None:
             return self._set(padding=None)
@@ -244,16 +249,16 @@ class DistillReader:
         predicts: Sequence[str] | None = None,
         classes: int | None = None,
     ) -> Self:
-        """Have teachers send the `k` largest values of the last axis, and where they are.
+        """Let teachers send only the `k` largest values of the last axis, with their indices.
 
         Args:
-            k: None: all of them, as by default.
+            k: None, the default: all values.
             of: what the outputs are: "probabilities" or "logits".
-            rest: "uniform": what is left of the mass is spread evenly over the other classes;
-                "renormalize": they get nothing, and the k sum to 1.
-            dense: yield (B, C) rows; else two arrays for each output, values and indices (int64).
-            predicts: those that this holds for; None: all.
-            classes: C, for teachers that do not say; None: they do.
+            rest: "uniform": the rest of the mass is spread evenly over the other classes;
+                "renormalize": they get nothing, and the k values sum to 1.
+            dense: yield (B, C) rows; if False, two arrays per output, values and indices (int64).
+            predicts: the outputs that this applies to; None: all.
+            classes: C, for teachers that do not tell it; None: they do.
         """
         if k is None:
             return self._set(top_k=None)
@@ -273,26 +278,26 @@ class DistillReader:
         teacher_version: str | None = None,
         data: str | None = None,
     ) -> Self:
-        """Keep the predictions on disk, and ask teachers only for samples that it has not.
+        """Cache predictions on disk, and ask teachers only for samples that are not cached.
 
-        For samples that are the same whenever they come. Where they are augmented at random, keep
-        nothing, or name what the randomness follows from as `variant`.
+        A sample must be the same whenever it comes. With random augmentation, use no cache, or name
+        what determines the augmentation as `variant`.
 
         Args:
-            folder: on a local disk; readers and trainers of one machine may share it. None: keep
-                nothing, as by default.
-            id: the name in `ins` of the field with the samples' ids: integers or texts, each the
-                id of one sample for ever. It is not sent.
-            variant: the name in `ins` of the field with the seed (or epoch) of the augmentation:
-                one per sample, or one for the batch. It is not sent. None: nothing is random.
-            max_mebibytes: of the folder. When it is full, versions that nobody uses go; then it
-                keeps what it has.
+            folder: on a local disk; readers and trainers of one machine may share it. None, the
+                default: no cache.
+            id: the name in `ins` of the field with the samples' ids, integers or texts. An id must
+                always mean the same sample. It is not sent.
+            variant: the name in `ins` of the field with the seed (or epoch) of the augmentation,
+                one per sample or one per batch. It is not sent. None: nothing is random.
+            max_mebibytes: bound of the folder. If it is full, versions that no process uses are
+                removed; then nothing more is added.
             teacher_version: a text that names model and version, for teachers that do not tell
-                theirs, or to read what is kept where there is no teacher. None: they tell.
-            data: a text that names the data set and how its samples are prepared, such as
-                `imagenet-train@224`: labels of one are not found for another, though ids are the
-                same. None: not said; other inputs are noticed by their types, and by a checksum
-                of one sample in 64, and are an error where they are read.
+                theirs, or to read the cache without any teacher. None: teachers tell.
+            data: a text that names the data set and its preparation, such as
+                `imagenet-train@224`: labels are only found under the same name. None: not set.
+                Changed inputs are then detected by their types and by a checksum of one sample in
+                64, and raise an error.
         """
         if folder is None:
             return self._set(cache=None)
@@ -325,8 +330,10 @@ class DistillReader:
         return self._set_generator(reader, "batch")
 
     def __call__(self) -> Iterator[Any]:
-        """Return one pass over the generator. Threads and connections begin with the first item,
-        and end with the last one, an error, `close` or a `break`.
+        """Return one pass over the generator.
+
+        Threads and connections start with the first item, and end with the last one, an error,
+        `close` or a `break`.
 
         Raises:
             UsageError: something is not set, or a variable PADDLE_DISTILL_* is wrong.
@@ -340,7 +347,7 @@ class DistillReader:
         return self._iterate(settings, self._services.sources(settings))
 
     def print_config(self) -> None:
-        """Print how the reader is set, the environment included."""
+        """Print the settings, with environment variables applied."""
         settings = with_environment(self._settings, os.environ)
         print("------ DistillReader ------")  # noqa: T201  the method's purpose
         for field in fields(settings):

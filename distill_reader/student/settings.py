@@ -1,4 +1,4 @@
-"""What a DistillReader is told: by its setters, and by the environment, which has the last word."""
+"""The settings of a DistillReader: from its setters, overridden by environment variables."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from distill_reader.student.options import (
     check_wire_ins,
 )
 
-# Where the original looks for a client prototxt that nobody named.
+# Where the original looks for a client prototxt by default.
 DEFAULT_CONF_FILE = Path("serving_conf", "serving_client_conf.prototxt")
 
 Policy = Literal["raise", "skip"]
@@ -26,27 +26,27 @@ _MIN_MEMORY_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderSettings:
-    """All that a reader needs but the generator."""
+    """All settings of a reader except its generator."""
 
     ins: tuple[str | None, ...]  # name of each field of the user's tuples; None: not sent
     predicts: tuple[str, ...]  # outputs wanted, in this order
-    teachers: tuple[str, ...] = ()  # endpoints; (): none were given
+    teachers: tuple[str, ...] = ()  # endpoints; (): none are given
     teacher_batch_size: int | None = None  # most samples of one request; None: bounded by bytes
-    conf_file: str | None = None  # client prototxt; None: the teachers say what they take
+    conf_file: str | None = None  # client prototxt; None: the teachers tell what they take
     require_max_teacher: int = 1  # of a discovery service; a fixed list is used whole
-    no_teacher_timeout_s: float | None = None  # None: wait for ever
+    no_teacher_timeout_s: float | None = None  # None: wait without limit
     no_teacher_policy: Policy = "raise"
-    answer_timeout_s: float | None = None  # None: as each teacher's pace suggests
+    answer_timeout_s: float | None = None  # None: derived from each teacher's pace
     hedging: bool = True  # late requests are sent to a second teacher
     mixed_versions: bool = False  # teachers of different models may answer in one iteration
     padding: Padding | None = None  # None: samples are sent as long as they are
     max_memory_bytes: int = 256 << 20  # of samples and predictions between generator and consumer
     discovery_servers: tuple[str, ...] = ()  # (): no discovery service
     service_name: str | None = None  # of its teachers; None: no discovery service
-    wire_ins: tuple[tuple[str, str], ...] = ()  # field ("": all it suits), dtype it is sent in
-    wire_predicts: str = ""  # dtype in which floats come back; "": as they are served
-    top_k: TopK | None = None  # None: predictions come whole
-    cache: CacheOptions | None = None  # None: labels are not kept
+    wire_ins: tuple[tuple[str, str], ...] = ()  # (field, "uint8"); field "": all that can
+    wire_predicts: str = ""  # dtype in which teachers send floats; "": as they serve them
+    top_k: TopK | None = None  # None: teachers send all values
+    cache: CacheOptions | None = None  # None: labels are not cached
     combined_services: tuple[
         CombinedService, ...
     ] = ()  # services whose predictions are combined; (): one service
@@ -131,7 +131,7 @@ class ReaderSettings:
 
     @property
     def sent(self) -> tuple[tuple[int, str], ...]:
-        """The fields that may be sent: their places and names."""
+        """Positions and names of the fields that may be sent."""
         cache = self.cache
         kept = () if cache is None else (cache.id, cache.variant)
         return tuple(
@@ -142,7 +142,7 @@ class ReaderSettings:
 
     @property
     def key_positions(self) -> tuple[int, int | None] | None:
-        """The fields that tell samples apart: ids, and variants (None: none); None: no cache."""
+        """Positions of the fields with ids and variants (None: no variants); None: no cache."""
         if self.cache is None:
             return None
         variant = self.cache.variant
@@ -150,10 +150,10 @@ class ReaderSettings:
 
 
 def with_environment(settings: ReaderSettings, environ: Mapping[str, str]) -> ReaderSettings:
-    """Return the settings as the variables PADDLE_DISTILL_* override them.
+    """Return the settings with the variables PADDLE_DISTILL_* applied.
 
-    As in the original, the service's name and the number of teachers count where a balance
-    server is set. An empty variable counts as none.
+    As in the original, the service's name and the number of teachers only count if a balance
+    server is set. An empty variable counts as not set.
 
     Raises:
         UsageError: names the variable.
@@ -168,9 +168,9 @@ def with_environment(settings: ReaderSettings, environ: Mapping[str, str]) -> Re
     kind = environ.get("PADDLE_DISTILL_BALANCE_TYPE")
     if kind and kind != "redis" and (servers or settings.discovery_servers):
         raise UsageError(
-            f"PADDLE_DISTILL_BALANCE_TYPE: {kind!r} is not there: discovery is of one kind, "
-            "which the original calls redis; start `edl discovery` (it needs no Redis), name it by "
-            "PADDLE_DISTILL_BALANCE_SERVER, and unset the type"
+            f"PADDLE_DISTILL_BALANCE_TYPE: {kind!r} is not supported: there is one kind of "
+            "discovery, which the original calls redis; start `edl discovery` (it needs no Redis), "
+            "name it by PADDLE_DISTILL_BALANCE_SERVER, and unset the type"
         )
     if not servers:
         return settings

@@ -1,22 +1,22 @@
-"""Where a reader's teachers are: a list that is fixed, or one that changes while it reads."""
+"""Sources of a reader's teachers: a fixed list, or one that changes while the reader reads."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 
 class TeacherSource(Protocol):
-    """Tells a reader its teachers' endpoints. One belongs to one iteration."""
+    """Gives a reader its teachers' endpoints, for one iteration."""
 
     def start(self, notify: Callable[[Sequence[str]], None]) -> None:
-        """Call `tell` with all endpoints, and again with all of them whenever they change.
+        """Call `notify` with all endpoints now, and again whenever they change.
 
-        `tell` may be called from any thread until `stop` returns. Teachers that are gone from the
-        list answer what they have, and get nothing more; an empty list means that there is none.
+        `notify` may be called from any thread until `stop` returns. Teachers that are not in the
+        list any more still answer their requests, and get no new ones.
         """
         ...
 
     def stop(self) -> None:
-        """Let go of threads and connections."""
+        """End threads and close connections."""
         ...
 
 

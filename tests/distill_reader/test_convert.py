@@ -133,7 +133,7 @@ def test_a_normalization_of_no_input_ends_the_command_with_2(paddle_folder, tmp_
     folders = ["--serving_server", str(tmp_path / "s"), "--serving_client", str(tmp_path / "c")]
     folders += ["--dirname", str(paddle_folder / "paddle3")]
     assert main([*folders, "--normalize", "picture:mean=0.5"]) == 2
-    assert "'picture' is no input of the model; it takes image" in capsys.readouterr().err
+    assert "'picture' is not an input of the model; it takes image" in capsys.readouterr().err
 
 
 def test_another_weight_is_another_version(paddle_folder, tmp_path):

@@ -74,7 +74,7 @@ def test_what_does_not_fit_an_input_is_refused(normalization, spec, words: str):
 
 def test_an_input_goes_by_either_name_and_must_be_there():
     assert check_inputs({"x": IMAGENET}, [tensor(3, 8, 8)]) == {"image": IMAGENET}
-    with pytest.raises(UsageError, match="'picture' is no input of the model; it takes image"):
+    with pytest.raises(UsageError, match="'picture' is not an input of the model; it takes image"):
         check_inputs({"picture": IMAGENET}, [tensor(3, 8, 8)])
 
 
@@ -103,15 +103,15 @@ def test_an_option_says_it_all(text: str, expected):
         ("image:mean", "'mean' is none of scale=..., mean=..., std=..., layout=..., each once"),
         ("image:mean=1:mean=2", "each once"),
         ("image:median=1", "'median=1' is none of"),
-        ("image:mean=a", "'a' are no numbers such as"),
-        ("image:mean=", "are no numbers"),
+        ("image:mean=a", "expected numbers such as .* got 'a'"),
+        ("image:mean=", "expected numbers"),
         ("image:scale=1,2", "scale is one number"),
         ("image:std=0", "scale and std must be > 0"),
-        ("image:std=1/0", "are no numbers"),
+        ("image:std=1/0", "expected numbers"),
         ("image:mean=1,2,3", "3 channels want a layout"),
         ("image:mean=1,2,3:std=1,2:layout=CHW", "mean has 3 values, std 2"),
         ("image:layout=WHC", "layout: expected one of CHW, HWC, HWC-CHW or nothing, got 'WHC'"),
-        ("image:mean=1e999", "are no numbers|expected numbers"),
+        ("image:mean=1e999", "expected numbers"),
     ],
 )
 def test_an_option_that_cannot_be_meant_is_refused(text: str, words: str):

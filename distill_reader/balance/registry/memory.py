@@ -1,6 +1,7 @@
-"""The registry of a discovery server that has no Redis: in its memory, and gone with it.
+"""The registry of a discovery server without Redis, in its memory.
 
-Nothing is lost by that: teachers and students come back within a second, and say what they had.
+After a restart nothing is lost: teachers and students come back within a second, and students
+report which teachers they had.
 """
 
 import asyncio
@@ -11,8 +12,8 @@ from distill_reader.balance.registry.registry import STUDENT_LEASE_S, RegistryUn
 from distill_reader.balance.table import ServiceState, Student, Table
 
 _MAX_ENTRIES = 20_000  # teachers, and students
-_STALL_S = 1.5  # without a look, which there is twice a second
-_RETURN_S = 4.0  # behind that, for teachers and students to be heard again
+_STALL_S = 1.5  # without a call of `services`, which normally comes twice a second
+_RETURN_S = 4.0  # time for teachers and students to be heard again after such a stall
 
 
 class MemoryRegistry:
@@ -29,7 +30,7 @@ class MemoryRegistry:
     async def services(self, own: Collection[str]) -> Mapping[str, ServiceState]:
         """See Registry."""
         now = self._clock()
-        if now - self._looked_s > _STALL_S:  # this process was stopped: nobody could renew
+        if now - self._looked_s > _STALL_S:  # this process was stopped: no lease could be renewed
             least = now + _RETURN_S
             self._teachers = {key: max(ends, least) for key, ends in self._teachers.items()}
             self._students = {

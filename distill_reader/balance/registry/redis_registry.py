@@ -1,12 +1,12 @@
-"""The registry in Redis, which several discovery servers, and students themselves, share.
+"""The registry in Redis, shared by several discovery servers, and by students without a server.
 
     /service/NAME/nodes/ENDPOINT   hash {server, info}, with a lease: the original's, too
     /service/NAME/students/ID      16 digits of its session, then JSON; with a lease
     /service/NAME/table            the version in 16 digits, then JSON
-    channel edl:discovery          somebody came, went or was moved: look again
+    channel edl:discovery          a message for every change
 
-Whoever registers writes key and lease at once; a teacher's key without a lease is one that the
-original's registrar left behind when it died between the two, and does not count.
+Key and lease are written in one transaction. A teacher's key without a lease does not count: the
+original's registrar leaves one behind if it dies between the two.
 """
 
 import asyncio
@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = "/service/"
 _CHANNEL = "edl:discovery"
-# Of a command, and of connecting: a Redis that hangs must be known to, before its leases have ended
-# that nobody could renew.
+# For a command, and to connect: a Redis that hangs must be noticed before leases end that could not
+# be renewed.
 _TIMEOUT_S = 1.2
-_TABLE_LEASE_S = 3600.0  # behind its service's last student
-_MAX_KEYS = 100_000  # that are looked at
+_TABLE_LEASE_S = 3600.0  # after the last student of its service has left
+_MAX_KEYS = 100_000  # that are read
 _SCAN = 1000  # keys per call
 _DIGITS = 16
 _TURNS = 32  # teachers that are registered at once
@@ -67,12 +67,12 @@ return 1
 
 
 class RedisRegistry:
-    """A Registry. Of several addresses one is used until it fails: they are ways to one Redis."""
+    """A Registry. Several addresses lead to one Redis: one is used until it fails."""
 
     def __init__(self, addresses: Sequence[RedisAddress]) -> None:
-        """Connect later. Raises: UsageError: the package redis is missing."""
+        """Prepare connections. Raises: UsageError: the package redis is missing."""
         try:
-            import redis.asyncio  # the one dependency of those who use Redis
+            import redis.asyncio  # optional: only needed with Redis
         except ImportError as error:
             raise UsageError(_NEEDED) from error
         self._errors: tuple[type[BaseException], ...] = (redis.RedisError, OSError, TimeoutError)
@@ -80,13 +80,13 @@ class RedisRegistry:
         self._clients = [_client(address) for address in addresses]
         self._at = 0
         self._turns = asyncio.Semaphore(_TURNS)
-        self._raw_tables: dict[str, str] = {}  # as they were read; "" or absent: there was none
+        self._raw_tables: dict[str, str] = {}  # texts as they were read; absent: there was none
 
     async def services(self, own: Collection[str]) -> Mapping[str, ServiceState]:
         """See Registry.
 
-        The tables are read before the keys are looked for: who comes and is put into a table
-        between the two is not found missing from it, for that table is then not the one here.
+        Tables are read before the keys. Otherwise a student that comes and is put into a table
+        between the two reads would be found, but be missing in the older table.
         """
         names = sorted(own)
         async with self._redis() as client:
@@ -189,7 +189,7 @@ class RedisRegistry:
             await pipe.execute()
 
     async def put_table(self, service: str, table: Table, before: Table | None) -> bool:
-        """See Registry. What was there is what `services` read last, be it a table or not."""
+        """See Registry. Compares with what `services` read last, even if that is not a table."""
         text = _digits(table.version) + table_text(table)
         known = self._raw_tables.get(service, "")
         lease_ms = round(_TABLE_LEASE_S * 1000)
@@ -206,8 +206,8 @@ class RedisRegistry:
             try:
                 await self._watch_one(changed)
             except self._errors:
-                pass  # whoever calls the others says so
-            except Exception:  # else nobody would hear of changes any more, and not know it
+                pass  # callers of the other methods see the same error
+            except Exception:  # else changes would go unnoticed from here on
                 logger.exception("listening for changes in Redis failed; trying again")
             await asyncio.sleep(_WATCH_PAUSE_S)
 
@@ -301,10 +301,10 @@ def _client(address: RedisAddress) -> Any:
     return Redis.from_url(
         address.url,
         decode_responses=True,
-        encoding_errors="surrogateescape",  # what others wrote must not stop us
+        encoding_errors="surrogateescape",  # any bytes that others wrote can be read
         socket_timeout=_TIMEOUT_S,
         socket_connect_timeout=_TIMEOUT_S,
-        retry=Retry(NoBackoff(), 0),  # those who call us try again, and know when it is too late
+        retry=Retry(NoBackoff(), 0),  # callers retry, and know when it is too late
     )
 
 
@@ -313,7 +313,7 @@ def _key(service: str, kind: str, name: str = "") -> str:
 
 
 def _parse_key(key: str) -> tuple[str, str, str] | None:
-    """Return service, kind and name ("" of a table); None: it is no key of ours."""
+    """Return service, kind and name ("" for a table); None: the key is not one of ours."""
     service, _, rest = key.removeprefix(_PREFIX).partition("/")
     kind, _, name = rest.partition("/")
     is_ours = (

@@ -1,4 +1,4 @@
-"""Keeps a teacher registered for as long as it is there, whatever becomes of the registry."""
+"""Keep a teacher registered while it is up, through all outages of the registry."""
 
 import asyncio
 import contextlib
@@ -20,17 +20,17 @@ from distill_reader.errors import BadRequest, DistillError, UsageError
 
 logger = logging.getLogger(__name__)
 
-LEASE_S = 2.5  # of a teacher: what dies with its registrar is off the lists then
-_BEATS = 5  # within a lease
-_ANSWER_S = 1.0  # another place must have been asked before the lease ends
+LEASE_S = 2.5  # a teacher that dies together with its registrar is off the lists after it
+_BEATS = 5  # heartbeats within a lease
+_ANSWER_S = 1.0  # short enough to try another address before the lease ends
 _RETRY_S = 0.5
 _REFUSED_RETRY_S = 5.0
 _LOG_EVERY_S = 10.0
 _PROBE_S = 1.0
 _WITHDRAW_S = 1.5
-_SAYING = (200, 400, 503)  # statuses of a teacher that says whether it is ready
-_ANOTHER = 20  # probes in a row without one: it is another teacher, which may not say
-_RESTART_S = 2.0  # a teacher that is not ready for so long may just have lost a predictor
+_SAYING = (200, 400, 503)  # HTTP statuses of a teacher that reports whether it is ready
+_ANOTHER = 20  # probes in a row without an answer: it may be another teacher, which does not report
+_RESTART_S = 2.0  # a teacher that is not ready for less may just restart a predictor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +52,12 @@ class _Link(Protocol):
 
 
 class Registrar:
-    """Belongs to one event loop."""
+    """Registers one teacher, at one address at a time. Belongs to one event loop."""
 
     def __init__(self, config: RegistrarConfig, is_alive: Callable[[], Awaitable[bool]]) -> None:
         """
         Args:
-            is_alive: whether the teacher is there.
+            is_alive: whether the teacher is up.
         """
         self._config = config
         self._is_alive = is_alive
@@ -68,12 +68,12 @@ class Registrar:
         self._trouble_logged_s = -_LOG_EVERY_S
 
     async def run(self) -> None:
-        """Work until cancelled; then withdraw."""
+        """Run until cancelled; then withdraw."""
         try:
             while True:
                 try:
                     pause_s = await self._step()
-                except Exception:  # nothing may end this loop: the teacher would never come back
+                except Exception:  # if this loop ended, the teacher would never come back
                     logger.exception("registering failed; trying again")
                     pause_s = _RETRY_S
                 await asyncio.sleep(pause_s)
@@ -81,7 +81,7 @@ class Registrar:
             await finish(self._end())
 
     async def _step(self) -> float:
-        """Do what is due; return when to come again."""
+        """Do what is due; return seconds until the next call."""
         period_s = self._config.lease_s / _BEATS
         is_alive = await self._is_alive()
         address = self._config.addresses[self._at]
@@ -92,12 +92,12 @@ class Registrar:
                 elif self._is_registered:
                     await self._link(address).withdraw()
         except Exception as error:  # noqa: BLE001
-            # The outermost loop, which nothing may end: the teacher would never come back.
+            # If this loop ended, the teacher would never come back.
             await self._note(error, address)
             self._at = (self._at + 1) % len(self._config.addresses)
             self._failures += 1
             if self._failures < len(self._config.addresses):
-                return 0.0  # another one may do, before the lease ends
+                return 0.0  # another address may answer before the lease ends
             retry_s = _REFUSED_RETRY_S if isinstance(error, BadRequest) else _RETRY_S
             return retry_s * random.uniform(0.5, 1.5)
         self._failures = 0
@@ -115,7 +115,7 @@ class Registrar:
 
     async def _note(self, error: Exception, address: RegistryAddress) -> None:
         if isinstance(error, TimeoutError):
-            error = DiscoveryUnavailable(f"{address}: it is silent")
+            error = DiscoveryUnavailable(f"{address}: no answer")
         if not isinstance(error, DistillError):
             logger.error("registering failed", exc_info=error)
         elif self._is_registered or time.monotonic() - self._trouble_logged_s >= _LOG_EVERY_S:
@@ -148,14 +148,14 @@ class Registrar:
 
 
 class Readiness:
-    """Whether a teacher can answer, by what it says of itself. Bears with a short restart."""
+    """Decides from a teacher's own reports whether it is registered. Tolerates a short restart."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._ready_s = -_RESTART_S  # when it was ready last
 
     def note(self, is_ready: bool) -> bool:
-        """Take what it says; return whether it is to be registered."""
+        """Note a report; return whether the teacher should be registered."""
         now = self._clock()
         if is_ready:
             self._ready_s = now
@@ -163,15 +163,15 @@ class Readiness:
 
 
 class PortProbe:
-    """Whether somebody listens on a teacher's port, and is ready, where it says whether it is.
+    """Probes a teacher: its port must accept connections, and it must not report to be unready.
 
-    It does where it speaks the Open Inference Protocol by HTTP; other ones are not asked again.
+    Teachers that speak the Open Inference Protocol by HTTP report that; others are not asked again.
     """
 
     def __init__(self, server: str) -> None:
         self._address = host_port_of(server)
         self._may_say = not server.startswith(("grpc://", "serving"))
-        self._says: bool | None = None  # None: has not been asked since it began to listen
+        self._says: bool | None = None  # None: not asked since it began to listen
         self._silent = 0  # probes in a row without any answer
         self._readiness = Readiness()
 
@@ -194,7 +194,7 @@ class PortProbe:
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
-        if self._says and status not in _SAYING:  # overloaded, or about to end: it does say
+        if self._says and status not in _SAYING:  # it reports, but is overloaded or about to end
             return self._is_slow()
         self._silent = 0
         self._says = status in _SAYING
@@ -206,7 +206,7 @@ class PortProbe:
 
     @staticmethod
     async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
-        """Return the status of an answer; 0: it is none. Raises: TimeoutError."""
+        """Return the HTTP status of the answer; 0: it is not HTTP. Raises: TimeoutError."""
         try:
             async with asyncio.timeout(_PROBE_S):
                 writer.write(b"GET /v2/health/ready HTTP/1.1\r\nHost: teacher\r\n")
@@ -214,7 +214,7 @@ class PortProbe:
                 version, status, *_ = [*(await reader.readline()).split(), b"", b""]
         except TimeoutError:
             raise
-        except (OSError, ValueError):  # ended, or a line without an end
+        except (OSError, ValueError):  # the connection ended, or a line is too long
             return 0
         return int(status) if version.startswith(b"HTTP/1.") and status.isdigit() else 0
 
@@ -222,7 +222,7 @@ class PortProbe:
         self._silent += 1
         if self._silent >= _ANOTHER:
             self._says = None
-        return self._silent < 2  # a host that is busy may be slow once
+        return self._silent < 2  # a busy host may be slow once
 
 
 class _DiscoveryLink:
@@ -278,7 +278,7 @@ async def register_until(
     """Keep a teacher registered until `stopping` is set, then withdraw it.
 
     Args:
-        is_alive: whether it is there; asked before each beat.
+        is_alive: whether it is up; called before each heartbeat.
     """
     registrar = Registrar(config, is_alive)
     task = asyncio.create_task(registrar.run())
@@ -287,13 +287,13 @@ async def register_until(
 
 
 class RegistrarThread:
-    """Registers a teacher from within its own process, for as long as that lives."""
+    """Registers a teacher from a thread of its own process."""
 
     def __init__(self, config: RegistrarConfig, is_ready: Callable[[], bool]) -> None:
         """
         Args:
-            is_ready: whether it can answer; called by a thread of its own. A teacher that cannot is
-                withdrawn, and registered again when it can.
+            is_ready: whether the teacher can answer; called in this thread. A teacher that cannot
+                is withdrawn, and registered again when it can.
         """
         self._config = config
         self._is_ready = is_ready
@@ -308,7 +308,10 @@ class RegistrarThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Withdraw; wait for that, but not for long. Again, or before `start`: nothing."""
+        """Withdraw, and wait for that for some seconds at most.
+
+        Has no effect before `start`, or if called again.
+        """
         with self._lock:
             self._is_stopped = True
             if self._loop is not None and self._stopping is not None:
@@ -332,10 +335,10 @@ class RegistrarThread:
 
 
 def own_address(address: RegistryAddress) -> str:
-    """Return the address of this host that `place` would see. Sends nothing.
+    """Return the address of this host as `address` would see it. Sends nothing.
 
     Raises:
-        UsageError: there is none.
+        UsageError: this host has no such address.
     """
     host, port = address.host_port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,7 +1,8 @@
-"""Keeps the tables of the services of its own students in force: looks, decides, writes, tells.
+"""Keep the tables of services up to date: read the registry, decide, write, notify students.
 
-Any number of these may work on one registry; each has students of its own (those connected to its
-server). One task does all the work, after every change and twice a second: leases end in silence.
+Any number of balancers may share a registry. Each has its own students, which are connected to its
+server. One task does all the work, after every change and twice a second, for a lease that ends
+sends no message.
 """
 
 import asyncio
@@ -20,53 +21,53 @@ from distill_reader.balance.tasks import end_tasks
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.5
-_GATHER_S = 0.02  # behind a change, for what changes with it
-_COST_FACTOR = 3  # rests so many times as long as a look takes
+_GATHER_S = 0.02  # after a change, for others that come with it
+_COST_FACTOR = 3  # the pause after a round, in durations of the round
 _REFRESH_S = 2.0  # of our students' leases
 _RETRY_S = 0.3
-_HOLD_S = 4.0  # behind an outage: for teachers and other servers' students to come back
-_YOUNG_S = 2.5  # a service without a table, of which students know more than the registry
+_HOLD_S = 4.0  # after an outage: time for teachers and other servers' students to come back
+_YOUNG_S = 2.5  # wait for teachers that students have, but a registry without a table does not
 _LOG_EVERY_S = 10.0
 
 
 @dataclass(slots=True)
 class _OwnStudent:
-    """A student of ours."""
+    """A student that is connected to this server."""
 
     student: Student
     notify: Callable[[tuple[str, ...]], None]
     moved: Callable[[], None]
     notified: tuple[str, ...] | None = None  # None: nothing yet
-    is_new: bool = True  # others have not heard of it, or of what it wants now
+    is_new: bool = True  # the registry does not have it, or what it wants now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegistryView:
-    """What was seen last, for people and metrics."""
+    """The last known state of all services, for people and metrics."""
 
     services: Mapping[str, ServiceState]
-    away: str | None  # why the registry is not there; None: it is
+    away: str | None  # why the registry is unavailable; None: it is available
 
 
 class Balancer:
-    """See the module. Belongs to one event loop."""
+    """Assigns teachers to the students of one server. Belongs to one event loop."""
 
     def __init__(self, registry: Registry, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._registry = registry
         self._clock = clock
         self._own: dict[tuple[str, str], _OwnStudent] = {}
-        self._left: dict[tuple[str, str], Student] = {}  # to be dropped
+        self._left: dict[tuple[str, str], Student] = {}  # to be removed from the registry
         self._changed = asyncio.Event()
         self._refreshed_s = -_REFRESH_S
-        self._looked_in_s = 0.0  # how long the last look took
+        self._looked_in_s = 0.0  # how long the last round took
         self._away: str | None = None
         self._away_logged_s = 0.0
-        self._known: dict[str, ServiceState] = {}  # as it was, and as decided, when last seen
+        self._known: dict[str, ServiceState] = {}  # as last read, with the tables decided then
         self._young_until_s: dict[str, float] = {}
-        self.moves = 0  # links that students got in addition to or in place of others
-        self.tables = 0  # written
+        self.moves = 0  # links that were new to their students
+        self.tables = 0  # tables written
 
-    # --- students of ours
+    # --- students of this server
 
     def join(
         self,
@@ -75,11 +76,11 @@ class Balancer:
         notify: Callable[[tuple[str, ...]], None],
         moved: Callable[[], None],
     ) -> None:
-        """Look after a student.
+        """Add a student.
 
         Args:
-            tell: gets its teachers, soon and whenever they change.
-            moved: called when it has come to another server; it counts as having left us.
+            notify: called with its teachers, soon and whenever they change.
+            moved: called when it has connected to another server; then it has left this one.
         """
         key = service, student.student
         self._left.pop(key, None)
@@ -87,7 +88,7 @@ class Balancer:
         self.poke()
 
     def update(self, service: str, student: Student) -> None:
-        """Take over what a student of ours says of itself, but for what it holds."""
+        """Update a student with its report, except for the teachers that it holds."""
         own = self._own.get((service, student.student))
         if own is not None:
             student = replace(student, held=own.student.held)
@@ -98,14 +99,14 @@ class Balancer:
                 self.poke()
 
     def leave(self, service: str, student: Student) -> None:
-        """Let a student go, if it is still the same."""
+        """Remove a student, unless it has a new session by now."""
         key = service, student.student
         own = self._own.get(key)
         if own is not None and own.student.session == student.session:
             del self._own[key]
             self._left[key] = own.student
             known = self._known.get(service)
-            if known is not None:  # nobody waits for it to come back
+            if known is not None:  # after an outage it need not come back
                 students = {name: each for name, each in known.students.items() if name != key[1]}
                 self._known[service] = replace(known, students=students)
             self.poke()
@@ -116,23 +117,23 @@ class Balancer:
 
     @property
     def students(self) -> int:
-        """How many are ours."""
+        """How many students are connected to this server."""
         return len(self._own)
 
     def poke(self) -> None:
-        """Look soon."""
+        """Start the next round soon."""
         self._changed.set()
 
     # --- the task
 
     async def run(self, give_up_after_s: float | None = None) -> None:
-        """Work until cancelled.
+        """Run until cancelled.
 
         Args:
-            give_up_after_s: how long the registry may be away; None: for ever.
+            give_up_after_s: how long the registry may be unavailable; None: without limit.
 
         Raises:
-            RegistryUnavailable: it was longer.
+            RegistryUnavailable: it was unavailable for longer.
         """
         watching = asyncio.create_task(self._registry.watch(self.poke))
         away_since_s: float | None = None
@@ -142,9 +143,9 @@ class Balancer:
                 try:
                     await self._work()
                 except Exception as error:
-                    # The outermost loop: a defect here must not leave students without news.
+                    # If this loop ended, students would hear of no change any more.
                     if not isinstance(error, RegistryUnavailable):
-                        logger.exception("looking after the students failed; trying again")
+                        logger.exception("assigning teachers failed; trying again")
                     now = self._clock()
                     away_since_s = now if away_since_s is None else away_since_s
                     if give_up_after_s is not None and now - away_since_s >= give_up_after_s:
@@ -174,7 +175,8 @@ class Balancer:
         stored = {name: service.table for name, service in services.items()}
         if self._away is not None or self._has_forgotten(stored):
             services, stored = await self._restore(own_names)
-        # Who joined while we asked is not in the registry yet: others would take him out again.
+        # A student that joined meanwhile waits for the next round: it is not in the registry yet,
+        # and other servers would take it out of the table again.
         for name in own_names & services.keys():
             if not self._is_young(name, services[name], now):
                 services[name] = await self._decide(name, services[name], stored.get(name))
@@ -182,7 +184,7 @@ class Balancer:
         self._notify()
 
     async def _put(self) -> None:
-        """Tell the registry of our students."""
+        """Write our students to the registry."""
         for (service, name), student in list(self._left.items()):
             await self._registry.drop_student(service, student)
             self._left.pop((service, name), None)
@@ -194,7 +196,7 @@ class Balancer:
             put = [(service, own.student) for (service, _), own in some]
             moved = await self._registry.put_students(put, are_new=are_new) if put else []
             for (_, own), (_, student) in zip(some, put, strict=True):
-                own.is_new = _wants(own.student) != _wants(student)  # it may have said more since
+                own.is_new = _wants(own.student) != _wants(student)  # it may have reported since
             for service, student in moved:
                 gone = self._own.get((service, student.student))
                 if gone is not None and gone.student.session == student.session:
@@ -204,16 +206,16 @@ class Balancer:
             self._refreshed_s = now
 
     async def _decide(self, name: str, service: ServiceState, stored: Table | None) -> ServiceState:
-        """Return the service with the table in force, which this may write.
+        """Return the service with the table that should hold, which is written if it is new.
 
         Args:
-            stored: what the registry has; None: nothing, though we may know a table.
+            stored: the table in the registry; None: there is none, even if we know one.
         """
         table = next_table(service)
         if table is stored:
             return service
         if not await self._registry.put_table(name, table, stored):
-            self.poke()  # another server was faster: what it wrote is seen next
+            self.poke()  # another server was faster: the next round reads its table
             return service
         before = (service.table or Table()).links
         moves = count_moves(before, table.links)
@@ -231,9 +233,9 @@ class Balancer:
         return replace(service, table=table)
 
     def _is_young(self, name: str, service: ServiceState, now: float) -> bool:
-        """Whether to wait: the registry has lost its memory, and teachers are about to come back.
+        """Return whether to wait for teachers to come back to a registry that has lost its data.
 
-        Their students know of them.
+        Students that report teachers unknown to the registry are the sign of it.
         """
         if service.table is not None:
             self._young_until_s.pop(name, None)
@@ -254,7 +256,7 @@ class Balancer:
                 own.notify(links)
 
     def _has_forgotten(self, stored: Mapping[str, Table | None]) -> bool:
-        """Whether the registry has lost what it knew, as a Redis that was started anew."""
+        """Return whether the registry has lost a table, as a Redis does when it is restarted."""
         for name in {service for service, _ in self._own}:
             known = self._known.get(name)
             if known is not None and known.table is not None and stored.get(name) is None:
@@ -264,9 +266,9 @@ class Balancer:
     async def _restore(
         self, own_names: set[str]
     ) -> tuple[dict[str, ServiceState], dict[str, Table | None]]:
-        """Put back what was known before; return what there is now, and which tables.
+        """Store again what was known before; return all services, and the tables that are stored.
 
-        In the registry itself, so that other servers, who may know less, do not take it off.
+        It is stored in the registry, so that other servers, which may know less, keep it.
         """
         for name in own_names & self._known.keys():
             await self._registry.restore(name, self._known[name], _HOLD_S)
@@ -284,12 +286,12 @@ class Balancer:
 
     def _note_away(self, error: Exception, now: float) -> None:
         if self._away is None or now - self._away_logged_s >= _LOG_EVERY_S:
-            logger.warning("the registry is away, students keep their teachers: %s", error)
+            logger.warning("the registry is unavailable, students keep their teachers: %s", error)
             self._away_logged_s = now
         self._away = str(error)
 
     def _decide_alone(self) -> None:
-        """Let students that come meanwhile have a teacher, by what was known."""
+        """Give a teacher to each student that comes meanwhile, by the last known state."""
         for name in {service for service, _ in self._own}:
             known = self._known.get(name)
             if known is None or not known.teachers:
@@ -305,5 +307,5 @@ class Balancer:
 
 
 def _wants(student: Student) -> tuple[int, tuple[str, ...]]:
-    """Return what others must hear of at once."""
+    """Return the part of a student that the registry must have at once."""
     return student.require, student.unusable

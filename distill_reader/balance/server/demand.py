@@ -1,5 +1,4 @@
-"""Tells a job server how the students of each service are fed, so that it runs more teachers or
-fewer."""
+"""Post each service's demand to a job server, which runs more or fewer teachers by it."""
 
 import asyncio
 import logging
@@ -22,10 +21,10 @@ _LOG_EVERY_S = 30.0
 
 
 def demand_of(name: str, service: ServiceState) -> dict[str, Any] | None:
-    """Return what the job server is told of a service; None: nothing, for nobody reads. Pure."""
+    """Return the demand of a service; None: no student reads, so it is unknown. Pure."""
     students = service.students.values()
     if all(student.wait_share is None for student in students):
-        return None  # 0 would be that they need no teachers
+        return None  # a wait share of 0 would mean that they need no teachers
     return {
         "service": name,
         "students": len(students),
@@ -36,7 +35,7 @@ def demand_of(name: str, service: ServiceState) -> dict[str, Any] | None:
 
 
 class DemandPoster:
-    """Belongs to one event loop."""
+    """Posts the demand every 2 s. Belongs to one event loop."""
 
     def __init__(self, balancer: Balancer, job_server: str, token: str) -> None:
         """
@@ -47,22 +46,22 @@ class DemandPoster:
         self._balancer = balancer
         self._url = job_server.rstrip("/")
         self._session = requests.Session()
-        self._session.trust_env = False  # proxies are not for our own calls
+        self._session.trust_env = False  # no proxy for calls within EDL
         if token:
             self._session.headers["Authorization"] = f"Bearer {token}"
         self._logged_s = -_LOG_EVERY_S
 
     async def run(self) -> None:
-        """Work until cancelled. A job server that is away is told again when it is back."""
+        """Run until cancelled. While the job server is away, go on trying."""
         while True:
             try:
                 trouble = await self._notify()
-            except Exception:  # a defect here must end neither the demand nor the discovery server
-                logger.exception("the demand cannot be told to the job server; trying again")
+            except Exception:  # a defect here must not end the discovery server
+                logger.exception("the demand cannot be posted to the job server; trying again")
                 trouble = ""
             if trouble and time.monotonic() - self._logged_s >= _LOG_EVERY_S:
                 self._logged_s = time.monotonic()
-                logger.warning("the demand cannot be told to the job server: %s", trouble)
+                logger.warning("the demand cannot be posted to the job server: %s", trouble)
             await asyncio.sleep(_PERIOD_S)
 
     async def _notify(self) -> str:
@@ -71,7 +70,7 @@ class DemandPoster:
         return await asyncio.get_running_loop().run_in_executor(None, self._post, demands)
 
     def _post(self, demands: Sequence[dict[str, Any] | None]) -> str:
-        """Return what went wrong; "": nothing. Runs in a thread."""
+        """Post in a thread; return what went wrong, or ""."""
         trouble = ""
         for demand in demands:
             if demand is None:
@@ -82,7 +81,7 @@ class DemandPoster:
             except requests.RequestException as error:
                 return str(error)
             if answer.status_code == HTTPStatus.NOT_FOUND:
-                logger.debug("%s: %s", url, answer.text[:200])  # not all services are on demand
+                logger.debug("%s: %s", url, answer.text[:200])  # this service is not on demand
             elif not answer.ok:
                 trouble = f"{url}: {answer.status_code} {answer.text[:200]}"
         return trouble

@@ -1,4 +1,4 @@
-"""What a discovery server tells Prometheus, and people."""
+"""The metrics of a discovery server for Prometheus, and its state as JSON for people."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from distill_reader.balance.table import ServiceState, Table
 
 
 class DiscoveryMetrics:
-    """The counters of one server, in a registry of their own."""
+    """The metrics of one server, in a Prometheus registry of their own."""
 
     CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -35,7 +35,7 @@ class DiscoveryMetrics:
 
 
 class _Services(Collector):
-    """Read when somebody asks."""
+    """Reads the balancer's state for each scrape."""
 
     def __init__(self, balancer: Balancer, connections: Callable[[], int]) -> None:
         self._balancer = balancer
@@ -65,7 +65,7 @@ class _Services(Collector):
 
 
 def describe(view: RegistryView) -> dict[str, Any]:
-    """Return what is known as JSON for people."""
+    """Return the state of all services as JSON for people."""
     return {
         "registry": view.away or "ok",
         "services": {name: _describe(service) for name, service in view.services.items()},
@@ -73,13 +73,13 @@ def describe(view: RegistryView) -> dict[str, Any]:
 
 
 def wait_share(service: ServiceState) -> float:
-    """Return the students' mean, of those that have said it."""
+    """Return the mean wait share of the students that have reported one."""
     shares = [each.wait_share for each in service.students.values() if each.wait_share is not None]
     return sum(shares) / len(shares) if shares else 0.0
 
 
 def samples_per_s(service: ServiceState) -> float:
-    """Return what all students read."""
+    """Return the samples per second of all students together."""
     return sum(each.samples_per_s or 0.0 for each in service.students.values())
 
 

@@ -1,4 +1,4 @@
-"""The discovery server's port: the original's students, ours, teachers, and HTTP for people."""
+"""The discovery server: students (ours and the original's), teachers, and HTTP for people."""
 
 import asyncio
 import itertools
@@ -36,26 +36,27 @@ from distill_reader.tokens import new_nonce, prove, proves, same_token
 logger = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 10.0
-_ACCEPT_STEPS = 5  # of the loop, until what it has just accepted is ours: a server that is closed
-# before that loses the socket
+# Steps of the event loop until a socket that was just accepted has reached `_accept`. A server that
+# is closed earlier would leak the socket.
+_ACCEPT_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiscoveryServerConfig:
-    """Whom a server takes, and for how long it bears with them."""
+    """Which connections a server accepts, and how long it waits for them."""
 
-    token: str = ""  # what those who come must prove to have; "": nothing
+    token: str = ""  # that clients must prove to know; "": none is needed
     is_open_to_legacy: bool = False  # the original's students carry no token
     max_connections: int = 8192
     first_s: float = 10.0  # until the first message
-    silent_s: float = 8.0  # a student of ours says something every 2 s
+    silent_s: float = 8.0  # our students send a report every 2 s
     legacy_silent_s: float = 15.0
-    return_s: float = 2.0  # a student whose connection ended may come back: its place is kept
-    first_list_s: float = 3.0  # the original's student wants its first list as an answer
+    return_s: float = 2.0  # a student whose connection ended keeps its teachers for so long
+    first_list_s: float = 3.0  # the original's student expects its first list as an answer
 
 
 class DiscoveryServer:
-    """Connections of one listener. Belongs to one event loop."""
+    """Serves the connections of one listening socket. Belongs to one event loop."""
 
     def __init__(self, registry: Registry, config: DiscoveryServerConfig) -> None:
         self.balancer = Balancer(registry)
@@ -108,7 +109,7 @@ class DiscoveryServer:
             connection.close()
 
     async def _dispatch(self, connection: ServerConnection) -> None:
-        """Find out who it is, and go on as they do."""
+        """Serve HTTP or the discovery protocol, by the first bytes."""
         first = await connection.first(self._config.first_s)
         if first == b"GET ":
             await self._answer_http(connection)
@@ -146,7 +147,11 @@ class DiscoveryServer:
         return not wanted or same_token(token, wanted)
 
     def check(self, body: Mapping[str, Any], request: Request) -> None:
-        """Raise AccessRefused if who says this does not show the token, as older releases do."""
+        """Check the token that older releases send in their first message.
+
+        Raises:
+            AccessRefused: it is missing or wrong.
+        """
         if not self._is_welcome(body.get("token")):
             raise AccessRefused(
                 "token: this server wants one; set EDL_TEACHER_TOKEN as on the server"
@@ -173,7 +178,7 @@ class DiscoveryServer:
         self.balancer.join(service, student, session.notify, session.moved)
 
     def student_went(self, service: str, student: Student, *, may_return: bool) -> None:
-        if not may_return or self._is_closing:  # another server will have it
+        if not may_return or self._is_closing:  # if closing, it connects to another server
             if not self._is_closing:
                 self.balancer.leave(service, student)
             return
@@ -193,7 +198,7 @@ class DiscoveryServer:
         return self._config
 
     def legacy_name(self) -> str:
-        """Return a name for a student that has none."""
+        """Return a unique name for a student of the original, which sends none."""
         return f"legacy-{socket.gethostname()[:40]}-{time.time_ns():x}-{next(self._numbers)}"
 
     def _log(self, text: str) -> None:
@@ -204,25 +209,25 @@ class DiscoveryServer:
 
 
 async def _step(times: int) -> None:
-    """Let the loop do what is due, so many times."""
+    """Let the event loop run so many steps."""
     for _ in range(times):
         await asyncio.sleep(0)
 
 
 class _Session:
-    """What one connection has said so far."""
+    """The state of one connection of the discovery protocol."""
 
     def __init__(self, server: DiscoveryServer, connection: ServerConnection) -> None:
         self._server = server
         self._connection = connection
         self._service = ""
-        self._student: Student | None = None  # None: nobody has introduced itself as one
+        self._student: Student | None = None  # None: it has not sent that it is a student
         self._is_legacy = False
-        self._teachers: tuple[str, ...] = ()  # as told last
+        self._teachers: tuple[str, ...] = ()  # the last list
         self._version = 0  # of `_teachers`
-        self._listed = asyncio.Event()  # there is a first list
-        self._is_known = not server.config.token  # has shown or proved the token
-        self._nonces: tuple[str, str] | None = None  # its and ours; None: it has sent none
+        self._listed = asyncio.Event()  # the first list has come
+        self._is_known = not server.config.token  # it has shown or proved the token
+        self._nonces: tuple[str, str] | None = None  # its and ours; None: it has not sent one
         self._is_over = False
 
     async def run(self) -> None:
@@ -230,7 +235,7 @@ class _Session:
         silent_s = config.first_s
         while not self._is_over:
             body = await self._connection.receive(silent_s)
-            kind, outcome = "?", "refused"  # labels of counters are not for anybody to make up
+            kind, outcome = "?", "refused"  # unknown types must not become labels of a counter
             answer: Mapping[str, Any]
             try:
                 if isinstance(body, BadRequest):
@@ -251,13 +256,13 @@ class _Session:
         await self._connection.drain()
 
     def ended(self) -> None:
-        """The connection is over."""
+        """Note that the connection has ended."""
         self._is_over = True
         if self._student is not None:
             self._server.student_went(self._service, self._student, may_return=not self._is_legacy)
 
     def notify(self, teachers: tuple[str, ...]) -> None:
-        """Take a new list; ours hears of it at once, the original's when it asks."""
+        """Store a new list. Our students get it at once, the original's when they ask."""
         self._teachers = teachers
         self._version += self._listed.is_set()
         self._listed.set()
@@ -267,17 +272,20 @@ class _Session:
             )
 
     def moved(self) -> None:
-        """The student has come to another server, so this connection is a leftover."""
+        """Close the connection: the student has connected to another server."""
         self._student = None
         self._connection.close()
 
     # --- answers
 
     def _check(self, body: Mapping[str, Any], request: Request) -> None:
-        """Raise AccessRefused if who says this may not.
+        """Check that this connection may send this message.
 
-        The original's students may come, ask for news and leave, where the server is open to them;
-        whatever else is said on their connection needs the token like on any other one.
+        The original's students may register, send heartbeats and leave without a token, if the
+        server is open to them. Any other message needs the token.
+
+        Raises:
+            AccessRefused: it may not.
         """
         if self._is_known or isinstance(request, AuthStart | AuthProof):
             return
@@ -297,7 +305,7 @@ class _Session:
     def _prove(self, request: AuthProof) -> Mapping[str, Any]:
         token, nonces, self._nonces = self._server.config.token, self._nonces, None
         if nonces is None:
-            raise BadRequest("prove: comes behind meet, once")
+            raise BadRequest("prove: expected once, after meet")
         if not proves(request.proof, token, "discovery client", *nonces):
             raise AccessRefused(
                 "token: this server has another one; set EDL_TEACHER_TOKEN as there"
@@ -327,7 +335,7 @@ class _Session:
             )
             return {"type": "ok"}
         if self._student is None:
-            raise BadRequest("this connection has not said who it is: register first")
+            raise BadRequest("this connection is not that of a student: register first")
         if isinstance(request, LegacyHeartbeat):
             if request.version >= self._version:
                 return {"type": "heartbeat"}
@@ -347,10 +355,10 @@ class _Session:
         self._is_legacy = True
         name = self._server.legacy_name()
         self._come(request.service, Student(student=name, session=1, require=request.num))
-        with suppress(TimeoutError):  # then it gets an empty list, and the next one by heartbeat
+        with suppress(TimeoutError):  # it gets an empty list now, and the next one by heartbeat
             async with asyncio.timeout(self._server.config.first_list_s):
                 await self._listed.wait()
-        self._listed.set()  # what comes now is a change
+        self._listed.set()  # from now on every list is a change
         return {
             "type": "register",
             "seq": request.seq + 1,

@@ -11,7 +11,7 @@ from distill_reader.errors import BadRequest, TransientFailure
 from distill_reader.tokens import new_nonce, prove, proves
 
 CONNECT_S = 2.0
-ANSWER_S = 3.0  # a server that is alive says something within it
+ANSWER_S = 3.0  # a server that is alive sends something within it
 
 
 class DiscoveryUnavailable(TransientFailure):
@@ -33,7 +33,7 @@ class ClientConnection:
 
     @classmethod
     async def connect(cls, endpoint: str, token: str) -> "ClientConnection":
-        """Connect; with a token, to a server that has the same: it is not sent.
+        """Connect, and prove to know the token, which is not sent.
 
         Args:
             token: "": there is none.
@@ -116,7 +116,7 @@ class ClientConnection:
         return answer
 
     def check(self, answer: Mapping[str, Any]) -> None:
-        """Raises: BadRequest, DiscoveryUnavailable: it is an error."""
+        """Raise BadRequest or DiscoveryUnavailable if the answer is an error."""
         if answer.get("type") == "error":
             text = f"discovery server {self.endpoint}: {answer.get('error')}"
             raise DiscoveryUnavailable(text) if answer.get("retry") is True else BadRequest(text)
@@ -128,5 +128,5 @@ class ClientConnection:
                 await self._writer.wait_closed()
 
     def _away(self, error: Exception) -> DiscoveryUnavailable:
-        reason = "it is silent" if isinstance(error, TimeoutError) else "the connection ended"
+        reason = "no answer" if isinstance(error, TimeoutError) else "the connection ended"
         return DiscoveryUnavailable(f"discovery server {self.endpoint}: {reason}")

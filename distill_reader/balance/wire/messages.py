@@ -1,18 +1,18 @@
-"""What discovery servers, students and teachers say to each other. Pure.
+"""The messages between discovery servers, students and teachers. Pure.
 
-A message is a head, 4 bytes `CB EF 00 00` and the length of all of it as an int32 (big endian), and
-a JSON object with a `type`. The original's, answered one by one:
+A message is 4 bytes `CB EF 00 00`, its whole length as a big-endian int32, and a JSON object with a
+`type`. The original's messages, each answered:
 
     student -> {"type": "register", "service_name", "seq", "num"}
     server  -> {"type": "register", "seq", "servers", "num"}
     student -> {"type": "heartbeat", "version"}        every 2 s
     server  -> {"type": "heartbeat"} or {"type": "servers_change", "servers", "version"}
 
-Ours. Who has a token proves it first, and the server proves it as well (tokens.py); older ones sent
-their `token` in the first message of a connection:
+Ours. A client with a token proves it first, then the server does (tokens.py). Clients of older
+releases sent the `token` in the first message of a connection:
 
     either  -> {"type": "meet", "nonce"}
-    server  -> {"type": "challenge", "nonce"}, or {"type": "ok"}, if it wants none
+    server  -> {"type": "challenge", "nonce"}, or {"type": "ok"}, if it needs none
     either  -> {"type": "prove", "proof"}
     server  -> {"type": "ok", "proof"}
 
@@ -25,7 +25,7 @@ their `token` in the first message of a connection:
     server  -> {"type": "ok"}                  to each of these
                {"type": "teachers", "teachers", "version"}   to a student, whenever they change
                {"type": "error", "error": text}              to what cannot be answered; with
-                   "retry": true, if it may be later: the registry is away
+                   "retry": true, if it can be later: the registry is unavailable
 """
 
 import json
@@ -45,16 +45,16 @@ MAX_REQUEST_BYTES = 256 << 10  # to a server: a student's report on MAX_HELD tea
 MAX_ANSWER_BYTES = 4 << 20  # from a server: a list of MAX_REQUIRE teachers
 MAX_INFO = 512
 REPORT_S = 2.0  # between a student's reports
-LEASE_S = (0.5, 600.0)  # what a teacher may ask for
+LEASE_S = (0.5, 600.0)  # the least and the most that a teacher may ask for
 
 
 class BadFrame(BadRequest):
-    """What came is no message: where the next one begins cannot be known."""
+    """The bytes are not a message, so it is unknown where the next one begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegacyRegister:
-    """The original's student comes."""
+    """A student of the original registers."""
 
     service: str
     seq: int
@@ -63,14 +63,14 @@ class LegacyRegister:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegacyHeartbeat:
-    """The original's student asks for news since a version."""
+    """A student of the original asks for changes since a version."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudentJoin:
-    """A student comes."""
+    """A student joins a service."""
 
     service: str
     student: str
@@ -81,23 +81,23 @@ class StudentJoin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudentReport:
-    """A student is there, and says how it is fed."""
+    """A student reports how well it is fed."""
 
     require: int
-    wait_share: float | None  # None: it has read nothing since it came
+    wait_share: float | None  # None: it has not read since it joined
     samples_per_s: float | None  # likewise
     measured: Mapping[str, Measured]
-    unusable: tuple[str, ...] = ()  # teachers that give it nothing; older students do not say
+    unusable: tuple[str, ...] = ()  # teachers that do not answer it; older students send none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudentLeave:
-    """A student goes."""
+    """A student leaves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherHeartbeat:
-    """A teacher is there."""
+    """A teacher registers, or renews its lease."""
 
     service: str
     server: str
@@ -107,7 +107,7 @@ class TeacherHeartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherWithdrawal:
-    """A teacher goes."""
+    """A teacher withdraws."""
 
     service: str
     server: str
@@ -115,14 +115,14 @@ class TeacherWithdrawal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuthStart:
-    """Somebody with a token comes."""
+    """A client with a token starts the exchange of proofs."""
 
     nonce: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuthProof:
-    """And shows that it is so."""
+    """The client proves that it knows the token."""
 
     proof: str
 
@@ -141,13 +141,13 @@ Request = (
 
 
 def encode(body: Mapping[str, Any]) -> bytes:
-    """Return a message."""
+    """Return the bytes of a message."""
     data = json.dumps(body, separators=(",", ":")).encode()
     return HEAD.pack(MAGIC, HEAD.size + len(data)) + data
 
 
 def body_bytes(head: bytes, most: int) -> int:
-    """Return how many bytes follow a head. Raises: BadFrame."""
+    """Return how many bytes follow the head. Raises: BadFrame."""
     magic, length = HEAD.unpack(head)
     if magic != MAGIC:
         raise BadFrame(f"a message begins with CB EF 00 00, got {magic.hex(' ')}")
@@ -157,7 +157,7 @@ def body_bytes(head: bytes, most: int) -> int:
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """Return the object of a message's bytes. Raises: BadRequest."""
+    """Return the JSON object of a message. Raises: BadRequest."""
     try:
         body = json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -168,7 +168,7 @@ def decode(data: bytes) -> dict[str, Any]:
 
 
 def parse(body: Mapping[str, Any]) -> Request:
-    """Return what a message says. Raises: BadRequest, which names the field."""
+    """Return the request of a message. Raises: BadRequest, which names the field."""
     kind = body.get("type")
     read = _READERS.get(kind) if isinstance(kind, str) else None
     if read is None:
@@ -180,7 +180,7 @@ def parse(body: Mapping[str, Any]) -> Request:
 
 
 def hello_body(student: StudentJoin) -> dict[str, Any]:
-    """Return what a student says first."""
+    """Return the first message of a student."""
     return {
         "type": "student",
         "service": student.service,
@@ -219,7 +219,7 @@ def withdrawal_body(service: str, server: str) -> dict[str, Any]:
     return {"type": "withdraw", "service": service, "server": server}
 
 
-# --- readers of each kind
+# --- one parser for each type
 
 
 def _legacy_register(body: Mapping[str, Any]) -> LegacyRegister:
@@ -231,7 +231,7 @@ def _legacy_register(body: Mapping[str, Any]) -> LegacyRegister:
 
 
 def _legacy_heartbeat(body: Mapping[str, Any]) -> LegacyHeartbeat:
-    # The original takes heartbeats of older clients, which know no versions.
+    # The original accepts heartbeats without a version, of older clients.
     return LegacyHeartbeat(
         version=_integer(body, "version", 0, 1 << 62) if "version" in body else 0
     )
@@ -340,4 +340,4 @@ def _measure(value: Any, name: str) -> float:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

@@ -1,4 +1,4 @@
-"""One connection to a discovery server: messages with bounds of size and time; a little HTTP."""
+"""The server's end of a connection: messages within bounds of size and time, and GET requests."""
 
 import asyncio
 import contextlib
@@ -15,18 +15,18 @@ from distill_reader.balance.wire.messages import (
 )
 from distill_reader.errors import BadRequest, DistillError
 
-_STALL_S = 5.0  # from a message's first byte to its last
+_STALL_S = 5.0  # from the first byte of a message to the last
 _GOODBYE_S = 1.0
-_MAX_UNSENT_BYTES = 8 << 20  # of a peer that does not read
+_MAX_UNSENT_BYTES = 8 << 20  # for a peer that does not read
 _MAX_HTTP_BYTES = 8 << 10
 
 
 class AccessRefused(DistillError):  # noqa: N818 - named by what is the case
-    """Who says this may not; the connection ends."""
+    """The peer may not send this message; the connection ends."""
 
 
 class Stalled(DistillError):  # noqa: N818 - named by what is the case
-    """The peer said or took nothing for too long."""
+    """The peer sent or read nothing for too long."""
 
 
 class ServerConnection:
@@ -35,23 +35,23 @@ class ServerConnection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
-        self._first = b""  # bytes that were looked at
+        self._first = b""  # bytes that `first` has read
         peer = writer.get_extra_info("peername")
         self.peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
 
     async def first(self, within_s: float) -> bytes:
-        """Return the first four bytes, which `receive` returns again. Raises: Stalled, OSError."""
+        """Return the first four bytes; `receive` reads them again. Raises: Stalled, OSError."""
         with _bound(within_s):
             async with asyncio.timeout(within_s):
                 self._first = await self._reader.readexactly(4)
         return self._first
 
     async def receive(self, within_s: float) -> Mapping[str, Any] | BadRequest:
-        """Return the next message's object, or why it is none and the next one can be read.
+        """Return the next message, or an error if it is not valid JSON.
 
         Raises:
-            Stalled: the peer says nothing, or what is no message: nothing can be read behind that.
-            OSError, IncompleteReadError: it has gone.
+            Stalled: the peer sends nothing, or no message; nothing can be read after that.
+            OSError, IncompleteReadError: the connection ended.
         """
         with _bound(within_s):
             if not self._first:
@@ -72,7 +72,7 @@ class ServerConnection:
             return error
 
     def send(self, body: Mapping[str, Any]) -> None:
-        """Send a message. A peer that takes none is dropped."""
+        """Send a message. A peer that does not read is dropped."""
         transport = self._writer.transport
         if transport.is_closing():
             return
@@ -82,14 +82,16 @@ class ServerConnection:
         self._writer.write(encode(body))
 
     async def drain(self) -> None:
-        """Wait, not for long, until what was sent is on its way."""
+        """Wait for some seconds at most until everything is sent."""
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(_STALL_S):
                 await self._writer.drain()
 
     async def _say_goodbye(self, error: str) -> None:
-        """Send an error, and read what is on its way: unread, it would end the connection before
-        the peer has read the error."""
+        """Send an error, and read what still comes.
+
+        Unread bytes would reset the connection before the peer has read the error.
+        """
         self.send({"type": "error", "error": error})
         await self.drain()
         self._writer.write_eof()
@@ -99,7 +101,7 @@ class ServerConnection:
                     pass
 
     async def http_request(self) -> tuple[str, str]:
-        """Return path and bearer token ("": none) of a GET. Raises: Stalled, OSError."""
+        """Return path and bearer token ("": none) of a GET request. Raises: Stalled, OSError."""
         with _bound(_STALL_S):
             async with asyncio.timeout(_STALL_S):
                 try:

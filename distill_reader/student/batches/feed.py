@@ -1,11 +1,11 @@
-"""Decide what goes in which request, and give answers back in order. Pure: no clock, no threads.
+"""Decide which samples go into which request, and return answers in order. Pure.
 
     generator -> add -> waiting pieces -> take -> request -> answered -> ready items -> pop
 
-Pieces of one shape are joined, wherever they wait: items are put in order again by `pop`. A request
-may be with two teachers (hedged); its first answer counts. Pieces that teachers have refused, or
-failed to answer, are in trouble: each is asked by itself, until one answers or `judge` finds that
-none will. What is held between `add` and the consumer's next `pop` is bounded in bytes.
+Waiting pieces of one shape are joined into a request; `pop` puts the items in order again. Two
+teachers may have a request at once (hedged); the first answer counts. Pieces that teachers have
+refused or failed to answer are in trouble: each is asked in a request of its own, until a teacher
+answers or `judge` finds that none will. The bytes held until the consumer takes them are bounded.
 """
 
 from bisect import insort
@@ -19,14 +19,12 @@ from distill_reader.student.batches.items import ItemPiece, ReaderItem, Signatur
 from distill_reader.student.batches.tries import Blame, Tries
 from distill_reader.student.clients.client import Array
 
-_FIRST_PART = 8  # of the bound on memory, what may be held before the first answer
-# Of what is joined otherwise, what is joined of a lost teacher's pieces: the consumer waits for
-# the first of them, and the others' answers behind it do not help.
+_FIRST_PART = 8  # the part of the memory bound that may be held before the first answer
+# Requests with pieces of a lost teacher are smaller by this factor: the consumer waits for the
+# first of them, and cannot use the answers behind it.
 _OVERDUE_PART = 4
-
-# Where samples of several shapes wait, what is joined of one at least: a batch of most teachers.
-# The consumer waits for a request of each shape, so that all of them together are to be no more
-# than one would be otherwise.
+# If samples of several shapes wait, the consumer waits for a request of each shape, so that their
+# requests share the size of one; but each has at least so many samples, a batch of most teachers.
 _LEAST_OF_A_SHAPE = 64
 
 _order_of = attrgetter("order")
@@ -34,16 +32,16 @@ _order_of = attrgetter("order")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """Of one request."""
+    """The bounds of one request."""
 
-    join_bytes: int  # pieces are joined up to here
+    join_bytes: int  # pieces are joined up to this size
     most_bytes: int  # a larger piece is split
-    samples: int | None = None  # most there may be; None: any number
-    join_samples: int | None = None  # pieces are joined up to here; None: any number
+    samples: int | None = None  # the most samples; None: no bound
+    join_samples: int | None = None  # pieces are joined up to so many samples; None: no bound
 
 
 class Request:
-    """Pieces that agree in shape, to be answered together."""
+    """Pieces of one shape that are answered together."""
 
     __slots__ = (
         "hedged_to", "holders", "is_answered", "is_hedged", "pieces", "samples", "signature",
@@ -54,9 +52,9 @@ class Request:
         self.signature = signature
         self.samples = samples
         self.holders: list[str] = []  # endpoints of the teachers that have it
-        self.is_hedged = False  # was offered to a second teacher
-        self.hedged_to: Collection[str] | None = None  # those that may take it then; None: any
-        self.is_answered = False  # or refused: what others say does not count
+        self.is_hedged = False  # it was offered to a second teacher
+        self.hedged_to: Collection[str] | None = None  # teachers that may take it then; None: any
+        self.is_answered = False  # or refused; further answers do not count
 
     @property
     def size_bytes(self) -> int:
@@ -70,37 +68,37 @@ class Request:
 
 
 class Feed:
-    """Everything between the generator and the consumer. The caller has the lock."""
+    """Holds everything between the generator and the consumer. The caller has the lock."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._order: deque[ReaderItem] = deque()  # not popped yet, as the generator yielded them
         self._waiting: dict[Signature, deque[ItemPiece]] = {}  # in order; none is empty
         self._troubled: list[ItemPiece] = []  # in order
-        self._able: Collection[str] = ()  # teachers that may be asked, now or soon
+        self._able: Collection[str] = ()  # teachers that can be asked, now or soon
         self._hedges: deque[Request] = deque()
         self._added = 0  # items, ever
         self._answers = 0  # requests, ever
         self._held_bytes = 0
-        self._popped_bytes = 0  # of the items that the consumer works on
-        self._output_bytes: int | None = None  # of one sample's predictions; None: not known yet
+        self._popped_bytes = 0  # of the items that the consumer works on now
+        self._output_bytes: int | None = None  # of one sample's predictions; None: unknown yet
         self._skips = False
-        self.may_be_alone = False  # items may need no teacher: their absence is no matter itself
+        self.may_be_alone = False  # items may need no teacher, so lacking one is not an error
         self.waiting_bytes = 0
         self.waiting_samples = 0
         self.is_blocked = False  # the generator waits for room
-        self.is_ended = False  # the generator is at its end
-        self._end_error: Exception | None = None  # what ended it; None: it was done
-        self._error: Exception | None = None  # raised where there is no answer
+        self.is_ended = False  # the generator has ended
+        self._end_error: Exception | None = None  # why it ended; None: it was exhausted
+        self._error: Exception | None = None  # raised instead of a missing answer
         self._absence: Exception | None = None  # likewise, until `resume`
 
     # --- the generator
 
     def has_room(self, item: ReaderItem) -> bool:
-        """Return whether `item` may be added; always, if nothing else is held."""
+        """Return whether `item` may be added. If nothing else is held, it always may."""
         if not self._held_bytes:
             return True
-        if self._output_bytes is None:  # nobody knows yet how large predictions are
+        if self._output_bytes is None:  # the size of predictions is unknown yet
             return self._held_bytes + item.charge_bytes <= self._max_bytes // _FIRST_PART
         charge = item.charge_bytes + item.samples * self._output_bytes
         return self._held_bytes + charge <= self._max_bytes
@@ -127,12 +125,12 @@ class Feed:
             self._let_go(item)
 
     def expect(self, output_bytes: int) -> None:
-        """Note how large one sample's predictions are, where no teacher has told yet."""
+        """Note the size of one sample's predictions, if no answer has shown it yet."""
         if self._output_bytes is None:
             self._output_bytes = output_bytes
 
     def end(self, error: Exception | None = None) -> None:
-        """Nothing more comes. `error` is raised behind the last item."""
+        """Note that nothing more comes. `error` is raised after the last item."""
         self.is_ended = True
         self._end_error = error
 
@@ -143,26 +141,26 @@ class Feed:
         return bool(self._waiting or self._troubled)
 
     def has_waiting_for(self, teacher: str) -> bool:
-        """Return whether `take` would find something."""
+        """Return whether `take` would return a request for this teacher."""
         return bool(self._waiting) or self._troubled_for(teacher) is not None
 
     @property
     def has_answers(self) -> bool:
-        """Whether any teacher has answered anything."""
+        """Whether any teacher has answered a request."""
         return self._answers > 0
 
     @property
     def has_troubled(self) -> bool:
-        """Whether `judge` is to be called, as time goes by."""
+        """Whether pieces are in trouble, so that `judge` must be called now and then."""
         return bool(self._troubled)
 
     @property
     def shapes(self) -> int:
-        """How many sorts of samples wait that cannot share a request."""
+        """The number of different shapes of samples that wait."""
         return len(self._waiting)
 
     def is_first(self, request: Request) -> bool:
-        """Return whether the consumer waits for this request before anything else."""
+        """Return whether the consumer needs this request next."""
         first = next((item for item in self._order if item.missing), None)
         return any(piece.item is first for piece in request.pieces)
 
@@ -172,7 +170,7 @@ class Feed:
 
     @property
     def gives_up(self) -> bool:
-        """Whether what has no answer is let go, or raised."""
+        """Whether a missing answer is skipped, or raises an error."""
         return self._skips or self._trouble() is not None
 
     @property
@@ -181,7 +179,7 @@ class Feed:
         return any(item.missing and item.error is None for item in self._order)
 
     def take(self, limits: RequestLimits, teacher: str) -> Request | None:
-        """Return the next request, from now on with `teacher`; None: nothing waits for it."""
+        """Return the next request and hand it to `teacher`; None: nothing waits."""
         troubled = self._troubled_for(teacher) if self._troubled else None
         if troubled is not None:
             self._troubled.remove(troubled)
@@ -213,22 +211,22 @@ class Feed:
         return self._request(pieces, samples, size_bytes, teacher)
 
     def hedge(self, request: Request, to: Collection[str] | None = None) -> None:
-        """Offer a request that is late to other teachers as well; again: to these instead."""
+        """Offer a late request to other teachers as well. A second call replaces these teachers."""
         request.hedged_to = to
         if not request.is_hedged:
             request.is_hedged = True
             self._hedges.append(request)
 
     def is_offered(self, request: Request) -> bool:
-        """Return whether it was hedged, and nobody has taken it yet."""
+        """Return whether it was hedged, and no teacher has taken it yet."""
         return request in self._hedges
 
     def has_hedge(self, teacher: str) -> bool:
-        """Return whether `take_hedge` would find one."""
+        """Return whether `take_hedge` would return a request."""
         return any(_may_hedge(request, teacher) for request in self._hedges)
 
     def take_hedge(self, teacher: str) -> Request | None:
-        """Return a late request that is with others, from now on with `teacher` too."""
+        """Return a late request of another teacher, and hand it to `teacher` too."""
         for request in self._hedges:
             if _may_hedge(request, teacher):
                 self._hedges.remove(request)
@@ -237,7 +235,7 @@ class Feed:
         return None
 
     def answered(self, request: Request, outputs: Sequence[Array], teacher: str) -> bool:
-        """Keep the predictions; return whether they are the first ones."""
+        """Store the predictions; return whether they are the first answer."""
         request.holders.remove(teacher)
         if request.is_answered:
             return False
@@ -249,7 +247,7 @@ class Feed:
         begin = 0
         for piece in request.pieces:
             item = piece.item
-            if item.missing:  # else: skipped meanwhile
+            if item.missing:  # else it was skipped meanwhile
                 if item.output_bytes != per_sample:
                     more = (per_sample - item.output_bytes) * piece.samples
                     item.charge_bytes += more
@@ -262,10 +260,10 @@ class Feed:
     def give_back(
         self, request: Request, teacher: str, blame: Blame | None = None, now: float = 0.0
     ) -> None:
-        """Let others answer it; its samples go in front of all that are behind them.
+        """Let its samples wait again, in their order, for another teacher.
 
         Args:
-            blame: what became of it at `now`; None: the request is not what is at fault.
+            blame: how the try ended at `now`; None: the request is not at fault.
         """
         request.holders.remove(teacher)
         if request.is_answered:
@@ -284,12 +282,11 @@ class Feed:
     def refused(
         self, request: Request, error: BadRequest, teacher: str, now: float = 0.0
     ) -> list[Request]:
-        """Note that this teacher will not answer it.
+        """Note that this teacher refuses a request.
 
         Returns:
-            Requests to ask one by one, now with `teacher`: of several items only one may be at
-            fault. Empty: others may be asked, if `judge` finds some; if not, the item's consumer
-            will see `error`.
+            Requests to ask `teacher` one by one: of several items only one may be at fault. Empty:
+            other teachers are asked if `judge` finds some; otherwise the consumer gets `error`.
         """
         request.holders.remove(teacher)
         if request.is_answered:
@@ -307,7 +304,7 @@ class Feed:
         return singles
 
     def too_large(self, request: Request, teacher: str) -> bool:
-        """Have its samples wait again, to be asked in smaller requests; False: there is one."""
+        """Let its samples wait again for smaller requests; False: there is only one sample."""
         if request.samples == 1:
             return False
         request.holders.remove(teacher)
@@ -321,11 +318,11 @@ class Feed:
         return True
 
     def judge(self, able: Collection[str], hoped_for: Collection[str], now: float) -> None:
-        """Find out who may still answer what is in trouble, and raise what nobody will.
+        """Give each piece in trouble an error if no teacher will answer it.
 
         Args:
-            able: teachers that may be asked, now or soon.
-            hoped_for: those, and others that are worth waiting for.
+            able: teachers that can be asked, now or soon.
+            hoped_for: those, and teachers that are worth waiting for.
         """
         self._able = able
         for piece in list(self._troubled):
@@ -338,21 +335,21 @@ class Feed:
                 self.waiting_samples -= piece.samples
 
     def fail(self, error: Exception) -> None:
-        """Raise `error` where there is no answer, behind the items that have one."""
+        """Raise `error` instead of a missing answer, after the items that have one."""
         self._error = error
 
     def suspend(self, error: Exception) -> None:
-        """Do so until `resume`."""
+        """Like `fail`, until `resume`."""
         self._absence = error
 
     def skip(self) -> None:
-        """Let everything that has no answer go without, and what comes until `resume`."""
+        """Let all unanswered items go without predictions, and new ones until `resume`."""
         self._skips = True
         for item in self._order:
             self._let_go(item)
 
     def resume(self) -> None:
-        """Ask teachers again, for what comes from now on."""
+        """Ask teachers again for new items."""
         self._skips = False
         self._absence = None
 
@@ -360,7 +357,7 @@ class Feed:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `pop` has something to return or raise, or all is done."""
+        """Whether `pop` would return or raise something, or everything is done."""
         if not self._order:
             return self.is_ended or self._trouble_alone() is not None
         item = self._order[0]
@@ -368,16 +365,16 @@ class Feed:
 
     @property
     def is_done(self) -> bool:
-        """Whether the generator is at its end, and every item was popped."""
+        """Whether the generator has ended, and every item was popped."""
         return self.is_ended and not self._order
 
     def pop(self, max_bytes: int) -> list[ReaderItem]:
-        """Return items in order, all answered; at least one, up to `max_bytes`.
+        """Return answered items in order, up to `max_bytes`, and at least one if one is ready.
 
-        What the call before returned counts as consumed. Empty: nothing is ready, or all is done.
+        The items of the call before count as consumed. Empty: nothing is ready, or all is done.
 
         Raises:
-            Exception: what went wrong, at its place in the order.
+            Exception: the error of the next item in order.
         """
         self._held_bytes -= self._popped_bytes
         self._popped_bytes = 0
@@ -400,7 +397,7 @@ class Feed:
         return ready
 
     def clear(self) -> None:
-        """Let go of all items, for nobody wants them any more."""
+        """Drop all items."""
         self._order.clear()
         self._waiting.clear()
         self._troubled.clear()
@@ -413,11 +410,11 @@ class Feed:
         return self._error or self._absence
 
     def _trouble_alone(self) -> Exception | None:
-        """Return what is to be raised though no item lacks an answer."""
+        """Return the error to raise although no item lacks an answer."""
         return self._error if self.may_be_alone else self._trouble()
 
     def _let_go(self, item: ReaderItem) -> None:
-        """Have an item without answer go without; all pieces that wait are of such items."""
+        """Let an unanswered item go without predictions. All waiting pieces are of such items."""
         if item.missing and item.error is None:
             item.missing = 0
             item.answers = []
@@ -442,7 +439,7 @@ class Feed:
         return None
 
     def _first_queue(self) -> deque[ItemPiece]:
-        """Return what waits beside the piece that comes first."""
+        """Return the queue with the first piece in order."""
         queues = self._waiting.values()
         if len(queues) == 1:
             return next(iter(queues))
@@ -458,7 +455,7 @@ class Feed:
         return request
 
     def _cut_off(self, piece: ItemPiece, limits: RequestLimits) -> ItemPiece:
-        """Return what a request may have of a piece that was taken; the rest waits again."""
+        """Return the part of a taken piece that fits into a request; the rest waits again."""
         most = _most_samples(limits, piece)
         if piece.samples <= most:
             return piece
@@ -469,9 +466,9 @@ class Feed:
         return head
 
     def _put_back(self, piece: ItemPiece) -> None:
-        """Have a piece wait again, in the order of the items: the consumer waits for the first.
+        """Let a piece wait again, in the order of the items.
 
-        What waits is in that order, so only pieces that came back as well are looked at.
+        The queue is in that order, so the search only passes other pieces that came back.
         """
         if not piece.item.missing or piece.item.error is not None:
             return
@@ -502,7 +499,7 @@ def _fits(limits: RequestLimits, samples: int, size_bytes: int) -> bool:
 
 
 def _most_samples(limits: RequestLimits, piece: ItemPiece) -> int:
-    """Return how many samples of a piece one request may have, so that the parts are even."""
+    """Return how many samples of a piece go into one request, so that its parts are even."""
     parts = -(-piece.size_bytes // limits.most_bytes)
     if limits.samples is not None:
         parts = max(parts, -(-piece.samples // limits.samples))

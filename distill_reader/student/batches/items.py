@@ -1,6 +1,6 @@
-"""Turn what the user's generator yields into rows to send, and answers into what the user gets.
+"""Convert the generator's items into rows to send, and answers into what the user gets.
 
-Pure, and nothing is copied: rows are the user's arrays, predictions views of a request's answer.
+Pure. Nothing is copied: rows are the user's arrays, and predictions are views of an answer.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from distill_reader.student.batches.tries import Tries
 from distill_reader.student.clients.client import Array
 from distill_reader.student.options import Padding
 
-# Type and shape of one sample of each sent field: only samples that agree share a request.
+# Type and shape of one sample of each sent field. Samples of one request have the same.
 Signature = tuple[tuple[Any, tuple[int, ...]], ...]
 
-_ITEM_BYTES = 1024  # what an item costs beside its arrays
+_ITEM_BYTES = 1024  # the memory of an item without its arrays
 
 
 class ItemPiece:
-    """Samples of one item that go in one request."""
+    """Samples of one item that go into one request."""
 
     __slots__ = (
         "first", "is_overdue", "item", "rows", "samples", "signature", "size_bytes", "tries",
@@ -38,17 +38,17 @@ class ItemPiece:
         size_bytes: int,
     ) -> None:
         self.item = item
-        self.first = first  # the item's sample that comes first here
+        self.first = first  # index in the item of the first sample here
         self.samples = samples
         self.rows = rows  # of each sent field: one array, or one of length 1 per sample
         self.signature = signature
         self.size_bytes = size_bytes
-        self.is_overdue = False  # a teacher that had it is lost
-        self.tries: Tries | None = None  # that ended without an answer; None: there were none
+        self.is_overdue = False  # it was with a teacher that is lost
+        self.tries: Tries | None = None  # tries that ended without an answer; None: there are none
 
     @property
     def order(self) -> tuple[int, int]:
-        """Where it comes in the generator's order."""
+        """Its place in the generator's order."""
         return self.item.number, self.first
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class ItemPiece:
         return f"item {self.item.number}, samples {self.first} to {last} of {self.item.samples}"
 
     def cut(self, samples: int) -> tuple["ItemPiece", "ItemPiece"]:
-        """Return the first `samples` (fewer than there are), and the rest."""
+        """Return the first `samples`, which must be fewer than there are, and the rest."""
         size_bytes = self.size_bytes * samples // self.samples
         head, tail = [], []
         for arrays in self.rows:
@@ -81,7 +81,7 @@ class ItemPiece:
 
 
 class ReaderItem:
-    """What the generator yielded once, and what has been answered of it."""
+    """What the generator yielded once, and the answers to it so far."""
 
     __slots__ = (
         "answers",
@@ -101,23 +101,23 @@ class ReaderItem:
         self.fields = fields
         self.samples = samples
         self.number = 0  # its place in the generator's order, once it is added
-        self.missing = samples  # samples without an answer; 0: may be yielded
+        self.missing = samples  # samples without an answer; 0: the item may be yielded
         self.pieces: list[ItemPiece] = []  # until they are sent
-        self.lengths: list[int] = []  # of padded fields: of each sample, or of the batch
-        self.keys: Keys | None = None  # of its samples in a cache; None: there is none
-        # (first sample of the item, how many, the request's outputs, where they begin there)
+        self.lengths: list[int] = []  # of the padded fields before: per sample, or of the batch
+        self.keys: Keys | None = None  # of its samples in the cache; None: there is no cache
+        # (first sample in the item, number of samples, a request's outputs, first row there)
         self.answers: list[tuple[int, int, tuple[Array, ...], int]] = []
-        self.error: Exception | None = None  # why it has no answer; not None: raise it instead
-        self.charge_bytes = 0  # counted against the bound on memory
-        self.output_bytes = 0  # of one sample's predictions, as far as they are counted in that
+        self.error: Exception | None = None  # raised instead of an answer; None: there is none
+        self.charge_bytes = 0  # counted against the memory bound
+        self.output_bytes = 0  # of one sample's predictions, as counted in `charge_bytes`
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of what is sent, and of the item itself."""
+        """Bytes of the sent arrays and of the item itself."""
         return sum(piece.size_bytes for piece in self.pieces) + _ITEM_BYTES
 
     def clone(self) -> "ReaderItem":
-        """Return another item of the same fields and rows, to be answered by others."""
+        """Return a copy with the same fields and rows, for another service to answer."""
         clone = ReaderItem(self.fields, self.samples)
         clone.keys, clone.charge_bytes = self.keys, self.charge_bytes
         clone.lengths = self.lengths
@@ -128,7 +128,7 @@ class ReaderItem:
         return clone
 
     def columns(self) -> tuple[Array, ...]:
-        """Return the predictions of all samples, once they are answered."""
+        """Return the predictions of all samples. All must be answered."""
         answers = self.answers
         if len(answers) == 1:
             _, samples, outputs, begin = answers[0]
@@ -147,7 +147,7 @@ class ReaderItem:
 
 
 class ItemFormat(Protocol):
-    """One of the three forms of the user's generator."""
+    """One of the three formats of the user's generator."""
 
     name: str
 
@@ -155,25 +155,25 @@ class ItemFormat(Protocol):
         """Return the item with its pieces.
 
         Raises:
-            UsageError: `given` is not of this form; says what is.
+            UsageError: `given` has another format; says what is expected.
         """
         ...
 
     def column(self, item: ReaderItem, position: int) -> Any:
-        """Return the samples' values of a field that is not sent."""
+        """Return the values of a field that is not sent, one per sample or one for all."""
         ...
 
     def result(self, item: ReaderItem) -> Any:
-        """Return what the user gets for an item whose samples are all answered."""
+        """Return the user's item with its predictions. All samples must be answered."""
         ...
 
     def without_predictions(self, item: ReaderItem) -> Any:
-        """Return what the user gets where there was no teacher: None for each prediction."""
+        """Return the user's item with None for each prediction."""
         ...
 
 
 class _Fields:
-    """Which fields are sent; shared by the kinds."""
+    """What the three formats share: which fields are sent, and padding."""
 
     def __init__(
         self,
@@ -185,11 +185,11 @@ class _Fields:
     ) -> None:
         """
         Args:
-            sent: places and names of the fields that may be sent.
-            fields: least number of fields of a tuple.
+            sent: positions and names of the fields that may be sent.
+            fields: the least number of fields of a tuple.
             predicts: number of predictions.
             padding: of fields that are sent; None: as they are.
-            outputs: the output of each prediction, where there is padding.
+            outputs: the output of each prediction, if there is padding.
         """
         self._sent = sent
         self._positions = [position for position, _ in sent]
@@ -204,7 +204,7 @@ class _Fields:
         self._cut = [position for position, name in enumerate(outputs) if name in cut]
 
     def _take(self, given: Any) -> tuple[tuple[Any, ...], list[Array]]:
-        """Return the fields as they are yielded, and the arrays of those that are sent."""
+        """Return the fields for the user, and the arrays of those that are sent."""
         if type(given) is not tuple:
             if not isinstance(given, tuple | list):
                 raise UsageError(
@@ -224,9 +224,10 @@ class _Fields:
         return given, arrays
 
     def _convert(self, given: tuple[Any, ...], arrays: list[Any], index: int) -> tuple[Any, ...]:
-        """Put an array into `arrays`; return the fields, where lists and numbers become arrays.
+        """Put the field's array into `arrays`; return the fields for the user.
 
-        A framework's tensor stays what it is for the user, who may want it on its device.
+        Lists and numbers become arrays there, too. A framework's tensor stays as it is, for the
+        user may want it on its device.
         """
         position, name = self._sent[index]
         value = given[position]
@@ -243,10 +244,11 @@ class _Fields:
         return (*given[:position], array, *given[position + 1 :])
 
     def _pad(self, item: ReaderItem, arrays: list[Array], axis: int) -> None:
-        """Make the padded fields of one sample, or of a batch, longer.
+        """Pad the fields of one sample, or of a batch.
 
         Raises:
-            UsageError: one has no such axis, another length, or no such value.
+            UsageError: a field has no such axis, another length than the first one, or a type that
+                cannot hold the padding value.
         """
         padding = self._padding
         if padding is None:
@@ -273,10 +275,10 @@ class _Fields:
         item.lengths.append(lengths[0])
 
     def _cut_to(self, length: int, rows: Sequence[Any], axis: int) -> tuple[Any, ...]:
-        """Return predictions, those that are as long as the padded fields cut to `length`.
+        """Return the predictions, with those that are per position cut to `length`.
 
         Raises:
-            BadRequest: one is not as long.
+            BadRequest: one of these is not as long as the padded fields.
         """
         cut = list(rows)
         assert self._padding is not None
@@ -296,7 +298,7 @@ class _Fields:
         return "see set_sample_generator, set_sample_list_generator and set_batch_generator"
 
     def _other_bytes(self, fields: tuple[Any, ...]) -> int:
-        """Return the bytes of arrays that are not sent."""
+        """Return the bytes of the arrays that are not sent."""
         return sum(
             value.nbytes
             for position, value in enumerate(fields)
@@ -305,7 +307,7 @@ class _Fields:
 
 
 class BatchFormat(_Fields):
-    """Tuples of arrays whose axis 0 counts samples; the predictions are such arrays too."""
+    """Tuples of arrays with samples on axis 0; so are the predictions."""
 
     name = "batch"
 
@@ -356,7 +358,7 @@ class BatchFormat(_Fields):
 
 
 class SampleFormat(_Fields):
-    """One tuple per sample; the predictions are the sample's rows."""
+    """One tuple per sample; a prediction is the sample's row."""
 
     name = "sample"
 
@@ -386,7 +388,7 @@ class SampleFormat(_Fields):
 
 
 class SampleListFormat(_Fields):
-    """A list of such tuples per batch."""
+    """One list of such tuples per batch."""
 
     name = "sample list"
 
@@ -395,7 +397,7 @@ class SampleListFormat(_Fields):
         return [fields[position] for fields in item.fields]
 
     def item(self, given: Any) -> ReaderItem:
-        """See ItemFormat. Samples that differ in shape or type go in requests of their own."""
+        """See ItemFormat. Samples that differ in shape or type go into different requests."""
         if not isinstance(given, list | tuple):
             raise UsageError(
                 f"reader: expected a list of tuples, got {type(given).__name__}; "
@@ -403,7 +405,7 @@ class SampleListFormat(_Fields):
             )
         samples: list[tuple[Any, ...]] = []
         item = ReaderItem(samples, len(given))
-        run: list[list[Array]] = []  # samples that agree, each with its sent arrays
+        run: list[list[Array]] = []  # consecutive samples of one shape, each with its sent arrays
         signature: Signature | None = None
         other_bytes = 0
         for one in given:

@@ -1,7 +1,7 @@
-"""Where in a file the soft labels of a sample are: an index in memory. Pure.
+"""An index in memory: in which row of a file the soft labels of a sample are. Pure.
 
-A key is two 64-bit numbers. Sixteen bytes per sample, searched for many samples at once: a dict of
-Python's would take ten times that, and the time of a loop.
+A key is two 64-bit numbers, mixed into one. The index takes 16 bytes per sample and is searched for
+many samples at once; a Python dict would take ten times as much memory, and a loop.
 """
 
 import hashlib
@@ -23,69 +23,69 @@ _C1, _C2, _C3 = (
 
 
 class LabelIndex:
-    """Which place belongs to which mixed key; the last one that was added counts."""
+    """Maps mixed keys to rows. If a key was added twice, the last row counts."""
 
     def __init__(self) -> None:
         self._mixes: Numbers = np.empty(0, np.uint64)  # sorted, each once
-        self._places: Numbers = np.empty(0, np.int64)
+        self._rows: Numbers = np.empty(0, np.int64)
         self._recent: dict[int, int] = {}  # added since they were last sorted
 
     def __len__(self) -> int:
-        """Return how many keys were added, a few of them perhaps twice."""
+        """Return the number of keys; some may be counted twice."""
         return len(self._mixes) + len(self._recent)
 
     def find(self, mixes: Numbers) -> Numbers:
-        """Return the place of each; -1: there is none."""
-        places = np.full(len(mixes), -1, np.int64)
+        """Return the row of each key; -1: there is none."""
+        rows = np.full(len(mixes), -1, np.int64)
         if len(self._mixes):
             at = np.minimum(np.searchsorted(self._mixes, mixes), len(self._mixes) - 1)
             is_there = self._mixes[at] == mixes
-            places[is_there] = self._places[at[is_there]]
+            rows[is_there] = self._rows[at[is_there]]
         if self._recent:
             recent = self._recent
             for number, mix in enumerate(mixes.tolist()):
-                place = recent.get(mix)
-                if place is not None:
-                    places[number] = place
-        return places
+                row = recent.get(mix)
+                if row is not None:
+                    rows[number] = row
+        return rows
 
-    def add(self, mixes: Numbers, first_place: int) -> None:
-        """Note keys that lie one after the other from `first_place` on."""
+    def add(self, mixes: Numbers, first_row: int) -> None:
+        """Add the keys of consecutive rows, from `first_row` on."""
         if len(mixes) >= _LEAST_MERGE:
-            self._merge(mixes, np.arange(first_place, first_place + len(mixes)))
+            self._merge(mixes, np.arange(first_row, first_row + len(mixes)))
             return
         self._recent.update(
-            zip(mixes.tolist(), range(first_place, first_place + len(mixes)), strict=True)
+            zip(mixes.tolist(), range(first_row, first_row + len(mixes)), strict=True)
         )
         if len(self._recent) >= max(_LEAST_MERGE, len(self._mixes) // 8):
             self._merge(np.empty(0, np.uint64), np.empty(0, np.int64))
 
     def forget(self, mixes: Numbers) -> None:
-        """Drop keys whose place holds nothing that can be used."""
+        """Remove keys whose rows are damaged."""
         for mix in mixes.tolist():
             self._recent.pop(mix, None)
         if len(self._mixes):
             keep = ~np.isin(self._mixes, mixes)
-            self._mixes, self._places = self._mixes[keep], self._places[keep]
+            self._mixes, self._rows = self._mixes[keep], self._rows[keep]
 
-    def _merge(self, mixes: Numbers, places: Numbers) -> None:
+    def _merge(self, mixes: Numbers, rows: Numbers) -> None:
         recent = len(self._recent)
         all_mixes = np.concatenate(
             [self._mixes, np.fromiter(self._recent.keys(), np.uint64, recent), mixes]
         )
-        all_places = np.concatenate(
-            [self._places, np.fromiter(self._recent.values(), np.int64, recent), places]
+        all_rows = np.concatenate(
+            [self._rows, np.fromiter(self._recent.values(), np.int64, recent), rows]
         )
         self._recent = {}
         order = np.argsort(all_mixes, kind="stable")
-        all_mixes, all_places = all_mixes[order], all_places[order]
+        all_mixes, all_rows = all_mixes[order], all_rows[order]
         is_last = np.ones(len(all_mixes), bool)
         is_last[:-1] = all_mixes[1:] != all_mixes[:-1]
-        self._mixes, self._places = all_mixes[is_last], all_places[is_last]
+        self._mixes, self._rows = all_mixes[is_last], all_rows[is_last]
 
 
 def mix(keys: Keys) -> Numbers:
-    """Return one number for each key, spread over all of 64 bits (the finalizer of SplitMix64)."""
+    """Return one 64-bit hash of each key (the finalizer of SplitMix64)."""
     mixed: Numbers = _finish(keys[:, 1] + _C1 * _finish(keys[:, 0] + _C1))
     return mixed
 
@@ -104,7 +104,7 @@ def make_keys(ids: Any, variants: Any, samples: int) -> Keys:
         variants: of the sample's augmentation: one for all, or one per sample; None: there is none.
 
     Raises:
-        UsageError: they are neither, or not one per sample.
+        UsageError: they have another type, or are not one per sample.
     """
     found_ids = _column("id", ids, samples)
     variants = 0 if variants is None else variants

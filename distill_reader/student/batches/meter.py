@@ -1,20 +1,20 @@
-"""How a reader is fed: what it waits for, what it gets, how fast each teacher is."""
+"""Measure how a reader is fed: how long it waits, what it gets, and how fast each teacher is."""
 
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-_WINDOW_S = 8.0  # of what is told
-_FRESH_S = 30.0  # behind the last sample it is not known how the reader is fed
+_WINDOW_S = 8.0  # that measures cover
+_FRESH_S = 30.0  # so long after the last sample there are no measures any more
 
 
 @dataclass(slots=True)
 class _Teacher:
     samples: float = 0.0
     busy_s: float = 0.0
-    flights: int = 0  # requests it has
-    since_s: float = 0.0  # it has some
+    flights: int = 0  # requests that it has now
+    since_s: float = 0.0  # since when it has had some
 
 
 @dataclass(slots=True)
@@ -27,28 +27,28 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeterReading:
-    """Of the last seconds."""
+    """The measures of the last seconds."""
 
-    wait_share: float  # of the consumer's time, for predictions
+    wait_share: float  # part of the consumer's time that it waits for predictions
     samples_per_s: float
     teachers: dict[str, tuple[float, float]]  # endpoint -> samples per second, share of time busy
     unusable: tuple[str, ...]  # endpoints
 
 
 class Meter:
-    """Of one reader, over all its iterations. Any thread may call."""
+    """Measures one reader over all its iterations. Any thread may call it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._sums = _Sums()
-        self._read_s: float | None = None  # when the sums were last brought up; None: never
-        self._fed_s: float | None = None  # when samples came; None: never
-        self._began_wait_s: float | None = None  # None: the consumer does not wait
+        self._read_s: float | None = None  # when the sums were last updated; None: never
+        self._fed_s: float | None = None  # when samples came last; None: never
+        self._began_wait_s: float | None = None  # None: the consumer does not wait now
         self._unusable: tuple[str, ...] = ()
 
     def waits(self) -> None:
-        """The consumer waits for a prediction; again: it still does."""
+        """Note that the consumer waits for a prediction. Repeated calls have no effect."""
         with self._lock:
             self._start()
             if self._began_wait_s is None:
@@ -60,14 +60,14 @@ class Meter:
             self._began_wait_s = None
 
     def consumed(self, samples: int) -> None:
-        """The consumer takes samples."""
+        """Note that the consumer takes samples."""
         with self._lock:
             self._start()
             self._fed_s = self._clock()
             self._sums.samples += samples
 
     def asked(self, teacher: str) -> None:
-        """A teacher gets a request."""
+        """Note that a teacher gets a request."""
         with self._lock:
             self._start()
             known = self._sums.teachers.setdefault(teacher, _Teacher())
@@ -76,7 +76,7 @@ class Meter:
             known.flights += 1
 
     def answered(self, teacher: str, samples: int) -> None:
-        """It is done with one: has answered so many samples of it."""
+        """Note that a teacher is done with a request, and has answered so many samples of it."""
         with self._lock:
             known = self._sums.teachers.setdefault(teacher, _Teacher())
             known.samples += samples
@@ -84,12 +84,12 @@ class Meter:
             known.flights = max(0, known.flights - 1)
 
     def set_unusable(self, teachers: Iterable[str]) -> None:
-        """These, and no others, give nothing now, although there is work for them."""
+        """Set the teachers that answer nothing now, although they were asked."""
         with self._lock:
             self._unusable = tuple(sorted(teachers))
 
     def read(self) -> MeterReading | None:
-        """Return how it goes; None: nothing has been read lately."""
+        """Return the measures; None: nothing has been read lately."""
         with self._lock:
             now = self._clock()
             if self._read_s is None or not self._is_fresh(now):
@@ -128,7 +128,7 @@ class Meter:
 
     def _is_fresh(self, now: float) -> bool:
         if self._began_wait_s is not None:
-            return True  # for how long it may be
+            return True  # however long it waits
         return self._fed_s is not None and now - self._fed_s <= _FRESH_S
 
     def _count_wait(self, now: float) -> None:
@@ -142,7 +142,7 @@ class Meter:
             teacher.since_s = now
 
     def _fade(self) -> None:
-        """Let old times count less, so that the sums are of a window."""
+        """Scale the sums down to the length of the window, so that old times count less."""
         sums = self._sums
         if sums.elapsed_s <= _WINDOW_S:
             return

@@ -1,17 +1,17 @@
-"""What teachers have said to samples that none has answered yet, and when that is enough. Pure."""
+"""Count the failed tries of samples, and decide when to give up. Pure."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from distill_reader.errors import BadRequest
 
-# A request is given up behind so many tries of any teachers. A teacher of ours that says that
-# predictors ended under it counts as often as they did.
+# A request is given up after so many failed tries. A teacher of ours that reports that predictors
+# died of it counts once for each of them.
 _MOST_FAILED = 4
-_MOST_REFUSED = 3  # teachers
-_MOST_LOST = 8  # connections while they computed it; a timeout counts as several
-_OUTAGE_S = 120.0  # connections that are lost for less may be the network's fault, or a restart's
-_ALONE_LOST = 2  # from here on it is asked by itself, for it may be what ends connections
+_MOST_REFUSED = 3  # teachers that refuse it
+_MOST_LOST = 8  # connections lost while it was computed; a timeout counts as several
+_OUTAGE_S = 120.0  # connections that are lost for less may be due to the network, or to a restart
+_ALONE_LOST = 2  # from then on it is asked in a request of its own: it may be the cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,29 +19,29 @@ class Blame:
     """How one try ended without an answer."""
 
     text: str  # names the teacher
-    failed: int = 0  # tries of which the teacher said that they failed
+    failed: int = 0  # tries that the teacher reports as failed
     lost: int = 0  # connections lost, weighted
 
 
 class Tries:
-    """Those of one piece."""
+    """The tries of one piece."""
 
     __slots__ = ("_answers", "_count", "_failed", "_last_texts", "_lost", "_refusals", "_since_s")
 
     def __init__(self, answers: int, now: float) -> None:
         """
         Args:
-            answers: that all teachers have given so far, to anything.
+            answers: of all teachers so far, to any request.
         """
         self._answers = answers
         self._since_s = now
-        self._refusals: dict[str, BadRequest] = {}  # by teacher: it will not answer
-        self._last_texts: dict[str, str] = {}  # by teacher: what came last in place of an answer
+        self._refusals: dict[str, BadRequest] = {}  # by teacher that refuses it
+        self._last_texts: dict[str, str] = {}  # by teacher: how its last try ended
         self._failed = self._lost = self._count = 0
 
     @property
     def is_alone(self) -> bool:
-        """Whether it is to be asked by itself: others shall not share its fate."""
+        """Whether it needs a request of its own, so that no other samples share its fate."""
         return bool(self._refusals) or self._failed > 0 or self._lost >= _ALONE_LOST
 
     def refused(self, teacher: str, error: BadRequest) -> None:
@@ -54,9 +54,9 @@ class Tries:
         self._lost += blame.lost
 
     def may_ask(self, teacher: str, able: Collection[str]) -> bool:
-        """Return whether this teacher is to be asked now.
+        """Return whether to ask this teacher now.
 
-        One that has failed is only where no other of `able` is left to try.
+        A teacher that has failed is asked again only if every other one of `able` has, too.
         """
         if teacher in self._refusals:
             return False
@@ -67,13 +67,13 @@ class Tries:
     def verdict(
         self, what: str, able: Collection[str], answers: int, now: float
     ) -> BadRequest | None:
-        """Return why nobody is to be asked any more; None: somebody may still answer.
+        """Return why to give up; None: a teacher may still answer.
 
         Args:
             what: names the samples.
-            able: teachers that may be asked, now or soon.
-            answers: that all teachers have given so far, to anything: others are answered
-                meanwhile where this one is at fault.
+            able: teachers that can be asked, now or soon.
+            answers: of all teachers so far, to any request. If others are answered meanwhile,
+                this request is at fault.
         """
         refusals = list(self._refusals.values())
         if refusals and (

@@ -1,4 +1,4 @@
-"""Soft labels that were answered once: found for the items of a reader, and kept for later ones."""
+"""The cache of soft labels of one service: looks up a reader's items, and stores answers."""
 
 import logging
 import threading
@@ -21,11 +21,11 @@ from distill_reader.student.options import CacheOptions
 
 logger = logging.getLogger(__name__)
 
-_CHECKED_BLOCKS, _BLOCK = 8, 512  # bytes of a sample that are compared
+_CHECKED_BLOCKS, _BLOCK = 8, 512  # of a large sample, so many blocks of bytes are compared
 
 
 class LabelCache:
-    """The labels of one service. Any thread may call it; forked processes make their own."""
+    """The cached labels of one service. Any thread may call it; forked processes make their own."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class LabelCache:
     ) -> None:
         """
         Args:
-            wire_ins: inputs that are rounded give other labels.
+            wire_ins: how inputs are changed before they are sent, for that changes the labels.
             sent: names of the inputs.
-            scope: of a version that the user gave, where there are several services.
+            scope: the service's name, if there are several and the user names the version.
 
         Raises:
             UsageError: the folder cannot be used.
@@ -49,37 +49,37 @@ class LabelCache:
         self._labels = labels
         self._wire_ins = sorted(map(list, wire_ins))
         self._sent = tuple(sent)
-        self._known_signature: Signature | None = None  # of items that were compared; None: none
+        self._known_signature: Signature | None = None  # of the last items that were compared
         self._scope = scope
         self._lock = threading.Lock()
-        self._version: str | None = None  # None: no teacher has told yet
-        self._store: LabelStore | None = None  # None: as long as that
+        self._version: str | None = None  # None: no teacher has told it yet
+        self._store: LabelStore | None = None  # None: the version is unknown
         if options.teacher_version is not None:
             self._open(f"given {options.teacher_version}")
 
     @property
     def is_open(self) -> bool:
-        """Whether it is known of which version labels are wanted."""
+        """Whether the version is known, so that labels can be looked up."""
         return self._store is not None
 
     def __len__(self) -> int:
-        """Return how many samples it holds."""
+        """Return the number of samples."""
         return 0 if self._store is None else len(self._store)
 
     def meet(self, endpoint: str, spec: ModelSpec) -> None:
-        """Learn the version from a teacher, or see that it serves the one that is known.
+        """Learn the version from the first teacher; check that others serve the same.
 
         Raises:
-            BadRequest: it serves another one, or does not say which.
+            BadRequest: it serves another version, or does not tell which.
             UsageError: the folder cannot be used.
         """
         if self._options.teacher_version is not None:
             return
         if not spec.digest:
             raise BadRequest(
-                f"{endpoint}: does not say which version of the model it serves, so that labels "
-                "cannot be kept for later: name it by set_cache(teacher_version=...), or leave "
-                "out set_cache"
+                f"{endpoint}: does not tell which version of the model it serves, so its labels "
+                "cannot be cached: name it by set_cache(teacher_version=...), or leave out "
+                "set_cache"
             )
         with self._lock:
             if self._version is None:
@@ -106,12 +106,13 @@ class LabelCache:
         logger.info("cache %s: %d labels", self._store.folder, len(self._store))
 
     def find(self, item: ReaderItem) -> int:
-        """Answer what is known of an item; return the bytes of one sample's predictions, 0: none.
+        """Answer the samples of an item that are cached; its pieces are then the other samples.
 
-        Its pieces are then what is not known. They are all of the item before.
+        Returns:
+            The bytes of one sample's predictions; 0: no sample is cached.
 
         Raises:
-            UsageError: its labels were made of other inputs.
+            UsageError: the cached labels were made of other inputs.
         """
         store = self._store
         if store is None or item.keys is None or not item.samples:
@@ -126,7 +127,7 @@ class LabelCache:
             described = self._describe(piece.signature)
             if layout.inputs and _of_any_length(layout.inputs) == _of_any_length(described):
                 if layout.inputs not in (described, _of_any_length(described)):
-                    return 0  # these labels are as long as their texts, and the texts are others
+                    return 0  # labels have the length of their texts, and these texts have another
             elif layout.inputs:
                 raise self._other_inputs(
                     f"were made of {_shown(_of_any_length(layout.inputs))}, and the reader's are "
@@ -135,7 +136,7 @@ class LabelCache:
             self._known_signature = piece.signature
         for number, check in checks.items():
             own = _check_input(item.pieces, number) or 1
-            # A text is as long as the longest of its batch: where it was not, nothing is known.
+            # A text is padded to the longest of its batch: with another length nothing is known.
             if own >> 32 == check >> 32 and own != check:
                 raise self._other_inputs(
                     f"were made of other inputs: that of sample {number} of this batch, at least, "
@@ -153,7 +154,7 @@ class LabelCache:
     def keep(
         self, request: Request, columns: Sequence[Array], served: Sequence[ServedOutput]
     ) -> None:
-        """Keep the answer to a request; before anybody else has its arrays, or the item's."""
+        """Store the answer to a request, before the consumer can change its arrays."""
         store = self._store
         keys = [
             piece.item.keys[piece.first : piece.first + piece.samples]
@@ -170,7 +171,7 @@ class LabelCache:
             store.add(np.concatenate(keys), columns, served, inputs)
 
     def _describe(self, signature: Signature) -> Described:
-        """Return what samples are."""
+        """Return name, dtype and shape of each input."""
         return tuple(
             [
                 (name, dtype.name, shape)
@@ -188,7 +189,7 @@ class LabelCache:
 
 
 def _of_any_length(inputs: Described) -> Described:
-    """Return the same of texts of any length: the first axis of two or less may be one."""
+    """Return the inputs with any length on the first axis, if they have one or two axes."""
     return tuple(
         [
             (name, dtype, (-1, *shape[1:]) if 1 <= len(shape) <= 2 else shape)
@@ -198,8 +199,11 @@ def _of_any_length(inputs: Described) -> Described:
 
 
 def _check_input(pieces: Sequence[ItemPiece], row: int) -> int:
-    """Return the checksums of the inputs of one row, counted over all pieces: of shapes in the
-    upper 32 bits, and of values."""
+    """Return a checksum of one sample's inputs: of shapes in the upper 32 bits, then of values.
+
+    Args:
+        row: index of the sample over all pieces.
+    """
     for piece, end in zip(pieces, accumulate(piece.samples for piece in pieces), strict=True):
         if row < end:
             shapes = values = 0
@@ -214,8 +218,10 @@ def _check_input(pieces: Sequence[ItemPiece], row: int) -> int:
 
 
 def _part(sample: Any) -> Any:
-    """Return the bytes that are looked at: of a large sample blocks from all over it, for time's
-    sake. Where its preparation has changed, it has changed nearly everywhere."""
+    """Return the bytes to compare: of a large sample, to save time, blocks spread over all of it.
+
+    If its preparation has changed, nearly all of its bytes have.
+    """
     step = -(-sample.nbytes // (_CHECKED_BLOCKS * _BLOCK))
     if step <= 1:
         return sample.tobytes()
@@ -236,7 +242,7 @@ def _runs(mask: Any) -> list[tuple[int, int]]:
 
 
 def _left(piece: ItemPiece, is_there: Any) -> list[ItemPiece]:
-    """Return the parts of a piece whose samples are not there."""
+    """Return the parts of a piece whose samples are missing in the cache."""
     missing = ~is_there[piece.first : piece.first + piece.samples]
     if missing.all():
         return [piece]

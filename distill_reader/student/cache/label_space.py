@@ -1,8 +1,7 @@
-"""The folders below one cache: one for each version of each teacher, and a bound for all of them.
+"""The folders of a cache, one per version of a teacher, and their common bound in bytes.
 
-The labels of a data set are wanted once per epoch, in any order: whatever is thrown out is wanted
-again before the next one is. So a cache that is full keeps what it has; what goes is the folder
-that nobody has used for longest.
+Each label of a data set is needed once per epoch, so no label is less useful than another: a full
+cache keeps what it has. Only whole folders are removed, the longest unused first.
 """
 
 import contextlib
@@ -19,23 +18,23 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _PREFIX = "labels-"
-_GONE = "gone-"  # being removed
+_GONE = "gone-"  # prefix of a folder that is being removed
 
 
 def enter(root: Path, identity: Mapping[str, Any]) -> tuple[Path, int]:
-    """Return the folder of an identity, and the descriptor that says that it is in use.
+    """Return the folder of an identity, and a locked descriptor that marks it as in use.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be created.
     """
     text = json.dumps(identity, sort_keys=True)
     name = _PREFIX + hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
     folder = root / name
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # it was removed just now
+        with contextlib.suppress(FileNotFoundError):  # another process has just removed it
             fd = open_file(folder / "users")
-            fcntl.flock(fd, fcntl.LOCK_SH)  # who removes it holds it for a moment
+            fcntl.flock(fd, fcntl.LOCK_SH)  # a process that removes it holds the lock for a moment
             if _is_same(fd, folder / "users"):
                 os.utime(fd)
                 return folder, fd
@@ -43,18 +42,18 @@ def enter(root: Path, identity: Mapping[str, Any]) -> tuple[Path, int]:
 
 
 def open_file(path: Path) -> int:
-    """Return a descriptor of a file to read and write; made if need be. Raises: OSError."""
+    """Open a file to read and write, and create it if it is missing. Raises: OSError."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
 def used_bytes(root: Path, *, besides: Path) -> int:
-    """Return the size of all folders but one."""
+    """Return the size of all folders except one."""
     return sum(_size(folder) for folder in _folders(root) if folder != besides)
 
 
 def evict(root: Path, most_bytes: int, *, besides: Path) -> None:
-    """Remove folders that nobody uses, longest unused first, until the others fit."""
-    for gone in root.glob(f"{_GONE}*"):  # of somebody who was killed at it
+    """Remove folders that no process uses, longest unused first, until the others fit."""
+    for gone in root.glob(f"{_GONE}*"):  # left behind by a process that was killed
         shutil.rmtree(gone, ignore_errors=True)
     by_age = sorted((_used_at(folder), folder) for folder in _folders(root) if folder != besides)
     for _, folder in by_age:
@@ -71,9 +70,9 @@ def _remove(folder: Path) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         gone = folder.with_name(_GONE + folder.name)
-        folder.rename(gone)  # whoever comes now makes a new one
+        folder.rename(gone)  # from now on other processes create a new one
     except OSError:
-        return  # in use, or somebody else removes it
+        return  # in use, or another process removes it
     finally:
         os.close(fd)
     logger.info("cache: %s is removed to make room", folder)

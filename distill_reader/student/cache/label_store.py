@@ -1,14 +1,18 @@
-"""Soft labels on disk, of one version of one teacher: written once, read ever after, by anybody.
+"""Soft labels on disk, of one version of one teacher. Many processes read and append.
 
-A folder holds `header.json` (what a row is), `rows` and `keys`: row and key n are those of one
-sample. A row is written before its key, and the number of whole keys is the number of rows: so
-whoever is killed amid a write leaves at most a rest that the next one writes over. No file ever
-shrinks, so that nobody's mapping loses its ground. Each key has a checksum of itself and its row,
-for what a machine without power leaves. `inputs` has a checksum of what the teacher was given, for
-one row in 64.
+A folder holds `header.json` (the layout of a row), `rows` and `keys`; row n and key n belong to one
+sample. A row is written before its key, and the number of whole keys is the number of rows: a
+process that is killed leaves at most a rest, which the next writer overwrites. Files never shrink,
+so that mappings of other processes stay valid. Each key has a checksum of itself and its row, which
+finds rows that a power failure has lost. `inputs` has a checksum of the teacher's input, for one
+row in 64.
 
-Any number of processes of one machine read and append: `lock` is held for an append, `users` (a
-shared lock) says that the folder is in use.
+The processes must be on one machine: `lock` is held for an append, `users` (a shared lock) marks
+the folder as in use.
+
+LMDB was measured in place of these files: it reads 1.3 to 2 times as fast, but a commit that
+survives a power failure takes a sync (10 ms here, a tenth of the labels per second), and without
+it the whole cache is lost then, not some rows.
 """
 
 import contextlib
@@ -38,23 +42,23 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 _KEY = np.dtype([("variant", "<u8"), ("id", "<u8"), ("check", "<u4"), ("mark", "<u4")])
-_MARK = 0x4C44_4531  # of every key: a page that was never written has none
-_GUARD = 64  # of so many rows, one has a checksum of its input: the first one; a power of two
-_INPUT = struct.Struct("<Q")  # 0: not known, as of what an older release kept
-_LOCK_WAIT_S = 2.0  # a label that is not kept is asked for again: nobody waits long for that
+_MARK = 0x4C44_4531  # in every key; a page that was never written lacks it
+_GUARD = 64  # the first of so many rows has a checksum of its input; a power of two
+_INPUT = struct.Struct("<Q")  # 0: unknown, as for rows of an older release
+_LOCK_WAIT_S = 2.0  # not longer: a label that is not stored is only asked for again
 _LOCK_LOOK_S = 0.005
 
-# Name, dtype and shape of a sample of each input, -1 where samples differ.
+# Name, dtype and shape of each input of a sample; -1: samples differ in this length.
 Described = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLayout:
-    """What a row is."""
+    """The layout of a row: the columns of one sample, one after the other."""
 
-    columns: tuple[tuple[str, tuple[int, ...]], ...]  # dtype and shape of one sample
-    served: tuple[ServedOutput, ...]  # what the columns are of
-    inputs: Described = ()  # (): not known, as an older release made it
+    columns: tuple[tuple[str, tuple[int, ...]], ...]  # dtype and shape for one sample
+    served: tuple[ServedOutput, ...]  # the outputs that the columns encode
+    inputs: Described = ()  # (): unknown, as written by an older release
 
     @property
     def row_bytes(self) -> int:
@@ -104,21 +108,21 @@ class RowLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What teachers were given."""
+    """The inputs that teachers were given."""
 
     layout: Described
-    check: Callable[[int], int]  # row -> checksum of its inputs, 64 bits
+    check: Callable[[int], int]  # row -> 64-bit checksum of its inputs
 
 
 class LabelStore:
-    """One such folder. Its methods may be called from any thread of the process that made it."""
+    """One such folder. Any thread of the process that opened it may call its methods."""
 
     def __init__(self, root: Path, identity: Mapping[str, Any], *, max_bytes: int) -> None:
-        """Open the folder for this identity below `root`, or make it.
+        """Open the folder of this identity below `root`, or create it.
 
         Args:
-            identity: what decides over the labels; JSON.
-            max_bytes: of all that lies below `root`.
+            identity: everything that determines the labels, as JSON.
+            max_bytes: bound on everything below `root`.
 
         Raises:
             UsageError: the folder cannot be used; names it.
@@ -128,19 +132,19 @@ class LabelStore:
         self._identity = dict(identity)
         self._lock = threading.Lock()
         self._index = LabelIndex()
-        self._count = 0  # keys that are in the index
+        self._count = 0  # keys in the index
         self._layout: RowLayout | None = None
         self._rows: mmap.mmap | None = None
         self._keys: mmap.mmap | None = None
         self._is_full = False
         self._is_closed = True  # until it is open
         self._pid = os.getpid()
-        self._others_bytes: int | None = None  # of the other folders; None: look
+        self._others_bytes: int | None = None  # size of the other folders; None: not measured yet
         try:
             self.folder, self._users = space.enter(root, identity)
             self._guard = space.open_file(self.folder / "lock")
             self._files = {name: space.open_file(self.folder / name) for name in ("keys", "rows")}
-            # Not counted against the bound: a byte for 16 rows.
+            # Not counted against the bound: one byte for 8 rows.
             self._inputs = space.open_file(self.folder / "inputs")
         except OSError as error:
             raise UsageError(
@@ -156,16 +160,20 @@ class LabelStore:
 
     @property
     def layout(self) -> RowLayout | None:
-        """What a row is; None: nothing was ever kept here."""
+        """The layout of a row; None: nothing was stored yet."""
         return self._layout
 
     def __len__(self) -> int:
-        """Return how many rows are known; one of those may be there twice."""
+        """Return the number of known rows; a sample may be counted twice."""
         return self._count
 
     def find(self, keys: Keys) -> tuple[Any, Array, dict[int, int]]:
-        """Return for each key whether it is there, the rows of those that are, as uint8, and of one
-        in 64 of them the checksum of its input, by its number among the keys."""
+        """Look up keys.
+
+        Returns:
+            For each key whether it is there; the rows of those that are, as uint8; and for one row
+            in 64 the checksum of its input, by the index of its key.
+        """
         mixes = mix(keys)
         nothing = np.zeros(len(keys), bool), np.empty((0, 0), np.uint8), dict[int, int]()
         with self._lock:
@@ -187,9 +195,9 @@ class LabelStore:
     def add(
         self, keys: Keys, columns: Sequence[Array], served: Sequence[ServedOutput], inputs: Inputs
     ) -> int:
-        """Keep these rows, but for those that are there; return how many were added.
+        """Store the rows that are not there yet; return how many were added.
 
-        Where they cannot be kept (the bound, a full disk, others that hold the lock) none are.
+        None are added if the cache or the disk is full, or if another process holds the lock.
         """
         with self._lock:
             if self._is_full or self._is_closed:
@@ -205,7 +213,7 @@ class LabelStore:
         return 0
 
     def close(self) -> None:
-        """Let go of the files; again: nothing."""
+        """Close the files. A second call has no effect."""
         with self._lock:
             if self._is_closed:
                 return
@@ -215,19 +223,19 @@ class LabelStore:
                 os.close(fd)
 
     def __del__(self) -> None:
-        # A fork's copy has another's lock, which a thread of that one may have held.
+        # In a copy after fork the lock may be held for ever by a thread of the parent.
         if not getattr(self, "_is_closed", True) and os.getpid() == self._pid:
             self.close()
 
     # --- with the lock of this object
 
     def _refresh(self) -> bool:
-        """Take in what others have appended; return whether they have."""
+        """Read the keys that other processes have appended; return whether there are any."""
         if self._layout is None:
             self._layout = self._read_header()
             if self._layout is None:
                 return False
-        # Where power failed there may be keys without rows: those do not count.
+        # After a power failure there may be keys without rows: these do not count.
         count = min(
             os.fstat(self._files["keys"]).st_size // _KEY.itemsize,
             os.fstat(self._files["rows"]).st_size // self._layout.row_bytes,
@@ -245,7 +253,7 @@ class LabelStore:
         return True
 
     def _read(self, places: Any, keys: Keys) -> tuple[Array, Any]:
-        """Return rows, and which of them are whole and belong to the keys."""
+        """Return rows, and for each whether it is undamaged and belongs to its key."""
         layout = self._layout
         assert layout is not None
         self._keys = self._map("keys", self._keys, _KEY.itemsize)
@@ -270,11 +278,11 @@ class LabelStore:
         return checks
 
     def _map(self, name: str, mapped: mmap.mmap | None, item_bytes: int) -> mmap.mmap:
-        """Return a mapping that reaches to the last row that is known."""
+        """Return a mapping that reaches to the last known row."""
         size = self._count * item_bytes
         if mapped is not None and len(mapped) >= size:
             return mapped
-        # All of the file, which may have grown further: fewer mappings while it grows.
+        # Map all of the file, which may have grown further, to map less often while it grows.
         size = max(size, os.fstat(self._files[name]).st_size)
         return mmap.mmap(self._files[name], size, prot=mmap.PROT_READ)
 
@@ -284,7 +292,7 @@ class LabelStore:
         self._refresh()
         layout = self._layout or self._write_header(columns, served, inputs)
         if layout is not None and layout.inputs not in ((), inputs.layout):
-            return 0  # texts of another length, and labels of it
+            return 0  # texts of another length have labels of another length
         if layout is None or not _fits(layout, columns):
             self._is_full = True
             logger.warning(
@@ -315,7 +323,7 @@ class LabelStore:
         return len(new)
 
     def _room_bytes(self, more_bytes: int) -> int:
-        """Return how much of `more_bytes` there is room for."""
+        """Return for how many of `more_bytes` there is room."""
         own = sum(os.fstat(fd).st_size for fd in self._files.values())
         if self._others_bytes is None:
             self._others_bytes = space.used_bytes(self._root, besides=self.folder)
@@ -355,7 +363,7 @@ class LabelStore:
     def _write_header(
         self, columns: Sequence[Array], served: tuple[ServedOutput, ...], inputs: Inputs
     ) -> RowLayout | None:
-        """Say what rows are, as the first ones are; under the lock."""
+        """Write the layout of the first rows as that of all. The caller holds the file lock."""
         layout = RowLayout(
             columns=tuple((column.dtype.name, column.shape[1:]) for column in columns),
             served=served,

@@ -1,4 +1,4 @@
-"""What the reader asks of a connection to a teacher, whatever protocol it speaks."""
+"""The interface of a connection to a teacher, for all protocols."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Of a request, as a teacher announces them."""
+    """The bounds of a request that a teacher announces."""
 
-    most_bytes: int | None = None  # of all inputs; None: it does not say
+    most_bytes: int | None = None  # of all inputs; None: it announces none
     most_samples: int | None = None
 
 
 class TeacherClient(Protocol):
-    """One connection to one teacher. One thread predicts at a time; several clients may be open.
+    """One connection to one teacher. Only one thread may predict at a time.
 
-    Requests in flight to a teacher are as many clients, each in a thread of its own.
+    Several requests in flight to a teacher take several clients, each with a thread of its own.
     """
 
     endpoint: str  # as the user wrote it
@@ -30,12 +30,12 @@ class TeacherClient(Protocol):
 
     @property
     def spec(self) -> ModelSpec:
-        """What the model takes and returns, as the teacher said when the connection was made."""
+        """What the model takes and returns, as the teacher told when the connection was opened."""
         ...
 
     @property
     def bounds(self) -> Bounds:
-        """What a request may have, as the teacher said likewise."""
+        """The bounds of a request, as the teacher told then."""
         ...
 
     def predict(
@@ -53,7 +53,7 @@ class TeacherClient(Protocol):
             fetch: outputs wanted; empty: all.
 
         Returns:
-            By name of `fetch`: (samples, ...) arrays that nobody else writes to.
+            By name of `fetch`: (samples, ...) arrays that belong to the caller.
 
         Raises:
             TeacherGone, TeacherBusy, TeacherTimeout: another teacher may answer.
@@ -63,5 +63,5 @@ class TeacherClient(Protocol):
         ...
 
     def close(self) -> None:
-        """End the connection; from any thread: a `predict` that waits raises TeacherGone."""
+        """Close the connection, from any thread; a waiting `predict` raises TeacherGone."""
         ...

@@ -1,4 +1,4 @@
-"""Open a client for a teacher, by the protocol that its endpoint names or that it answers to."""
+"""Open a client for a teacher, with the protocol that its endpoint names or that it answers."""
 
 import logging
 import os
@@ -20,20 +20,20 @@ from distill_reader.tokens import read_student_token
 logger = logging.getLogger(__name__)
 
 _ORDER = ("fast-shm", "oip-grpc", "oip-http", "serving-http", "serving-grpc")  # of the trials
-_TRIAL_S = 3.0  # for a step of a trial: who speaks another protocol may just say nothing
+_TRIAL_S = 3.0  # for a step of a trial: a server of another protocol may just not answer
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """What every way of opening a client needs."""
+    """What every protocol needs to open a client."""
 
     target: Target
     token: str
     timeout_s: float
     config: ModelSpec | None  # from a client prototxt; None: there is none
-    is_trial: bool  # nobody said that the teacher speaks this protocol
+    is_trial: bool  # whether the teacher speaks this protocol is unknown
 
     @property
     def step_s(self) -> float:
@@ -57,23 +57,22 @@ def connect(
     """Connect to a teacher.
 
     Args:
-        endpoint: `HOST:PORT` (finds out the protocol), or with a scheme in front: `fast://`,
-            `grpc://` and `http://` (Open Inference Protocol), `serving://` and `serving+grpc://`
-            (Paddle Serving); with `/NAME` behind where the teacher serves several models.
+        endpoint: `HOST:PORT` (finds out the protocol), or with a scheme: `fast://`, `grpc://` and
+            `http://` (Open Inference Protocol), `serving://` and `serving+grpc://` (Paddle
+            Serving); with `/NAME` at its end if the teacher serves several models.
         model: the same as `/NAME`; None: as the endpoint says.
-        protocol: as a client's attribute `protocol` has it; None: as the endpoint says.
+        protocol: as in a client's attribute `protocol`; None: as the endpoint says.
         connect_timeout_s: for each step of connecting.
-        config: of a client prototxt, for Paddle Serving, which has no metadata; None: there is
-            none, the client's spec is empty there.
-        token: what the teacher wants to see; None: from EDL_TEACHER_TOKEN_FILE
-            or EDL_TEACHER_TOKEN; "": none.
+        config: from a client prototxt, for Paddle Serving, which has no metadata; None: there is
+            none, so the client's spec is empty there.
+        token: of the teacher; None: from EDL_TEACHER_TOKEN_FILE or EDL_TEACHER_TOKEN; "": none.
 
     Raises:
-        UsageError: the endpoint is malformed, the teacher speaks another protocol than was named,
-            wants another token, or does not say which models it has.
+        UsageError: the endpoint is malformed; or the teacher speaks another protocol, has another
+            token, or does not list its models.
         ModelNotFound: it has no such model.
-        TeacherGone, TeacherTimeout: nobody answers there, or nobody who speaks a protocol of ours.
-        TeacherBusy: it does not take connections now.
+        TeacherGone, TeacherTimeout: no server answers there, or none with a known protocol.
+        TeacherBusy: it does not accept connections now.
     """
     target = parse_endpoint(endpoint, model=model, protocol=protocol)
     call = _Call(
@@ -95,13 +94,13 @@ def connect(
 
 
 def forget(endpoint: str) -> None:
-    """Find out anew, with the next `connect`, what an endpoint speaks."""
+    """Let the next `connect` find out again which protocol an endpoint speaks."""
     with _found_lock:
         _found.pop(parse_endpoint(endpoint).address, None)
 
 
 def _find_out(call: _Call) -> TeacherClient:
-    """Try the protocols, first the one that answered last time."""
+    """Try all protocols, first the one that answered last time."""
     address = call.target.address
     with _found_lock:
         known = _found.get(address)
@@ -125,7 +124,7 @@ def _find_out(call: _Call) -> TeacherClient:
     with _found_lock:
         _found.pop(address, None)
     raise TeacherGone(
-        f"{call.target.endpoint}: somebody listens there, but answers in no protocol of a "
+        f"{call.target.endpoint}: a server listens there, but answers in no protocol of a "
         f"teacher; tried: {', '.join(tried)}"
     )
 
@@ -148,8 +147,8 @@ def _open_fast(transport: str, call: _Call) -> TeacherClient:
     )
 
 
-# The others are imported when they are used: a student whose teachers speak the fast path loads
-# neither gRPC nor protobuf, which cost half a second.
+# The other clients are imported when they are used. gRPC and protobuf take half a second to load,
+# and a student whose teachers speak the fast path needs neither.
 
 
 def _open_oip_grpc(call: _Call) -> TeacherClient:
@@ -205,10 +204,10 @@ def _http_connection(call: _Call) -> HttpClientConnection:
 
 
 def _make(call: _Call, make: Callable[[], T], close: Callable[[], None]) -> T:
-    """Return `make()`; close the connection where that fails.
+    """Return `make()`; close the connection if it fails.
 
     Raises:
-        ProtocolMismatch: also where a trial ends with a broken connection or with silence.
+        ProtocolMismatch: also if a trial ends with a broken connection or a timeout.
     """
     try:
         return make()

@@ -1,4 +1,4 @@
-"""A connection that one thread uses and any thread may end, without closing it under its user."""
+"""Guard a connection that one thread uses, and that any thread may close."""
 
 import threading
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from distill_reader.errors import TeacherGone
 
 
 class ConnectionGuard:
-    """`with` it around each use of the connection."""
+    """Closes a connection only when its user has left it. Enter it by `with` for each use."""
 
     def __init__(
         self, endpoint: str, *, wake: Callable[[], None], close: Callable[[], None]
@@ -16,8 +16,8 @@ class ConnectionGuard:
         """
         Args:
             endpoint: for messages.
-            wake: ends a use that waits; called from another thread while the connection is open.
-            close: frees the connection; called once, while nobody uses it.
+            wake: makes a waiting use fail; called from another thread, before `close`.
+            close: closes the connection; called once, while no thread uses it.
         """
         self._endpoint = endpoint
         self._wake = wake
@@ -46,7 +46,7 @@ class ConnectionGuard:
                 self._free()
 
     def close(self) -> None:
-        """End it, now for others and for good when nobody uses it any more."""
+        """Refuse further uses, wake the present one, and close the connection after it."""
         with self._lock:
             if self.is_closed:
                 return

@@ -1,4 +1,4 @@
-"""What users call a teacher: endpoints, and the protocols behind them. Pure."""
+"""Parse the endpoints of teachers, and the protocols that they name. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,22 +20,22 @@ PROTOCOLS = (
 
 
 class ProtocolMismatch(DistillError):  # noqa: N818 - named by what is the case
-    """Somebody listens there, but does not speak the protocol that was tried."""
+    """A server listens there, but does not speak the protocol that was tried."""
 
     def __init__(self, text: str, *, is_certain: bool = True) -> None:
         super().__init__(text)
-        self.is_certain = is_certain  # not: it said nothing, and may just be slow
+        self.is_certain = is_certain  # False: it sent nothing, and may just be slow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """An endpoint as it was understood."""
+    """A parsed endpoint."""
 
     endpoint: str  # as the user wrote it
     host: str
     port: int
     model: str = ""  # "": the only one that is served
-    protocol: str | None = None  # None: found out
+    protocol: str | None = None  # None: to be found out
 
     @property
     def address(self) -> tuple[str, int]:
@@ -45,7 +45,7 @@ class Target:
 def parse_endpoint(
     endpoint: str, *, model: str | None = None, protocol: str | None = None
 ) -> Target:
-    """Return what an endpoint means. Raises: UsageError."""
+    """Parse an endpoint. Raises: UsageError."""
     scheme, mark, rest = endpoint.strip().rpartition("://")
     if mark and scheme not in _SCHEMES:
         raise UsageError(
@@ -78,7 +78,7 @@ def endpoints_of(teachers: Sequence[str] | str) -> tuple[str, ...]:
     """Return the endpoints of a list, or of a text with commas.
 
     Raises:
-        UsageError: none is given, one is empty or there twice.
+        UsageError: none is given, or one is empty or given twice.
     """
     given = teachers.split(",") if isinstance(teachers, str) else list(teachers)
     if not all(isinstance(endpoint, str) for endpoint in given):
@@ -92,7 +92,7 @@ def endpoints_of(teachers: Sequence[str] | str) -> tuple[str, ...]:
 
 
 def servers_of(discovery_servers: Sequence[str] | str) -> tuple[str, ...]:
-    """Return the servers of a list, or of a text with commas. Raises: UsageError."""
+    """Check and return the servers of a list, or of a text with commas. Raises: UsageError."""
     given = discovery_servers
     servers = tuple(given.split(",") if isinstance(given, str) else given)
     registry_addresses(servers, "discovery_servers")

@@ -1,4 +1,4 @@
-"""The student's end of the fast path: TCP, a unix socket, or memory shared with the teacher."""
+"""The student's end of the fast path: by TCP, a unix socket, or shared memory."""
 
 import array as arrays
 import contextlib
@@ -33,9 +33,9 @@ from distill_reader.tokens import new_nonce, prove, proves
 
 logger = logging.getLogger(__name__)
 
-TRANSPORTS = ("tcp", "unix", "shm")  # slowest first; each is reached by way of those before it
+TRANSPORTS = ("tcp", "unix", "shm")  # slowest first; each is negotiated over those before it
 
-_SHARED_BYTES = 64 << 20  # of the memory that a client shares; taken as requests grow
+_SHARED_BYTES = 64 << 20  # of shared memory per client; pages are only allocated when used
 _MAX_ANSWER_BYTES = 8 << 30
 _LOCAL_WAIT_S = 2.0  # for the unix socket of a server on this host to answer
 _ENDS_OF_CONNECTION = (StreamEnded, StreamStalled, FastPathError)
@@ -55,7 +55,7 @@ class FastClient:
         self._arena: OwnArena | None = None  # memory shared with the teacher, once it is
         self._memory: Array | None = None  # the arena's bytes
         self._guard = ConnectionGuard(endpoint, wake=lambda: stream.end(sock), close=self._free)
-        self._timeout_s = 0.0  # as the socket has it
+        self._timeout_s = 0.0  # of the socket
         self._request_id = 0
         self._head = memoryview(bytearray(wire.HEAD.size))
 
@@ -68,11 +68,11 @@ class FastClient:
         return Bounds(most_bytes=self._welcome.max_request_bytes)
 
     def share_memory(self, size_bytes: int, timeout_s: float) -> None:
-        """Let requests lie in memory that the teacher maps, from here on; on the unix socket only.
+        """Put further requests into memory that the teacher maps. Needs the unix socket.
 
         Raises:
-            DistillError: the teacher does not take it, or the connection ended.
-            OSError: the system has no such memory.
+            DistillError: the teacher refuses, or the connection ended.
+            OSError: the system cannot provide the memory.
         """
         arena = OwnArena(size_bytes, "edl-student")
         try:
@@ -104,7 +104,7 @@ class FastClient:
         names = list(fetch) or [tensor.name for tensor in self._spec.outputs]
         plain = [self._index_of(name) for name in names]
         places = [index for index in plain if index is not None]
-        # By name only where one is in a form, which an old teacher would not understand.
+        # Names are only sent if an output is encoded; teachers of older releases do not know them.
         is_plain = len(places) == len(plain)
         wanted: Sequence[int] | Sequence[str]
         wanted = places if is_plain else list(find_outputs(self._spec, names).values())
@@ -143,7 +143,7 @@ class FastClient:
             self._arena.close()
 
     def _index_of(self, name: str) -> int | None:
-        """Return the place of an output; None: it is wanted in a form. Raises: BadRequest."""
+        """Return the index of an output; None: it is to be encoded. Raises: BadRequest."""
         index = self._output_index.get(name)
         if index is not None:
             return index
@@ -218,20 +218,20 @@ def open_fast(
     hello_timeout_s: float | None = None,
     transport: str = "shm",
 ) -> FastClient:
-    """Connect to a teacher by the fastest way that it offers.
+    """Connect to a teacher by the fastest transport that it offers.
 
     Args:
         endpoint: as the user wrote it, for messages.
         address: host and port.
         model: "": the only one that is served.
         timeout_s: for each step.
-        hello_timeout_s: for the teacher to greet; None: `timeout_s`.
+        hello_timeout_s: for the teacher's greeting; None: `timeout_s`.
         transport: the fastest one to try, of TRANSPORTS.
 
     Raises:
-        TeacherGone: nobody listens there.
-        ProtocolMismatch: somebody else does.
-        TeacherBusy: it starts, drains or has too many connections.
+        TeacherGone: no server listens there.
+        ProtocolMismatch: the server speaks something else.
+        TeacherBusy: the teacher starts, drains or has too many connections.
         UsageError, ModelNotFound: it has another token or version, or no such model.
     """
     try:
@@ -289,13 +289,13 @@ def _greet(
 def _prove_each_other(
     sock: socket.socket, body: bytes, token: str, nonce: str, timeout_s: float
 ) -> TeacherWelcome:
-    """Return the welcome of a teacher that knows the token, which is not sent.
+    """Prove to know the token, check the teacher's proof, and return its welcome.
 
     Args:
-        body: of its answer to the greeting with our nonce.
+        body: of the teacher's answer to the greeting with our nonce.
     """
     other = wire.parse_challenge(body)
-    if other is None:  # it wants none, or is of an older release, which wants to see it
+    if other is None:  # it needs no token, or is of an older release, which needs the token itself
         try:
             wire.parse_welcome(body)
         except UsageError as error:
@@ -320,7 +320,7 @@ def _prove_each_other(
 def _open_unix(
     endpoint: str, welcome: TeacherWelcome, model: str, token: str, timeout_s: float
 ) -> tuple[socket.socket, TeacherWelcome] | None:
-    """Return the connection over the teacher's unix socket; None: it cannot be had."""
+    """Return a connection over the teacher's unix socket; None: it cannot be opened."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(timeout_s)
@@ -345,7 +345,7 @@ def _with_shared_memory(client: FastClient, timeout_s: float) -> FastClient:
 
 
 def _is_local(sock: socket.socket) -> bool:
-    """Whether the teacher seems to be on this host: both ends have the same address."""
+    """Return whether the teacher seems to be on this host: both ends have the same address."""
     with contextlib.suppress(OSError, ValueError):
         here, there = sock.getsockname()[0], sock.getpeername()[0]
         return here == there or ipaddress.ip_address(there).is_loopback
@@ -353,7 +353,7 @@ def _is_local(sock: socket.socket) -> bool:
 
 
 def _place(rows: Sequence[InputRows]) -> list[WireTensor]:
-    """Return where in the shared memory each input goes, from its start on."""
+    """Return the offset of each input in the shared memory."""
     tensors, offset = [], 0
     for row in rows:
         tensors.append(WireTensor(row.input_index, row.dtype, row.shape, offset))
@@ -370,7 +370,7 @@ def _copy(row: InputRows, memory: Array, offset: int) -> None:
 
 
 def _named(endpoint: str, error: DistillError) -> DistillError:
-    """Return the error of a teacher with its endpoint in the text."""
+    """Return the teacher's error with its endpoint in the text."""
     text = f"{endpoint}: {error}"
     if isinstance(error, TeacherBusy):
         return TeacherBusy(text, delay_s=error.delay_s)

@@ -22,21 +22,21 @@ from distill_reader.student.clients.connection_guard import ConnectionGuard
 from distill_reader.student.clients.endpoints import ProtocolMismatch
 
 _MAX_MESSAGE_BYTES = 512 << 20
-_LARGE_BLOCK_BYTES = 31 << 20  # glibc learns nothing from blocks of 32 MiB and more
+_LARGE_BLOCK_BYTES = 31 << 20  # glibc does not adapt to blocks of 32 MiB and more
 _OPTIONS = (
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, not one with all clients
+    ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, not shared among clients
     ("grpc.enable_retries", 0),
 )
 
 
 class GrpcClientConnection:
-    """One thread calls at a time, any may close. TeacherGone and TeacherTimeout close it."""
+    """One thread may call at a time; any may close. TeacherGone and TeacherTimeout close it."""
 
     def __init__(self, endpoint: str, address: tuple[str, int], *, token: str) -> None:
-        """Connects with the first call."""
+        """Prepare the channel; it connects with the first call."""
         _keep_memory_of_messages()
         self.endpoint = endpoint
         host, port = address
@@ -76,11 +76,11 @@ class GrpcClientConnection:
 
 @functools.cache
 def _keep_memory_of_messages() -> None:
-    """Have the C library use the memory of a message again for the next one.
+    """Make the C library reuse the memory of a message for the next one.
 
-    glibc gives a freed block of megabytes back to the system, and the next one costs a page fault
-    per 4 KiB: a third of what a request costs here. It stops doing so for blocks no larger than
-    one that it has seen freed. Where the C library is another, this does nothing.
+    glibc returns freed blocks of megabytes to the system, and the next block costs a page fault per
+    4 KiB, a third of the cost of a request here. Once a large block was freed, it keeps blocks up
+    to that size. With another C library this has no effect.
     """
     block = np.empty(_LARGE_BLOCK_BYTES, np.uint8)  # never touched, so it takes no memory
     del block

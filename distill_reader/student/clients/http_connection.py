@@ -26,19 +26,19 @@ from distill_reader.student.clients.connection_guard import ConnectionGuard
 
 _MAX_ANSWER_BYTES = 4 << 30
 _MAX_TEXT = 2000  # characters of an error's body
-_JOIN_BUFFERS = 16  # more buffers than this are copied into one: a system call each costs more
+_JOIN_BUFFERS = 16  # more buffers are copied into one, which costs less than a system call each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpAnswer:
-    """An answer, whatever its status."""
+    """An answer of any status."""
 
     status: int
     headers: Mapping[str, str]  # names in lower case
     body: memoryview
 
     def text(self) -> str:
-        """Return what it says, shortened; of {"error": TEXT} only the text."""
+        """Return the body as a shortened text; of {"error": TEXT} only TEXT."""
         text = bytes(self.body[: 4 * _MAX_TEXT]).decode(errors="replace").strip()
         try:
             document = json.loads(text)
@@ -50,12 +50,12 @@ class HttpAnswer:
 
 
 class HttpClientConnection:
-    """One thread asks at a time, any may close. TeacherGone and TeacherTimeout close it."""
+    """Only one thread may ask at a time; any may close. TeacherGone and TeacherTimeout close it."""
 
     def __init__(
         self, endpoint: str, address: tuple[str, int], *, token: str, connect_timeout_s: float
     ) -> None:
-        """Connect. Raises: TeacherGone: nobody listens there."""
+        """Connect. Raises: TeacherGone: no server listens there."""
         self.endpoint = endpoint
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._connection = http.client.HTTPConnection(*address, timeout=connect_timeout_s)
@@ -82,7 +82,7 @@ class HttpClientConnection:
         """Send a request whose body is `buffers` one after the other; return the answer.
 
         Args:
-            timeout_s: for all of the answer; large bodies may take longer if they move.
+            timeout_s: for the whole answer; a large body may take longer while bytes flow.
 
         Raises:
             TeacherGone, TeacherTimeout.
@@ -96,7 +96,7 @@ class HttpClientConnection:
                     was_used = self._sock is not None and self._connection.sock is not None
                     return self._exchange(method, path, buffers, all_headers, timeout_s)
                 except (ConnectionError, http.client.BadStatusLine):
-                    # Servers close connections that were idle for a while: that is no failure.
+                    # Servers close idle connections: connect again, that is not a failure.
                     if not was_used or self._guard.is_closed:
                         raise
                     self._connection.close()
@@ -118,7 +118,7 @@ class HttpClientConnection:
         self._guard.close()
 
     def refuse(self, answer: HttpAnswer) -> NoReturn:
-        """Raise what an answer means whose status is not 200."""
+        """Raise the error of an answer whose status is not 200."""
         status = answer.status
         text = f"{self.endpoint}: HTTP {status}: {answer.text()}"
         if status in (401, 403):
@@ -138,7 +138,7 @@ class HttpClientConnection:
     def _connect(self) -> None:
         self._connection.connect()
         self._sock = self._connection.sock
-        if self._guard.is_closed:  # while it connected: nobody could wake it
+        if self._guard.is_closed:  # closed while it connected, and could not be woken
             raise ConnectionAbortedError("the connection is closed")
 
     def _exchange(
@@ -178,7 +178,7 @@ class HttpClientConnection:
         )
 
     def _set_time_left(self) -> None:
-        """Let the next call on the socket wait no longer than there is time for the answer."""
+        """Limit the next call on the socket to the time that is left for the answer."""
         left_s = self._deadline_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError
@@ -197,7 +197,7 @@ class HttpClientConnection:
 
 
 class _Timed:
-    """A socket as http.client reads it, of which each read has the time that is left for all."""
+    """A socket for http.client that limits each read to the time that is left for the answer."""
 
     def __init__(self, sock: socket.socket, set_time_left: Callable[[], None]) -> None:
         self._sock = sock
@@ -246,5 +246,5 @@ def _read(response: http.client.HTTPResponse) -> memoryview:
 def _delay_of(retry_after: str) -> float:
     try:
         return min(max(float(retry_after), 0.0), 60.0)
-    except ValueError:  # none, or a date
+    except ValueError:  # missing, or a date
         return 0.1

@@ -1,6 +1,6 @@
 """Clients of the Open Inference Protocol (KServe v2): Triton, KServe, MLServer, and our teachers.
 
-Source: https://github.com/kserve/open-inference-protocol. A model's metadata give its spec.
+Source: https://github.com/kserve/open-inference-protocol. The spec comes from a model's metadata.
 """
 
 import json
@@ -22,12 +22,12 @@ from distill_reader.student.clients.endpoints import ProtocolMismatch
 from distill_reader.student.clients.http_connection import HttpClientConnection
 from distill_reader.student.clients.rows import find_outputs, gather, pick_outputs
 
-if TYPE_CHECKING:  # who uses HTTP alone loads no gRPC
+if TYPE_CHECKING:  # clients over HTTP do not load gRPC
     from distill_reader.student.clients.grpc_connection import GrpcClientConnection
 
 _SERVICE = f"/{oip_messages.SERVICE}/"
 _READY = "READY"  # state of a model in Triton's repository index
-# Of Triton's ModelConfigResponse and ModelConfig: the numbers of the fields.
+# Field numbers in Triton's ModelConfigResponse and ModelConfig.
 _CONFIG, _MAX_BATCH_SIZE = 1, 4
 
 
@@ -40,11 +40,11 @@ class OipGrpcClient:
         """Ask for the model's metadata.
 
         Args:
-            model: "": the only one, where the teacher lists its models.
+            model: "": the only one that the teacher lists.
 
         Raises:
             ProtocolMismatch: the server speaks gRPC, but not this protocol.
-            DistillError: as `predict`; UsageError where the model must be named.
+            DistillError: as `predict`; UsageError if the model must be named.
         """
         self.endpoint = connection.endpoint
         self._connection = connection
@@ -86,7 +86,7 @@ class OipGrpcClient:
         try:
             answer = self._connection.call(f"{_SERVICE}RepositoryIndex", b"", timeout_s=timeout_s)
         except ProtocolMismatch:
-            # A server of the plain protocol has no such list; another server has no ServerLive.
+            # A server of the plain protocol has no such list, but has ServerLive.
             self._connection.call(f"{_SERVICE}ServerLive", b"", timeout_s=timeout_s)
             return []
         names = []
@@ -101,7 +101,7 @@ class OipGrpcClient:
         return sorted(set(names))
 
     def _max_batch_size(self, timeout_s: float) -> int | None:
-        """Return the most samples of a request; None: it does not say. Triton's extension."""
+        """Return the most samples of a request; None: not announced. Triton's extension."""
         request = oip_messages.MESSAGES["ModelMetadataRequest"](name=self._model)
         try:
             answer = self._connection.call(
@@ -130,11 +130,11 @@ class OipHttpClient:
         """Ask for the model's metadata.
 
         Args:
-            model: "": the only one, where the teacher lists its models.
+            model: "": the only one that the teacher lists.
 
         Raises:
             ProtocolMismatch: the server speaks HTTP, but not this protocol.
-            DistillError: as `predict`; UsageError where the model must be named.
+            DistillError: as `predict`; UsageError if the model must be named.
         """
         self.endpoint = connection.endpoint
         self._connection = connection
@@ -197,7 +197,7 @@ class OipHttpClient:
             raise TeacherGone(f"{self.endpoint}: its list of models: {error}") from error
 
     def _max_batch_size(self, timeout_s: float) -> int | None:
-        """Return the most samples of a request; None: it does not say. Triton's extension."""
+        """Return the most samples of a request; None: not announced. Triton's extension."""
         answer = self._connection.request("GET", f"{self._path}/config", timeout_s=timeout_s)
         try:
             most = json.loads(bytes(answer.body))["max_batch_size"]

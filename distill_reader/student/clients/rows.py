@@ -1,4 +1,4 @@
-"""Check the arrays of a request against the model, before anything is sent. Pure."""
+"""Check the arrays of a request against the model before they are sent. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,11 +29,11 @@ def gather(
     """Return the inputs in the order of the spec.
 
     Args:
-        spec: without inputs: nothing is known of them, so all go as they are.
-        is_exact: whether the spec's shapes are whole; else only types are checked.
+        spec: of the model. Without inputs they are unknown, and all arrays are accepted.
+        is_exact: whether the spec's shapes are complete; if not, only types are checked.
 
     Raises:
-        BadRequest: an input is missing, unknown, or does not fit; names it.
+        BadRequest: an input is missing, unknown or does not fit; names it.
     """
     by_index: dict[int, InputRows] = {}
     for name, arrays in feeds.items():
@@ -64,9 +64,9 @@ def gather(
 
 
 def find_outputs(spec: ModelSpec, fetch: Sequence[str]) -> dict[str, str]:
-    """Return the model's name for each output wanted; all of them where `fetch` is empty.
+    """Return the model's name for each output wanted; all outputs if `fetch` is empty.
 
-    Where the spec has no outputs, nothing is known of them.
+    If the spec has no outputs they are unknown, and names are returned as they are.
 
     Raises:
         BadRequest: the model has no such output.
@@ -79,7 +79,7 @@ def find_outputs(spec: ModelSpec, fetch: Sequence[str]) -> dict[str, str]:
 def pick_outputs(
     endpoint: str, wanted: Mapping[str, str], answer: Mapping[str, Array]
 ) -> dict[str, Array]:
-    """Return copies of the outputs by the names that the caller uses; `wanted` empty: all.
+    """Return copies of the outputs by the caller's names; all outputs if `wanted` is empty.
 
     Copies, because the answer's arrays are views of a message: unaligned, perhaps read-only.
 
@@ -94,13 +94,13 @@ def pick_outputs(
 
 
 def _wire_name(spec: ModelSpec, name: str) -> str:
-    """Return the model's name of an output, in the form that is asked for."""
+    """Return the model's name of an output, with the encoding that is asked for."""
     output, encoding = split_name(spec, name)
     return f"{output.name}{MARK}{encoding}" if encoding else output.name
 
 
 def _seen(name: str, array: Array) -> TensorSpec:
-    """Return the spec of an input of which only an array is known."""
+    """Return the spec of an unknown input, as the array shows it."""
     return TensorSpec(name=name, dtype=array.dtype.name, shape=array.shape[1:])
 
 
@@ -116,7 +116,7 @@ def _check(tensor: TensorSpec, input_index: int, arrays: Sequence[Array]) -> Inp
         shape = array.shape
         if array.dtype != dtype or shape[1:] != tail or not shape:
             tensor.check(str(array.dtype), shape)
-            raise BadRequest(  # each alone would do: they differ where the model leaves it open
+            raise BadRequest(  # each alone would fit: they differ in a length the model leaves open
                 f"tensor {tensor.name}: arrays of one request must agree but for axis 0, "
                 f"got {list(first.shape)} and {list(shape)}"
             )

@@ -1,7 +1,7 @@
 """Clients of Paddle Serving's GeneralModelService, over HTTP with protobuf and over gRPC.
 
-The protocol has no call for metadata: what the model takes is told by a client prototxt, or
-nobody knows and the arrays go as they are.
+The protocol has no call for metadata. A client prototxt tells what the model takes; without one the
+arrays are sent as they are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from distill_reader.student.clients.endpoints import ProtocolMismatch
 from distill_reader.student.clients.http_connection import HttpAnswer, HttpClientConnection
 from distill_reader.student.clients.rows import find_outputs, gather, pick_outputs
 
-if TYPE_CHECKING:  # who uses HTTP alone loads no gRPC
+if TYPE_CHECKING:  # clients over HTTP do not load gRPC
     from distill_reader.student.clients.grpc_connection import GrpcClientConnection
 
 _PATH = "/GeneralModelService/inference"
@@ -25,7 +25,7 @@ _UNKNOWN = ModelSpec(name="serving", version="", inputs=(), outputs=())
 
 
 class _Codec:
-    """Requests and answers of one teacher."""
+    """Encodes requests to one teacher, and decodes its answers."""
 
     def __init__(self, endpoint: str, config: ModelSpec | None) -> None:
         self.endpoint = endpoint
@@ -35,7 +35,7 @@ class _Codec:
         self, feeds: Mapping[str, Sequence[Array]], fetch: Sequence[str]
     ) -> tuple[bytes, dict[str, str]]:
         """Return the request, and the alias of each output wanted."""
-        # A prototxt leaves out the axes of open length: its shapes are not whole.
+        # A prototxt leaves out axes of open length, so its shapes are incomplete.
         rows = gather(self.spec, feeds, is_exact=False)
         wanted = find_outputs(self.spec, fetch)
         request = serving_messages.encode_request(
@@ -59,12 +59,12 @@ class ServingHttpClient:
     """A TeacherClient over HTTP. Nothing is compressed: tensors hardly shrink."""
 
     protocol = "serving-http"
-    bounds = Bounds()  # nobody says
+    bounds = Bounds()  # the protocol announces none
 
     def __init__(self, connection: HttpClientConnection, config: ModelSpec | None) -> None:
         """
         Args:
-            config: from the client prototxt; None: nothing is known of the model.
+            config: from the client prototxt; None: the model is unknown.
         """
         self.endpoint = connection.endpoint
         self._connection = connection
@@ -72,7 +72,7 @@ class ServingHttpClient:
 
     @property
     def spec(self) -> ModelSpec:
-        """See TeacherClient; without inputs and outputs where there was no config."""
+        """See TeacherClient. Without inputs and outputs if there is no config."""
         return self._codec.spec
 
     def probe(self, *, timeout_s: float) -> None:
@@ -112,12 +112,12 @@ class ServingGrpcClient:
     """A TeacherClient over gRPC."""
 
     protocol = "serving-grpc"
-    bounds = Bounds()  # nobody says
+    bounds = Bounds()  # the protocol announces none
 
     def __init__(self, connection: "GrpcClientConnection", config: ModelSpec | None) -> None:
         """
         Args:
-            config: from the client prototxt; None: nothing is known of the model.
+            config: from the client prototxt; None: the model is unknown.
         """
         self.endpoint = connection.endpoint
         self._connection = connection
@@ -125,7 +125,7 @@ class ServingGrpcClient:
 
     @property
     def spec(self) -> ModelSpec:
-        """See TeacherClient; without inputs and outputs where there was no config."""
+        """See TeacherClient. Without inputs and outputs if there is no config."""
         return self._codec.spec
 
     def probe(self, *, timeout_s: float) -> None:
@@ -133,11 +133,11 @@ class ServingGrpcClient:
 
         Raises:
             ProtocolMismatch: it does not.
-            DistillError: as `predict`, but for what is wrong with an empty request.
+            DistillError: as `predict`, except for errors about the empty request.
         """
         try:
             self._connection.call(_METHOD, b"", timeout_s=timeout_s)
-        except (BadRequest, TeacherFailed):  # of the empty request: it knows the method
+        except (BadRequest, TeacherFailed):  # the request is empty, but the method is known
             return
 
     def predict(

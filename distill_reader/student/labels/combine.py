@@ -1,4 +1,4 @@
-"""Make one prediction of those of several teachers. Pure."""
+"""Average the predictions of several services. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,16 +17,17 @@ _SUM_TOLERANCE = 2e-2
 class Combination:
     """The weighted mean of each output."""
 
-    names: tuple[str, ...]  # of the members, for messages
+    names: tuple[str, ...]  # of the services, for messages
     weights: tuple[float, ...]
     predicts: tuple[str, ...]
     of: OutputKind
 
     def __call__(self, members: Sequence[Sequence[Array]]) -> tuple[Array, ...]:
-        """Return the outputs for those of each member, in the order of `names`.
+        """Return the mean outputs of the services, given in the order of `names`.
 
         Raises:
-            BadRequest: they differ in shape, are no floats, or no probabilities as was said.
+            BadRequest: outputs differ in shape, are not floats, or are not probabilities although
+                the user said so.
         """
         return tuple(
             self._mean(name, [outputs[index] for outputs in members])
@@ -47,7 +48,7 @@ class Combination:
                 )
             if self.of == "probabilities":
                 _check_probabilities(name, output, array)
-        # In double precision, and in the members' order: the same sum whoever answered first.
+        # In double precision and in a fixed order, so the sum does not depend on who answers first.
         total = np.zeros(first.shape, np.float64)
         for weight, array in zip(self.weights, arrays, strict=True):
             total += weight * array

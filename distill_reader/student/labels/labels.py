@@ -1,6 +1,6 @@
-"""What is asked of teachers for each prediction, and how it becomes what the user gets. Pure.
+"""Which output encodings to ask teachers for, and how to decode them for the user. Pure.
 
-What comes is kept as it came, narrow, until it is handed out: caches keep it so.
+Answers stay encoded, and so small, until the user gets them; caches store them encoded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,17 +15,17 @@ from distill_reader.model.specs import ModelSpec, TensorSpec
 from distill_reader.student.clients.client import Array
 from distill_reader.student.options import TopK
 
-_MASS_TOLERANCE = 2e-2  # by which rounded probabilities may sum to more than 1
-_NOTHING = 1e4  # below the largest logit: its share is 0 at any temperature in use
+_MASS_TOLERANCE = 2e-2  # rounded probabilities may sum to more than 1 by so much
+_NOTHING = 1e4  # so far below the largest logit the probability is 0 at any usual temperature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedOutput:
-    """What must be known of an output to make it whole again."""
+    """An output as the teacher serves it: what is needed to decode its columns."""
 
     dtype: str
     classes: int = 0  # length of its last axis; 0: not needed
-    varies: bool = False  # in shape from sample to sample, perhaps as the inputs' lengths do
+    varies: bool = False  # samples may differ in shape, for example with the inputs' lengths
 
     def to_json(self) -> dict[str, Any]:
         return {"dtype": self.dtype, "classes": self.classes}
@@ -36,13 +36,13 @@ class ServedOutput:
 
 
 class Labels:
-    """The predictions of a reader."""
+    """The predictions of a reader: what to ask for, and how to decode it."""
 
     def __init__(self, predicts: Sequence[str], wire_dtype: str, top_k: TopK | None) -> None:
         """
         Args:
-            wire_dtype: in which floats come; "": as they are served.
-            top_k: None: all values come.
+            wire_dtype: in which teachers send floats; "": as they serve them.
+            top_k: None: teachers send all values.
         """
         self._predicts = tuple(predicts)
         self._wire_dtype = wire_dtype
@@ -58,7 +58,7 @@ class Labels:
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        """The output of each array that the user gets."""
+        """The output's name for each array that the user gets."""
         is_sparse = self._top_k is not None and not self._top_k.dense
         counts = [2 if is_top and is_sparse else 1 for is_top in self._is_top]
         return tuple(
@@ -67,7 +67,7 @@ class Labels:
 
     @property
     def count(self) -> int:
-        """How many arrays the user gets."""
+        """The number of arrays that the user gets."""
         return len(self.arrays)
 
     @property
@@ -75,7 +75,7 @@ class Labels:
         return bool(self._wire_dtype) or any(self._is_top)
 
     def identity(self) -> dict[str, Any]:
-        """Return what of the options decides over the columns, for the key of a cache."""
+        """Return the options that determine the columns, for the key of a cache."""
         top = self._top_k
         return {
             "predicts": list(self._predicts),
@@ -90,10 +90,10 @@ class Labels:
     def asked(
         self, endpoint: str, spec: ModelSpec
     ) -> tuple[tuple[str, ...], tuple[ServedOutput, ...]]:
-        """Return the names to ask a teacher by, a column each, and what they are of.
+        """Return the names of the columns to ask a teacher for, and the outputs they encode.
 
         Raises:
-            BadRequest: the model lacks an output, or cannot send it so; names the remedy.
+            BadRequest: the model lacks an output, or cannot encode it so; names the remedy.
         """
         names: list[str] = []
         served: list[ServedOutput] = []
@@ -120,7 +120,7 @@ class Labels:
         return tuple(names), tuple(served)
 
     def _output(self, endpoint: str, spec: ModelSpec, name: str) -> TensorSpec | None:
-        """Return the output; None: the teacher does not say which it has."""
+        """Return the output; None: the teacher does not list its outputs."""
         if not spec.outputs:
             return None
         try:
@@ -132,7 +132,7 @@ class Labels:
         return tensor
 
     def _wire_of(self, tensor: TensorSpec | None) -> str:
-        """Return the dtype to ask for; "": as it is served."""
+        """Return the dtype to ask for; "": the dtype that is served."""
         if not self._wire_dtype:
             return ""
         if tensor is not None and tensor.dtype not in ("float32", "float64"):
@@ -162,7 +162,7 @@ class Labels:
     def _top_names(self, name: str, wire: str, classes: int) -> list[str]:
         top = self._top_k
         assert top is not None
-        # A class's index fits two bytes nearly always; the form refuses where it does not.
+        # An index nearly always fits into two bytes; if it does not, the teacher refuses it.
         index_dtype = "uint16" if classes <= 1 << 16 else ""
         names = [
             encoding_name(name, VALUES, top.k, wire),
@@ -172,19 +172,19 @@ class Labels:
 
     @property
     def _has_rest(self) -> bool:
-        """Whether what is left for the others must be told: probabilities sum to 1 anyway."""
+        """Whether to ask for the rest, too. For probabilities it follows from the sum of 1."""
         top = self._top_k
         return top is not None and top.of == "logits" and top.rest == "uniform"
 
-    # --- handing out
+    # --- decoding
 
     def restore(
         self, columns: Sequence[Array], served: Sequence[ServedOutput]
     ) -> tuple[Array, ...]:
-        """Return the user's arrays for columns as they came.
+        """Decode columns to the user's arrays.
 
         Raises:
-            BadRequest: they are not what the options say that they are.
+            BadRequest: they are not what the options say, such as probabilities.
         """
         if not self.asks_encodings:
             return tuple(columns)
@@ -205,7 +205,7 @@ class Labels:
     def _restore_top(self, name: str, columns: Sequence[Array], of: ServedOutput) -> list[Array]:
         top = self._top_k
         assert top is not None
-        values: Any = columns[0].astype(of.dtype)  # a copy: what came may be kept elsewhere
+        values: Any = columns[0].astype(of.dtype)  # a copy, for a cache may hold the column
         indices = columns[1].astype(np.int64)
         others = of.classes - indices.shape[-1]
         if indices.size and not 0 <= indices.min() <= indices.max() < of.classes:

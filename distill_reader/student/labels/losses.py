@@ -1,8 +1,8 @@
 """Losses of a student that learns from soft labels, after Hinton, Vinyals and Dean.
 
 "Distilling the Knowledge in a Neural Network", 2015, arXiv 1503.02531. The only module of the
-student that knows PaddlePaddle. All losses are scalars, means over samples, and differentiable in
-the student's logits; what comes from the teacher has no gradient.
+student that imports PaddlePaddle. All losses are scalars: means over samples, differentiable in the
+student's logits. The teacher's tensors have no gradient.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import paddle
 from paddle import Tensor
 from paddle.nn import functional
 
-# Values and indices of the top k, (..., k) each, as `set_top_k(dense=False)` hands them out.
+# Values and indices of the top k, (..., k) each, as `set_top_k(dense=False)` yields them.
 TopTensors = tuple[Tensor, Tensor]
 
 _NO_SHARE = 1e-30  # Paddle's exp(-inf) is not 0 everywhere
@@ -26,8 +26,8 @@ def soft_cross_entropy(student_logits: Tensor, soft_labels: Tensor | TopTensors)
 
     Args:
         student_logits: (..., C) float, before softmax.
-        soft_labels: (..., C) float, each row sums to 1. Or the (values, indices) of the largest:
-            what they lack to 1 counts as spread evenly over the other classes.
+        soft_labels: (..., C) float, each row sums to 1. Or (values, indices) of the largest: the
+            rest of the sum of 1 is spread evenly over the other classes.
 
     Raises:
         ValueError: shapes disagree.
@@ -42,15 +42,15 @@ def soft_cross_entropy(student_logits: Tensor, soft_labels: Tensor | TopTensors)
 def kl_divergence(
     student_logits: Tensor, teacher_logits: Tensor | TopTensors, *, temperature: float = 1.0
 ) -> Tensor:
-    """Return how far the student's softmax is from the teacher's, both at `temperature`.
+    """Return the divergence of the student's softmax from the teacher's, both at `temperature`.
 
     Hinton et al., section 2: times temperature**2, so that the gradient does not shrink as the
     temperature grows, and keeps its weight beside a loss against labels.
 
     Args:
         student_logits: (..., C) float, before softmax.
-        teacher_logits: (..., C) float, before softmax. Or the (values, indices) of the largest:
-            the teacher's shares of the other classes count as 0.
+        teacher_logits: (..., C) float, before softmax. Or (values, indices) of the largest: the
+            teacher's probabilities of the other classes count as 0.
         temperature: > 0; above 1 the small shares count more.
 
     Raises:
@@ -108,7 +108,7 @@ def distillation_loss(
 
 
 def _precise(logits: Tensor) -> Tensor:
-    """Return logits whose exponentials neither overflow nor vanish in a half's few bits."""
+    """Return logits in a precision in which exponentials neither overflow nor vanish."""
     return logits.astype(paddle.float32) if logits.dtype in _HALVES else logits
 
 
@@ -128,7 +128,7 @@ def _top_cross_entropy(log_shares: Tensor, values: Tensor, indices: Tensor) -> T
     entropy = _expected(values, own)
     if log_shares.shape[-1] > indices.shape[-1]:
         rest = (1 - values.sum(axis=-1)).clip(min=0)
-        # A class that the student rules out is none that the rest could be spread over.
+        # The rest is not spread over classes that the student rules out by logits of -inf.
         total, classes = _finite_sum(log_shares)
         own_total, own_classes = _finite_sum(own)
         entropy += rest * (total - own_total) / (classes - own_classes).clip(min=1)
@@ -136,21 +136,23 @@ def _top_cross_entropy(log_shares: Tensor, values: Tensor, indices: Tensor) -> T
 
 
 def _expected(shares: Tensor, values: Tensor) -> Tensor:
-    """Return the sum of shares * values over the last axis. What has no share adds nothing, though
-    it be infinite: a class that is ruled out, by logits of -inf."""
+    """Return the sum of shares * values over the last axis.
+
+    A class without a share adds nothing, even if its value is infinite (by a logit of -inf).
+    """
     has_share = shares > _NO_SHARE
     return (shares * paddle.where(has_share, values, paddle.zeros_like(values))).sum(axis=-1)
 
 
 def _finite_sum(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum over the last axis of what is finite, and how many these are."""
+    """Return the sum of the finite values over the last axis, and their number."""
     is_finite = paddle.isfinite(values)
     kept = paddle.where(is_finite, values, paddle.zeros_like(values))
     return kept.sum(axis=-1), is_finite.astype(values.dtype).sum(axis=-1)
 
 
 def _checked_top(student_logits: Tensor, top: Sequence[Tensor]) -> TopTensors:
-    """Return values and indices, if they suit the logits. Raises: ValueError."""
+    """Return values and indices if they fit the logits. Raises: ValueError."""
     if len(top) != 2:
         raise ValueError(f"soft labels: expected (values, indices), got {len(top)} tensors")
     values, indices = top

@@ -1,11 +1,10 @@
-"""What a teacher has shown of its speed, and what follows for the requests it gets. Pure."""
+"""Learn a teacher's speed, and derive the size and the timing of its requests. Pure."""
 
 import math
 
-# A request is joined until it takes so long: enough to hide what a request costs, too little for
-# a slow teacher to hold things up. What a lost teacher had comes behind what the others have, so
-# that some of these times are how long nothing comes when one dies. Between the two it stays: a
-# teacher's batch has a fixed cost, and many small requests are not answered faster.
+# Requests grow while answers take less than the first time, and shrink if they take more than the
+# second. That hides the fixed cost of a request, and a slow teacher does not hold the others up.
+# After a teacher dies, the consumer waits for a few such times. Between the two the size stays.
 _GROWS_BELOW_S = 0.05
 _SHRINKS_ABOVE_S = 1.0
 _FIRST_SAMPLES = 32  # of a teacher that has not answered yet
@@ -13,24 +12,24 @@ _LEAST_SAMPLES = 16
 _MOST_SAMPLES = 1 << 16
 
 _SMOOTHING = 0.2
-_HEDGE_FACTOR = 4.0  # times what was learned: late, not merely slow
-_HEDGE_FLOOR_S = 0.25  # below it, a busy host makes anybody late
-_HEDGE_UNKNOWN_S = 5.0  # a first answer may include loading and tuning kernels, and take far longer
-_DROP_FACTOR = 3.0  # times the hedge's delay, when another has answered instead
-_TIMEOUT_UNKNOWN_S = 600.0  # engines are built and models compiled with a first answer
+_HEDGE_FACTOR = 4.0  # times the expected time: late, not merely slow
+_HEDGE_FLOOR_S = 0.25  # on a busy host any answer may be late by less
+_HEDGE_UNKNOWN_S = 5.0  # a first answer may include loading and tuning kernels
+_DROP_FACTOR = 3.0  # times the hedge's delay, if another teacher has answered instead
+_TIMEOUT_UNKNOWN_S = 600.0  # a first answer may include building engines and compiling
 _TIMEOUT_FACTOR = 50.0
 _TIMEOUT_FLOOR_S = 10.0
 
-LEAST_DEPTH = 2  # one is computed while the next one is on its way
+LEAST_DEPTH = 2  # requests in flight: one is computed while the next one travels
 MOST_DEPTH = 6
 _WINDOW_S = 0.5  # for which a depth is tried
 _WINDOW_REQUESTS = 8
-_GAIN = 1.1  # what one more in flight must bring
+_GAIN = 1.1  # in samples per second, that one more in flight must bring
 _MOST_PATIENCE = 64  # windows between two trials
 
 
 class Pace:
-    """One teacher's. Times are seconds of any one clock."""
+    """The pace of one teacher. Times are seconds of any one clock."""
 
     def __init__(self) -> None:
         self.answers = 0
@@ -43,7 +42,7 @@ class Pace:
 
     @property
     def is_known(self) -> bool:
-        """Whether it has answered often enough for what is learned to mean something."""
+        """Whether there were enough answers to rely on what was learned."""
         return self.answers >= 3
 
     @property
@@ -53,7 +52,7 @@ class Pace:
 
     @property
     def join_samples(self) -> int:
-        """Up to how many samples a request is joined."""
+        """The number of samples up to which a request is joined."""
         return self._join_samples
 
     def answered(self, samples: int, took_s: float, now: float) -> None:
@@ -67,7 +66,7 @@ class Pace:
             self._mean_s += _SMOOTHING * error_s
             self._deviation_s += _SMOOTHING * (abs(error_s) - self._deviation_s)
             self._mean_samples += _SMOOTHING * (samples - self._mean_samples)
-        # The first answers waited for no others, and say less than they will take.
+        # The first answers did not wait behind others, so later ones take longer.
         if (
             self.is_known
             and took_s < _GROWS_BELOW_S
@@ -79,40 +78,40 @@ class Pace:
         self.depth = self._trial.next_depth(self.depth, samples, now)
 
     def overdue(self, samples: int, took_s: float) -> None:
-        """Note that it was given up after this time: it is not as fast as was thought."""
+        """Note that a request was given up after this time: the teacher is slower than expected."""
         if self.is_known:
             scale = max(1.0, samples / self._mean_samples)
             self._mean_s = max(self._mean_s, took_s / scale)
 
     def starved(self) -> None:
-        """Note that it waited for work: what it does now is not all it could."""
+        """Note that the teacher waited for work, so its present rate is not its limit."""
         self._trial.spoil()
 
     def expected_s(self, samples: int) -> float | None:
-        """Return within what time an answer is usual; None: not known yet."""
+        """Return the usual time for an answer; None: unknown yet."""
         if not self.is_known:
             return None
         scale = max(1.0, samples / self._mean_samples)
         return (self._mean_s + 2 * self._deviation_s) * scale
 
     def hedge_after_s(self, samples: int) -> float:
-        """Return after what time a request is late."""
+        """Return the time after which a request is late."""
         expected_s = self.expected_s(samples)
         if expected_s is None:
             return _HEDGE_UNKNOWN_S
         return max(_HEDGE_FLOOR_S, _HEDGE_FACTOR * expected_s)
 
     def drop_after_s(self, samples: int) -> float:
-        """Return after what time it is given up, when another has answered in its place.
+        """Return the time after which a request is given up that another teacher has answered.
 
-        For ever, while its pace is not known: then there is `timeout_s`.
+        Infinite while the pace is unknown; then only `timeout_s` applies.
         """
         if not self.is_known:
             return math.inf
         return _DROP_FACTOR * self.hedge_after_s(samples)
 
     def timeout_s(self, samples: int) -> float:
-        """Return after what time it is given up, alone as it may be."""
+        """Return the time after which a request is given up in any case."""
         expected_s = self.expected_s(samples)
         if expected_s is None:
             return _TIMEOUT_UNKNOWN_S
@@ -120,10 +119,9 @@ class Pace:
 
 
 def is_worth_hedging(own: Pace, other: Pace, samples: int, took_s: float) -> bool:
-    """Return whether a request that one teacher has had for `took_s` is given to another as well.
+    """Return whether to send a request, which one teacher has had for `took_s`, to another as well.
 
-    It must be late, and the other one known to be sooner: how long the first will need is not
-    known any more, or not yet.
+    It must be late, and the other teacher must be known to be faster.
     """
     other_s = other.expected_s(samples)
     if other_s is None or took_s <= own.hedge_after_s(samples):
@@ -132,13 +130,13 @@ def is_worth_hedging(own: Pace, other: Pace, samples: int, took_s: float) -> boo
 
 
 class _Trial:
-    """Finds the depth behind which more requests in flight bring no more samples per second."""
+    """Finds the depth beyond which more requests in flight bring no more samples per second."""
 
     def __init__(self) -> None:
         self._began_s: float | None = None  # None: no window is open
         self._samples = 0
         self._requests = 0
-        self._rate_before = 0.0  # samples per second at the depth below, while one is tried
+        self._rate_before = 0.0  # samples per second at the depth before, during a trial
         self._is_on_trial = False
         self._patience = 1
         self._windows_left = 1
@@ -147,7 +145,7 @@ class _Trial:
         self._began_s = None
 
     def next_depth(self, depth: int, samples: int, now: float) -> int:
-        """Count an answer; return the depth from here on."""
+        """Count an answer; return the depth from now on."""
         if self._began_s is None:
             self._began_s, self._samples, self._requests = now, 0, 0
             return depth

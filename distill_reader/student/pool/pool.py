@@ -1,8 +1,8 @@
-"""The teachers of one iteration: threads that take requests, ask, and bring answers back.
+"""The teachers of one iteration: threads that take requests, ask teachers, and store answers.
 
-One thread per request in flight, each with a connection of its own. Teachers pull: a slow one gets
-less by itself. All of them share the feed's lock, and wait without looking; one supervisor thread
-sends late requests to a second teacher, drops those that hang, and says when there is none.
+There is one thread per request in flight, each with its own connection. Teachers pull work, so a
+slow one gets less. The threads share the feed's lock and wait on conditions. A supervisor thread
+sends late requests to a second teacher, drops teachers that hang, and reports when there is none.
 """
 
 import itertools
@@ -41,13 +41,13 @@ from distill_reader.student.pool.teacher_registry import MOST, Flight, Teacher, 
 logger = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S = 0.02
-_MOST_BACKOFF_S = 0.5  # a refused connection costs little, and a teacher that is back is found soon
-_REFUSED_BACKOFF_S = 5.0  # it answers, but not us
-_GROW_PERIOD_S = 5.0  # behind a further connection that failed
-_MOST_REST_S = 1.0  # of a teacher that says again and again that it is busy
-_FAILED_REST_S = (0.25, 4.0)  # of one that fails: at first, and where it does nothing else
-_MANY_SHAPES, _MANY_SINGLES = 8, 100  # waiting; requests of one sample in a row
-_TIMEOUT_LOSSES = 3  # connections lost, as which a timeout counts
+_MOST_BACKOFF_S = 0.5  # a try costs little, and a teacher that is back is found soon
+_REFUSED_BACKOFF_S = 5.0  # for a teacher that answers, but refuses us
+_GROW_PERIOD_S = 5.0  # after a further connection has failed
+_MOST_REST_S = 1.0  # for a teacher that is busy again and again
+_FAILED_REST_S = (0.25, 4.0)  # for a teacher that fails: the first rest, and the longest
+_MANY_SHAPES, _MANY_SINGLES = 8, 100  # shapes that wait; requests of one sample in a row
+_TIMEOUT_LOSSES = 3  # a timeout counts as so many lost connections
 
 _Error = TypeVar("_Error", bound=DistillError)
 
@@ -57,20 +57,20 @@ class PoolSettings:
     sent: tuple[str, ...]  # names of the fields that may be sent
     labels: Labels
     limits: RequestLimits
-    no_teacher_timeout_s: float | None  # None: for ever
-    skips: bool  # behind that time, instead of raising
+    no_teacher_timeout_s: float | None  # how long to wait for a teacher; None: without limit
+    skips: bool  # after that time, instead of raising
     timeout_s: float | None = None  # for an answer; None: as a teacher's pace suggests
     hedges: bool = True  # whether late requests are sent to a second teacher
-    may_get_others: bool = False  # discovery hears which teachers are of no use
+    may_get_others: bool = False  # discovery replaces teachers that are unusable
     mixes_versions: bool = False  # whether teachers of different models may answer
-    padding: Padding | None = None  # None: fields are as long as they are
-    wire_ins: tuple[tuple[str, str], ...] = ()  # field and dtype of what is sent in another type
-    cache: LabelCache | None = None  # None: labels are not kept
+    padding: Padding | None = None  # None: fields are not padded
+    wire_ins: tuple[tuple[str, str], ...] = ()  # fields that are sent as "uint8"; "": all that can
+    cache: LabelCache | None = None  # None: labels are not cached
     name: str = ""  # of the service, where there are several
 
 
 class TeacherPool:
-    """See the module. `lock` guards `feed`; conditions on it tell the others what happened."""
+    """The threads and connections of one service's teachers. `lock` guards this and the feed."""
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class TeacherPool:
         """
         Args:
             ready: on `lock`; notified when the consumer may find something.
-            paces: by endpoint what earlier iterations learned; is kept up.
-            meter: counts what teachers do; None: nobody wants to know.
+            paces: by endpoint what earlier iterations have learned; is updated.
+            meter: counts what teachers do; None: nobody reads it.
         """
         self._meter = meter or Meter()
         self._settings = settings
@@ -97,7 +97,7 @@ class TeacherPool:
         self._connect = connect
         self._registry = TeacherRegistry(lock, paces, time.monotonic())
         self._idle = 0  # threads of all teachers that wait for work
-        self._called: Teacher | None = None  # woken for work, and has not come yet
+        self._called: Teacher | None = None  # woken for work, and not running yet
         self._is_closing = False
         self._changed = threading.Condition(lock)  # closing, or a teacher is not wanted any more
         self._supervisor = Supervisor(
@@ -116,7 +116,7 @@ class TeacherPool:
         )
         self._singles = 0  # requests of one sample, in a row
         self._has_warned = False  # of those
-        self._met: tuple[str, ModelSpec] | None = None  # the first teacher and what it serves
+        self._met: tuple[str, ModelSpec] | None = None  # the first teacher and its model
         self._threads: set[threading.Thread] = set()
         self._numbers = itertools.count()
 
@@ -128,7 +128,7 @@ class TeacherPool:
             self._start_thread(self._supervisor.run, "edl-supervisor")
 
     def set_endpoints(self, endpoints: Sequence[str]) -> None:
-        """Use these teachers from now on. From any thread."""
+        """Use these teachers from now on. Any thread may call this."""
         with self._lock:
             if self._is_closing:
                 return
@@ -143,7 +143,7 @@ class TeacherPool:
             self._supervisor.look()
 
     def call(self) -> None:
-        """Wake a teacher that may take what waits. The caller has the lock."""
+        """Wake a teacher that may take waiting work. The caller has the lock."""
         if not self._idle or self._called is not None:
             return
         now = None
@@ -163,12 +163,12 @@ class TeacherPool:
 
     @property
     def threads(self) -> list[threading.Thread]:
-        """Those that have not ended."""
+        """The threads that have not ended."""
         with self._lock:
             return list(self._threads)
 
     def close(self) -> None:
-        """Let connections and threads end, whatever they do."""
+        """End connections and threads, whatever they do."""
         with self._lock:
             self._is_closing = True
             clients = [client for teacher in self._registry.all for client in teacher.clients]
@@ -198,11 +198,11 @@ class TeacherPool:
                     return
 
     def _open(self, teacher: Teacher) -> tuple[TeacherClient, RequestMapping, int] | None:
-        """Return a connection, for which it may wait long; None: this thread is not needed."""
+        """Wait for a connection and return it; None: this thread is not needed any more."""
         while True:
             with self._lock:
                 pause_s = teacher.opens_after_s - time.monotonic()
-                if pause_s > 0:  # a connection was lost again, and no answer came in between
+                if pause_s > 0:  # connections were lost repeatedly, with no answer in between
                     pause_s *= random.uniform(0.8, 1.2)
                     self._changed.wait_for(lambda: self._is_over(teacher), pause_s)
                     teacher.opens_after_s = 0.0
@@ -238,12 +238,12 @@ class TeacherPool:
             client.close()
 
     def _meet(self, teacher: Teacher, spec: ModelSpec) -> None:
-        """Keep to the model that was met first: labels of two are not to be told apart.
+        """Check that a teacher serves the same model as the first one of this iteration.
 
-        The caller has the lock, until the teacher is connected.
+        The caller has the lock, and keeps it until the teacher is connected.
 
         Raises:
-            BadRequest: this is another one.
+            BadRequest: it serves another model.
         """
         if self._settings.mixes_versions:
             return
@@ -267,9 +267,9 @@ class TeacherPool:
             )
 
     def _stays_after(self, teacher: Teacher, error: DistillError) -> bool:
-        """Note a failed connection, and wait; return whether to try again."""
+        """Note a failed connection and wait; return whether to try again."""
         with self._lock:
-            if teacher.threads > 1:  # the others will do, and one of them looks for the teacher
+            if teacher.threads > 1:  # another thread goes on to look for the teacher
                 teacher.threads -= 1
                 teacher.grows_after_s = time.monotonic() + _GROW_PERIOD_S
                 return False
@@ -295,7 +295,7 @@ class TeacherPool:
     def _serve(
         self, teacher: Teacher, client: TeacherClient, mapping: RequestMapping, its_round: int
     ) -> TransientFailure | None:
-        """Ask until the connection fails; return how. None: it is not needed any more."""
+        """Ask until the connection fails; return the error. None: it is not needed any more."""
         while True:
             with self._lock:
                 flight = self._next(teacher, its_round)
@@ -314,12 +314,12 @@ class TeacherPool:
                 return _without_frames(error)
             finally:
                 self._land(teacher, flight, blame)
-            del flight  # nor its arrays, while this thread waits for the next one
+            del flight  # frees its arrays while this thread waits for the next one
 
     def _ask(
         self, teacher: Teacher, client: TeacherClient, mapping: RequestMapping, flight: Flight
     ) -> None:
-        """Have all of `flight` answered or refused. Raises: TransientFailure."""
+        """Ask until all of `flight` is answered or refused. Raises: TransientFailure."""
         while flight.left:
             request = flight.request
             timeout_s = self._timeout_s(teacher, request)
@@ -335,7 +335,7 @@ class TeacherPool:
                 continue
             cache = self._settings.cache
             if cache is not None and not request.is_answered:
-                # Before the consumer has them, who may work in place; of a hedge, once.
+                # Before the consumer can change the arrays; only once if the request is hedged.
                 cache.keep(request, columns, mapping.served)
             with self._lock:
                 now = time.monotonic()
@@ -350,7 +350,7 @@ class TeacherPool:
                 self._grow(teacher)
 
     def _timeout_s(self, teacher: Teacher, request: Request) -> float:
-        """Return how long to wait for an answer, behind those that the teacher owes already."""
+        """Return how long to wait for an answer, given the requests before it."""
         pace, owed = teacher.pace, max(1, len(teacher.flights))
         if self._settings.timeout_s is not None:
             return self._settings.timeout_s * owed
@@ -358,7 +358,7 @@ class TeacherPool:
         return timeout_s if pace.is_known else timeout_s * owed
 
     def _refuse(self, teacher: Teacher, flight: Flight, error: BadRequest) -> None:
-        """Have what was refused asked of others, or in parts. The caller has the lock."""
+        """Let others answer a refused request, or ask it in parts. The caller has the lock."""
         request, now = flight.request, time.monotonic()
         singles: list[Request] = []
         is_cut = False
@@ -382,10 +382,10 @@ class TeacherPool:
         self._ready.notify()
 
     def _is_taken_by_others(self, teacher: Teacher, request: Request, now: float) -> bool:
-        """Note a refusal; return whether it is the teacher's own: it has answered nothing since it
-        refused another request, and somebody else has. Then nothing is known of the samples.
+        """Note a refusal; return whether the teacher is at fault, and not the samples.
 
-        Of some teachers that refuse all, who has answered last finds no such other one.
+        It is if it has answered nothing since it refused another request, and another teacher has
+        answered since. If all teachers refuse, the one that answered last finds no such teacher.
         """
         if teacher.refused_s is None:
             teacher.refused_s = now
@@ -399,11 +399,11 @@ class TeacherPool:
     def _blame_for_loss(
         self, teacher: Teacher, flight: Flight, error: TransientFailure
     ) -> Blame | None:
-        """Return what a lost connection says about the request; None: nothing."""
+        """Return what a lost connection tells about the request; None: nothing."""
         is_late = isinstance(error, TeacherTimeout)
         with self._lock:
             if flight.is_given_up or self._is_over(teacher) or not flight.left:
-                return None  # another request's connection was lost, and this one closed with it
+                return None  # closed because another request's connection was lost
             if is_late:
                 took_s = time.monotonic() - flight.since_s
                 teacher.pace.overdue(flight.request.samples, took_s)
@@ -412,20 +412,20 @@ class TeacherPool:
         return Blame(text=teacher.about(error), lost=_TIMEOUT_LOSSES if is_late else 1)
 
     def _land(self, teacher: Teacher, flight: Flight, blame: Blame | None) -> None:
-        """Give back what has no answer; `blame` is for the request that was asked last."""
+        """Give back requests without an answer; `blame` is for the one that was asked last."""
         with self._lock:
             teacher.flights.remove(flight)
             self._meter.answered(teacher.endpoint, flight.answered)
             now = time.monotonic()
-            for place, request in reversed(list(enumerate(flight.left))):
-                its = blame if place == 0 else None
+            for index, request in reversed(list(enumerate(flight.left))):
+                its = blame if index == 0 else None
                 self._feed.give_back(request, teacher.endpoint, its, now)
             if flight.left:
                 self._judge()
                 self.call()
 
     def _judge(self) -> None:
-        """Find out who may answer what is in trouble. The caller has the lock."""
+        """Find teachers for pieces in trouble, or give up on them. The caller has the lock."""
         if self._feed.has_troubled:
             now = time.monotonic()
             registry = self._registry
@@ -436,7 +436,7 @@ class TeacherPool:
             self.call()
 
     def _tend(self, now: float) -> bool:
-        """Do what falls due without an event; return whether more will. For the supervisor."""
+        """Do what is due by time alone; return whether more will be. For the supervisor."""
         self._judge()
         lacking = [teacher for teacher in self._registry.wanted if not teacher.threads]
         for teacher in lacking:
@@ -445,7 +445,7 @@ class TeacherPool:
         return bool(lacking)
 
     def _next(self, teacher: Teacher, its_round: int) -> Flight | None:
-        """Wait for a request; None: this connection is not needed. The caller has the lock."""
+        """Wait for a request; None: the connection is not needed. The caller has the lock."""
         while True:
             if self._is_over(teacher) or teacher.round != its_round:
                 self._pass_on(teacher)
@@ -475,16 +475,16 @@ class TeacherPool:
                 self._idle -= 1
 
     def _pass_on(self, teacher: Teacher) -> None:
-        """Whoever was called has come; call the next one, if more waits."""
+        """Note that the called teacher runs; call the next one if more work waits."""
         if self._called is teacher:
             self._called = None
         if self._idle and self._called is None:
             self.call()
 
     def _may_take(self, teacher: Teacher) -> bool:
-        """Whether it is worth asking this teacher now.
+        """Return whether to ask this teacher now.
 
-        Beside a request that it has, only another full one is: what waits meanwhile joins.
+        A teacher that has a request only gets another full one, so that waiting pieces join.
         """
         feed, in_flight = self._feed, len(teacher.flights)
         if feed.has_hedge(teacher.endpoint):
@@ -523,7 +523,7 @@ class TeacherPool:
         return request
 
     def _note_size(self, request: Request) -> None:
-        """Say once that samples do not share requests, if it stays so."""
+        """Log once if samples persistently do not share requests."""
         if request.samples > 1 or self._feed.shapes < _MANY_SHAPES:
             self._singles = 0
             return
@@ -531,17 +531,19 @@ class TeacherPool:
         if self._singles == _MANY_SINGLES and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "samples are sent one by one, for hardly two that wait agree in shape: "
+                "samples are sent one by one, because hardly any two have the same shape: "
                 "set_padding lets them share requests"
             )
 
-    # --- what becomes of teachers; in their threads
+    # --- the state of teachers; in their threads
 
     def _rest(
         self, teacher: Teacher, flight: Flight, error: TeacherBusy | TeacherFailed | BadRequest
     ) -> None:
-        """Leave a teacher alone for a while that is busy, fails, or refuses what others take: for
-        longer, again and again."""
+        """Leave a teacher alone that is busy, fails, or refuses what others take.
+
+        Each rest in a row is longer.
+        """
         with self._lock:
             if isinstance(error, TeacherBusy):
                 rest_s = min(max(error.delay_s, 2 * teacher.rest_s), _MOST_REST_S)
@@ -559,7 +561,7 @@ class TeacherPool:
             teacher.pace.starved()
 
     def _lose(self, teacher: Teacher, its_round: int, error: DistillError) -> None:
-        """Give up all connections to a teacher of which one failed: it is likely gone."""
+        """Give up all connections to a teacher after one has failed: it is probably gone."""
         with self._lock:
             if teacher.round != its_round or self._is_over(teacher):
                 return
@@ -572,7 +574,7 @@ class TeacherPool:
             client.close()
 
     def _reopens(self, teacher: Teacher) -> bool:
-        """Whether the thread whose connection ended is to open one: the last one is."""
+        """Return whether a thread whose connection ended opens another; only the last one does."""
         if self._is_over(teacher) or teacher.threads > 1:
             teacher.threads -= 1
             return False
@@ -589,7 +591,7 @@ class TeacherPool:
         if not teacher.is_connected:
             logger.info("teacher %s is connected by %s", teacher.endpoint, client.protocol)
             teacher.is_connected = True
-            if not teacher.is_fruitless:  # else only an answer shows that it is back
+            if not teacher.is_fruitless:  # else only an answer shows that it works again
                 teacher.trouble = teacher.absent_since_s = None
                 self._resume()
             self._judge()
@@ -604,7 +606,7 @@ class TeacherPool:
             self._start_teacher_thread(teacher)
 
     def _start_teacher_thread(self, teacher: Teacher) -> None:
-        """Add a connection, if the system has a thread for it; if not, later."""
+        """Add a connection; if the system allows no further thread, try again later."""
         teacher.threads += 1
         name = f"edl-teacher-{teacher.endpoint}-{next(self._numbers)}"
         try:
@@ -613,19 +615,19 @@ class TeacherPool:
             teacher.threads -= 1
             teacher.grows_after_s = time.monotonic() + _GROW_PERIOD_S
             logger.warning(
-                "teacher %s: asked by %d connections, and no more now: %s",
+                "teacher %s: has %d connections, and can get no more now: %s",
                 teacher.endpoint,
                 teacher.threads,
                 error,
             )
             if not teacher.threads:
-                teacher.trouble = TeacherGone(f"{teacher.endpoint}: nobody to ask it: {error}")
+                teacher.trouble = TeacherGone(f"{teacher.endpoint}: no thread to ask it: {error}")
 
     def _start_thread(self, run: Callable[[], None], name: str) -> None:
         def run_and_leave() -> None:
             try:
                 run()
-            except Exception as error:  # noqa: BLE001  a defect: nobody may wait for this thread
+            except Exception as error:  # noqa: BLE001  a defect: the consumer must not wait for it
                 with self._lock:
                     self._feed.fail(error)
                     self._ready.notify_all()
@@ -634,12 +636,15 @@ class TeacherPool:
                     self._threads.discard(thread)
 
         thread = threading.Thread(target=run_and_leave, name=name, daemon=True)
-        thread.start()  # the caller has the lock, for which the thread waits before it leaves
+        thread.start()  # it cannot remove itself before it is added: the caller has the lock
         self._threads.add(thread)
 
 
 def _without_frames(error: _Error) -> _Error:
-    """Return it without where it came through: those frames hold the request's arrays and the
-    memory of the connection, and the frame that keeps the error would keep itself alive."""
+    """Return the error without its traceback.
+
+    The frames hold the request's arrays and the connection's memory. A frame that keeps the error
+    would keep itself alive.
+    """
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)

@@ -1,4 +1,4 @@
-"""One thread of a pool: looks after requests that are late, and says when there is no teacher."""
+"""A thread of the pool that handles late requests, and reports if there is no teacher."""
 
 import logging
 import threading
@@ -15,13 +15,13 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.25  # while requests are in flight; no hedge is due earlier
 _LOG_PERIOD_S = 10.0
-_LOOK_S = 1.0  # while a teacher is not what it should be
-_OTHERS_S = 15.0  # until discovery has given others in place of teachers that refuse
-_TRIAL_S = 2.0  # while samples are skipped, between two that are asked nevertheless
+_LOOK_S = 1.0  # while a teacher is not usable
+_OTHERS_S = 15.0  # for discovery to replace teachers that refuse
+_TRIAL_S = 2.0  # while samples are skipped: between two that teachers are asked for
 
 
 class Supervisor:
-    """Sleeps for as long as nothing is under way."""
+    """Watches a pool's requests and teachers. Sleeps while no request is in flight."""
 
     def __init__(
         self,
@@ -42,14 +42,14 @@ class Supervisor:
         """
         Args:
             ready: on `lock`; notified when the consumer may find something.
-            call: wakes a teacher that may take what is hedged.
-            tend: does what else falls due, now; returns whether more will.
-            report: is told the teachers that are of no use, whenever they change.
-            timeout_s: how long to be without a teacher that answers; None: for ever.
-            skips: behind that time, instead of raising.
+            call: wakes a teacher that may take a hedged request.
+            tend: does the pool's own timed work; returns whether more will come.
+            report: called with the unusable teachers whenever they change.
+            timeout_s: how long to wait for a teacher that answers; None: without limit.
+            skips: after that time, instead of raising.
             hedges: whether late requests are sent to a second teacher.
-            may_get_others: whether who knows of other teachers hears the report.
-            name: of the service, where there are several.
+            may_get_others: whether discovery replaces teachers that are reported.
+            name: of the service, if there are several.
         """
         self._registry = registry
         self._feed = feed
@@ -66,16 +66,16 @@ class Supervisor:
         self._again = threading.Condition(lock)
         self._sleeps_long = False  # past the next tick
         self._is_closing = False
-        self._trial_s = 0.0  # when to ask again, though samples are skipped
-        self._unusable: list[str] = []  # as it was reported
-        self.has_given_up = False  # what has no answer is skipped, or raised
+        self._trial_s = 0.0  # when to ask a teacher again, although samples are skipped
+        self._unusable: list[str] = []  # the last report
+        self.has_given_up = False  # missing answers are skipped, or raised
 
     def look(self) -> None:
-        """Let it look now. The caller has the lock, here and below."""
+        """Wake it now. The caller has the lock, here and below."""
         self._again.notify()
 
     def look_soon(self) -> None:
-        """Let it look within a tick: a request is under way."""
+        """Wake it within a tick: a request is in flight."""
         if self._sleeps_long:
             self._again.notify()
 
@@ -84,7 +84,7 @@ class Supervisor:
         self._again.notify()
 
     def run(self) -> None:
-        """The thread's."""
+        """Run in the thread until `close`."""
         logged_s = time.monotonic()
         while True:
             with self._lock:
@@ -118,14 +118,14 @@ class Supervisor:
                 client.close()
 
     def _look_for_late(self, now: float) -> list[TeacherClient]:
-        """Hedge what is late; return the connections of teachers that hang, to be closed."""
+        """Hedge late requests; return the connections of teachers that hang, to be closed."""
         hanging: list[TeacherClient] = []
         registry = self._registry
         for teacher in registry.all:
             pace = teacher.pace
             for flight in teacher.flights:
                 if not flight.left or flight.is_given_up:
-                    continue  # answered or closed, and about to land
+                    continue  # answered or closed; its thread is about to give it back
                 request, took_s = flight.request, now - flight.since_s
                 if not request.is_answered:
                     if self._hedges and took_s > pace.hedge_after_s(request.samples):
@@ -144,10 +144,9 @@ class Supervisor:
         return hanging
 
     def _hedge(self, teacher: Teacher, flight: Flight, took_s: float) -> None:
-        """Offer a late request to teachers that will be sooner, if that keeps nobody waiting.
+        """Offer a late request to faster teachers, if no other work waits for them.
 
-        Work that waits is done once while nothing is done twice; but the consumer does not wait
-        for what comes behind the late request.
+        If other work waits, only the request that the consumer needs next is offered.
         """
         feed, request = self._feed, flight.request
         if request.is_hedged and not feed.is_offered(request):
@@ -173,7 +172,7 @@ class Supervisor:
         self._call()
 
     def _look_for_unusable(self, now: float) -> bool:
-        """Say which teachers are of no use; return whether to look again soon."""
+        """Report unusable teachers; return whether to look again soon."""
         registry = self._registry
         found = registry.unusable(now)
         for teacher in found:
@@ -195,10 +194,10 @@ class Supervisor:
         )
 
     def _look_for_none(self, now: float) -> float | None:
-        """Act if there has been no teacher that answers for long.
+        """Skip or raise if no teacher has answered for long.
 
         Returns:
-            When to look again; None: there is a teacher.
+            Seconds until the next look; None: a teacher is on time.
         """
         registry = self._registry
         since_s = registry.alone_since_s(now)
@@ -214,7 +213,7 @@ class Supervisor:
         if self._skips:
             if self.has_given_up and is_connected and now >= self._trial_s:
                 self._trial_s = now + _TRIAL_S
-                self._feed.resume()  # for a moment: only who is asked can answer
+                self._feed.resume()  # for a moment: only an asked teacher can show it is back
                 return TICK_S
             self._feed.skip()
         else:
@@ -229,7 +228,7 @@ class Supervisor:
         return _TRIAL_S if self._skips and is_connected else _LOG_PERIOD_S
 
     def _look_for_refusals(self, since_s: float, now: float) -> float:
-        """Raise what teachers say if all that there are refuse; return when to look again."""
+        """Raise a refusal if all teachers refuse; return seconds until the next look."""
         wanted = list(self._registry.wanted)
         troubles = [teacher.trouble for teacher in wanted if teacher.refuses]
         if not troubles or troubles[0] is None or len(troubles) < len(wanted):

@@ -1,4 +1,4 @@
-"""What a pool knows of its teachers. Guarded by the pool's lock; no thread of its own."""
+"""The state of a pool's teachers. Guarded by the pool's lock; has no thread of its own."""
 
 import threading
 from collections.abc import Iterable, Sequence
@@ -10,20 +10,20 @@ from distill_reader.student.clients.client import TeacherClient
 from distill_reader.student.pool.pace import Pace
 
 MOST = 1 << 62  # of bytes or samples: no bound
-UNUSABLE_S = 5.0  # without an answer, until a teacher is said to be of no use
-_FIRST_PAUSE_S, _MOST_PAUSE_S = 0.05, 5.0  # behind a connection that was lost again
-_SILENT_S = 120.0  # the same, where its first answers are waited for
+UNUSABLE_S = 5.0  # without an answer, until a teacher counts as unusable
+_SILENT_S = 120.0  # the same for a connected teacher whose first answer has not come
+_FIRST_PAUSE_S, _MOST_PAUSE_S = 0.05, 5.0  # after connections were lost repeatedly
 
 
 class Flight:
-    """A request that a teacher has; if it was refused, what it was taken apart into."""
+    """A request in flight to a teacher; if it was refused, the requests it was split into."""
 
     __slots__ = ("answered", "is_given_up", "left", "since_s")
 
     def __init__(self, request: Request, since_s: float) -> None:
-        self.answered = 0  # samples of it, so far
-        self.is_given_up = False  # its connection is closed, and it is about to land
-        self.left = [request]  # without an answer; the first one is asked now
+        self.answered = 0  # samples so far
+        self.is_given_up = False  # its connection is closed; its thread is about to give it back
+        self.left = [request]  # requests without an answer; the first one is asked now
         self.since_s = since_s
 
     @property
@@ -31,13 +31,13 @@ class Flight:
         return self.left[0]
 
     def advance(self, instead: list[Request], now: float) -> None:
-        """Go on to the next one; `instead` are to be asked in place of the one that was."""
+        """Go on to the next request; `instead` replace the one that was asked."""
         self.left[:1] = instead
         self.since_s = now
 
 
 class Teacher:
-    """One endpoint."""
+    """The state of one teacher."""
 
     def __init__(self, endpoint: str, pace: Pace, lock: threading.RLock) -> None:
         self.endpoint = endpoint
@@ -47,27 +47,27 @@ class Teacher:
         self.is_connected = False
         self.round = 0  # +1 whenever its connections are given up together
         self.threads = 0  # that serve it, or will when they are connected
-        self.grows_after_s = 0.0  # when to try again to open one more connection
+        self.grows_after_s = 0.0  # when one more connection may be tried again
         self.idle = 0  # threads that wait for work
         self.clients: set[TeacherClient] = set()
         self.flights: list[Flight] = []
         self.failures = 0  # in a row
-        self.trouble: DistillError | None = None  # why it is of no use; None: not tried yet, or is
+        self.trouble: DistillError | None = None  # why it is unusable; None: not tried, or usable
         self.rest_until_s = 0.0  # 0: it does not rest
-        self.rest_s = 0.0  # of its last rest, if it was busy or failed ever since
-        self.opens_after_s = 0.0  # when to open a connection again, behind one that was lost
-        self.listed_s = 0.0  # when it came to the list
-        self.answered_s = 0.0  # its last answer
-        self.refused_s: float | None = None  # its first refusal behind that; None: there is none
-        # Since when it is of no use: not connected, or answers nothing; None: it is.
+        self.rest_s = 0.0  # length of its last rest; 0: it has answered since
+        self.opens_after_s = 0.0  # when to open a connection again after one was lost
+        self.listed_s = 0.0  # when it was added to the list
+        self.answered_s = 0.0  # time of its last answer
+        self.refused_s: float | None = None  # time of its first refusal since; None: there is none
+        # Since when it is unusable: not connected, or without answers. None: it is usable.
         self.absent_since_s: float | None = None
-        self.is_fruitless = False  # a connection alone does not make it useful again
-        self.is_reported = False  # that it is of no use
-        self.most_bytes = MOST  # of a request, as it says or has shown
+        self.is_fruitless = False  # a connection alone does not make it usable again
+        self.is_reported = False  # as unusable
+        self.most_bytes = MOST  # of a request, as it announces or has shown
         self.most_samples = MOST
 
     def is_asked_in_vain(self, since_s: float) -> bool:
-        """Note that what it was asked at `since_s` got no answer; return whether that is new."""
+        """Note that a request of `since_s` got no answer; return whether that is new."""
         is_new = not self.is_fruitless
         self.is_fruitless = True
         if self.absent_since_s is None:
@@ -75,7 +75,7 @@ class Teacher:
         return is_new
 
     def has_answered(self, now: float) -> bool:
-        """Note an answer; return whether there was none for long."""
+        """Note an answer; return whether the teacher was unusable before."""
         self.answered_s = now
         self.refused_s = None
         self.failures = 0
@@ -83,14 +83,14 @@ class Teacher:
         self.is_fruitless = self.is_reported = False
         if self.absent_since_s is None:
             return False
-        if not self.is_connected:  # the answer was on its way when the connections were given up
+        if not self.is_connected:  # the answer came just before its connections were given up
             self.absent_since_s = now
             return False
         self.absent_since_s = self.trouble = None
         return True
 
     def missing_since_s(self, now: float) -> float | None:
-        """Return since when it has given nothing to what it was asked; None: it is on time."""
+        """Return since when it owes an answer; None: it is on time."""
         if self.absent_since_s is not None or not self.flights:
             return self.absent_since_s
         oldest = min(self.flights, key=lambda flight: flight.since_s)
@@ -102,13 +102,13 @@ class Teacher:
         return since_s
 
     def is_able(self, now: float) -> bool:
-        """Return whether it may answer something, now or soon."""
+        """Return whether it can be asked, now or soon."""
         if self.is_connected:
             return self.absent_since_s is None or now - self.absent_since_s < UNUSABLE_S
         return self.trouble is None  # not tried yet
 
     def is_hoped_for(self, now: float) -> bool:
-        """Return whether it is able, or was lost a moment ago and is likely to be back."""
+        """Return whether it is able, or was lost a moment ago and is probably back soon."""
         if self.is_connected or self.trouble is None:
             return self.is_able(now)
         since_s = self.absent_since_s
@@ -116,7 +116,7 @@ class Teacher:
 
     @property
     def refuses(self) -> bool:
-        """Whether it answers, but cannot be what we look for."""
+        """Whether it answers, but cannot be used: another model, token or protocol."""
         return not self.is_connected and isinstance(self.trouble, BadRequest | UsageError)
 
     @property
@@ -124,24 +124,24 @@ class Teacher:
         return "has not answered yet" if self.is_connected else "not connected yet"
 
     def about(self, what: DistillError | str) -> str:
-        """Return `what` with the endpoint in front, where it does not name it itself."""
+        """Return `what` as a text that names the endpoint."""
         text = str(what)
         return text if self.endpoint in text else f"{self.endpoint}: {text}"
 
 
 class TeacherRegistry:
-    """The teachers by endpoint, and those that leave."""
+    """The teachers of a pool by endpoint, and those that are leaving."""
 
     def __init__(self, lock: threading.RLock, paces: dict[str, Pace], now: float) -> None:
         """
         Args:
-            paces: by endpoint what earlier iterations learned; is kept up.
+            paces: by endpoint what earlier iterations have learned; is updated.
         """
         self._lock = lock
         self._paces = paces
-        self._leaving: list[Teacher] = []  # not in the list any more, with requests to answer
+        self._leaving: list[Teacher] = []  # not in the list any more, but with requests in flight
         self.by_endpoint: dict[str, Teacher] = {}
-        self._since_s = now  # since when nobody is of use, at the last change of the list
+        self._since_s = now  # since when no teacher was usable, at the last change of the list
 
     @property
     def wanted(self) -> Iterable[Teacher]:
@@ -156,7 +156,7 @@ class TeacherRegistry:
         return [teacher for teacher in self.by_endpoint.values() if teacher.is_connected]
 
     def update(self, endpoints: Sequence[str], now: float) -> tuple[list[Teacher], list[Teacher]]:
-        """Take over a list of endpoints; return who is new, and who leaves."""
+        """Use this list of endpoints; return the new teachers, and those that leave."""
         alone_since_s = self.alone_since_s(now)
         self._since_s = now if alone_since_s is None else alone_since_s
         new = []
@@ -178,7 +178,7 @@ class TeacherRegistry:
         return new, leaving
 
     def alone_since_s(self, now: float) -> float | None:
-        """Return since when no teacher gives what it is asked for; None: one does."""
+        """Return since when no teacher is on time; None: one is."""
         latest = self._since_s
         for teacher in self.wanted:
             since_s = teacher.missing_since_s(now)
@@ -188,15 +188,15 @@ class TeacherRegistry:
         return latest
 
     def able(self, now: float) -> list[str]:
-        """Return the teachers that may answer something, now or soon."""
+        """Return the teachers that can be asked, now or soon."""
         return [each.endpoint for each in self.wanted if each.is_able(now)]
 
     def hoped_for(self, now: float) -> list[str]:
-        """Return those, and the teachers that were lost a moment ago."""
+        """Return these teachers, and those that were lost a moment ago."""
         return [each.endpoint for each in self.wanted if each.is_hoped_for(now)]
 
     def unusable(self, now: float) -> list[Teacher]:
-        """Return the teachers that have given nothing for long."""
+        """Return the teachers that have owed an answer for long."""
         found = []
         for teacher in self.wanted:
             since_s = teacher.missing_since_s(now)
@@ -212,9 +212,9 @@ class TeacherRegistry:
                 teacher.absent_since_s = now
 
     def give_up(self, teacher: Teacher, now: float) -> list[TeacherClient]:
-        """Let its threads open new connections; return the old ones, to be closed.
+        """Let its threads open new connections; return the old ones for the caller to close.
 
-        At once, the first time; where it answers nothing in between, later and later.
+        The first time at once; if it answers nothing in between, after longer and longer pauses.
         """
         teacher.round += 1
         teacher.failures += 1

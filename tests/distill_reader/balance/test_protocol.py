@@ -97,9 +97,9 @@ def test_its_end_frees_its_teachers_at_once(server, client, run):
         ({"type": None}, "type: expected one of"),
         ({"type": ["register"]}, "type: expected one of"),
         ({"type": "nonsense"}, "got 'nonsense'"),
-        ({"type": "heartbeat", "version": 0}, "has not said who it is"),
-        (REPORT, "has not said who it is"),
-        ({"type": "leave"}, "has not said who it is"),
+        ({"type": "heartbeat", "version": 0}, "is not that of a student: register first"),
+        (REPORT, "is not that of a student: register first"),
+        ({"type": "leave"}, "is not that of a student: register first"),
         ({"type": "heartbeat", "version": "1"}, "version: expected an integer"),
         (without(REGISTER, "service_name"), "service_name: expected .* got None"),
         ({**REGISTER, "service_name": "a*"}, "service_name: expected"),
@@ -304,7 +304,7 @@ class TestToken:
 
     def test_a_proof_of_another_token_or_from_before_is_refused(self, server, run):
         client = run(RawClient, server.endpoint)
-        assert "comes behind meet" in client.ask({"type": "prove", "proof": "x"})["error"]
+        assert "expected once, after meet" in client.ask({"type": "prove", "proof": "x"})["error"]
         nonce = client.ask({"type": "meet", "nonce": "mine"})["nonce"]
         proof = prove("s3cret", "discovery client", "mine", nonce)
         other = run(RawClient, server.endpoint)

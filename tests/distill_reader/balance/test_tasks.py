@@ -110,7 +110,7 @@ def test_a_defect_in_telling_the_demand_ends_neither_that_nor_the_server(monkeyp
         await end_tasks(task)
 
     asyncio.run(run())
-    assert "cannot be told" in caplog.text
+    assert "cannot be posted" in caplog.text
 
 
 def test_who_listens_for_changes_in_redis_goes_on_after_a_defect(monkeypatch):

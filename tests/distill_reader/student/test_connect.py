@@ -213,7 +213,7 @@ def test_who_is_no_teacher_is_told_apart_in_time_with_what_was_tried(act, monkey
     with stranger(act) as endpoint, pytest.raises(TeacherGone) as caught:
         connect(endpoint, connect_timeout_s=2)
     text = str(caught.value)
-    assert text.startswith(f"{endpoint}: somebody listens there")
+    assert text.startswith(f"{endpoint}: a server listens there")
     for protocol in connect_module._ORDER:
         assert f"{protocol} (" in text
 

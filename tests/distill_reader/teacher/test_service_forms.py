@@ -105,7 +105,7 @@ def test_forms_that_there_are_not_and_too_many_of_them_are_refused(start):
     many = tuple(f"probs@top{k}:values" for k in range(1, 80))
     for fetch, words in (
         (many, "79 encodings of outputs are wanted; at most 64"),
-        (("probs@top",), "no form 'top'"),
+        (("probs@top",), "no encoding 'top'"),
         (("batch@float16",), "batch is int64"),
     ):
         with pytest.raises(BadRequest, match=words):

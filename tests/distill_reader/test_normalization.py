@@ -64,7 +64,7 @@ def test_the_form_in_which_pixels_come_follows_the_layout():
     [
         (IMAGENET, tensor(784), r"image has shape \[784\], layout CHW wants three axes"),
         (IMAGENET, tensor(8, 8, 3), "image has 8 channels in layout CHW, mean and std have 3"),
-        (IMAGENET, tensor(3, 8, 8, dtype="int64"), "image is int64; only floats"),
+        (IMAGENET, tensor(3, 8, 8, dtype="int64"), "image is int64; only inputs of floats"),
     ],
 )
 def test_what_does_not_fit_an_input_is_refused(normalization, spec, words: str):

@@ -96,7 +96,7 @@ def test_without_a_balance_server_the_number_of_teachers_in_the_environment_does
         (BALANCE, "PADDLE_DISTILL_SERVICE_NAME is missing"),
         (
             {**BALANCE, "PADDLE_DISTILL_BALANCE_TYPE": "etcd"},
-            "PADDLE_DISTILL_BALANCE_TYPE: 'etcd' is not there: .* start `edl discovery`",
+            "PADDLE_DISTILL_BALANCE_TYPE: 'etcd' is not supported: .* start `edl discovery`",
         ),
         (
             {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from job_server.api.wire import PlanPod, SlotKind, StagePlan
+from job_server.api.wire import Order, PlanPod, SlotKind, StagePlan, Way
 
 POD_ID = "EDL_POD_ID"
 RUN_MARKER = "EDL_RUN_MARKER"
@@ -237,6 +237,37 @@ def stage_environment(plan: StagePlan, rank: int, environ: Mapping[str, str]) ->
     if mine is None or rank not in mine.ranks:
         raise EnvError(f"{POD_ID}: rank {rank} of stage {plan.stage} is not of this trainer's pod")
     return _of_the_stage(plan, mine, rank)
+
+
+def own_rank(plan: StagePlan, env: TrainerEnv) -> int:
+    """Return a trainer's rank in `plan`: its place in its pod stays the same in all stages.
+
+    Raises:
+        EnvError: it is not of a pod of the plan.
+    """
+    mine = next((pod for pod in plan.pods if pod.pod_id == env.pod_id), None)
+    if mine is None or env.local_rank >= len(mine.ranks):
+        raise EnvError(
+            f"{POD_ID}: stage {plan.stage} has no trainer {env.local_rank} of pod {env.pod_id}; "
+            f"leave the variables that the launcher sets alone"
+        )
+    return mine.ranks[env.local_rank]
+
+
+def plan_outside_edl(env: TrainerEnv) -> StagePlan:
+    """Return the one stage of a training that no launcher runs: each rank a pod and a node."""
+    pods = tuple(
+        PlanPod(
+            pod_id=str(rank), pod_rank=rank, node_id=str(rank), addr="", slots=(), ranks=(rank,),
+            ports=(),
+        )
+        for rank in range(env.world_size)
+    )  # fmt: skip
+    return StagePlan(
+        job_id="", stage=1, flag=-1, way=Way.START, order=Order.GO, pods=pods,
+        master="",  # the framework knows it
+        max_trainers=env.max_trainers or env.world_size,
+    )  # fmt: skip
 
 
 def _of_the_stage(plan: StagePlan, mine: PlanPod, rank: int) -> dict[str, str]:

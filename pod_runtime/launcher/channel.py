@@ -9,10 +9,9 @@ import secrets
 import socket
 import struct
 from collections.abc import Iterable, Iterator
-from typing import Any
 
+from pod_runtime.channel_wire import LauncherMessage, TrainerMessage, parse_trainer, to_json
 from pod_runtime.errors import ChannelError
-from pod_runtime.launcher.channel_wire import TrainerMessage, parse
 from pod_runtime.shim_wire import LineSocket, ShimError
 
 _SEND_TIMEOUT_S = 2.0  # a trainer that reads nothing for so long, with a full buffer, is stuck
@@ -53,13 +52,13 @@ class TrainerConnection:
                 return
             content, fds = received
             try:
-                message = parse(content)
+                message = parse_trainer(content)
             except ChannelError:
                 close_all(fds)
                 raise
             yield message, fds
 
-    def send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+    def send(self, message: LauncherMessage, fds: tuple[int, ...] = ()) -> None:
         """Send one message; `fds` stay open here.
 
         Raises:
@@ -67,7 +66,7 @@ class TrainerConnection:
         """
         self._lines.socket.settimeout(_SEND_TIMEOUT_S)
         try:
-            self._lines.send({**message, "fds": len(fds)}, fds)
+            self._lines.send({**to_json(message), "fds": len(fds)}, fds)
         finally:
             self._lines.socket.setblocking(False)
 

@@ -2,9 +2,18 @@
 
 import signal
 from dataclasses import dataclass, replace
-from typing import Any
 
-from job_server.api.wire import Order, PodReport, SnapshotRef, StagePlan, Way, encode
+from job_server.api.wire import Order, PodReport, StagePlan, Way
+from pod_runtime.channel_wire import (
+    Cut,
+    Disinvitation,
+    Go,
+    Invitation,
+    LauncherMessage,
+    Preview,
+    Resume,
+    Welcome,
+)
 from pod_runtime.launcher.reports import due_reports, makes_progress
 from pod_runtime.launcher.state import (
     ELASTIC_GRACE_S,
@@ -37,36 +46,22 @@ class Invite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A trainer goes on as one of another stage, which is told `message`."""
+    """A trainer goes on as one of another stage; it gets `message`."""
 
     key: Key
     rank: int
     new_key: Key
     new_rank: int
-    message: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendWelcome:
-    key: Key
-    rank: int
-    plan: StagePlan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendGo:
-    """Tell a trainer that was prepared beside an older stage to take over its state and train."""
-
-    key: Key
-    rank: int
-    plan: StagePlan
+    message: Go
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendMessage:
+    """Send a trainer a message, with the segments that belong to it."""
+
     key: Key
     rank: int
-    message: dict[str, Any]
+    message: LauncherMessage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,15 +97,6 @@ class HaveAtHand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShowPreview:
-    """Show a prepared trainer the state that it will begin from, if the change is committed."""
-
-    key: Key
-    rank: int
-    snapshot: SnapshotRef
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
     code: int
     reason: str
@@ -118,8 +104,8 @@ class Exit:
 
 
 Action = (
-    Spawn | Renumber | WarmSpare | Invite | Move | SendWelcome | SendGo | SendMessage | SendSignal
-    | SendReport | HaveAtHand | ShowPreview | Exit
+    Spawn | Renumber | WarmSpare | Invite | Move | SendMessage | SendSignal | SendReport
+    | HaveAtHand | Exit
 )  # fmt: skip
 
 
@@ -219,8 +205,7 @@ def _resume(run: StageRun, off: int) -> tuple[StageRun, list[Action]]:
     trainers = []
     for trainer in run.trainers:
         if trainer.alive and trainer.elastic:
-            message = {"do": "resume", "id": off}
-            actions.append(SendMessage(key=run.key, rank=trainer.rank, message=message))
+            actions.append(SendMessage(key=run.key, rank=trainer.rank, message=Resume(id=off)))
         if run.cut_id == off:
             trainer = replace(trainer, parked_at=None)
         trainers.append(trainer)
@@ -229,28 +214,20 @@ def _resume(run: StageRun, off: int) -> tuple[StageRun, list[Action]]:
 
 def _guide_trainer(run: StageRun, trainer: TrainerState) -> tuple[TrainerState, list[Action]]:
     """What an elastic trainer that is alive should hear now."""
-    key, rank, order = run.key, trainer.rank, run.plan.order
-    actions: list[Action] = []
+    plan, order = run.plan, run.plan.order
+    messages: list[LauncherMessage] = []
     if not trainer.welcomed:
-        actions.append(SendWelcome(key=key, rank=rank, plan=run.plan))
+        messages.append(Welcome(plan=plan))
         trainer = replace(trainer, welcomed=True)
     if order in TRAINS and not trainer.go_sent:
-        if trainer.prepared:
-            actions.append(SendGo(key=key, rank=rank, plan=run.plan))
-        else:
-            actions.append(SendMessage(key=key, rank=rank, message={"do": "go"}))
+        messages.append(Go(plan=plan if trainer.prepared else None))
         trainer = replace(trainer, go_sent=True)
     if order is Order.CUT and trainer.cut_sent < run.cut_id:
-        message = {
-            "do": "cut",
-            "id": run.cut_id,
-            "durable": run.plan.durable,
-            "patient": run.plan.patient,
-            "halt": run.plan.halt,
-        }
-        actions.append(SendMessage(key=key, rank=rank, message=message))
+        cut = Cut(id=run.cut_id, durable=plan.durable, patient=plan.patient, halt=plan.halt)
+        messages.append(cut)
         trainer = replace(trainer, cut_sent=run.cut_id)
-    return trainer, actions
+    sends = [SendMessage(key=run.key, rank=trainer.rank, message=each) for each in messages]
+    return trainer, [*sends]
 
 
 def _join(run: StageRun, pod: LauncherState) -> tuple[StageRun, list[Action], list[StageRun]]:
@@ -265,7 +242,7 @@ def _join(run: StageRun, pod: LauncherState) -> tuple[StageRun, list[Action], li
     actions: list[Action] = []
     if joining is not None and (joining.key != key or not stays):
         asked = [t.rank for t in run.trainers if t.alive and t.rank in joining.asked]
-        actions += [SendMessage(key=run.key, rank=rank, message={"do": "drop"}) for rank in asked]
+        actions += [SendMessage(key=run.key, rank=rank, message=Disinvitation()) for rank in asked]
         run, joining = replace(run, joining=None), None
     if plan is None or key is None or not stays or run.plan.order not in TRAINS:
         return run, actions, []
@@ -289,7 +266,7 @@ def _ask_to_join(run: StageRun, plan: StagePlan, pod_id: str) -> tuple[StageRun,
     ranks = new_ranks(pod_id, run.plan, plan)
     actions: list[Action] = []
     for old in sorted(ranks.keys() - joining.asked):
-        message = {"do": "join", "plan": encode(plan), "rank": ranks[old]}
+        message = Invitation(plan=plan, rank=ranks[old])
         actions.append(SendMessage(key=run.key, rank=old, message=message))
     return replace(run, joining=replace(joining, asked=frozenset(ranks))), actions
 
@@ -311,7 +288,7 @@ def _go_on(
         epoch=run.epoch,
         total_steps=run.total_steps,
     )
-    message = {"do": "go", "plan": encode(plan)}
+    message = Go(plan=plan)
     actions: list[Action] = [
         Move(key=run.key, rank=old, new_key=new.key, new_rank=rank, message=message)
         for old, rank in ranks.items()
@@ -423,7 +400,8 @@ def _preview(pod: LauncherState) -> tuple[LauncherState, list[Action]]:
         if parked is not None and run.waits and run.prepared and not run.ending:
             if run.previewed != parked:
                 actions += [
-                    ShowPreview(key=run.key, rank=t.rank, snapshot=parked) for t in run.trainers
+                    SendMessage(key=run.key, rank=t.rank, message=Preview(snapshot=parked))
+                    for t in run.trainers
                 ]
             run = replace(run, previewed=parked)
         runs.append(run)

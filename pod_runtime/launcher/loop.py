@@ -16,18 +16,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from job_server.api.text import describe_exit
-from job_server.api.wire import Attach, PodReport, ReportKind, StagePlan, encode
-from pod_runtime.env import PodEnv
-from pod_runtime.errors import ChannelError, LaunchError, SpawnError
-from pod_runtime.launcher import decisions, server_link, state
-from pod_runtime.launcher.channel import TrainerChannel, TrainerConnection, close_all
-from pod_runtime.launcher.channel_wire import (
+from job_server.api.wire import Attach, PodReport, ReportKind, StagePlan
+from pod_runtime.channel_wire import (
+    Go,
+    LauncherMessage,
+    Preview,
     Raised,
     SegmentMade,
     SnapshotMade,
     TrainerHello,
     TrainerMessage,
+    Welcome,
+    kind_of,
 )
+from pod_runtime.env import PodEnv
+from pod_runtime.errors import ChannelError, LaunchError, SpawnError
+from pod_runtime.launcher import decisions, server_link, state
+from pod_runtime.launcher.channel import TrainerChannel, TrainerConnection, close_all
 from pod_runtime.launcher.reports import attach_status
 from pod_runtime.launcher.segments import NodeSegments
 from pod_runtime.launcher.server_link import JobServerApi, LinkEvent, ServerLink
@@ -272,23 +277,12 @@ class Launcher:
                 self._invite(key, plan)
             case decisions.Move(key=key, rank=rank):
                 self._move((key, rank), (action.new_key, action.new_rank), action.message)
-            case decisions.SendWelcome(key=key, rank=rank):
-                self._tell_with_state(key, rank, action.plan, {"do": "welcome"})
-            case decisions.SendGo(plan=plan):
-                logger.info("stage %d: rank %d: go", plan.stage, action.rank)
-                self._tell_with_state(action.key, action.rank, plan, {"do": "go"})
             case decisions.SendMessage(key=key, rank=rank, message=message):
-                logger.info("stage %d: rank %d: %s", key[0], rank, message["do"])
-                self._tell(key, rank, message)
+                self._send_with_segments((key, rank), message)
             case decisions.HaveAtHand(plan=plan):
                 self._segments.let_go()
                 if plan is not None:
                     self._segments.have_at_hand(plan)
-            case decisions.ShowPreview(key=key, rank=rank, snapshot=snapshot):
-                fds = self._segments.show(snapshot)
-                if fds:
-                    message = {"do": "preview", "snapshot": encode(snapshot)}
-                    self._tell(key, rank, message, fds)
             case decisions.SendSignal(key=key, rank=rank, signum=signum):
                 logger.info("stage %d: rank %d: %s", key[0], rank, signum.name)
                 self._pool.signal((key, rank), signum)
@@ -329,13 +323,13 @@ class Launcher:
         else:
             self._pod = state.invited(self._pod, key, plan)
 
-    def _move(self, old: Name, new: Name, message: dict[str, object]) -> None:
+    def _move(self, old: Name, new: Name, message: Go) -> None:
         logger.info("stage %d: rank %d goes on as rank %d of stage %d", old[0][0], old[1], new[1],
                     new[0][0])  # fmt: skip
         self._pool.move(old, new)
         if old in self._connections:
             self._connections[new] = self._connections.pop(old)
-        self._tell(*new, message)
+        self._send(new, message)
 
     def _warm_spare(self) -> None:
         try:
@@ -368,26 +362,31 @@ class Launcher:
         warming = any(not spare.ready for spare in spares)
         self._pod = state.spares_counted(self._pod, len(spares), warming=warming)
 
-    def _tell_with_state(
-        self, key: state.Key, rank: int, plan: StagePlan, message: dict[str, object]
-    ) -> None:
-        """Tell a trainer its plan, with the segments of the state that the plan begins from."""
-        segments, fds = self._segments.for_restore(plan)
-        try:
-            self._tell(key, rank, {**message, "plan": encode(plan), "segments": segments}, fds)
-        finally:
-            close_all(fds)
+    def _send_with_segments(self, name: Name, message: LauncherMessage) -> None:
+        """Send a trainer a message, with the segments of the state that it is about."""
+        if not isinstance(message, Welcome | Preview):
+            logger.info("stage %d: rank %d: %s", name[0][0], name[1], kind_of(message))
+        match message:
+            case Preview(snapshot=snapshot):
+                if fds := self._segments.show(snapshot):
+                    self._send(name, message, fds)
+            case Welcome(plan=plan) | Go(plan=plan) if plan is not None:
+                fds = self._segments.for_restore(plan)
+                try:
+                    self._send(name, message, fds)
+                finally:
+                    close_all(fds)
+            case _:
+                self._send(name, message)
 
-    def _tell(
-        self, key: state.Key, rank: int, message: dict[str, object], fds: tuple[int, ...] = ()
-    ) -> None:
-        connection = self._connections.get((key, rank))
+    def _send(self, name: Name, message: LauncherMessage, fds: tuple[int, ...] = ()) -> None:
+        connection = self._connections.get(name)
         if connection is None:  # it has hung up, so it will exit
             return
         try:
             connection.send(message, fds)
         except OSError as error:
-            logger.warning("rank %d does not hear %s: %s", rank, message["do"], error)
+            logger.warning("rank %d does not hear %s: %s", name[1], kind_of(message), error)
             self._forget(connection)
 
     def _report(self, report: PodReport) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from job_server.api.wire import Order, RestoreFrom, SnapshotRef, StagePlan
+from pod_runtime.channel_wire import SegmentMade, SnapshotMade
 from pod_runtime.launcher.channel import close_all
-from pod_runtime.launcher.channel_wire import SegmentMade, SnapshotMade
 from pod_runtime.launcher.state import own_pod
 from pod_runtime.segment_header import SlotHeader, Stamp, read_newest
 from pod_runtime.shim_wire import HeldSegment, ShimError, request, segment_json
@@ -27,7 +27,7 @@ class NodeSegments:
         self._pod_dir = pod_dir
         self._announced: SnapshotRef | None = None  # None: no trainer of ours has made one
         self._dropped_below = 0
-        self._at_hand: list[tuple[dict[str, object], int]] = []  # segments, and their descriptors
+        self._at_hand: tuple[int, ...] = ()  # descriptors of segments
         self._at_hand_from = ""  # the pod whose shim they are from
 
     def keep(self, plan: StagePlan, made: SegmentMade, fd: int) -> None:
@@ -72,16 +72,17 @@ class NodeSegments:
 
     def let_go(self) -> None:
         """Have nothing at hand: a segment's memory is free once nobody holds it any more."""
-        close_all(fd for _, fd in self._at_hand)
-        self._at_hand, self._at_hand_from = [], ""
+        close_all(self._at_hand)
+        self._at_hand, self._at_hand_from = (), ""
 
-    def confirm(self, message: SnapshotRef) -> SnapshotRef | None:
-        """Return the newest snapshot that this pod's shim holds; `said`: as trainers say, that one.
+    def confirm(self, parked_as: SnapshotRef) -> SnapshotRef | None:
+        """Return the newest snapshot that this pod's shim holds.
 
-        The shim is asked only where what is at hand is another: the segment may be too new.
+        That should be `parked_as`, as trainers say. The shim is asked only where the segments at
+        hand hold another one: a segment may be newer than they are.
         """
-        if any(_ref(header) == message for _, fd in self._at_hand if (header := read_newest(fd))):
-            return message if self._at_hand_from == self._pod_id else None
+        if any(_ref(header) == parked_as for fd in self._at_hand if (header := read_newest(fd))):
+            return parked_as if self._at_hand_from == self._pod_id else None
         return self.newest()
 
     def show(self, wanted: SnapshotRef) -> tuple[int, ...]:
@@ -89,7 +90,7 @@ class NodeSegments:
 
         It stays this object's.
         """
-        headers = ((fd, read_newest(fd)) for _, fd in self._at_hand)
+        headers = ((fd, read_newest(fd)) for fd in self._at_hand)
         return tuple(fd for fd, header in headers if header and _ref(header) == wanted)
 
     def newest(self) -> SnapshotRef | None:
@@ -107,11 +108,11 @@ class NodeSegments:
             return None
         return _ref(max(found, key=lambda header: header.stamp))
 
-    def for_restore(self, plan: StagePlan) -> tuple[list[dict[str, object]], tuple[int, ...]]:
-        """Return the segments that hold the state to start from, and their descriptors.
+    def for_restore(self, plan: StagePlan) -> tuple[int, ...]:
+        """Return descriptors of the segments that hold the state to start from.
 
         They come from this pod's shim, or from the shim of another pod on this node that the plan
-        names. ([], ()): neither has any; the trainer gets its state from other nodes, or from a
+        names. (): neither has any; the trainer gets its state from other nodes, or from a
         checkpoint. The caller closes the descriptors.
 
         While a stage is prepared, the state that it will start from does not exist yet. Its
@@ -120,11 +121,10 @@ class NodeSegments:
         source = plan.restore_from
         if source is None:
             if plan.order is not Order.PREPARE:
-                return [], ()
+                return ()
             held = (self._fetch(each, None) for each in (self._pod_id, *self._neighbours(plan)))
-            found = next((each for each in held if each), [])
-            return [segment for segment, _ in found], tuple(fd for _, fd in found)
-        found = [(segment, os.dup(fd)) for segment, fd in self._at_hand if _has(fd, source)]
+            return next((each for each in held if each), ())
+        found = tuple(os.dup(fd) for fd in self._at_hand if _has(fd, source))
         others = [pod_id for pod_id in source.pods if pod_id != self._pod_id]
         for pod_id in (self._pod_id, *others):
             if found:
@@ -132,22 +132,22 @@ class NodeSegments:
             if (self._dir(pod_id) / "sock").exists():  # else: on another node, or gone
                 found = self._fetch(pod_id, source.stage)
             if source.local_on_all_nodes:
-                unfit = [fd for _, fd in found if not _has(fd, source)]
-                found = [(segment, fd) for segment, fd in found if fd not in unfit]
+                unfit = [fd for fd in found if not _has(fd, source)]
+                found = tuple(fd for fd in found if fd not in unfit)
                 close_all(unfit)
-        return [segment for segment, _ in found], tuple(fd for _, fd in found)
+        return found
 
-    def _fetch(self, pod_id: str, stage: int | None) -> list[tuple[dict[str, object], int]]:
-        """Return the segments of a stage (None: of all) that a shim holds.
+    def _fetch(self, pod_id: str, stage: int | None) -> tuple[int, ...]:
+        """Return descriptors of the segments of a stage (None: of all) that a shim holds.
 
-        The caller closes their descriptors.
+        The caller closes them.
         """
         try:
-            answer, fds = request(self._dir(pod_id), {"op": "get", "stage": stage})
+            _, fds = request(self._dir(pod_id), {"op": "get", "stage": stage})
         except ShimError as error:
             logger.warning("no state of stage %s from %s: %s", stage, pod_id, error)
-            return []
-        return list(zip(answer["segments"], fds, strict=True))
+            return ()
+        return fds
 
     def _neighbours(self, plan: StagePlan) -> list[str]:
         """Return the other pods of `plan` on this node, lowest rank first."""

@@ -21,7 +21,7 @@ from job_server.api.wire import (
     TrainerError,
     Way,
 )
-from pod_runtime.launcher.channel_wire import (
+from pod_runtime.channel_wire import (
     CannotJoin,
     Done,
     Drained,

@@ -4,14 +4,36 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+from job_server.api.wire import Order, PlanPod, SnapshotRef, encode
+from pod_runtime.channel_wire import (
+    Cut,
+    Disinvitation,
+    Drained,
+    Go,
+    Invitation,
+    Preview,
+    Resume,
+    SegmentMade,
+    Stepped,
+    TrainerHello,
+    Welcome,
+    parse_launcher,
+    parse_trainer,
+    to_json,
+)
 from pod_runtime.errors import ChannelError
 from pod_runtime.launcher.channel import TrainerChannel, TrainerConnection, close_all
-from pod_runtime.launcher.channel_wire import Drained, SegmentMade, Stepped, TrainerHello, parse
 from pod_runtime.shim_wire import LineSocket
+from tests.pod_runtime.fake_job_server import make_plan
 from tests.support import wait_until
+
+POD = PlanPod(pod_id="a", pod_rank=0, node_id="n", addr="h", slots=(0,), ranks=(0,), ports=(1,))
+PLAN = make_plan(3, Order.PREPARE, (POD,))
+REF = SnapshotRef(stage=2, step=7, digest="d", serial=1)
 
 
 @pytest.fixture
@@ -83,10 +105,10 @@ def test_what_was_said_before_hanging_up_is_heard(ends):
 def test_an_answer_arrives_with_descriptors_and_the_sender_keeps_its_own(ends):
     connection, trainer = ends
     with open(os.devnull) as file:
-        connection.send({"do": "welcome"}, (file.fileno(),))
+        connection.send(Welcome(plan=PLAN), (file.fileno(),))
         message, fds = trainer.receive()
         os.fstat(file.fileno())
-    assert message == {"do": "welcome", "fds": 1}
+    assert message == {"do": "welcome", "plan": encode(PLAN), "fds": 1}
     close_all(fds)
 
 
@@ -94,7 +116,7 @@ def test_sending_to_one_that_has_gone_says_so(ends):
     connection, trainer = ends
     trainer.close()
     with pytest.raises(OSError, match="Broken pipe"):
-        connection.send({"do": "go"})
+        connection.send(Go())
 
 
 @pytest.mark.parametrize(
@@ -116,8 +138,42 @@ def test_what_is_not_of_the_protocol_is_refused_with_words(ends, line, words):
         list(connection.messages())
 
 
+@pytest.mark.parametrize(
+    ("message", "sent"),
+    [
+        (Welcome(plan=PLAN), {"do": "welcome", "plan": encode(PLAN)}),
+        (Go(), {"do": "go"}),
+        (Go(plan=PLAN), {"do": "go", "plan": encode(PLAN)}),
+        (Preview(snapshot=REF), {"do": "preview", "snapshot": encode(REF)}),
+        (
+            Cut(id=3, durable=True, halt="pause"),
+            {"do": "cut", "id": 3, "durable": True, "patient": False, "halt": "pause"},
+        ),
+        (Resume(id=3), {"do": "resume", "id": 3}),
+        (Invitation(plan=PLAN, rank=1), {"do": "join", "plan": encode(PLAN), "rank": 1}),
+        (Disinvitation(), {"do": "drop"}),
+    ],
+)
+def test_what_a_launcher_sends_is_read_by_trainers_as_it_was_meant(message, sent):
+    assert to_json(message) == sent
+    assert parse_launcher({**sent, "fds": 0}) == message
+
+
+@pytest.mark.parametrize(
+    ("sent", "text"),
+    [
+        ({"do": "dance"}, "do: expected one of welcome, go, preview, cut, resume, join, drop"),
+        ({"do": "cut"}, "cut: id: missing"),
+        ({"do": "go", "plan": 3}, "go: plan: "),
+    ],
+)
+def test_a_trainer_refuses_what_no_launcher_sends(sent, text):
+    with pytest.raises(ChannelError, match=f"^{text}"):
+        parse_launcher(sent)
+
+
 def test_a_loss_of_nan_loses_the_metric_and_not_the_trainer():
-    said = parse(
+    said = parse_trainer(
         {
             "say": "step",
             "step": 3,
@@ -133,7 +189,7 @@ def test_a_process_that_reads_nothing_is_given_up_after_a_while(monkeypatch):
     ours, theirs = socket.socketpair()
     connection = TrainerConnection(ours, os.getpid())
     with pytest.raises(TimeoutError):
-        connection.send({"do": "welcome", "plan": "x" * 4_000_000})
+        connection.send(Welcome(plan=replace(PLAN, master="x" * 4_000_000)))
     connection.close()
     theirs.close()
 

@@ -218,7 +218,7 @@ def test_a_change_by_drain_parks_ends_and_starts_again_from_the_snapshot(server,
 
     source = RestoreFrom(stage=1, step=1001, pods=("pod_0_0", "pod_9_9"))
     start_stage(server, lambda order: make_plan(2, order, (pod.part(),), restore_from=source))
-    assert '"stage": 1' in pod.log(0, 2)  # the welcome named the segment of stage 1
+    assert '"stages": [1]' in pod.log(0, 2)  # with the welcome came the segment of stage 1
     assert server.told(ReportKind.FIRST_STEP, 2)[0].step == 1002
 
     def held() -> list[int]:

@@ -21,32 +21,35 @@ from job_server.api.wire import (
     TrainerError,
     Way,
 )
-from pod_runtime.launcher import state
-from pod_runtime.launcher.channel_wire import (
+from pod_runtime.channel_wire import (
     CannotJoin,
+    Cut,
     Done,
     Drained,
     Formed,
+    Go,
+    Invitation,
     Prepared,
+    Preview,
     Raised,
+    Resume,
     StageTooLow,
     StateLoaded,
     Stepped,
     TrainerHello,
     TrainerMessage,
+    kind_of,
 )
+from pod_runtime.launcher import state
 from pod_runtime.launcher.decisions import (
     Exit,
     HaveAtHand,
     Invite,
     Move,
     Renumber,
-    SendGo,
     SendMessage,
     SendReport,
     SendSignal,
-    SendWelcome,
-    ShowPreview,
     Spawn,
     decide,
     next_deadline,
@@ -137,7 +140,13 @@ def kinds(actions: list[Any]) -> list[ReportKind]:
 
 
 def messages(actions: list[Any]) -> list[tuple[int, str]]:
-    return [(a.rank, a.message["do"]) for a in actions if isinstance(a, SendMessage)]
+    return [(a.rank, kind_of(a.message)) for a in actions if isinstance(a, SendMessage)]
+
+
+def sent(actions: list[Any], kind: type[Any]) -> list[tuple[int, Any]]:
+    """Return the messages of a kind, each with the rank that gets it."""
+    sends = [action for action in actions if isinstance(action, SendMessage)]
+    return [(send.rank, send.message) for send in sends if isinstance(send.message, kind)]
 
 
 def signals(actions: list[Any]) -> list[tuple[int, signal.Signals]]:
@@ -187,7 +196,7 @@ def test_prepared_trainers_are_given_their_state_with_go_and_the_parked_are_kill
     for rank in (0, 1):
         pod.say(rank, Drained(step=7, id=1))
     actions = pod.told(plan(1, Order.CUT, cut=1), preparing(Order.GO))
-    assert [action.rank for action in actions if isinstance(action, SendGo)] == [0, 1]
+    assert sent(actions, Go) == [(rank, Go(plan=preparing(Order.GO))) for rank in (0, 1)]
     assert signals(actions) == []
     pod.say(0, StateLoaded(step=7), 2)
     assert ReportKind.FIRST_STEP in kinds(pod.say(0, Stepped(step=8), 2))
@@ -208,13 +217,13 @@ def test_what_the_others_parked_with_is_shown_once_after_it_was_told_and_again_a
     assert pod.pod.at_hand == ((1, 0), 1)
     assert isinstance(drained, SendReport)
     assert (drained.report.snapshot, drained.report.snapshot_is_current) == (first, True)
-    assert shown == [ShowPreview(key=(2, 0), rank=rank, snapshot=first) for rank in (0, 1)]
+    assert sent(shown, Preview) == [(rank, Preview(snapshot=first)) for rank in (0, 1)]
     assert pod.settle() == []
     resumed = pod.told(plan(1, Order.RESUME, cut=1), preparing())
     assert [a for a in resumed if isinstance(a, HaveAtHand)] == [HaveAtHand(plan=None)]
     pod.say(0, Stepped(step=8))
     second = SnapshotRef(stage=1, step=9)
-    assert [a.snapshot for a in park(2, 9, second) if isinstance(a, ShowPreview)] == [second] * 2
+    assert [m.snapshot for _, m in sent(park(2, 9, second), Preview)] == [second] * 2
 
 
 def test_a_state_that_is_in_no_snapshot_is_not_shown():
@@ -298,10 +307,9 @@ def test_trainers_that_stay_are_asked_to_join_and_the_pod_is_ready_when_all_have
     pod.train()
     actions = pod.told(plan(1, Order.GO), joins())
     assert not [action for action in actions if isinstance(action, Spawn)]
-    asked = [(a.key, a.rank, a.message) for a in actions if isinstance(a, SendMessage)]
-    assert [(key, rank, m["do"], m["rank"]) for key, rank, m in asked] == [
-        ((1, 0), 0, "join", 2),
-        ((1, 0), 1, "join", 3),
+    assert sent(actions, Invitation) == [
+        (0, Invitation(plan=joins(), rank=2)),
+        (1, Invitation(plan=joins(), rank=3)),
     ]
     assert kinds(pod.say(1, Formed(stage=2))) == []
     assert kinds(pod.say(0, Formed(stage=3))) == []  # of another attempt that is off by now
@@ -321,7 +329,7 @@ def test_with_go_they_are_those_of_the_next_stage_and_the_one_before_has_none_le
         ((1, 0), 0, (2, 0), 2),
         ((1, 0), 1, (2, 0), 3),
     ]
-    assert {a.message["do"] for a in moved} == {"go"}
+    assert [a.message for a in moved] == [Go(plan=joins(Order.GO))] * 2
     assert signals(actions) == []
     assert kinds(pod.say(3, Stepped(step=9), 2)) == []  # said before it heard of the commit
     assert kinds(pod.say(3, Stepped(step=10), 2)) == [ReportKind.FIRST_STEP]
@@ -339,7 +347,10 @@ def test_a_cut_of_the_stage_that_they_have_joined_is_told_with_its_own_number():
         pod.say(rank, Drained(step=9, id=4))
     actions = pod.told(plan(1, Order.CUT, cut=4), joins(Order.CUT, cut=1))
     cuts = [a for a in actions if isinstance(a, SendMessage)]
-    assert [(a.key, a.rank, a.message["id"]) for a in cuts] == [((2, 0), 2, 1), ((2, 0), 3, 1)]
+    assert [(a.key, a.rank, a.message) for a in cuts] == [
+        ((2, 0), 2, Cut(id=1)),
+        ((2, 0), 3, Cut(id=1)),
+    ]
 
 
 def test_when_the_change_is_off_they_are_told_and_train_on():
@@ -407,7 +418,7 @@ def test_a_pod_that_comes_new_prepares_trainers_for_a_stage_that_others_join():
     (report,) = reports(actions)
     assert (report.kind, report.joins) == (ReportKind.READY, True)
     actions = pod.told(joins(Order.GO))
-    assert [a.rank for a in actions if isinstance(a, SendGo)] == [2, 3]
+    assert [rank for rank, _ in sent(actions, Go)] == [2, 3]
     actions = pod.told()
     assert signals(actions) == [(2, signal.SIGTERM), (3, signal.SIGTERM)]
 
@@ -418,7 +429,7 @@ def test_loaded_is_told_when_the_last_trainer_has_loaded():
     assert kinds(started) == [ReportKind.STARTED]
     assert sum(isinstance(action, Spawn) for action in started) == 1
     (welcome,) = pod.say(0, TrainerHello(rank=0, stage=1, pid=1))
-    assert isinstance(welcome, SendWelcome)
+    assert messages([welcome]) == [(0, "welcome")]
     pod.say(1, TrainerHello(rank=1, stage=1, pid=2))
     assert kinds(pod.say(0, StateLoaded(step=7))) == []
     assert kinds(pod.say(1, StateLoaded(step=7))) == [ReportKind.LOADED]
@@ -429,14 +440,15 @@ def test_go_reaches_trainers_that_come_to_the_loop_late():
     pod.told(plan(1, Order.START))
     pod.say(0, TrainerHello(rank=0, stage=1, pid=1))
     assert messages(pod.told(plan(1, Order.GO))) == [(0, "go")]
-    assert messages(pod.say(1, TrainerHello(rank=1, stage=1, pid=2))) == [(1, "go")]
+    late = pod.say(1, TrainerHello(rank=1, stage=1, pid=2))
+    assert messages(late) == [(1, "welcome"), (1, "go")]
 
 
 def test_a_script_that_enters_a_second_loop_is_welcomed_again():
     pod = Simulated()
     pod.train()
     again = pod.say(0, TrainerHello(rank=0, stage=1, pid=1))
-    assert [type(action) for action in again] == [SendWelcome, SendMessage]
+    assert messages(again) == [(0, "welcome"), (0, "go")]
 
 
 def test_first_step_is_told_at_once_and_then_progress_every_heartbeat():
@@ -474,7 +486,7 @@ def test_a_cut_is_told_to_all_and_drained_when_the_last_has_parked():
     coming = plan(2, Order.PREPARE)
     actions = pod.told(plan(1, Order.CUT, durable=True), coming)
     assert [a.message for a in actions if isinstance(a, SendMessage)] == [
-        {"do": "cut", "id": 1, "durable": True, "patient": False, "halt": ""}
+        Cut(id=1, durable=True)
     ] * 2
     assert HaveAtHand(plan=plan(1, Order.CUT, durable=True)) in actions
     assert kinds(actions) == [ReportKind.READY]
@@ -513,10 +525,8 @@ def test_each_cut_has_its_own_number_and_an_answer_to_an_earlier_one_does_not_co
     pod.train()
     pod.told(plan(1, Order.CUT))
     assert set(messages(pod.told(plan(1, Order.RESUME, cut=1)))) == {(0, "resume"), (1, "resume")}
-    cut = [
-        a.message["id"] for a in pod.told(plan(1, Order.CUT, cut=2)) if isinstance(a, SendMessage)
-    ]
-    assert cut == [2, 2]
+    cut = sent(pod.told(plan(1, Order.CUT, cut=2)), Cut)
+    assert cut == [(0, Cut(id=2)), (1, Cut(id=2))]
     for rank in (0, 1):
         assert kinds(pod.say(rank, Drained(step=9, id=1))) == []  # was on its way
     for rank in (0, 1):
@@ -532,11 +542,11 @@ def test_an_earlier_cut_that_is_off_frees_nobody_that_parked_for_the_next_with_i
         actions = pod.say(rank, Drained(step=9, id=2))
     assert kinds(actions) == [ReportKind.DRAINED]
     off = pod.told(plan(1, order, cut=1))  # old news: cut 2 is on its way to us
-    assert [a.message for a in off if isinstance(a, SendMessage)] == [{"do": "resume", "id": 1}] * 2
+    assert [a.message for a in off if isinstance(a, SendMessage)] == [Resume(id=1)] * 2
     assert ReportKind.FAILED not in kinds(off)
     assert [t.parked_at for t in pod.pod.runs[-1].trainers] == [9, 9]
     off = pod.told(plan(1, order, cut=2))
-    assert [a.message for a in off if isinstance(a, SendMessage)] == [{"do": "resume", "id": 2}] * 2
+    assert [a.message for a in off if isinstance(a, SendMessage)] == [Resume(id=2)] * 2
     assert pod.say(0, Drained(step=9, id=2)) == []  # it was on its way, and goes on
 
 
@@ -558,8 +568,8 @@ def test_the_next_cut_frees_those_who_parked_for_the_one_before():
         pod.say(rank, Drained(step=9, id=1))
     actions = pod.told(plan(1, Order.CUT, cut=2, durable=True))  # its RESUME was never heard
     assert [a.message for a in actions if isinstance(a, SendMessage) and a.rank == 0] == [
-        {"do": "resume", "id": 1},
-        {"do": "cut", "id": 2, "durable": True, "patient": False, "halt": ""},
+        Resume(id=1),
+        Cut(id=2, durable=True),
     ]
     for rank in (0, 1):
         actions = pod.say(rank, Drained(step=10, id=2))
@@ -834,7 +844,7 @@ def test_a_pod_knows_its_trainers_by_new_ranks_once_its_standby_has_lost_another
     left = (part("b", 0, (0, 1)),)
     actions = pod.told(replace(whole, order=Order.GO, pods=left, missing_pods=("a",)))
     assert [a.ranks for a in actions if isinstance(a, Renumber)] == [{2: 0, 3: 1}]
-    assert [a.rank for a in actions if isinstance(a, SendGo)] == [0, 1]
+    assert [rank for rank, _ in sent(actions, Go)] == [0, 1]
     assert not [a for a in pod.settle() if isinstance(a, Renumber)], "once"
     dead = reports(pod.die(1, -9, 2))
     assert [(each.kind, each.rank) for each in dead] == [(ReportKind.FAILED, 1)]

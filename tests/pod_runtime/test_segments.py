@@ -12,8 +12,8 @@ import pytest
 
 from job_server.api.wire import Order, PlanPod, RestoreFrom, SnapshotRef, StagePlan, Way
 from pod_runtime import shim_wire
+from pod_runtime.channel_wire import SegmentMade
 from pod_runtime.launcher.channel import close_all
-from pod_runtime.launcher.channel_wire import SegmentMade
 from pod_runtime.launcher.segments import NodeSegments
 from pod_runtime.segment_header import (
     Geometry,
@@ -114,7 +114,7 @@ def restored(pod: NodeSegments, wanted: RestoreFrom) -> list[Stamp]:
 
 
 def stamps(pod: NodeSegments, plan: StagePlan) -> list[Stamp]:
-    _, fds = pod.for_restore(plan)
+    fds = pod.for_restore(plan)
     headers = [read_newest(fd) for fd in fds]
     close_all(fds)
     return [header.stamp for header in headers if header is not None]
@@ -122,14 +122,14 @@ def stamps(pod: NodeSegments, plan: StagePlan) -> list[Stamp]:
 
 def test_trainers_that_are_prepared_are_shown_the_newest_state_of_their_node(pods, memory):
     plan = dataclasses.replace(PLAN, stage=4, order=Order.PREPARE)
-    assert pods[0].for_restore(plan) == ([], ()), "no stage has made a step yet"
+    assert pods[0].for_restore(plan) == (), "no stage has made a step yet"
     first = memory()
     first.put(7)
     pods[0].keep(PLAN, made(first), first.fd)  # its own shim's, and the next pod's
     for pod in pods:
         assert stamps(pod, plan) == [Stamp(stage=2, step=7)]
     begins = dataclasses.replace(plan, order=Order.START)
-    assert pods[0].for_restore(begins) == ([], ()), "from a checkpoint, or afresh"
+    assert pods[0].for_restore(begins) == (), "from a checkpoint, or afresh"
 
 
 def made(memory: Memory) -> SegmentMade:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pod_runtime import trainer_main
-from pod_runtime.launcher.channel_wire import Raised, parse
+from pod_runtime.channel_wire import Raised, parse_trainer
 
 MAIN = trainer_main.__file__
 
@@ -51,7 +51,7 @@ class Script:
         except BlockingIOError:
             return None
         with connection, connection.makefile() as lines:
-            said = parse(json.loads(lines.read()))
+            said = parse_trainer(json.loads(lines.read()))
         assert isinstance(said, Raised)
         return said
 
@@ -227,7 +227,7 @@ def test_a_malformed_error_is_refused(message: dict[str, Any]):
     from pod_runtime.errors import ChannelError
 
     with pytest.raises(ChannelError, match="raised: "):
-        parse(message)
+        parse_trainer(message)
 
 
 @pytest.mark.parametrize("unbuffered", ["1", ""])

@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Any
 
-from pod_runtime.segment_header import SlotHeader, Stamp, make_geometry, pack_part
+from pod_runtime.segment_header import SlotHeader, Stamp, make_geometry, pack_part, read_newest
 from pod_runtime.shim_wire import LineSocket
 
 parser = argparse.ArgumentParser()
@@ -75,7 +75,8 @@ def hear_at_once() -> dict[str, Any]:
 
 say("hello", rank=rank, stage=stage, pid=os.getpid())
 welcome, segment_fds = hear()
-print("welcome", json.dumps({"segments": welcome["segments"]}))
+held = [header.stamp.stage for fd in segment_fds if (header := read_newest(fd)) is not None]
+print("welcome", json.dumps({"stages": held}))
 if args.say_too_low:
     say("stage_too_low", highest_stage=7)
     sys.exit(1)

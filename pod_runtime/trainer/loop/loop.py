@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+from pod_runtime.channel_wire import Done
 from pod_runtime.env import TrainerEnv
 from pod_runtime.trainer.data.readers import ReadFrom, ShardSource
 from pod_runtime.trainer.data.source import make_source
@@ -431,7 +432,7 @@ class Loop:
         stage.state_manager.note_account()
         stage.progress.note_done()
         if stage.link is not None:
-            stage.link.say("done", step=stage.progress.cursor.global_step)
+            stage.link.send(Done(step=stage.progress.cursor.global_step))
 
     def _let_go(self) -> None:
         """Close what this loop has open, as the script begins another one."""

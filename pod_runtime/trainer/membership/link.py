@@ -1,4 +1,4 @@
-"""A trainer's end of the channel to its launcher; docs/architecture.md has the messages.
+"""A trainer's end of the channel to its launcher; `channel_wire` has the messages.
 
 No thread: the loop polls once per step, which costs a system call, and waits here while it is
 parked. The socket closes when the launcher dies; the kernel kills the trainer then, too.
@@ -9,10 +9,25 @@ import select
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from job_server.api.wire import SnapshotRef, StagePlan, WireError, decode
+from job_server.api.wire import StagePlan
+from pod_runtime.channel_wire import (
+    Cut,
+    Disinvitation,
+    Go,
+    Invitation,
+    Preview,
+    Resume,
+    Stepped,
+    TrainerHello,
+    TrainerMessage,
+    Welcome,
+    parse_launcher,
+    to_json,
+)
+from pod_runtime.errors import ChannelError
 from pod_runtime.segment_header import Stamp
 from pod_runtime.shim_wire import LineSocket, ShimError
 from pod_runtime.trainer.errors import LinkError
@@ -36,24 +51,6 @@ class StatePreview:
 
     stamp: Stamp
     fds: tuple[int, ...]  # segments, owned by the receiver
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """Drain at an agreed step."""
-
-    id: int  # grows from cut to cut
-    durable: bool = False  # a checkpoint is written before `drained`
-    patient: bool = False  # not amid a step, even while that waits for data
-    halt: str = ""  # "pause" or "stop" follows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Invitation:
-    """The next stage, which this trainer is to join in place."""
-
-    plan: StagePlan
-    rank: int  # its own in that stage
 
 
 class LauncherLink:
@@ -91,35 +88,18 @@ class LauncherLink:
         self.resumed_id = -1  # highest id of a cut that is off
         self._last_step_at = 0.0
         self._metrics: dict[str, float] | None = None  # not yet told
-        self.say("hello", rank=rank, stage=stage, pid=pid, joins=joins)
+        self.send(TrainerHello(rank=rank, stage=stage, pid=pid, joins=joins))
 
-    def say(self, word: str, fds: tuple[int, ...] = (), **fields: Any) -> None:
-        """Send a message.
+    def send(self, message: TrainerMessage, fds: tuple[int, ...] = ()) -> None:
+        """Send a message; `fds` stay open here.
 
         Raises:
             LinkError: the launcher is gone.
         """
-        message = {"say": word, **fields}
-        if fds:
-            message["fds"] = len(fds)
         try:
-            self._lines.send(message, fds)
+            self._lines.send({**to_json(message), "fds": len(fds)}, fds)
         except OSError as error:
             raise LinkError(f"the launcher is gone: {error}") from error
-
-    def wait_welcome(self) -> StageStart:
-        """Wait for the answer to hello.
-
-        Raises:
-            LinkError: the launcher is gone, or its plan is malformed.
-        """
-        while True:
-            message, fds = self._lines.pending() or self._receive()
-            if message.get("do") != "welcome":
-                self._take(message, fds)
-                continue
-            plan = _plan(message, "welcome")
-            return StageStart(plan=plan, fds=fds)
 
     def close(self) -> None:
         """Hang up: the script begins another conversation."""
@@ -144,14 +124,14 @@ class LauncherLink:
             received = self._receive()
         self._take(*received)
 
-    def wait_start(self, look: Callable[[StatePreview], None]) -> StageStart:
-        """Wait until the stage that this trainer was prepared for is committed.
+    def wait_start(self, look: Callable[[StatePreview], None] = lambda _: None) -> StageStart:
+        """Wait for the answer to hello, or until the stage that was prepared is committed.
 
         Args:
             look: called with each preview that comes before.
 
         Raises:
-            LinkError: the launcher is gone.
+            LinkError: the launcher is gone, or its plan is malformed.
         """
         while self._start is None:
             self.wait()
@@ -198,12 +178,10 @@ class LauncherLink:
         if not self._writable.poll(0):
             return  # a stopped launcher must not stop the training
         self._last_step_at = now
-        fields: dict[str, Any] = {
-            "step": step, "epoch": epoch, "total_steps": total_steps, "step_s": step_s,
-        }  # fmt: skip
-        if self._metrics is not None:
-            fields["metrics"], self._metrics = self._metrics, None
-        self.say("step", **fields)
+        metrics, self._metrics = self._metrics, None
+        self.send(
+            Stepped(step=step, epoch=epoch, total_steps=total_steps, step_s=step_s, metrics=metrics)
+        )
 
     def set_metrics(self, metrics: Mapping[str, float]) -> None:
         """Have the next `step` carry these."""
@@ -218,54 +196,33 @@ class LauncherLink:
             raise LinkError("the launcher is gone: it closed the channel")
         return received
 
-    def _take(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-        word, cut_id = message.get("do"), message.get("id")
-        if word == "go":
-            self.going = True
-            if "plan" in message:
-                self._start = StageStart(plan=_plan(message, "go"), fds=fds)
-                self.cut, self.resumed_id = None, -1  # the stage numbers its own cuts
-        elif word == "preview":
-            self._preview = StatePreview(stamp=_stamp(message), fds=fds)
-        elif word == "join":
-            self.invitation = _invitation(message)
-        elif word == "drop":
-            self.invitation = None
-        elif word == "cut" and isinstance(cut_id, int):
-            if cut_id > self.resumed_id:
-                self.cut = Cut(
-                    id=cut_id,
-                    durable=message.get("durable") is True,
-                    patient=message.get("patient") is True,
-                    halt=halt if (halt := message.get("halt")) in HALTS else "",
-                )
-        elif word == "resume" and isinstance(cut_id, int):
-            self.resumed_id = max(self.resumed_id, cut_id)
-            if self.cut is not None and self.cut.id <= cut_id:
-                self.cut = None
-        else:
-            raise LinkError(
-                f"do: expected go, cut, resume, join, drop or preview, got {message!r:.90}"
-            )
-
-
-def _invitation(message: Mapping[str, Any]) -> Invitation:
-    plan, rank = _plan(message, "join"), message.get("rank")
-    if type(rank) is not int or not 0 <= rank < plan.world_size:
-        raise LinkError(f"join: rank: expected one of {plan.world_size}, got {rank!r:.40}")
-    return Invitation(plan=plan, rank=rank)
-
-
-def _stamp(message: Mapping[str, Any]) -> Stamp:
-    try:
-        ref = decode(SnapshotRef, message.get("snapshot"), "snapshot")
-    except WireError as error:
-        raise LinkError(f"preview: {error}") from error
-    return Stamp(stage=ref.stage, step=ref.step, serial=ref.serial)
-
-
-def _plan(message: Mapping[str, Any], word: str) -> StagePlan:
-    try:
-        return decode(StagePlan, message.get("plan"), "plan")
-    except WireError as error:
-        raise LinkError(f"{word}: {error}") from error
+    def _take(self, content: dict[str, Any], fds: tuple[int, ...]) -> None:
+        try:
+            message = parse_launcher(content)
+        except ChannelError as error:
+            raise LinkError(str(error)) from error
+        match message:
+            case Welcome(plan=plan):
+                self._start = StageStart(plan=plan, fds=fds)
+            case Go(plan=plan):
+                self.going = True
+                if plan is not None:
+                    self._start = StageStart(plan=plan, fds=fds)
+                    self.cut, self.resumed_id = None, -1  # the stage numbers its own cuts
+            case Preview(snapshot=ref):
+                stamp = Stamp(stage=ref.stage, step=ref.step, serial=ref.serial)
+                self._preview = StatePreview(stamp=stamp, fds=fds)
+            case Invitation(plan=plan, rank=rank):
+                if not 0 <= rank < plan.world_size:
+                    raise LinkError(f"join: rank: expected one of {plan.world_size}, got {rank}")
+                self.invitation = message
+            case Disinvitation():
+                self.invitation = None
+            case Cut(id=cut_id):
+                if cut_id > self.resumed_id:
+                    known = message.halt in HALTS  # else: of a later version
+                    self.cut = message if known else replace(message, halt="")
+            case Resume(id=cut_id):
+                self.resumed_id = max(self.resumed_id, cut_id)
+                if self.cut is not None and self.cut.id <= cut_id:
+                    self.cut = None

@@ -6,16 +6,15 @@ loop's own thread, which calls `poll` once per step.
 
 import logging
 import threading
-from collections.abc import MutableMapping
 from typing import Any
 
 from job_server.api.wire import StagePlan
-from pod_runtime.env import stage_environment
+from pod_runtime.channel_wire import CannotJoin, Formed, Invitation
 from pod_runtime.trainer.errors import LinkError, PeerLost, SnapshotError
 from pod_runtime.trainer.frameworks.adapter import Adapter, GroupSpec
 from pod_runtime.trainer.frameworks.meeting import CalledOffError
 from pod_runtime.trainer.layout import StateLayout
-from pod_runtime.trainer.membership.link import Invitation, LauncherLink
+from pod_runtime.trainer.membership.link import LauncherLink
 from pod_runtime.trainer.membership.node_snapshots import make_segment, nodes_of
 from pod_runtime.trainer.state.snapshot import SnapshotSegment
 
@@ -94,10 +93,8 @@ class _Attempt:
 class NextGroupFormer:
     """What a trainer does about the invitations of its launcher. One per process."""
 
-    def __init__(
-        self, adapter: Adapter, link: LauncherLink, environ: MutableMapping[str, str]
-    ) -> None:
-        self._adapter, self._link, self._environ = adapter, link, environ
+    def __init__(self, adapter: Adapter, link: LauncherLink) -> None:
+        self._adapter, self._link = adapter, link
         self._attempt: _Attempt | None = None  # None: nothing is wanted
         self._called_off: list[_Attempt] = []  # those whose threads were still at it
         self._begun = 0
@@ -119,7 +116,7 @@ class NextGroupFormer:
             if attempt.group is None:
                 self._refuse(plan, attempt.error)
             else:
-                self._link.say("formed", stage=plan.stage, attempt=plan.attempt)
+                self._link.send(Formed(stage=plan.stage, attempt=plan.attempt))
 
     def take(self, plan: StagePlan) -> tuple[int, Any, SnapshotSegment | None]:
         """Return rank, group and segment in the stage of `plan`, which is committed.
@@ -131,10 +128,8 @@ class NextGroupFormer:
         if attempt is None or attempt.group is None or attempt.invitation.plan.stage != plan.stage:
             raise LinkError(f"go: stage {plan.stage}, of which this trainer has formed no group")
         if self._begun >= MOST_GROUPS:
-            self._link.say("cannot_join", reason=_used_up())
-        rank = attempt.invitation.rank
-        self._environ.update(stage_environment(plan, rank, self._environ))
-        return rank, attempt.group, attempt.segment
+            self._link.send(CannotJoin(reason=_used_up()))
+        return attempt.invitation.rank, attempt.group, attempt.segment
 
     def close(self) -> None:
         """Leave no thread in the framework's code: that would spoil the process's end."""
@@ -161,7 +156,7 @@ class NextGroupFormer:
 
     def _refuse(self, plan: StagePlan, why: str) -> None:
         logger.warning("stage %d cannot be joined: %s", plan.stage, why)
-        self._link.say("cannot_join", stage=plan.stage, attempt=plan.attempt, reason=why)
+        self._link.send(CannotJoin(stage=plan.stage, attempt=plan.attempt, reason=why))
 
 
 def group_spec(plan: StagePlan, rank: int) -> GroupSpec:

@@ -9,12 +9,12 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from job_server.api.wire import StagePlan
-from pod_runtime.segment_header import SlotHeader, Stamp, read_newest
+from job_server.api.wire import SnapshotRef, StagePlan
+from pod_runtime.channel_wire import SegmentMade, SnapshotMade
+from pod_runtime.segment_header import Stamp, read_newest
 from pod_runtime.trainer.errors import SnapshotError
 from pod_runtime.trainer.frameworks.adapter import Adapter
 from pod_runtime.trainer.layout import StateLayout
@@ -134,7 +134,12 @@ class NodeSnapshots:
         self._give(newest.digest)
         if first or at_once or now - self._said_at >= _ANNOUNCE_PERIOD_S:
             self._said_at, self._unsaid = now, None
-            self._link.say("snapshot", **_reference(newest))
+            stamp = newest.stamp
+            self._link.send(
+                SnapshotMade(
+                    stage=stamp.stage, step=stamp.step, serial=stamp.serial, digest=newest.digest
+                )
+            )
 
     def meet(self) -> None:
         """Return when what all ranks have written is complete. All ranks call it."""
@@ -147,12 +152,15 @@ class NodeSnapshots:
         """The newest complete snapshot of this node; None: there is none."""
         return None if self._segment is None else self._segment.newest()
 
-    def reference(self) -> dict[str, Any] | None:
-        """Return what the launcher is told of the committed state; None: it is not kept."""
+    def reference(self) -> SnapshotRef | None:
+        """Return how launcher and server name the committed state; None: it is not kept."""
         newest = None if self._segment is None else read_newest(self._segment.fd)
         if newest is None or newest.stamp != self.now:
             return None
-        return _reference(newest)
+        stamp = newest.stamp
+        return SnapshotRef(
+            stage=stamp.stage, step=stamp.step, digest=newest.digest, serial=stamp.serial
+        )
 
     @property
     def fd(self) -> int:
@@ -266,22 +274,11 @@ class NodeSnapshots:
         self._given = True
         size = self._segment.handle.size_bytes
         stage = self._progress.stage
-        self._link.say("segment", (self.fd,), stage=stage, size_bytes=size, digest=digest)
+        self._link.send(SegmentMade(stage=stage, size_bytes=size, digest=digest), (self.fd,))
 
     def _meta(self, layout: StateLayout) -> bytes:
         scalars = json.dumps(self._adapter.scalars())
         return meta_bytes(self._progress.status_json(), scalars, layout, self._save_target)
-
-
-def _reference(header: SlotHeader) -> dict[str, Any]:
-    """Return a snapshot as the launcher and the server name it (`SnapshotRef`)."""
-    stamp = header.stamp
-    return {
-        "stage": stamp.stage,
-        "step": stamp.step,
-        "serial": stamp.serial,
-        "digest": header.digest,
-    }
 
 
 def nodes_of(plan: StagePlan) -> tuple[tuple[int, ...], ...]:

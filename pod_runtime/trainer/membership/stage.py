@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from job_server.api.wire import Order, RestoreFrom, StagePlan, Way
-from pod_runtime.env import TrainerEnv, stage_environment
+from job_server.api.wire import Order, StagePlan, Way
+from pod_runtime.channel_wire import Prepared, StageTooLow, StateLoaded
+from pod_runtime.env import TrainerEnv, own_rank, plan_outside_edl, stage_environment
 from pod_runtime.orphans import note_forks
 from pod_runtime.trainer.data.source import DataSource
 from pod_runtime.trainer.errors import LinkError, PeerLost, SnapshotError, StateError, UsageError
@@ -48,25 +49,6 @@ class TrainerStage:
     is_saved: bool  # nothing was left to train, and the state came from an intact checkpoint
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """This trainer's place in its stage."""
-
-    rank: int
-    world_size: int
-    stage: int  # outside EDL only rank 0's counts
-    max_trainers: int
-    master: str  # "addr:port" of rank 0; "" outside EDL, where the framework knows
-    wanted: RestoreFrom | None  # None: a checkpoint, or afresh; or not yet known
-    policy: str  # of the job
-    link: LauncherLink | None
-    nodes: tuple[tuple[int, ...], ...]  # the ranks of each node
-    fds: tuple[int, ...]
-    joined: StagePlan | None = None  # this trainer is new, others stay; None: all are new
-    overlaps: bool  # an older stage trains: this one is prepared, and told later what to start from
-    parts: tuple[tuple[tuple[str, ...], Subgroup], ...]  # pods that may be lost; who is left then
-
-
 class StageJoiner:
     """How this process becomes a member of a stage: in the group first, then with its state.
 
@@ -89,26 +71,19 @@ class StageJoiner:
         """
         self._settings, self._source, self._env = settings, source, env
         self.adapter = make_adapter(HEADER_SIZE)
-        self._link = None
+        self._link: LauncherLink | None = None  # None: outside EDL
         self._next_group: NextGroupFormer | None = None  # None: outside EDL
         self._joined_group: Any | None = None  # None: it was formed by all together
-        if env.channel is not None:
-            self._link = LauncherLink(
-                env.channel,
-                rank=env.rank,
-                stage=env.stage or 0,
-                pid=os.getpid(),
-                joins=not self.adapter.why_no_second_group(),
-            )
-            self._next_group = NextGroupFormer(self.adapter, self._link, os.environ)
-            if env.pod_dir is not None:
-                note_forks(env.pod_dir)
-        welcome = None if self._link is None else self._link.wait_welcome()
-        self._plan = None if welcome is None else welcome.plan
-        self._store = self._open_store(env.rank)
-        self._place = _find_place(env, self._link, welcome, self._store)
-        if self._store is not None and self._store.owner is not None:
-            self._store.owner.stage = self._place.stage
+        self._fds: tuple[int, ...] = ()  # segments to restore from
+        if env.channel is None:
+            self._rank = env.rank
+            self._plan = plan_outside_edl(env)
+        else:
+            self._meet_launcher(env.channel)
+        self._overlaps = self._plan.order is Order.PREPARE
+        self._joins = self._overlaps and self._plan.way is Way.JOIN  # others stay, and train
+        self._store = self._open_store()
+        self._check_stage_number()
         self._segment: SnapshotSegment | None = None  # None: not made ahead of the first snapshot
         self._restored: Restored | None = None  # None: not yet
         self._loaded: LoadedAhead | None = None  # ahead of the commit; None: nothing was
@@ -118,60 +93,107 @@ class StageJoiner:
                 self._check_running_state()
             self._form_group()
 
+    def _meet_launcher(self, channel: str) -> None:
+        env = self._env
+        self._link = LauncherLink(
+            channel,
+            rank=env.rank,
+            stage=env.stage or 0,
+            pid=os.getpid(),
+            joins=not self.adapter.why_no_second_group(),
+        )
+        self._next_group = NextGroupFormer(self.adapter, self._link)
+        if env.pod_dir is not None:
+            note_forks(env.pod_dir)
+        self._take_start(self._link.wait_start())
+        source = self._plan.restore_from
+        if source is not None:
+            # A trainer that is welcomed to a stage that trains already is in its script's second
+            # loop: that state is on no node any more.
+            source = replace(source, local_on_all_nodes=False)
+            self._plan = replace(self._plan, restore_from=source)
+
+    def _take_start(self, start: StageStart, rank: int | None = None) -> None:
+        """Be a member of the stage of `start`. The script finds its place in the environment.
+
+        Args:
+            rank: in that stage; None: by the place in this pod, which never changes.
+        """
+        self._plan, self._fds = start.plan, start.fds
+        self._rank = own_rank(start.plan, self._env) if rank is None else rank
+        os.environ.update(stage_environment(start.plan, self._rank, os.environ))
+
+    def _close_segments(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+        self._fds = ()
+
+    def _check_stage_number(self) -> None:
+        """Do not write checkpoints that would be superseded by those that are there."""
+        if self._store is None:
+            return
+        owner, highest = self._store.owner, self._store.highest_stage()
+        if self._link is None:
+            self._plan = replace(self._plan, stage=highest + 1)
+        elif highest >= self._plan.stage:
+            if owner is not None:
+                owner.refuse_early()  # a higher number would not help
+            # The server chooses a higher number, and this process is ended.
+            self._link.send(StageTooLow(highest_stage=highest))
+            self._link.wait_for_the_end()
+        if owner is not None:
+            owner.stage = self._plan.stage
+
     def _check_running_state(self) -> None:
         """Check that this script can continue what trains now, while that can still go on.
 
         Raises:
             StateError: the script was edited, so this change has to be called off.
         """
-        place = self._place
-        status = newest_status(place.fds)
-        for fd in place.fds:
-            os.close(fd)
-        self._place = replace(place, fds=())
+        status = newest_status(self._fds)
+        self._close_segments()
         if status is not None:
             _continued(status, self._settings, self._source, self._run())
 
     def _form_group(self) -> None:
-        place = self._place
-        if place.joined is not None:
-            # As those do that stay: they are amid their steps. Until `go` this is a world of one.
-            spec = group_spec(place.joined, place.rank)
-            self._joined_group = self.adapter.form_next(spec, lambda: False)
+        plan, rank = self._plan, self._rank
+        if self._joins:
+            # As the trainers do that stay, in the middle of their steps. Until `go` this is a world
+            # of one.
+            self._joined_group = self.adapter.form_next(group_spec(plan, rank), lambda: False)
             return
         self.adapter.form_group(
             GroupSpec(
-                rank=place.rank,
-                world_size=place.world_size,
-                master=place.master,
-                generation=place.stage,
+                rank=rank, world_size=plan.world_size, master=plan.master, generation=plan.stage
             )
         )
-        check_same_terms(self.adapter, self._terms, rank=place.rank, world_size=place.world_size)
+        check_same_terms(self.adapter, self._terms, rank=rank, world_size=plan.world_size)
         if self.overlaps:
             # What the first exchange sets up is set up now; nobody contributes anything.
             self.adapter.begin_step()
             self.adapter.exchange([0.0] * HEADER_SIZE, contribute=False)
-            if place.parts:
-                self.adapter.form_subgroups([part for _, part in place.parts])
+            if plan.survivable_failures:
+                self.adapter.form_subgroups(
+                    [_subgroup(plan, lost) for lost in plan.survivable_failures]
+                )
 
     @property
     def rank(self) -> int:
-        return self._place.rank
+        return self._rank
 
     @property
     def world_size(self) -> int:
-        return self._place.world_size
-
-    @property
-    def shards(self) -> int:
-        """V, as far as it is known before the state is: a stored one counts more."""
-        return self._settings.shards or self._place.max_trainers
+        return self._plan.world_size
 
     @property
     def overlaps(self) -> bool:
         """An older stage trains while this one is prepared."""
-        return self._place.overlaps
+        return self._overlaps
+
+    @property
+    def shards(self) -> int:
+        """V, as far as it is known before the state is: a stored one counts more."""
+        return self._settings.shards or self._plan.max_trainers
 
     def enter(self) -> TrainerStage:
         """Return when the stage is committed and training may begin.
@@ -181,16 +203,14 @@ class StageJoiner:
             and as the constructor.
         """
         with self._as_victim():
-            place = self._place
             if self.overlaps:
-                place = self._wait_for_start()
-            restored = self._restored = self._restore(place, None)
-            for fd in place.fds:
-                os.close(fd)
+                self._wait_for_start()
+            restored = self._restored = self._restore(None)
+            self._close_segments()
             if self.overlaps:
                 self._check_clean(restored)
-            if place.joined is not None:
-                check_terms_of_state(restored.status.terms, self._terms, rank=place.rank)
+            if self._joins:
+                check_terms_of_state(restored.status.terms, self._terms, rank=self._rank)
             status = _continued(
                 restored.status,
                 self._settings,
@@ -198,7 +218,7 @@ class StageJoiner:
                 self._run(),
             )
             status = replace(status, terms=to_text(self._terms))
-            return self._begin(place, restored, status)
+            return self._begin(restored, status)
 
     def move(self, old: TrainerStage, start: StageStart) -> TrainerStage:
         """Go on as a trainer of the next stage, with the state that is there.
@@ -208,37 +228,23 @@ class StageJoiner:
             LinkError: this trainer was not told to join that stage, or the launcher is gone.
         """
         assert self._next_group is not None
-        plan = self._plan = start.plan
-        for fd in start.fds:
-            os.close(fd)
-        rank, group, self._segment = self._next_group.take(plan)
+        rank, group, self._segment = self._next_group.take(start.plan)
+        self._take_start(start, rank)
+        self._close_segments()
         self.adapter.adopt(group)
-        place = self._place = replace(
-            self._place,
-            rank=rank,
-            world_size=plan.world_size,
-            stage=plan.stage,
-            max_trainers=plan.max_trainers,
-            master=plan.master,
-            wanted=plan.restore_from,
-            policy=plan.policy,
-            nodes=nodes_of(plan),
-            fds=(),
-            joined=None,
-            overlaps=False,
-            parts=(),
-        )
+        self._overlaps = self._joins = False
         if rank != 0:
             self._let_go_of_store()
         elif self._store is None:
-            self._store = self._open_store(rank)
+            self._store = self._open_store()
         kept = old.state_manager.kept()
         with self._as_victim():
-            restored = self._restore(place, kept)
+            restored = self._restore(kept)
         old.progress.close()
         old.state_manager.close()
+        plan = self._plan
         logger.info("goes on as rank %d of %d in stage %d", rank, plan.world_size, plan.stage)
-        return self._begin(place, restored, kept.status, writer=old.state_manager.writer)
+        return self._begin(restored, kept.status, writer=old.state_manager.writer)
 
     def close(self) -> None:
         """Nothing is to follow: the training is complete."""
@@ -253,10 +259,11 @@ class StageJoiner:
             self._store.owner.close()
         self._store = None
 
-    def _open_store(self, rank: int) -> CheckpointStore | None:
+    def _open_store(self) -> CheckpointStore | None:
         """Only rank 0 reads and writes checkpoints; the others get the state from it."""
-        settings, env, plan = self._settings, self._env, self._plan
-        if settings.checkpoint is None or rank != 0:
+        settings, env = self._settings, self._env
+        plan = None if self._link is None else self._plan
+        if settings.checkpoint is None or self._rank != 0:
             return None
         storage = open_storage(settings.checkpoint)
         owner = Owner(
@@ -267,15 +274,14 @@ class StageJoiner:
         return CheckpointStore(storage, keep=settings.keep_checkpoints, owner=owner)
 
     def _save_target(self) -> SaveTarget:
-        """Return where the state goes if the job ends, for who knows no script."""
-        settings, env, plan = self._settings, self._env, self._plan
-        job = {} if plan is None else {"job_id": plan.job_id, "submitted_at": plan.submitted_at}
+        """Return where a process that knows no script writes the state if the job ends."""
         return SaveTarget.of(
-            settings.checkpoint,
-            settings.keep_checkpoints,
-            env.run_dir,
-            server=env.job_server or "",
-            **job,
+            self._settings.checkpoint,
+            self._settings.keep_checkpoints,
+            self._env.run_dir,
+            server=self._env.job_server or "",
+            job_id=self._plan.job_id,
+            submitted_at=self._plan.submitted_at,
         )
 
     def load_again(self) -> None:
@@ -291,43 +297,43 @@ class StageJoiner:
         if self._restored is not None:
             self._restored = replace(self._restored, host_state=None)
 
-    def _restore(self, place: _Place, kept: CarriedState | None) -> Restored:
+    def _restore(self, kept: CarriedState | None) -> Restored:
+        plan = self._plan
         return restore(
             self.adapter,
-            rank=place.rank,
-            world_size=place.world_size,
-            stage=place.stage,
-            wanted=place.wanted,
-            fds=place.fds,
+            rank=self._rank,
+            world_size=plan.world_size,
+            stage=plan.stage,
+            wanted=plan.restore_from,
+            fds=self._fds,
             store=self._store,
             fresh=fresh_status(
                 run=self._run(),
                 batch_size=self._source.batch_size,
                 shards=self.shards,
-                reference_world=place.world_size,
+                reference_world=plan.world_size,
             ),
             kept=kept,
             loaded=self._loaded,
         )
 
-    def _wait_for_start(self) -> _Place:
+    def _wait_for_start(self) -> None:
         assert self._link is not None
         self.adapter.drop_step()
-        node = next(ranks for ranks in self._place.nodes if self.rank in ranks)
-        if self.rank == node[0]:
+        prepared = self._plan
+        node = next(ranks for ranks in nodes_of(prepared) if self._rank in ranks)
+        if self._rank == node[0]:
             layout = self.adapter.layout()
             try:
-                self._segment = make_segment(self._place.stage, len(node), layout)
+                self._segment = make_segment(prepared.stage, len(node), layout)
             except SnapshotError as error:
-                logger.warning("%s", error)  # tried, and said, again at the first snapshot
-        self._link.say("prepared")
-        start = self._link.wait_start(self._load_ahead)
-        self._place = replace(self._place, wanted=start.plan.restore_from, fds=start.fds)
+                logger.warning("%s", error)  # tried again, and logged again, at the first snapshot
+        self._link.send(Prepared())
+        self._take_start(self._link.wait_start(self._load_ahead))
         if self._joined_group is not None:
             self.adapter.adopt(self._joined_group)
-        if start.plan.missing_pods:
-            self._do_without_lost(start.plan)
-        return self._place
+        if self._plan.missing_pods:
+            self._go_on_in_subgroup(prepared)
 
     def _load_ahead(self, preview: StatePreview) -> None:
         """Load what the stage is to begin from, while the others still agree on the change."""
@@ -336,23 +342,18 @@ class StageJoiner:
             self.adapter.load(host_state.layout, host_state.data, host_state.scalars)
             self._loaded = LoadedAhead(stamp=preview.stamp, host_state=host_state)
 
-    def _do_without_lost(self, plan: StagePlan) -> None:
+    def _go_on_in_subgroup(self, prepared: StagePlan) -> None:
         """Become a member of the stage that is left when some of its pods have been lost."""
-        place = self._place
-        losses = [loss for loss, _ in place.parts]
-        if plan.missing_pods not in losses:
+        plan = self._plan
+        if plan.missing_pods not in prepared.survivable_failures:
             raise LinkError(f"go: no group was formed without {', '.join(plan.missing_pods)}")
-        index = losses.index(plan.missing_pods)
-        rank = place.parts[index][1].ranks.index(place.rank)
         spec = GroupSpec(
-            rank=rank, world_size=plan.world_size, master=plan.master, generation=plan.stage
+            rank=self._rank, world_size=plan.world_size, master=plan.master, generation=plan.stage
         )
-        self.adapter.use_subgroup(index, spec)
-        os.environ.update(stage_environment(plan, rank, os.environ))
-        logger.info("goes on as rank %d of %d", rank, plan.world_size)
-        self._place = replace(place, rank=rank, world_size=plan.world_size, nodes=nodes_of(plan))
+        self.adapter.use_subgroup(prepared.survivable_failures.index(plan.missing_pods), spec)
+        logger.info("goes on as rank %d of %d", self._rank, plan.world_size)
         if self._store is None:
-            self._store = self._open_store(rank)
+            self._store = self._open_store()
 
     def _check_clean(self, restored: Restored) -> None:
         """Whatever a warm-up step left in the state must have been overwritten.
@@ -365,7 +366,7 @@ class StageJoiner:
         surplus = sorted({spec.name for spec in self.adapter.layout().specs} - loaded)
         if surplus:
             raise StateError(
-                f"the state that stage {self._place.stage} begins from lacks {surplus[0]}, which "
+                f"the state that stage {self._plan.stage} begins from lacks {surplus[0]}, which "
                 f"the prepared trainers have; they are started again without preparation"
             )
 
@@ -408,18 +409,17 @@ class StageJoiner:
 
     def _begin(
         self,
-        place: _Place,
         restored: Restored,
         status: LoopStatus,
         *,
         writer: CheckpointWriter | None = None,
     ) -> TrainerStage:
-        settings = self._settings
-        policy = place.policy if settings.policy is None else settings.policy
-        if policy == "fixed_global" and place.max_trainers > status.shards:
+        settings, plan, link, rank = self._settings, self._plan, self._link, self._rank
+        policy = plan.policy if settings.policy is None else settings.policy
+        if policy == "fixed_global" and plan.max_trainers > status.shards:
             raise UsageError(
-                f"shards: {status.shards} are too few for the {place.max_trainers} trainers that "
-                f"the job may have; start the training with shards={place.max_trainers} or more, "
+                f"shards: {status.shards} are too few for the {plan.max_trainers} trainers that "
+                f"the job may have; start the training with shards={plan.max_trainers} or more, "
                 f"or the job with --max so that there are at most {status.shards} trainers"
             )
         progress = TrainingProgress(
@@ -427,7 +427,7 @@ class StageJoiner:
             scaling_for(
                 status,
                 policy,
-                world_size=place.world_size,
+                world_size=plan.world_size,
                 warmup_steps=settings.lr_warmup_steps,
             ),
             stage=restored.stage,
@@ -437,16 +437,16 @@ class StageJoiner:
         snapshots = NodeSnapshots(
             self.adapter,
             progress,
-            place.link,
-            rank=place.rank,
-            nodes=place.nodes,
+            link,
+            rank=rank,
+            nodes=nodes_of(plan),
             segment=self._segment,
             save_target=self._save_target(),
         )
         state_manager = StateManager(
             self.adapter,
             progress,
-            link=place.link,
+            link=link,
             snapshots=snapshots,
             store=self._store,
             writer=writer,
@@ -454,13 +454,13 @@ class StageJoiner:
             snapshot_steps=None if auto else int(settings.snapshot_steps),
         )
         member = StageMember(
-            self.adapter, state_manager, place.link, place.rank, place.world_size, self._next_group
+            self.adapter, state_manager, link, rank, plan.world_size, self._next_group
         )
         run_dir = self._env.run_dir
-        file = LedgerFile(run_dir) if place.rank == 0 and run_dir is not None else None
-        if place.link is not None:
-            place.link.say("loaded", step=status.step, epoch=status.epoch)
-            place.link.wait_go()
+        file = LedgerFile(run_dir) if rank == 0 and run_dir is not None else None
+        if link is not None:
+            link.send(StateLoaded(step=status.step, epoch=status.epoch))
+            link.wait_go()
         if self._store is not None and self._store.owner is not None:
             self._store.owner.run_id, self._store.owner.stage = status.run_id, restored.stage
             self._store.owner.hold()
@@ -471,70 +471,14 @@ class StageJoiner:
             progress=progress,
             state_manager=state_manager,
             member=member,
-            link=place.link,
+            link=link,
             is_saved=progress.is_finished and restored.from_checkpoint,
         )
 
 
-def _find_place(
-    env: TrainerEnv,
-    link: LauncherLink | None,
-    welcome: StageStart | None,
-    store: CheckpointStore | None,
-) -> _Place:
-    highest = store.highest_stage() if store is not None else 0
-    if link is None or welcome is None:
-        return _Place(
-            rank=env.rank,
-            world_size=env.world_size,
-            stage=highest + 1,
-            max_trainers=env.max_trainers or env.world_size,
-            master="",
-            wanted=None,
-            policy="fixed_global",
-            link=None,
-            nodes=tuple((rank,) for rank in range(env.world_size)),
-            fds=(),
-            overlaps=False,
-            parts=(),
-        )
-    plan = welcome.plan
-    wanted = plan.restore_from
-    if wanted is not None:
-        # Who is welcomed to a stage that trains has a second loop: nobody has that state any more.
-        wanted = replace(wanted, local_on_all_nodes=False)
-    if plan.world_size != env.world_size:
-        raise UsageError(
-            f"PADDLE_TRAINERS_NUM: {env.world_size}, the launcher's plan has {plan.world_size} "
-            f"trainers; leave the variables that the launcher sets alone"
-        )
-    if highest >= plan.stage:
-        if store is not None and store.owner is not None:
-            store.owner.refuse_early()  # a higher number would not help
-        # Its checkpoints would be superseded by those that are there: the server deals a higher
-        # number, and this process is ended.
-        link.say("stage_too_low", highest_stage=highest)
-        link.wait_for_the_end()
-    return _Place(
-        rank=env.rank,
-        world_size=env.world_size,
-        stage=plan.stage,
-        max_trainers=plan.max_trainers,
-        master=plan.master,
-        wanted=wanted,
-        policy=plan.policy,
-        link=link,
-        nodes=nodes_of(plan),
-        fds=welcome.fds,
-        joined=plan if plan.way is Way.JOIN and plan.order is Order.PREPARE else None,
-        overlaps=plan.order is Order.PREPARE,
-        parts=tuple((loss, _part(plan, loss)) for loss in plan.survivable_failures),
-    )
-
-
-def _part(plan: StagePlan, loss: tuple[str, ...]) -> Subgroup:
-    """Return who is left of a stage without some of its pods."""
-    left = [pod for pod in plan.pods if pod.pod_id not in loss]
+def _subgroup(plan: StagePlan, lost: tuple[str, ...]) -> Subgroup:
+    """Return which ranks of a stage are left without some of its pods."""
+    left = [pod for pod in plan.pods if pod.pod_id not in lost]
     return Subgroup(ranks=tuple(rank for pod in left for rank in pod.ranks), addr=left[0].addr)
 
 

@@ -5,6 +5,7 @@ import math
 import os
 import time
 
+from pod_runtime.channel_wire import Drained
 from pod_runtime.segment_header import Stamp
 from pod_runtime.trainer.errors import CheckpointError, InUseError
 from pod_runtime.trainer.frameworks.adapter import Adapter
@@ -206,7 +207,7 @@ class StateManager:
         if self._owner is not None and cut.halt:
             self._owner.leave(State.PAUSED if cut.halt == "pause" else State.STOPPING)
         self.note_account()
-        self._link.say("drained", step=step, id=cut_id, snapshot=kept, durable=written)
+        self._link.send(Drained(step=step, id=cut_id, snapshot=kept, durable=written))
         logger.info("parked after step %d for cut %d", step, cut_id)  # others wait for these words
         start = self._link.wait_resume(cut_id)
         if self._owner is not None and cut.halt:

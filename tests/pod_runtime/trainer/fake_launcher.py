@@ -159,7 +159,7 @@ class Stage:
                 continue
             given = give_to is None or trainer.rank in give_to
             fds = tuple(self.launcher.segments[restore.stage]) if given else ()
-            trainer.lines.send({"do": "go", "plan": plan, "segments": [], "fds": len(fds)}, fds)
+            trainer.lines.send({"do": "go", "plan": plan, "fds": len(fds)}, fds)
 
     def preview(self, step: int) -> None:
         """Show prepared trainers what those of the stage before have parked with."""
@@ -466,7 +466,7 @@ class FakeLauncher:
                 given: tuple[int, ...] = ()
                 if give_to is None or trainer.rank in give_to:
                     given = self._segments_for(plan)
-                welcome = {"do": "welcome", "plan": encode(plan), "segments": []}
+                welcome = {"do": "welcome", "plan": encode(plan)}
                 with contextlib.suppress(OSError):  # it was killed meanwhile
                     lines.send({**welcome, "fds": len(given)}, given)
             assert trainer is not None

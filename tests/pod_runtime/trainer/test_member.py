@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pod_runtime.channel_wire import Cut
 from pod_runtime.trainer.errors import LinkError, PeerLost, StageChanged
-from pod_runtime.trainer.membership.link import Cut
 from pod_runtime.trainer.membership.member import StageMember
 from pod_runtime.trainer.progress.agreement import AgreedCut, SnapshotRequest
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from job_server.api.wire import Order, PlanPod, StagePlan, Way
+from pod_runtime.channel_wire import Invitation, TrainerMessage, to_json
 from pod_runtime.trainer.errors import LinkError, PeerLost
 from pod_runtime.trainer.frameworks.adapter import GroupSpec
 from pod_runtime.trainer.frameworks.meeting import CalledOffError
-from pod_runtime.trainer.membership.link import Invitation
 from pod_runtime.trainer.membership.next_group import MOST_GROUPS, NextGroupFormer
 from tests.support import wait_until
 
@@ -56,16 +56,15 @@ class Channel:
         self.invitation: Invitation | None = None
         self.said: list[dict[str, Any]] = []
 
-    def say(self, word: str, **fields: Any) -> None:
-        self.said.append({"say": word, **fields})
+    def send(self, message: TrainerMessage) -> None:
+        self.said.append(to_json(message))
 
 
 class Trainer:
     def __init__(self) -> None:
         self.groups, self.link = Groups(), Channel()
         self.heard = 0
-        self.environ = {"EDL_POD_ID": "a", "PADDLE_TRAINER_ID": "7"}
-        self.next_group = NextGroupFormer(self.groups, self.link, self.environ)  # type: ignore[arg-type]
+        self.next_group = NextGroupFormer(self.groups, self.link)  # type: ignore[arg-type]
 
     def invite(self, plan: StagePlan = PLAN, *, rank: int = 1) -> None:
         self.link.invitation = Invitation(plan=plan, rank=rank)
@@ -106,8 +105,6 @@ def test_a_group_is_formed_beside_the_training_and_taken_with_the_commit(trainer
     assert (rank, group) == (0, "group of 80")
     assert segment.handle.size_bytes > 2 * 4096
     segment.close()
-    assert trainer.environ["PADDLE_TRAINER_ID"] == "0"
-    assert trainer.environ["EDL_STAGE"] == "5"
     trainer.next_group.poll()
     assert trainer.groups.specs == [
         GroupSpec(rank=0, world_size=2, master="127.0.0.1:20000", generation=80)

@@ -33,7 +33,7 @@ def writers_and_steps(job: FakeLauncher, stage: Stage) -> list[tuple[int, set[in
 class Told:
     """The link of a trainer whose launcher takes everything."""
 
-    def say(self, *_words: Any, **_more: Any) -> None: ...
+    def send(self, _message: Any, _fds: tuple[int, ...] = ()) -> None: ...
 
 
 class Trained:

@@ -366,7 +366,7 @@ def overlapping(monkeypatch) -> Callable[[bool], None]:
 
     def switch(on: bool) -> None:
         monkeypatch.setattr(StageJoiner, "overlaps", on)
-        monkeypatch.setattr(StageJoiner, "_wait_for_start", lambda self: self._place)
+        monkeypatch.setattr(StageJoiner, "_wait_for_start", lambda _self: None)
 
     return switch
 

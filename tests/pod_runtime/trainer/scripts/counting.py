@@ -95,6 +95,9 @@ loop = elastic.Loop(
 )  # fmt: skip
 for epoch in loop.epochs():
     for step in epoch:
+        if not step.is_warmup:
+            assert os.environ["PADDLE_TRAINER_ID"] == str(loop.rank)
+            assert os.environ["PADDLE_TRAINERS_NUM"] == str(loop.world_size)
         if args.starve:
             (args.out / f"begun.{loop.rank}.{step.number}").touch()
         for batch in step:

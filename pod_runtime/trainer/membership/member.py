@@ -21,7 +21,6 @@ from pod_runtime.trainer.frameworks.adapter import Adapter
 from pod_runtime.trainer.membership.link import LauncherLink
 from pod_runtime.trainer.membership.next_group import NextGroupFormer
 from pod_runtime.trainer.membership.state_manager import RETRY_S, StateManager
-from pod_runtime.trainer.membership.together import barrier
 from pod_runtime.trainer.progress.agreement import (
     ExchangeResult,
     SnapshotRequest,
@@ -33,6 +32,7 @@ from pod_runtime.trainer.progress.agreement import (
 
 logger = logging.getLogger(__name__)
 
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 1.0  # of a rank that waits at a barrier
 _PEERS_WAIT_S = 8.0  # a waiting rank shows itself so often; gloo gives its peers up after 30 s
 
 
@@ -290,3 +290,18 @@ def exit_as_victim() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(PEER_LOST_EXIT_CODE)
+
+
+def barrier(adapter: Adapter, is_busy: Callable[[], bool]) -> None:
+    """Return when no rank is busy any more. All ranks call it, the busy one too.
+
+    A rank that simply waited in the next exchange would give the others up: gloo does after 30 s.
+    """
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        busy = np.array([float(is_busy())])
+        adapter.all_reduce(busy)
+        if not busy[0]:
+            return
+        time.sleep(pause_s)
+        pause_s = min(_LONGEST_PAUSE_S, pause_s * 2)

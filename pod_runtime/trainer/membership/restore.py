@@ -1,4 +1,4 @@
-"""How every rank of a new stage gets the same state, from wherever it is nearest."""
+"""Give every rank of a new stage the same state, from wherever it is nearest."""
 
 import json
 import logging
@@ -7,12 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from job_server.api.wire import RestoreFrom
 from pod_runtime.segment_header import Stamp
 from pod_runtime.trainer.errors import StateError
 from pod_runtime.trainer.frameworks.adapter import Adapter
-from pod_runtime.trainer.membership.together import barrier
+from pod_runtime.trainer.membership.member import barrier
+from pod_runtime.trainer.membership.state_manager import CarriedState
 from pod_runtime.trainer.progress.loop_status import LoopStatus
 from pod_runtime.trainer.state.checkpoint import CheckpointId, CheckpointStore
 from pod_runtime.trainer.state.host_state import HostState, host_state_from
@@ -27,21 +29,13 @@ _Read = Callable[[], HostState | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
+    """The state that a stage begins from."""
+
     status: LoopStatus
     stage: int  # of this stage, as rank 0 says; outside EDL only rank 0 knows it beforehand
     came_from: tuple[int, int] | None  # (stage, step); None: a fresh start
     from_checkpoint: bool  # what was loaded is an intact checkpoint of exactly this state
     host_state: HostState | None = None  # what was loaded; None: nothing, or no longer kept
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CarriedState:
-    """The state of a rank that stays from one stage to the next: what its model holds."""
-
-    status: LoopStatus
-    stamp: Stamp
-    is_in_snapshot: bool  # of this rank's node
-    host_state: Callable[[], HostState | None]  # reads it there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,154 +46,215 @@ class LoadedAhead:
     host_state: HostState
 
 
-def restore(
-    adapter: Adapter,
-    *,
-    rank: int,
-    world_size: int,
-    stage: int,
-    wanted: RestoreFrom | None,
-    fds: tuple[int, ...],
-    store: CheckpointStore | None,
-    fresh: LoopStatus,
-    kept: CarriedState | None = None,
-    loaded: LoadedAhead | None = None,
-) -> Restored:
-    """Load the state of `wanted`, else the newest intact checkpoint, else rank 0's fresh model.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateRestore:
+    """One rank's part in restoring the state. All ranks of the stage `run` theirs together."""
 
-    Args:
-        stage: of this stage; only rank 0's counts.
-        wanted: a later step of its stage is as good; with `path`, a checkpoint there. None: the
-            newest checkpoint of `store`, or afresh.
-        fds: segments that this rank was given.
-        store: where checkpoints are; only rank 0 looks.
-        kept: this rank goes on with the state that it has; None: it has none.
-        loaded: what was loaded ahead; None: nothing was.
+    adapter: Adapter
+    rank: int
+    world_size: int
+    stage: int  # of this stage; only rank 0's counts
+    # A later step of its stage is as good; with `path`, a checkpoint there. None: the newest
+    # checkpoint of `store`, or a fresh start.
+    wanted: RestoreFrom | None
+    fds: tuple[int, ...]  # segments that this rank was given
+    store: CheckpointStore | None  # where checkpoints are; only rank 0 looks
+    fresh: LoopStatus
+    carried: CarriedState | None = None  # this rank goes on with the state that it has
+    loaded: LoadedAhead | None = None  # None: nothing was loaded ahead
 
-    Raises:
-        StateError, CheckpointError: a state is there and does not fit, or is damaged.
-        InUseError: on rank 0; another training has the folder of checkpoints.
-        PeerLost: another rank is gone.
-    """
-    if wanted is not None and wanted.local_on_all_nodes:
-        return _restore_here(adapter, wanted, fds, stage=stage, kept=kept, loaded=loaded)
-    newest = newest_stamp(fds, wanted.stage) if wanted else None
-    have = np.zeros((world_size, 3))
-    have[rank] = (-1, -1, 0) if newest is None else (newest.step, newest.serial, 1)
-    if kept is not None:
-        have[rank] = (kept.stamp.step, kept.stamp.serial, kept.is_in_snapshot)
-    adapter.all_reduce(have.reshape(-1))
-    # The stage may have come further than the server had heard when all of its launchers died.
-    best = max(have.tolist())
-    step = int(best[0])
-    holders = (have[:, :2] == best[:2]).all(axis=1) & (step >= (wanted.step if wanted else 0))
-    host_state = read_snapshot(fds, newest) if newest is not None and holders[rank] else None
-    if holders.all() and kept is not None:
-        return _kept(kept, stage)
-    if holders.all() and host_state is not None:
-        adapter.load(host_state.layout, host_state.data, host_state.scalars)
-        return _restored(host_state, stage, from_checkpoint=False)
-    if holders.any():
-        # A snapshot rather than a model that trains: its script may have touched that since, as a
-        # scheduler does at the end of an epoch.
-        source, from_checkpoint = have.tolist().index(best), False
-        if kept is not None and source == rank:
-            host_state = kept.host_state() or _own_state(adapter, kept.status)
-    else:
-        if wanted is not None and not wanted.path:
+    def run(self) -> Restored:
+        """Load the state that is wanted, else the newest checkpoint, else rank 0's fresh model.
+
+        Raises:
+            StateError, CheckpointError: a state is there and does not fit, or is damaged.
+            InUseError: on rank 0; another training has the folder of checkpoints.
+            PeerLost: another rank is gone.
+        """
+        if self.wanted is not None and self.wanted.local_on_all_nodes:
+            return self._load_local(self.wanted)
+        newest = newest_stamp(self.fds, self.wanted.stage) if self.wanted else None
+        holders, source = self._find_holders(newest)
+        if not holders.any():
+            return self._restore_from_disk()
+        if holders.all() and self.carried is not None:
+            return self._continue(self.carried)
+        held = None
+        if newest is not None and holders[self.rank]:
+            held = read_snapshot(self.fds, newest)
+            if held is None:
+                raise StateError(f"the snapshot of step {newest.step} cannot be read any more")
+        if holders.all() and held is not None:
+            return self._load(held)
+        if source == self.rank and self.carried is not None:
+            # A snapshot rather than the model itself: its script may have touched that since, as a
+            # scheduler does at the end of an epoch.
+            held = self.carried.host_state() or _own_state(self.adapter, self.carried.status)
+        return self._share(held, source)
+
+    def _load_local(self, wanted: RestoreFrom) -> Restored:
+        """Load exactly what every node has: no other rank has to be asked, or waited for.
+
+        Raises:
+            StateError: this node has it no longer.
+        """
+        stamp = Stamp(stage=wanted.stage, step=wanted.step, serial=wanted.serial)
+        if self.carried is not None and self.carried.stamp == stamp:
+            return self._continue(self.carried)
+        if self.loaded is not None and self.loaded.stamp == stamp:
+            return self._restored(self.loaded.host_state)
+        held = read_snapshot(self.fds, stamp)
+        if held is None:
+            raise StateError(
+                f"stage {self.stage} begins from step {stamp.step} of stage {stamp.stage}, whose "
+                f"snapshot this node has lost since; trainers start again from another node's"
+            )
+        return self._load(held)
+
+    def _find_holders(self, newest: Stamp | None) -> tuple[npt.NDArray[np.bool_], int]:
+        """Return which ranks hold the newest state in memory, and one that can send it.
+
+        No rank does if that is older than what is wanted. A later step is as good: the stage may
+        have come further than the server knew when all of its launchers died.
+        """
+        have = np.zeros((self.world_size, 3))  # step, serial, is in a snapshot
+        have[self.rank] = (-1, -1, 0) if newest is None else (newest.step, newest.serial, 1)
+        if self.carried is not None:
+            stamp = self.carried.stamp
+            have[self.rank] = (stamp.step, stamp.serial, self.carried.is_in_snapshot)
+        self.adapter.all_reduce(have.reshape(-1))
+        best = max(have.tolist())
+        wanted_step = self.wanted.step if self.wanted else 0
+        holders = (have[:, :2] == best[:2]).all(axis=1) & (best[0] >= wanted_step)
+        return holders, have.tolist().index(best)
+
+    def _restore_from_disk(self) -> Restored:
+        if self.wanted is not None and not self.wanted.path:
             logger.error(
                 "no pod of this stage holds the snapshot of stage %d, step %d; "
                 "falling back to checkpoints: steps may be redone",
-                wanted.stage,
-                wanted.step,
+                self.wanted.stage,
+                self.wanted.step,
             )
-        mine = store if rank == 0 else None
-        source, read = _find_on_disk(adapter, rank, world_size, wanted, mine)
-        from_checkpoint = wanted is None or not wanted.spare
-        host_state = _read_together(adapter, read)
-        if rank == 0 and source == 0 and host_state is None:
-            if mine is not None:
-                mine.check_writable()  # now nothing is lost; later, training goes on without
+        mine = self.store if self.rank == 0 else None
+        source, read = self._find_on_disk(mine)
+        read_state = self._read_while_others_wait(read)
+        if mine is not None and source == 0 and read_state is None:
+            mine.check_writable()  # now nothing is lost; later, training goes on without
+        return self._share(
+            read_state, source, from_checkpoint=self.wanted is None or not self.wanted.spare
+        )
+
+    def _find_on_disk(self, store: CheckpointStore | None) -> tuple[int, _Read | None]:
+        """Return the rank that reads the newest checkpoint for all, and how, if it is this one.
+
+        That is rank 0, which knows the script's path, unless the state was written to a folder that
+        only one node sees, when the job was paused.
+
+        Raises:
+            StateError: no rank sees what the stage is to begin from, nor any other checkpoint.
+        """
+        wanted = self.wanted
+        newest = None if store is None else _newest_of(store)
+        if wanted is None or not wanted.path:
+            return 0, newest
+        named = CheckpointStore(open_storage(wanted.path))
+        named_id = CheckpointId(wanted.stage, wanted.step)
+        read = None
+        have = np.full((self.world_size, 2), 0.0)
+        if named.is_whole(named_id):
+            read = (lambda: named.load(named_id)) if wanted.spare else _newest_of(named)
+            have[self.rank] = named_id.stage, named_id.step
+        found = None if store is None else store.newest_whole()
+        if found is not None and (read is None or found >= named_id):
+            read, have[self.rank] = newest, (found.stage, found.step)
+        self.adapter.all_reduce(have.reshape(-1))
+        best = max(have.tolist())
+        if not best[0]:
+            raise StateError(
+                f"no trainer sees step {named_id.step} of stage {named_id.stage} in {wanted.path}, "
+                f"where it was written; bring that folder back, or start afresh as another job"
+            )
+        if best < [named_id.stage, named_id.step]:
+            logger.error("%s/%s is gone: steps are redone", wanted.path, named_id.folder)
+        source = have.tolist().index(best)
+        return source, read if source == self.rank else None
+
+    def _read_while_others_wait(self, read: _Read | None) -> HostState | None:
+        """Claim its folder, read and verify a checkpoint, which may take minutes."""
+        with ThreadPoolExecutor(1, "checkpoint-reader") as pool:
+            reading = None if read is None else pool.submit(read)
+            barrier(self.adapter, lambda: reading is not None and not reading.done())
+            return None if reading is None else reading.result()
+
+    def _share(
+        self, state: HostState | None, source: int, *, from_checkpoint: bool = False
+    ) -> Restored:
+        """Have all ranks load the state of `source`; None there: its fresh model, a new run.
+
+        The rank sends sizes, description and one flat run of bytes.
+        """
+        fresh = self.fresh
+        if self.rank == source and state is None:
             fresh = replace(fresh, run_id=new_run_id())
-    if world_size == 1:
-        if host_state is None:
-            return _fresh(fresh, stage)
-        adapter.load(host_state.layout, host_state.data, host_state.scalars)
-        return _restored(host_state, stage, from_checkpoint=from_checkpoint)
-    return _broadcast(
-        adapter, host_state, rank=rank, source=source, stage=stage, fresh=fresh,
-        from_checkpoint=from_checkpoint, kept=kept,
-    )  # fmt: skip
+        if self.world_size == 1:
+            if state is None:
+                return self._fresh(fresh, self.stage)
+            return self._load(state, from_checkpoint=from_checkpoint)
+        head = np.zeros(4, np.int64)
+        if self.rank == source:
+            sent = state or _own_state(self.adapter, fresh)
+            meta = np.frombuffer(sent.meta(), np.uint8).copy()
+            data = np.frombuffer(sent.data, np.uint8).copy()
+            head[:] = (meta.size, data.size, state is None, self.stage)
+        self.adapter.broadcast(head.view(np.uint8), source)
+        meta_size, data_size, is_fresh, stage = (int(value) for value in head)
+        if self.rank != source:
+            meta, data = np.zeros(meta_size, np.uint8), np.zeros(data_size, np.uint8)
+        self.adapter.broadcast(meta, source)
+        self.adapter.broadcast(data, source)
+        if self.carried is not None:
+            return self._continue(self.carried, stage)
+        received = host_state_from(meta.tobytes(), data.data)
+        if self.rank != source or not is_fresh:
+            self.adapter.load(received.layout, received.data, received.scalars)
+        if is_fresh:
+            return self._fresh(replace(fresh, run_id=received.status.run_id), stage)
+        return self._restored(received, stage, from_checkpoint=from_checkpoint)
 
+    def _load(self, state: HostState, *, from_checkpoint: bool = False) -> Restored:
+        self.adapter.load(state.layout, state.data, state.scalars)
+        return self._restored(state, from_checkpoint=from_checkpoint)
 
-def _restore_here(
-    adapter: Adapter,
-    wanted: RestoreFrom,
-    fds: tuple[int, ...],
-    *,
-    stage: int,
-    kept: CarriedState | None,
-    loaded: LoadedAhead | None,
-) -> Restored:
-    """Load exactly what every node has: nobody has to be asked, or waited for.
-
-    Raises:
-        StateError: this node has it no longer.
-    """
-    stamp = Stamp(stage=wanted.stage, step=wanted.step, serial=wanted.serial)
-    if kept is not None and kept.stamp == stamp:
-        return _kept(kept, stage)
-    if loaded is not None and loaded.stamp == stamp:
-        return _restored(loaded.host_state, stage, from_checkpoint=False)
-    host_state = read_snapshot(fds, stamp)
-    if host_state is None:
-        raise StateError(
-            f"stage {stage} begins from step {stamp.step} of stage {stamp.stage}, whose snapshot "
-            f"this node has lost since it was told of; trainers start again from another node's"
+    def _continue(self, carried: CarriedState, stage: int | None = None) -> Restored:
+        status = carried.status
+        return Restored(
+            status=status,
+            stage=self.stage if stage is None else stage,
+            came_from=(status.stage, status.step),
+            from_checkpoint=False,
         )
-    adapter.load(host_state.layout, host_state.data, host_state.scalars)
-    return _restored(host_state, stage, from_checkpoint=False)
 
+    def _fresh(self, status: LoopStatus, stage: int) -> Restored:
+        return Restored(status=status, stage=stage, came_from=None, from_checkpoint=False)
 
-def _find_on_disk(
-    adapter: Adapter,
-    rank: int,
-    world_size: int,
-    wanted: RestoreFrom | None,
-    store: CheckpointStore | None,
-) -> tuple[int, _Read | None]:
-    """Return the rank that reads the newest checkpoint for all, and how, where it is this one.
-
-    That is rank 0, which knows the script's path, unless the state was written, as the job was
-    paused, to a folder that only one node sees.
-
-    Raises:
-        StateError: no rank sees what the stage is to begin from, nor any other checkpoint.
-    """
-    newest = None if store is None else _newest_of(store)
-    if wanted is None or not wanted.path:
-        return 0, newest
-    named = CheckpointStore(open_storage(wanted.path))
-    told = CheckpointId(wanted.stage, wanted.step)
-    read = None
-    have = np.full((world_size, 2), 0.0)
-    if named.is_whole(told):
-        read = (lambda: named.load(told)) if wanted.spare else _newest_of(named)
-        have[rank] = told.stage, told.step
-    found = None if store is None else store.newest_whole()
-    if found is not None and (read is None or found >= told):
-        read, have[rank] = newest, (found.stage, found.step)
-    adapter.all_reduce(have.reshape(-1))
-    best = max(have.tolist())
-    if not best[0]:
-        raise StateError(
-            f"no trainer sees step {told.step} of stage {told.stage} in {wanted.path}, where it "
-            f"was written; bring that folder back, or start afresh as another job"
+    def _restored(
+        self, state: HostState, stage: int | None = None, *, from_checkpoint: bool = False
+    ) -> Restored:
+        status, stage = state.status, self.stage if stage is None else stage
+        if status.stage >= stage:
+            raise StateError(
+                f"stage: the state was made by stage {status.stage}, this is stage {stage}; "
+                f"a stage continues only from a lower one"
+            )
+        logger.info("restored step %d of stage %d", status.step, status.stage)
+        return Restored(
+            status=status,
+            stage=stage,
+            came_from=(status.stage, status.step),
+            from_checkpoint=from_checkpoint,
+            host_state=state,
         )
-    if best < [told.stage, told.step]:
-        logger.error("%s/%s is gone: steps are redone", wanted.path, told.folder)
-    source = have.tolist().index(best)
-    return source, read if source == rank else None
 
 
 def _newest_of(store: CheckpointStore) -> _Read:
@@ -210,82 +265,9 @@ def _newest_of(store: CheckpointStore) -> _Read:
     return read
 
 
-def _read_together(adapter: Adapter, read: _Read | None) -> HostState | None:
-    """Claim its folder, read and verify a checkpoint; the other ranks wait for minutes."""
-    with ThreadPoolExecutor(1, "checkpoint-reader") as pool:
-        reading = None if read is None else pool.submit(read)
-        barrier(adapter, lambda: reading is not None and not reading.done())
-        return None if reading is None else reading.result()
-
-
-def _broadcast(
-    adapter: Adapter,
-    host_state: HostState | None,
-    *,
-    rank: int,
-    source: int,
-    stage: int,
-    fresh: LoopStatus,
-    from_checkpoint: bool,
-    kept: CarriedState | None,
-) -> Restored:
-    """Send the state of `source` to all: its sizes, its description, and one flat run of bytes."""
-    head = np.zeros(4, np.int64)
-    is_fresh = False
-    if rank == source:
-        is_fresh = host_state is None
-        if host_state is None:
-            host_state = _own_state(adapter, fresh)
-        meta = np.frombuffer(host_state.meta(), np.uint8).copy()
-        data = np.frombuffer(host_state.data, np.uint8).copy()
-        head[:] = (meta.size, data.size, is_fresh, stage)
-    adapter.broadcast(head.view(np.uint8), source)
-    meta_size, data_size, fresh_flag, stage = (int(value) for value in head)
-    if rank != source:
-        meta, data = np.zeros(meta_size, np.uint8), np.zeros(data_size, np.uint8)
-    adapter.broadcast(meta, source)
-    adapter.broadcast(data, source)
-    if kept is not None:
-        return _kept(kept, stage)
-    received = host_state_from(meta.tobytes(), data.data)
-    if rank != source or not fresh_flag:
-        adapter.load(received.layout, received.data, received.scalars)
-    if fresh_flag:
-        return _fresh(replace(fresh, run_id=received.status.run_id), stage)
-    return _restored(received, stage, from_checkpoint=from_checkpoint)
-
-
 def _own_state(adapter: Adapter, status: LoopStatus) -> HostState:
     layout = adapter.layout()
     data = bytearray(layout.total_bytes)
     adapter.copy_out(memoryview(data))
     scalars = json.loads(json.dumps(adapter.scalars()))
     return HostState(status=status, scalars=scalars, layout=layout, data=memoryview(data))
-
-
-def _kept(kept: CarriedState, stage: int) -> Restored:
-    status = kept.status
-    return Restored(
-        status=status, stage=stage, came_from=(status.stage, status.step), from_checkpoint=False
-    )
-
-
-def _fresh(status: LoopStatus, stage: int) -> Restored:
-    return Restored(status=status, stage=stage, came_from=None, from_checkpoint=False)
-
-
-def _restored(host_state: HostState, stage: int, *, from_checkpoint: bool) -> Restored:
-    status = host_state.status
-    if status.stage >= stage:
-        raise StateError(
-            f"stage: the state was made by stage {status.stage}, this is stage {stage}; "
-            f"a stage continues only from a lower one"
-        )
-    logger.info("restored step %d of stage %d", status.step, status.stage)
-    return Restored(
-        status=status,
-        stage=stage,
-        came_from=(status.stage, status.step),
-        from_checkpoint=from_checkpoint,
-        host_state=host_state,
-    )

@@ -18,9 +18,9 @@ from pod_runtime.trainer.membership.link import LauncherLink, StageStart, StateP
 from pod_runtime.trainer.membership.member import StageMember, exit_as_victim
 from pod_runtime.trainer.membership.next_group import NextGroupFormer, group_spec
 from pod_runtime.trainer.membership.node_snapshots import NodeSnapshots, make_segment, nodes_of
-from pod_runtime.trainer.membership.restore import CarriedState, LoadedAhead, Restored, restore
+from pod_runtime.trainer.membership.restore import LoadedAhead, Restored, StateRestore
 from pod_runtime.trainer.membership.settings import LoopSettings
-from pod_runtime.trainer.membership.state_manager import StateManager
+from pod_runtime.trainer.membership.state_manager import CarriedState, StateManager
 from pod_runtime.trainer.membership.terms import check_same_terms, check_terms_of_state, to_text
 from pod_runtime.trainer.progress.agreement import HEADER_SIZE
 from pod_runtime.trainer.progress.ledger import LedgerFile, RunInfo
@@ -237,14 +237,14 @@ class StageJoiner:
             self._let_go_of_store()
         elif self._store is None:
             self._store = self._open_store()
-        kept = old.state_manager.kept()
+        carried = old.state_manager.carried()
         with self._as_victim():
-            restored = self._restore(kept)
+            restored = self._restore(carried)
         old.progress.close()
         old.state_manager.close()
         plan = self._plan
         logger.info("goes on as rank %d of %d in stage %d", rank, plan.world_size, plan.stage)
-        return self._begin(restored, kept.status, writer=old.state_manager.writer)
+        return self._begin(restored, carried.status, writer=old.state_manager.writer)
 
     def close(self) -> None:
         """Nothing is to follow: the training is complete."""
@@ -297,10 +297,10 @@ class StageJoiner:
         if self._restored is not None:
             self._restored = replace(self._restored, host_state=None)
 
-    def _restore(self, kept: CarriedState | None) -> Restored:
+    def _restore(self, carried: CarriedState | None) -> Restored:
         plan = self._plan
-        return restore(
-            self.adapter,
+        return StateRestore(
+            adapter=self.adapter,
             rank=self._rank,
             world_size=plan.world_size,
             stage=plan.stage,
@@ -313,9 +313,9 @@ class StageJoiner:
                 shards=self.shards,
                 reference_world=plan.world_size,
             ),
-            kept=kept,
+            carried=carried,
             loaded=self._loaded,
-        )
+        ).run()
 
     def _wait_for_start(self) -> None:
         assert self._link is not None

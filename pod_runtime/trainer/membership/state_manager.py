@@ -4,6 +4,8 @@ import logging
 import math
 import os
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from pod_runtime.channel_wire import Drained
 from pod_runtime.segment_header import Stamp
@@ -11,8 +13,8 @@ from pod_runtime.trainer.errors import CheckpointError, InUseError
 from pod_runtime.trainer.frameworks.adapter import Adapter
 from pod_runtime.trainer.membership.link import LauncherLink, StageStart
 from pod_runtime.trainer.membership.node_snapshots import NodeSnapshots
-from pod_runtime.trainer.membership.restore import CarriedState
 from pod_runtime.trainer.progress.agreement import AgreedCut, SnapshotRequest
+from pod_runtime.trainer.progress.loop_status import LoopStatus
 from pod_runtime.trainer.progress.progress import TrainingProgress
 from pod_runtime.trainer.state.checkpoint import CheckpointStore
 from pod_runtime.trainer.state.checkpoint_writer import CheckpointWriter
@@ -27,6 +29,16 @@ logger = logging.getLogger(__name__)
 _STALL_SHARE = 0.004
 _FLUSH_PERIOD_S = 1.0
 RETRY_S = 10.0  # between attempts at a checkpoint that must exist before anything else happens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CarriedState:
+    """The state of a rank that stays from one stage to the next: what its model holds."""
+
+    status: LoopStatus
+    stamp: Stamp
+    is_in_snapshot: bool  # of this rank's node
+    host_state: Callable[[], HostState | None]  # reads it there
 
 
 class StateManager:
@@ -221,7 +233,7 @@ class StateManager:
         """Writes checkpoints; None: not this rank's task."""
         return self._writer
 
-    def kept(self) -> CarriedState:
+    def carried(self) -> CarriedState:
         """Return the committed state for a rank that stays to go on with."""
         return CarriedState(
             status=self._progress.status(),

@@ -9,7 +9,7 @@ import pytest
 
 from job_server.api.wire import RestoreFrom
 from pod_runtime.trainer.errors import StateError
-from pod_runtime.trainer.membership.restore import Restored, restore
+from pod_runtime.trainer.membership.restore import Restored, StateRestore
 from pod_runtime.trainer.state.checkpoint import CheckpointStore
 from pod_runtime.trainer.state.storage import LocalStorage
 from tests.pod_runtime.trainer.states import make_host_state, make_status
@@ -34,8 +34,8 @@ def restored(wanted: list[RestoreFrom], own: CheckpointStore | None) -> list[Res
         adapter: Any = group.of_rank(rank)
         adapter.load = lambda *_: None
         try:
-            return restore(
-                adapter,
+            return StateRestore(
+                adapter=adapter,
                 rank=rank,
                 world_size=len(wanted),
                 stage=5,
@@ -43,7 +43,7 @@ def restored(wanted: list[RestoreFrom], own: CheckpointStore | None) -> list[Res
                 fds=(),
                 store=own,
                 fresh=make_status(),
-            )
+            ).run()
         except StateError as error:
             return str(error)
 

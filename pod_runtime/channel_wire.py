@@ -22,7 +22,7 @@ class TrainerHello:
     rank: int
     stage: int
     pid: int
-    joins: bool = False  # it can form the group of a next stage beside that of its own
+    joins: bool = False  # it can form a next stage's group while it trains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +32,12 @@ class StageTooLow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """Ready beside the stage that trains: what is left is to take over the state."""
+    """The group is formed while an older stage trains: only the state has to be taken over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formed:
-    """It was asked to join: it has formed the group of the next stage, beside its own."""
+    """An invited trainer has formed the next stage's group, besides its own."""
 
     stage: int
     attempt: int = 0
@@ -45,9 +45,9 @@ class Formed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CannotJoin:
-    """It was asked to join and will not; nor will it later, until it says hello again."""
+    """A trainer cannot join the next stage, nor a later one, until it sends hello again."""
 
-    stage: int = 0  # 0: nobody has asked
+    stage: int = 0  # 0: it was not invited
     attempt: int = 0
     reason: str = ""
 
@@ -69,7 +69,7 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentMade:
-    """A memfd comes with it."""
+    """A trainer has made a snapshot segment, whose memfd comes with this message."""
 
     stage: int
     size_bytes: int
@@ -87,7 +87,7 @@ class SnapshotMade:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drained:
     step: int
-    id: int | None = None  # of the cut it answers; None: it followed its peers, or does not say
+    id: int | None = None  # of the cut it answers; None: it followed its peers, or is older
     snapshot: SnapshotRef | None = None  # of this state, on its node; None: there is none
     durable: str = ""  # the path of checkpoints that it has written this state to; "": none
 
@@ -99,7 +99,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Raised:
-    """The script has raised, and ends; said on a connection of its own, without a hello."""
+    """The script has raised, and ends. Sent on a connection of its own, without a hello."""
 
     error: TrainerError
 
@@ -212,8 +212,7 @@ def to_json(message: TrainerMessage | LauncherMessage) -> dict[str, Any]:
 def parse_trainer(message: Mapping[str, Any]) -> TrainerMessage:
     """Return the typed form of what a trainer sent.
 
-    A metric that is not finite is left out: a loss that became NaN is the user's concern, and no
-    reason to lose the trainer.
+    Metrics that are not finite are left out: a NaN loss is no reason to lose the trainer.
 
     Raises:
         ChannelError: an unknown `say`, or a field is missing or of another type.

@@ -1,4 +1,4 @@
-"""The one maker and the one reader of the environments of pods and trainers. Standard library only.
+"""Make and read the environments of pods and trainers; nothing else does. Stdlib only.
 
     job client --pod_environment()--> pod (script, launcher): PodEnv.read()
     launcher   --trainer_environment()--> trainer: TrainerEnv.read()
@@ -22,8 +22,8 @@ SUBMITTED_AT = "EDL_SUBMITTED_AT"
 _PROXIES = frozenset({"http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"})
 _SECRETS = frozenset({"EDL_TOKEN", "EDL_TOKEN_FILE"})
 
-# What an outer launcher, or a pod around this one, may have left behind. Taken over by mistake,
-# each of these would send a trainer to the wrong group.
+# Variables of an outer launcher, or of a pod around this one. Each of them, if it were kept, would
+# send a trainer to the wrong group.
 _OF_A_POD = frozenset(
     {
         "PADDLE_JOBSERVER", "PADDLE_JOB_ID", "PADDLE_POD_ID", POD_ID, RUN_MARKER,
@@ -57,14 +57,14 @@ class PodEnv:
     pod_id: str
     pod_dir: Path  # the shim's folder; those of the node's other pods are its siblings
     node_id: str
-    run_marker: str  # every process of the pod carries it; the client cleans up by it
+    run_marker: str  # carried by every process of the pod; the client cleans up by it
     slots: tuple[int, ...]
     slot_kind: SlotKind
     max_trainers: int
     grace_s: float
     token_file: Path | None = None  # None: the server wants no token
-    service: str | None = None  # what its teacher serves; None: a pod of trainers
-    addr: str = ""  # of the node, as others reach it; only a teacher's pod is told
+    service: str | None = None  # what the teacher serves; None: a pod of trainers
+    addr: str = ""  # of the node, as others reach it; only for teachers
     ports: tuple[int, ...] = ()  # on `addr`, of a teacher
     submitted_at: float = 0.0  # when the job was: its id may be used again; 0: not known
 
@@ -73,7 +73,7 @@ class PodEnv:
         """Read what `pod_environment` made for a pod of trainers.
 
         Raises:
-            EnvError: this is no pod's environment.
+            EnvError: this is not the environment of a pod.
         """
         kind = _text(environ, "EDL_SLOT_KIND")
         if kind not in {member.value for member in SlotKind}:
@@ -97,10 +97,10 @@ class PodEnv:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerEnv:
-    """What a trainer knows when it starts. Outside EDL: a world of one, or Paddle's own."""
+    """What a trainer knows when it starts. Outside EDL: a world of one, or of Paddle's launcher."""
 
-    rank: int
-    world_size: int
+    rank: int  # in EDL, when its process was started: its stage's plan has the present one
+    world_size: int  # likewise
     local_rank: int
     endpoints: tuple[str, ...]  # by rank; () in a world of one outside EDL
     job_id: str | None  # None: outside EDL
@@ -108,15 +108,15 @@ class TrainerEnv:
     pod_dir: Path | None  # None: outside EDL
     channel: str | None  # name of the launcher's abstract socket; None: outside EDL
     stage: int | None  # None: outside EDL
-    max_trainers: int | None  # None: nobody said
-    run_dir: Path | None  # None: nobody said
-    join_on_gpu: bool = False  # somebody wants to try what is not tested
+    max_trainers: int | None  # None: not known
+    run_dir: Path | None  # None: not known
+    join_on_gpu: bool = False  # try joining on GPUs, which is not tested
     job_server: str | None = None  # URL; None: outside EDL
-    take_over: bool = False  # outside EDL: replace whoever has the folder of checkpoints
+    take_over: bool = False  # outside EDL: replace the training that has the folder of checkpoints
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Self:
-        """Read what `trainer_environment`, or `paddle.distributed.launch`, or nobody made.
+        """Read what `trainer_environment` or `paddle.distributed.launch` made, if either did.
 
         Raises:
             EnvError: a variable is malformed, or the rank is not below the world size.
@@ -154,7 +154,7 @@ class TrainerEnv:
 
 
 def pod_environment(base: Mapping[str, str], pod: PodEnv) -> dict[str, str]:
-    """Return the environment of a pod's script: `base` without proxies and leftovers, and `pod`."""
+    """Return the environment of a pod's script: `pod`, and `base` without proxies and leftovers."""
     env = _without(base, _OF_A_POD | _OF_A_TRAINER)
     env |= {
         "PADDLE_JOBSERVER": pod.job_server,
@@ -176,7 +176,7 @@ def pod_environment(base: Mapping[str, str], pod: PodEnv) -> dict[str, str]:
         if pod.ports:
             env |= {"EDL_PORT": str(pod.ports[0]), "EDL_PORTS": ",".join(map(str, pod.ports))}
     elif pod.token_file is not None:
-        # Not for a teacher: it has no launcher, and would take the server's token for its own.
+        # Not for a teacher: it has no launcher, and would use the server's token as its own.
         env["EDL_TOKEN_FILE"] = str(pod.token_file)
     return env | _devices(pod)
 
@@ -191,14 +191,14 @@ def trainer_environment(
     run_dir: Path,
     interface: str | None = None,
 ) -> dict[str, str]:
-    """Return the environment of the trainer `rank` of `plan`, which is one of this pod's.
+    """Return the environment of the trainer `rank` of `plan`, one of this pod's.
 
-    Without the token: a training script is the user's code and has no business with it.
+    It has no token: a training script is the user's code and does not need it.
 
     Args:
-        interface: the network interface that has this pod's address; None: not known. Gloo is told,
-            as it would listen where the host's name leads: on many machines that is 127.0.0.1 or
-            127.0.1.1, where no other node finds it.
+        interface: the network interface that has this pod's address; None: not known. It is set for
+            gloo, which otherwise listens at the address of the host's name: on many machines that
+            is 127.0.0.1 or 127.0.1.1, where no other node finds it.
 
     Raises:
         ValueError: `rank` is not one of this pod's in `plan`.
@@ -228,7 +228,7 @@ def trainer_environment(
 
 
 def stage_environment(plan: StagePlan, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what changes in the environment of a trainer that goes on as `rank` of `plan`.
+    """Return the variables of the stage for the trainer that is `rank` of `plan`.
 
     Raises:
         EnvError: it is not of a pod of the plan.
@@ -294,9 +294,9 @@ def _of_the_stage(plan: StagePlan, mine: PlanPod, rank: int) -> dict[str, str]:
 
 
 def spare_environment(base: Mapping[str, str], pod: PodEnv) -> dict[str, str]:
-    """Return what a trainer's environment is before its stage and rank are known.
+    """Return a trainer's environment before its stage and rank are known.
 
-    Devices and the number of threads are read when a framework is imported: they are in it.
+    It has the devices and the number of threads, which a framework reads when it is imported.
     """
     env = _without(base, _OF_A_TRAINER | _SECRETS)
     env |= {POD_ID: pod.pod_id, RUN_MARKER: pod.run_marker, **_devices(pod)}
@@ -304,7 +304,7 @@ def spare_environment(base: Mapping[str, str], pod: PodEnv) -> dict[str, str]:
 
 
 def checkpoint_path(environ: Mapping[str, str]) -> Path | None:
-    """Return the local folder of the job's checkpoints; None: nobody said, or it is a URL."""
+    """Return the local folder of the job's checkpoints; None: not known, or a URL."""
     value = environ.get("EDL_CHECKPOINT") or environ.get("PADDLE_EDL_FLEET_CHECKPOINT_PATH") or ""
     return Path(value) if value and "://" not in value else None
 
@@ -317,7 +317,7 @@ def _of_the_cpu(env: Mapping[str, str], pod: PodEnv) -> dict[str, str]:
 
 
 def _devices(pod: PodEnv) -> dict[str, str]:
-    """CUDA sees the pod's GPUs only, numbered as NVML numbers them; a CPU pod sees none."""
+    """Return the variables that show CUDA the pod's GPUs only, in NVML's order."""
     gpus = ",".join(map(str, pod.slots)) if pod.slot_kind is SlotKind.GPU else ""
     return {"CUDA_VISIBLE_DEVICES": gpus, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 

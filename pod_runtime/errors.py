@@ -2,7 +2,7 @@
 
     PodRuntimeError
     ├── LaunchError      the launcher, or `edl run`, cannot do what its command line asks for
-    ├── ChannelError     a trainer said something that the channel's protocol does not know
+    ├── ChannelError     a message between launcher and trainer does not fit the protocol
     └── SpawnError       a trainer's process could not be started
 
 `env.EnvError` (a malformed environment) and `shim_wire.ShimError` (no shim, or a refusal) live with
@@ -15,7 +15,7 @@ class PodRuntimeError(Exception):
 
 
 class LaunchError(PodRuntimeError):
-    """The program cannot go on; the text says what is wrong and what would be right."""
+    """The program cannot go on; the text says what is wrong and how to correct it."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
@@ -23,7 +23,7 @@ class LaunchError(PodRuntimeError):
 
 
 class ChannelError(PodRuntimeError):
-    """A message on the trainers' channel does not fit; the sender is cut off."""
+    """A message between launcher and trainer does not fit the protocol; the sender is cut off."""
 
 
 class SpawnError(PodRuntimeError):

@@ -33,7 +33,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--log_dir", type=Path, default=Path("log"), help="trainers' logs")
     parser.add_argument("--log_level", type=int, default=20, help="10 debug, 20 info, 30 warnings")
     parser.add_argument(
-        "--run_dir", type=Path, help="what the training is accounted in (LOG_DIR/run)"
+        "--run_dir", type=Path, help="folder of the training's ledger (LOG_DIR/run)"
     )
     parser.add_argument(
         "--preload",
@@ -47,7 +47,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def find_script(name: str) -> str:
-    """Return the training script as something that can be started.
+    """Return the path of the training script.
 
     Raises:
         LaunchError: there is no such file, or it is neither Python nor executable.
@@ -64,7 +64,7 @@ def find_script(name: str) -> str:
 
 
 def trainer_command(script: str, args: Sequence[str]) -> tuple[str, ...]:
-    """Return what starts a trainer: this interpreter, or the script itself if not Python."""
+    """Return a trainer's command: by this interpreter, or the script itself if not Python."""
     if script.endswith(".py"):
         return sys.executable, script, *args
     return script, *args
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
         )
         connect = functools.partial(ApiClient, pod_env.job_server, token)
         try:
-            connect().close()  # connects lazily: this only checks the URL
+            connect().close()  # it connects later: this only checks the URL
         except ValueError as error:
             raise LaunchError(f"PADDLE_JOBSERVER: {error}", 2) from error
         return Launcher(config, pod_env, environ, connect).run()
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
 
 
 def _run_alone(args: argparse.Namespace) -> int:
-    from pod_runtime import run  # only here: a pod's launcher does without it
+    from pod_runtime import run  # only here: a pod's launcher does not need it
 
     return run.main(["--fixed", "--log_dir", str(args.log_dir), args.script, *args.args])
 

@@ -1,8 +1,8 @@
 """Clean up what dead trainers leave: processes without a parent, and files in /dev/shm.
 
-A trainer that is killed leaves its data-loading workers alive, and Paddle's workers leave
-`/dev/shm/paddle_<pid>_*` behind when they are killed. The launcher is their subreaper. As all of
-them may be killed at once, a trainer's forks write their pids down in the pod's folder.
+A killed trainer leaves its data-loading workers alive, and killed workers of Paddle leave
+`/dev/shm/paddle_<pid>_*` behind. The launcher is their subreaper. As all of them may be killed at
+once, a trainer's forks write their pids into the pod's folder.
 """
 
 import logging
@@ -24,7 +24,7 @@ _SHM_NAME = re.compile(r"paddle_(\d+)_")
 
 
 def note_forks(pod_dir: Path) -> None:
-    """Have every process that this one forks from now on write its pid down in `pod_dir`."""
+    """Have every process that this one forks from now on write its pid into `pod_dir`."""
     path = pod_dir / _WORKERS
 
     def note() -> None:
@@ -39,7 +39,7 @@ def note_forks(pod_dir: Path) -> None:
 
 
 def noted_forks(pod_dir: Path) -> set[int]:
-    """Return the pids that `note_forks` had written down, of living and dead processes."""
+    """Return the pids that `note_forks` wrote, of living and dead processes."""
     try:
         lines = (pod_dir / _WORKERS).read_text().split()
     except OSError:
@@ -50,8 +50,8 @@ def noted_forks(pod_dir: Path) -> set[int]:
 def kill_orphans(marks: Mapping[str, str], living: Collection[int]) -> set[int]:
     """SIGKILL what a dead trainer left running; return the pids.
 
-    Only descendants of this process that carry the trainer's environment (`marks`: what of it is
-    the trainer's alone), and that no trainer which is alive (`living`: their pids) started.
+    Only descendants of this process that carry the trainer's `marks` in their environment, and that
+    none of the `living` trainers (pids) started.
     """
     killed: set[int] = set()
     while True:
@@ -67,7 +67,7 @@ def kill_orphans(marks: Mapping[str, str], living: Collection[int]) -> set[int]:
         for process in begun:
             wait_gone(process.pid, process.start_time, KILL_WAIT_S)
         new = {process.pid for process in begun} - killed
-        if not new:  # none, or one that even SIGKILL cannot end now (it waits for a disk)
+        if not new:  # none, or one that waits for a disk: SIGKILL cannot end it now
             return killed
         killed |= new
 
@@ -78,7 +78,7 @@ def _belongs(pid: int, marks: Mapping[str, str]) -> bool:
 
 
 def reap_adopted(trainers: Collection[int]) -> set[int]:
-    """Wait for dead children other than the `trainers` (pids), which came to us as a subreaper."""
+    """Reap dead children other than the `trainers` (pids), which a subreaper adopts."""
     reaped: set[int] = set()
     while True:
         try:
@@ -94,13 +94,13 @@ def reap_adopted(trainers: Collection[int]) -> set[int]:
 def remove_shared_memory(
     pids: Iterable[int], folder: Path = _SHM, *, wait_s: float = 0.0
 ) -> list[str]:
-    """Remove the files that processes of ours, `pids`, made and left; return their names.
+    """Remove the files that the processes `pids` made and left; return their names.
 
-    A file stays when its maker is alive (or the pid has gone to another process), or when it is
-    another user's.
+    A file stays if its maker is alive (or another process has the pid now), or if it is another
+    user's.
 
     Args:
-        wait_s: how long to wait, in all, for makers that somebody has killed and that still die.
+        wait_s: how long to wait, in all, for makers that were killed and are still dying.
     """
     ours = set(pids)
     deadline = time.monotonic() + wait_s

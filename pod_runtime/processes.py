@@ -1,7 +1,7 @@
-"""What Linux knows about processes, read from /proc. Standard library only: the shim loads it.
+"""Read processes from /proc, and signal them. Standard library only: the shim loads it.
 
-A process is named by (pid, start_time) wherever it may have died meanwhile: the kernel gives a
-pid to another process sooner or later, but never together with the same start time.
+A process that may have died is named by (pid, start_time): the kernel gives a pid to another
+process sooner or later, but never with the same start time.
 """
 
 import contextlib
@@ -44,8 +44,8 @@ def set_child_subreaper() -> None:
 def die_with_parent(parent_pid: int, signal_number: int = signal.SIGKILL) -> None:
     """Have the kernel signal this process when the parent's *thread* that made it ends.
 
-    To be called between fork and exec, and again after an exec of a setuid program. Ends this
-    process at once when the parent is gone already.
+    Call it between fork and exec, and again after the exec of a setuid program. It ends this
+    process at once if the parent is gone already.
     """
     _prctl(_PR_SET_PDEATHSIG, signal_number)
     if os.getppid() != parent_pid:
@@ -53,7 +53,7 @@ def die_with_parent(parent_pid: int, signal_number: int = signal.SIGKILL) -> Non
 
 
 def may_raise_priority() -> bool:
-    """Whether this process, once made less important, could be made as important as now again."""
+    """Whether this process could be given its present priority again after it was lowered."""
     if resource.getrlimit(resource.RLIMIT_NICE)[0] >= _NICE_ZERO:
         return True
     with open("/proc/self/status") as file:
@@ -100,7 +100,7 @@ def read(pid: int) -> Process | None:
 
 
 def read_all() -> dict[int, Process]:
-    """Return every process that this one can see, by pid."""
+    """Return all processes that this one can see, by pid."""
     found = (read(int(name)) for name in os.listdir("/proc") if name.isdigit())
     return {process.pid: process for process in found if process is not None}
 
@@ -168,7 +168,7 @@ def find_marked(name: str, value: str) -> dict[int, dict[str, str]]:
 
 
 def send_signal(pid: int, started: int, signal_number: int) -> bool:
-    """Signal the process (pid, start time), and never one that has the pid by now.
+    """Signal the process (pid, start time), but no other one that has the pid now.
 
     Returns:
         Whether it was there to be signalled.
@@ -207,10 +207,10 @@ def wait_gone(pid: int, started: int, timeout_s: float) -> bool:
 def kill_marked(
     name: str, value: str, spare: Callable[[int, Mapping[str, str]], bool], timeout_s: float = 10.0
 ) -> list[int]:
-    """SIGKILL the processes that carry `name=value`, until none is left but those to `spare`.
+    """SIGKILL the processes that carry `name=value`, until only those to `spare` are left.
 
     Args:
-        spare: told a process's pid and environment; true leaves it alone.
+        spare: gets a process's pid and environment; true leaves it alive.
         timeout_s: processes that the kernel cannot end by then (waiting for a disk) are left.
 
     Returns:
@@ -234,7 +234,7 @@ def _kill_if_marked(pids: Iterable[int], name: str, value: str) -> list[tuple[in
     begun = []
     for pid in pids:
         started = start_time(pid)
-        # Asked again: between finding and killing, the pid may have gone to a stranger.
+        # Look again: between finding and killing, another process may have got the pid.
         if started is None or environment(pid).get(name) != value:
             continue
         if send_signal(pid, started, signal.SIGKILL):

@@ -1,11 +1,11 @@
-"""Write the newest state that shims hold as a checkpoint; its trainers need not be there.
+"""Write the newest state that shims hold as a checkpoint; its trainers may be gone.
 
     python -m pod_runtime.save [--id N] [--spare] POD_DIR...
 
-Run by the job client when a job is paused or ends. No framework: the state describes itself, and
-names where its script has its checkpoints. Where that cannot be written, or the script has none,
-the state goes to `RUN_DIR/checkpoint`. A try that was killed leaves a folder without a manifest,
-which the next one overwrites.
+Run by the job client when a job is paused or ends. It needs no framework: the state describes
+itself, and names its script's folder of checkpoints. If that cannot be written, or the script has
+none, the state goes to `RUN_DIR/checkpoint`. A try that was killed leaves a folder without a
+manifest, which the next one overwrites.
 
 Prints `wire.SaveState`s as JSON lines, the last of them WRITTEN (exit code 0) or FAILED (1).
 """
@@ -26,7 +26,7 @@ from pod_runtime.processes import die_with_parent
 from pod_runtime.segment_header import SlotHeader, read_geometry, read_newest, read_slots
 from pod_runtime.shim_wire import ShimError, request
 
-_TELL_PERIOD_S = 0.2
+_PRINT_PERIOD_S = 0.2
 _FOUND = "EDL_SAVE_HERE"  # set: this interpreter is the trainers'
 
 
@@ -38,8 +38,8 @@ def find_newest(pod_dirs: Iterable[Path]) -> tuple[SlotHeader, int]:
     """Return the newest state that any of the shims holds, and its segment's descriptor.
 
     Raises:
-        NothingHeldError: they answer, and none holds any.
-        ShimError: one cannot be asked, and the others hold none.
+        NothingHeldError: all shims answer, and none holds a state.
+        ShimError: a shim does not answer, and the others hold none.
     """
     found: list[tuple[SlotHeader, int]] = []
     whys = []
@@ -58,7 +58,7 @@ def find_newest(pod_dirs: Iterable[Path]) -> tuple[SlotHeader, int]:
 
 
 def trainers_python(fd: int, header: SlotHeader) -> str | None:
-    """Return the interpreter that a state's trainers ran in; None: they did not say."""
+    """Return the interpreter that a state's trainers ran in; None: not known."""
     geometry = read_geometry(fd)
     slot = next((slot for slot, each in read_slots(fd, geometry) if each == header), None)
     if geometry is None or slot is None:
@@ -70,56 +70,56 @@ def trainers_python(fd: int, header: SlotHeader) -> str | None:
         return None
 
 
-class _Teller:
-    """Says on standard output how far it is, and not more often than anybody reads."""
+class _Progress:
+    """Prints how far the writing is, at most every `_PRINT_PERIOD_S`."""
 
     def __init__(self, state: SaveState) -> None:
         self._state = state
-        self._said_at = 0.0
+        self._printed_at = 0.0
 
-    def say(self, **changes: Any) -> None:
+    def print(self, **changes: Any) -> None:
         self._state = replace(self._state, **changes)
-        self._said_at = time.monotonic()
+        self._printed_at = time.monotonic()
         sys.stdout.write(json.dumps(encode(self._state)) + "\n")
         sys.stdout.flush()
 
     def written(self, count: int) -> None:
-        if time.monotonic() - self._said_at >= _TELL_PERIOD_S:
-            self.say(written_bytes=count)
+        if time.monotonic() - self._printed_at >= _PRINT_PERIOD_S:
+            self.print(written_bytes=count)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pod_runtime.save", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--id", type=int, default=0, help="of the order, for who reads the answer")
+    parser.add_argument("--id", type=int, default=0, help="of the order; the answer carries it")
     parser.add_argument("--spare", action="store_true", help="to the run folder only")
     parser.add_argument("--parent", type=int, help="end when this process, the parent, does")
     parser.add_argument("pod_dirs", nargs="+", type=Path, metavar="POD_DIR")
     args = parser.parse_args(argv)
     if args.parent is not None:
         die_with_parent(args.parent)
-    teller = _Teller(SaveState(id=args.id, phase=SavePhase.WRITING))
+    progress = _Progress(SaveState(id=args.id, phase=SavePhase.WRITING))
     try:
         header, fd = find_newest(args.pod_dirs)
         _go_where_the_trainers_were(trainers_python(fd, header), argv)
         stamp = header.stamp
-        teller.say(
+        progress.print(
             stage=stamp.stage, step=stamp.step, serial=stamp.serial, total_bytes=header.data_bytes
         )
-        # Only now: the client's own interpreter need not have what this imports.
+        # Only now: the client's own interpreter may lack what this imports.
         from pod_runtime.trainer.state.last_save import write_state
 
-        path, spare = write_state(fd, stamp, spare=args.spare, report=teller.written)
+        path, spare = write_state(fd, stamp, spare=args.spare, report=progress.written)
     except (PodRuntimeError, OSError, ImportError) as error:
         nothing = isinstance(error, NothingHeldError)
-        teller.say(phase=SavePhase.FAILED, reason=str(error), nothing=nothing)
+        progress.print(phase=SavePhase.FAILED, reason=str(error), nothing=nothing)
         return 1
-    teller.say(phase=SavePhase.WRITTEN, path=path, spare=spare, written_bytes=header.data_bytes)
+    progress.print(phase=SavePhase.WRITTEN, path=path, spare=spare, written_bytes=header.data_bytes)
     return 0
 
 
 def _go_where_the_trainers_were(python: str | None, argv: Sequence[str] | None) -> None:
-    """Go on in the interpreter of the trainers, which has what their checkpoint path needs."""
+    """Go on in the trainers' interpreter, which has what their checkpoint path needs."""
     here = python is None or python == sys.executable or not os.access(python, os.X_OK)
     if here or os.environ.get(_FOUND) or python is None:
         return

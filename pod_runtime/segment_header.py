@@ -1,15 +1,15 @@
-"""The headers of a snapshot segment: enough to say what it holds. Standard library only.
+"""Read and pack the headers of snapshot segments. Standard library only.
 
-A segment is a memory file that describes itself, so that it outlives the trainers that write it.
+A segment is a memory file that describes itself, so that it can outlive the trainers that write it.
 The trainers of a node write it together, each its own range of the bytes:
 
     page 0                   file header: magic, version, writers, rooms
     slot i of two            a header per writer · room for the meta JSON · room for the tensors
 
-A writer takes its header in the older slot back, writes its range, and writes the header again.
-A slot is complete when the headers of all writers are there and of one state; its checksum makes
-a header that was cut off by a kill count as none. `trainer.snapshot` writes and reads the rest;
-the launcher and the shim need only `read_newest`.
+A writer deletes its header in the older slot, writes its range, and writes the header again. A slot
+is complete when the headers of all writers are there and name one state; a checksum finds headers
+that were cut off by a kill. `trainer.state.snapshot` writes and reads the rest; the launcher and
+the shim need only `read_newest`.
 """
 
 import os
@@ -29,7 +29,7 @@ _CHECKSUM = struct.Struct("<I")
 _STRIDE = 256  # bytes from one writer's header to the next
 _COMPLETE = b"COMPLETE"
 
-PART_HEADER_BYTES = _PART.size + _CHECKSUM.size  # what has to be zeroed to take a header back
+PART_HEADER_BYTES = _PART.size + _CHECKSUM.size  # zeroed to delete a header
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -43,20 +43,20 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotHeader:
-    """What a slot holds, or, of a single writer, what that one says."""
+    """What a slot holds, as all of its writers say, or one of them."""
 
     stamp: Stamp
-    meta_bytes: int  # JSON; only the first writer knows how long it is, the others say 0
+    meta_bytes: int  # of JSON; 0 from other writers than the first
     data_bytes: int
     digest: str  # of the layout: names, shapes and types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """Where what lies in a segment; all rooms are whole pages."""
+    """The layout of a segment; all rooms are whole pages."""
 
     writers: int
-    header_room: int  # of one slot; for as many writers as the node might have had
+    header_room: int  # of one slot; for all writers that the node may have
     meta_room: int
     data_room: int
 
@@ -87,7 +87,7 @@ class Geometry:
 
 
 def make_geometry(writers: int, meta_bytes: int, data_bytes: int) -> Geometry:
-    """Return room for that much.
+    """Return a layout with room for that much.
 
     Raises:
         ValueError: more writers than a segment can have.
@@ -103,7 +103,7 @@ def make_geometry(writers: int, meta_bytes: int, data_bytes: int) -> Geometry:
 
 
 def pack_part(header: SlotHeader) -> bytes:
-    """Return the bytes by which a writer declares its range complete."""
+    """Return the header by which a writer declares its range complete."""
     stamp = header.stamp
     sizes = header.meta_bytes, header.data_bytes
     digest = header.digest.encode("ascii")
@@ -111,7 +111,7 @@ def pack_part(header: SlotHeader) -> bytes:
 
 
 def read_geometry(fd: int) -> Geometry | None:
-    """Return how a segment is laid out; None when `fd` is no segment of this version."""
+    """Return a segment's layout; None: `fd` is not a segment of this version."""
     body = _unsealed(_pread(fd, _FILE.size + _CHECKSUM.size, 0), _FILE.size)
     if body is None:
         return None
@@ -127,9 +127,9 @@ def read_geometry(fd: int) -> Geometry | None:
 
 
 def read_slots(fd: int, geometry: Geometry | None = None) -> list[tuple[int, SlotHeader]]:
-    """Return (slot number, header) of each complete slot; nothing for a file that is no segment.
+    """Return (slot number, header) of each complete slot; [] if the file is not a segment.
 
-    Reads by position, so any number of processes that share the descriptor may call it.
+    It reads by position, so processes that share the descriptor may call it at the same time.
     """
     geometry = geometry or read_geometry(fd)
     if geometry is None:
@@ -143,7 +143,7 @@ def read_slots(fd: int, geometry: Geometry | None = None) -> list[tuple[int, Slo
 
 
 def read_newest(fd: int) -> SlotHeader | None:
-    """Return the newest complete slot of a segment; None: there is none, or it is no segment."""
+    """Return the newest complete slot of a segment; None: it has none, or is not a segment."""
     headers = [header for _slot, header in read_slots(fd)]
     return max(headers, key=lambda header: header.stamp, default=None)
 

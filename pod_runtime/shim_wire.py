@@ -1,4 +1,6 @@
-"""The contract of a pod's shim: files in its folder, requests on its socket. Stdlib only.
+"""The contract of a pod's shim: files in its folder, requests on its socket.
+
+Standard library only.
 
 A shim's folder (`--pod_dir DIR`, or $EDL_POD_DIR inside the pod) holds
 
@@ -15,13 +17,13 @@ Requests, each `{"op": ...}`, and their answers:
     kill               at once {"ok": true}; SIGKILL to every process of the pod
     put    segment     and one fd: keeps a snapshot segment, in place of the same (pod_id, stage)
     get    stage       {"ok", "segments": [...]} and as many fds, newest first; stage null: all
-    drop   below_stage forgets segments of lower stages
-    release            {"ok": true}; forgets all; the shim exits as soon as no process is left
+    drop   below_stage drops the segments of lower stages
+    release            {"ok": true}; drops all; the shim exits as soon as no process is left
     watch              {"ok": true}, then nothing: the connection closes when the shim dies
     watch  exit: true  {"ok": true}, and {"ok": true, "exit": PodExit} once the pod has ended
 
-A shim whose script has ended stays as long as it holds a segment, until `release`, or until
-nobody has asked or watched for `LINGER_S` (after a SIGTERM to the shim itself for
+A shim whose script has ended stays as long as it holds a segment: until `release`, or until no
+request and no watcher has come for `LINGER_S` (after a SIGTERM to the shim itself:
 `SIGNALLED_LINGER_S`). A refused request answers {"ok": false, "error": text}.
 """
 
@@ -34,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 LINGER_S = 600.0
-SIGNALLED_LINGER_S = 2.0  # ... where the shim itself was asked to end
+SIGNALLED_LINGER_S = 2.0  # if the shim itself was asked to end
 MAX_LINE = 1 << 20
 MAX_FDS = 16
 
@@ -64,7 +66,7 @@ class HeldSegment:
 
 
 class LineSocket:
-    """JSON lines, with file descriptors beside them, over a connected unix stream socket.
+    """JSON lines with file descriptors, over a connected unix stream socket.
 
     Not thread-safe for two readers or two writers; one of each is fine.
     """
@@ -109,7 +111,7 @@ class LineSocket:
         return self._next()
 
     def pending(self) -> tuple[dict[str, Any], tuple[int, ...]] | None:
-        """Return a message that has been received already, without reading; None: there is none."""
+        """Return a message that has been received already; None: there is none. Does not read."""
         return self._next() if b"\n" in self._buffer else None
 
     def _next(self) -> tuple[dict[str, Any], tuple[int, ...]]:
@@ -134,7 +136,7 @@ class LineSocket:
 
 
 def bind(folder: Path) -> socket.socket:
-    """Return a listening socket at `folder/sock`; the path may be longer than a sun_path."""
+    """Return a listening socket at `folder/sock`; the path may be longer than sun_path allows."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     folder_fd = os.open(folder, os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -209,7 +211,7 @@ def read_exit(folder: Path) -> PodExit | None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a small file so that readers see all of it or nothing."""
+    """Write a small file; readers see all of it or nothing."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(value))
     temporary.replace(path)

@@ -1,10 +1,10 @@
-"""A warm spare: an interpreter that has imported what takes long, and waits to become a trainer.
+"""Wait as a warm spare: an interpreter that has imported the framework, to become a trainer.
 
     python -m pod_runtime.spare FD MODULE...
 
 Started by the launcher, which sends one JSON line over the socket FD when it needs a trainer:
 {"argv": [...], "env": {...}, "log": PATH}. The spare then runs the training script as
-`trainer_main` does. Standard library only, but for what it is told to import.
+`trainer_main` does. Standard library only, except for MODULE...
 """
 
 import contextlib
@@ -21,30 +21,30 @@ from pathlib import Path
 from pod_runtime.processes import may_raise_priority, set_priority
 from pod_runtime.trainer_main import keep_sigterm_quiet, run
 
-_GENTLE = 19  # nice: an import beside a training of small steps doubles them
+_GENTLE = 19  # nice: an import can double the time of a training's small steps
 
 
 def main(argv: Sequence[str]) -> None:
     launcher = socket.socket(fileno=int(argv[0]))
     usual = os.getpriority(os.PRIO_PROCESS, 0)
-    gentle = may_raise_priority()  # else this process could never be as quick as the others again
+    gentle = may_raise_priority()  # else it could never be raised again
     if gentle:
         set_priority(_GENTLE)
     keep_sigterm_quiet()
     preload(argv[1:])
     if gentle:
         set_priority(usual)
-    with contextlib.suppress(OSError):  # it could not wait, and has sent its order already
+    with contextlib.suppress(OSError):  # the launcher did not wait, and has sent its order
         launcher.sendall(b"ready\n")
     with launcher.makefile("r", encoding="utf-8") as lines:
         line = lines.readline()
     launcher.close()
-    if line:  # else: the launcher does not need it, or is gone
+    if line:  # else the launcher does not need it, or is gone
         become_trainer(json.loads(line))
 
 
 def preload(modules: Iterable[str]) -> None:
-    """Import what is installed. A module that cannot be imported is left to the script."""
+    """Import installed modules. One that cannot be imported is left to the script."""
     sites = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
     own = str(Path(__file__).resolve().parent)
     for name in modules:

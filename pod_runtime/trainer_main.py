@@ -1,9 +1,9 @@
-"""Run a training script as the interpreter itself would, and tell the launcher what it raised.
+"""Run a training script as the interpreter would, and report to the launcher what it raised.
 
     python pod_runtime/trainer_main.py SCRIPT [ARGS...]
 
-Started as a file, so that it imports nothing of ours: the script may know nothing of it. Standard
-library only, and what is needed only after an error is imported only then.
+It is started as a file, so that it imports nothing of EDL: the script must not notice it. Standard
+library only; what is needed after an error is imported only then.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Any
 
-_SAY_S = 2.0  # a launcher that does not listen must not hold up the end
+_SEND_S = 2.0  # a launcher that does not read must not delay the end
 _TEXT_CHARS = 2000
 _CHAIN = 10  # exceptions of one error
 _NAME_CHARS = 300
@@ -31,10 +31,10 @@ def main() -> None:
 
 
 def run(argv: list[str]) -> None:
-    """Run the script `argv[0]`; its output goes where this process's does.
+    """Run the script `argv[0]` in this process.
 
     Raises:
-        SystemExit: the script has left so, or has raised, which has been shown and told then.
+        SystemExit: by the script, or after it has raised, which is shown and reported then.
     """
     script = argv[0]
     sys.argv = argv
@@ -50,7 +50,7 @@ def run(argv: list[str]) -> None:
         raise
     except SystemExit as left:
         if os.getpid() == pid and isinstance(left.code, str):
-            _tell(left, left.__traceback__, channel, cwd)
+            _report(left, left.__traceback__, channel, cwd)
         raise
     except BaseException as error:  # noqa: BLE001  the interpreter's own way, but that we tell it
         trace = _of_the_script(error.__traceback__, script)
@@ -59,14 +59,14 @@ def run(argv: list[str]) -> None:
             error.add_note(hint)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         if os.getpid() == pid:  # else: a fork of the script that has come back here
-            _tell(error, trace, channel, cwd, hint)
+            _report(error, trace, channel, cwd, hint)
         # As the interpreter does: what the frames hold is not closed before the end.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.exit(1)
 
 
 def _execute(script: str) -> None:
-    """Make `__main__` of a script, and leave it there: threads and exit handlers look into it."""
+    """Run a script as `__main__`, which stays: threads and exit handlers need it."""
     import builtins
     import io
     from importlib.machinery import SourceFileLoader
@@ -85,7 +85,7 @@ def _execute(script: str) -> None:
 
 
 def forgive_full_disks() -> None:
-    """Have a log that is full swallow what is printed: a `print` must not end a training."""
+    """Ignore what is printed to a full disk: a `print` must not end a training."""
     import io
     import stat
 
@@ -120,9 +120,8 @@ def forgive_full_disks() -> None:
 def keep_sigterm_quiet() -> None:
     """Give SIGTERM back to Python as soon as Paddle, which takes it, has been imported.
 
-    Paddle writes to the log that a fatal error has happened and shows a traceback of C++. But
-    SIGTERM is how a trainer is asked to end. Its words at a real crash (SIGSEGV, SIGABRT, SIGBUS,
-    ...) stay.
+    Paddle would log a fatal error with a traceback of C++. But SIGTERM is how a trainer is asked to
+    end. Paddle's text for real crashes (SIGSEGV, SIGABRT, SIGBUS, ...) stays.
     """
     if "paddle.base" in sys.modules:
         _take_sigterm_back()
@@ -134,14 +133,14 @@ def _take_sigterm_back() -> None:
     import signal
 
     try:
-        # What Python believes is in force: the default, or what the script has set.
+        # As Python knows it: the default, or the handler that the script has set.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     except (ValueError, TypeError):  # not the main thread; or a handler that is not Python's
         return
 
 
 class _AfterPaddle:
-    """Finds `paddle.base` as others do, and has its import followed by ours of SIGTERM."""
+    """Finds `paddle.base` as other finders do, and takes SIGTERM back after its import."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "paddle.base":
@@ -175,14 +174,14 @@ def _ask_loop(name: str, *args: Any) -> Any:
     return None if function is None else function(*args)
 
 
-def _tell(
+def _report(
     error: BaseException,
     trace: TracebackType | None,
     channel: str | None,
     cwd: str,
     hint: str = "",
 ) -> None:
-    """Say `raised` to the launcher; where nobody listens, the exit code has to be enough."""
+    """Send `raised` to the launcher; without one, the exit code has to do."""
     if not channel:
         return
     import json
@@ -200,7 +199,7 @@ def _tell(
     }
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as launcher:
-            launcher.settimeout(_SAY_S)
+            launcher.settimeout(_SEND_S)
             launcher.connect("\0" + channel)
             launcher.sendall(json.dumps(message).encode() + b"\n")
     except OSError:
@@ -208,7 +207,7 @@ def _tell(
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """Return an error and those that it was raised from or amid, as a traceback shows them."""
+    """Return an error and those that it was raised from or while handling, as a traceback does."""
     found: list[BaseException] = []
     open_ends: list[BaseException | None] = [error]
     while open_ends and len(found) < _CHAIN:
@@ -244,7 +243,7 @@ def _text(error: BaseException) -> str:
 
 
 def _writable(text: str) -> str:
-    """Return a text that everybody can write: names of files may hold bytes that are none."""
+    """Return a text that can be encoded: names of files may hold bytes that are not text."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -256,7 +255,7 @@ def _name(kind: type) -> str:
 def _frames(
     error: BaseException, trace: TracebackType | None, cwd: str
 ) -> list[tuple[str, str, int]]:
-    """Return where an error came through: (file, file as it is shown, line), innermost last."""
+    """Return the frames of an error: (file, file as it is shown, line), innermost last."""
     frames: list[tuple[str, int]] = []
     while trace is not None:
         frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))

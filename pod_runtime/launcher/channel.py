@@ -1,7 +1,7 @@
-"""The socket between a launcher and its trainers: who connects, what has arrived, what is answered.
+"""The socket between a launcher and its trainers: accept connections, read and send messages.
 
-An abstract unix socket (no file to leave behind) that only processes of the same user may use.
-A trainer connects to NUL + $EDL_CHANNEL.
+It is an abstract unix socket, so no file is left behind, and serves only processes of the same
+user. A trainer connects to NUL + $EDL_CHANNEL.
 """
 
 import os
@@ -14,7 +14,7 @@ from pod_runtime.channel_wire import LauncherMessage, TrainerMessage, parse_trai
 from pod_runtime.errors import ChannelError
 from pod_runtime.shim_wire import LineSocket, ShimError
 
-_SEND_TIMEOUT_S = 2.0  # a trainer that reads nothing for so long, with a full buffer, is stuck
+_SEND_TIMEOUT_S = 2.0  # a trainer that does not read for so long is stuck
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -33,10 +33,10 @@ class TrainerConnection:
     def messages(self) -> Iterator[tuple[TrainerMessage, tuple[int, ...]]]:
         """Yield what has arrived, with descriptors that the caller owns; never waits.
 
-        `open` is false afterwards if the other side has gone.
+        Afterwards `open` is false if the trainer has hung up.
 
         Raises:
-            ChannelError: something that is not of the protocol.
+            ChannelError: a message that the protocol does not know.
         """
         while self.open:
             try:
@@ -62,7 +62,7 @@ class TrainerConnection:
         """Send one message; `fds` stay open here.
 
         Raises:
-            OSError: the trainer is gone, or has not read for a while.
+            OSError: the trainer is gone, or does not read.
         """
         self._lines.socket.settimeout(_SEND_TIMEOUT_S)
         try:
@@ -79,7 +79,7 @@ class TrainerChannel:
     """The listening end."""
 
     def __init__(self, pod_id: str) -> None:
-        # A random part: a later launcher of the same pod must not be found by earlier trainers.
+        # The random part keeps earlier trainers of the pod from finding a later launcher.
         self.name = f"edl-{pod_id[:40]}-{os.getpid()}-{secrets.token_hex(8)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._listener.bind(f"\0{self.name}")
@@ -90,10 +90,10 @@ class TrainerChannel:
         return self._listener.fileno()
 
     def accept(self) -> TrainerConnection | None:
-        """Return the next connection; None when there is none, or it is another user's."""
+        """Return the next connection; None: there is none, or it is another user's."""
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # nobody waits any more
+        except OSError:  # the process that connected has given up
             return None
         packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, _gid = _CREDENTIALS.unpack(packed)

@@ -1,7 +1,6 @@
 """Show the trainers' logs on the launcher's standard output, each line with its rank.
 
-A thread of its own reads the files: when nobody reads our output, the thread waits and the
-launcher does not.
+A thread reads the files: when our output is not read, the thread waits and the launcher does not.
 """
 
 import sys
@@ -29,7 +28,7 @@ class Console:
     """Follows log files; `follow` and `finish` may be called by any one thread."""
 
     def __init__(self, output: BinaryIO | None = None) -> None:
-        # Without a buffer of its own: after a full disk it is known what was written.
+        # Unbuffered: after a full disk it is known what was written.
         buffer: Any = sys.stdout.buffer
         self._output: Any = output if output is not None else getattr(buffer, "raw", buffer)
         self._unsent = b""
@@ -66,15 +65,15 @@ class Console:
                 self._send()
                 self._show_new(last)
             except (BrokenPipeError, ValueError):
-                return  # nobody reads our output any more; the files have it all
-            except OSError:  # a full disk; the files have it all, and later the output may as well
+                return  # our output is not read any more; the files have it all
+            except OSError:  # a full disk, perhaps not for ever; the files have it all
                 wait_s = _AGAIN_S
 
     def _show_new(self, last: bool = False) -> None:
         with self._lock:
             tails = list(self._tails)
         for tail in tails:
-            over = tail.over  # before reading: what comes after it is then in the file
+            over = tail.over  # look before reading: then all of its output is in the file
             self._show(tail, last or over)
             if over:
                 with self._lock:
@@ -98,7 +97,7 @@ class Console:
             lines.append(tail.partial)
             tail.partial = b""
         if lines:
-            # One write for many lines: those of several launchers on one terminal stay whole.
+            # One write for many lines: several launchers may share a terminal.
             self._unsent += b"".join(tail.prefix + line + b"\n" for line in lines)
             self._send()
 

@@ -1,4 +1,4 @@
-"""Decide what a pod's launcher does now. Pure: what is known and the time come in, actions out."""
+"""Decide what a pod's launcher does now. Pure: state and time come in, actions go out."""
 
 import signal
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ class Spawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invite:
-    """Have the trainers of the run `key` join `plan`; answered by `invited`, `refused_ports`."""
+    """Ask the trainers of the run `key` to join `plan`; answered by `invited`, `refused_ports`."""
 
     key: Key
     plan: StagePlan
@@ -46,7 +46,7 @@ class Invite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A trainer goes on as one of another stage; it gets `message`."""
+    """A trainer goes on in another stage, and gets `message`."""
 
     key: Key
     rank: int
@@ -66,7 +66,7 @@ class SendMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renumber:
-    """Trainers have other ranks from now on: their stage does without a pod that was lost."""
+    """Trainers have new ranks: their stage goes on without a lost pod."""
 
     key: Key
     ranks: dict[int, int]  # old -> new
@@ -74,7 +74,7 @@ class Renumber:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmSpare:
-    """Start a spare; answered by `spare_started`, or `spares_counted` if it cannot be started."""
+    """Start a spare; answered by `spare_started`, or by `spares_counted` if that fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class SendReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HaveAtHand:
-    """Fetch the segments of a stage that is being cut; what was at hand before is let go."""
+    """Fetch the segments of a stage that is being cut; drop those that were at hand before."""
 
     plan: StagePlan | None  # None: no stage is
 
@@ -109,7 +109,7 @@ Action = (
 )  # fmt: skip
 
 
-QUIET_S = 3.0  # so long has the training to be undisturbed before a spare is started
+QUIET_S = 3.0  # how long the training must be undisturbed before a spare is started
 
 
 def decide(pod: LauncherState, now: float) -> tuple[LauncherState, tuple[Action, ...]]:
@@ -133,7 +133,7 @@ def decide(pod: LauncherState, now: float) -> tuple[LauncherState, tuple[Action,
         run, more, moved = _join(run, pod)
         actions += more
         runs += [run, *moved]
-    pod = _keep(replace(pod, runs=tuple(runs)), by_key)
+    pod = _drop_old_runs(replace(pod, runs=tuple(runs)), by_key)
     pod, kills = _kill_on_demand(pod)
     actions += kills
     if going is None:
@@ -142,16 +142,16 @@ def decide(pod: LauncherState, now: float) -> tuple[LauncherState, tuple[Action,
         actions += more
     pod, reports = due_reports(pod, now)
     actions += [SendReport(report=report) for report in reports]
-    pod, more = _foresee(pod)
+    pod, more = _hold_at_hand(pod)
     actions += more
-    pod, more = _preview(pod)  # after the reports: the others wait for those
+    pod, more = _preview(pod)  # after the reports, which the other pods wait for
     actions += more
     actions += _exit(pod, going)
     return pod, tuple(actions)
 
 
 def next_deadline(pod: LauncherState) -> float | None:
-    """Return when `decide` wants to be called although nothing happens; None: no such time."""
+    """Return when `decide` must be called even if nothing happens; None: never."""
     times = [
         trainer.terminated_at + _grace(trainer, pod.grace_s)
         for run in pod.runs
@@ -181,8 +181,8 @@ def _guide(run: StageRun, pod: LauncherState) -> tuple[StageRun, list[Action]]:
     """Bring a stage that is not over, and its trainers, in line with its order."""
     order, number = run.plan.order, run.plan.cut
     actions: list[Action] = []
-    # Trainers may have parked for a newer cut than we have heard of, by their peers' flag: that
-    # one is not off.
+    # Trainers may have parked for a newer cut than the server has told us of, by their peers' flag:
+    # that one is not off.
     off = number - 1 if order is Order.CUT else number
     if off > run.resumed_id:
         run = replace(run, resumed_id=off, cut_id=max(run.cut_id, off), durable="")
@@ -200,7 +200,7 @@ def _guide(run: StageRun, pod: LauncherState) -> tuple[StageRun, list[Action]]:
 
 
 def _resume(run: StageRun, off: int) -> tuple[StageRun, list[Action]]:
-    """Have trainers go on that have parked for the cut `off` or an earlier one."""
+    """Let the trainers go on that have parked for the cut `off` or an earlier one."""
     actions: list[Action] = []
     trainers = []
     for trainer in run.trainers:
@@ -213,7 +213,7 @@ def _resume(run: StageRun, off: int) -> tuple[StageRun, list[Action]]:
 
 
 def _guide_trainer(run: StageRun, trainer: TrainerState) -> tuple[TrainerState, list[Action]]:
-    """What an elastic trainer that is alive should hear now."""
+    """Send an elastic trainer that is alive the messages that are due."""
     plan, order = run.plan, run.plan.order
     messages: list[LauncherMessage] = []
     if not trainer.welcomed:
@@ -231,9 +231,9 @@ def _guide_trainer(run: StageRun, trainer: TrainerState) -> tuple[TrainerState, 
 
 
 def _join(run: StageRun, pod: LauncherState) -> tuple[StageRun, list[Action], list[StageRun]]:
-    """Have trainers join a next stage in place, go on as its trainers, or forget about it.
+    """Have trainers join a next stage in place, go on as its trainers, or drop it.
 
-    Returns the run, what is to be done, and the run of the next stage where they go on now.
+    Returns the run, the actions, and the next stage's run, if the trainers go on in it now.
     """
     joining = run.joining
     plan = next((p for p in pod.plans if p.way is Way.JOIN and p.stage > run.plan.stage), None)
@@ -274,7 +274,7 @@ def _ask_to_join(run: StageRun, plan: StagePlan, pod_id: str) -> tuple[StageRun,
 def _go_on(
     run: StageRun, plan: StagePlan, pod: LauncherState
 ) -> tuple[StageRun, StageRun, list[Action]]:
-    """Make the trainers of `run` those of `plan`, which is committed."""
+    """Make the trainers of `run` the trainers of `plan`, which is committed."""
     ranks = new_ranks(pod.pod_id, run.plan, plan)
     new = StageRun(
         plan=plan,
@@ -300,7 +300,7 @@ def _go_on(
 def _end(
     run: StageRun, now: float, grace_s: float, going: Leaving | None
 ) -> tuple[StageRun, list[Action]]:
-    """SIGKILL to those that hold nothing; to others SIGTERM, and after the grace SIGKILL."""
+    """Send SIGKILL to trainers that hold no state; to others SIGTERM, later SIGKILL."""
     actions: list[Action] = []
     trainers = []
     at_once = going is not None and going.at_once
@@ -322,15 +322,15 @@ def _grace(trainer: TrainerState, grace_s: float) -> float:
     return min(grace_s, ELASTIC_GRACE_S) if trainer.elastic else grace_s
 
 
-def _keep(pod: LauncherState, plans: dict[Key, StagePlan]) -> LauncherState:
-    """Forget runs that nobody asks for any more, but for the one that says what the pod was."""
+def _drop_old_runs(pod: LauncherState, plans: dict[Key, StagePlan]) -> LauncherState:
+    """Drop runs that no order names any more, except the one that the pod's status is about."""
     last = pod.in_force
     runs = tuple(run for run in pod.runs if run.alive or run.key in plans or run is last)
     return replace(pod, runs=runs)
 
 
 def _kill_on_demand(pod: LauncherState) -> tuple[LauncherState, list[Action]]:
-    """SIGKILL, once each, to the trainers that a change script or an operator wants killed."""
+    """Send SIGKILL, once each, to the trainers that a change script or an operator wants killed."""
     actions: list[Action] = []
     done = set(pod.kills_done)
     for plan in pod.plans:
@@ -344,15 +344,15 @@ def _kill_on_demand(pod: LauncherState) -> tuple[LauncherState, list[Action]]:
 
 
 def _spawn(pod: LauncherState) -> list[Action]:
-    """Start a stage's trainers: beside older ones if its way says so, else when none is left."""
+    """Start a stage's trainers: while older ones train if its way allows it, else after them."""
     for plan in pod.plans:
         if find_run(pod, (plan.stage, plan.attempt)) is not None:
             continue
         stays = plan.way is Way.JOIN and any(other.stage < plan.stage for other in pod.plans)
         if plan.order is Order.PREPARE and plan.way in (Way.REPLACE, Way.JOIN):
-            if stays:  # its trainers are there already
+            if stays:  # its trainers train already
                 continue
-            # An earlier attempt at this very stage gives way first: it holds what this one needs.
+            # An earlier attempt at this stage must be gone first: it holds the same ports and GPUs.
             if not any(run.alive and run.plan.stage == plan.stage for run in pod.runs):
                 return [Spawn(plan=plan)]
         elif plan.order is Order.START and not any(run.alive for run in pod.runs):
@@ -363,8 +363,8 @@ def _spawn(pod: LauncherState) -> list[Action]:
 def _warm(pod: LauncherState, now: float) -> tuple[LauncherState, list[Action]]:
     """Start a missing spare, one at a time, once the training has been undisturbed for a while.
 
-    Its import takes a core for a second: that must not fall into a change, nor into the first
-    steps after one, which are those that everybody waits for.
+    Its imports take a core for a second. That must not delay a change, nor the first steps after
+    one.
     """
     trains = [run for run in pod.runs if run.alive and makes_progress(run)]
     settled = all(run in trains or (run.waits and run.prepared) for run in pod.runs)
@@ -377,8 +377,8 @@ def _warm(pod: LauncherState, now: float) -> tuple[LauncherState, list[Action]]:
     return pod, [WarmSpare()]
 
 
-def _foresee(pod: LauncherState) -> tuple[LauncherState, list[Action]]:
-    """Have the state at hand from when a cut is told until the next stage has made a step."""
+def _hold_at_hand(pod: LauncherState) -> tuple[LauncherState, list[Action]]:
+    """Keep the state at hand from a cut on: then there is no time to ask the shims for it."""
     run = next((r for r in pod.runs if _is_cut(r)), None)
     wanted = None if run is None else (run.key, run.plan.cut)
     if wanted == pod.at_hand:
@@ -392,7 +392,7 @@ def _is_cut(run: StageRun) -> bool:
 
 
 def _preview(pod: LauncherState) -> tuple[LauncherState, list[Action]]:
-    """Have prepared trainers load what the others parked with, while the server hears of that."""
+    """Have prepared trainers load the parked state, while the server is told that it is there."""
     parked = next((r.parked_as for r in pod.runs if r.parked and not r.ending), None)
     actions: list[Action] = []
     runs = []

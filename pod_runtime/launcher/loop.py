@@ -1,7 +1,7 @@
-"""The launcher's event loop: one thread that owns the trainers and carries decisions out.
+"""The launcher's event loop: one thread that owns the trainers and carries out decisions.
 
-What to do is decided in `decisions`; this module only turns what happens on sockets,
-pidfds and signals into events, and actions into system calls.
+`decisions` decides what to do. This module turns sockets, pidfds and signals into events, and
+actions into system calls.
 """
 
 import contextlib
@@ -44,14 +44,14 @@ from pod_runtime.shim_wire import LineSocket, ShimError, connect
 
 logger = logging.getLogger(__name__)
 
-_EXIT_FLUSH_S = 30.0  # training is over: the server may take so long to come back and hear it
-_STOP_FLUSH_S = 2.0  # somebody wants us gone
+_EXIT_FLUSH_S = 30.0  # how long the last report waits for a server that is away
+_STOP_FLUSH_S = 2.0  # ... where the pod is being stopped
 _CONSOLE_S = 2.0
 _FRESH_SNAPSHOT = (ReportKind.DRAINED, ReportKind.ENDED, ReportKind.FAILED)
 
 
 class Launcher:
-    """One pod's launcher. Construct and run it in the main thread: trainers die with that."""
+    """One pod's launcher. Make and run it in the main thread: trainers die with that thread."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Launcher:
         )
         self._connections: dict[Name, TrainerConnection] = {}
         self._exit: decisions.Exit | None = None
-        self._reaped: list[TrainerProcess] = []  # what they left is still to be cleaned up
+        self._reaped: list[TrainerProcess] = []  # whose leftovers are not cleaned up yet
         self._inbox: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
         self._channel = TrainerChannel(pod_env.pod_id)
@@ -112,7 +112,7 @@ class Launcher:
     def _wait(self) -> None:
         """Handle what has happened: signals and orders first, deaths last.
 
-        A trainer says why it goes before it goes: its words must be heard before its death.
+        A trainer reports an error before it exits, so its messages are handled before its death.
         """
         deadline = decisions.next_deadline(self._pod)
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -223,7 +223,7 @@ class Launcher:
 
     def _on_death(self, trainer: TrainerProcess) -> None:
         name = trainer.key, trainer.rank
-        self._on_connect()  # why it ends it has said on a connection of its own
+        self._on_connect()  # a trainer that raised reports that on a connection of its own
         keys = list(self._selector.get_map().values())
         for connection in [each.data for each in keys if isinstance(each.data, TrainerConnection)]:
             if connection.peer_pid == trainer.pid or connection is self._connections.get(name):
@@ -238,21 +238,21 @@ class Launcher:
             trainer.stage, trainer.rank, trainer.pid, describe_exit(code),
         )  # fmt: skip
         self._pod = state.died(self._pod, trainer.key, trainer.rank, code, reason)
-        self._reaped.append(trainer)  # its death is reported first: others wait for that
+        self._reaped.append(trainer)  # its death is reported first: the other pods wait for that
 
     def _deliver(self, event: LinkEvent) -> None:
-        """Called by the link's threads."""
+        """Hand an event to the main thread. Called by the link's threads."""
         self._inbox.put(event)
-        with contextlib.suppress(BlockingIOError):  # full: the main thread is to wake anyway
+        with contextlib.suppress(BlockingIOError):  # full: the main thread will wake anyway
             os.write(self._wake_write, b"\0")
 
     # --- actions ------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Decide and act until nothing more follows."""
+        """Decide and act until nothing is left to do."""
         while self._exit is None:
             self._pod, actions = decisions.decide(self._pod, time.monotonic())
-            self._status = self._attach_now()  # before anybody hears of it by a report
+            self._status = self._attach_now()  # before the server gets a report about it
             for action in actions:
                 self._act(action)
             again = decisions.Spawn | decisions.Invite
@@ -310,7 +310,7 @@ class Launcher:
                 logger.error("stage %d: %s", plan.stage, error)
                 self._pod = state.not_spawned(self._pod, plan, started, rank, error.reason)
                 return
-            self._count_spares()  # it may have been one, and have its descriptor's number now
+            self._count_spares()  # one of them may have become this trainer
             self._selector.register(trainer, selectors.EVENT_READ, trainer)
             started.append(rank)
         self._pod = state.spawned(self._pod, plan)
@@ -345,11 +345,11 @@ class Launcher:
 
     def _on_spare(self, spare: Spare) -> None:
         """A spare is ready, or has died."""
-        if not spare.hear():
+        if not spare.receive():
             logger.warning("a spare (pid %d) has died; its log: spares.log", spare.process.pid)
             self._selector.unregister(spare)
             self._pool.spares.drop(spare)
-            # Whatever killed it would kill the next one: there are no more until a change.
+            # Whatever killed it would kill the next one: no more are started until a change.
             self._pod = state.spares_counted(self._pod, sys.maxsize, warming=False)
             return
         self._count_spares()
@@ -381,7 +381,7 @@ class Launcher:
 
     def _send(self, name: Name, message: LauncherMessage, fds: tuple[int, ...] = ()) -> None:
         connection = self._connections.get(name)
-        if connection is None:  # it has hung up, so it will exit
+        if connection is None:  # the trainer has hung up, so it will exit
             return
         try:
             connection.send(message, fds)
@@ -462,6 +462,6 @@ class Launcher:
         self._report(report)
         patience_s = _EXIT_FLUSH_S if self._pod.leaving is None else _STOP_FLUSH_S
         if not self._link.flush(patience_s):
-            logger.warning("the job server has not heard that this pod ends: it is away")
+            logger.warning("the job server is away: it does not know that this pod ends")
         self._link.close()
         return exit_now.code

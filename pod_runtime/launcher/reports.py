@@ -1,7 +1,7 @@
-"""What a launcher tells the server. Pure.
+"""Derive a launcher's reports to the server from its state. Pure.
 
-Reports are not queued when something happens but derived from what is true: whatever is true and
-has not been told since the last attach is told. So a server that comes back misses nothing.
+Reports are not queued when something happens. Each time, they are derived from the state, and those
+that were not made since the last attach are due. So a server that comes back misses nothing.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ from pod_runtime.launcher.state import (
 
 
 def due_reports(pod: LauncherState, now: float) -> tuple[LauncherState, list[PodReport]]:
-    """Return what is to be told at `now`, and the pod that remembers having told it."""
+    """Return the reports that are due at `now`, and the pod that remembers them."""
     reports: list[PodReport] = []
     reported = set(pod.reported)
     for plan in pod.plans:
@@ -40,13 +40,13 @@ def due_reports(pod: LauncherState, now: float) -> tuple[LauncherState, list[Pod
         if not reports and pod.alive_at is not None and now >= pod.alive_at:
             stage = pod.runs[-1].plan.stage if pod.runs else 0
             reports.append(PodReport(kind=ReportKind.ALIVE, stage=stage))
-        if reports or pod.alive_at is None:  # to attach was a sign of life as well
+        if reports or pod.alive_at is None:  # attaching was a sign of life, too
             pod = replace(pod, alive_at=now + pod.orders.heartbeat_s)
     return replace(pod, reported=frozenset(reported)), reports
 
 
 def _name(report: PodReport, run: StageRun | None) -> tuple[object, ...]:
-    """What makes a report another one than those told before."""
+    """Return what tells a report apart from those made before."""
     of_a_cut: tuple[int, ...] = ()
     if run is not None and report.kind is ReportKind.DRAINED:
         of_a_cut = (run.cut_id, report.step)
@@ -56,7 +56,7 @@ def _name(report: PodReport, run: StageRun | None) -> tuple[object, ...]:
 
 
 def _status_reports(plan: StagePlan, run: StageRun | None) -> list[PodReport]:
-    """What the server wants to hear about `plan`, whether or not it has been told."""
+    """Return all reports about `plan`, whether or not they were made before."""
     if run is None:
         return _reports_without_trainers(plan)
     if plan.order is Order.END:
@@ -69,10 +69,10 @@ def _status_reports(plan: StagePlan, run: StageRun | None) -> list[PodReport]:
     if plan.order is Order.START and run.loaded and run.trouble is None:
         reports.append(report_on(run, ReportKind.LOADED))
     if plan.order in TRAINS and run.first_step is not None:
-        # Told late, as after a server's absence, it is still about that step.
+        # Made late, as after a server's absence, it is still about that step.
         reports.append(replace(report_on(run, ReportKind.FIRST_STEP), step=run.first_step))
     if plan.order in TRAINS and run.parked and run.trouble is None:
-        reports.append(_drained(run))  # also before the CUT is heard: its peers' flag was quicker
+        reports.append(_drained(run))  # also before the CUT has come: its peers' flag was quicker
     if plan.order is Order.RESUME and run.trouble is None:
         reports.append(report_on(run, ReportKind.PROGRESS))  # "training again", at once
     if run.done_step is not None:
@@ -89,15 +89,15 @@ def _reports_without_trainers(plan: StagePlan) -> list[PodReport]:
     if plan.order is Order.END:
         return [replace(blank, kind=ReportKind.ENDED)]
     if plan.order in TRAINS:
-        reason = f"this launcher has no trainers of stage {plan.stage}: it was started anew"
+        reason = f"this launcher has no trainers of stage {plan.stage}: it was restarted"
         return [replace(blank, kind=ReportKind.FAILED, reason=reason)]
     return []
 
 
 def _reports_of_join(plan: StagePlan, run: StageRun) -> list[PodReport]:
-    """What is true of a plan that the trainers of `run` are to join."""
+    """Return all reports about a plan that the trainers of `run` are asked to join."""
     joining = run.joining
-    if plan.order is not Order.PREPARE:  # they could not go on, or it is over
+    if plan.order is not Order.PREPARE:  # they could not join it, or it is over
         return _reports_without_trainers(plan)
     if joining is None or run.trouble is not None:
         return []
@@ -115,7 +115,7 @@ def _reports_of_join(plan: StagePlan, run: StageRun) -> list[PodReport]:
 
 def _drained(run: StageRun) -> PodReport:
     steps = {t.parked_at for t in run.trainers if t.parked_at is not None}
-    if len(steps) > 1:  # cannot be: they agreed. But then no state is whole, and it must be told
+    if len(steps) > 1:  # impossible, as they agreed; but no state would be whole
         reason = f"trainers of one pod parked after different steps: {sorted(steps)}"
         return report_on(run, ReportKind.FAILED, reason=reason)
     report = report_on(
@@ -129,7 +129,7 @@ def _drained(run: StageRun) -> PodReport:
 
 
 def makes_progress(run: StageRun) -> bool:
-    """Steps are being made, or, without the elastic loop, may be."""
+    """Whether steps are made; without the elastic loop, whether they may be."""
     return (
         run.alive
         and not run.ending
@@ -141,12 +141,12 @@ def makes_progress(run: StageRun) -> bool:
 
 
 def attach_status(pod: LauncherState, pid: int, highest_stage: int) -> Attach:
-    """Return the whole truth of this launcher, but for the snapshot that its shim holds."""
+    """Return the whole status of this launcher, except the snapshot that its shim holds."""
     blank = Attach(pod_id=pod.pod_id, node_id=pod.node_id, pid=pid, highest_stage=highest_stage)
     run = pod.in_force
     if run is None:
         return blank
-    # A stage that is only prepared is told of by READY, and by FAILED.
+    # A stage that is only prepared is reported by READY and FAILED.
     phase = _phase(run)
     return replace(
         blank,

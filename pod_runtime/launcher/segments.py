@@ -1,7 +1,7 @@
-"""Snapshot segments: hand them from a trainer to the shims that outlive it, and back.
+"""Hand snapshot segments from a trainer to the shims that outlive it, and back.
 
-The launcher holds none itself. A segment goes to the writer's own shim and, where the node has
-another pod in the stage, to that pod's shim too, so that the loss of one pod loses no state.
+A segment goes to the writer's own shim. If the node has another pod in the stage, it goes to that
+pod's shim as well, so that no state is lost with one pod.
 """
 
 import logging
@@ -45,7 +45,7 @@ class NodeSegments:
                 logger.warning("stage %d: segment not held by %s: %s", made.stage, pod_id, error)
 
     def complete(self, plan: StagePlan, made: SnapshotMade) -> None:
-        """A slot is complete; with a stage's first, the states of earlier stages are let go."""
+        """A slot is complete; with a stage's first one, earlier stages' states are dropped."""
         self._announced = SnapshotRef(
             stage=made.stage, step=made.step, digest=made.digest, serial=made.serial
         )
@@ -63,7 +63,7 @@ class NodeSegments:
         return self._announced
 
     def have_at_hand(self, plan: StagePlan) -> None:
-        """Fetch what this node holds of a stage that is being cut: then there is no time to ask."""
+        """Fetch what this node holds of a stage that is cut: later there is no time for it."""
         for pod_id in (self._pod_id, *self._neighbours(plan)):
             self._at_hand = self._fetch(pod_id, plan.stage)
             if self._at_hand:
@@ -71,7 +71,7 @@ class NodeSegments:
                 return
 
     def let_go(self) -> None:
-        """Have nothing at hand: a segment's memory is free once nobody holds it any more."""
+        """Drop what is at hand: a segment's memory is free once no process holds it."""
         close_all(self._at_hand)
         self._at_hand, self._at_hand_from = (), ""
 
@@ -86,15 +86,15 @@ class NodeSegments:
         return self.newest()
 
     def show(self, wanted: SnapshotRef) -> tuple[int, ...]:
-        """Return the descriptor of the segment at hand that holds that; () if none does.
+        """Return the descriptor of the segment at hand that holds `wanted`; (): none does.
 
-        It stays this object's.
+        It stays this object's; do not close it.
         """
         headers = ((fd, read_newest(fd)) for fd in self._at_hand)
         return tuple(fd for fd, header in headers if header and _ref(header) == wanted)
 
     def newest(self) -> SnapshotRef | None:
-        """Return the newest complete snapshot that this pod's shim holds; asks it. Any thread."""
+        """Ask this pod's shim for the newest complete snapshot that it holds. Any thread."""
         try:
             _, fds = request(self._pod_dir, {"op": "get", "stage": None})
         except ShimError as error:
@@ -129,7 +129,7 @@ class NodeSegments:
         for pod_id in (self._pod_id, *others):
             if found:
                 break
-            if (self._dir(pod_id) / "sock").exists():  # else: on another node, or gone
+            if (self._dir(pod_id) / "sock").exists():  # else it is on another node, or gone
                 found = self._fetch(pod_id, source.stage)
             if source.local_on_all_nodes:
                 unfit = [fd for fd in found if not _has(fd, source)]
@@ -160,7 +160,7 @@ class NodeSegments:
 
 
 def _has(fd: int, source: RestoreFrom) -> bool:
-    """Whether a segment's newest state is exactly that one."""
+    """Whether a segment's newest state is exactly `source`."""
     header = read_newest(fd)
     wanted = Stamp(stage=source.stage, step=source.step, serial=source.serial)
     return header is not None and header.stamp == wanted
@@ -174,7 +174,7 @@ def _ref(header: SlotHeader) -> SnapshotRef:
 
 
 def highest_stage(checkpoint: Path) -> int:
-    """Return the highest stage that a local checkpoint path has a folder of; 0 for none."""
+    """Return the highest stage that has a folder in a local checkpoint path; 0: none has."""
     try:
         names: Iterable[str] = os.listdir(checkpoint)
     except OSError:

@@ -1,8 +1,8 @@
 """The launcher's two threads that talk to the job server, so that its main thread never waits.
 
 One attaches and long-polls the orders, the other sends reports. A server that is away stops
-neither the trainers nor the launcher: both threads try again until it is back, and the first one
-then attaches again with the whole truth.
+neither the trainers nor the launcher: both threads try again until it is back. The first one then
+attaches again with the launcher's whole status.
 """
 
 import logging
@@ -18,11 +18,12 @@ from job_server.api.wire import Attach, Order, PodOrders, PodReport
 
 logger = logging.getLogger(__name__)
 
-_FIRST_STEP_S = 0.05  # after `go` the cores are the trainers': what comes next can wait so long
+_FIRST_DELAY_S, _LAST_DELAY_S = 0.05, 1.0
+_FIRST_STEP_S = 0.05  # after `go` the trainers need the cores: the next poll can wait so long
 
 
 class JobServerApi(Protocol):
-    """What of `job_server.api.api_client.ApiClient` a launcher needs."""
+    """The calls of `job_server.api.api_client.ApiClient` that a launcher needs."""
 
     def attach(self, job_id: str, pod_id: str, attach: Attach, /) -> PodOrders: ...
 
@@ -65,7 +66,7 @@ def _backoff() -> Backoff:
 
 
 class ServerLink:
-    """Calls `deliver` with `LinkEvent`s, from its own threads; takes reports from any thread."""
+    """Calls `deliver` with `LinkEvent`s from its own threads, and takes reports from any thread."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class ServerLink:
             threading.Thread(target=self._guard, args=(work,), name=name, daemon=True).start()
 
     def send(self, report: PodReport) -> None:
-        """Queue a report. A newer one of the same kind takes the place of one not yet sent."""
+        """Queue a report. It replaces one of the same kind that was not sent yet."""
         name = (report.kind, report.stage, report.attempt, report.rank)
         with self._changed:
             self._outbox.pop(name, None)
@@ -110,7 +111,7 @@ class ServerLink:
     def _guard(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:  # outermost loop: a dead thread would leave the launcher deaf
+        except Exception as error:  # outermost loop: without this thread the launcher would be deaf
             logger.exception("the link to the job server broke")
             self._deliver(LauncherRefused(f"internal error: {error!r}"))
 
@@ -148,7 +149,7 @@ class ServerLink:
         """Deliver every change of the orders, until it is time to attach again."""
         while not (self._closed.is_set() or self._attach_again.is_set()):
             asked_at = time.monotonic()
-            # No longer than a heartbeat: a server that has taken another's place is found out.
+            # No longer than a heartbeat: a server that has replaced another must be noticed.
             answer = api.orders(
                 self._job_id,
                 self._pod_id,
@@ -159,7 +160,7 @@ class ServerLink:
                 return
             if answer.revision != orders.revision:
                 self._deliver(OrdersChanged(answer))
-                if _newly_told_go(orders, answer):
+                if _is_new_go(orders, answer):
                     self._closed.wait(_FIRST_STEP_S)
             elif time.monotonic() - asked_at < orders.heartbeat_s / 2:
                 self._closed.wait(min(1.0, orders.heartbeat_s))  # the server holds no more polls
@@ -177,7 +178,7 @@ class ServerLink:
                 self._deliver(NotWanted(str(error)))
                 self._done(name, report)
             except NotFound:
-                self._attach_again.set()  # which has everything told again
+                self._attach_again.set()  # then all reports are made again
                 self._done(name, report)
             except Retryable:
                 self._closed.wait(backoff.next_s())
@@ -200,11 +201,11 @@ class ServerLink:
 
     def _done(self, name: tuple[object, ...], report: PodReport) -> None:
         with self._changed:
-            if self._outbox.get(name) is report:  # else: a newer one has taken its place
+            if self._outbox.get(name) is report:  # else a newer one has replaced it
                 del self._outbox[name]
             self._changed.notify_all()
 
 
-def _newly_told_go(before: PodOrders, now: PodOrders) -> bool:
+def _is_new_go(before: PodOrders, now: PodOrders) -> bool:
     begun = {plan.stage for plan in before.plans if plan.order is Order.GO}
     return any(plan.order is Order.GO and plan.stage not in begun for plan in now.plans)

@@ -1,4 +1,4 @@
-"""A launcher's warm spares: started one at a time, late and gently, and made trainers at once."""
+"""A launcher's warm spares: started one at a time and at low priority, to become trainers."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ from pod_runtime.processes import die_with_parent, set_priority
 logger = logging.getLogger(__name__)
 
 PRELOAD = ("pod_runtime.trainer.elastic", "pod_runtime.trainer.frameworks.paddle.adapter")
-MARK = "EDL_SPARE"  # in the environment of a spare and of all that it starts: whose they are
+MARK = "EDL_SPARE"  # in the environment of a spare and of what it starts: tells whose they are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class TakenSpare:
 
 
 class Spare:
-    """One warm process. Made by the launcher's main thread, which it dies with."""
+    """One warm process. Make it in the launcher's main thread: it dies with that thread."""
 
     def __init__(
         self, mark: str, preload: Sequence[str], env: Mapping[str, str], log_path: Path
@@ -68,21 +68,21 @@ class Spare:
         """Becomes readable when it is ready, or has died."""
         return self._socket.fileno()
 
-    def hear(self) -> bool:
-        """Take in what it said; return whether it lives."""
+    def receive(self) -> bool:
+        """Read its message, if any; return whether it lives."""
         try:
-            message = self._socket.recv(64)
+            received = self._socket.recv(64)
         except BlockingIOError:
             return True
         except OSError:
-            message = b""
-        self.ready = self.ready or bool(message)
-        return bool(message)
+            received = b""
+        self.ready = self.ready or bool(received)
+        return bool(received)
 
     def take(
         self, argv: Sequence[str], env: Mapping[str, str], log_path: Path
     ) -> TakenSpare | None:
-        """Make it a trainer; None if it has died meanwhile."""
+        """Make it a trainer; None: it has died."""
         order = {"argv": list(argv), "env": {**env, MARK: self.mark}, "log": str(log_path)}
         self._socket.setblocking(True)
         try:
@@ -92,7 +92,7 @@ class Spare:
         self._socket.close()
         if not self.ready:
             with contextlib.suppress(OSError):  # it has died, or is of another user
-                # From now on somebody waits for its imports.
+                # From now on a stage waits for its imports.
                 set_priority(os.getpriority(os.PRIO_PROCESS, 0), self.process.pid)
         return TakenSpare(process=self.process, mark=self.mark)
 
@@ -105,7 +105,7 @@ class Spare:
 
 
 class Spares:
-    """Those that wait. For the launcher's main thread only."""
+    """The spares that wait. For the launcher's main thread only."""
 
     def __init__(self, preload: Sequence[str], log_dir: Path) -> None:
         self._preload = tuple(preload)
@@ -127,7 +127,7 @@ class Spares:
     def take(
         self, argv: Sequence[str], env: Mapping[str, str], log_path: Path
     ) -> TakenSpare | None:
-        """Make a spare a trainer, a ready one if there is; None: there is none at all."""
+        """Make a spare a trainer, a ready one if possible; None: there is no spare."""
         for spare in sorted(self._spares, key=lambda spare: not spare.ready):
             self._spares.remove(spare)
             taken = spare.take(argv, env, log_path)

@@ -1,8 +1,8 @@
-"""What a pod's launcher knows, and how each event changes that. Pure: no clock, no process.
+"""The state of a pod's launcher, and how each event changes it. Pure: no clock, no process.
 
-A `Pod` holds the server's orders and, for each attempt at a stage that trainers were started for,
-a `Run`. The functions under "events" return a new `Pod`; `decisions.decide` says what
-follows from it.
+A `LauncherState` holds the server's orders and, for each attempt at a stage that trainers were started
+for, a `StageRun`. The functions under "events" return a new `LauncherState`; `decisions.decide` says
+what has to be done then.
 """
 
 import signal
@@ -35,9 +35,9 @@ from pod_runtime.channel_wire import (
     TrainerMessage,
 )
 
-PEER_LOST_EXIT = 75  # what the elastic loop exits with when another trainer has gone
+PEER_LOST_EXIT = 75  # of the elastic loop, where another trainer is gone
 _PEER_LOST_CODES = (-signal.SIGABRT, -signal.SIGTERM, PEER_LOST_EXIT)  # gloo aborts its process
-ELASTIC_GRACE_S = 3.0  # state of an elastic trainer is in its snapshot: a long grace saves nothing
+ELASTIC_GRACE_S = 3.0  # its state is in a snapshot: a longer grace would save nothing
 
 Key = tuple[int, int]  # (stage, attempt)
 TRAINS = (Order.GO, Order.CUT, Order.RESUME)  # orders of a committed stage
@@ -50,17 +50,17 @@ TRAINS = (Order.GO, Order.CUT, Order.RESUME)  # orders of a committed stage
 class TrainerState:
     rank: int
     code: int | None = None  # None: alive; negative: the signal that ended it
-    elastic: bool = False  # it has said hello
+    elastic: bool = False  # it has sent hello
     joins: bool = False  # it offers to form the next stage's group beside its own
     welcomed: bool = False
-    prepared: bool = False  # beside an older stage; waits for the state
+    prepared: bool = False  # while an older stage trains; waits for the state
     loaded: bool = False
     go_sent: bool = False
-    cut_sent: int = 0  # id of the last cut that it was told of; 0: none
+    cut_sent: int = 0  # id of the last cut that it was sent; 0: none
     parked_at: int | None = None  # None: not parked
     terminated_at: float | None = None  # None: no SIGTERM sent
     killed: bool = False
-    error: TrainerError | None = None  # what it has raised; None: nothing that it told
+    error: TrainerError | None = None  # what it has raised; None: it reported nothing
 
     @property
     def alive(self) -> bool:
@@ -69,12 +69,12 @@ class TrainerState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinAttempt:
-    """The attempt at a next stage that the trainers of a run are to join in place."""
+    """The attempt at a next stage that the trainers of a run should join in place."""
 
     plan: StagePlan
     asked: frozenset[int] = frozenset()  # ranks of the run, as it is now
     formed: frozenset[int] = frozenset()  # ranks that have formed the next group
-    refusal: str | None = None  # why one of them does not; None: none has refused
+    refusal: str | None = None  # why one of them cannot; None: none has refused
 
     @property
     def key(self) -> Key:
@@ -89,19 +89,19 @@ class StageRun:
     trainers: tuple[TrainerState, ...]
     trouble: PodReport | None = None  # FAILED, PORT_TAKEN or STAGE_TOO_LOW; None: all is well
     ending: bool = False
-    cut_id: int = 0  # of the newest cut that anybody has told us of
-    resumed_id: int = 0  # of the newest cut that the trainers were told is off
+    cut_id: int = 0  # of the newest cut that the server or a trainer has named
+    resumed_id: int = 0  # of the newest cut that the trainers know is off
     step: int = 0
     epoch: int = 0
     first_step: int | None = None  # of this stage; None: not yet
     total_steps: int | None = None  # None: not known
     step_s: float | None = None  # None: too early to say
-    metrics: dict[str, float] | None = None  # None: nobody has sent any
-    durable: str = ""  # where a trainer has written what they parked with; "": nowhere
-    parked_as: SnapshotRef | None = None  # what its trainers say they put away; None: nothing yet
-    previewed: SnapshotRef | None = None  # what its trainers, prepared, were shown last
+    metrics: dict[str, float] | None = None  # None: no trainer has sent any
+    durable: str = ""  # where a trainer has written the state they parked with; "": nowhere
+    parked_as: SnapshotRef | None = None  # the snapshot that its trainers took; None: not yet
+    previewed: SnapshotRef | None = None  # what its prepared trainers were shown last
     done_step: int | None = None  # None: training is not complete
-    joining: JoinAttempt | None = None  # None: they were not asked to go on as another stage
+    joining: JoinAttempt | None = None  # None: they are not asked to join another stage
 
     @property
     def key(self) -> Key:
@@ -133,9 +133,9 @@ class StageRun:
 
     @property
     def waits(self) -> bool:
-        """Its trainers were started beside an older stage, and none was told to train yet."""
-        beside = self.plan.way in (Way.REPLACE, Way.JOIN)
-        return beside and not any(trainer.go_sent for trainer in self.trainers)
+        """Its trainers were started while an older stage trains, and none was told to train yet."""
+        overlaps = self.plan.way in (Way.REPLACE, Way.JOIN)
+        return overlaps and not any(trainer.go_sent for trainer in self.trainers)
 
     @property
     def prepared(self) -> bool:
@@ -153,7 +153,7 @@ class StageRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaving:
-    """The launcher is to exit once no trainer is left."""
+    """The launcher exits once no trainer is left."""
 
     code: int
     reason: str
@@ -165,17 +165,17 @@ class LauncherState:
     pod_id: str
     node_id: str
     grace_s: float
-    orders: PodOrders | None = None  # None: the server has not spoken yet
+    orders: PodOrders | None = None  # None: none have come yet
     runs: tuple[StageRun, ...] = ()  # oldest first; the newest is kept after its end
     leaving: Leaving | None = None
     reported: frozenset[tuple[Any, ...]] = frozenset()  # since the last attach
     kills_done: frozenset[str] = frozenset()
     progress_at: float = 0.0  # when the next PROGRESS is due
-    spares: int = 0  # warm processes that there are, those that still import included
+    spares: int = 0  # warm processes, those that still import included
     warming: bool = False  # one of them imports
-    quiet_since: float | None = None  # nothing but training happens; None: something else does
-    at_hand: tuple[Key, int] | None = None  # run and cut whose segments are; None: none are
-    alive_at: float | None = None  # when ALIVE is due, if nothing else is told; None: not attached
+    quiet_since: float | None = None  # since when nothing but training happens; None: more does
+    at_hand: tuple[Key, int] | None = None  # run and cut whose segments are at hand; None: none
+    alive_at: float | None = None  # when ALIVE is due, if no other report is; None: not attached
 
     @property
     def plans(self) -> tuple[StagePlan, ...]:
@@ -183,7 +183,7 @@ class LauncherState:
 
     @property
     def in_force(self) -> StageRun | None:
-        """The newest run that is more than a preparation; else the newest. None: there is none."""
+        """The newest run whose stage is committed; else the newest. None: there is none."""
         newest = self.runs[-1] if self.runs else None
         return next((run for run in reversed(self.runs) if not run.waits), newest)
 
@@ -192,12 +192,12 @@ class LauncherState:
 
 
 def ordered(pod: LauncherState, orders: PodOrders) -> LauncherState:
-    """The server has said what should be true now."""
+    """The server's orders have changed."""
     return replace(pod, orders=orders)
 
 
 def attached(pod: LauncherState, orders: PodOrders) -> LauncherState:
-    """The server has taken our whole truth; what it may have missed is to be told again."""
+    """The server has taken the launcher's whole status. Reports it may have missed are repeated."""
     return replace(ordered(pod, orders), reported=frozenset())
 
 
@@ -208,32 +208,32 @@ def spawned(pod: LauncherState, plan: StagePlan) -> LauncherState:
 
 
 def invited(pod: LauncherState, key: Key, plan: StagePlan) -> LauncherState:
-    """The trainers of the run `key` are to join `plan`, whose ports are free."""
+    """The trainers of the run `key` may join `plan`: its ports are free."""
     run = find_run(pod, key)
     return pod if run is None else _put(pod, replace(run, joining=JoinAttempt(plan=plan)))
 
 
 def refused_ports(pod: LauncherState, plan: StagePlan, reason: str) -> LauncherState:
-    """A port of `plan` is taken: nothing was started."""
+    """A port of `plan` is taken, so nothing was started."""
     return _with_trouble(pod, plan, (), kind=ReportKind.PORT_TAKEN, reason=reason)
 
 
 def not_spawned(
     pod: LauncherState, plan: StagePlan, started: Iterable[int], rank: int, reason: str
 ) -> LauncherState:
-    """Trainer `rank` could not be started; the ranks `started` before it run."""
+    """Trainer `rank` could not be started; the ranks in `started` run."""
     trainers = tuple(TrainerState(rank=each) for each in started)
     return _with_trouble(pod, plan, trainers, kind=ReportKind.FAILED, reason=reason, rank=rank)
 
 
 def received(pod: LauncherState, key: Key, rank: int, message: TrainerMessage) -> LauncherState:
-    """Trainer `rank` of the attempt `key` has said something about itself."""
+    """Trainer `rank` of the attempt `key` has sent a message."""
     run = find_run(pod, key)
     if run is None:
         return pod
     match message:
         case TrainerHello():
-            # Afresh also when a script enters a second loop: it is to be welcomed again.
+            # A script that enters a second loop sends hello again, and is welcomed again.
             afresh = {"welcomed": False, "prepared": False, "loaded": False, "go_sent": False}
             run = _with_trainer(
                 run, rank, elastic=True, joins=message.joins, parked_at=None, cut_sent=0, **afresh
@@ -259,8 +259,9 @@ def received(pod: LauncherState, key: Key, rank: int, message: TrainerMessage) -
         case Stepped():
             run = _stepped(run, rank, message)
         case Drained(step=step, id=cut_id, snapshot=snapshot, durable=durable):
-            if cut_id is None or cut_id > run.resumed_id:  # else: that cut is off, it goes on
-                # The ranks agree on the newest cut that any of them knows; ours may be behind.
+            if cut_id is None or cut_id > run.resumed_id:  # else: that cut is off, and it trains on
+                # The ranks agree on the newest cut that any of them knows; the server may have told
+                # us of an older one.
                 newest = max(run.cut_id, cut_id or 0)
                 run = replace(run, step=max(run.step, step), cut_id=newest, parked_as=snapshot)
                 run = replace(run, durable=durable or run.durable)  # one of them writes for all
@@ -275,7 +276,7 @@ def received(pod: LauncherState, key: Key, rank: int, message: TrainerMessage) -
 def died(pod: LauncherState, key: Key, rank: int, code: int, reason: str) -> LauncherState:
     """Trainer `rank` has ended; `reason` is the essence of its last lines.
 
-    What it told itself says more than these, and more than how its process was torn down.
+    An error that it reported itself says more than these lines and its exit code.
     """
     run = find_run(pod, key)
     if run is None:
@@ -287,7 +288,7 @@ def died(pod: LauncherState, key: Key, rank: int, code: int, reason: str) -> Lau
         reason = "it ended without having trained: did the script leave before its first step?"
     if (code != 0 or run.waits) and not run.ending and pod.leaving is None:
         peer_lost = code in _PEER_LOST_CODES and run.plan.world_size > 1 and error is None
-        # The first failure is told, and one more: the cause, where the first was only a victim.
+        # The first failure is reported. So is one more: the cause, if the first was a victim of it.
         if run.trouble is None or (
             run.trouble.kind is ReportKind.FAILED and run.trouble.peer_lost and not peer_lost
         ):
@@ -309,14 +310,14 @@ def spares_counted(pod: LauncherState, count: int, *, warming: bool) -> Launcher
 
 
 def leave(pod: LauncherState, leaving: Leaving) -> LauncherState:
-    """The launcher is to go: a signal, a lost shim, a pod that the server does not know."""
+    """The launcher has to exit: by a signal, without its shim, or not known to the server."""
     if pod.leaving is not None and (pod.leaving.at_once or not leaving.at_once):
         return pod
     return replace(pod, leaving=leaving)
 
 
 def _stepped(run: StageRun, rank: int, message: Stepped) -> StageRun:
-    # What a script logs before its first step of the stage comes with the step it was restored to.
+    # Metrics that a script logs before the stage's first step come with the step it restored.
     made_one = run.first_step is None and message.step > run.step
     run = replace(
         run,
@@ -326,13 +327,13 @@ def _stepped(run: StageRun, rank: int, message: Stepped) -> StageRun:
         total_steps=run.total_steps if message.total_steps is None else message.total_steps,
         step_s=run.step_s if message.step_s is None else message.step_s,
     )
-    # One trainer's metrics, not a mixture: those of the pod's lowest rank.
+    # The metrics of one trainer, not a mixture: those of the pod's lowest rank.
     if message.metrics is not None and rank == min(t.rank for t in run.trainers):
         run = replace(run, metrics=message.metrics)
     parked = next((t.parked_at for t in run.trainers if t.rank == rank), None)
     if (
         parked is not None and message.step > parked
-    ):  # it goes on: its `drained` was for a cut now off
+    ):  # it trains on: its `drained` was for a cut that is off
         run = _with_trainer(run, rank, parked_at=None)
     return run
 
@@ -344,7 +345,7 @@ def own_pod(pod_id: str, plan: StagePlan) -> PlanPod:
     """Return this pod's part of `plan`.
 
     Raises:
-        ValueError: the plan does not name the pod; the server sends such plans to nobody.
+        ValueError: the plan does not name the pod; the server never sends such a plan.
     """
     for pod in plan.pods:
         if pod.pod_id == pod_id:
@@ -353,12 +354,12 @@ def own_pod(pod_id: str, plan: StagePlan) -> PlanPod:
 
 
 def new_ranks(pod_id: str, old: StagePlan, new: StagePlan) -> dict[int, int]:
-    """Return old rank -> new rank of the trainers that a pod of both stages has."""
+    """Return old rank -> new rank for the trainers of a pod that is in both stages."""
     return dict(zip(own_pod(pod_id, old).ranks, own_pod(pod_id, new).ranks, strict=True))
 
 
 def renumbered(run: StageRun, pod_id: str) -> tuple[StageRun, dict[int, int]]:
-    """Return the run with the ranks that its plan gives it now, and which became which."""
+    """Return the run with the ranks that its plan has now, and old rank -> new rank."""
     if not run.plan.missing_pods:
         return run, {}
     ranks = own_pod(pod_id, run.plan).ranks
@@ -371,8 +372,18 @@ def renumbered(run: StageRun, pod_id: str) -> tuple[StageRun, dict[int, int]]:
     return replace(run, trainers=trainers), changed
 
 
+def describe_exit(code: int) -> str:
+    """Return an exit code in words."""
+    if code >= 0:
+        return f"exited with {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:  # real-time signals have no name
+        return f"was ended by signal {-code}"
+
+
 def find_joining(pod: LauncherState, key: Key) -> StageRun | None:
-    """Return the run whose trainers are to join the attempt `key`; None: there is none."""
+    """Return the run whose trainers are asked to join the attempt `key`; None: there is none."""
     return next((r for r in pod.runs if r.joining is not None and r.joining.key == key), None)
 
 

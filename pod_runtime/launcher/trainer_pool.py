@@ -1,4 +1,4 @@
-"""A launcher's trainers as one: started, found again by pid, reaped, and cleaned up after."""
+"""A launcher's trainers: start them, find them by pid, reap them and clean up after them."""
 
 import signal
 from collections.abc import Iterator, Mapping
@@ -20,18 +20,18 @@ Name = tuple[Key, int]  # ((stage, attempt), rank)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchConfig:
-    """What the command line says."""
+    """The launcher's command line."""
 
     command: tuple[str, ...]  # interpreter, script, arguments
     log_dir: Path
     run_dir: Path
-    highest_stage: int = 0  # found in the checkpoint path; 0: none, or not known
+    highest_stage: int = 0  # in the checkpoint path; 0: none, or not known
     console: bool = True  # show the trainers' output, prefixed
-    preload: tuple[str, ...] = ()  # modules that spares import, besides ours and the framework's
+    preload: tuple[str, ...] = ()  # what spares import, besides EDL and the framework
 
 
 class TrainerPool:
-    """The trainers that run. For the launcher's main thread only: they die with that."""
+    """The trainers that run. For the launcher's main thread only: they die with that thread."""
 
     def __init__(
         self, config: LaunchConfig, pod_env: PodEnv, environ: Mapping[str, str], channel: str
@@ -41,7 +41,7 @@ class TrainerPool:
         self._trainers: dict[Name, TrainerProcess] = {}
         self._console = Console() if config.console else None
         self.spares = Spares((*PRELOAD, *config.preload), config.log_dir)
-        self._dead_pids: set[int] = set()  # of ours; what they left in /dev/shm is to go
+        self._dead_pids: set[int] = set()  # of this launcher; what they left in /dev/shm is removed
 
     def __iter__(self) -> Iterator[TrainerProcess]:
         return iter(list(self._trainers.values()))
@@ -78,7 +78,7 @@ class TrainerPool:
 
     @property
     def can_warm(self) -> bool:
-        """Whether trainers are Python scripts, which a spare can become."""
+        """Whether trainers are Python scripts: only those can be run by a spare."""
         return is_script(self._config.command)
 
     def warm_spare(self) -> Spare:
@@ -89,12 +89,12 @@ class TrainerPool:
         self._trainers[name].send_signal(signum)
 
     def move(self, old: Name, new: Name) -> None:
-        """A trainer goes on as one of another stage; its log and its marks stay what they are."""
+        """A trainer goes on in another stage; its log and its marks stay the same."""
         trainer = self._trainers[new] = self._trainers.pop(old)
         (trainer.stage, trainer.attempt), trainer.rank = new
 
     def find(self, pid: int) -> Name | None:
-        """Return which trainer `pid`, or an ancestor of it, is; None: no trainer of ours."""
+        """Return the trainer that `pid` or one of its ancestors is; None: it is none of ours."""
         by_pid = {trainer.pid: name for name, trainer in self._trainers.items()}
         while pid > 1 and pid not in by_pid:
             process = read(pid)
@@ -102,7 +102,7 @@ class TrainerPool:
         return by_pid.get(pid)
 
     def renumber(self, key: Key, ranks: Mapping[int, int]) -> None:
-        """Know the trainers of `key` by other ranks, old -> new. Their logs keep their names."""
+        """Give the trainers of `key` other ranks, old -> new. Their logs keep their names."""
         for trainer in self:
             if trainer.key == key:
                 trainer.rank = ranks.get(trainer.rank, trainer.rank)
@@ -113,7 +113,7 @@ class TrainerPool:
             trainer.note_children()
 
     def reap(self, trainer: TrainerProcess) -> int:
-        """Take a dead trainer out; return its exit code. What it left is for `clean_up_after`."""
+        """Take a dead trainer out; return its exit code. `clean_up_after` removes what it left."""
         code = trainer.reap()
         del self._trainers[trainer.key, trainer.rank]
         if self._console is not None:
@@ -121,7 +121,7 @@ class TrainerPool:
         return code
 
     def clean_up_after(self, trainer: TrainerProcess) -> None:
-        """Kill and remove what a trainer left that was reaped."""
+        """Kill and remove what a reaped trainer left."""
         living = {each.pid for each in self} | {each.process.pid for each in self.spares}
         killed = kill_orphans({POD_ID: self._env.pod_id, **trainer.marks}, living)
         noted = noted_forks(self._env.pod_dir)
@@ -129,7 +129,7 @@ class TrainerPool:
         self.sweep()
 
     def sweep(self) -> None:
-        """Reap children that became ours when their parent died; remove what the dead left."""
+        """Reap orphans that this process has adopted; remove what they and dead trainers left."""
         ours = {each.pid for each in self} | {each.process.pid for each in self.spares}
         self._dead_pids |= reap_adopted(ours)
         if self._dead_pids:
@@ -137,7 +137,7 @@ class TrainerPool:
             self._dead_pids.clear()
 
     def kill_all(self) -> None:
-        """No trainer outlives its launcher, however that ends."""
+        """Kill all: no trainer outlives its launcher, however that ends."""
         self.spares.end_all()
         for trainer in self:
             trainer.send_signal(signal.SIGKILL)
@@ -146,6 +146,6 @@ class TrainerPool:
             self.clean_up_after(trainer)
 
     def finish_console(self, timeout_s: float) -> None:
-        """Show the last lines; waits no longer than `timeout_s` for who reads them."""
+        """Show the last lines; wait no longer than `timeout_s` for a slow reader."""
         if self._console is not None:
             self._console.finish(timeout_s)

@@ -1,4 +1,4 @@
-"""Start trainers as child processes, and read from their logs why they ended."""
+"""Start trainers as child processes, and find in their logs why they ended."""
 
 import functools
 import os
@@ -18,11 +18,11 @@ from pod_runtime.processes import die_with_parent
 _TAIL_BYTES = 16384
 _ESSENCE_CHARS = 300
 _TRAINER_MAIN = str(Path(__file__).parents[1] / "trainer_main.py")
-_CCACHE = "ignore:No ccache found"  # Paddle's import says so on every machine without ccache
+_CCACHE = "ignore:No ccache found"  # a warning of Paddle's import on machines without ccache
 
 
 class TrainerProcess:
-    """A running trainer. Made by the launcher's main thread, which it dies with."""
+    """A running trainer. Make it in the launcher's main thread: it dies with that thread."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class TrainerProcess:
         """
         self.stage, self.attempt, self.rank = stage, attempt, rank
         self.log_path = log_path
-        # Straight to a file, not through a pipe of ours: nothing is lost when the launcher is
+        # Output goes straight to a file, not through a pipe: nothing is lost when the launcher is
         # killed, and a slow reader of the console stops no trainer.
         try:
             log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,14 +69,14 @@ class TrainerProcess:
         except (OSError, subprocess.SubprocessError) as error:
             raise SpawnError(rank, f"cannot start {argv[0]}: {error}") from error
         self.pid = self._process.pid
-        # What its forks carry, however late they are: the kernel shows the environment that a
-        # process was started with, and a spare knew neither stage nor rank then.
+        # Its forks are known by these, however late they are made. The kernel shows the environment
+        # that a process was started with, when a spare knew neither stage nor rank.
         if taken is not None:
             self.marks = {MARK: taken.mark}
         else:
             self.marks = {"EDL_STAGE": str(stage), "PADDLE_TRAINER_ID": str(rank)}
         self._pidfd = os.pidfd_open(self.pid)
-        self.children: set[int] = set()  # pids of its own children, as far as they were seen
+        self.children: set[int] = set()  # pids of its children that were seen
 
     @property
     def key(self) -> tuple[int, int]:
@@ -90,7 +90,7 @@ class TrainerProcess:
         self._process.send_signal(signum)
 
     def note_children(self) -> None:
-        """Remember who its children are; what they leave behind can be cleaned up only by pid."""
+        """Remember its children: what they leave behind can be cleaned up only by pid."""
         try:
             listed = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
         except OSError:
@@ -104,12 +104,12 @@ class TrainerProcess:
         return code
 
     def last_words(self) -> str:
-        """Return the essence of what it wrote last."""
+        """Return the essence of its last output."""
         return essence(read_tail(self.log_path, self.log_start))
 
 
 def is_script(argv: Sequence[str]) -> bool:
-    """Whether a command runs a Python script with this interpreter, without options of that."""
+    """Whether a command runs a Python script by this interpreter, without interpreter options."""
     return argv[0] == sys.executable and len(argv) > 1 and not argv[1].startswith("-")
 
 
@@ -122,9 +122,9 @@ def with_defaults(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_taken_port(pod: PlanPod) -> str:
-    """Return which of this pod's ports somebody listens on, in words; empty when all are free.
+    """Return in words which of this pod's ports is taken; "": all are free.
 
-    With SO_REUSEADDR, as the frameworks bind: connections of the last stage that linger in
+    Binds with SO_REUSEADDR, as the frameworks do: connections of the last stage that linger in
     TIME_WAIT are no obstacle.
     """
     for port in pod.ports:
@@ -151,7 +151,7 @@ def read_tail(path: Path, start: int = 0) -> list[str]:
 
 
 def essence(lines: Sequence[str]) -> str:
-    """Return what says most about the end: the last traceback's error, else the last line."""
+    """Return the line that says most about the end: the last traceback's error, else the last."""
     headers = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent")]
     if headers:
         for line in lines[headers[-1] + 1 :]:

@@ -1,1 +1,1 @@
-"""`edl run`: server, client and job on this machine."""
+"""`edl run`: a job server, a job client and a job on this machine."""

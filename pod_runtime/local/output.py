@@ -1,4 +1,4 @@
-"""The trainers' output as `edl run` shows it: line by line, and the same traceback only once."""
+"""Show the trainers' output in `edl run`: line by line, and the same traceback only once."""
 
 import contextlib
 import re
@@ -9,23 +9,23 @@ from typing import BinaryIO
 from pod_runtime.local.view import patient_output
 
 _LOG = re.compile(r"trainer_(\d+)\.stage_(\d+)\.log")
-_LONGEST = 300  # lines of a traceback; what is longer is none
+_LONGEST = 300  # lines of a traceback
 _KNOWN = 50  # tracebacks that are remembered
-_STAGES = 3  # the newest so many are looked at each time, ...
+_STAGES = 3  # logs of so many newest stages are read each time, ...
 _RARELY = 10  # ... the others only every so many times
-_NEAR = 40  # lines: what is as near to the end as that is still on the screen
+_NEAR = 40  # lines: so many last lines are still on the screen
 
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """A traceback, and what came after it."""
+    """A traceback, and the lines after it."""
 
     lines: list[bytes] = field(default_factory=list)
-    shown: bool = False  # else it is held back: it may be one that was shown
+    shown: bool = False  # else it is held back: it may be a repetition
     at: int = 0  # how many lines had been shown when its newest was
 
     def goes_with(self, other: "_Block") -> bool:
-        """Whether they say the same as far as both go."""
+        """Whether the shorter of the two is a prefix of the other."""
         both = min(len(self.lines), len(other.lines))
         return self.lines[:both] == other.lines[:both]
 
@@ -35,23 +35,23 @@ class _Log:
     prefix: bytes
     stage: int
     offset: int = 0
-    begun: bytes = b""  # of a line
+    begun: bytes = b""  # of a line: what has no newline yet
     block: _Block | None = None  # None: no traceback has begun
 
 
 class TrainerOutput:
     """Copies what is added to the trainers' logs, each line with its rank.
 
-    All ranks tend to fail with the same error, and to fail with it again in the next stage. What a
-    log has from a traceback on is held back while it is the same as what another log had; it is
-    dropped if nothing else follows, and shown whole if something does.
+    All ranks tend to fail with the same error, and again in the next stage. From a traceback on, a
+    log is held back while it is the same as another log's: it is shown whole if it goes on
+    differently, and dropped if it ends.
     """
 
     def __init__(self, folder: Path, output: BinaryIO) -> None:
-        """`folder`: where the logs are; it need not be there yet."""
+        """`folder`: of the logs; it need not exist yet."""
         self._folder, self._output = folder, output
         self._logs: dict[Path, _Log] = {}  # in the order in which they are shown
-        self._scanned_at = 0  # when the folder had changed last, as its file system has it
+        self._scanned_at = 0  # the folder's time of change, at the last scan
         self._looks = 0
         self._newest = 0  # stage
         self._known: list[_Block] = []
@@ -62,14 +62,14 @@ class TrainerOutput:
         self._find_logs()
         self._looks += 1
         for path, log in self._logs.items():
-            # A long run has thousands of logs; mostly those of the newest stages are written to.
+            # A long run has thousands of logs, and mostly the newest stages' grow.
             if log.stage > self._newest - _STAGES or self._looks % _RARELY == 0 or last:
                 self._show_log(path, log, last)
         with patient_output():
             self._output.flush()
 
     def repeat(self, path: Path) -> list[str] | None:
-        """Return the last traceback of a log if it is no longer near; None: it has none."""
+        """Return a log's last traceback, [] if it is still on the screen; None: it has none."""
         log = self._logs.get(path)
         block = None if log is None else log.block
         if block is None:
@@ -109,7 +109,7 @@ class TrainerOutput:
 
     def _take(self, log: _Log, line: bytes) -> None:
         prefix = log.prefix
-        if _begins(line, amid=log.block is not None):
+        if _begins(line, in_block=log.block is not None):
             self._decide(log, over=True)
             log.block = _Block(shown=not self._known)
             self._known = [*self._known, log.block][-_KNOWN:]
@@ -129,7 +129,7 @@ class TrainerOutput:
             log.block = None
 
     def _decide(self, log: _Log, *, over: bool) -> None:
-        """Show what is held back, if it turns out to be new."""
+        """Show what is held back if it is new."""
         block = log.block
         if block is None or block.shown:
             return
@@ -138,7 +138,7 @@ class TrainerOutput:
             self._show_block(block, log.prefix)
 
     def _model_of(self, block: _Block) -> _Block | None:
-        """Return the longest traceback that was shown and that this one is so far the same as."""
+        """Return the longest traceback shown that this one repeats so far; None: there is none."""
         same = [each for each in self._known if each.shown and each.goes_with(block)]
         return max(same, key=lambda each: len(each.lines), default=None)
 
@@ -153,8 +153,8 @@ class TrainerOutput:
         self._count += len(lines)
 
 
-def _begins(line: bytes, *, amid: bool) -> bool:
-    """Whether a traceback begins with this line; that of a SyntaxError may have no header."""
+def _begins(line: bytes, *, in_block: bool) -> bool:
+    """Whether a traceback begins with this line; a SyntaxError's may have no header."""
     if line.endswith(b"Traceback (most recent call last):") and not line.startswith(b"C++"):
         return True
-    return not amid and re.match(rb'  File "[^"]+", line \d+$', line) is not None
+    return not in_block and re.match(rb'  File "[^"]+", line \d+$', line) is not None

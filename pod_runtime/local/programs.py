@@ -1,4 +1,4 @@
-"""The server and the client of `edl run`: child processes, started again when they die."""
+"""Run the server and the client of `edl run` as children, and restart them when they die."""
 
 import functools
 import os
@@ -12,12 +12,12 @@ from pod_runtime.errors import LaunchError
 from pod_runtime.launcher.trainers import read_tail
 from pod_runtime.processes import die_with_parent
 
-MAX_RESTARTS = 5  # within one run: a program that dies more often is broken
+MAX_RESTARTS = 5  # in one run
 _SHOWN_LINES = 10
 
 
 class LocalProgram:
-    """One child process, in a session of its own: a Ctrl-C at the terminal is ours alone."""
+    """One child process, in a session of its own: it does not get the terminal's Ctrl-C."""
 
     def __init__(
         self, name: str, argv: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path
@@ -33,7 +33,7 @@ class LocalProgram:
         self._process = self._start()
 
     def look_after(self) -> str:
-        """Start it again if it has died; return what happened in words, "" for nothing.
+        """Restart it if it has died; return what happened in words, "" for nothing.
 
         Raises:
             LaunchError: it has died too often, or its command line was refused.
@@ -47,13 +47,13 @@ class LocalProgram:
                 2 if code == 2 else 1,
             )
         self._restarts += 1
-        # Pauses of 0, 0.2, 0.4, ... s: what made it die may pass.
+        # Pauses of 0, 0.2, 0.4, ... s: the cause may pass.
         time.sleep(0.2 * (self._restarts - 1))
         self._process = self._start()
         return f"the {self.name} has died ({code}) and was started again"
 
     def stop(self, timeout_s: float) -> bool:
-        """SIGTERM; wait; return whether it has ended."""
+        """Send SIGTERM and wait; return whether it has ended."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
         try:

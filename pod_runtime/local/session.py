@@ -1,4 +1,4 @@
-"""One `edl run`, from its folder to the last process: start, watch, stop, clean up."""
+"""Start, watch and stop one `edl run`, and clean up after it."""
 
 import contextlib
 import os
@@ -33,7 +33,7 @@ _CLIENT_STOP_EXTRA_S = 15.0
 _SERVER_STOP_S = 5.0
 _SHOWN_LINES = 20
 INTERRUPTED = 130
-# Below those that the kernel gives to connections: none takes it while the server starts, again.
+# Below the ports that the kernel gives to connections: none takes it while the server restarts.
 _SERVER_PORTS = range(10000, 12000)
 
 
@@ -44,13 +44,13 @@ class RunConfig:
     script: Path
     script_args: tuple[str, ...]
     cwd: Path  # where the trainers run
-    folder: Path  # of this run: logs, database, accounts
+    folder: Path  # of this run: logs, database, ledger
     heartbeat_s: float
-    preload: str | None = None  # modules that spares import; None: none but ours
+    preload: str | None = None  # modules that spares import; None: only EDL's
 
 
 class LocalSession:
-    """Use once. `run` returns when nothing of it is left."""
+    """One run. Use it once; `run` returns when no process of it is left."""
 
     def __init__(self, config: RunConfig, train_sh: str, environ: Mapping[str, str]) -> None:
         self._config, self._train_sh = config, train_sh
@@ -155,7 +155,7 @@ class LocalSession:
     # --- watch --------------------------------------------------------------------------------
 
     def _watch(self) -> JobStatus | None:
-        """Show the job until it has ended; None: it was cut short."""
+        """Show the job until it ends; None: it was cut short."""
         watch = JobWatch(self._connect, self._config.spec.job_id)
         asked, shown = False, ""
         while True:
@@ -163,7 +163,7 @@ class LocalSession:
             watch.changed.clear()
             status = watch.status
             events = watch.take_events()
-            self._output.show_new()  # it came before what the events say of it
+            self._output.show_new()  # the events may be about it
             for event in events:
                 _show(without_end(event.text))
             if status is not None and status.state.ended:
@@ -178,7 +178,7 @@ class LocalSession:
                 _show(_lost(status))
                 return None
             if asked:
-                # Whoever else wants this ended may kill it any time: so it says how far it is.
+                # Others may kill this process at any time: show how far it is.
                 shown = _show_saving(status, shown)
                 self._ask_to_stop(status)
 
@@ -197,7 +197,7 @@ class LocalSession:
     # --- end ----------------------------------------------------------------------------------
 
     def _end_programs(self) -> None:
-        """The client first: it stops its pods; then the server."""
+        """Stop the client, which stops its pods, then the server."""
         if self._interrupts > 1:
             return
         if self._client is not None:
@@ -206,7 +206,7 @@ class LocalSession:
             self._server.stop(_SERVER_STOP_S)
 
     def _kill_rest(self) -> None:
-        """Nothing that this run has started goes on after it, however it ends."""
+        """Kill all that this run has started, however it ends."""
         for program in (self._client, self._server):
             if program is not None:
                 program.kill()
@@ -268,7 +268,7 @@ class LocalSession:
 
 
 def _show_saving(status: JobStatus | None, shown: str) -> str:
-    """Show how far the writing of the state is, where that is news; return what was shown last."""
+    """Show how far the state is written, if that is new; return what was shown last."""
     if status is None or status.saving is None:
         return shown
     text = saving_text(status.saving)
@@ -295,7 +295,7 @@ def _show(text: str) -> None:
 
 
 def _free_port() -> int:
-    """Return a port that nobody uses now.
+    """Return a free port.
 
     Raises:
         LaunchError: there is none.

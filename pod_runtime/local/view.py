@@ -1,4 +1,4 @@
-"""What `edl run` shows of the job itself: its events and its state."""
+"""Follow a job's events and state, for `edl run` to show."""
 
 import contextlib
 import logging
@@ -19,10 +19,10 @@ _FAILS = re.compile(r"(^|; )failed: .*; (?=its newest state)")
 
 
 class JobWatch:
-    """Two threads that follow one job; the newest status and the events not yet shown."""
+    """Two threads that follow one job: its newest status, and events that were not shown yet."""
 
     def __init__(self, connect: Callable[[], ApiClient], job_id: str) -> None:
-        self.status: JobStatus | None = None  # None: not heard yet
+        self.status: JobStatus | None = None  # None: not known yet
         self.changed = threading.Event()
         self._connect, self._job_id = connect, job_id
         self._events: list[JobEvent] = []
@@ -33,12 +33,12 @@ class JobWatch:
             ).start()
 
     def take_events(self) -> list[JobEvent]:
-        """Return the events that came since the last call."""
+        """Return the events since the last call."""
         taken, self._events = self._events, []
         return taken
 
     def fetch_events(self) -> list[JobEvent]:
-        """Ask for what has not been heard yet: the last ones, at the end of a job."""
+        """Return the events that are left, at the end of a job; asks the server."""
         self._closed.set()
         seen = self.take_events()
         after = max([self._heard, *(event.number for event in seen)], default=0)
@@ -52,7 +52,7 @@ class JobWatch:
         while not self._closed.is_set():
             try:
                 work()
-            except Exception:  # a thread that ends would leave `edl run` to wait for ever
+            except Exception:  # without this thread `edl run` would wait for ever
                 logger.exception("following the job failed; trying again")
                 self._closed.wait(_AGAIN_S)
 
@@ -62,7 +62,7 @@ class JobWatch:
             while not self._closed.is_set():
                 try:
                     status = api.watch(self._job_id, revision, _POLL_S)
-                except JobServerError:  # away: it is being started again
+                except JobServerError:  # it is being restarted
                     self._closed.wait(_RETRY_S)
                     revision = -1
                     continue
@@ -86,7 +86,7 @@ class JobWatch:
 
 
 def without_end(text: str) -> str:
-    """Return an event's text without why the job ends, which is told last and once."""
+    """Return an event's text without the reason why the job ends, which is shown last, once."""
     text = _FAILS.sub(r"\1", text)
     for state in JobState:
         if state.ended:
@@ -96,10 +96,10 @@ def without_end(text: str) -> str:
 
 @contextlib.contextmanager
 def patient_output() -> Iterator[None]:
-    """Let a full disk behind our output end no training: the logs and the server have it all.
+    """Ignore a full disk behind our output: the logs and the server have it all.
 
     Raises:
-        BrokenPipeError: who reads our output has gone.
+        BrokenPipeError: our output is not read any more.
     """
     try:
         yield

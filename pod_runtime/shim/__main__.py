@@ -1,13 +1,14 @@
-"""Hold one pod: start its script, pass stops on, let nothing of it survive, keep its snapshots.
+"""Hold one pod: start its script, pass stops on, kill all that is left, keep its snapshots.
 
     python -m pod_runtime.shim --pod_dir DIR [--detach] -- CMD...
 
-`pod_runtime.shim_wire` is the contract. One thread; standard library only, because it is started
-for every pod and must outlive everything else of it. The script runs in the current folder and
-with the current environment. `--detach` returns as soon as the shim answers on its socket.
+`pod_runtime.shim_wire` is the contract. The shim has one thread and imports the standard library
+only: one is started for every pod, and outlives everything else of it. The script runs in the
+current folder, with the current environment. `--detach` returns as soon as the shim answers on its
+socket.
 
-The shim is a child subreaper, so every process of the pod, also one that called setsid or lost its
-parent, stays below it; when it has no child left, no process of the pod is left.
+The shim is a child subreaper: every process of the pod stays below it, even one that called setsid
+or lost its parent. When the shim has no child left, no process of the pod is left.
 """
 
 import contextlib
@@ -48,7 +49,7 @@ class Shim:
         self.segments = SegmentStore()
         self.released = False
         self.asked_at = time.monotonic()
-        self._watchers: dict[LineSocket, bool] = {}  # True: wants to be told of the exit
+        self._watchers: dict[LineSocket, bool] = {}  # True: wants a message at the exit
         self._connections: list[LineSocket] = []
         self._wake = wake
         self._listener = listener
@@ -58,7 +59,7 @@ class Shim:
         self.signalled = False  # the shim itself was asked to end
 
     def run(self) -> None:
-        """Return when nothing is left to be held."""
+        """Return when there is nothing left to hold."""
         while True:
             self._after_reaping()
             timeout = self.script.tick()
@@ -77,10 +78,11 @@ class Shim:
             self._drop(connection)
 
     def _finished(self) -> bool:
-        """Once no process of the pod is left: does nobody need the segments?"""
+        """Whether the segments are not needed any more. No process of the pod is left."""
         if self.released or not len(self.segments):
             return True
-        # Who stops a whole machine signals all at once: the client is to fetch what is held here.
+        # When a whole machine is stopped, all get a signal at once: give the client time to fetch
+        # what is held here.
         linger_s = shim_wire.SIGNALLED_LINGER_S if self.signalled else shim_wire.LINGER_S
         return not self._watchers and time.monotonic() - self.asked_at > linger_s
 
@@ -107,7 +109,7 @@ class Shim:
     def _write_exit(self, ended: PodExit) -> None:
         try:
             shim_wire.write_json(self.pod_dir / "exit.json", _exit_json(ended))
-        except OSError as error:  # disk full, folder gone: who watches is told over the socket
+        except OSError as error:  # disk full, folder gone: watchers are told over the socket
             with contextlib.suppress(OSError):  # the pod's log is on that disk as well
                 sys.stderr.write(f"shim: exit.json not written: {error}\n")
 
@@ -116,7 +118,7 @@ class Shim:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # out of descriptors: an idle connection goes, the next try succeeds
+        except OSError:  # out of descriptors: with one connection less the next try succeeds
             self._drop_oldest()
             return
         connection.setblocking(False)
@@ -154,7 +156,7 @@ class Shim:
             self._drop(line)
         except BlockingIOError:
             return
-        # Whatever a request may bring (JSON a thousand brackets deep), the pod goes on.
+        # Whatever a request contains (JSON a thousand brackets deep), the pod goes on.
         except Exception as error:  # noqa: BLE001
             self._answer(line, {"ok": False, "error": str(error)})
             self._drop(line)
@@ -162,7 +164,7 @@ class Shim:
     def _answer(self, line: LineSocket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         try:
             line.send({**message, "fds": len(fds)}, fds)
-        except OSError:  # gone, or it does not read what it asked for
+        except OSError:  # the client is gone, or does not read
             self._drop(line)
 
     def _request(self, line: LineSocket, message: dict[str, Any], fds: tuple[int, ...]) -> None:
@@ -172,7 +174,7 @@ class Shim:
         except ValueError as error:
             answer, out = {"ok": False, "error": str(error)}, ()
         finally:
-            for fd in fds:  # what is kept has been duplicated
+            for fd in fds:  # those that are kept have been duplicated
                 os.close(fd)
         self._answer(line, answer, out)
 
@@ -243,7 +245,7 @@ def _peer_uid(connection: socket.socket) -> int:
 
 
 def _lock(pod_dir: Path) -> int:
-    """Make sure that this is the folder's only shim; the lock goes with the process."""
+    """Make sure that this is the folder's only shim; the lock ends with the process."""
     fd = os.open(pod_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -269,7 +271,7 @@ def _parse(argv: list[str]) -> tuple[Path, bool, list[str]]:
 
 
 def _detach() -> int:
-    """Go on in a child; the parent returns to its caller once the child has written to this fd."""
+    """Go on in a child; the parent exits once the child has written to the returned fd."""
     ready, child_ready = os.pipe()
     if os.fork() == 0:
         os.close(ready)
@@ -280,7 +282,7 @@ def _detach() -> int:
 
 
 def _wake_on_signals() -> int:
-    """Return a descriptor that gets a byte with the number of each signal that comes."""
+    """Return a descriptor that receives the number of each signal as a byte."""
     wake, wake_write = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(wake_write, False)
@@ -292,7 +294,7 @@ def _wake_on_signals() -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Run the shim in this process; returns when it is not needed any more."""
+    """Run the shim in this process until it is not needed any more."""
     try:
         pod_dir, detach, command = _parse(argv)
         lock = _lock(pod_dir)
@@ -328,7 +330,7 @@ def main(argv: list[str]) -> int:
 
 
 def _forget_console(log: Path) -> None:
-    """Let go of the caller's pipes; what the shim itself may have to say goes to the pod's log."""
+    """Close the caller's pipes; the shim's own messages go to the pod's log."""
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     try:

@@ -1,4 +1,4 @@
-"""The end of a pod's log, for exit reports. Standard library only."""
+"""Read the end of a pod's log, for exit reports. Standard library only."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ LOG_LINE_CHARS = 500
 
 
 def last_lines(log: Path) -> tuple[str, ...]:
-    """Return the last lines that are not blank, shortened: enough to see why a script ended."""
+    """Return the last lines that are not blank, shortened, to show why a script ended."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""The script that a shim holds, with everything that descends from it. Standard library only."""
+"""Start, signal and reap a pod's script and all its descendants. Standard library only."""
 
 import contextlib
 import os
@@ -10,8 +10,8 @@ from pod_runtime import processes
 from pod_runtime.shim.log import last_lines
 from pod_runtime.shim_wire import PodExit
 
-KILL_AGAIN_S = 0.1  # a process forked while we killed is met by the next round
-# Python and this program ignore or handle these; the script is to find them as any program does.
+KILL_AGAIN_S = 0.1  # the next round kills processes that were forked during this one
+# Python and this program ignore or handle these; the script gets the defaults of any program.
 _NOT_FOR_THE_SCRIPT = (
     signal.SIGPIPE, signal.SIGXFSZ, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM,
     signal.SIGCHLD,
@@ -24,9 +24,9 @@ class PodScript:
     def __init__(self, command: list[str], log: Path) -> None:
         self.pid: int | None = None  # None: it could not be started
         self.wait_status: int | None = None  # None: it runs
-        self.error = ""  # why it could not be started
-        self.deadline: float | None = None  # monotonic; SIGKILL then. None: nobody stops it
-        self.why = ""  # who stops it
+        self.error = ""  # why the script could not be started
+        self.deadline: float | None = None  # for SIGKILL, monotonic; None: it is not being stopped
+        self.why = ""  # it is stopped
         self.killed = False  # SIGKILL has been sent
         self.kill_asked = False
         self.gone = False  # no process of the pod is left
@@ -35,7 +35,7 @@ class PodScript:
 
     def _start(self, command: list[str]) -> None:
         parent = os.getpid()
-        report, child_report = os.pipe()  # closed by a successful exec, else says what failed
+        report, child_report = os.pipe()  # closed by a successful exec; else it carries the error
         pid = os.fork()
         if pid == 0:
             self._become(command, parent, child_report)
@@ -45,9 +45,9 @@ class PodScript:
         self.pid = pid
 
     def _become(self, command: list[str], parent: int, report: int) -> None:
-        """In the child: turn into the script."""
+        """Become the script. Runs in the child."""
         try:
-            os.setpgid(0, 0)  # the shim, alone in its group, is never hit by a signal to one
+            os.setpgid(0, 0)  # signals to a process group never reach the shim
             processes.die_with_parent(parent)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -62,7 +62,7 @@ class PodScript:
             os._exit(127)
 
     def stop(self, grace_s: float, why: str) -> None:
-        """SIGTERM every process of the pod, SIGKILL after `grace_s`; a repeat may shorten that."""
+        """Send SIGTERM to the pod, SIGKILL after `grace_s`; a later call may shorten that."""
         deadline = time.monotonic() + grace_s
         if self.deadline is not None:
             self.deadline = min(self.deadline, deadline)
@@ -77,7 +77,7 @@ class PodScript:
             self.tick()
 
     def tick(self) -> float | None:
-        """Do what is due; return the seconds until the next call, None: not before an event."""
+        """Do what is due; return the seconds until the next call. None: wait for an event."""
         if self.gone or self.deadline is None:
             return None
         left = self.deadline - time.monotonic()
@@ -87,7 +87,7 @@ class PodScript:
         return KILL_AGAIN_S
 
     def _signal(self, number: int) -> bool:
-        """Signal the pod's process groups: unlike one by one, a fork cannot slip through."""
+        """Signal the pod's process groups, not single processes: a fork cannot slip through."""
         own_group = os.getpgid(0)
         found = processes.descendants(os.getpid())
         for group in {process.pgid for process in found} - {own_group, 0}:
@@ -99,7 +99,7 @@ class PodScript:
         return bool(found)
 
     def reap(self) -> None:
-        """Wait for every child that has ended, of whatever descent."""
+        """Reap every child that has ended, adopted ones included."""
         while not self.gone:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -112,7 +112,7 @@ class PodScript:
                 self.wait_status = status
 
     def exit(self) -> PodExit:
-        """Return how the script ended; only once it is gone."""
+        """Return how the script ended. Call it only once it is gone."""
         status = 0 if self.wait_status is None else self.wait_status
         code = os.waitstatus_to_exitcode(status)
         if self.error:

@@ -1,4 +1,4 @@
-"""The snapshot segments that a shim holds. Standard library only."""
+"""Hold the descriptors of snapshot segments. Standard library only."""
 
 import os
 
@@ -8,7 +8,7 @@ _MAX_TEXT = 200
 
 
 class SegmentStore:
-    """Descriptors of snapshots, by (pod_id, stage); at most as many as one answer can carry."""
+    """Descriptors of segments by (pod_id, stage), at most as many as one answer can carry."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, int], tuple[HeldSegment, int]] = {}
@@ -17,12 +17,12 @@ class SegmentStore:
         return len(self._held)
 
     def put(self, described: object, fds: tuple[int, ...]) -> None:
-        """Keep a duplicate of the one descriptor, in place of the same (pod_id, stage).
+        """Keep a duplicate of the descriptor; it replaces one of the same (pod_id, stage).
 
-        When there are too many, the lowest stage goes: a newer snapshot is worth more.
+        When there are too many, that of the lowest stage is dropped.
 
         Raises:
-            ValueError: the description is malformed, or is not of what was sent.
+            ValueError: the description is malformed, or does not match the descriptor.
         """
         segment = _segment(described)
         if len(fds) != 1:
@@ -40,17 +40,19 @@ class SegmentStore:
             self._forget(min(self._held, key=lambda held: held[1]))
 
     def get(self, stage: object) -> list[tuple[HeldSegment, int]]:
-        """Return what is held of `stage` (None: of all), newest first; the descriptors stay ours.
+        """Return the segments of `stage` (None: of all), newest first.
+
+        Their descriptors stay this object's; do not close them.
 
         Raises:
-            ValueError: `stage` is no stage number.
+            ValueError: `stage` is not a stage number.
         """
         wanted = None if stage is None else _whole("stage", stage)
         kept = [held for held in self._held.values() if wanted in (None, held[0].stage)]
         return sorted(kept, key=lambda held: (-held[0].stage, held[0].pod_id))
 
     def drop(self, below_stage: object) -> None:
-        """Forget the segments of lower stages. Raises ValueError: no stage number."""
+        """Drop the segments of lower stages. Raises ValueError: not a stage number."""
         limit = _whole("below_stage", below_stage)
         for key in [key for key in self._held if key[1] < limit]:
             self._forget(key)

@@ -55,7 +55,7 @@ def ready(spares: Spares, env: dict[str, str] | None = None) -> None:
     spare = spares.start({"PATH": os.environ["PATH"], "OLD": "1", **(env or {})})
 
     def is_ready() -> bool:
-        assert spare.hear()
+        assert spare.receive()
         return spare.ready
 
     wait_until(is_ready, 60)
@@ -192,7 +192,7 @@ processes.set_child_subreaper()
 spares = Spares((), Path({str(script.parent)!r}))
 spare = spares.start({{}})
 while not spare.ready:
-    spare.hear()
+    spare.receive()
     time.sleep(0.01)
 trainer = TrainerProcess(stage=4, attempt=0, rank=2, argv=[sys.executable, {str(script)!r}, "fork"],
                          env={{}}, log_path=Path({str(script.parent)!r}) / "log", spares=spares)

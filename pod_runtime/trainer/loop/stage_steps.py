@@ -83,7 +83,7 @@ class StageSteps:
         """Send the progress to the launcher."""
         link, progress = self.stage.link, self.stage.progress
         if link is not None:
-            link.tell_step(
+            link.send_step(
                 step=progress.cursor.global_step,
                 epoch=progress.cursor.epoch,
                 total_steps=progress.total_steps,

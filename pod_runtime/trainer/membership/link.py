@@ -1,7 +1,7 @@
-"""A trainer's end of the channel to its launcher; `channel_wire` has the messages.
+"""Talk to the launcher, from a trainer; `channel_wire` has the messages.
 
-No thread: the loop polls once per step, which costs a system call, and waits here while it is
-parked. The socket closes when the launcher dies; the kernel kills the trainer then, too.
+There is no thread: the loop polls once per step, which costs a system call, and waits here while it
+is parked. The socket closes when the launcher dies; then the kernel kills the trainer, too.
 """
 
 import os
@@ -34,7 +34,7 @@ from pod_runtime.trainer.errors import LinkError
 from pod_runtime.trainer.progress.agreement import HALTS
 
 _CONNECT_TIMEOUT_S = 30.0
-STEP_PERIOD_S = 0.2  # at most so often does a trainer say `step`
+STEP_PERIOD_S = 0.2  # a trainer sends `step` at most so often
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class StageStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatePreview:
-    """The state that a prepared trainer will start from, if the change is committed."""
+    """A state that a prepared trainer will probably start from, in segments."""
 
     stamp: Stamp
     fds: tuple[int, ...]  # segments, owned by the receiver
@@ -57,10 +57,14 @@ class LauncherLink:
     """The conversation of one trainer in one stage."""
 
     def __init__(self, name: str, *, rank: int, stage: int, pid: int, joins: bool = False) -> None:
-        """Connect and say hello; `joins`: it can form a next group beside its own.
+        """Connect and send hello.
+
+        Args:
+            name: of the launcher's abstract socket.
+            joins: this trainer can form a next stage's group while it trains.
 
         Raises:
-            LinkError: nobody listens at the abstract socket `name`.
+            LinkError: no launcher listens there.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         connection.settimeout(_CONNECT_TIMEOUT_S)
@@ -79,15 +83,13 @@ class LauncherLink:
         self._writable = select.poll()
         self._writable.register(connection, select.POLLOUT)
         self.going = False  # `go` has come
-        self._start: StageStart | None = None  # what came with it; None: nothing, or not yet
-        self._preview: StatePreview | None = (
-            None  # the newest; None: none, or it has been looked at
-        )
-        self.invitation: Invitation | None = None  # None: there is none, or it is off
-        self.cut: Cut | None = None  # the newest one that is not off; None: there is none
+        self._start: StageStart | None = None  # the newest; None: none, or it was used
+        self._preview: StatePreview | None = None  # the newest; None: none, or it was used
+        self.invitation: Invitation | None = None  # None: there is none
+        self.cut: Cut | None = None  # the newest that is not off; None: there is none
         self.resumed_id = -1  # highest id of a cut that is off
         self._last_step_at = 0.0
-        self._metrics: dict[str, float] | None = None  # not yet told
+        self._metrics: dict[str, float] | None = None  # not sent yet; None: none
         self.send(TrainerHello(rank=rank, stage=stage, pid=pid, joins=joins))
 
     def send(self, message: TrainerMessage, fds: tuple[int, ...] = ()) -> None:
@@ -96,17 +98,20 @@ class LauncherLink:
         Raises:
             LinkError: the launcher is gone.
         """
+        content = to_json(message)
+        if fds:
+            content["fds"] = len(fds)
         try:
-            self._lines.send({**to_json(message), "fds": len(fds)}, fds)
+            self._lines.send(content, fds)
         except OSError as error:
             raise LinkError(f"the launcher is gone: {error}") from error
 
     def close(self) -> None:
-        """Hang up: the script begins another conversation."""
+        """Hang up: the script begins another loop."""
         self._lines.close()
 
     def poll(self) -> None:
-        """Take in what has come, without waiting."""
+        """Handle the messages that have come, without waiting."""
         while True:
             received = self._lines.pending()
             if received is None:
@@ -116,7 +121,7 @@ class LauncherLink:
             self._take(*received)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for a message, or for `timeout_s` (None: as long as it takes), and take it in."""
+        """Wait for a message, at most `timeout_s` (None: for ever), and handle it."""
         received = self._lines.pending()
         if received is None:
             if not self._readable.poll(None if timeout_s is None else timeout_s * 1000):
@@ -128,7 +133,7 @@ class LauncherLink:
         """Wait for the answer to hello, or until the stage that was prepared is committed.
 
         Args:
-            look: called with each preview that comes before.
+            look: called with each preview that comes before that.
 
         Raises:
             LinkError: the launcher is gone, or its plan is malformed.
@@ -145,15 +150,15 @@ class LauncherLink:
         return start
 
     def wait_go(self) -> None:
-        """Wait until the stage is committed. A cut before that means that it was, too."""
+        """Wait until the stage is committed; a cut means that it was."""
         while not self.going and self.cut is None:
             self.wait()
 
     def wait_for_the_end(self) -> NoReturn:
-        """Wait to be ended by the launcher.
+        """Wait until the launcher ends this process.
 
         Raises:
-            LinkError: it is gone.
+            LinkError: the launcher is gone.
         """
         while True:
             self._receive()
@@ -161,17 +166,17 @@ class LauncherLink:
     def wait_resume(self, cut_id: int) -> StageStart | None:
         """Stay parked until the cut is off; most trainers are ended while they wait here.
 
-        Returns what a trainer that joins goes on as; None: as what it is.
+        Returns the stage that this trainer has joined; None: it goes on in its own.
         """
         while self.resumed_id < cut_id and self._start is None:
             self.wait()
         start, self._start = self._start, None
         return start
 
-    def tell_step(
+    def send_step(
         self, *, step: int, epoch: int, total_steps: int | None, step_s: float, at_once: bool
     ) -> None:
-        """Say `step`, unless that was said just now or the launcher does not listen."""
+        """Send `step`, unless one was sent just now or the launcher does not read."""
         now = time.monotonic()
         if now - self._last_step_at < STEP_PERIOD_S and not at_once:
             return
@@ -184,7 +189,7 @@ class LauncherLink:
         )
 
     def set_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Have the next `step` carry these."""
+        """Send these with the next `step`."""
         self._metrics = dict(metrics)
 
     def _receive(self) -> tuple[dict[str, Any], tuple[int, ...]]:

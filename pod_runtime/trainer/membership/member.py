@@ -1,4 +1,4 @@
-"""This trainer as a member of its stage: what it agrees on with its peers, and when it parks."""
+"""Agree with the other ranks of a stage: on steps, on cuts, and on when to park."""
 
 import contextlib
 import logging
@@ -33,11 +33,11 @@ from pod_runtime.trainer.progress.agreement import (
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 1.0  # of a rank that waits at a barrier
-_PEERS_WAIT_S = 8.0  # a waiting rank shows itself so often; gloo gives its peers up after 30 s
+_PEERS_WAIT_S = 8.0  # a waiting rank shows itself so often: gloo gives peers up after 30 s
 
 
 class StageMember:
-    """Agreement with the peers, over whatever the adapter's group is."""
+    """Agreement with the other ranks, over the adapter's group."""
 
     def __init__(
         self,
@@ -52,18 +52,18 @@ class StageMember:
         self.world_size = world_size
         self._adapter = adapter
         self._state_manager = state_manager
-        self._link = link  # None: outside EDL, where nobody cuts
+        self._link = link  # None: outside EDL, where there are no cuts
         self._next_group = next_group  # None: as above
         self._waiting_since: float | None = None  # None: not waiting for data
         self._is_to_end = False
-        self._gate = threading.Lock()  # around `_waits`; held for good by who ends the process
+        self._gate = threading.Lock()  # around `_waits`; kept by a thread that ends the process
         self._waits = False  # in an exchange: the state is the committed one
 
     def exchange(self, samples: int, drawn: int | None = None) -> ExchangeResult:
-        """Sum gradients with all ranks; returns when all of them had theirs.
+        """Sum gradients over all ranks; return when all have contributed.
 
         Args:
-            samples: that this rank computed.
+            samples: number that this rank computed.
             drawn: sum of their hashes; None: they have none.
 
         Raises:
@@ -74,10 +74,10 @@ class StageMember:
             if not verdict.void:
                 return verdict
             if verdict.cut:
-                self._park_amid_step()
+                self._park_within_step()
 
     def wait_for_data(self) -> None:
-        """Call while data do not come: parks with the others when a cut is due."""
+        """Call while no data come: park with the other ranks when a cut is due."""
         now = time.monotonic()
         if self._waiting_since is None:
             self._waiting_since = now
@@ -87,7 +87,7 @@ class StageMember:
             return
         self._waiting_since = now
         if self._exchange(0, None, void=True).cut:
-            self._park_amid_step()
+            self._park_within_step()
 
     def have_data(self) -> None:
         """The wait is over."""
@@ -97,8 +97,8 @@ class StageMember:
         """Let all ranks notice a cut at a point that all of them pass, between steps.
 
         Args:
-            may_move: trainers of the next stage would come by here as well; else a cut for which
-                this trainer would go on in the next stage waits.
+            may_move: new trainers of the next stage pass this point, too. If not, a cut waits if
+                this trainer would go on in the next stage.
 
         Raises:
             StageChanged: it goes on in the next stage.
@@ -108,28 +108,28 @@ class StageMember:
             self.park()
 
     def any_of_us(self, mine: bool) -> bool:
-        """Whether any rank says so. All ranks call it."""
+        """Whether `mine` is true on any rank. All ranks call it."""
         votes = np.array([float(mine)])
         self._adapter.all_reduce(votes)
         return bool(votes[0])
 
     def end_epoch(self, stop: bool) -> tuple[bool, SnapshotRequest]:
-        """Agree on whether it was the last one, and on what is done then. All ranks call it."""
+        """Agree on whether it was the last epoch, and on what is done then. All ranks call it."""
         request = self._state_manager.request_after_epoch()
         votes = np.array([float(stop), request.snapshot, float(request.renew)])
         self._adapter.all_reduce(votes)
         return bool(votes[0]), SnapshotRequest(snapshot=float(votes[1] >= 1), renew=bool(votes[2]))
 
     def write_final(self) -> None:
-        """Have rank 0 write the last checkpoint, again and again until it is there.
+        """Have rank 0 write the last checkpoint, and try again until it is there.
 
-        Without it the training would have been for nothing: a full disk can be mended, and whoever
-        does not want to can end the job. All ranks call it; they look after each other meanwhile,
-        and park between two tries when a cut is due.
+        Without it the training would be lost. A full disk can be mended, and the user can end the
+        job. All ranks call it; they watch each other meanwhile, and park between two tries when a
+        cut is due.
 
         Raises:
             StageChanged: it goes on in the next stage, which tries again.
-            PeerLost: a rank is gone, or this one was told to end.
+            PeerLost: a rank is gone, or this one has to end.
             InUseError: on rank 0; another training has taken over the folder of checkpoints.
         """
         while True:
@@ -174,7 +174,7 @@ class StageMember:
     def park(self) -> None:
         """Agree with all ranks on the cut, and stay parked until it is off. All ranks call it.
 
-        Returns at once when every rank has heard by now that the cut is off.
+        Returns at once if every rank knows by now that the cut is off.
 
         Raises:
             StageChanged: this trainer goes on in the next stage.
@@ -195,7 +195,7 @@ class StageMember:
         *ballots, renew = votes.tolist()
         agreed = read_ballots(ballots)
         if agreed is None:
-            logger.info("the cut is off before anybody parked")
+            logger.info("the cut is off before any rank parked")
             return
         if self._link is None:
             raise LinkError("a peer was told to drain, and this trainer has no launcher")
@@ -203,18 +203,18 @@ class StageMember:
         if start is not None:
             raise StageChanged(start)
 
-    def _park_amid_step(self) -> None:
+    def _park_within_step(self) -> None:
         try:
             self.park()
         except StageChanged as change:
-            text = "go: this trainer was parked amid a step, which it cannot leave"
+            text = "go: this trainer was parked in the middle of a step, which it cannot leave"
             raise LinkError(text) from change
 
     def end_soon(self) -> None:
-        """End this trainer as a victim: now, or where its state is next known to be whole.
+        """End this trainer as a victim: now, or when its state is next known to be whole.
 
-        For a signal handler: between any two lines of the script its model may be in the making,
-        and only in an exchange it is certain to be the committed one.
+        For a signal handler. Between two lines of the script, the model may be half updated; in an
+        exchange it is always the committed one.
         """
         if self._state_manager.is_kept:
             os._exit(PEER_LOST_EXIT_CODE)
@@ -235,16 +235,16 @@ class StageMember:
 
     def _end_if_told(self) -> None:
         if self._is_to_end:
-            raise PeerLost("told to end, as another trainer of the stage has")
+            raise PeerLost("told to end, as another trainer of the stage has ended")
 
     def end_after_peer_lost(self, error: PeerLost, *, state_is_committed: bool) -> NoReturn:
-        """Put the last committed state away, and exit as a victim.
+        """Take a snapshot of the last committed state, and exit as a victim.
 
         Args:
-            state_is_committed: an update that was not committed has not changed the state.
+            state_is_committed: no update has changed the state since the last commit.
 
         Raises:
-            PeerLost: outside EDL, where nobody would restart this trainer.
+            PeerLost: outside EDL, where no launcher would restart this trainer.
         """
         if self._link is None:
             raise error
@@ -285,7 +285,7 @@ class StageMember:
 
 
 def exit_as_victim() -> NoReturn:
-    """End the process at once: the group's threads may hang for ever in an orderly exit."""
+    """End the process at once: in an orderly exit the group's threads may hang for ever."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -295,7 +295,8 @@ def exit_as_victim() -> NoReturn:
 def barrier(adapter: Adapter, is_busy: Callable[[], bool]) -> None:
     """Return when no rank is busy any more. All ranks call it, the busy one too.
 
-    A rank that simply waited in the next exchange would give the others up: gloo does after 30 s.
+    The ranks show themselves meanwhile: one that waited in the next exchange would give the others
+    up after gloo's 30 s.
     """
     pause_s = _FIRST_PAUSE_S
     while True:

@@ -1,7 +1,7 @@
-"""A trainer that stays when the pods change: it forms the next stage's group while it trains.
+"""Form the next stage's group in a trainer that stays, while it trains.
 
-The group is formed in a thread; everything else, the launcher's messages included, happens in the
-loop's own thread, which calls `poll` once per step.
+The group is formed in a thread. All else happens in the loop's own thread, which calls `poll` once
+per step.
 """
 
 import logging
@@ -20,25 +20,25 @@ from pod_runtime.trainer.state.snapshot import SnapshotSegment
 
 logger = logging.getLogger(__name__)
 
-MOST_GROUPS = 20  # each leaves some 10 descriptors and 3 threads behind in the framework
-_ATTEMPTS = 16  # numbers set aside for the attempts at one stage
+MOST_GROUPS = 20  # each leaves some 10 descriptors and 3 threads in the framework
+_ATTEMPTS = 16  # numbers reserved for the attempts at one stage
 _END_TIMEOUT_S = 35.0  # longer than the framework waits for a peer that has died
 
 
 class _Attempt:
-    """One group, on its way."""
+    """One group that is being formed."""
 
     def __init__(self, adapter: Adapter, invitation: Invitation, layout: StateLayout) -> None:
-        """`layout`: of the state as it is now."""
+        """Start to form it; `layout`: of the state as it is now."""
         self.invitation = invitation
-        self.told = False  # the launcher knows how it ended
+        self.reported = False  # the launcher knows how it ended
         self.error = ""
         self.group: Any | None = None  # None: not formed, or no longer wanted
         self.segment: SnapshotSegment | None = None  # None: none was made ahead
         self._adapter, self._layout = adapter, layout
         self._off = threading.Event()
-        self._gate = threading.Lock()  # around `_is_over` and what follows from it
-        self._is_over = False  # nothing is formed any more
+        self._gate = threading.Lock()  # around `_is_over` and `_drop`
+        self._is_over = False  # the thread has nothing left to form
         self._thread = threading.Thread(target=self._form, name="join", daemon=True)
         self._thread.start()
 
@@ -47,7 +47,7 @@ class _Attempt:
         return not self._thread.is_alive()
 
     def call_off(self) -> None:
-        """Let go of what there is; what is still being formed is dropped when it is."""
+        """Drop the group; one that is still being formed is dropped when it is formed."""
         with self._gate:
             self._off.set()
             if self._is_over:
@@ -65,7 +65,7 @@ class _Attempt:
             pass
         except PeerLost as error:
             self.error = str(error)
-        except Exception as error:  # noqa: BLE001  whatever it is, the training must go on
+        except Exception as error:  # noqa: BLE001  the training must go on in any case
             self.error = f"{type(error).__name__}: {error}"
         with self._gate:
             self._is_over = True
@@ -73,7 +73,7 @@ class _Attempt:
                 self._drop()
 
     def _make_segment(self) -> None:
-        """Make room for the snapshots of the next stage, if this trainer leads its node then."""
+        """Make the next stage's segment, if this trainer is the first of its node then."""
         plan, rank = self.invitation.plan, self.invitation.rank
         node = next(ranks for ranks in nodes_of(plan) if rank in ranks)
         if rank != node[0]:
@@ -81,7 +81,7 @@ class _Attempt:
         try:
             self.segment = make_segment(plan.stage, len(node), self._layout)
         except SnapshotError as error:
-            logger.warning("%s", error)  # tried, and said, again at the first snapshot
+            logger.warning("%s", error)  # tried again, and logged again, at the first snapshot
 
     def _drop(self) -> None:
         self.group = None
@@ -91,16 +91,16 @@ class _Attempt:
 
 
 class NextGroupFormer:
-    """What a trainer does about the invitations of its launcher. One per process."""
+    """Follows the launcher's invitations. One per process."""
 
     def __init__(self, adapter: Adapter, link: LauncherLink) -> None:
         self._adapter, self._link = adapter, link
         self._attempt: _Attempt | None = None  # None: nothing is wanted
-        self._called_off: list[_Attempt] = []  # those whose threads were still at it
+        self._called_off: list[_Attempt] = []  # whose threads may still run
         self._begun = 0
 
     def poll(self) -> None:
-        """Begin, report or call off, as the newest invitation says. Once per step."""
+        """Begin, report or call off an attempt, as the newest invitation says. Once per step."""
         wanted = self._link.invitation
         attempt = self._attempt
         if attempt is not None and attempt.invitation is not wanted:
@@ -110,8 +110,8 @@ class NextGroupFormer:
             self._attempt = attempt = None
         if wanted is not None and attempt is None:
             attempt = self._begin(wanted)
-        if attempt is not None and attempt.is_done and not attempt.told:
-            attempt.told = True
+        if attempt is not None and attempt.is_done and not attempt.reported:
+            attempt.reported = True
             plan = attempt.invitation.plan
             if attempt.group is None:
                 self._refuse(plan, attempt.error)
@@ -132,7 +132,7 @@ class NextGroupFormer:
         return attempt.invitation.rank, attempt.group, attempt.segment
 
     def close(self) -> None:
-        """Leave no thread in the framework's code: that would spoil the process's end."""
+        """End all threads: one that is still inside framework code can hang the process's exit."""
         attempts = [*self._called_off, *([self._attempt] if self._attempt is not None else [])]
         for attempt in attempts:
             attempt.call_off()
@@ -160,7 +160,7 @@ class NextGroupFormer:
 
 
 def group_spec(plan: StagePlan, rank: int) -> GroupSpec:
-    """Return the group of `plan` as `form_next` is to form it, by those who stay and who come."""
+    """Return the group of `plan` for `form_next`: of trainers that stay and new ones."""
     return GroupSpec(
         rank=rank,
         world_size=plan.world_size,
@@ -171,6 +171,6 @@ def group_spec(plan: StagePlan, rank: int) -> GroupSpec:
 
 def _used_up() -> str:
     return (
-        f"this process has formed {MOST_GROUPS} groups, which the framework never quite lets go "
-        f"of; it is replaced or started anew first"
+        f"this process has formed {MOST_GROUPS} groups, which the framework never quite frees; it "
+        f"has to be replaced or restarted first"
     )

@@ -1,4 +1,4 @@
-"""Become a member of a stage: meet the launcher, form the group, take over the state."""
+"""Become a member of a stage: connect to the launcher, form the group, take over the state."""
 
 import logging
 import os
@@ -50,9 +50,9 @@ class TrainerStage:
 
 
 class StageJoiner:
-    """How this process becomes a member of a stage: in the group first, then with its state.
+    """Makes this process a member of a stage: of its group first, then with its state.
 
-    In between, where the stage is prepared beside an older one, there is time for a warm-up step.
+    In between, while an older stage trains, there is time for a warm-up step.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class StageJoiner:
         env: TrainerEnv,
         make_adapter: Callable[[int], Adapter],
     ) -> None:
-        """Meet the launcher, and form the group.
+        """Connect to the launcher, and form the group.
 
         Raises:
             UsageError: an argument does not fit the model or the stage.
@@ -73,13 +73,13 @@ class StageJoiner:
         self.adapter = make_adapter(HEADER_SIZE)
         self._link: LauncherLink | None = None  # None: outside EDL
         self._next_group: NextGroupFormer | None = None  # None: outside EDL
-        self._joined_group: Any | None = None  # None: it was formed by all together
+        self._joined_group: Any | None = None  # None: all ranks formed it together
         self._fds: tuple[int, ...] = ()  # segments to restore from
         if env.channel is None:
             self._rank = env.rank
             self._plan = plan_outside_edl(env)
         else:
-            self._meet_launcher(env.channel)
+            self._connect(env.channel)
         self._overlaps = self._plan.order is Order.PREPARE
         self._joins = self._overlaps and self._plan.way is Way.JOIN  # others stay, and train
         self._store = self._open_store()
@@ -87,13 +87,13 @@ class StageJoiner:
         self._segment: SnapshotSegment | None = None  # None: not made ahead of the first snapshot
         self._restored: Restored | None = None  # None: not yet
         self._loaded: LoadedAhead | None = None  # ahead of the commit; None: nothing was
-        self._terms = self._make_terms()  # before a state is loaded: as the script made them
+        self._terms = self._make_terms()  # as the script made them, before a state is loaded
         with self._as_victim():
             if self.overlaps:
                 self._check_running_state()
             self._form_group()
 
-    def _meet_launcher(self, channel: str) -> None:
+    def _connect(self, channel: str) -> None:
         env = self._env
         self._link = LauncherLink(
             channel,
@@ -114,10 +114,10 @@ class StageJoiner:
             self._plan = replace(self._plan, restore_from=source)
 
     def _take_start(self, start: StageStart, rank: int | None = None) -> None:
-        """Be a member of the stage of `start`. The script finds its place in the environment.
+        """Become a member of the stage of `start`, also in the environment that the script sees.
 
         Args:
-            rank: in that stage; None: by the place in this pod, which never changes.
+            rank: in that stage; None: it follows from the place in the pod, which never changes.
         """
         self._plan, self._fds = start.plan, start.fds
         self._rank = own_rank(start.plan, self._env) if rank is None else rank
@@ -129,7 +129,7 @@ class StageJoiner:
         self._fds = ()
 
     def _check_stage_number(self) -> None:
-        """Do not write checkpoints that would be superseded by those that are there."""
+        """Refuse a stage whose checkpoints would count less than those that are there."""
         if self._store is None:
             return
         owner, highest = self._store.owner, self._store.highest_stage()
@@ -145,10 +145,10 @@ class StageJoiner:
             owner.stage = self._plan.stage
 
     def _check_running_state(self) -> None:
-        """Check that this script can continue what trains now, while that can still go on.
+        """Check that this script can continue the running training, before that is cut.
 
         Raises:
-            StateError: the script was edited, so this change has to be called off.
+            StateError: it cannot, as the script was edited; the change is called off.
         """
         status = newest_status(self._fds)
         self._close_segments()
@@ -158,8 +158,8 @@ class StageJoiner:
     def _form_group(self) -> None:
         plan, rank = self._plan, self._rank
         if self._joins:
-            # As the trainers do that stay, in the middle of their steps. Until `go` this is a world
-            # of one.
+            # In the way of the trainers that stay, who are in the middle of a step. Until `go` this
+            # is a world of one.
             self._joined_group = self.adapter.form_next(group_spec(plan, rank), lambda: False)
             return
         self.adapter.form_group(
@@ -169,7 +169,7 @@ class StageJoiner:
         )
         check_same_terms(self.adapter, self._terms, rank=rank, world_size=plan.world_size)
         if self.overlaps:
-            # What the first exchange sets up is set up now; nobody contributes anything.
+            # Set up now what the first exchange sets up; no rank contributes anything.
             self.adapter.begin_step()
             self.adapter.exchange([0.0] * HEADER_SIZE, contribute=False)
             if plan.survivable_failures:
@@ -192,7 +192,7 @@ class StageJoiner:
 
     @property
     def shards(self) -> int:
-        """V, as far as it is known before the state is: a stored one counts more."""
+        """The number of shards, V, before the state is known; a stored one is preferred."""
         return self._settings.shards or self._plan.max_trainers
 
     def enter(self) -> TrainerStage:
@@ -221,11 +221,11 @@ class StageJoiner:
             return self._begin(restored, status)
 
     def move(self, old: TrainerStage, start: StageStart) -> TrainerStage:
-        """Go on as a trainer of the next stage, with the state that is there.
+        """Go on in the next stage, with the state that this trainer has.
 
         Raises:
             UsageError: an argument does not fit the new stage.
-            LinkError: this trainer was not told to join that stage, or the launcher is gone.
+            LinkError: this trainer was not invited to that stage, or the launcher is gone.
         """
         assert self._next_group is not None
         rank, group, self._segment = self._next_group.take(start.plan)
@@ -247,7 +247,7 @@ class StageJoiner:
         return self._begin(restored, carried.status, writer=old.state_manager.writer)
 
     def close(self) -> None:
-        """Nothing is to follow: the training is complete."""
+        """The training is complete; no stage follows."""
         if self._next_group is not None:
             self._next_group.close()
         if self._store is not None and self._store.owner is not None:
@@ -285,14 +285,14 @@ class StageJoiner:
         )
 
     def load_again(self) -> None:
-        """Take over the state once more: what was done to it since does not count."""
+        """Load the state once more, which undoes what the script has done to it since."""
         host_state = None if self._restored is None else self._restored.host_state
         assert host_state is not None
         self.adapter.drop_step()
         self.adapter.load(host_state.layout, host_state.data, host_state.scalars)
 
     def settled(self) -> None:
-        """Let go of the state that was loaded."""
+        """Drop the memory of the state that was loaded."""
         self._loaded = None
         if self._restored is not None:
             self._restored = replace(self._restored, host_state=None)
@@ -336,14 +336,14 @@ class StageJoiner:
             self._go_on_in_subgroup(prepared)
 
     def _load_ahead(self, preview: StatePreview) -> None:
-        """Load what the stage is to begin from, while the others still agree on the change."""
+        """Load the state that the stage will begin from, before the change is committed."""
         host_state = read_snapshot(preview.fds, preview.stamp)
         if host_state is not None:
             self.adapter.load(host_state.layout, host_state.data, host_state.scalars)
             self._loaded = LoadedAhead(stamp=preview.stamp, host_state=host_state)
 
     def _go_on_in_subgroup(self, prepared: StagePlan) -> None:
-        """Become a member of the stage that is left when some of its pods have been lost."""
+        """Go on without pods that have been lost since the stage was prepared."""
         plan = self._plan
         if plan.missing_pods not in prepared.survivable_failures:
             raise LinkError(f"go: no group was formed without {', '.join(plan.missing_pods)}")
@@ -356,10 +356,10 @@ class StageJoiner:
             self._store = self._open_store()
 
     def _check_clean(self, restored: Restored) -> None:
-        """Whatever a warm-up step left in the state must have been overwritten.
+        """Check that the restored state has overwritten all that a warm-up step made.
 
         Raises:
-            StateError: it has not; this trainer is then started afresh.
+            StateError: it has not; this trainer is then started again.
         """
         host_state = restored.host_state
         loaded = set() if host_state is None else {spec.name for spec in host_state.layout.specs}
@@ -395,7 +395,7 @@ class StageJoiner:
 
     @contextmanager
     def _as_victim(self) -> Iterator[None]:
-        """End this trainer as a victim when a peer is lost in what is done within."""
+        """End this trainer as a victim if a peer is lost within the block."""
         try:
             yield
         except PeerLost as error:
@@ -404,7 +404,7 @@ class StageJoiner:
             logger.error("peer lost while the stage was formed: %s", error)
             exit_as_victim()
         except BaseException:
-            self._let_go_of_store()  # a script may catch it, and go on with something else
+            self._let_go_of_store()  # a script may catch this, and go on with something else
             raise
 
     def _begin(
@@ -464,7 +464,7 @@ class StageJoiner:
         if self._store is not None and self._store.owner is not None:
             self._store.owner.run_id, self._store.owner.stage = status.run_id, restored.stage
             self._store.owner.hold()
-        # Not before `go`: a stage that is never committed must not appear in the ledger.
+        # Only after `go`: a stage that is never committed must not appear in the ledger.
         progress.begin_stage(restored.came_from, file)
         return TrainerStage(
             adapter=self.adapter,
@@ -488,7 +488,7 @@ def _continued(
     source: DataSource,
     run: RunInfo,
 ) -> LoopStatus:
-    """Return the status that training goes on from, with this script's number of epochs."""
+    """Return the status to continue from, with this script's number of epochs."""
     check_same_run(
         status, run=run, batch_size=source.batch_size, where=f"the state of step {status.step}"
     )

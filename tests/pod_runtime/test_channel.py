@@ -1,5 +1,6 @@
 """The trainers' socket, from both of its ends."""
 
+import json
 import os
 import socket
 import subprocess
@@ -108,7 +109,7 @@ def test_an_answer_arrives_with_descriptors_and_the_sender_keeps_its_own(ends):
         connection.send(Welcome(plan=PLAN), (file.fileno(),))
         message, fds = trainer.receive()
         os.fstat(file.fileno())
-    assert message == {"do": "welcome", "plan": encode(PLAN), "fds": 1}
+    assert message == {"do": "welcome", "plan": json.loads(json.dumps(encode(PLAN))), "fds": 1}
     close_all(fds)
 
 

@@ -705,7 +705,7 @@ def test_a_second_stop_signal_kills_at_once():
 def test_a_launcher_that_lost_its_memory_says_so(order):
     (report,) = reports(Simulated().told(plan(3, order)))
     assert report.kind is ReportKind.FAILED
-    assert "started anew" in report.reason
+    assert "it was restarted" in report.reason
 
 
 def test_after_an_attach_everything_that_is_true_is_told_again():

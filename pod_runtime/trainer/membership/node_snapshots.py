@@ -1,8 +1,8 @@
-"""The snapshots of this rank's node, which all ranks on it write together.
+"""Take the snapshots of this rank's node together with the node's other ranks.
 
-The first of them makes the segment and hands it to the launcher; the others open it by the maker's
-process. Every rank of the stage takes part in every snapshot, so each node holds the same states;
-what a rank has written is known to be complete once all ranks have met again after it.
+The first of them makes the segment and hands it to the launcher; the others open it through the
+maker's process. Every rank of the stage takes part in every snapshot, so each node holds the same
+states. A snapshot is known to be complete once all ranks have met again after it.
 """
 
 import json
@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 _ANNOUNCE_PERIOD_S = 0.2
 _SMOOTHING = 0.5  # weight of the newest stall
-_DIGEST_DIGITS = 12  # hexadecimal ones of a layout's digest: as many as a float64 holds exactly
+_DIGEST_DIGITS = 12  # of a layout's digest, hexadecimal: as many as a float64 holds exactly
 
 
 class NodeSnapshots:
-    """One rank's part. Without a link there are none: outside EDL nobody could hold them."""
+    """One rank's part. Without a link there are no snapshots: outside EDL no shim holds them."""
 
     def __init__(
         self,
@@ -47,33 +47,33 @@ class NodeSnapshots:
         """
         Args:
             nodes: the ranks of the stage by node, each node's in ascending order.
-            segment: made ahead, by the first rank of its node.
-            save_target: where a state goes if the job ends; None: nowhere.
+            segment: made in advance, by the first rank of its node.
+            save_target: where the state is written if the job ends; None: nowhere.
         """
         self._adapter, self._progress, self._link = adapter, progress, link
         self._save_target = "null" if save_target is None else json.dumps(save_target.to_json())
         self._rank = rank
         self._world_size = sum(len(ranks) for ranks in nodes)
         self._node = next(tuple(ranks) for ranks in nodes if rank in ranks)
-        self.share = 1 / len(nodes)  # this node's, of a decision that all nodes have to agree to
+        self.share = 1 / len(nodes)  # of a decision that all nodes have to agree to
         self._are_alone = all(len(ranks) == 1 for ranks in nodes)
-        self._prepared = segment  # None: nothing was made ahead, or it is in use
+        self._prepared = segment  # None: none was made in advance, or it is in use
         self._segment: SnapshotSegment | None = (
-            None  # None: there is none, or it is not ours to write
+            None  # None: there is none, or this rank does not write it
         )
         self._index = -1  # among the writers
-        self._split = False  # on some node, so ranks have to meet before a snapshot is complete
-        self._taken: Stamp | None = None  # the newest that this rank has written its part of
-        self._unsaid: Stamp | None = None  # the newest that the launcher was not told of
+        self._split = False  # several ranks write one: they have to meet before it is complete
+        self._taken: Stamp | None = None  # the newest of which this rank has written its part
+        self._unsaid: Stamp | None = None  # the newest that the launcher does not know of
         self._given = False  # the launcher has the segment
         self._said_at = 0.0
-        self.wants_renewal = link is not None  # a segment has to be made before the next snapshot
-        self.stall_s = 0.0  # what a snapshot takes; 0: not known
-        self.count, self.total_s = 0, 0.0  # of this stage, the making of segments included
+        self.wants_renewal = link is not None  # a segment must be made before the next snapshot
+        self.stall_s = 0.0  # how long a snapshot takes; 0: not known
+        self.count, self.total_s = 0, 0.0  # of this stage, with the making of segments
 
     @property
     def is_first(self) -> bool:
-        """This rank leads its node's writers."""
+        """This rank is the first of its node's writers."""
         return self._link is not None and self._rank == self._node[0]
 
     @property
@@ -83,7 +83,7 @@ class NodeSnapshots:
 
     @property
     def taken(self) -> Stamp | None:
-        """The newest state that was put away here; None: none was, or it cannot be."""
+        """The newest state of which this rank has taken a snapshot; None: none."""
         return self._taken
 
     @property
@@ -95,7 +95,7 @@ class NodeSnapshots:
         )
 
     def take(self, renew: bool) -> None:
-        """Put this rank's part of the committed state away. All ranks of the stage call it.
+        """Write this rank's part of a snapshot. All ranks of the stage call it.
 
         Args:
             renew: some rank wants renewal; the same on all ranks.
@@ -117,14 +117,14 @@ class NodeSnapshots:
             self.settle()
 
     def settle(self, *, at_once: bool = False) -> None:
-        """Tell the launcher what is complete. All ranks have met since the last `take`."""
+        """Report what is complete to the launcher. All ranks have met since the last `take`."""
         if self._link is None or self._segment is None or not self.is_first or not self._unsaid:
             return
         newest = read_newest(self._segment.fd)
         if newest is None or newest.stamp < self._unsaid:
             logger.error(
-                "the snapshot of step %d is incomplete, the ranks of this node disagree about the "
-                "state's layout: do all run the same script?",
+                "the snapshot of step %d is incomplete: the ranks of this node disagree about the "
+                "state's layout; do all run the same script?",
                 self._unsaid.step,
             )
             self._unsaid, self.wants_renewal = None, True
@@ -142,7 +142,7 @@ class NodeSnapshots:
             )
 
     def meet(self) -> None:
-        """Return when what all ranks have written is complete. All ranks call it."""
+        """Return when the snapshot of all ranks is complete. All ranks call it."""
         if self._split:
             self._adapter.all_reduce(np.zeros(1))
         self.settle(at_once=True)
@@ -153,7 +153,7 @@ class NodeSnapshots:
         return None if self._segment is None else self._segment.newest()
 
     def reference(self) -> SnapshotRef | None:
-        """Return how launcher and server name the committed state; None: it is not kept."""
+        """Return the committed state's snapshot as the server names it; None: none."""
         newest = None if self._segment is None else read_newest(self._segment.fd)
         if newest is None or newest.stamp != self.now:
             return None
@@ -164,7 +164,7 @@ class NodeSnapshots:
 
     @property
     def fd(self) -> int:
-        """The segment's descriptor. There must be one: `complete` says so."""
+        """The segment's descriptor; only while `complete` is not None."""
         assert self._segment is not None
         return self._segment.fd
 
@@ -173,7 +173,7 @@ class NodeSnapshots:
         return None if self._segment is None else read_snapshot([self.fd], self.now)
 
     def rescue(self) -> None:
-        """Put the committed state away alone: a rank is gone, and with it its part."""
+        """Take a snapshot of the committed state alone, as another rank is gone."""
         if self._link is None:
             return
         layout = self._adapter.layout()
@@ -185,8 +185,8 @@ class NodeSnapshots:
                 logger.error("%s", error)
         if self._segment is None or not self._segment.fits(len(meta), layout.total_bytes):
             return
-        # A complete one was taken where the step had ended; since, the script may have begun the
-        # next: what it does there to the learning rate, say, is done again after a restore.
+        # A complete one was taken at the end of the step. The script may have begun the next one
+        # since: what it has changed there, say the learning rate, is changed again after a restore.
         if self.complete != self.now:
             self._segment.write_whole(self._adapter, layout, self.now, meta)
         if self.is_first:
@@ -203,13 +203,13 @@ class NodeSnapshots:
     def _write(self, segment: SnapshotSegment, layout: StateLayout) -> None:
         meta = self._meta(layout) if self._index == 0 else b""
         if not segment.fits(len(meta), layout.total_bytes):
-            self.wants_renewal = True  # before the next one; this one stays incomplete
+            self.wants_renewal = True  # before the next snapshot; this one stays incomplete
             return
         segment.write_part(self._adapter, layout, self.now, index=self._index, meta=meta)
         self._taken = self._unsaid = self.now
 
     def _renew(self, layout: StateLayout) -> None:
-        """Make a segment for what the state needs now, and see who can write it."""
+        """Make a segment for the state's present size, and find out which ranks can write it."""
         self.wants_renewal, self._given, self._taken = False, False, None
         old, self._segment = self._segment, None
         if self.is_first:
@@ -225,7 +225,7 @@ class NodeSnapshots:
             self._index = joined.index(self._rank)
             if self._index == 0:
                 self._segment.set_writers(len(joined))
-                if old is None:  # nothing is lost by it: the shims may have it before it is full
+                if old is None:  # no older one would be lost: the shims may have it at once
                     self._give(layout.digest)
             else:
                 self._segment.follow_writers(len(joined))
@@ -256,8 +256,8 @@ class NodeSnapshots:
             self._segment = SnapshotSegment.join(handle)
             if self._segment is None:
                 logger.warning(
-                    "rank %d cannot open the segment of rank %d, which writes this one's part of "
-                    "the snapshots, too",
+                    "rank %d cannot open the segment of rank %d, which writes this rank's part of "
+                    "the snapshots as well",
                     self._rank,
                     self._node[0],
                 )
@@ -268,7 +268,7 @@ class NodeSnapshots:
         return [rank for rank in self._node if writes[rank]]
 
     def _give(self, digest: str) -> None:
-        """Have the shims hold the segment, in the place of an older one of this stage."""
+        """Give the segment to the shims; it replaces an older one of this stage."""
         if self._given or self._segment is None or self._link is None:
             return
         self._given = True

@@ -1,4 +1,4 @@
-"""What a script asks of the loop, checked."""
+"""Check and hold the arguments of the loop."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -56,17 +56,17 @@ class LoopSettings:
             raise UsageError(str(error)) from error
 
     def terms(self) -> dict[str, Any]:
-        """Return what all ranks have to be told alike, as JSON types: every argument.
+        """Return every argument as JSON types, to compare between ranks.
 
-        Of a policy that the script wrote, its name. Of the checkpoint path, whether there is one:
-        every node may have its own, but any trainer may become rank 0, which writes.
+        For a policy that the script wrote, this is its name. For the checkpoint path, it is whether
+        there is one: every node may have its own, but any trainer may become rank 0, which writes.
         """
         path = None if self.checkpoint is None else "a path"
         policy = self.policy
         if callable(policy):
             policy = getattr(policy, "__qualname__", type(policy).__name__)
-        told = {each.name: getattr(self, each.name) for each in fields(self)}
-        return told | {"policy": policy, "checkpoint": path}
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        return given | {"policy": policy, "checkpoint": path}
 
 
 def _check_whole(name: str, value: object, low: int, more: str = "") -> None:

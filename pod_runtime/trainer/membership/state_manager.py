@@ -1,4 +1,4 @@
-"""Keeps the committed state safe: snapshots in memory, checkpoints on disk, and parking."""
+"""Keep the committed state safe: decide on snapshots and checkpoints, and park."""
 
 import logging
 import math
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 # checkpoints, after first steps and at the ends of epochs it stays below 1 %.
 _STALL_SHARE = 0.004
 _FLUSH_PERIOD_S = 1.0
-RETRY_S = 10.0  # between attempts at a checkpoint that must exist before anything else happens
+RETRY_S = 10.0  # between tries at a checkpoint without which nothing can go on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CarriedState:
-    """The state of a rank that stays from one stage to the next: what its model holds."""
+    """The state of a rank that goes on from one stage to the next: it is in its model."""
 
     status: LoopStatus
     stamp: Stamp
@@ -44,8 +44,8 @@ class CarriedState:
 class StateManager:
     """Decides after every commit what is due, and does it. One per trainer.
 
-    A snapshot is the work of all ranks, so the first rank of each node asks for it in the exchange
-    of the step before (`request`), and all of them act on what anybody has asked for.
+    All ranks write a snapshot together. The first rank of each node asks for it in the exchange of
+    the step before (`snapshot_request`), and all ranks act on what any of them has asked for.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class StateManager:
     ) -> None:
         """
         Args:
-            link: None outside EDL, where nobody parks.
+            link: None outside EDL, where no trainer parks.
             store: None: no checkpoints, or not this rank's task.
-            writer: of `store`, of the manager before; it may still be at work.
+            writer: of `store`, from the stage before; it may still be writing.
             snapshot_steps: None: as often as keeps the stall below 1 % of the time.
         """
         self._adapter = adapter
@@ -84,7 +84,7 @@ class StateManager:
     # --- while training
 
     def snapshot_request(self) -> SnapshotRequest:
-        """What all ranks should do after the step that they exchange now."""
+        """Return what all ranks should do after the step that they exchange now."""
         snapshots, progress = self._snapshots, self._progress
         if not snapshots.is_first:
             return SnapshotRequest(renew=snapshots.wants_renewal)
@@ -92,8 +92,8 @@ class StateManager:
             return SnapshotRequest(snapshot=snapshots.share)
         after = progress.batches.advance(progress.cursor)
         taken = snapshots.taken
-        # At the end of an epoch always: what the script does between its last step and the next
-        # epoch (scheduler, evaluation with other weights) is done again after a restore.
+        # Always at the end of an epoch: what the script does between its last step and the next
+        # epoch (scheduler, evaluation with other weights) is then done again after a restore.
         must = (
             taken is None
             or progress.batches.steps_left(after.offset) == 0
@@ -104,7 +104,7 @@ class StateManager:
         return SnapshotRequest(snapshot=wanted, renew=snapshots.wants_renewal)
 
     def request_after_epoch(self) -> SnapshotRequest:
-        """What all ranks should do when the epoch has been committed."""
+        """Return what all ranks should do when the epoch has been committed."""
         due = self._writer is not None and self._snapshots.can_take
         return SnapshotRequest(snapshot=float(due), renew=self._snapshots.wants_renewal)
 
@@ -127,12 +127,12 @@ class StateManager:
         if step >= self._next_save:
             self._next_save = _next_multiple(step, self._save_steps)
             self._save_due = self._snapshots.now
-        if not self._progress.epoch_is_over:  # the epoch's own one comes soon
+        if not self._progress.epoch_is_over:  # else the epoch's own checkpoint comes soon
             self._start_if_due()
 
     def after_epoch(self, request: SnapshotRequest) -> None:
-        """An epoch has been committed."""
-        if self._progress.is_finished:  # the final one follows
+        """Do what is due after an epoch has been committed."""
+        if self._progress.is_finished:  # the final checkpoint follows
             return
         if request.snapshot:
             self._take(request)
@@ -140,16 +140,16 @@ class StateManager:
         self._start_if_due()
 
     def rescue(self) -> None:
-        """Have the committed state in memory although a rank is gone.
+        """Take a snapshot of the committed state although a rank is gone.
 
-        The state must be the committed one: no call between an update and its commit.
+        Do not call it between an update and its commit.
         """
         self._progress.flush_ledger()
         self._snapshots.rescue()
 
     @property
     def is_kept(self) -> bool:
-        """The committed state is in memory already, or cannot be put there."""
+        """The committed state is in a snapshot, or cannot be put into one."""
         snapshots = self._snapshots
         return not snapshots.can_take or snapshots.complete == snapshots.now
 
@@ -168,7 +168,7 @@ class StateManager:
             self._writer.start(self._capture())
 
     def write_checkpoint(self) -> None:
-        """Write the committed state and wait for it; nothing to do for other ranks than 0.
+        """Write the committed state and wait for it. Only rank 0 does anything.
 
         Raises:
             CheckpointError: it failed.
@@ -196,13 +196,13 @@ class StateManager:
 
     @property
     def wants_renewal(self) -> bool:
-        """The segment is missing or too small: `park` must be told on all ranks if any says so."""
+        """The segment is missing or too small; if it is on any rank, all pass `renew` to `park`."""
         return self._snapshots.wants_renewal
 
     def park(self, cut: AgreedCut, renew: bool) -> StageStart | None:
-        """Put the committed state away, say so, and wait until the cut is off (or for the end).
+        """Take a snapshot of the committed state, report it, and wait until the cut is off.
 
-        Returns what a trainer that joins goes on as; None: the cut is off.
+        Returns the stage that this trainer has joined; None: the cut is off.
         """
         assert self._link is not None
         cut_id = cut.id
@@ -214,13 +214,13 @@ class StateManager:
         if self._writer is not None and kept is None:
             written = self._write_until_done(cut_id)
         elif self._writer is not None and cut.durable:
-            # What is in the snapshot is written by another process, which must be alone there.
+            # Another process writes the snapshot to disk; no checkpoint may be written meanwhile.
             self._wait_for_last()
         if self._owner is not None and cut.halt:
             self._owner.leave(State.PAUSED if cut.halt == "pause" else State.STOPPING)
         self.note_account()
         self._link.send(Drained(step=step, id=cut_id, snapshot=kept, durable=written))
-        logger.info("parked after step %d for cut %d", step, cut_id)  # others wait for these words
+        logger.info("parked after step %d for cut %d", step, cut_id)  # tests wait for it
         start = self._link.wait_resume(cut_id)
         if self._owner is not None and cut.halt:
             self._owner.hold()
@@ -234,7 +234,7 @@ class StateManager:
         return self._writer
 
     def carried(self) -> CarriedState:
-        """Return the committed state for a rank that stays to go on with."""
+        """Return the committed state, for a rank that goes on in the next stage."""
         return CarriedState(
             status=self._progress.status(),
             stamp=self._snapshots.now,
@@ -243,7 +243,7 @@ class StateManager:
         )
 
     def note_account(self) -> None:
-        """Write down what snapshots have cost this stage so far."""
+        """Enter into the ledger what snapshots have cost this stage so far."""
         snapshots, elapsed_s = self._snapshots, time.monotonic() - self._begun_at
         if snapshots.count:
             self._progress.note_account(
@@ -255,10 +255,10 @@ class StateManager:
             )  # fmt: skip
 
     def close(self) -> None:
-        """Let go of the segment; the shims hold it as long as it is needed."""
+        """Close the segment; the shims hold it as long as it is needed."""
         self._snapshots.close()
 
-    # --- how
+    # --- private
 
     def _end_if_replaced(self) -> None:
         if self._owner is not None and self._owner.replaced_by:
@@ -277,7 +277,7 @@ class StateManager:
         return max(1, math.ceil(self._snapshots.stall_s / (_STALL_SHARE * self._step_s)))
 
     def _save_wants(self, taken: Stamp, next_step: int) -> bool:
-        """Whether a checkpoint is due that no snapshot has been taken for."""
+        """Whether a checkpoint is due for which no snapshot has been taken."""
         if self._writer is None or self._writer.busy:
             return False
         return next_step >= self._next_save or (
@@ -285,7 +285,7 @@ class StateManager:
         )
 
     def _start_if_due(self) -> None:
-        """Begin the checkpoint that is due, unless one is written or its snapshot is to come."""
+        """Begin the checkpoint that is due, unless one is written or its snapshot is missing."""
         if self._save_due is None or self._writer is None or self._writer.busy:
             return
         if not self._snapshots.can_take:
@@ -295,12 +295,12 @@ class StateManager:
             complete = self._snapshots.complete
             if complete is None or complete < self._save_due:
                 return
-            fd = os.dup(self._snapshots.fd)  # this segment, even if another takes its place
+            fd = os.dup(self._snapshots.fd)  # this segment, even if another one replaces it
             self._writer.start_from(lambda: self._copy(fd))
         self._save_due = None
 
     def _copy(self, fd: int) -> HostState:
-        """Return the newest snapshot, copied beside the training, which goes on writing."""
+        """Return a copy of the newest snapshot, while trainers go on writing."""
         try:
             host_state = copy_newest(fd, self._buffer)
         finally:
@@ -310,17 +310,17 @@ class StateManager:
         return host_state
 
     def _wait_for_last(self) -> None:
-        """Wait for the checkpoint in progress, whatever becomes of it."""
+        """Wait for the checkpoint in progress, even if it fails."""
         assert self._writer is not None
         try:
             self._writer.finish()
         except CheckpointError:
-            logger.debug("the checkpoint before this one had failed, as was said then")
+            logger.debug("the checkpoint before this one failed, as logged then")
 
     def _write_until_done(self, cut_id: int) -> str:
-        """Write a checkpoint that must exist before `drained` may be said; return its path.
+        """Write a checkpoint that must exist before `drained` is sent; return its path.
 
-        "": the cut was called off before.
+        "": the cut was called off before that.
         """
         assert self._link is not None
         assert self._writer is not None
@@ -330,7 +330,9 @@ class StateManager:
             except CheckpointError as error:
                 self._end_if_replaced()
                 logger.error(
-                    "drained only when a checkpoint is written; again in %g s: %s", RETRY_S, error
+                    "drained only once a checkpoint is written; trying again in %g s: %s",
+                    RETRY_S,
+                    error,
                 )
                 self._link.wait(RETRY_S)
             else:

@@ -1,4 +1,4 @@
-"""SIGTERM for a trainer: it ends where its state is whole, and not amid a step."""
+"""Handle SIGTERM in a trainer: end where the state is whole, not in the middle of a step."""
 
 import contextlib
 import os
@@ -9,34 +9,34 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class _Acts:
+class _Actions:
     now: Callable[[], None]
     waiting: Callable[[], None]
 
 
-_acts: list[_Acts] = []  # at most one: of the loop that this process is in
+_actions: list[_Actions] = []  # at most one: of this process's present loop
 
 
 def on_sigterm(now: Callable[[], None], waiting: Callable[[], None]) -> None:
-    """Have SIGTERM call both; processes forked from now on end by it as ever.
+    """Have SIGTERM call both functions; processes forked from now on end by it as usual.
 
-    A handler that the script has set stays, and nothing is called.
+    If the script has set a handler, that stays, and nothing is called.
 
     Args:
         now: called in the main thread, between two lines of the script: not while that waits in
-            the framework, say for a rank that answers no more.
-        waiting: called in a thread of its own, at once.
+            the framework, say for a rank that does not answer any more.
+        waiting: called at once, in a thread.
     """
-    if _acts:
-        _acts[0] = _Acts(now, waiting)
+    if _actions:
+        _actions[0] = _Actions(now, waiting)
         return
     if threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, None):  # None: the framework's
         return
-    _acts.append(_Acts(now, waiting))
+    _actions.append(_Actions(now, waiting))
     _watch()
-    signal.signal(signal.SIGTERM, lambda *_: _acts[0].now())
+    signal.signal(signal.SIGTERM, lambda *_: _actions[0].now())
     os.register_at_fork(after_in_child=_forget)
 
 
@@ -44,16 +44,16 @@ def _watch() -> None:
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(write_end, False)
     before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    if before != -1:  # the script has an event loop, which needs to hear of signals
+    if before != -1:  # the script has an event loop, which needs its signals
         signal.set_wakeup_fd(before)
         return
-    threading.Thread(target=_hear, args=(read_end,), name="sigterm", daemon=True).start()
+    threading.Thread(target=_read_signals, args=(read_end,), name="sigterm", daemon=True).start()
 
 
-def _hear(read_end: int) -> None:
+def _read_signals(read_end: int) -> None:
     while numbers := os.read(read_end, 256):
         if signal.SIGTERM in numbers:
-            _acts[0].waiting()
+            _actions[0].waiting()
 
 
 def _forget() -> None:

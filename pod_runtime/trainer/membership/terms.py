@@ -1,8 +1,8 @@
-"""What all ranks of a group must have been told alike, compared before they train together.
+"""Compare the terms of the training, which must be the same on all ranks: arguments, data, model.
 
-Each rank decides by itself which samples are its own, how a loss is weighed and what is exchanged
-when. Ranks that were told differently would train all the same: on samples that count twice or
-never, with gradients of different weights.
+Each rank decides by itself which samples are its own, how a loss is weighted and when gradients are
+exchanged. Ranks with different terms would train anyway: on samples that count twice or never, with
+gradients of different weights.
 """
 
 import hashlib
@@ -26,13 +26,13 @@ _REMEDY = (
 def check_same_terms(
     adapter: Adapter, terms: Mapping[str, Any], *, rank: int, world_size: int
 ) -> None:
-    """Compare what this rank was told with what rank 0 was. All ranks of the group call it.
+    """Compare this rank's terms with those of rank 0. All ranks of the group call it.
 
     Args:
-        terms: JSON types, by the name that a user knows.
+        terms: JSON types, by the names that users know.
 
     Raises:
-        UsageError: a rank differs; the same text on every rank, which names the rank, the
+        UsageError: a rank differs. The text is the same on every rank; it names the rank, the
             argument, both values and the remedy.
         PeerLost: a rank is gone.
     """
@@ -53,13 +53,13 @@ def check_same_terms(
 
 
 def check_terms_of_state(stored: str, terms: Mapping[str, Any], *, rank: int) -> None:
-    """Compare what this rank was told with what those were that made a state, and still train.
+    """Compare this rank's terms with those of the trainers that made a state, and still train.
 
     Args:
-        stored: from `to_text`; "": a version before did not write it down.
+        stored: from `to_text`; "": made by a version that did not store them.
 
     Raises:
-        StateError: they differ; all trainers are then started afresh, by the script as it is.
+        StateError: they differ. All trainers are then restarted, with the script as it is now.
     """
     mine = json.loads(to_text(terms))
     if stored and (first := json.loads(stored)) != mine:
@@ -70,7 +70,7 @@ def check_terms_of_state(stored: str, terms: Mapping[str, Any], *, rank: int) ->
 
 
 def to_text(terms: Mapping[str, Any]) -> str:
-    """Return terms as a state holds them: what is long, as a model, by its checksum."""
+    """Return terms as a state stores them: lists, such as a model's, by their checksum."""
     return json.dumps(
         {
             name: hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
@@ -82,7 +82,7 @@ def to_text(terms: Mapping[str, Any]) -> str:
 
 
 def _from_rank(adapter: Adapter, source: int, text: str | None) -> str:
-    """Return the text of rank `source`; None: this is another one."""
+    """Return the text of rank `source`; `text`: None on other ranks."""
     data = np.frombuffer((text or "").encode(), np.uint8).copy()
     size = np.array([data.size], np.int64)
     adapter.broadcast(size.view(np.uint8), source)
@@ -93,7 +93,7 @@ def _from_rank(adapter: Adapter, source: int, text: str | None) -> str:
 
 
 def _describe(mine: Mapping[str, Any], first: Mapping[str, Any], rank: int) -> str:
-    """Return how this rank's terms differ from those of rank 0, by the first that do."""
+    """Return the first difference between this rank's terms and those of rank 0."""
     names = dict.fromkeys((*first, *mine))
     name = next(each for each in names if mine.get(each) != first.get(each))
     here, there = mine.get(name), first.get(name)

@@ -79,7 +79,7 @@ class LocalSession:
                 self._kill_rest()
         self._output.show_new(last=True)
         if self._interrupts:
-            _show(f"interrupted; logs and state are in {self._config.folder}")
+            show(f"interrupted; logs and state are in {self._config.folder}")
             return INTERRUPTED
         return self._sum_up(status)
 
@@ -105,7 +105,7 @@ class LocalSession:
             latest.replace(folder.parent / "latest")
         except OSError as error:
             raise LaunchError(f"--log_dir: cannot write {folder}: {error.strerror}", 2) from error
-        _show(f"logs and state in {folder}")
+        show(f"logs and state in {folder}")
 
     def _start(self) -> None:
         folder, spec = self._config.folder, self._config.spec
@@ -132,7 +132,7 @@ class LocalSession:
             ],
             self._env, folder, folder / "client.log",
         )  # fmt: skip
-        _show(f"watch it at {self._url}/")
+        show(f"watch it at {self._url}/")
 
     def _submit(self) -> None:
         deadline = time.monotonic() + _START_S
@@ -165,21 +165,21 @@ class LocalSession:
             events = watch.take_events()
             self._output.show_new()  # the events may be about it
             for event in events:
-                _show(without_end(event.text))
+                show(without_end(event.text))
             if status is not None and status.state.ended:
                 for event in watch.fetch_events():
-                    _show(without_end(event.text))
+                    show(without_end(event.text))
                 return status
             self._look_after_programs()
             if self._interrupts and not asked:
                 asked = True
-                _show("stopping the job once its state is written; Ctrl-C again ends it at once")
+                show("stopping the job once its state is written; Ctrl-C again ends it at once")
             if self._interrupts > 1:
-                _show(_lost(status))
+                show(describe_loss(status))
                 return None
             if asked:
                 # Others may kill this process at any time: show how far it is.
-                shown = _show_saving(status, shown)
+                shown = show_saving(status, shown)
                 self._ask_to_stop(status)
 
     def _ask_to_stop(self, status: JobStatus | None) -> None:
@@ -192,7 +192,7 @@ class LocalSession:
         for program in (self._server, self._client):
             happened = program.look_after() if program is not None else ""
             if happened:
-                _show(happened)
+                show(happened)
 
     # --- end ----------------------------------------------------------------------------------
 
@@ -215,21 +215,21 @@ class LocalSession:
 
     def _sum_up(self, status: JobStatus | None) -> int:
         if status is None:
-            _show("the job was cut short")
+            show("the job was cut short")
             return 1
         folder = self._config.folder
         state, stages = status.state.value, len(status.stages)
         reason = status.reason.removeprefix(f"{state}: ")
         failed = status.state is JobState.FAILED
         step = f"step {status.step}, " if status.step or failed else ""  # none without the loop
-        _show(
+        show(
             f"{state} after {step}{stages} stage{'s' if stages > 1 else ''} and "
             f"{status.account.total_s:.1f} s{'' if failed else f': {reason}'}"
         )
         if failed:
-            _show(reason)
+            show(reason)
             self._show_end_of(self._culprit(reason))
-        _show(f"logs and state in {folder}")
+        show(f"logs and state in {folder}")
         return 0 if status.state is JobState.SUCCEEDED else 1
 
     def _culprit(self, reason: str) -> Path | None:
@@ -251,7 +251,7 @@ class LocalSession:
         if lines is None:
             lines = read_tail(log)[-_SHOWN_LINES:]
         shown = "".join(f"\n  {line}" for line in lines)
-        _show(f"the end of {log}:{shown}" if shown else f"its output: {log}")
+        show(f"the end of {log}:{shown}" if shown else f"its output: {log}")
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -267,17 +267,18 @@ class LocalSession:
                 signal.signal(number, handler)
 
 
-def _show_saving(status: JobStatus | None, shown: str) -> str:
+def show_saving(status: JobStatus | None, shown: str) -> str:
     """Show how far the state is written, if that is new; return what was shown last."""
     if status is None or status.saving is None:
         return shown
     text = saving_text(status.saving)
     if text != shown:
-        _show(text)
+        show(text)
     return text
 
 
-def _lost(status: JobStatus | None) -> str:
+def describe_loss(status: JobStatus | None) -> str:
+    """Return what is lost if the job ends at once."""
     if status is None or not status.step:
         return "ended at once"
     saved = status.saved
@@ -286,7 +287,8 @@ def _lost(status: JobStatus | None) -> str:
     return f"ended at once: step {status.step} is lost, but for what checkpoints hold"
 
 
-def _show(text: str) -> None:
+def show(text: str) -> None:
+    """Print a line of `edl run` itself."""
     if not text:
         return
     with patient_output():

@@ -32,6 +32,10 @@ class JobWatch:
                 target=self._keep, args=(work,), name=work.__name__, daemon=True
             ).start()
 
+    def close(self) -> None:
+        """Follow the job no longer."""
+        self._closed.set()
+
     def take_events(self) -> list[JobEvent]:
         """Return the events since the last call."""
         taken, self._events = self._events, []
@@ -39,7 +43,7 @@ class JobWatch:
 
     def fetch_events(self) -> list[JobEvent]:
         """Return the events that are left, at the end of a job; asks the server."""
-        self._closed.set()
+        self.close()
         seen = self.take_events()
         after = max([self._heard, *(event.number for event in seen)], default=0)
         try:

@@ -591,16 +591,30 @@ def test_trainers_without_the_loop_get_sigterm_and_after_the_grace_sigkill():
 
 
 @pytest.mark.parametrize(
-    ("code", "peer_lost"),
-    [(1, False), (-9, False), (-11, False), (-6, True), (-15, True), (75, True)],
+    ("deaths", "failures"),  # (rank, code); (rank, code, peer_lost)
+    [
+        pytest.param([(1, 1)], [(1, 1, False)], id="an error"),
+        pytest.param([(1, -9)], [(1, -9, False)], id="killed"),
+        pytest.param([(1, -11)], [(1, -11, False)], id="crashed"),
+        pytest.param([(1, -6)], [(1, -6, True)], id="aborted by gloo"),
+        pytest.param([(1, -15)], [(1, -15, True)], id="terminated"),
+        pytest.param([(1, 75)], [(1, 75, True)], id="left as a victim"),
+        pytest.param([(0, 75), (1, 1)], [(0, 75, True), (1, 1, False)], id="victim, then cause"),
+        pytest.param([(0, 1), (1, 75)], [(0, 1, False)], id="cause, then victim"),
+        pytest.param([(0, 1), (1, 1)], [(0, 1, False)], id="cause, then another"),
+        pytest.param([(0, 75), (1, -6)], [(0, 75, True)], id="two victims"),
+    ],
 )
-def test_who_is_a_victim_of_another_trainers_death(code, peer_lost):
+def test_a_death_is_reported_and_its_cause_is_too_and_the_other_trainers_are_left_alone(
+    deaths, failures
+):
     pod = Simulated()
     pod.train()
-    (failed,) = reports(pod.die(1, code, why="boom"))
-    assert (failed.kind, failed.rank, failed.code) == (ReportKind.FAILED, 1, code)
-    assert failed.peer_lost is peer_lost
-    assert failed.reason == "boom"
+    actions = [action for rank, code in deaths for action in pod.die(rank, code, why="boom")]
+    assert [
+        (each.kind, each.rank, each.code, each.peer_lost, each.reason) for each in reports(actions)
+    ] == [(ReportKind.FAILED, *failure, "boom") for failure in failures]
+    assert signals(actions) == []
 
 
 @pytest.mark.parametrize("code", [1, -6])
@@ -620,27 +634,6 @@ def test_in_a_world_of_one_nobody_is_a_victim():
     pod.told(alone)
     (failed,) = reports(pod.die(0, -6))
     assert not failed.peer_lost
-
-
-def test_the_cause_is_told_although_its_victim_died_first():
-    pod = Simulated()
-    pod.train()
-    assert reports(pod.die(0, 75))[0].peer_lost
-    (cause,) = reports(pod.die(1, 1))
-    assert (cause.rank, cause.peer_lost) == (1, False)
-
-
-def test_a_second_victim_or_a_later_cause_is_not_told_once_the_cause_is_known():
-    pod = Simulated()
-    pod.train()
-    pod.die(0, 1)
-    assert reports(pod.die(1, 75)) == []
-
-
-def test_the_others_are_left_alone_after_a_death():
-    pod = Simulated()
-    pod.train()
-    assert signals(pod.die(0, 1)) == []
 
 
 def test_when_all_have_exited_with_0_so_does_the_launcher():

@@ -276,12 +276,12 @@ def test_a_second_ctrl_c_names_what_is_lost_and_the_first_shows_how_far_the_stat
     status = views.job_status(made.job, made.now, 0)
     shown = ""
     while status.state is JobState.STOPPING:
-        shown = run_session._show_saving(status, shown)
-        before = run_session._lost(status)
+        shown = run_session.show_saving(status, shown)
+        before = run_session.describe_loss(status)
         made.round()
         status = views.job_status(made.job, made.now, 0)
     step = status.step
     assert f"edl: writing step {step}: " in capsys.readouterr().out
     assert before == f"ended at once; step {step} is in /shared/checkpoint"
     lost = replace(status, saved=None)
-    assert run_session._lost(lost).startswith(f"ended at once: step {step} is lost")
+    assert run_session.describe_loss(lost).startswith(f"ended at once: step {step} is lost")

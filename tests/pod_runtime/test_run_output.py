@@ -162,7 +162,7 @@ def test_a_full_disk_behind_the_output_ends_no_training(tmp_path, monkeypatch):
             full.close()
     with open("/dev/full", "w") as full_text:
         monkeypatch.setattr("sys.stdout", full_text)
-        run_session._show("job server: started again")
+        run_session.show("job server: started again")
         monkeypatch.undo()
         with pytest.raises(OSError, match="No space"):
             full_text.close()
@@ -178,4 +178,4 @@ def test_following_a_job_goes_on_after_a_defect(monkeypatch):
 
     watch = run_view.JobWatch(connect, "job")
     wait_until(lambda: len(connects) > 4)  # both threads, more than once
-    watch._closed.set()
+    watch.close()

@@ -136,14 +136,14 @@ def made(memory: Memory) -> SegmentMade:
     return SegmentMade(stage=2, size_bytes=os.fstat(memory.fd).st_size, digest=DIGEST)
 
 
-def test_what_a_cut_puts_away_is_at_hand_without_asking_again(pods, memory):
+def test_what_a_cut_puts_away_is_at_hand_without_asking_again(pods, memory, tmp_path):
     first = memory()
     pods[0].keep(PLAN, made(first), first.fd)  # its own shim's, and the next pod's
     for pod in pods:
         pod.have_at_hand(PLAN)
     first.put(7)  # parked
     for folder in ("pod_0", "pod_1"):
-        shim_wire.request(pods[0]._dir(folder), {"op": "drop", "below_stage": 9})
+        shim_wire.request(tmp_path / folder, {"op": "drop", "below_stage": 9})
     assert [pod.confirm(ref(7)) for pod in pods] == [ref(7), ref(7), None]
     assert [restored(pod, source(7)) for pod in pods] == [[Stamp(stage=2, step=7)]] * 3
     for pod in pods:
@@ -167,13 +167,15 @@ def test_a_segment_that_was_made_since_is_found_by_asking(pods, memory):
         pod.let_go()
 
 
-def test_an_older_state_of_the_own_shim_does_not_hide_the_one_that_is_wanted(pods, memory):
+def test_an_older_state_of_the_own_shim_does_not_hide_the_one_that_is_wanted(
+    pods, memory, tmp_path
+):
     first, second = memory(), memory()
     first.put(6)
     second.put(7)
     for folder, each in (("pod_1", first), ("pod_0", second)):
         segment = {"pod_id": "pod_0", "stage": 2, "size_bytes": 1, "digest": DIGEST}
-        shim_wire.request(pods[0]._dir(folder), {"op": "put", "segment": segment}, (each.fd,))
+        shim_wire.request(tmp_path / folder, {"op": "put", "segment": segment}, (each.fd,))
     assert restored(pods[1], source(7)) == [Stamp(stage=2, step=7)]
     whatever = dataclasses.replace(source(7), local_on_all_nodes=False)
     assert restored(pods[1], whatever) == [Stamp(stage=2, step=6)]

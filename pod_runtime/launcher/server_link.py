@@ -18,7 +18,6 @@ from job_server.api.wire import Attach, Order, PodOrders, PodReport
 
 logger = logging.getLogger(__name__)
 
-_FIRST_DELAY_S, _LAST_DELAY_S = 0.05, 1.0
 _FIRST_STEP_S = 0.05  # after `go` the trainers need the cores: the next poll can wait so long
 
 

@@ -1,7 +1,7 @@
 """The state of a pod's launcher, and how each event changes it. Pure: no clock, no process.
 
-A `LauncherState` holds the server's orders and, for each attempt at a stage that trainers were started
-for, a `StageRun`. The functions under "events" return a new `LauncherState`; `decisions.decide` says
+A `LauncherState` holds the server's orders and, for each attempt at a stage that trainers were
+started for, a `StageRun`. The functions under "events" return a new state; `decisions.decide` says
 what has to be done then.
 """
 
@@ -183,7 +183,7 @@ class LauncherState:
 
     @property
     def in_force(self) -> StageRun | None:
-        """The newest run whose stage is committed; else the newest. None: there is none."""
+        """The newest run that is not only prepared; else the newest. None: there is none."""
         newest = self.runs[-1] if self.runs else None
         return next((run for run in reversed(self.runs) if not run.waits), newest)
 
@@ -370,16 +370,6 @@ def renumbered(run: StageRun, pod_id: str) -> tuple[StageRun, dict[int, int]]:
     }
     trainers = tuple(replace(t, rank=changed.get(t.rank, t.rank)) for t in run.trainers)
     return replace(run, trainers=trainers), changed
-
-
-def describe_exit(code: int) -> str:
-    """Return an exit code in words."""
-    if code >= 0:
-        return f"exited with {code}"
-    try:
-        return f"was ended by {signal.Signals(-code).name}"
-    except ValueError:  # real-time signals have no name
-        return f"was ended by signal {-code}"
 
 
 def find_joining(pod: LauncherState, key: Key) -> StageRun | None:

@@ -266,7 +266,7 @@ def test_a_trainer_that_fails_is_reported_with_its_error_and_not_restarted(serve
     pod.start("--fail", "3")
     server.say(make_plan(1, Order.GO, (pod.part(),)))  # a stage it has no trainers for
     wait_until(lambda: server.told(ReportKind.FAILED, 1))
-    assert "started anew" in server.told(ReportKind.FAILED, 1)[0].reason
+    assert "it was restarted" in server.told(ReportKind.FAILED, 1)[0].reason
 
     server.say(make_plan(2, Order.START, (pod.part(),)))
     wait_until(lambda: server.told(ReportKind.LOADED, 2))

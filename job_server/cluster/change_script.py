@@ -92,8 +92,10 @@ def timeline(
     Raises:
         WireError: as parse_script.
     """
-    script = _parse.__wrapped__(  # one of its own: this may run beside the state machine
-        spec, job.min_pods, job.max_pods, job.first_pods, job.slots_per_pod
+    script = (
+        _parse.__wrapped__(  # a copy of its own: this may run in parallel with the state machine
+            spec, job.min_pods, job.max_pods, job.first_pods, job.slots_per_pod
+        )
     )
     pods = job.first_pods
     lines = [f"{_clock(0)}  start with {_pods(pods)}"]

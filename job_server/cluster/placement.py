@@ -1,6 +1,6 @@
-"""Decide on which slots of which nodes new pods go, and which ports a stage uses. Pure."""
+"""Place new pods on slots of nodes, and assign ports to stages. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from job_server.api.wire import JobSpec, Node
@@ -16,7 +16,7 @@ class NodeView:
     seen_at: float  # seconds, the clock of `now`: its client's last heartbeat
     taken: frozenset[int] = frozenset()  # slots that other jobs hold
     ports_taken: frozenset[int] = frozenset()  # ports that other jobs use on its address
-    strangers: Mapping[int, str] = field(default_factory=dict)  # slot -> who else is on it
+    strangers: Mapping[int, str] = field(default_factory=dict)  # slot -> what else runs on it
     memory_used: Mapping[int, int] = field(default_factory=dict)  # slot -> bytes, of GPUs
 
 
@@ -30,7 +30,7 @@ class Cluster:
 
     @property
     def silence_s(self) -> float:
-        """How long nobody may be heard before he counts as lost."""
+        """How long a node or launcher may be silent before it counts as lost."""
         return SILENT_HEARTBEATS * self.heartbeat_s
 
 
@@ -43,6 +43,14 @@ class Site:
     slots: tuple[int, ...]
     port_low: int
     port_high: int
+
+
+def gather(pairs: Iterable[tuple[str, Iterable[int]]]) -> dict[str, frozenset[int]]:
+    """Return all numbers of each name, as slots of a node or ports of an address."""
+    found: dict[str, set[int]] = {}
+    for name, numbers in pairs:
+        found.setdefault(name, set()).update(numbers)
+    return {name: frozenset(numbers) for name, numbers in found.items()}
 
 
 def find_node(cluster: Cluster, node_id: str) -> NodeView | None:

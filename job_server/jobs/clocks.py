@@ -1,4 +1,4 @@
-"""Times that were stored, on a clock that may have been set back since. Pure."""
+"""Shift stored times when the machine's clock was set back. Pure."""
 
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
@@ -9,9 +9,9 @@ _TIMES = frozenset({"at", "since", "heard", "missing"})
 
 
 def is_time(name: str) -> bool:
-    """Whether the field of this name holds a time, or times by pod; `*_s` are durations.
+    """Return whether the field of this name holds a time, or times by pod; `*_s` are durations.
 
-    `submitted_at` counts as none: it also tells jobs of one id apart, so it stays for good.
+    `submitted_at` is left alone: it also tells apart jobs that had the same id.
     """
     timely = name in _TIMES or name.endswith(("_at", "_since", "_from"))
     return timely and name != "submitted_at"
@@ -20,7 +20,7 @@ def is_time(name: str) -> bool:
 def moved_back(value: T, by_s: float) -> T:
     """Return a job, or a part of one, with all its times `by_s` seconds earlier.
 
-    So nothing of an earlier life lies in the future, and what lay between two times still does.
+    Then no stored time lies in the future, and the intervals between them are unchanged.
     """
     return _moved(value, by_s)  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""What can happen to a job: the events that `machine.step` and `teachers.step` take."""
+"""Define the events that change a job: what both state machines take."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from job_server.api.wire import Attach, Demand, Kill, PodReport, PodState, Resiz
 
 
 class RequestRefused(ValueError):  # noqa: N818 - the interface's word
-    """A user asked for something that makes no sense now; the job is unchanged."""
+    """A user's request makes no sense in the job's present state; the job is unchanged."""
 
 
 class NotConverging(RuntimeError):  # noqa: N818 - as above
@@ -59,7 +59,7 @@ class ResumeAsked:
 
 @dataclass(frozen=True, slots=True)
 class StopAsked:
-    discard: bool = False  # at once: what is not written is lost
+    discard: bool = False  # end at once; unwritten state is lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +69,19 @@ class KillAsked:
 
 @dataclass(frozen=True, slots=True)
 class ServerRestarted:
-    """The job was read back from the store: nobody has been heard since nobody listened."""
+    """The server is back and has read the job from its store; heartbeats may have been missed."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunTimeStatic:
-    """The original's client told how long the job is expected to run."""
+    """The original's client reported how long the job is expected to run."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Demanded:
-    """The students of the service that a job's teachers serve; no event of a training."""
+    """The students of a service reported their demand; only jobs of teachers take it."""
 
     demand: Demand
 

@@ -12,7 +12,7 @@ SIGTERM, SIGKILL = 15, 9
 MISSING_HEARTBEATS = 3  # reports that may omit a pod before it counts as lost
 SHOWN_LINES = 3
 REASON_CHARS = 600
-PATH_CHARS = 4096  # no system has longer paths
+PATH_CHARS = 4096  # longer paths exist on no system
 
 
 def compare(
@@ -37,9 +37,9 @@ def compare(
 
 
 def is_missing(work: StepWork[Any], pod: Any) -> bool:
-    """Note that a client omits a pod; True: it has for so long that the pod is lost."""
+    """Note that a client omits a pod. Return whether it has for so long that the pod is lost."""
     if pod.phase is None:
-        return False  # its client may not yet have heard of it
+        return False  # its client may not know it yet
     missing = work.job.progress.missing
     since = missing.get(pod.pod_id)
     if since is None:
@@ -58,12 +58,12 @@ def missing_text(pod: Any) -> str:
 
 
 def exit_code(state: PodState) -> int | None:
-    """Return a pod's exit code, negative for a signal; None: its shim is gone as well."""
+    """Return a pod's exit code, negative for a signal. None: its shim is gone as well."""
     return state.exit_code if state.signal is None else -state.signal
 
 
 def was_terminated(code: int | None) -> bool:
-    """Whether a pod ended by a SIGTERM: somebody else asked it to go."""
+    """Return whether a pod ended by SIGTERM, that is, something outside EDL stopped it."""
     return code in (-SIGTERM, 128 + SIGTERM)
 
 

@@ -1,10 +1,10 @@
-"""How long to wait before the next try. Pure."""
+"""Compute the backoff before the next try. Pure."""
 
 import hashlib
 
 BASE_S = 1.0
 CAP_S = 60.0
-HEALTHY_S = 60.0  # what ran so long without step reports has made progress
+HEALTHY_S = 60.0  # running so long counts as progress where no steps are reported
 
 
 def backoff_s(job_id: str, failures_in_row: int) -> float:

@@ -1,4 +1,4 @@
-"""The job, the time and the log lines that the functions of one step hand to each other. Pure."""
+"""Hold a job, the time and the log lines while one step changes the job. Pure."""
 
 from dataclasses import replace
 from enum import Enum

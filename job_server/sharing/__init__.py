@@ -1,1 +1,1 @@
-"""Which job gets which slots. Pure."""
+"""Decide which job gets which slots. Pure."""

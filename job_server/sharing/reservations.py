@@ -1,8 +1,9 @@
-"""Which slots training jobs are to have before teachers. Pure.
+"""Reserve slots for trainings before teachers get them. Pure.
 
 A training that is short of pods takes precedence over all teachers above their job's `min_pods`.
-Free slots that it can use are reserved for it; where these are too few, the newest teachers leave.
-What leaves already counts as free, so that nobody leaves twice for the same slot.
+Free slots that it can use are reserved for it; if they are too few, the newest teachers are
+preempted. A teacher that is already leaving counts as free, so that none is preempted twice for one
+slot.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

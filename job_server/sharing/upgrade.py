@@ -42,6 +42,7 @@ _JOB = {
     "standby_said": "announced.standby",
     "warned": "announced.plain",
 }
+_POD = {"left": "launcher_done"}
 _TEACHERS = {"dealt": "last_ports", "heed_from": "grace_from"}
 _TEACHER_PROGRESS = {"governor": "autoscaler"}
 _PHASES = {"ready": "idle", "started": "starting"}
@@ -70,9 +71,9 @@ def upgraded_pod(pod: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return an encoded pod as this version encodes it; raises as `upgraded`."""
     if "keep" not in pod:
         return pod
-    kept = {key: value for key, value in pod.items() if key not in ("keep", "kill")}
     desired = "kill" if pod["keep"] == "run" and pod["kill"] else pod["keep"]
-    return {**kept, "desired": None if desired == "released" else desired}
+    others = {key: value for key, value in pod.items() if key not in ("keep", "kill")}
+    return {**_moved(others, _POD), "desired": None if desired == "released" else desired}
 
 
 def _stage(stage: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""The state machine of a job of teachers, and how many it needs. Pure."""
+"""The state machine of a job of teachers, and its autoscaler. Pure."""

@@ -1,10 +1,9 @@
-"""Decide how many teachers the students of a service need, from what they report. Pure.
+"""Decide how many teachers the students of a service need. Pure.
 
-How much of their time the students wait suggests a number; whether it stays is said by the
-throughput that is then measured, so nothing need be known of teachers, networks and disks. A
-number is tried, the reports that follow are averaged, and what brought nothing is taken back and
-tried again ever more rarely. All waits are counted in reports, which come every 2 s from a
-discovery service.
+The share of time that students wait suggests a number; the throughput measured afterwards decides
+whether it stays. So nothing need be known of teachers, networks and disks. The autoscaler tries a
+number and averages the reports that follow. It takes back what brought nothing, and tries it again
+ever more rarely. All waits are counted in reports, which a discovery service sends every 2 s.
 """
 
 import math
@@ -12,13 +11,13 @@ from dataclasses import dataclass, replace
 
 from job_server.api.wire import Demand
 
-# Reports that count for nothing after the number of teachers or students has changed: a reader
-# measures over 8 s, so that this many reports later a sixth of what it says is of before.
+# Reports that are ignored after the number of teachers or students has changed: a reader measures
+# over 8 s, so after this many reports a sixth of its figure still comes from before.
 SETTLE = 8
 WINDOW = 5  # reports that are averaged, at least
 LONG_WINDOW = 20  # ... and at most, where they differ much
 NOISE = 0.015  # standard error of the mean, as a share of it, at which a window is long enough
-UNTOLD_SETTLE = 30  # ... where a teacher was added, and nobody says when it serves
+UNTOLD_SETTLE = 30  # ... where a teacher was added and it is not known when it serves
 MAX_SETTLE = 90
 
 WAITING = 0.05  # share of the time that students wait, above which another teacher may help
@@ -27,12 +26,12 @@ IDLE_WINDOWS = 2
 LOSS = 0.03  # of throughput that a smaller number may cost
 CRASH = 0.15  # of throughput, at which what is tried is taken back at once
 CRASH_AFTER = 4  # reports, of which the last three agree
-DRIFT = 0.15  # of throughput by which the same number differs when the students have changed
-STUDENTS_CHANGE = 0.2  # share by which the number of students makes another case of them
+DRIFT = 0.15  # of throughput with the same teachers; beyond it the students have changed
+STUDENTS_CHANGE = 0.2  # share of the number of students whose change makes earlier figures void
 HEADROOM = 1.05
 MOST_WAIT = 0.9  # they may wait for something else
 ROUNDING = 0.01
-LEAST_RATE = 1e-6  # samples/s; what is less is none, and would divide by zero
+LEAST_RATE = 1e-6  # samples/s; less counts as none, and would divide by zero
 
 BLOCK = 30  # reports until what has failed is tried again; doubled with every failure
 MAX_BLOCK = 480
@@ -43,7 +42,7 @@ class Window:
     """The reports since the number of teachers or students last changed."""
 
     pods: int = 0
-    seen: int = 0  # with those that count for nothing
+    seen: int = 0  # including those that are ignored
     count: int = 0
     sum_rate: float = 0.0
     sum_rate_squared: float = 0.0
@@ -101,9 +100,9 @@ class TeacherAutoscaler:
     """What has been learnt of a service, and the number that follows from it."""
 
     wanted: int
-    reason: str = "nobody has reported students"
-    students: int = 0  # for so many the rest was measured
-    peak_per_s: float = 0.0  # throughput that other numbers are held against; 0: not known
+    reason: str = "no students are reported yet"
+    students: int = 0  # the number for which the rest was measured
+    peak_per_s: float = 0.0  # throughput to which other numbers are compared; 0: not known
     peak_pods: int = 0
     per_teacher: float = 0.0  # the most samples/s per teacher that were measured
     probe: Probe | None = None  # None: nothing is being tried
@@ -139,7 +138,7 @@ def observe(
         no_fewer=max(0, autoscaler.no_fewer - 1),
     )
     if not steady or pods == 0 or demand.samples_per_s < LEAST_RATE:
-        # Where nothing is answered at all, more of the same would not help.
+        # If nothing is answered at all, more teachers would not help.
         return replace(autoscaler, window=Window(pods=pods))
     window = autoscaler.window
     if window.pods != pods:
@@ -154,12 +153,12 @@ def observe(
         if done:
             return autoscaler
     autoscaler = _next(autoscaler, pods, low=low, high=high)
-    # The window of a number that stays begins anew, but need not settle again.
+    # The window of a number that stays is emptied, but need not settle again.
     return replace(autoscaler, window=Window(pods=pods, seen=MAX_SETTLE))
 
 
 def no_students(autoscaler: TeacherAutoscaler, low: int, reason: str) -> TeacherAutoscaler:
-    """Return the autoscaler of a service that nobody uses: as few teachers as may be."""
+    """Return the autoscaler of an unused service: as few teachers as allowed."""
     if autoscaler.wanted == low and autoscaler.students == 0:
         return autoscaler
     forgotten = replace(_forget(autoscaler, 0), window=Window())
@@ -181,7 +180,7 @@ def _untold_settle(autoscaler: TeacherAutoscaler) -> int:
     probe = autoscaler.probe
     if probe is None or probe.pods < probe.before:
         return SETTLE
-    # What brought nothing may have been judged too early: more time with every failure.
+    # A failed try may have been judged too early, so each failure adds time.
     return min(MAX_SETTLE, UNTOLD_SETTLE * (1 + autoscaler.more_failures))
 
 
@@ -190,7 +189,7 @@ def _is_complete(autoscaler: TeacherAutoscaler) -> bool:
     if probe is not None and window.pods != probe.before and window.seen >= CRASH_AFTER:
         reference = autoscaler.peak_per_s if probe.pods < probe.before else probe.before_per_s
         if max(window.last) < reference * (1 - CRASH):
-            return True  # to wait for more would cost the students their time
+            return True  # waiting longer would cost the students time
     return window.count >= WINDOW and (window.error <= NOISE or window.count >= LONG_WINDOW)
 
 
@@ -218,7 +217,7 @@ def _judge(
     judged = replace(autoscaler, probe=None)
     grows = probe.pods > probe.before
     if pods == probe.before or (pods > probe.before) != grows:
-        return judged, False  # there was no place for it, or a pod was lost: nothing was tried
+        return judged, False  # no free slots, or a lost pod: nothing was tried
     back = probe.before
     if autoscaler.peak_per_s > probe.before_per_s * (1 + LOSS) and autoscaler.peak_pods != pods:
         back = autoscaler.peak_pods
@@ -279,8 +278,8 @@ def _more(autoscaler: TeacherAutoscaler, pods: int, wait: float, high: int) -> i
     """Return the larger number to try."""
     if autoscaler.too_many > pods:
         return pods + 1  # a jump failed: what is between may still bring something
-    # What they would ask for if they never waited; but not more than twice at once, since something
-    # else than the teachers may hold them up.
+    # The number at which students would never wait; at most twice as many at once, since something
+    # other than the teachers may hold them up.
     ideal = math.ceil(pods / (1 - min(wait, MOST_WAIT)) - ROUNDING)
     return min(high, max(pods + 1, min(2 * pods, ideal)))
 

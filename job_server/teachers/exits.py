@@ -1,4 +1,4 @@
-"""What clients tell about teachers, and what the death of one means. Pure."""
+"""Apply what clients report of teachers, and decide what a teacher's death means. Pure."""
 
 from dataclasses import replace
 
@@ -51,7 +51,9 @@ def _not_named(work: TeacherWork, pod: TeacherPod) -> None:
 
 
 def _died(work: TeacherWork, pod: TeacherPod, state: PodState) -> None:
-    """A pod that was to run has exited; whatever its code is, a teacher does not end by itself."""
+    """Count the exit of a teacher that was to run: a teacher does not end by itself, whatever its
+    code.
+    """
     code = exit_code(state)
     text = f"pod {pod.pod_id} {'is gone' if code is None else describe_exit(code)}"
     if pod.desired is DesiredState.KILL:
@@ -66,14 +68,14 @@ def _died(work: TeacherWork, pod: TeacherPod, state: PodState) -> None:
 
 
 def _count(work: TeacherWork, pod: TeacherPod, text: str, *, preempted: bool) -> None:
-    """Book the death of a pod, and give up where the budgets say so."""
+    """Count a pod's death. The job fails if a budget is used up."""
     job, spec = work.job, work.job.spec
     work.note(text)
     healthy = _is_healthy(pod, work.now)
     in_row = job.failures_in_row
     if healthy:
         in_row = 1
-    elif pod.given_at >= job.failed_at:  # else it is one of those that died together
+    elif pod.given_at >= job.failed_at:  # otherwise it is one of several that died together
         in_row += 1
     in_row = max(in_row, 1)
     suspects = dict(job.suspects) if work.now < job.failed_at + SUSPECT_S else {}
@@ -95,7 +97,7 @@ def _count(work: TeacherWork, pod: TeacherPod, text: str, *, preempted: bool) ->
         finish(work, JobState.FAILED, f"{text}; more than {limit} times ({name})")
     elif in_row > spec.max_restarts_without_progress and not preempted:
         if any(_is_healthy(other, work.now) for other in job.staying):
-            return  # one bad slot or node is no reason to end those that serve
+            return  # one bad slot or node must not end the teachers that serve
         tries = f"{in_row - 1} restarts in a row ran less than {HEALTHY_S:g} s"
         finish(work, JobState.FAILED, f"{text}; {tries} (max_restarts_without_progress)")
 

@@ -1,21 +1,21 @@
-"""A job of teachers as the server keeps it: plain values, saved and read back by `codec`.
+"""Define a job of teachers as plain values, which the server stores.
 
-Pure, and without decisions: `machine.step` makes the next job from an event, `views`
-derives what clients and users are told. The counterpart of `job`, without stages and ranks.
+Pure, and without decisions: `machine.step` makes the next job from an event, `views` derives what
+clients and users get. A teacher job has no stages and no ranks.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from job_server.api.wire import Account, Demand, DesiredState, JobSpec, JobState, PodPhase
-from job_server.cluster.placement import Cluster, Site, find_node
+from job_server.cluster.placement import Cluster, Site, find_node, gather
 from job_server.jobs.pod_reports import without
 from job_server.jobs.work import Goal, StepWork
 from job_server.teachers.autoscaler import TeacherAutoscaler
 
 EARLY = 0.75  # share of the interval after which the next demand counts: posts are not punctual
 REGISTER_S = 120.0  # how long a pod that runs may take to be in service
-SUSPECT_S = 600.0  # how long slots on which teachers died early are used only where no others are
+SUSPECT_S = 600.0  # how long slots where teachers died early are the last choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class TeacherPod:
     ports: tuple[int, ...]
     given_at: float
     desired: DesiredState | None = DesiredState.RUN  # None: released; never HOLD, it has no state
-    phase: PodPhase | None = None  # as its client said last; None: not yet
+    phase: PodPhase | None = None  # as its client reported last; None: not yet
     running_since: float | None = None  # None: it has not run
     log_path: str = ""
 
@@ -52,8 +52,8 @@ class TeacherProgress:
     demand: Demand | None = None  # None: none was ever posted
     demand_at: float = 0.0
     counted_at: float = 0.0  # when a demand last counted
-    asked_at: float = 0.0  # when students were last said to ask
-    missing: Mapping[str, float] = field(default_factory=dict)  # pod -> its client omits it since
+    asked_at: float = 0.0  # when students were last reported to ask
+    missing: Mapping[str, float] = field(default_factory=dict)  # pod -> omitted since
     account: Account = field(default_factory=Account)
     accrued_at: float = 0.0
 
@@ -67,20 +67,20 @@ class TeacherJob:
     spec: JobSpec
     submitted_at: float  # seconds since 1970, as all times here
     progress: TeacherProgress
-    wanted: int  # teachers; fewer run where there is no place for them
-    why: str = ""  # so many
+    wanted: int  # teachers; fewer run if there are no slots for them
+    why: str = ""  # the reason for that number
     state: JobState = JobState.WAITING
     reason: str = ""  # for an end, a pause or a failure; "": `why` says it all
-    waiting: str = ""  # why some of those wanted find no place; "": all do
+    waiting: str = ""  # why some have no slots; "": all have
     goal: Goal = Goal.RUN
     fixed: int | None = None  # a user's number; None: by demand
     pods: tuple[TeacherPod, ...] = ()
     given: int = 0  # pods so far: ids are never reused
-    last_ports: Mapping[str, int] = field(default_factory=dict)  # node -> port dealt last
+    last_ports: Mapping[str, int] = field(default_factory=dict)  # node -> the last port
     suspects: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # slots of early deaths
-    grace_from: float = 0.0  # silence is counted from here at the earliest
+    grace_from: float = 0.0  # silence counts from here at the earliest
     retry_at: float = 0.0
-    grow_at: float = 0.0  # slots were given back: none are taken again before
+    grow_at: float = 0.0  # slots went to a training: none are taken again before
     failed_at: float = 0.0
     failures: int = 0
     failures_in_row: int = 0
@@ -115,11 +115,12 @@ def same_but_progress(old: TeacherJob, new: TeacherJob) -> bool:
 
 def slots_of(pods: tuple[TeacherPod, ...]) -> dict[str, frozenset[int]]:
     """Return node -> slots on which these pods are or may be."""
-    slots: dict[str, frozenset[int]] = {}
-    for pod in pods:
-        node_id = pod.site.node_id
-        slots[node_id] = slots.get(node_id, frozenset()) | frozenset(pod.site.slots)
-    return slots
+    return gather((pod.site.node_id, pod.site.slots) for pod in pods)
+
+
+def ports_of(pods: tuple[TeacherPod, ...]) -> dict[str, frozenset[int]]:
+    """Return address -> ports of these pods."""
+    return gather((pod.site.addr, pod.ports) for pod in pods)
 
 
 def silent_at(job: TeacherJob, pod: TeacherPod, cluster: Cluster) -> float:
@@ -146,7 +147,7 @@ def is_steady(job: TeacherJob, reachable: Sequence[TeacherPod], now: float) -> b
     does must not stop the decisions.
 
     Args:
-        reachable: the pods whose clients are heard; nobody waits for the others.
+        reachable: the pods whose clients answer; others are not waited for.
     """
     if any(not pod.runs for pod in reachable):
         return False

@@ -1,7 +1,7 @@
-"""The state machine of a job of teachers: `step(job, event, now, cluster) -> (job, reason)`. Pure.
+"""Run the state machine of a job of teachers: `step(job, event, now, cluster)`. Pure.
 
-Its pods are teacher servers. They have no stages and no ranks: each is added and removed alone,
-and none waits for another. `demand` decides how many there should be, `step` which.
+Its pods are teacher servers. They have no stages and no ranks: each is added and removed alone, and
+none waits for another. `autoscaler` decides how many there should be, `step` which.
 """
 
 from collections.abc import Iterator
@@ -38,12 +38,13 @@ from job_server.teachers.job import (
     finish,
     is_silent,
     is_steady,
+    ports_of,
     same_but_progress,
     silent_at,
     slots_of,
 )
 
-REGROW_S = 20.0  # after slots were given back: a training that comes and goes must not shake us
+REGROW_S = 20.0  # after slots went to a training: it may come and go
 
 
 def new_job(spec: JobSpec, now: float) -> TeacherJob:
@@ -81,7 +82,7 @@ def step(
     """
     lead_s = job.progress.accrued_at - now
     was_set_back = isinstance(event, ServerRestarted) and lead_s > 0
-    if was_set_back:  # every wait would take so much longer
+    if was_set_back:  # otherwise every wait would take that much longer
         job = moved_back(job, lead_s)
     work = TeacherWork(accrue(job, now), now, cluster)
     if was_set_back:
@@ -183,7 +184,8 @@ def _enter(work: TeacherWork, event: Event) -> None:
 def _asked(
     work: TeacherWork, event: ResizeAsked | KillAsked | PauseAsked | ResumeAsked | StopAsked
 ) -> None:
-    """Enter what a user asked for.
+    """Enter a user's request.
+
 
     Raises:
         RequestRefused: it makes no sense now.
@@ -222,7 +224,9 @@ def _resize(work: TeacherWork, asked: Resize) -> None:
     if job.goal is Goal.STOP:
         raise RequestRefused(f"pods: the job {spec.job_id} is stopping")
     if asked.assume_dead:
-        raise RequestRefused("assume_dead: means nothing for teachers: nobody waits for lost ones")
+        raise RequestRefused(
+            "assume_dead: means nothing for teachers: lost ones are not waited for"
+        )
     if asked.pods is None:
         autoscaler = TeacherAutoscaler(wanted=job.wanted, reason="by demand again")
         work.set(fixed=None)
@@ -261,7 +265,7 @@ def _demanded(work: TeacherWork, demand: Demand) -> None:
     job = work.job
     counts = work.now >= job.progress.counted_at + EARLY * job.spec.demand_interval_s
     if job.goal is not Goal.RUN or job.fixed is not None or not counts:
-        return  # several discovery servers may post, the same each
+        return  # several discovery servers may post the same
     reachable = [pod for pod in job.pods if not is_silent(work, pod)]
     autoscaler = observe(
         job.progress.autoscaler,
@@ -350,11 +354,8 @@ def _grow(work: TeacherWork, count: int, here: int) -> None:
         held=slots_of(job.pods),
         leaving={node_id: frozenset(slots) for node_id, slots in suspects.items()},
     )
-    avoid: dict[str, frozenset[int]] = {}
-    for pod in job.pods:
-        avoid[pod.site.addr] = avoid.get(pod.site.addr, frozenset()) | frozenset(pod.ports)
     silent = [pod for pod in job.staying if is_silent(work, pod)]
-    all_ports = deal_ports(sites, work.cluster, avoid=avoid, last_ports=job.last_ports)
+    all_ports = deal_ports(sites, work.cluster, avoid=ports_of(job.pods), last_ports=job.last_ports)
     for site, ports in zip(sites, all_ports, strict=True):
         number = work.job.given + 1
         pod = TeacherPod(pod_id=f"teacher_{number}", site=site, ports=ports, given_at=work.now)
@@ -385,7 +386,7 @@ def _halt(work: TeacherWork) -> None:
     if any(not is_silent(work, pod) for pod in work.job.pods):
         return
     for pod in work.job.pods if work.job.goal is Goal.PAUSE else ():
-        work.drop_pod(pod.pod_id)  # its client, once back, stops what the plan does not name
+        work.drop_pod(pod.pod_id)  # once back, its client stops what its plan does not name
     if work.job.goal is Goal.STOP:
         finish(work, JobState.STOPPED, "stopped on request")
     elif work.job.state is not JobState.PAUSED and not work.job.reason:

@@ -1,4 +1,4 @@
-"""What clients and users are told of a job of teachers: derived from it, never queued. Pure."""
+"""Derive from a job of teachers what clients and users get. Pure."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ from job_server.api.wire import (
     TeacherStatus,
 )
 from job_server.jobs.work import Goal
-from job_server.teachers.job import TeacherJob, TeacherPod, slots_of
+from job_server.teachers.job import TeacherJob, TeacherPod, ports_of, slots_of
 
 
 def node_pods(job: TeacherJob, node_id: str) -> tuple[NodePod, ...]:
@@ -59,10 +59,7 @@ def slots_held(job: TeacherJob) -> Mapping[str, frozenset[int]]:
 
 def ports_held(job: TeacherJob) -> Mapping[str, frozenset[int]]:
     """Return address -> ports that other jobs may not use."""
-    ports: dict[str, frozenset[int]] = {}
-    for pod in job.pods:
-        ports[pod.site.addr] = ports.get(pod.site.addr, frozenset()) | frozenset(pod.ports)
-    return ports
+    return ports_of(job.pods)
 
 
 def job_status(job: TeacherJob, now: float, revision: int, account: Account) -> JobStatus:

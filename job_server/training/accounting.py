@@ -1,4 +1,4 @@
-"""A job's wall clock, its script clock, its state's name and the history of its stages. Pure."""
+"""Keep a job's accounts: wall clock, script clock, stage history, failure budgets. Pure."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,12 +24,13 @@ CLOCK_RUNS = frozenset(
 
 
 def accrue(job: Job, now: float, *, restarted: bool = False) -> Job:
-    """Book the time since the last call to what the job did in it.
+    """Add the time since the last call to what the job did in it.
 
-    A clock that was set back books nothing until it has caught up.
+    If the clock was set back, nothing is added until it has caught up.
+
 
     Args:
-        restarted: nobody served in that time: the script clock stands, and ranks that were
+        restarted: the server was away in that time: the script clock stands, and ranks that were
             parked have waited.
     """
     progress = job.progress
@@ -63,7 +64,7 @@ def _bucket(job: Job) -> str:
             stage = job.active
             if stage is None or not job.elastic or stage.first_step_at is not None:
                 return "training_s"
-            # Loaded, but the first step is not yet made: the pause still lasts.
+            # The trainers have loaded, but until their first step the pause goes on.
             if stage.way is not Way.START:
                 return "cutting_over_s"
             return "recovering_s" if job.commits > 1 else "waiting_s"
@@ -80,7 +81,7 @@ def _bucket(job: Job) -> str:
 
 
 def name_state(job: Job) -> JobState:
-    """Return the word for what the job is doing."""
+    """Return the JobState that describes what the job is doing."""
     if job.state.ended:
         return job.state
     if job.goal is not Goal.RUN:
@@ -135,7 +136,7 @@ def close_attempt(work: Work, number: int, why: str) -> None:
 
 
 def close_stage(work: Work, stage: JobStage, outcome: str) -> None:
-    """Record the end of a stage in force, and remember where its steps stopped."""
+    """Record the end of a stage, with the last step it made."""
     job = work.job
     record = next((r for r in job.records if r.stage == stage.stage), None)
     if record is None or record.ended_at is not None:
@@ -151,7 +152,7 @@ def close_stage(work: Work, stage: JobStage, outcome: str) -> None:
 
 
 def stand_still(work: Work, cause: Cause | None = None) -> None:
-    """Note when training stopped; the first who says so counts."""
+    """Note when training stopped; the first report counts."""
     job = work.job
     if job.lineage.stopped_at is None:
         at = work.now if cause is None or cause.peer_lost else cause.at
@@ -159,7 +160,7 @@ def stand_still(work: Work, cause: Cause | None = None) -> None:
 
 
 def first_step(work: Work, stage: JobStage, step: int) -> JobStage:
-    """Book the first step of the stage in force: its pause, and what is done again."""
+    """Record the first step of the active stage, its pause, and how many steps are redone."""
     job = work.job
     stage = replace(stage, first_step_at=work.now)
     lineage = job.lineage
@@ -186,7 +187,9 @@ def first_step(work: Work, stage: JobStage, step: int) -> JobStage:
 
 
 def _extend_before(work: Work, number: int, restored_step: int) -> None:
-    """The state that a stage began from may hold more steps than a crash let anybody report."""
+    """Correct the last step of the stage before: its state may hold steps that a crash left
+    unreported.
+    """
     trained = [r for r in work.job.records if r.stage < number and r.last_step is not None]
     if trained and (trained[-1].last_step or 0) < restored_step:
         update_record(work, trained[-1].stage, last_step=restored_step)
@@ -202,15 +205,16 @@ class RetryVerdict:
 
 
 def count_failure(job: Job, cause: Cause, now: float, *, ran_s: float) -> RetryVerdict:
-    """Book why a stage ended, and decide whether the job may try again.
+    """Record why a stage ended, and decide whether the job may try again.
+
 
     Args:
         ran_s: how long the stage had been committed, 0 if it never was.
     """
     budget, spec = job.budget, job.spec
     if cause.kind is CauseKind.PREEMPTION:
-        # Nobody's fault, and no reason to give up; but a script that always ends by SIGTERM must
-        # not be started again and again without a pause.
+        # A preemption is no reason to give up. But a script that always ends by SIGTERM must not be
+        # started again and again without a pause.
         progressed = _progressed(job, budget.step_at_preemption, ran_s)
         in_row = 1 if progressed else budget.preemptions_in_row + 1
         budget = replace(

@@ -1,19 +1,16 @@
-"""Who stands where: new pods and their ids, ranks, ports, and where a stage's state comes from.
-
-Pure.
-"""
+"""Assign ids, ranks and ports to pods, and choose the state that a stage starts from. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import replace
 
 from job_server.api.wire import PlanPod, RestoreFrom, Saved
-from job_server.cluster.placement import Site, deal_ports, find_node
+from job_server.cluster.placement import Site, deal_ports, find_node, gather
 from job_server.training.job import Job, JobStage, TrainingPod, occupied
 from job_server.training.work import Work
 
 
 def make_pods(work: Work, sites: Iterable[Site], first_rank: int) -> tuple[TrainingPod, ...]:
-    """Give out pods with ids that were never given before."""
+    """Create pods with ids that were never used before."""
     job = work.job
     flag = max(job.next_flag, 0)
     given_ids = list(job.given.pod_ids) if job.given.flag == flag else []
@@ -32,14 +29,10 @@ def make_pods(work: Work, sites: Iterable[Site], first_rank: int) -> tuple[Train
 
 
 def lay_out(work: Work, pods: tuple[TrainingPod, ...]) -> tuple[PlanPod, ...]:
-    """Number ranks and deal ports for a stage of these pods."""
+    """Assign ranks and ports to the pods of a stage."""
     sites = [registered_site(work, pod) for pod in pods]
-    avoid: dict[str, frozenset[int]] = {}
-    for stage in work.job.stages:
-        for member in stage.members:
-            addr = member.pod.addr
-            avoid[addr] = avoid.get(addr, frozenset()) | frozenset(member.pod.ports)
-    ports = deal_ports(sites, work.cluster, avoid=avoid, last_ports=work.job.given.last_ports)
+    avoid, last = stage_ports(work.job), work.job.given.last_ports
+    ports = deal_ports(sites, work.cluster, avoid=avoid, last_ports=last)
     last_ports = dict(work.job.given.last_ports)
     plan_pods = []
     next_rank = 0
@@ -63,8 +56,14 @@ def lay_out(work: Work, pods: tuple[TrainingPod, ...]) -> tuple[PlanPod, ...]:
     return tuple(plan_pods)
 
 
+def stage_ports(job: Job) -> dict[str, frozenset[int]]:
+    """Return address -> ports of all stages of the job."""
+    members = [member for stage in job.stages for member in stage.members]
+    return gather((member.pod.addr, member.pod.ports) for member in members)
+
+
 def registered_site(work: Work, pod: TrainingPod) -> Site:
-    """Return where a pod stands, with the address and ports that its node has registered now."""
+    """Return a pod's site with the address and ports that its node has registered now."""
     view = find_node(work.cluster, pod.site.node_id)
     if view is None:
         return pod.site
@@ -76,8 +75,9 @@ def registered_site(work: Work, pod: TrainingPod) -> Site:
 
 
 def choose_restore(job: Job) -> RestoreFrom | None:
-    """Return the newest snapshot within reach, or what was written at the last end if that is
-    newer; None: the checkpoint, or afresh.
+    """Return the newest state: a snapshot in memory, or what the last pause or end has saved.
+
+    None: the newest checkpoint, or a fresh start.
     """
     source, saved = newest_in_memory(job), job.ending.saved
     if saved is None or (source is not None and not _is_in(source, saved)):
@@ -93,7 +93,7 @@ def choose_restore(job: Job) -> RestoreFrom | None:
 
 
 def unsaved(job: Job) -> RestoreFrom | None:
-    """Return the newest state, if only memory holds it; None: there is none to be saved."""
+    """Return the newest state if only memory holds it. None: nothing has to be saved."""
     source = newest_in_memory(job)
     saved = job.ending.saved
     if source is None or job.done or (saved is not None and _is_in(source, saved)):
@@ -102,16 +102,16 @@ def unsaved(job: Job) -> RestoreFrom | None:
 
 
 def _is_in(source: RestoreFrom, saved: Saved) -> bool:
-    """Whether what was saved is as new."""
+    """Return whether what was saved is at least as new."""
     newest = source.stage, source.step, source.serial
     return (saved.stage, saved.step, saved.serial) >= newest
 
 
 def newest_in_memory(job: Job) -> RestoreFrom | None:
-    """Return the newest snapshot within reach; None: there is none.
+    """Return the newest snapshot that can be reached. None: there is none.
 
-    A snapshot of an older stage than the newest that was ever reported is no choice: the
-    checkpoints behind the newest one are newer than it.
+    A snapshot of an older stage than the newest that ever reported one does not count: the
+    checkpoint path holds a newer state.
     """
     within_reach = [
         ((ref.stage, ref.step, ref.serial), pod.pod_id)
@@ -129,16 +129,16 @@ def newest_in_memory(job: Job) -> RestoreFrom | None:
 
 
 def is_local_on_all_nodes(job: Job, stage: JobStage, source: RestoreFrom) -> bool:
-    """Whether each node of a stage has a pod whose shim holds the state."""
+    """Return whether each node of a stage has a pod whose shim holds the state."""
     holding = {pod.site.node_id for pod in job.pods if pod.pod_id in source.pods}
     return all(member.pod.node_id in holding for member in stage.members)
 
 
 def slots_of_stayers(job: Job) -> dict[str, frozenset[int]]:
-    """Return node -> slots of pods that are to run on."""
+    """Return node -> slots of pods that stay."""
     return occupied(pod for pod in job.pods if pod.usable)
 
 
 def slots_of_leavers(job: Job) -> dict[str, frozenset[int]]:
-    """Return node -> slots of pods that are on their way out."""
+    """Return node -> slots of pods that are leaving."""
     return occupied(pod for pod in job.pods if not pod.usable)

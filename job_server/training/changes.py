@@ -1,4 +1,4 @@
-"""Changes of the number of pods: from the script, from users, and growing back. Pure."""
+"""Change the number of pods: by the script, by users, and by growing back. Pure."""
 
 import itertools
 from collections.abc import Iterator
@@ -20,11 +20,11 @@ DUE_SLACK_S = 0.001  # sums of many short times are not exact
 DECLARE_S = 10.0  # for imports: how long trainers may take to call the elastic loop
 SCRIPT_STORE_S = 5.0  # how much script time a crash of the server may lose
 ROOM_FACTOR = 1.1  # of what a trainer uses on a GPU has to be free for a second one
-KILL_HEARD_S = 5.0  # until the server knows that what it had killed is dead
+KILL_NOTICED_S = 5.0  # within which the server learns that a killed pod is dead
 
 
 def may_change(job: Job, now: float) -> bool:
-    """Whether a change can begin now: one at a time, and nothing that is not settled."""
+    """Return whether a change can begin now: one at a time, and only while training is stable."""
     stage = job.active
     if stage is None or job.goal is not Goal.RUN or job.state.ended:
         return False
@@ -40,20 +40,20 @@ def may_change(job: Job, now: float) -> bool:
         return False
     if job.elastic:  # before its first step a stage has nothing to agree on
         return stage.first_step_at is not None
-    # A first stage is in force as soon as its trainers have been started. To change it by `stop`
-    # at once could cost steps of trainers that were about to call the elastic loop.
+    # A first stage is active as soon as its trainers have been started. Changing it by `stop` at
+    # once could cost steps of trainers that are about to call the elastic loop.
     return job.commits > 1 or now >= declare_deadline(stage)
 
 
 def declare_deadline(stage: JobStage) -> float:
-    """Return until when a first stage may not have shown whether its trainers are elastic."""
+    """Return until when the trainers of a first stage may still call the elastic loop."""
     return (stage.committed_at or 0.0) + DECLARE_S
 
 
 def take_next(work: Work) -> bool:
-    """Begin, or skip with a note, what waits to be changed; False: nothing does.
+    """Begin the next waiting change, or skip it with a note. Return False where none waits.
 
-    What fell due while nothing could be changed becomes one change, to the newest wish.
+    Changes that fell due while none could begin become one change, to the newest number.
     """
     job = work.job
     if not may_change(job, work.now):
@@ -101,19 +101,19 @@ def due_changes(job: Job) -> Iterator[ScriptedChange]:
 
 
 def is_regular(job: Job) -> bool:
-    """Whether the script means an interval, and not points in time."""
+    """Return whether the script is an interval rather than a list of times."""
     return job.spec.script.kind in (ScriptKind.ALTERNATE, ScriptKind.WALK)
 
 
 def may_apply_at(job: Job, change: ScriptedChange, now: float) -> float:
-    """Return from when on a change that is due may be made.
+    """Return when a due change may begin.
 
-    A stage makes steps first, or changes that come faster than trainers start would stop stage
-    after stage before that. Where no trainer has called the elastic loop yet, it may be on its way
-    there: a job counts as one that never does so once a stage has run for `prepare_timeout_s`.
+    A stage makes a step first; otherwise changes that come faster than trainers start would stop
+    every stage before its first step. A job counts as one without the elastic loop only after a
+    stage has run for `prepare_timeout_s`: its trainers may be about to call it.
 
-    A change of a regular script that fell due before the stage in force had begun to train waits
-    for the script's interval from there, so that all stages train alike.
+    A change of a regular script that fell due before the active stage made a step waits for one
+    interval from that step, so that all stages train equally long.
     """
     stage = job.active
     if stage is None:
@@ -129,7 +129,7 @@ def may_apply_at(job: Job, change: ScriptedChange, now: float) -> float:
 
 
 def _is_plain(job: Job, now: float) -> bool:
-    """Whether a stage has run so long that its trainers would have called the elastic loop."""
+    """Return whether a stage ran so long that its trainers would have called the elastic loop."""
     return any(
         (now if record.ended_at is None else record.ended_at) - record.committed_at
         >= job.spec.prepare_timeout_s
@@ -139,7 +139,7 @@ def _is_plain(job: Job, now: float) -> bool:
 
 
 def _in_order(due: list[ScriptedChange], manual: ManualChange | None) -> list[ScriptedChange]:
-    """Return all that waits, oldest first: a resize stands where it was asked for."""
+    """Return all waiting changes, oldest first, with the resize at the time it was asked for."""
     if manual is None:
         return due
     asked_s = manual.asked_at_s + DUE_SLACK_S
@@ -161,7 +161,7 @@ def skip_to(work: Work, count: int) -> None:
 
 
 def _add_up(work: Work, changes: list[ScriptedChange]) -> tuple[int | None, str]:
-    """Return the number of pods after all of these, and why; None: all of them were skipped."""
+    """Return the number of pods after all these changes, and why. None: all were skipped."""
     job, stage = work.job, work.job.active
     assert stage is not None
     pods, skipped = len(stage.members), ""
@@ -182,13 +182,13 @@ def _add_up(work: Work, changes: list[ScriptedChange]) -> tuple[int | None, str]
         return None, ""
     if len(applied) == 1:
         return pods, applied[0]
-    _say_too_short(work, stage)
+    _note_too_short(work, stage)
     shown = applied if len(applied) <= SHOWN_CHANGES else [applied[0], "...", applied[-1]]
     return pods, f"{len(applied)} changes that fell due meanwhile, as one ({', '.join(shown)})"
 
 
-def _say_too_short(work: Work, stage: JobStage) -> None:
-    """Say that the stages of this job start more slowly than its script would change them."""
+def _note_too_short(work: Work, stage: JobStage) -> None:
+    """Note that stages start more slowly than the script changes them."""
     job, began_at = work.job, stage.first_step_at or stage.committed_at
     record = next((record for record in job.records if record.stage == stage.stage), None)
     if not is_regular(job) or record is None or began_at is None:
@@ -203,7 +203,7 @@ def _say_too_short(work: Work, stage: JobStage) -> None:
 
 
 def _kill_and_wait(work: Work, changes: list[ScriptedChange]) -> None:
-    """Kill each target that is due, once; what else is due waits until the job has recovered."""
+    """Kill each due target once. Other due changes wait until the job has recovered."""
     kills = {change.target: change for change in changes if change.action == "kill"}
     wanted, _ = _add_up(work, changes)
     for change in kills.values():
@@ -214,7 +214,7 @@ def _kill_and_wait(work: Work, changes: list[ScriptedChange]) -> None:
         except (RequestRefused, WireError) as refusal:
             work.note(f"{change.text}: skipped: {refusal}")
     if wanted is not None:
-        asked_at_s = work.job.progress.script_s + KILL_HEARD_S
+        asked_at_s = work.job.progress.script_s + KILL_NOTICED_S
         resize_later = ManualChange(pods=wanted, asked_at_s=asked_at_s)
         work.set(queue=replace(work.job.queue, resize=resize_later))
 
@@ -255,7 +255,7 @@ def why_not(job: Job, pods: int) -> str:
 
 
 def _begin_change(work: Work, stage: JobStage, pods: int, why: str, *, counts: bool) -> bool:
-    """Prepare a stage of up to `pods` pods; False: no new pod finds a place."""
+    """Prepare a stage of up to `pods` pods. Return False if no new pod can be placed."""
     job = work.job
     stay = _survivors(job, stage, pods)
     sites = place(
@@ -282,7 +282,7 @@ def _survivors(job: Job, stage: JobStage, pods: int) -> tuple[TrainingPod, ...]:
 
 
 def _grow_back(work: Work) -> bool:
-    """Take the pods that the job is still short of, where there is a place for them now."""
+    """Add the missing pods if there are slots for them now."""
     job = work.job
     stage = job.active
     if stage is None or len(stage.members) >= job.target or work.now < job.growth.retry_at:
@@ -292,7 +292,7 @@ def _grow_back(work: Work) -> bool:
 
 
 def store_script_clock(work: Work) -> None:
-    """Have the script's clock written every few seconds, while there is more of the script."""
+    """Store the script's clock every few seconds while changes are left."""
     job = work.job
     behind_s = job.progress.script_s - job.queue.script_stored_s
     if behind_s >= SCRIPT_STORE_S and scripted(job) is not None:
@@ -300,7 +300,9 @@ def store_script_clock(work: Work) -> None:
 
 
 def resize(work: Work, pods: int) -> None:
-    """Take a user's resize: at once where nothing runs, else after what is going on.
+    """Enter a user's resize: it applies at once where nothing runs, otherwise after what is going
+    on.
+
 
     Raises:
         RequestRefused: the job may never have so many pods.
@@ -311,7 +313,7 @@ def resize(work: Work, pods: int) -> None:
     refusal = why_not(job, pods)
     if refusal:
         raise RequestRefused(f"pods: {refusal}")
-    waits = bool(job.waiting) and not job.cut_off  # else the stage in force may go on
+    waits = bool(job.waiting) and not job.cut_off  # otherwise the active stage may go on
     idle = job.active is None and job.preparing is None
     paused = job.halt is not None and job.halt.phase is HaltPhase.DONE
     if idle or waits or paused:
@@ -326,7 +328,8 @@ def resize(work: Work, pods: int) -> None:
 
 
 def kill_now(work: Work, kill: Kill) -> None:
-    """Have a pod or a trainer killed; that it dies is then nobody's failure.
+    """Kill a pod or a trainer on request. Its death does not count as a failure.
+
 
     Raises:
         RequestRefused: there is no such pod or rank now.
@@ -352,7 +355,7 @@ def kill_now(work: Work, kill: Kill) -> None:
 
 
 def queued(job: Job) -> tuple[str, ...]:
-    """Return what waits, oldest first, as lines for people; the script's changes are one line."""
+    """Return the waiting changes as lines of text, oldest first; the script's share one line."""
     due = [change.text for change in itertools.islice(due_changes(job), SHOWN_CHANGES)]
     scripted_line = due[0] if len(due) == 1 else f"as one: {', '.join(due)}" if due else ""
     if len(due) == SHOWN_CHANGES:
@@ -362,11 +365,12 @@ def queued(job: Job) -> tuple[str, ...]:
 
 
 def choose_way(job: Job, cluster: Cluster, *, stood_by: bool = False) -> Way:
-    """Return how a change of the stage in force happens.
+    """Return how a change of the active stage happens.
 
-    STOP where no trainer has called the elastic loop: only such trainers can agree on a step.
-    REPLACE, where the next trainers may be made ready beside those that train. JOIN, where they do
-    not fit beside each other, or the user wants it, and all trainers offer it. Else DRAIN.
+    STOP where no trainer has called the elastic loop: only trainers in the loop can agree on a
+    step. REPLACE where a second set of trainers may be prepared while the first trains. JOIN where
+    two sets do not fit, or the user wants it, and all trainers support it. DRAIN otherwise.
+
 
     Args:
         stood_by: a standby, which has just been dismissed, is part of what the nodes report.
@@ -385,15 +389,16 @@ def choose_way(job: Job, cluster: Cluster, *, stood_by: bool = False) -> Way:
 
 
 def _all_join(job: Job) -> bool:
-    """Whether every trainer of the stage in force can form a second group beside its own."""
+    """Return whether every trainer of the active stage can form a second group next to its own."""
     pod_ids = job.active.pod_ids if job.active is not None else ()
     return bool(pod_ids) and all(job.progress.joins.get(pod_id, False) for pod_id in pod_ids)
 
 
 def _both_fit(job: Job, cluster: Cluster, *, sets: int) -> bool:
-    """Whether every GPU of the stage in force has room for a second trainer like its first.
+    """Return whether every GPU of the active stage has room for a second trainer like its first.
 
-    Memory of the host is not looked at: what a trainer needs of it is mostly shared.
+    Host memory is not checked: most of what a trainer needs of it is shared.
+
 
     Args:
         sets: how many trainers, all alike, use the memory that is in use.

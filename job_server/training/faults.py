@@ -1,13 +1,15 @@
-"""Which errors cannot go away, so that trying again would only fail again. Pure.
+"""Decide which errors are permanent, so that another try would fail the same way. Pure.
 
 A trainer describes the exception that ended it, and this module judges:
 
-- *at once*: a second try runs the same code into the same error (a SyntaxError, a missing module,
-  a wrong command line);
-- *the second time*: any other exception, once it has come again: same type, text and line, at the
-  same committed step, in processes that were started afresh in between;
+- *at once*: a second try runs the same code into the same error (a SyntaxError, a missing module, a
+wrong command line);
+
+- *the second time*: any other exception that has come again with the same type, text and line, at
+the same committed step, in processes that were started again in between;
+
 - *never*: what the next try may not meet (a full disk, a lost connection, a device that failed).
-  Such an error is no `Fault`, and only the budgets count it. A signal is none either.
+Such an error is no `Fault`; only the budgets count it. A signal is none either.
 """
 
 import errno
@@ -17,7 +19,7 @@ from job_server.api.wire import RaisedError, TrainerError
 from job_server.training.job import Fault
 
 USAGE_EXIT = 2  # argparse's, and by custom: the command line is wrong
-TEXT_CHARS = 600  # of an exception and what explains it
+TEXT_CHARS = 600  # of an exception with its explanation
 
 _AT_ONCE = frozenset(
     {
@@ -28,8 +30,8 @@ _AT_ONCE = frozenset(
         "distill_reader.errors.UsageError",
     }
 )
-# The OSErrors that last: the file or its rights are what they are. All others may pass, also those
-# without a number, as libraries raise them for whatever a network does.
+# These OSErrors are permanent: a file or its rights will not change by themselves. All others may
+# pass, also those without a number: libraries raise them for any trouble of a network.
 _LASTING_ERRNOS = frozenset(
     {
         errno.EACCES, errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG,
@@ -42,7 +44,7 @@ _LASTING_TYPES = frozenset(
         "PermissionError",
     }
 )  # fmt: skip
-# In names of classes, of this package and of any library.
+# Matched against names of classes, of this package and of any library.
 _PASSING_TYPE = re.compile(
     r"Timeout|TimedOut|Connect|Network|Transport|Unavailable|Unreachable|Retry|Temporar|Throttl"
     r"|MemoryError|OutOfMemory|ResourceExhausted|HTTP|Http|SSL|Ssl|Socket|gaierror|EOFError"
@@ -67,11 +69,12 @@ _POD = re.compile(r"\bpod_\d+_\d+(_\d+)?\b")
 
 
 def fault_of(who: str, *, code: int | None, error: TrainerError | None, words: str) -> Fault | None:
-    """Return what ended a trainer as a fault; None: it may go away.
+    """Return the fault that ended a trainer. None: the error may go away.
+
 
     Args:
         code: exit code, negative for a signal; None: not known.
-        error: None: the trainer raised nothing, or said nothing about it.
+        error: None: the trainer raised nothing, or did not describe it.
         words: the last that it wrote, where there is no error.
     """
     if error is not None:
@@ -91,10 +94,10 @@ def fault_of(who: str, *, code: int | None, error: TrainerError | None, words: s
 
 
 def fault_of_pod(who: str, *, code: int | None, words: str) -> Fault | None:
-    """Return the end of a pod whose script never came to train as a fault; None: it may go away.
+    """Return the fault of a pod whose script never reached training. None: it may go away.
 
-    Exit code 2 is also what `tar` and others end with when something passed over them, so it has to
-    come twice; the launcher says with it that its own command line is wrong.
+    Exit code 2 also means trouble that passes, for `tar` and others, so it has to come twice. The
+    launcher exits with it where its own command line is wrong.
     """
     if code != USAGE_EXIT or _may_read_later(words):
         return None
@@ -103,7 +106,7 @@ def fault_of_pod(who: str, *, code: int | None, words: str) -> Fault | None:
 
 
 def may_pass(raised: RaisedError) -> bool:
-    """Whether the next try may not meet this exception, although nobody has changed anything."""
+    """Return whether the next try may not meet this exception although nothing was changed."""
     types = frozenset(raised.types)
     if "OSError" in types:
         lasts = raised.errno in _LASTING_ERRNOS or types & _LASTING_TYPES
@@ -116,13 +119,14 @@ def may_pass(raised: RaisedError) -> bool:
 
 
 def _may_read_later(words: str) -> bool:
-    """Whether a program ended because it could not read its script just now: Python exits 2 so."""
+    """Return whether a program could not read its script just now: Python then exits with 2."""
     found = _ERRNO.search(words)
     return found is not None and int(found[1]) not in _LASTING_ERRNOS
 
 
 def find_lasting(faults: tuple[Fault, ...], before: tuple[Fault, ...], *, of_change: bool) -> str:
-    """Return why it makes no sense to try again; "": it may.
+    """Return why another try makes no sense. "": it may succeed.
+
 
     Args:
         faults: of the trainers that failed now.
@@ -141,11 +145,11 @@ def find_lasting(faults: tuple[Fault, ...], before: tuple[Fault, ...], *, of_cha
 
 
 def normal(text: str) -> str:
-    """Return a text without what differs between two tries though the error is the same.
+    """Return a text without the parts that differ between two tries of the same error.
 
-    Without memory addresses, numbers of processes, threads and ports, names of temporary files
-    and of pods, in which each has its own copy of a script. Other numbers count: they are of the
-    data, and data comes again at the same step.
+    Those are memory addresses, numbers of processes, threads and ports, and names of temporary
+    files and of pods, each of which has its own copy of a script. Other numbers stay: they belong
+    to the data, which comes again at the same step.
     """
     text = _ADDRESS.sub("0x", text)
     text = _PROCESS.sub(r"\1\2N", text)

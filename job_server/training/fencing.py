@@ -1,4 +1,4 @@
-"""Who cannot be reached, and from when on what he does alone cannot count any more. Pure."""
+"""Detect unreachable pods, and decide when their further steps can be ignored (fenced). Pure."""
 
 from dataclasses import replace
 
@@ -13,12 +13,12 @@ FENCE_MARGIN_S = 2.0  # beyond `stop_after_s`: a client terminates its pods then
 
 
 def is_silent(work: Work, pod: TrainingPod) -> bool:
-    """Whether neither the pod's node nor its launcher has been heard for four heartbeats."""
+    """Return whether nothing was received for four heartbeats from the pod's node and launcher."""
     return work.now >= silent_at(work.job, pod, work.cluster)
 
 
 def silent_at(job: Job, pod: TrainingPod, cluster: Cluster) -> float:
-    """Return when a pod counts as silent if nothing is heard until then."""
+    """Return when the pod counts as silent if nothing is received until then."""
     view = find_node(cluster, pod.site.node_id)
     heard = job.progress.heard.get(pod.pod_id, job.grace_from)
     seen = view.seen_at if view is not None else job.grace_from
@@ -26,17 +26,17 @@ def silent_at(job: Job, pod: TrainingPod, cluster: Cluster) -> float:
 
 
 def client_silent_at(job: Job, pod: TrainingPod, cluster: Cluster) -> float:
-    """Return when nobody looks after the pod if its client is not heard until then."""
+    """Return when the pod's client counts as gone if nothing is received from it until then."""
     view = find_node(cluster, pod.site.node_id)
     seen = view.seen_at if view is not None else job.grace_from
     return max(seen, job.grace_from) + cluster.silence_s
 
 
 def fenced_at(job: Job, pod: TrainingPod, cluster: Cluster) -> float | None:
-    """Return when the pod's client has stopped it if neither is heard until then.
+    """Return when the pod's client will have stopped it if nothing is received until then.
 
-    None: its client keeps pods running while the server is away, or fell silent so long before
-    the pod's launcher did that it must have died: then it stops nothing.
+    None: its client keeps pods running while the server is away, or fell silent so long before the
+    pod's launcher that it must have died and stops nothing.
     """
     view = find_node(cluster, pod.site.node_id)
     if view is None or view.node.stop_after_s is None:
@@ -49,7 +49,7 @@ def fenced_at(job: Job, pod: TrainingPod, cluster: Cluster) -> float | None:
 
 
 def lose_silent(work: Work) -> None:
-    """Give up pods that cannot be reached, unless none of the stage in force can."""
+    """Give up silent pods, unless no pod of the active stage can be reached."""
     job = work.job
     active = job.active
     reachable = active is None or _reaches(work, active)
@@ -61,9 +61,9 @@ def lose_silent(work: Work) -> None:
             work.set(waiting=text)
             work.note(text, lasting=False)
         else:
-            if job.grace_from < work.now:  # else the server has just come back
+            if job.grace_from < work.now:  # otherwise the server has just come back
                 work.note("a pod answers again", lasting=False)
-            # The others get as long to answer as anybody.
+            # The other pods get the full time to answer.
             work.set(grace_from=work.now, waiting="")
     for pod in work.job.pods:
         if pod.released or not is_silent(work, pod):
@@ -78,16 +78,16 @@ def lose_silent(work: Work) -> None:
 
 
 def _waits_to_save(job: Job, pod: TrainingPod) -> bool:
-    """Whether nothing of the pod is needed but what it holds, once its client answers again."""
+    """Return whether the pod is only needed for the state it holds, once its client is back."""
     stage = job.active
     over = stage is None or stage.over is not None or stage.all_in(*GONE)
     return job.goal is not Goal.RUN and over and pod.pod_id in job.progress.snapshots
 
 
 def _reaches(work: Work, stage: JobStage) -> bool:
-    """Whether a pod of the stage answers, or is known to have stopped: then the stage is over.
+    """Return whether a pod of the stage answers, or has confirmed that it stopped.
 
-    A stage whose ranks were never told GO is over as soon as we say so.
+    A stage whose trainers never received GO is over as soon as the server decides so.
     """
     if not stage.committed and work.job.elastic:
         return True
@@ -117,7 +117,7 @@ def _silent_cause(work: Work, pod: TrainingPod) -> Cause:
 
 
 def count_fenced(work: Work) -> None:
-    """Count pods as stopped which their clients have stopped by now, cut off as they are."""
+    """Count unreachable pods as stopped once their clients must have stopped them."""
     job = work.job
     for stage in job.stages:
         for member in stage.members:
@@ -130,7 +130,7 @@ def count_fenced(work: Work) -> None:
 
 
 def _give_up_fenced(work: Work, stage: JobStage) -> None:
-    """End the stage of which no pod can be reached, once all of its pods must have stopped."""
+    """End a stage with no reachable pod once all its pods must have stopped."""
     pods = [pod for pod_id in stage.pod_ids if (pod := work.job.pod(pod_id)) is not None]
     if not pods or not all(_is_fenced(work, pod) for pod in pods):
         return

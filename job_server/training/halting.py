@@ -1,9 +1,9 @@
-"""Pause, stop, and the end of a job that has failed. Pure.
+"""Pause a job, stop it, or end it after a failure. Pure.
 
-Cut, if it trains; have a client write the newest state that is in memory; end the trainers; release
-the pods. No step of this throws the newest state away: a pause whose state cannot be written is
-called off, any other end keeps the state in memory for `keep_failed_s` and tries again, unless who
-asked for it wants it discarded.
+The phases: cut, if it trains; have a client write the newest state that is in memory; end the
+trainers; release the pods. No phase throws the newest state away. A pause whose state cannot be
+written is called off. Any other end keeps the state in memory for `keep_failed_s` and tries again,
+unless the user asked to discard it.
 """
 
 from dataclasses import replace
@@ -41,16 +41,16 @@ from job_server.training.moves import (
     fail_preparing,
     finish,
     neutral,
-    tell_to_end,
+    order_end,
 )
 from job_server.training.work import Work
 
-SAVE_AGAIN_S = 10.0  # a state that nobody could write is tried again so often
-SAVE_STALL_S = 60.0  # a client that writes a state has so long for its next bytes
+SAVE_AGAIN_S = 10.0  # between two rounds in which no client could write the state
+SAVE_STALL_S = 60.0  # without new bytes until a client that writes a state counts as stuck
 
 
 def halt(work: Work) -> None:
-    """Take a pause or an end one phase further, as far as what is true allows."""
+    """Take a pause or an end one phase further if its condition holds."""
     job = work.job
     if job.goal is Goal.RUN:
         return
@@ -81,12 +81,12 @@ def _to(work: Work, phase: HaltPhase) -> None:
     work.set(halt=Halt(phase=phase, since=work.now))
 
 
-def _word(work: Work) -> str:
+def _goal_name(work: Work) -> str:
     return {Goal.PAUSE: "pause", Goal.STOP: "stop"}.get(work.job.goal, "failure")
 
 
 def _why(work: Work) -> str:
-    return work.job.ending.failed or f"a {_word(work)} was asked for"
+    return work.job.ending.failed or f"a {_goal_name(work)} was asked for"
 
 
 def _finish_stopped(work: Work) -> None:
@@ -97,7 +97,7 @@ def _finish_stopped(work: Work) -> None:
 
 
 def _where(work: Work) -> str:
-    """Say where the state is that a pause or an end leaves."""
+    """Return where the state is that a pause or an end leaves, as a phrase."""
     job = work.job
     saved = job.ending.saved
     if not job.elastic:
@@ -110,7 +110,7 @@ def _where(work: Work) -> str:
 
 
 def _begin(work: Work, *, late: bool) -> None:
-    """Clear the way: no change in preparation, no rank that is parked for one."""
+    """Drop a change in preparation and release parked ranks, then begin."""
     job = work.job
     preparing, active = job.preparing, job.active
     if preparing is not None:
@@ -120,7 +120,7 @@ def _begin(work: Work, *, late: bool) -> None:
             _remember_wish(work, preparing)
             abandon(work, _why(work))
         elif change and job.elastic and patient:
-            return  # its state is only in memory: commit, then cut
+            return  # its state is only in memory: it commits first, then it is cut
         else:
             _remember_wish(work, preparing)
             fail_preparing(work, neutral(work, _why(work)))
@@ -133,13 +133,13 @@ def _begin(work: Work, *, late: bool) -> None:
         if not active.resuming:
             _to(work, HaltPhase.CUT)
             cut_for_halt(work)
-            work.note(f"cutting stage {active.stage} for a {_word(work)}")
+            work.note(f"cutting stage {active.stage} for a {_goal_name(work)}")
         return
     _end(work)
 
 
 def _remember_wish(work: Work, preparing: JobStage) -> None:
-    """Let a change that is dropped for a pause hold once the job goes on, as a resize would."""
+    """Keep a change that a pause drops: it applies when the job resumes, as a resize would."""
     job = work.job
     if job.goal is Goal.PAUSE and preparing.counts and job.queue.resize is None:
         asked_at_s = job.progress.script_s
@@ -153,7 +153,7 @@ def _end(work: Work) -> None:
         fail_active(work, neutral(work, _why(work)))
     for stage in (work.job.retiring, work.job.active):
         if stage is not None:
-            tell_to_end(work, stage)
+            order_end(work, stage)
 
 
 def _await_cut(work: Work, *, late: bool) -> None:
@@ -183,7 +183,7 @@ def _await_cut(work: Work, *, late: bool) -> None:
 
 
 def _await_save(work: Work, held: Halt) -> None:
-    """Have one client after another write the newest state, until one has."""
+    """Have one client after another write the newest state until one succeeds."""
     job = work.job
     source = unsaved(job)
     if job.ending.discard:
@@ -199,7 +199,8 @@ def _await_save(work: Work, held: Halt) -> None:
 
 
 def _parked_without_snapshot(work: Work) -> JobStage | None:
-    """Return the stage that is parked with a state that is in no snapshot; None: it is in one.
+    """Return the stage that has parked with a state that no snapshot holds. None: a snapshot holds
+    it.
 
     There was no memory for a snapshot.
     """
@@ -237,29 +238,31 @@ def _order_save(work: Work, held: Halt, source: RestoreFrom) -> None:
     pods = [pod for pod in _savers(work, source) if pod.site.node_id not in held.tried]
     heard = [pod for pod in pods if work.now < client_silent_at(work.job, pod, work.cluster)]
     if heard:
-        # Another node may still be at the script's path, unheard: two would mix their files.
+        # A silent node may still be writing at the script's path: two would mix their files.
         order = Save(id=work.job.ending.orders + 1, spare=bool(held.tried))
         pod = heard[0]
         changed = replace(held, save=order, pod_id=pod.pod_id, since=work.now, again_at=None)
         work.set(ending=replace(work.job.ending, orders=order.id), halt=changed)
         work.progress(saving=None, saving_at=work.now)
-        if held.kept_since is None:  # else it was said, and is tried again and again
+        if held.kept_since is None:  # otherwise it was noted in an earlier round
             work.note(f"node {pod.site.node_id} writes the state of step {source.step} or later")
     elif pods and work.now < held.since + SAVE_STALL_S:
-        return  # their clients may answer yet
+        return  # their clients may still answer
     else:
         why = held.why_not or "no client of a node that holds it answers"
         _not_saved(work, replace(held, why_not=why), source)
 
 
 def _has_saver(work: Work, source: RestoreFrom) -> bool:
-    """Whether a client may write the state, if perhaps not now."""
+    """Return whether some client is able to write the state, now or later."""
     nodes = [find_node(work.cluster, pod.site.node_id) for pod in _savers(work, source)]
     return any(view is None or view.node.saves for view in nodes)
 
 
 def _savers(work: Work, source: RestoreFrom) -> list[TrainingPod]:
-    """Return pods that hold the state, one a node; first the node that the trainers save on."""
+    """Return pods that hold the state, one per node; first the node whose trainers write
+    checkpoints.
+    """
     job = work.job
     stage = job.active
     ranked = [] if stage is None else [member.pod.node_id for member in stage.members]
@@ -273,19 +276,19 @@ def _savers(work: Work, source: RestoreFrom) -> list[TrainingPod]:
 
 
 def _apply_save(work: Work, held: Halt, order: Save, source: RestoreFrom) -> None:
-    said = work.job.progress.saving
-    if said is not None and said.id != order.id:
-        said = None
+    state = work.job.progress.saving
+    if state is not None and state.id != order.id:
+        state = None
     why = ""
-    if said is not None and said.phase is SavePhase.WRITTEN:
-        why = f"it holds step {said.step} only, not {source.step}"
-    elif said is not None and said.phase is SavePhase.FAILED:
-        why = said.reason
+    if state is not None and state.phase is SavePhase.WRITTEN:
+        why = f"it holds step {state.step} only, not {source.step}"
+    elif state is not None and state.phase is SavePhase.FAILED:
+        why = state.reason
     elif held.pod_id not in source.pods:
         why = "the pod that held it is gone"
     elif work.now >= save_deadline(work.job, held):
         why = f"nothing was written for {SAVE_STALL_S:.0f} s"
-    if said is not None and said.nothing:
+    if state is not None and state.nothing:
         snapshots = without(work.job.progress.snapshots, held.pod_id)
         work.progress(snapshots=snapshots)
     if why:
@@ -298,18 +301,18 @@ def _apply_save(work: Work, held: Halt, order: Save, source: RestoreFrom) -> Non
 
 
 def save_deadline(job: Job, halt: Halt) -> float:
-    """Return when who writes the state has not been seen to write for too long."""
+    """Return when the writing client has made no progress for too long."""
     return max(halt.since, job.progress.saving_at) + SAVE_STALL_S
 
 
 def _not_saved(work: Work, held: Halt, source: RestoreFrom) -> None:
-    """Nobody could write it: a pause is off, another end keeps it in memory for a while."""
+    """Call off a pause whose state no client could write; any other end keeps it in memory."""
     job = work.job
     if job.goal is Goal.PAUSE:
         _call_off(work, f"the state of step {source.step} cannot be written: {held.why_not}")
         return
     if job.active is not None and not job.active.all_in(*GONE):
-        _end(work)  # its pods' slots are others' until it is over; then it is tried again
+        _end(work)  # its pods keep their slots until it is over; then it is tried again
         return
     since = work.now if held.kept_since is None else held.kept_since
     keep_s = job.spec.keep_failed_s
@@ -333,7 +336,7 @@ def _not_saved(work: Work, held: Halt, source: RestoreFrom) -> None:
 
 
 def _call_off(work: Work, why: str) -> None:
-    """The job goes on: its trainers are parked, or it recovers from what is in memory."""
+    """Let the job go on: parked trainers resume, or it recovers from memory."""
     work.set(goal=Goal.RUN, halt=None)
     work.note(f"not paused: {why}; the job goes on")
 
@@ -353,7 +356,7 @@ def _await_end(work: Work, *, late: bool) -> None:
 
 
 def _after_end(work: Work) -> None:
-    """No trainer is left: save what was not saved before, then let the pods go."""
+    """Save what was not saved before, then release the pods; no trainer is left."""
     source = unsaved(work.job)
     if source is not None and not work.job.ending.discard:
         if _has_saver(work, source):
@@ -366,7 +369,7 @@ def _after_end(work: Work) -> None:
 
 
 def _await_release(work: Work, *, late: bool) -> None:
-    """Wait until clients have confirmed, but not for those that cannot be reached."""
+    """Wait until the clients that can be reached have confirmed."""
     job = work.job
     for pod in job.pods:
         if not pod.released:
@@ -381,7 +384,7 @@ def _await_release(work: Work, *, late: bool) -> None:
     if active is not None and not job.elastic:
         stopped = active.all_in(*TERMINATED)
     if stopped:
-        active = None  # else the next start has to see that the old stage is over
+        active = None  # otherwise the next start must see that the old stage is over
     work.set(active=active, retiring=None, recovery_pods=(), fresh=True, served=())
     _to(work, HaltPhase.DONE)
     if job.goal is Goal.PAUSE:

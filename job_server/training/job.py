@@ -1,7 +1,7 @@
-"""A job as the server keeps it: plain values, saved and read back by `job_server.api.codec`.
+"""Define a training job as plain values, which the server stores.
 
 Pure, and without decisions: `machine.step` makes the next job from an event, `views` derives what
-clients, launchers and users are told.
+clients, launchers and users get.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,23 +27,23 @@ from job_server.api.wire import (
     StageRecord,
     Way,
 )
-from job_server.cluster.placement import Site
+from job_server.cluster.placement import Site, gather
 from job_server.jobs.pod_reports import without
 from job_server.jobs.work import Goal
 
-MAX_RECORDS = 1000  # an overnight script must not grow the job without limit
+MAX_RECORDS = 1000  # a script that runs overnight must not grow the job without limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPod:
-    """A pod that has been given out and is not yet confirmed gone."""
+    """A pod that the job has been given and that is not yet confirmed gone."""
 
     pod_id: str
     site: Site
-    desired: DesiredState | None = DesiredState.RUN  # None: released, its client has to confirm
+    desired: DesiredState | None = DesiredState.RUN  # None: released; its client must confirm
     planned: bool = False  # KILL: a change script or an operator asked for it
-    left: bool = False  # its launcher has exited 0; what its script does after that is its own
-    phase: PodPhase | None = None  # as its client said last; None: not yet
+    launcher_done: bool = False  # its launcher has exited 0; its script may go on
+    phase: PodPhase | None = None  # as its client reported last; None: not yet
     log_path: str = ""
 
     @property
@@ -52,20 +52,20 @@ class TrainingPod:
 
     @property
     def leaving(self) -> bool:
-        """Whether it was let go; a pod that is to be killed was not: its end is news."""
+        """Whether it was let go. A pod that is to be killed still counts: its exit is evaluated."""
         return self.desired in (None, DesiredState.HOLD)
 
     @property
     def usable(self) -> bool:
         """Whether a next stage may count on it."""
-        return self.desired is DesiredState.RUN and not self.left
+        return self.desired is DesiredState.RUN and not self.launcher_done
 
 
 TERMINATED = frozenset(
     {PodStagePhase.ENDED, PodStagePhase.LEFT, PodStagePhase.FINISHED}
-)  # confirmed: trains no more
-GONE = TERMINATED | {PodStagePhase.LOST}  # nothing more is to be waited for
-COMPLETED = (PodStagePhase.LEFT, PodStagePhase.FINISHED)  # nothing is to be started again
+)  # confirmed: it no longer trains
+GONE = TERMINATED | {PodStagePhase.LOST}  # nothing more can be awaited from it
+COMPLETED = (PodStagePhase.LEFT, PodStagePhase.FINISHED)  # it must not be started again
 STARTUP_ORDER = (
     PodStagePhase.ABSENT,
     PodStagePhase.READY,
@@ -78,40 +78,40 @@ STARTUP_ORDER = (
 class StagePod(Message, frozen=True, kw_only=True):
     pod: PlanPod
     phase: PodStagePhase = PodStagePhase.ABSENT
-    step: int = 0  # PARKED: after which step
-    snapshot_is_current: bool = False  # PARKED: a snapshot of just this state is on its node
-    durable: str = ""  # PARKED: the path that a trainer of it has written this state to; "": none
+    step: int = 0  # PARKED: the last step before
+    snapshot_is_current: bool = False  # PARKED: its node holds a snapshot of exactly this state
+    durable: str = ""  # PARKED: the path to which a trainer has written this state; "": none
 
 
 class CauseKind(Enum):
     FAILURE = "failure"  # counts against max_failures
     PREEMPTION = "preemption"  # counts against max_preemptions
     PLANNED = "planned"  # a kill that a change script or an operator asked for
-    NEUTRAL = "neutral"  # nobody's fault: a burnt stage number, a pause
+    NEUTRAL = "neutral"  # no fault: a burnt stage number, a pause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """An error that would not pass by itself; `faults` says which are."""
+    """A permanent error; `faults` decides which are."""
 
     who: str
     text: str  # FILE:LINE first
-    mark: str  # of two faults the same: it is the same error, at the same step
-    at_once: bool = False  # no second try can end otherwise
+    mark: str  # equal for the same error at the same step
+    at_once: bool = False  # a second try cannot end differently
     step: int | None = None  # None: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """Why a stage is over before its time."""
+    """Why a stage ended early."""
 
     kind: CauseKind
     text: str
     at: float
-    faults: tuple[Fault, ...] = ()  # of all trainers that failed, the first one first
-    of_change: bool = False  # the stage was a change not yet in force: the old pods may do better
-    peer_lost: bool = False  # a victim spoke; who was the cause is not yet known
-    counted: bool = False  # the budgets know of it
+    faults: tuple[Fault, ...] = ()  # of all trainers that failed, in that order
+    of_change: bool = False  # the stage was a change not yet committed: the old pods may succeed
+    peer_lost: bool = False  # reported by a victim; the cause is not yet known
+    counted: bool = False  # it is in the budgets
 
 
 class JobStage(Message, frozen=True, kw_only=True):
@@ -121,20 +121,20 @@ class JobStage(Message, frozen=True, kw_only=True):
     since: float  # when the phase began, or the server restarted in it
     reason: str
     members: tuple[StagePod, ...]
-    target: int  # pods that the job is to have once this is committed
+    target: int  # number of pods that the job has once this is committed
     counts: bool = False  # a requested change: counts as a resize
-    standby: bool = False  # nothing is cut for it: it waits for a crash of the stage in force
+    standby: bool = False  # it waits for a crash of the active stage
     survivable_failures: tuple[
         tuple[str, ...], ...
-    ] = ()  # standby: sets of pods that it can do without
-    missing_pods: tuple[str, ...] = ()  # standby: that of them which is gone
+    ] = ()  # standby: sets of pods that it can go on without
+    missing_pods: tuple[str, ...] = ()  # standby: the set that is gone
     attempt: int = 0
-    restore_from: RestoreFrom | None = None  # None: not chosen yet, or the checkpoint
-    base_step: int | None = None  # step that it began from; None: not known
-    over: Cause | None = None  # None: in force, or on its way to be
-    end_since: float | None = None  # when its pods were first told to end it; None: not yet
-    resuming: bool = False  # a cut was called off; not all pods are known to train again
-    cut: int = 0  # how often it was told to cut
+    restore_from: RestoreFrom | None = None  # None: not yet chosen, or the checkpoint
+    base_step: int | None = None  # the step it began from; None: not known
+    over: Cause | None = None  # None: active, or on its way
+    end_since: float | None = None  # when its pods were first ordered to end it; None: not yet
+    resuming: bool = False  # a cut was called off; some pods are not yet known to train again
+    cut: int = 0  # number of orders to cut
     kill_ranks: tuple[tuple[str, int], ...] = ()
     committed_at: float | None = None  # None: not committed
     first_step_at: float | None = None  # None: no step yet
@@ -148,7 +148,12 @@ class JobStage(Message, frozen=True, kw_only=True):
         return tuple(member.pod.pod_id for member in self.members)
 
     @property
-    def told_to_end(self) -> bool:
+    def overlaps(self) -> bool:
+        """Whether its trainers are prepared while those of the active stage train."""
+        return self.way in (Way.REPLACE, Way.JOIN)
+
+    @property
+    def end_ordered(self) -> bool:
         """Whether its pods are told to end its trainers."""
         return self.end_since is not None
 
@@ -158,7 +163,7 @@ class JobStage(Message, frozen=True, kw_only=True):
 
     @property
     def stands_by(self) -> bool:
-        """Ready to take over from a stage that crashes, and costs nothing but memory."""
+        """Whether it is ready to take over from a stage that crashes, and costs only memory."""
         return (
             self.standby and self.phase is Order.PREPARE and not self.any_in(PodStagePhase.ABSENT)
         )
@@ -179,29 +184,29 @@ class JobStage(Message, frozen=True, kw_only=True):
 
 
 class HaltPhase(Enum):
-    """How far a pause or an end is."""
+    """How far a pause or an end has come."""
 
-    WAIT = "wait"  # for a cut that was called off, or a change that is past its drain
+    WAIT = "wait"  # for a cut that was called off, or a change that has already drained
     CUT = "cut"
-    SAVE = "save"  # a client writes the newest state; its trainers are parked, or over
+    SAVE = "save"  # a client writes the newest state; the trainers are parked or gone
     END = "end"
     RELEASE = "release"
     DONE = "done"
 
 
-CUT_PHASES = (HaltPhase.CUT, HaltPhase.SAVE)  # a stage that is not over is told to cut
+CUT_PHASES = (HaltPhase.CUT, HaltPhase.SAVE)  # in these, a stage that is not over is ordered to cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Halt:
     phase: HaltPhase
     since: float
-    save: Save | None = None  # SAVE: the try that is made; None: none is
-    pod_id: str = ""  # ... whose client makes it
-    tried: tuple[str, ...] = ()  # SAVE: nodes that could not
-    why_not: str = ""  # ... and what the last of them said
-    again_at: float | None = None  # SAVE: nobody could, and all are asked again; None: not yet
-    kept_since: float | None = None  # since when the state is in memory for want of a place
+    save: Save | None = None  # SAVE: the present order; None: none
+    pod_id: str = ""  # ... to the client of this pod
+    tried: tuple[str, ...] = ()  # SAVE: nodes that failed
+    why_not: str = ""  # ... and why the last one did
+    again_at: float | None = None  # SAVE: when all nodes are tried again; None: not all have failed
+    kept_since: float | None = None  # since when the state waits in memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,24 +219,24 @@ class ManualChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobProgress:
-    """What changes with every heartbeat and need not be written each time."""
+    """What changes with every heartbeat and is not written each time."""
 
     step: int = 0
-    best_step: int = 0  # highest ever reached
+    best_step: int = 0  # the highest ever
     epoch: int = 0
     total_steps: int | None = None  # None: not known
     metrics: Mapping[str, float] = field(default_factory=dict)
     stepped_at: float | None = None  # when a new step was last reported; None: never
     steps: Mapping[str, int] = field(default_factory=dict)  # pod -> step, of the stage in force
     snapshots: Mapping[str, SnapshotRef] = field(default_factory=dict)  # pod -> newest
-    heard: Mapping[str, float] = field(default_factory=dict)  # pod -> its launcher was heard
+    heard: Mapping[str, float] = field(default_factory=dict)  # pod -> last report of its launcher
     joins: Mapping[str, bool] = field(default_factory=dict)  # pod -> its trainers can join
-    missing: Mapping[str, float] = field(default_factory=dict)  # pod -> its client omits it since
+    missing: Mapping[str, float] = field(default_factory=dict)  # pod -> omitted since
     account: Account = field(default_factory=Account)
     accrued_at: float = 0.0
     script_s: float = 0.0  # the change script's clock
-    saving: SaveState | None = None  # as the client says that was told to save; None: nothing yet
-    saving_at: float = 0.0  # when that was last something new
+    saving: SaveState | None = None  # of the client that was ordered to save; None: nothing yet
+    saving_at: float = 0.0  # when that last changed
 
     def without_pod(self, pod_id: str) -> "JobProgress":
         """Forget what is known of a pod."""
@@ -253,7 +258,7 @@ class Budget:
     """Failures and preemptions so far, and when the next try may begin; see `accounting`."""
 
     failures: int = 0
-    failures_in_row: int = 0  # without a new step between them
+    failures_in_row: int = 0  # no new step between them
     step_at_failure: int = 0
     faults: tuple[Fault, ...] = ()  # of the last failure that was counted
     preemptions: int = 0
@@ -281,9 +286,9 @@ class ChangeQueue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What was given out and must not be given again; see `allocation`."""
+    """Ids and ports that were used and must not be used again at once; see `allocation`."""
 
-    pod_ids: tuple[str, ...] = ()  # under the flag
+    pod_ids: tuple[str, ...] = ()  # given out under this flag
     flag: int = 0
     last_ports: Mapping[str, int] = field(default_factory=dict)  # node -> the last port
 
@@ -299,7 +304,7 @@ class Lineage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """What becomes of the newest state at a pause or an end; see `halting`."""
+    """What happens to the newest state at a pause or an end; see `halting`."""
 
     orders: int = 0  # to save, so far
     saved: Saved | None = None  # the newest state that was written; None: none was
@@ -309,7 +314,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announced:
-    """What events have said already, so that it is said once."""
+    """What events have already announced, so that it is announced once."""
 
     waiting: str = ""  # what the job waits for
     standby: str = ""  # why a standby cannot be prepared, or covers less than was asked for
@@ -325,30 +330,30 @@ class Job:
     waiting: str = ""  # why nothing can start; "": something runs or is on its way
     goal: Goal = Goal.RUN
     halt: Halt | None = None  # None: neither pausing nor paused nor stopping
-    retiring: JobStage | None = None  # replace, join: parked until the next one has made a step
-    active: JobStage | None = None  # in force, or over and being ended
-    preparing: JobStage | None = None  # in preparation
-    recovery_pods: tuple[str, ...] = ()  # pods that a recovery builds on, in rank order
+    retiring: JobStage | None = None  # replace, join: parked until its successor has made a step
+    active: JobStage | None = None  # training, or over and being ended
+    preparing: JobStage | None = None
+    recovery_pods: tuple[str, ...] = ()  # pods that a recovery starts from, in rank order
     pods: tuple[TrainingPod, ...] = ()
     target: int = 1
     next_stage: int = 1
     commits: int = 0  # committed stages; the original's flag is commits - 2
     served: tuple[PlanPod, ...] = ()  # the last committed pods
-    legacy_nodes: tuple[Node, ...] = ()  # nodes of original clients only, until ours come
+    legacy_nodes: tuple[Node, ...] = ()  # of the original's clients; (): ours serve it
     elastic: bool = False  # a trainer has called the elastic loop
-    done: bool = False  # training is complete, its pods are about to exit
-    fresh: bool = True  # the next start is a first one or follows a pause: no recovery
-    cut_off: bool = False  # no pod of the stage in force can be reached
+    done: bool = False  # training is complete; its pods are about to exit
+    fresh: bool = True  # the next start is the first or follows a pause: no recovery
+    cut_off: bool = False  # no pod of the active stage can be reached
     start_since: float = 0.0
-    grace_from: float = 0.0  # silence is counted from here at the earliest
+    grace_from: float = 0.0  # silence counts from here at the earliest
     resizes: int = 0
     kills: int = 0
     snapshot_stage: int = 0  # newest stage that has reported a snapshot
-    estimated_run_time_s: float | None = None  # None: nobody said
+    estimated_run_time_s: float | None = None  # None: not reported
     records: tuple[StageRecord, ...] = ()
     ended_at: float | None = None  # None: not ended
     budget: Budget = Budget()
-    growth: RetryLater = RetryLater()  # towards the target
+    growth: RetryLater = RetryLater()  # back to the target
     standby: RetryLater = RetryLater()
     queue: ChangeQueue = ChangeQueue()
     given: Given = Given()
@@ -388,11 +393,11 @@ class Job:
 
 
 def same_but_progress(old: Job, new: Job) -> bool:
-    """Say whether `new` need not be written.
+    """Return whether `new` need not be written.
 
-    It need not where only what every heartbeat changes differs, or who of the stage in force has
-    parked: nothing follows from that before all have, and launchers that attach tell it again. (The
-    pause of a change amid which the server is killed then counts from there.)
+    Nothing needs writing if only what every heartbeat changes differs, or which pods of the active
+    stage have parked: until all have, that changes nothing, and launchers report it again when they
+    attach. (If the server is killed during a cut, the pause counts from its restart.)
     """
     return _without_parking(replace(old, progress=new.progress)) == _without_parking(new)
 
@@ -414,10 +419,8 @@ def _without_parking(job: Job) -> Job:
 
 def occupied(pods: Iterable[TrainingPod]) -> dict[str, frozenset[int]]:
     """Return node -> slots on which processes of these pods are or may be."""
-    slots: dict[str, frozenset[int]] = {}
-    for pod in pods:
-        if pod.desired is DesiredState.HOLD and pod.phase is PodPhase.EXITED:
-            continue
-        node_id = pod.site.node_id
-        slots[node_id] = slots.get(node_id, frozenset()) | frozenset(pod.site.slots)
-    return slots
+    return gather(
+        (pod.site.node_id, pod.site.slots)
+        for pod in pods
+        if pod.desired is not DesiredState.HOLD or pod.phase is not PodPhase.EXITED
+    )

@@ -1,7 +1,7 @@
-"""Jobs that only clients of the original look after: nobody reports, so changes happen at once.
+"""Serve jobs that only clients of the original run: they never report, so changes apply at once.
 
-Pure. As soon as a client of ours registers a node that serves the job, these pods are dropped
-and the job starts properly.
+Pure. As soon as a client of ours registers a node that serves the job, these pods are dropped and
+the job starts properly.
 """
 
 from dataclasses import replace
@@ -16,13 +16,13 @@ from job_server.training.work import Work
 
 
 def begin_legacy(work: Work) -> None:
-    """Give out the first pods on nodes that nobody has registered."""
+    """Assign the first pods to nodes that have not registered."""
     if work.job.legacy:
         _commit_pods(work, work.job.target, "first start, for clients of the original")
 
 
 def converge_legacy(work: Work) -> None:
-    """Apply every change that is due, or hand the job to clients of ours."""
+    """Apply every due change, or hand the job to clients of ours."""
     if serving_nodes(work.job.spec, work.cluster, work.now):
         _hand_over(work)
         return
@@ -48,7 +48,7 @@ def resize_legacy(work: Work, pods: int, why: str) -> None:
 
 
 def _commit_pods(work: Work, pods: int, why: str) -> bool:
-    """Commit a set of so many pods; False: no place for a new one on these nodes."""
+    """Commit a set of `pods` pods. Return False if a new one cannot be placed on these nodes."""
     job = work.job
     old = {pod.pod_id: pod for pod in job.pods}
     stay = tuple(old[pod.pod_id] for pod in job.served[:pods])
@@ -94,7 +94,7 @@ def _commit_pods(work: Work, pods: int, why: str) -> bool:
 
 
 def _hand_over(work: Work) -> None:
-    """Forget the pods that nobody ran; where nothing has changed yet, begin from the beginning."""
+    """Forget these pods. If nothing has changed yet, start from the beginning."""
     job = work.job
     unchanged = job.commits <= 1
     work.set(

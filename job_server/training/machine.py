@@ -1,14 +1,14 @@
-"""The state machine of a job: `step(job, event, now, cluster) -> (job, reason)`. Pure.
+"""Run the state machine of a training: `step(job, event, now, cluster) -> (job, reason)`. Pure.
 
-An event is entered into the job (`reports`, `changes`), then the rules of `rules` take it as
-far as what is true allows. Whoever calls `step` writes the new job before anybody is told of it;
-what clients and launchers are told is derived from it (`views`).
+An event is entered into the job (`reports`, `pod_exits`, `changes`), then the rules (`rules`)
+advance it until none applies. The caller of `step` writes the new job before anyone is notified;
+what clients and launchers get is derived from it (`views`).
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from job_server.api.wire import JobSpec, JobState, Node, PodPhase, PodStagePhase, Resize, Way
+from job_server.api.wire import JobSpec, JobState, Node, PodPhase, PodStagePhase, Resize
 from job_server.cluster.placement import Cluster
 from job_server.jobs.clocks import moved_back
 from job_server.jobs.events import (
@@ -57,7 +57,7 @@ from job_server.training.rules import (
 from job_server.training.standby import standby_times
 from job_server.training.work import Work
 
-TELL_WAITING_S = 10.0  # that a client has not registered yet is no news before
+ANNOUNCE_WAITING_S = 10.0  # a missing client is no news before
 
 
 def new_job(spec: JobSpec, now: float, *, legacy_nodes: tuple[Node, ...] = ()) -> Job:
@@ -65,7 +65,7 @@ def new_job(spec: JobSpec, now: float, *, legacy_nodes: tuple[Node, ...] = ()) -
 
     Args:
         legacy_nodes: nodes of clients of the original, which never register. Until a client of
-            ours serves the job, its pods are said to run there, and changes happen at once.
+            ours serves the job, its pods are reported to run there, and changes happen at once.
     """
     job = Job(
         spec=spec,
@@ -99,7 +99,7 @@ def step(job: Job, event: Event, now: float, cluster: Cluster) -> tuple[Job, str
     """
     restarted = isinstance(event, ServerRestarted)
     lead_s = job.progress.accrued_at - now
-    if restarted and lead_s > 0:  # every wait would take so much longer
+    if restarted and lead_s > 0:  # otherwise every wait would take that much longer
         job = moved_back(job, lead_s)
     work = Work(accrue(job, now, restarted=restarted), now, cluster)
     if restarted and lead_s > 0:
@@ -114,7 +114,7 @@ def step(job: Job, event: Event, now: float, cluster: Cluster) -> tuple[Job, str
     work.set(state=name_state(work.job))
     if work.reason:
         work.set(reason=work.reason)
-    _tell_waiting(work)
+    _announce_waiting(work)
     if not work.notes and same_but_progress(job, work.job):
         return work.job, ""
     if not work.notes and work.job.state is not job.state:
@@ -124,15 +124,17 @@ def step(job: Job, event: Event, now: float, cluster: Cluster) -> tuple[Job, str
     return work.job, "; ".join(work.notes)
 
 
-def told_waiting_at(job: Job) -> float:
-    """Return from when on an event says what a start waits for: a client takes its time to come."""
-    return job.start_since + TELL_WAITING_S if job.fresh else job.start_since
+def announce_waiting_at(job: Job) -> float:
+    """Return when an event first says what a start waits for: clients take a moment to register."""
+    return job.start_since + ANNOUNCE_WAITING_S if job.fresh else job.start_since
 
 
-def _tell_waiting(work: Work) -> None:
-    """Note what the job waits for, where that is new and has lasted."""
+def _announce_waiting(work: Work) -> None:
+    """Note what the job waits for if that is new and has lasted."""
     job = work.job
-    if job.waiting == job.announced.waiting or (job.waiting and work.now < told_waiting_at(job)):
+    if job.waiting == job.announced.waiting or (
+        job.waiting and work.now < announce_waiting_at(job)
+    ):
         return
     work.set(announced=replace(job.announced, waiting=job.waiting))
     if job.waiting and not work.notes:
@@ -164,7 +166,8 @@ def _enter(work: Work, event: Event) -> None:
 
 
 def _asked(work: Work, event: Event) -> None:
-    """Enter what a user asked for.
+    """Enter a user's request.
+
 
     Raises:
         RequestRefused: it makes no sense now.
@@ -228,7 +231,7 @@ def _resize(work: Work, asked: Resize) -> None:
 
 
 def _assume_dead(work: Work) -> bool:
-    """Take the operator's word that what cannot be reached has stopped; True: there was any."""
+    """Count unreachable pods as stopped, on the operator's word. Return whether there were any."""
     found = False
     for stage in work.job.stages:
         for member in stage.members:
@@ -247,7 +250,7 @@ def _assume_dead(work: Work) -> bool:
 
 
 def _restarted(work: Work) -> None:
-    """Nobody was listening: count every silence and time limit from now."""
+    """Restart every silence and time limit: no heartbeat could arrive while the server was away."""
     job = work.job
     changes = {
         place: replace(
@@ -259,8 +262,8 @@ def _restarted(work: Work) -> None:
         if (stage := getattr(job, place)) is not None
     }
     preparing = changes.get("preparing")
-    if isinstance(preparing, JobStage) and preparing.way in (Way.REPLACE, Way.JOIN):
-        # Its trainers may have died meanwhile; those that live are reported ready again.
+    if isinstance(preparing, JobStage) and preparing.overlaps:
+        # Its trainers may have died meanwhile; launchers report living ones ready again.
         members = tuple(replace(member, phase=PodStagePhase.ABSENT) for member in preparing.members)
         changes["preparing"] = replace(preparing, members=members)
     if job.halt is not None:
@@ -304,7 +307,7 @@ def _deadlines(job: Job, now: float, cluster: Cluster) -> Iterator[float]:
         yield job.halt.again_at or 0.0
     if job.fresh:
         yield start_deadline(job)
-        yield told_waiting_at(job)
+        yield announce_waiting_at(job)
     if job.active is not None:
         yield declare_deadline(job.active)
         if not job.elastic and not job.announced.plain and job.active.committed_at is not None:
@@ -313,7 +316,7 @@ def _deadlines(job: Job, now: float, cluster: Cluster) -> Iterator[float]:
     for pod in job.pods:
         if not pod.released:
             yield silent_at(job, pod, cluster)
-        if pod.left:
+        if pod.launcher_done:
             yield client_silent_at(job, pod, cluster)
     for since in job.progress.missing.values():
         yield missing_at(since, cluster.heartbeat_s)

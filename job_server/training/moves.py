@@ -1,7 +1,7 @@
-"""The moves of a job from stage to stage: begin, abandon, fail, commit, end. Pure.
+"""Move a job from stage to stage: begin, abandon, fail, commit, end. Pure.
 
-Each function makes one move and keeps the books; when it is right to make it is decided in
-`rules` (by what is true) and `reports` (by what happened).
+Each function makes one move and keeps the records. `rules` decides when to make it, by what is
+true, and `reports` by what happened.
 """
 
 from dataclasses import replace
@@ -46,7 +46,7 @@ def begin(
     counts: bool = False,
     standby: bool = False,
 ) -> None:
-    """Start to prepare a stage of these pods, in rank order."""
+    """Begin to prepare a stage of these pods, in rank order."""
     number = work.job.next_stage
     stage = JobStage(
         stage=number,
@@ -77,7 +77,7 @@ def enter(work: Work, phase: Order) -> None:
     if phase is Order.END and active is not None:
         if stage.phase is Order.PREPARE and active.over is None:
             work.note(f"stage {stage.stage} is ready: ending stage {active.stage}")
-        tell_to_end(work, active)
+        order_end(work, active)
         stand_still(work)
 
 
@@ -90,19 +90,19 @@ def _cutting(stage: JobStage) -> JobStage:
 
 
 def cut_for_halt(work: Work) -> None:
-    """Tell the stage in force to drain, with a durable checkpoint; nothing follows it."""
+    """Order the active stage to cut, with a durable checkpoint; no stage follows."""
     if work.job.active is not None:
         work.set(active=_cutting(work.job.active))
 
 
-def tell_to_end(work: Work, stage: JobStage) -> None:
-    """From now on the stage's pods are told END; that is never taken back."""
+def order_end(work: Work, stage: JobStage) -> None:
+    """Order the stage's pods to END; this is never taken back."""
     if stage.end_since is None:
         work.set_stage(replace(stage, end_since=work.now, resuming=False))
 
 
 def enter_start(work: Work) -> None:
-    """Start the stage in preparation's trainers, from the newest state that anybody holds."""
+    """Start the trainers of the stage in preparation from the newest state."""
     job = work.job
     stage = job.preparing
     assert stage is not None
@@ -132,7 +132,9 @@ def enter_start(work: Work) -> None:
 
 
 def renumber(work: Work, highest: int) -> None:
-    """Burn the stage in preparation's number: the checkpoint path holds stages up to `highest`."""
+    """Give the stage in preparation a higher number: the checkpoint path holds stages up to
+    `highest`.
+    """
     job = work.job
     old = job.preparing
     assert old is not None
@@ -154,7 +156,7 @@ def renumber(work: Work, highest: int) -> None:
 
 
 def reallocate_ports(work: Work, why: str) -> None:
-    """Deal new ports to the stage in preparation; its trainers start again."""
+    """Assign new ports to the stage in preparation; its trainers start again."""
     stage = work.job.preparing
     assert stage is not None
     pods = tuple(pod for pod_id in stage.pod_ids if (pod := work.job.pod(pod_id)) is not None)
@@ -171,7 +173,7 @@ def reallocate_ports(work: Work, why: str) -> None:
 
 
 def join_otherwise(work: Work, way: Way, why: str) -> None:
-    """Let a change that cannot go by JOIN go by `way`: what was made for it is made anew."""
+    """Continue a change that cannot go by JOIN by `way`; its trainers are prepared again."""
     stage = work.job.preparing
     assert stage is not None
     work.set(preparing=replace(stage, way=way, since=work.now))
@@ -180,7 +182,8 @@ def join_otherwise(work: Work, way: Way, why: str) -> None:
 
 
 def commit(work: Work, *, snapshot_is_current: bool = False) -> None:
-    """Put the stage in preparation in force. The caller writes before anybody is told.
+    """Make the stage in preparation the active one. The caller writes before anyone is notified.
+
 
     Args:
         snapshot_is_current: all pods of the stage before have parked, and the newest snapshot
@@ -190,8 +193,7 @@ def commit(work: Work, *, snapshot_is_current: bool = False) -> None:
     stage, old = job.preparing, job.active
     assert stage is not None
     stage = replace(stage, phase=Order.GO, since=work.now, committed_at=work.now)
-    beside = stage.way in (Way.REPLACE, Way.JOIN)
-    if beside:
+    if stage.overlaps:
         restore = choose_restore(job)
         base = None if restore is None else restore.step
         if restore is not None and snapshot_is_current:
@@ -204,13 +206,13 @@ def commit(work: Work, *, snapshot_is_current: bool = False) -> None:
     update_record(work, stage.stage, outcome="committed", committed_at=work.now, flag=job.next_flag)
     step = job.progress.step if stage.base_step is None else stage.base_step
     work.set(
-        retiring=old if beside and old is not None and old.over is None else None,
+        retiring=old if stage.overlaps and old is not None and old.over is None else None,
         active=stage,
         preparing=None,
         recovery_pods=stage.pod_ids,
         served=tuple(member.pod for member in stage.members),
         commits=job.commits + 1,
-        # Of a standby nobody asked for another size, and somebody may have, since it was prepared.
+        # A standby changes no target; a user may have since it was prepared.
         target=job.target if stage.standby else stage.target,
         resizes=job.resizes + stage.counts,
         fresh=False,
@@ -227,22 +229,22 @@ def commit(work: Work, *, snapshot_is_current: bool = False) -> None:
 
 
 def dismiss_leavers(work: Work) -> None:
-    """Let the pods go that the stage in force does not name; those with a snapshot keep it."""
+    """Release the pods that the active stage does not name; shims with a snapshot stay."""
     stage = work.job.active
     assert stage is not None
     for pod in work.job.pods:
-        if not pod.leaving and not pod.left and pod.pod_id not in stage.pod_ids:
+        if not pod.leaving and not pod.launcher_done and pod.pod_id not in stage.pod_ids:
             let_go(work, pod.pod_id)
 
 
 def let_go(work: Work, pod_id: str) -> None:
-    """Release a pod, but for its shim where that holds a snapshot."""
+    """Release a pod; its shim stays if it holds a snapshot."""
     holds = pod_id in work.job.progress.snapshots
     work.release(pod_id, hold=holds)
 
 
 def abandon(work: Work, why: str) -> None:
-    """Drop a change that has not ended the old stage; parked ranks go on."""
+    """Drop a change that has not ended the active stage; parked ranks go on."""
     job = work.job
     stage, active = job.preparing, job.active
     assert stage is not None
@@ -259,14 +261,14 @@ def abandon(work: Work, why: str) -> None:
 
 
 def dismiss_standby(work: Work) -> None:
-    """Make room for a change; the next standby is one for the stage that it leads to."""
+    """Abandon the standby to make room for a change."""
     if work.job.preparing is not None and work.job.preparing.standby:
         abandon(work, "it stood by, and a change comes first")
         work.set(standby=RetryLater())
 
 
 def _put_off(work: Work, stage: JobStage) -> None:
-    """What nobody asked for, and came to nothing, is tried again only later."""
+    """Delay the next try of a change that failed and that no user asked for."""
     if stage.standby:
         # A script that breaks in its warm-up step would cost the training a start every minute.
         failures = work.job.standby.failures
@@ -283,7 +285,7 @@ def _delay_growth(work: Work) -> None:
 
 
 def fail_active(work: Work, cause: Cause) -> None:
-    """The stage in force cannot go on; a victim's word gives way to a culprit's."""
+    """End the active stage: it cannot go on. A culprit's report replaces a victim's."""
     job = work.job
     stage = job.active
     if stage is None:
@@ -295,7 +297,7 @@ def fail_active(work: Work, cause: Cause) -> None:
     work.set(active=replace(stage, over=cause, resuming=False))
     for held in (job.retiring, stage):
         if held is not None:
-            tell_to_end(work, work.job.stage_numbered(held.stage) or held)
+            order_end(work, work.job.stage_numbered(held.stage) or held)
     if stage.committed:
         close_stage(work, stage, "ended")
     work.note(f"stage {stage.stage} is over: {cause.text}")
@@ -307,14 +309,14 @@ def fail_active(work: Work, cause: Cause) -> None:
         abandon(work, cause.text)
         return
     if preparing.way is Way.JOIN and preparing.phase in (Order.PREPARE, Order.CUT):
-        # Those who were to stay go down with their stage: all trainers start anew.
+        # The trainers that were to stay end with their stage: all are started again.
         join_otherwise(work, Way.DRAIN, "the trainers that were to stay are gone")
     if preparing.phase is Order.CUT:
         enter(work, Order.END)
 
 
 def _reconsider_cause(work: Work, stage: JobStage, known: Cause, cause: Cause) -> None:
-    """A stage that is over has failed once more: it may be the culprit who speaks now."""
+    """Take in another failure of a stage that is over: it may name the culprit."""
     if known.counted:
         return
     faults = known.faults + cause.faults
@@ -326,7 +328,7 @@ def _reconsider_cause(work: Work, stage: JobStage, known: Cause, cause: Cause) -
 
 
 def fail_preparing(work: Work, cause: Cause) -> None:
-    """The stage in preparation cannot be committed as it is."""
+    """Give up the stage in preparation: it cannot be committed as it is."""
     job = work.job
     stage = job.preparing
     if stage is None:
@@ -352,15 +354,15 @@ def fail_preparing(work: Work, cause: Cause) -> None:
         if active is not None and active.over is None:
             work.set(active=replace(active, over=cause))
         return
-    # Trainers of it run: it is the one to be ended now.
+    # Its trainers run, so it is the stage to end now.
     if job.active is not None:
         close_stage(work, job.active, "ended")
     work.set(active=replace(stage, over=cause), preparing=None)
-    tell_to_end(work, work.job.stage_numbered(stage.stage) or stage)
+    order_end(work, work.job.stage_numbered(stage.stage) or stage)
 
 
 def count(work: Work, cause: Cause) -> None:
-    """Book a failure or preemption; the job fails where a budget is used up."""
+    """Count a failure or preemption. The job fails if a budget is used up."""
     stage = work.job.active
     started = stage.committed_at if stage is not None else None
     ran_s = 0.0 if started is None else cause.at - started
@@ -373,7 +375,7 @@ def count(work: Work, cause: Cause) -> None:
 
 
 def count_active(work: Work) -> None:
-    """Book why the active stage is over, once."""
+    """Count why the active stage is over, once."""
     stage = work.job.active
     if stage is None or stage.over is None or stage.over.counted:
         return
@@ -383,7 +385,7 @@ def count_active(work: Work) -> None:
 
 
 def fail(work: Work, why: str) -> None:
-    """The job cannot go on. What is only in memory is written first: the cause may be mended."""
+    """Fail the job. State that is only in memory is written first: the cause may be mended."""
     if unsaved(work.job) is None:
         finish(work, JobState.FAILED, why)
         return
@@ -392,7 +394,7 @@ def fail(work: Work, why: str) -> None:
 
 
 def finish(work: Work, state: JobState, reason: str) -> None:
-    """End the job for good and let all its pods go."""
+    """End the job for good and release all its pods."""
     job = work.job
     for stage in job.stages:
         if stage.committed:
@@ -446,7 +448,7 @@ def lose(work: Work, pod_id: str, cause: Cause, *, confirmed: bool, holds: bool 
 
 
 def without_missing(job: Job, stage: JobStage) -> JobStage | None:
-    """Return the standby without the pods that are no longer usable; None: it needs them."""
+    """Return the standby without the pods that are no longer usable. None: it needs them."""
     gone = {pod_id for pod_id in stage.pod_ids if not job.usable(pod_id)}
     if not gone:
         return stage
@@ -468,7 +470,7 @@ def without_missing(job: Job, stage: JobStage) -> JobStage | None:
 
 
 def leave_out_missing(work: Work) -> None:
-    """Have the standby do without the pods that are lost, if it can."""
+    """Let the standby go on without missing pods if it survives that."""
     stage = work.job.preparing
     if stage is None or not stage.standby or not stage.survivable_failures:
         return
@@ -488,7 +490,7 @@ def neutral(work: Work, text: str) -> Cause:
 
 
 def _brief(reason: str) -> str:
-    """Return why a stage is made without what was told when the one before it was over."""
+    """Return why a stage is made, without repeating why the one before it ended."""
     return "recovery" if reason.startswith("recovery: ") else reason
 
 

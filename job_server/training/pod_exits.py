@@ -1,6 +1,6 @@
-"""What clients tell about their pods, and what the end of a pod means. Pure.
+"""Apply what clients report of pods, and decide what a pod's exit means. Pure.
 
-A report may be late or come twice: what it says counts only where it is news.
+A report may be late or come twice: it counts only where it says something new.
 """
 
 from dataclasses import replace
@@ -46,14 +46,14 @@ def _named(work: Work, pod: TrainingPod, state: PodState) -> None:
         _apply_save(work, pod, state.save)
         if not state.holds and pod.desired is DesiredState.HOLD:
             work.drop_pod(pod.pod_id)
-        return  # final; a late report of before changes nothing
+        return  # final; a late report changes nothing
     _apply_save(work, pod, state.save)
     changed = replace(pod, phase=state.phase, log_path=state.log_path[:PATH_CHARS] or pod.log_path)
     if changed != pod:
         work.set_pod(changed)
     if state.phase is not PodPhase.EXITED:
         return
-    # Neither code nor signal: the shim itself is gone, and the snapshot with it.
+    # With neither code nor signal the shim itself is gone, and the snapshot with it.
     holds = state.holds and (state.exit_code is not None or state.signal is not None)
     if not holds:
         work.progress(snapshots=without(work.job.progress.snapshots, pod.pod_id))
@@ -72,42 +72,42 @@ def _named(work: Work, pod: TrainingPod, state: PodState) -> None:
         work.drop_pod(pod.pod_id)
 
 
-def _apply_save(work: Work, pod: TrainingPod, said: SaveState | None) -> None:
-    """Remember what has become of the writing of a state."""
+def _apply_save(work: Work, pod: TrainingPod, state: SaveState | None) -> None:
+    """Record how far the writing of a state is."""
     held = work.job.halt
-    if said is None:
+    if state is None:
         return
-    said = replace(said, path=said.path[:PATH_CHARS], reason=said.reason[:REASON_CHARS])
-    ordered = held is not None and held.save is not None and said.id == held.save.id
+    state = replace(state, path=state.path[:PATH_CHARS], reason=state.reason[:REASON_CHARS])
+    ordered = held is not None and held.save is not None and state.id == held.save.id
     if ordered and held is not None and held.pod_id == pod.pod_id:
-        if said != work.job.progress.saving:
-            work.progress(saving=said, saving_at=work.now)
-            _apply_written(work, pod, said)
-    elif said.id == 0:
-        _apply_written(work, pod, said)
+        if state != work.job.progress.saving:
+            work.progress(saving=state, saving_at=work.now)
+            _apply_written(work, pod, state)
+    elif state.id == 0:
+        _apply_written(work, pod, state)
 
 
-def _apply_written(work: Work, pod: TrainingPod, said: SaveState) -> None:
-    """Remember at once where a state is: who wrote it may be gone with the next line.
+def _apply_written(work: Work, pod: TrainingPod, state: SaveState) -> None:
+    """Record at once where a state was written: its writer may be gone with the next report.
 
-    Number 0 is what a client that was ended has written by itself.
+    Order 0 is a state that a client has written by itself because it was ended.
     """
     known = work.job.ending.saved
-    newest = (said.stage, said.step, said.serial)
-    if said.phase is not SavePhase.WRITTEN:
+    newest = (state.stage, state.step, state.serial)
+    if state.phase is not SavePhase.WRITTEN:
         return
     if known is not None and (known.stage, known.step, known.serial) >= newest:
         return
     saved = Saved(
-        stage=said.stage,
-        step=said.step,
-        serial=said.serial,
-        path=said.path,
+        stage=state.stage,
+        step=state.step,
+        serial=state.serial,
+        path=state.path,
         node_id=pod.site.node_id,
-        spare=said.spare,
+        spare=state.spare,
     )
     work.set(ending=replace(work.job.ending, saved=saved))
-    if said.id:
+    if state.id:
         where = f"the run folder of node {saved.node_id}: " if saved.spare else ""
         work.note(f"the state of step {saved.step} is written to {where}{saved.path}")
     else:
@@ -142,7 +142,8 @@ def exited(
     lines: tuple[str, ...] = (),
     holds: bool = True,
 ) -> None:
-    """A pod that was to run has exited: it has finished, or it is lost.
+    """Decide whether a pod that exited has finished or is lost.
+
 
     Args:
         code: exit code, negative for a signal; None: not known.
@@ -154,16 +155,16 @@ def exited(
     text = f"pod {pod.pod_id} {how}"
     if pod.planned:
         text += ", as requested"
-    elif pod.left:
+    elif pod.launcher_done:
         text += " after its trainers were done"
     elif code == 0:
         active = work.job.active
-        ending_it = active is not None and active.told_to_end and active.member(pod.pod_id)
+        ending_it = active is not None and active.end_ordered and active.member(pod.pod_id)
         if ending_it:
             text += " while its stage was ended"
         elif _completing(work, pod) is not None:
             text += (
-                ", but its training is not known to be complete: its launcher never said how it "
+                ", but its training is not known to be complete: its launcher has not said how it "
                 "ended. Most likely it was killed and the script went on; begin that with `set -e`"
             )
         else:
@@ -173,7 +174,7 @@ def exited(
     if lines:
         text += f"; last lines: {last_words(lines)}"
     cause = _cause(work, pod, text[:REASON_CHARS], preempted=was_terminated(code))
-    if not pod.left and cause.kind is CauseKind.FAILURE:
+    if not pod.launcher_done and cause.kind is CauseKind.FAILURE:
         words = last_words(lines) or reason
         fault = fault_of_pod(f"pod {pod.pod_id}", code=code, words=words)
         cause = replace(cause, faults=() if fault is None else (fault,))
@@ -181,15 +182,15 @@ def exited(
 
 
 def _finished(work: Work, pod: TrainingPod) -> bool:
-    """Enter that a pod has exited 0; False: it had nothing that could have been complete.
+    """Enter that a pod has exited 0. Return False if it had nothing to complete.
 
-    Of an elastic training only its trainers or its launcher can say that it is complete: the
-    script's last line may exit 0 behind a launcher that was killed.
+    Only the trainers or the launcher of an elastic training can say that it is complete: the
+    script's last line may exit 0 although the launcher was killed.
     """
     stage = _completing(work, pod)
-    if stage is None and not pod.left:
+    if stage is None and not pod.launcher_done:
         return False
-    if work.job.elastic and not (pod.left or work.job.done):
+    if work.job.elastic and not (pod.launcher_done or work.job.done):
         return False
     if stage is not None:
         work.move(stage, pod.pod_id, PodStagePhase.FINISHED)
@@ -199,32 +200,34 @@ def _finished(work: Work, pod: TrainingPod) -> bool:
 
 
 def _completing(work: Work, pod: TrainingPod) -> JobStage | None:
-    """Return the stage that a pod completes by exiting 0; None: there is none."""
+    """Return the stage that a pod completes by exiting 0. None: there is none."""
     active, preparing = work.job.active, work.job.preparing
     if preparing is not None and preparing.phase is Order.START and preparing.member(pod.pod_id):
         return preparing
-    if active is not None and active.committed and not active.told_to_end:
+    if active is not None and active.committed and not active.end_ordered:
         return active if active.member(pod.pod_id) else None
     return None
 
 
 def launcher_exited(work: Work, pod: TrainingPod, report: PodReport) -> None:
-    """A launcher's 0 says that its trainers are done: the pod's script may go on, say to upload."""
-    if pod.left:
-        return  # told twice, or a later launcher of the same script
+    """Enter that a launcher has exited. After 0 the trainers are done, but the pod's script may go
+    on.
+    """
+    if pod.launcher_done:
+        return  # reported twice, or a later launcher of the same script
     stage = _completing(work, pod)
     if report.code != 0 or stage is None:
         exited(work, pod, code=report.code, reason=report.reason)
         return
     work.move(stage, pod.pod_id, PodStagePhase.LEFT)
-    work.set_pod(replace(pod, left=True))
+    work.set_pod(replace(pod, launcher_done=True))
     work.note(f"the trainers of pod {pod.pod_id} are done; waiting for its script to end")
 
 
 def finish_unsupervised(work: Work) -> None:
-    """Where no client looks after a pod, its launcher's word is the last that is heard of it."""
+    """Count a pod as finished after its launcher's 0 if no client looks after the pod."""
     for pod in work.job.pods:
-        if not (pod.left and not pod.leaving):
+        if not (pod.launcher_done and not pod.leaving):
             continue
         if work.now >= client_silent_at(work.job, pod, work.cluster):
             exited(work, pod, code=0, reason="")
@@ -238,5 +241,5 @@ def _cause(work: Work, pod: TrainingPod, text: str, *, preempted: bool = False) 
 
 
 def preempted(work: Work, pod: TrainingPod, text: str) -> Cause:
-    """Return the loss of a pod as nobody's fault."""
+    """Return the loss of a pod as a preemption."""
     return _cause(work, pod, text, preempted=True)

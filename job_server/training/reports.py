@@ -1,7 +1,7 @@
-"""What launchers tell, entered into the job. Pure.
+"""Apply what launchers report. Pure.
 
-Every message may be late, doubled or out of order: each function asks whether the report says
-anything new about a stage that still counts, and otherwise changes nothing.
+A message may be late, doubled or out of order: each function checks whether the report says
+something new about a stage that still counts, and otherwise changes nothing.
 """
 
 from dataclasses import replace
@@ -42,11 +42,11 @@ from job_server.training.moves import (
 from job_server.training.pod_exits import launcher_exited
 from job_server.training.work import Work
 
-MAX_ATTEMPTS = 10  # how often a stage may be dealt new ports
+MAX_ATTEMPTS = 10  # how often a stage may get new ports
 
 
 def attached(work: Work, attach: Attach) -> None:
-    """Take a launcher's whole truth as the reports that it implies."""
+    """Apply a launcher's whole state as the reports that it implies."""
     pod = work.job.pod(attach.pod_id)
     if pod is None or pod.released:
         return
@@ -57,14 +57,14 @@ def attached(work: Work, attach: Attach) -> None:
         work.set(elastic=True)
     _apply_numbers(work, attach)
     preparing = work.job.preparing
-    if preparing is not None and preparing.way not in (Way.REPLACE, Way.JOIN):
+    if preparing is not None and not preparing.overlaps:
         _raise(work, preparing, pod.pod_id, PodStagePhase.READY)
     if attach.stage:
         _apply_phase(work, attach)
 
 
 def _apply_numbers(work: Work, attach: Attach) -> None:
-    """Keep the job's stage numbers above all that this launcher knows of."""
+    """Keep the job's stage numbers above all that this launcher knows."""
     job = work.job
     known = attach.stage
     if job.commits == 0:  # later, the path holds the job's own stages
@@ -108,7 +108,7 @@ def _apply_phase(work: Work, attach: Attach) -> None:
 
 
 def _trains(work: Work, stage: JobStage, pod_id: str) -> None:
-    """A launcher that attaches knows whether its trainers train, whatever their step."""
+    """Enter that the pod trains: a launcher that attaches knows, whatever its step."""
     member = stage.member(pod_id)
     if member is None or stage is not work.job.active or _cut_is_on(work):
         return
@@ -122,7 +122,7 @@ def _trains(work: Work, stage: JobStage, pod_id: str) -> None:
 
 
 def reported(work: Work, pod_id: str, report: PodReport) -> None:
-    """Enter one report of a launcher."""
+    """Apply one report of a launcher."""
     pod = work.job.pod(pod_id)
     if pod is None:
         return
@@ -154,7 +154,7 @@ def reported(work: Work, pod_id: str, report: PodReport) -> None:
 
 
 def _apply_ended(work: Work, pod_id: str, report: PodReport) -> None:
-    """A pod that was given up may still confirm that its trainers are gone."""
+    """Accept that a lost pod confirms the end of its trainers after all."""
     if report.kind in (ReportKind.ENDED, ReportKind.EXITED):
         for stage in work.job.stages:
             member = stage.member(pod_id)
@@ -187,7 +187,7 @@ def _dispatch(work: Work, stage: JobStage, member: StagePod, report: PodReport) 
             _stage_too_low(work, stage, pod_id, report)
         case ReportKind.DONE:
             _done(work, stage, member, report)
-        case ReportKind.EXITED | ReportKind.ALIVE:  # keyed by pod: entered before
+        case ReportKind.EXITED | ReportKind.ALIVE:  # keyed by pod: handled before
             pass
 
 
@@ -213,10 +213,10 @@ def _record_heartbeat(work: Work, pod_id: str, snapshot: SnapshotRef | None) -> 
 
 
 def _record_joins(work: Work, stage: JobStage, pod_id: str, report: PodReport) -> None:
-    """Remember whether the pod's trainers could join a next stage in place."""
+    """Record whether the pod's trainers could join a next stage in place."""
     joins = work.job.progress.joins
     tells = report.kind in (ReportKind.LOADED, ReportKind.FIRST_STEP, ReportKind.PROGRESS)
-    tells |= report.kind is ReportKind.READY and stage.way in (Way.REPLACE, Way.JOIN)
+    tells |= report.kind is ReportKind.READY and stage.overlaps
     if tells and report.attempt >= stage.attempt and joins.get(pod_id) is not report.joins:
         work.progress(joins={**joins, pod_id: report.joins})
 
@@ -251,7 +251,7 @@ def _progressed(work: Work, stage: JobStage, member: StagePod, report: PodReport
     if not _cut_is_on(work):
         trains |= member.phase is PodStagePhase.CUTTING
         trains |= member.phase is PodStagePhase.PARKED and report.step > member.step
-    if trains and not stage.told_to_end:
+    if trains and not stage.end_ordered:
         work.move(stage, pod_id, PodStagePhase.TRAINING)
     _advance_step(work, pod_id, report)
     _apply_first_step(work, stage, report)
@@ -289,7 +289,7 @@ def _advance_step(work: Work, pod_id: str, report: PodReport) -> None:
 
 
 def _cut_is_on(work: Work) -> bool:
-    """Whether the stage in force is told to cut now."""
+    """Return whether the active stage is ordered to cut now."""
     job = work.job
     if job.preparing is not None:
         return job.preparing.phase is Order.CUT
@@ -298,10 +298,10 @@ def _cut_is_on(work: Work) -> bool:
 
 
 def _drained(work: Work, stage: JobStage, member: StagePod, report: PodReport) -> None:
-    """A pod has parked. One that says so of an earlier cut has made steps since."""
+    """Enter that a pod has parked. A report of an earlier cut is older than its later steps."""
     job = work.job
     pod_id = member.pod.pod_id
-    if stage is not job.active or not stage.committed or stage.told_to_end:
+    if stage is not job.active or not stage.committed or stage.end_ordered:
         return
     if report.step < job.progress.steps.get(pod_id, 0):
         return
@@ -319,10 +319,10 @@ def _drained(work: Work, stage: JobStage, member: StagePod, report: PodReport) -
 
 
 def _ended(work: Work, stage: JobStage, pod_id: str, report: PodReport) -> None:
-    if stage.told_to_end:
+    if stage.end_ordered:
         work.move(stage, pod_id, PodStagePhase.ENDED)
     elif stage is work.job.active:
-        # END is never taken back, so this launcher lost its trainers in another way.
+        # END was not ordered, so this launcher has lost its trainers in another way.
         text = f"pod {pod_id} has no trainers of stage {stage.stage} any more"
         fail_active(work, Cause(kind=CauseKind.FAILURE, text=text, at=work.now))
         work.move(stage, pod_id, PodStagePhase.ENDED)
@@ -348,7 +348,7 @@ def _failed(work: Work, stage: JobStage, member: StagePod, report: PodReport) ->
     )
     if stage is job.preparing:
         if stage.way is Way.JOIN and report.peer_lost:
-            # A new trainer could not meet those that stay; what is wrong there they say themselves.
+            # A new trainer could not connect to those that stay, which report their own trouble.
             _join_otherwise(work, stage, text)
         else:
             fail_preparing(work, cause)
@@ -356,8 +356,8 @@ def _failed(work: Work, stage: JobStage, member: StagePod, report: PodReport) ->
     work.move(stage, pod_id, PodStagePhase.FAILED)
     if stage is not job.active:
         return
-    if stage.told_to_end and stage.over is None:
-        return  # it was being ended anyway
+    if stage.end_ordered and stage.over is None:
+        return  # it was being ended already
     fail_active(work, cause)
 
 
@@ -376,7 +376,7 @@ def _failure_text(pod_id: str, report: PodReport, *, planned: bool) -> str:
 
 
 def _was_killed(stage: JobStage, report: PodReport) -> bool:
-    """Whether a requested kill explains the failure, its own or its victims'."""
+    """Return whether a requested kill explains the failure, of the killed rank or of its peers."""
     if not stage.kill_ranks:
         return False
     killed = {rank for _, rank in stage.kill_ranks}
@@ -384,8 +384,7 @@ def _was_killed(stage: JobStage, report: PodReport) -> bool:
 
 
 def _port_taken(work: Work, stage: JobStage, pod_id: str, report: PodReport) -> None:
-    beside = stage.way in (Way.REPLACE, Way.JOIN)
-    phase = Order.PREPARE if beside else Order.START
+    phase = Order.PREPARE if stage.overlaps else Order.START
     if stage is not work.job.preparing or stage.phase is not phase:
         return
     if report.attempt != stage.attempt:
@@ -399,7 +398,7 @@ def _port_taken(work: Work, stage: JobStage, pod_id: str, report: PodReport) -> 
 
 
 def _cannot_join(work: Work, stage: JobStage, pod_id: str, report: PodReport) -> None:
-    """A pod that was to stay cannot form a second group, or could not this time."""
+    """Enter that a staying pod cannot form a second group, or could not this time."""
     work.progress(joins={**work.job.progress.joins, pod_id: False})
     joins = stage is work.job.preparing and stage.way is Way.JOIN
     if joins and report.attempt == stage.attempt:
@@ -407,7 +406,7 @@ def _cannot_join(work: Work, stage: JobStage, pod_id: str, report: PodReport) ->
 
 
 def _join_otherwise(work: Work, stage: JobStage, why: str) -> None:
-    """Take another way; once the stage in force is told to cut, only one without preparation."""
+    """Choose another way. After the order to cut, only DRAIN, which needs no preparation."""
     active = work.job.active
     joins = dict(work.job.progress.joins)
     work.progress(joins={})
@@ -418,7 +417,7 @@ def _join_otherwise(work: Work, stage: JobStage, why: str) -> None:
 
 
 def _stage_too_low(work: Work, stage: JobStage, pod_id: str, report: PodReport) -> None:
-    if stage.told_to_end or report.attempt < stage.attempt:
+    if stage.end_ordered or report.attempt < stage.attempt:
         return
     text = f"the checkpoint path holds stage {report.highest_stage}, stage {stage.stage} is lower"
     kind = CauseKind.NEUTRAL
@@ -435,7 +434,7 @@ def _stage_too_low(work: Work, stage: JobStage, pod_id: str, report: PodReport) 
 
 
 def _done(work: Work, stage: JobStage, member: StagePod, report: PodReport) -> None:
-    if stage is not work.job.active or not stage.committed or stage.told_to_end:
+    if stage is not work.job.active or not stage.committed or stage.end_ordered:
         return
     _advance_step(work, member.pod.pod_id, report)
     if member.phase in (PodStagePhase.CUTTING, PodStagePhase.PARKED):
@@ -447,7 +446,7 @@ def _done(work: Work, stage: JobStage, member: StagePod, report: PodReport) -> N
 
 
 def forget_retired(work: Work) -> None:
-    """Forget the stage before, once its parked trainers are gone."""
+    """Forget the retiring stage once its parked trainers are gone."""
     retiring = work.job.retiring
     if retiring is not None and all(member.phase in GONE for member in retiring.members):
         work.set(retiring=None)

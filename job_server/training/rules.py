@@ -1,7 +1,7 @@
-"""What follows from what is true now: the rules that take a job on. Pure.
+"""Advance a job by rules, each of which compares what is true with what should be. Pure.
 
 `converge` applies them until none changes anything, so their order matters little, and a lost or
-late message needs no case of its own.
+late message needs no case of its own. A deadline stands next to its rule.
 """
 
 import math
@@ -59,13 +59,14 @@ from job_server.training.work import Work
 
 MAX_ROUNDS = 100  # far more than any job needs: two rules that undo each other are a defect
 END_MARGIN_S = 20.0  # beyond the grace, for a launcher that ends its trainers
-LOAD_PATIENCE = 5.0  # times prepare_timeout_s: where nothing trains that a timeout would save
+LOAD_PATIENCE = 5.0  # times prepare_timeout_s, where giving up would bring no training back
 RECOVERY_PATIENCE_S = 5.0  # how much longer than a recovery a prepared change may take
-LOOP_S = 60.0  # a script that builds its data first may call the loop as late as that
+LOOP_S = 60.0  # a script that builds its data first may call the loop so late
 
 
 def converge(work: Work) -> None:
     """Apply the rules until nothing changes any more.
+
 
     Raises:
         NotConverging: they never come to rest; the text names those that go on.
@@ -83,10 +84,10 @@ def converge(work: Work) -> None:
                 return
         if work.job == before:
             return
-    said = "; ".join(work.notes[-3:])
+    last = "; ".join(work.notes[-3:])
     raise NotConverging(
         f"the rules of the job do not come to rest after {MAX_ROUNDS} rounds; those that go on: "
-        f"{', '.join(fired)}; they said last: {said or 'nothing'}"
+        f"{', '.join(fired)}; the last notes: {last or 'nothing'}"
     )
 
 
@@ -94,14 +95,14 @@ def _succeed(work: Work) -> None:
     stage = work.job.active
     if stage is None or not stage.committed or stage.over is not None:
         return
-    busy = any(pod.left and not pod.leaving for pod in work.job.pods)
+    busy = any(pod.launcher_done and not pod.leaving for pod in work.job.pods)
     if stage.members and stage.all_in(PodStagePhase.FINISHED) and not busy:
         warn_plain(work, ended=True)
         finish(work, JobState.SUCCEEDED, "all pods have exited with 0")
 
 
 def _unpark(work: Work) -> None:
-    """Tell parked ranks to go on where no cut is in force, until they are known to."""
+    """Order parked ranks to go on, unless a cut is on, until they are known to train."""
     job = work.job
     stage = job.active
     if stage is None or stage.over is not None or stage.end_since is not None:
@@ -118,14 +119,16 @@ def _unpark(work: Work) -> None:
 
 
 def end_deadline(job: Job, stage: JobStage) -> float | None:
-    """Return when pods that have not ended the stage's trainers are killed; None: not told yet."""
+    """Return when pods that have not ended the stage's trainers are killed. None: END was not
+    ordered.
+    """
     if stage.end_since is None:
         return None
     return stage.end_since + job.spec.grace_s + END_MARGIN_S
 
 
 def _kill_stuck(work: Work) -> None:
-    """Have pods killed that do not end their trainers."""
+    """Kill pods that do not end their trainers."""
     for stage in work.job.stages:
         deadline = end_deadline(work.job, stage)
         if deadline is None or work.now < deadline:
@@ -179,7 +182,7 @@ def preparing_deadline(job: Job, stage: JobStage) -> float:
 
 
 def _give_up_preparing(work: Work, stage: JobStage) -> None:
-    """The phase has taken too long; who is to blame gets no second chance."""
+    """Give up a phase that took too long; a pod that is late to a start is released."""
     active = work.job.active
     late: list[str] = []
     what = {
@@ -196,12 +199,12 @@ def _give_up_preparing(work: Work, stage: JobStage) -> None:
         left = TERMINATED | ({PodStagePhase.PARKED} if stage.phase is Order.CUT else set())
         late = [m.pod.pod_id for m in active.members if m.phase not in left]
     waited_s = work.now - stage.since
-    text = f"not {what} within {waited_s:.0f} s: {', '.join(late) or 'nobody'}"
+    text = f"not {what} within {waited_s:.0f} s: {', '.join(late) or 'no pod'}"
     if stage.way is Way.START and stage.phase is Order.PREPARE:
         for pod_id in late:
             work.release(pod_id)
     if stage.phase is Order.END:
-        work.set(preparing=replace(stage, since=work.now))  # pods that do not end are killed
+        work.set(preparing=replace(stage, since=work.now))
         return
     fail_preparing(work, Cause(kind=CauseKind.FAILURE, text=text, at=work.now))
 
@@ -220,7 +223,7 @@ def _advance_prepare(work: Work, stage: JobStage, active: JobStage | None) -> No
     if active is None or active.resuming:
         return
     if stage.way is Way.STOP and job.elastic:
-        # A trainer has declared itself meanwhile; it must have made a step to agree on one.
+        # A trainer has called the elastic loop meanwhile; it needs a step to agree on one.
         if active.first_step_at is None:
             return
         work.set(preparing=replace(stage, way=Way.DRAIN))
@@ -230,12 +233,12 @@ def _advance_prepare(work: Work, stage: JobStage, active: JobStage | None) -> No
 
 
 def crash_deadline(stage: JobStage) -> float | None:
-    """Return until when a prepared change may still take the place of a recovery."""
+    """Return until when a prepared change may replace a recovery."""
     return None if stage.over is None else stage.over.at + RECOVERY_PATIENCE_S
 
 
 def _replace_recovery(work: Work, stage: JobStage, active: JobStage, *, ready: bool) -> None:
-    """The old stage has crashed: the change takes the recovery's place if it is as quick."""
+    """Let a prepared change take the place of a recovery if it is as quick."""
     if not _is_fenced(work, active):
         return
     patience = crash_deadline(active)
@@ -251,7 +254,7 @@ def _advance_cut(work: Work, stage: JobStage, active: JobStage) -> None:
         return
     if stage.any_in(PodStagePhase.ABSENT):  # the server was away: are its trainers still there?
         return
-    if stage.way in (Way.REPLACE, Way.JOIN):
+    if stage.overlaps:
         commit(
             work, snapshot_is_current=all(member.snapshot_is_current for member in active.members)
         )
@@ -268,14 +271,14 @@ def _advance_end(work: Work, stage: JobStage, active: JobStage | None) -> None:
             return
     if work.now < work.job.budget.retry_at:
         return
-    if stage.way in (Way.REPLACE, Way.JOIN):
+    if stage.overlaps:
         commit(work)
     else:
         enter_start(work)
 
 
 def _loaded(job: Job) -> tuple[PodStagePhase, ...]:
-    """How far a pod must be for the commit: loaded, but for trainers without the elastic loop."""
+    """Return the phases that allow the commit: loaded, or started without the elastic loop."""
     loaded = (PodStagePhase.LOADED, PodStagePhase.TRAINING, *COMPLETED)
     return loaded if job.elastic else (PodStagePhase.STARTED, *loaded)
 
@@ -286,10 +289,10 @@ def _advance_start(work: Work, stage: JobStage) -> None:
 
 
 def _is_fenced(work: Work, stage: JobStage) -> bool:
-    """Whether no step of the stage can count any more, whoever still runs.
+    """Return whether no further step of the stage can count, whichever pods still run.
 
-    A step needs every rank: one pod that has stopped is enough, of an elastic stage. Ranks that
-    were never told GO made no step. All that can be reached have to have ended.
+    Every step needs every rank, so one stopped pod of an elastic stage is enough. Ranks that never
+    received GO made no step. All pods that can be reached must have ended.
     """
     job = work.job
     stages = [s for s in (job.retiring, stage) if s is not None]
@@ -370,7 +373,7 @@ def _cannot_start_yet(work: Work) -> str:
 
 
 def grace_deadline(job: Job, cluster: Cluster) -> float:
-    """Return until when those who have not been heard may just not have had the time."""
+    """Return until when silence may only mean that the server has just come back."""
     return job.grace_from + cluster.silence_s
 
 
@@ -400,7 +403,7 @@ def _begin_start(work: Work) -> None:
         work.set(waiting="")  # nodes may not have registered again since the server came back
         return
     if job.fresh and size < job.target and work.cluster.promised:
-        work.set(waiting="teachers are leaving slots for it")  # to grow later would be a change
+        work.set(waiting="teachers are leaving slots for it")  # growing later would be a change
         return
     if size < job.spec.min_pods or size < 1:
         work.set(
@@ -427,7 +430,7 @@ def _begin_start(work: Work) -> None:
 
 
 def _home(job: Job, stay: list[TrainingPod], source: RestoreFrom | None) -> str:
-    """Return the node that a start needs to find its state; "": any will do."""
+    """Return the node that a start needs because it holds the state. "": any node will do."""
     if source is None:
         return ""
     if source.path:
@@ -439,7 +442,7 @@ def _home(job: Job, stay: list[TrainingPod], source: RestoreFrom | None) -> str:
 
 
 def _forget_released(work: Work) -> None:
-    """Take pods off the books of which their clients have said that nothing is left."""
+    """Forget released pods that their clients have confirmed gone."""
     for pod in work.job.pods:
         if pod.released and pod.phase is PodPhase.EXITED:
             work.drop_pod(pod.pod_id)
@@ -455,9 +458,9 @@ def _stand_by(work: Work) -> None:
 
 
 def warn_plain(work: Work, *, ended: bool = False) -> None:
-    """Note, once, that no trainer has called the elastic loop, where that is known to matter.
+    """Warn once that no trainer has called the elastic loop, where that matters.
 
-    That is where a change is about to stop the trainers, where they have run for a while, and
+    It matters where a change is about to stop the trainers, where they have run for a while, and
     where several have trained to their end (`ended`).
     """
     job = work.job

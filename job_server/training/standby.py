@@ -1,7 +1,7 @@
-"""A second set of trainers that waits for the stage in force to crash. Pure.
+"""Prepare a second set of trainers that takes over when the active stage crashes. Pure.
 
-With `standby` 1 it takes over with all pods; with 2 also without those of a pod or node that is
-lost: its trainers have formed a group for each of these cases, beside the one of all.
+With `standby` 1 it takes over with all pods. With 2 it also takes over without those of a lost pod
+or node: its trainers have formed a group for each of these cases besides the one of all.
 """
 
 from collections.abc import Iterator
@@ -15,12 +15,13 @@ from job_server.training.job import Job
 from job_server.training.moves import begin
 from job_server.training.work import Work
 
-STANDBY_AFTER_S = 5.0  # of undisturbed training before its successors are prepared
-MOST_FAILURES = 8  # each costs the trainers a group: some sockets, a thread, a moment
+STANDBY_AFTER_S = 5.0  # of undisturbed training before a standby is prepared
+MOST_FAILURES = 8  # each set costs the trainers a group: sockets, a thread, time
 
 
 def stand_by(work: Work, *, may_begin: bool) -> None:
-    """Prepare the same pods once more, for the case that the stage in force crashes.
+    """Prepare the same pods once more, for a crash of the active stage.
+
 
     Args:
         may_begin: a change could begin now.
@@ -39,36 +40,36 @@ def stand_by(work: Work, *, may_begin: bool) -> None:
     pods = tuple(pod for pod_id in stage.pod_ids if (pod := job.pod(pod_id)) is not None)
     begin(work, pods, way=Way.REPLACE, reason="standby", target=job.target, standby=True)
     if job.spec.standby > 1:
-        _be_ready_for_losses(work)
+        _survive_failures(work)
 
 
 def standby_times(job: Job) -> Iterator[float]:
-    """Yield before when no standby is prepared: training settles first, changes go first."""
+    """Yield the times before which no standby is prepared: training settles first."""
     if job.active is not None and job.active.first_step_at is not None:
         yield job.active.first_step_at + STANDBY_AFTER_S
     yield job.standby.retry_at
 
 
 def _why_none(work: Work, way: Way) -> str:
-    """Return, and say once, why no standby can be prepared; "": one can."""
+    """Return, and note once, why no standby can be prepared. "": one can."""
     why = {
-        Way.DRAIN: "a GPU of this job has no room for a second trainer beside the first",
-        Way.JOIN: "a GPU of this job has no room for a second trainer beside the first",
+        Way.DRAIN: "a GPU of this job has no room for a second trainer next to the first",
+        Way.JOIN: "a GPU of this job has no room for a second trainer next to the first",
         Way.STOP: "no trainer has called the elastic loop",
     }.get(way, "")
     if why:
-        _say_once(work, f"no standby: {why}")
+        _note_once(work, f"no standby: {why}")
     return why
 
 
-def _say_once(work: Work, text: str) -> None:
+def _note_once(work: Work, text: str) -> None:
     if work.job.announced.standby != text:
         work.set(announced=replace(work.job.announced, standby=text))
         work.note(text, lasting=False)
 
 
-def _be_ready_for_losses(work: Work) -> None:
-    """Have the trainers of the standby form groups without each of those that may be lost."""
+def _survive_failures(work: Work) -> None:
+    """Have the standby's trainers form groups without each set of pods that may fail."""
     stage = work.job.preparing
     if stage is None:
         return
@@ -79,7 +80,7 @@ def _be_ready_for_losses(work: Work) -> None:
     elif len(pods) > MOST_FAILURES:
         why = f"{len(pods)} pods are more than the {MOST_FAILURES} that are provided for"
     if why:
-        _say_once(work, f"standby 2 acts as 1, for crashes of trainers only: {why}")
+        _note_once(work, f"standby 2 acts as 1, for crashes of trainers only: {why}")
         return
     work.set(preparing=replace(stage, survivable_failures=likely_failures(pods)))
 
@@ -91,7 +92,7 @@ def _is_on_gpu(cluster: Cluster, pod: PlanPod) -> bool:
 
 
 def likely_failures(pods: tuple[PlanPod, ...]) -> tuple[tuple[str, ...], ...]:
-    """Return which pods may be lost together, the others being left: each one, each node's."""
+    """Return the sets of pods that may fail together: each single pod, and each node's."""
     single = [(pod.pod_id,) for pod in pods]
     by_node = sorted(pods, key=lambda pod: pod.node_id)
     nodes = [

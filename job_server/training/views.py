@@ -1,6 +1,6 @@
-"""What clients, launchers, original clients and users are told: derived from the job, never queued.
+"""Derive from a job what clients, launchers, original clients and users get. Pure.
 
-Pure; every function takes any job, an ended one included.
+Nothing is queued. Every function takes any job, an ended one included.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from job_server.api.wire import (
 )
 from job_server.jobs.work import Goal
 from job_server.training.accounting import account_at, script_runs
-from job_server.training.allocation import unsaved
+from job_server.training.allocation import stage_ports, unsaved
 from job_server.training.changes import queued
 from job_server.training.job import (
     CUT_PHASES,
@@ -34,7 +34,7 @@ from job_server.training.job import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodView:
-    """What a launcher is told; the shell adds server id and revision."""
+    """What a launcher gets; the shell adds server id and revision."""
 
     plans: tuple[StagePlan, ...] = ()
     leave: bool = False
@@ -42,7 +42,7 @@ class PodView:
 
 
 def node_pods(job: Job, node_id: str) -> tuple[NodePod, ...]:
-    """Return the pods of this job that the node's client is to have."""
+    """Return the pods of this job that the node's client should have."""
     if job.legacy:
         return ()
     home = _last_saver(job)
@@ -72,9 +72,9 @@ def _save(job: Job, pod: TrainingPod) -> Save | None:
 
 
 def _last_saver(job: Job) -> str | None:
-    """Return the one node whose client, where it is ended, writes the newest state; None: none.
+    """Return the one node whose client writes the newest state if it is ended. None: none does.
 
-    The one of rank 0, whose trainer writes the checkpoints, unless that holds nothing yet.
+    It is the node of rank 0, whose trainer writes the checkpoints, unless that holds no state yet.
     """
     source = unsaved(job)
     holding = {pod.site.node_id for pod in job.pods if source and pod.pod_id in source.pods}
@@ -84,11 +84,11 @@ def _last_saver(job: Job) -> str | None:
 
 
 def pod_orders(job: Job, pod_id: str) -> PodView | None:
-    """Return what the pod's launcher is to do; None: the pod is unknown or not wanted."""
+    """Return the orders for the pod's launcher. None: the pod is unknown or not wanted."""
     pod = job.pod(pod_id)
     if pod is None or pod.released or job.legacy:
         return None
-    if pod.desired is DesiredState.HOLD or pod.left:
+    if pod.desired is DesiredState.HOLD or pod.launcher_done:
         return PodView(leave=True)
     plans = tuple(
         plan
@@ -159,13 +159,7 @@ def slots_held(job: Job) -> Mapping[str, frozenset[int]]:
 
 def ports_held(job: Job) -> Mapping[str, frozenset[int]]:
     """Return address -> ports that other jobs may not use."""
-    ports: dict[str, frozenset[int]] = {}
-    stages = () if job.state.ended and not job.pods else job.stages
-    for stage in stages:
-        for member in stage.members:
-            addr = member.pod.addr
-            ports[addr] = ports.get(addr, frozenset()) | frozenset(member.pod.ports)
-    return ports
+    return {} if job.state.ended and not job.pods else stage_ports(job)
 
 
 def job_status(job: Job, now: float, revision: int) -> JobStatus:
@@ -207,13 +201,13 @@ def job_status(job: Job, now: float, revision: int) -> JobStatus:
 
 
 def _is_saving(job: Job) -> bool:
-    held, said = job.halt, job.progress.saving
+    held, state = job.halt, job.progress.saving
     order = None if held is None else held.save
-    return order is not None and said is not None and said.id == order.id
+    return order is not None and state is not None and state.id == order.id
 
 
 def _live(job: Job, record: StageRecord) -> StageRecord:
-    """Fill in what is written only when the stage ends."""
+    """Fill in what is only written when the stage ends."""
     stage = job.active
     runs = stage is not None and stage.stage == record.stage and record.ended_at is None
     if not runs or record.first_step is None:
@@ -266,7 +260,7 @@ def _shown(pod: PlanPod, phase: str, log_path: str = "") -> JobPod:
 
 
 def plain_warning(job: Job) -> str:
-    """Return what the user of a job without the elastic loop should know; "": nothing."""
+    """Return what the user of a job without the elastic loop should know. "": nothing."""
     if job.elastic or not job.announced.plain:
         return ""
     count = trainers(job)

@@ -1,4 +1,4 @@
-"""One step of a training at work. Pure."""
+"""Hold a training while one step changes it. Pure."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ class Work(StepWork[Job]):
     """What the functions of one step hand to each other."""
 
     def set_stage(self, stage: JobStage) -> None:
-        """Put a changed stage back into the place where its number stands."""
+        """Put a changed stage back in its place."""
         for place in ("retiring", "active", "preparing"):
             held = getattr(self.job, place)
             if held is not None and held.stage == stage.stage:
@@ -27,7 +27,7 @@ class Work(StepWork[Job]):
         snapshot_is_current: bool = False,
         durable: str = "",
     ) -> None:
-        """Record how far a pod is with a stage."""
+        """Record a pod's phase in a stage."""
         held = self.job.stage_numbered(stage.stage)
         member = held.member(pod_id) if held is not None else None
         if held is None or member is None:

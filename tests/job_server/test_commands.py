@@ -14,8 +14,7 @@ from job_server.cli.commands import main
 from job_server.jobs.events import PauseAsked, StopAsked
 from job_server.training import views
 from tests.job_server.serving import InThread, cpu_node, running_server
-from tests.job_server.test_stages_changes import trains, world
-from tests.job_server.world import World
+from tests.job_server.world import World, trains, world
 from tests.support import free_port, wait_until
 
 

@@ -11,8 +11,7 @@ from job_server.api.wire import JobState, Order, PodReport, RaisedError, ReportK
 from job_server.training.accounting import count_failure
 from job_server.training.faults import fault_of, fault_of_pod, find_lasting, normal
 from job_server.training.job import Cause, CauseKind, Fault
-from tests.job_server.test_stages_changes import records, resize, tell, trains, world
-from tests.job_server.world import World
+from tests.job_server.world import World, records, resize, tell, trains, world
 
 WHO = "rank 1 (pod_1_0)"
 

@@ -10,10 +10,9 @@ from job_server.cluster.placement import Cluster
 from job_server.jobs.events import NodesChanged, Tick
 from job_server.training import machine, views
 from job_server.training.job import Announced, Job
-from job_server.training.machine import TELL_WAITING_S
+from job_server.training.machine import ANNOUNCE_WAITING_S
 from job_server.training.rules import LOOP_S
-from tests.job_server.test_stages_changes import resize, trains, world
-from tests.job_server.world import World
+from tests.job_server.world import World, resize, trains, world
 
 ALONE = "trains alone on all the data"
 
@@ -76,10 +75,10 @@ def test_that_no_client_has_come_yet_is_told_only_when_it_lasts():
     assert told == ""
     assert "0 of 1 nodes" in views.job_status(job, 0.1, 0).reason  # whoever asks is told at once
     at = 0.1
-    while told == "" and at < TELL_WAITING_S:
+    while told == "" and at < ANNOUNCE_WAITING_S:
         at = machine.next_deadline(job, at, Cluster()) or 1000.0
         job, told = start(job, at, Tick())
-    assert at == TELL_WAITING_S
+    assert at == ANNOUNCE_WAITING_S
     assert "0 of 1 nodes have registered: no job client serves this job" in told
     assert start(job, at + 1, Tick())[1] == ""
 

@@ -2,60 +2,28 @@
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
 from job_server.api import wire
 from job_server.api.wire import (
     DesiredState,
-    JobSpec,
     JobState,
     Order,
     PodReport,
     PodStagePhase,
     ReportKind,
-    Resize,
     ScriptKind,
     ScriptSpec,
     SnapshotRef,
-    StageRecord,
     Way,
 )
-from job_server.jobs.events import LauncherReported, RequestRefused, ResizeAsked
+from job_server.jobs.events import LauncherReported, RequestRefused
 from job_server.training import views
 from job_server.training.job import same_but_progress
-from tests.job_server.world import World, node
+from tests.job_server.world import RUNNING, World, ids, node, records, resize, tell, trains, world
 
-RUNNING, SUCCEEDED = JobState.RUNNING, JobState.SUCCEEDED
-
-
-def world(
-    *, elastic: bool = True, nodes: int = 2, slots: int = 2, total_steps: int = 400, **spec: Any
-) -> World:
-    job = JobSpec(**{"job_id": "job", "max_pods": 4, "pods": 2, "overlap": "off", **spec})
-    names = tuple(node(name, slots) for name in "abcd"[:nodes])
-    return World(job, names, elastic=elastic, total_steps=total_steps)
-
-
-def trains(made: World) -> World:
-    """Run until the job trains and has made steps in the stage in force."""
-    made.run_until(RUNNING)
-    made.rounds(8)
-    assert made.job.state is RUNNING, made.reasons
-    return made
-
-
-def resize(made: World, pods: int) -> None:
-    made.send(ResizeAsked(Resize(pods=pods)))
-
-
-def ids(made: World) -> tuple[str, ...]:
-    return tuple(pod.pod_id for pod in views.running_pods(made.job))
-
-
-def records(made: World) -> list[StageRecord]:
-    return list(made.job.records)
+SUCCEEDED = JobState.SUCCEEDED
 
 
 def orders(made: World, pod_id: str) -> dict[int, Order]:
@@ -394,10 +362,6 @@ def beside(way: Way) -> World:
     assert made.job.preparing is not None
     made.job = replace(made.job, preparing=replace(made.job.preparing, way=way))
     return made
-
-
-def tell(made: World, pod_id: str, kind: ReportKind, stage: int, **more: Any) -> None:
-    made.send(LauncherReported(pod_id, PodReport(kind=kind, stage=stage, **more)))
 
 
 @pytest.mark.parametrize("way", [Way.REPLACE, Way.JOIN])

@@ -16,8 +16,7 @@ from job_server.api.wire import (
 )
 from job_server.jobs.events import LauncherReported, PauseAsked, ResizeAsked, StopAsked
 from job_server.training import machine, views
-from tests.job_server.test_stages_changes import RUNNING, ids, records, trains, world
-from tests.job_server.world import World
+from tests.job_server.world import RUNNING, World, ids, records, trains, world
 
 DONE = PodReport(kind=ReportKind.EXITED, stage=1, code=0)
 

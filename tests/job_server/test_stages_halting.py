@@ -13,8 +13,7 @@ from job_server.jobs.events import (
 )
 from job_server.training import machine, views
 from job_server.training.job import same_but_progress
-from tests.job_server.test_stages_changes import RUNNING, ids, records, tell, trains, world
-from tests.job_server.world import World
+from tests.job_server.world import RUNNING, World, ids, records, tell, trains, world
 
 PAUSED, STOPPED = JobState.PAUSED, JobState.STOPPED
 

@@ -21,8 +21,7 @@ from job_server.jobs.events import (
     Tick,
 )
 from job_server.training import views
-from tests.job_server.test_stages_changes import trains, world
-from tests.job_server.world import World
+from tests.job_server.world import World, trains, world
 
 pytestmark = pytest.mark.full  # hundreds of histories
 

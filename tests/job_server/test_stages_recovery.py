@@ -21,8 +21,17 @@ from job_server.jobs.retries import backoff_s
 from job_server.training import machine, views
 from job_server.training.accounting import count_failure
 from job_server.training.job import Cause, CauseKind, same_but_progress
-from tests.job_server.test_stages_changes import RUNNING, ids, records, tell, trains, world
-from tests.job_server.world import HEARTBEAT_S, World, node
+from tests.job_server.world import (
+    HEARTBEAT_S,
+    RUNNING,
+    World,
+    ids,
+    node,
+    records,
+    tell,
+    trains,
+    world,
+)
 
 FAILED = JobState.FAILED
 

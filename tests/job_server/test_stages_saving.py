@@ -9,8 +9,7 @@ from job_server.api.wire import JobState, PodPhase, PodStagePhase
 from job_server.jobs.events import NodeReported, PauseAsked, ResumeAsked, StopAsked, Tick
 from job_server.training import views
 from job_server.training.job import HaltPhase
-from tests.job_server.test_stages_changes import records, trains, world
-from tests.job_server.world import World, node
+from tests.job_server.world import World, node, records, trains, world
 
 PAUSED, STOPPED, FAILED = JobState.PAUSED, JobState.STOPPED, JobState.FAILED
 

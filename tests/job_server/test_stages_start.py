@@ -20,8 +20,7 @@ from job_server.jobs.events import (
 )
 from job_server.training import changes, machine, views
 from job_server.training.job import MAX_RECORDS, Job
-from tests.job_server.test_stages_changes import ids, trains, world
-from tests.job_server.world import World, node
+from tests.job_server.world import World, ids, node, trains, world
 
 NOW = 1000.0
 NOBODY = Cluster()

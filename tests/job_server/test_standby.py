@@ -11,8 +11,7 @@ from job_server.jobs.events import KillAsked, ResizeAsked, Tick
 from job_server.training import changes, machine
 from job_server.training.job import JobStage
 from job_server.training.standby import MOST_FAILURES, likely_failures
-from tests.job_server.test_stages_changes import RUNNING, records, trains, world
-from tests.job_server.world import World, node
+from tests.job_server.world import RUNNING, World, node, records, trains, world
 
 
 def preparing(made: World) -> JobStage:

@@ -6,21 +6,25 @@ its trainers train, as in an all-reduce; so the world can see when two worlds wo
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from job_server.api import wire
 from job_server.api.wire import (
     DesiredState,
+    JobSpec,
     Order,
     PodPhase,
     PodReport,
     PodStagePhase,
     PodState,
     ReportKind,
+    Resize,
     Save,
     SavePhase,
     SaveState,
     SnapshotRef,
     StagePlan,
+    StageRecord,
     Way,
 )
 from job_server.cluster.placement import Cluster, NodeView
@@ -31,6 +35,7 @@ from job_server.jobs.events import (
     NodeReported,
     NodesChanged,
     RequestRefused,
+    ResizeAsked,
     ServerRestarted,
     Tick,
 )
@@ -40,6 +45,7 @@ from job_server.training.job import HaltPhase, Job, same_but_progress
 from job_server.training.views import PodView
 
 HEARTBEAT_S = 1.0
+RUNNING = wire.JobState.RUNNING
 
 
 def node(
@@ -843,3 +849,38 @@ class World:
             trains = active is not None and active.member(pod.pod_id) is not None
             if trains and active is not None and active.end_since is None:
                 launcher.hangs = False  # to notice that one is the work of a hang watch
+
+
+# --- what tests do with a world -------------------------------------------------------------------
+
+
+def world(
+    *, elastic: bool = True, nodes: int = 2, slots: int = 2, total_steps: int = 400, **spec: Any
+) -> World:
+    job = JobSpec(**{"job_id": "job", "max_pods": 4, "pods": 2, "overlap": "off", **spec})
+    names = tuple(node(name, slots) for name in "abcd"[:nodes])
+    return World(job, names, elastic=elastic, total_steps=total_steps)
+
+
+def trains(made: World) -> World:
+    """Run until the job trains and has made steps in the stage in force."""
+    made.run_until(RUNNING)
+    made.rounds(8)
+    assert made.job.state is RUNNING, made.reasons
+    return made
+
+
+def resize(made: World, pods: int) -> None:
+    made.send(ResizeAsked(Resize(pods=pods)))
+
+
+def ids(made: World) -> tuple[str, ...]:
+    return tuple(pod.pod_id for pod in views.running_pods(made.job))
+
+
+def records(made: World) -> list[StageRecord]:
+    return list(made.job.records)
+
+
+def tell(made: World, pod_id: str, kind: ReportKind, stage: int, **more: Any) -> None:
+    made.send(LauncherReported(pod_id, PodReport(kind=kind, stage=stage, **more)))

@@ -19,7 +19,7 @@ from pod_runtime import processes
 from pod_runtime.errors import LaunchError
 from pod_runtime.local import session as run_session
 from pod_runtime.run import count_gpus, read_config, train_sh
-from tests.job_server.test_stages_changes import trains, world
+from tests.job_server.world import trains, world
 from tests.support import wait_until
 
 TOY = str(Path(__file__).with_name("toy_trainer.py"))

@@ -7,7 +7,7 @@ from typing import Any
 from distill_reader.errors import FastPathError, UsageError
 from distill_reader.model.specs import InputEncoding, ModelSpec, TensorSpec
 
-_KNOWN_DTYPES = ("float16", "uint8")  # of forms of inputs
+_KNOWN_DTYPES = ("float16", "uint8")  # of the encodings of inputs
 
 
 def spec_to_json(spec: ModelSpec) -> dict[str, Any]:
@@ -71,13 +71,13 @@ def _tensors_from_json(value: object) -> tuple[TensorSpec, ...]:
 
 
 def _accepts_from_json(value: object) -> tuple[InputEncoding, ...]:
-    """Return the forms that can be understood: a newer teacher may know others."""
+    """Return the encodings that are known here: a newer teacher may have others."""
     if not isinstance(value, list):
-        raise FastPathError(f"model: expected a list of forms, got {value!r:.80}")
+        raise FastPathError(f"model: expected a list of encodings, got {value!r:.80}")
     encodings = []
     for fields in value:
         if not isinstance(fields, dict):
-            raise FastPathError(f"model: expected a form, got {fields!r:.80}")
+            raise FastPathError(f"model: expected an encoding, got {fields!r:.80}")
         if text_of(fields, "dtype") in _KNOWN_DTYPES:
             encodings.append(InputEncoding(dtype=text_of(fields, "dtype"), shape=_shape(fields)))
     return tuple(encodings)

@@ -59,12 +59,12 @@ class Call:
 Method = Callable[[bytes, Call], bytes]
 
 
-def _is_worth_a_line(record: logging.LogRecord) -> bool:
+def _is_server_error(record: logging.LogRecord) -> bool:
     """Return False for a path that is not UTF-8: that is the client's fault, and not logged."""
     return not (record.exc_info and isinstance(record.exc_info[1], UnicodeDecodeError))
 
 
-logging.getLogger("grpc._cython.cygrpc").addFilter(_is_worth_a_line)
+logging.getLogger("grpc._cython.cygrpc").addFilter(_is_server_error)
 
 
 class GrpcServer:
@@ -133,7 +133,7 @@ class GrpcServer:
             except Exception:
                 # One failed request must not end the server.
                 logger.exception("gRPC: a request failed")
-                context.abort(grpc.StatusCode.INTERNAL, "the server failed; its log says how")
+                context.abort(grpc.StatusCode.INTERNAL, "the server failed; see its log")
                 raise
 
         # For clients this is a method with one request. It is a stream only here, so that a client

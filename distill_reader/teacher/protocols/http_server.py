@@ -34,13 +34,13 @@ _NO_ENCRYPTION = (
 _aiohttp_logger = logging.getLogger(f"{__name__}.aiohttp")
 
 
-def _is_worth_a_line(record: logging.LogRecord) -> bool:
+def _is_server_error(record: logging.LogRecord) -> bool:
     """Return False for errors of the client: it speaks no HTTP, or has left."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, http_exceptions.HttpProcessingError | ConnectionError)
 
 
-_aiohttp_logger.addFilter(_is_worth_a_line)
+_aiohttp_logger.addFilter(_is_server_error)
 
 
 class TeacherHttpServer:
@@ -154,7 +154,7 @@ class TeacherHttpServer:
         except Exception:
             # One failed request must not end the server.
             logger.exception("HTTP: %s %s failed", request.method, request.path)
-            return self._error(HttpError(500, "the server failed; its log says how"), is_oip=True)
+            return self._error(HttpError(500, "the server failed; see its log"), is_oip=True)
 
     def _error(self, error: HttpError, *, is_oip: bool) -> HttpResponse:
         if is_oip:

@@ -58,13 +58,18 @@ def hasty_teacher():
     teacher.service.close()
 
 
+def no_connection() -> bool:
+    """Whether no thread serves a connection."""
+    return not any(thread.name == "fast" for thread in threading.enumerate())
+
+
 @pytest.fixture(autouse=True)
 def _teacher_is_unharmed(request):
     """After every test: nothing is held for those who are gone, and a good student is served."""
     yield
     names = {"strict_teacher", "hasty_teacher"} & set(request.fixturenames)
     teacher = request.getfixturevalue(names.pop() if names else "teacher")
-    wait_until(lambda: not teacher.server._connections, what="no connection")
+    wait_until(no_connection, what="no connection")
     # The answers of those that left may still be computed.
     wait_until(lambda: teacher.service.arena.used_bytes == 0, what="no inputs")
     wait_until(lambda: teacher.service.answers_out == 0, what="no answers")
@@ -362,5 +367,5 @@ def test_whatever_comes_memory_is_bounded_and_the_teacher_serves_on(teacher, rou
         thread.start()
     for thread in threads:
         thread.join()
-    wait_until(lambda: not teacher.server._connections, what="no connection")
+    wait_until(no_connection, what="no connection")
     assert psutil.Process().memory_info().rss - before < 64 << 20

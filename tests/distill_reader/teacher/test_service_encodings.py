@@ -1,7 +1,8 @@
 """The service answers in the encodings that are wanted, whatever else it computes meanwhile."""
 
-from collections.abc import Iterator
-from pathlib import Path
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.full  # its predictors are processes
 TOYS = "tests.distill_reader.teacher.toy_backends"
 WAIT_S = 60.0
 WHOLE = ("logits", "probs", "batch")
-FORMS = (
+ENCODED = (
     *WHOLE,
     "probs@float16",
     "probs@top3:values",
@@ -29,31 +30,38 @@ FORMS = (
 )
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Any]:
-    services: list[PredictorService] = []
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], PredictorService]]:
+    """Return a function that starts the service of a toy, once for all tests."""
+    folder = tmp_path_factory.mktemp("model")
+    with contextlib.ExitStack() as stack:
 
-    def begin(toy: str) -> PredictorService:
-        service = PredictorService(
-            ServiceConfig(
-                models=(("toy", str(tmp_path)),),
-                devices=(Device(),) * 2,
-                backend=f"{TOYS}:{toy}",
-                max_batch=8,
-                memory_bytes=8 << 20,
+        @functools.cache
+        def start(toy: str) -> PredictorService:
+            service = PredictorService(
+                ServiceConfig(
+                    models=(("toy", str(folder)),),
+                    devices=(Device(),) * 2,
+                    backend=f"{TOYS}:{toy}",
+                    max_batch=8,
+                    memory_bytes=8 << 20,
+                )
             )
-        )
-        services.append(service)
-        service.start(WAIT_S)
-        return service
+            stack.callback(service.close)
+            service.start(WAIT_S)
+            return service
 
-    yield begin
-    for service in services:
-        try:
-            used = service.metrics.registry.get_sample_value("edl_teacher_memory_bytes")
-            assert used == 0, "memory is kept"
-        finally:
-            service.close()
+        yield start
+
+
+@pytest.fixture
+def service(
+    start: Callable[[str], PredictorService], request: pytest.FixtureRequest
+) -> Iterator[PredictorService]:
+    """The service of a toy, by default `classify`; after the test all of its memory is back."""
+    service = start(getattr(request, "param", "classify"))
+    yield service
+    assert service.metrics.registry.get_sample_value("edl_teacher_memory_bytes") == 0
 
 
 def answer(service: PredictorService, fetch: tuple[str, ...], **inputs: Any) -> dict[str, Any]:
@@ -67,14 +75,13 @@ def taken(future: Any) -> dict[str, Any]:
     return copies
 
 
-def test_requests_of_all_forms_and_types_at_once_get_what_each_wants(start):
-    service = start("classify")
+def test_requests_of_all_encodings_and_types_at_once_get_what_each_wants(service):
     spec = service.models()["toy"]
     random = np.random.default_rng(0)
     asked = []
     for number in range(80):
         image = random.random((random.integers(1, 12), 4)).astype("f2" if number % 3 else "f4")
-        fetch = tuple(str(name) for name in random.permutation(FORMS)[: random.integers(1, 6)])
+        fetch = tuple(str(name) for name in random.permutation(ENCODED)[: random.integers(1, 6)])
         request = InferRequest(model="toy", inputs={"image": image}, fetch=fetch)
         asked.append((image, fetch, service.submit(request)))
     for image, fetch, future in asked:
@@ -89,8 +96,8 @@ def test_requests_of_all_forms_and_types_at_once_get_what_each_wants(start):
                 np.testing.assert_allclose(array, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_forms_of_outputs_whose_length_nobody_knows_before(start):
-    service = start("repeated")
+@pytest.mark.parametrize("service", ["repeated"], indirect=True)
+def test_outputs_whose_length_is_not_known_before_are_encoded(service):
     fetch = ("ones@top3:values", "same", "ones@top3:indices")
     for count in (2, 5, 3, 5):
         found = answer(service, fetch, count=np.full((4, 1), count, np.int64))
@@ -99,8 +106,7 @@ def test_forms_of_outputs_whose_length_nobody_knows_before(start):
         assert found["same"].tolist() == [[count]] * 4
 
 
-def test_forms_that_there_are_not_and_too_many_of_them_are_refused(start):
-    service = start("classify")
+def test_unknown_encodings_and_too_many_are_refused(service):
     image = np.ones((1, 4), np.float32)
     many = tuple(f"probs@top{k}:values" for k in range(1, 80))
     for fetch, words in (
@@ -113,8 +119,7 @@ def test_forms_that_there_are_not_and_too_many_of_them_are_refused(start):
     assert len(answer(service, many[:64], image=image)) == 64
 
 
-def test_a_value_that_its_form_cannot_hold_fails_its_own_request_alone(start):
-    service = start("classify")
+def test_a_value_that_its_encoding_cannot_hold_fails_only_its_own_request(service):
     good, bad = np.ones((1, 4), np.float32), np.full((1, 4), 1e6, np.float32)
     futures = [
         service.submit(

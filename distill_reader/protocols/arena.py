@@ -150,7 +150,7 @@ class OwnArena(Arena):
 
         The system provides the memory when it is first written to.
         """
-        size = _round_up(max(size, 1), mmap.PAGESIZE)
+        size = aligned(max(size, 1), mmap.PAGESIZE)
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
@@ -183,7 +183,7 @@ class OwnArena(Arena):
             ArenaFull: there is no free interval of this size, even after `wait_s`.
             ArenaError: the arena is closed.
         """
-        length = _round_up(max(size, 1), ALIGNMENT)
+        length = aligned(max(size, 1))
         with self._allocating:
             offset = self._take(length)
             if offset is None and wait_s > 0:
@@ -223,7 +223,7 @@ class OwnArena(Arena):
         return None
 
     def _give_back(self, piece: Slice) -> None:
-        self._put(piece.offset, _round_up(max(piece.size, 1), ALIGNMENT))
+        self._put(piece.offset, aligned(max(piece.size, 1)))
 
     def _put(self, start: int, length: int) -> None:
         with self._allocating:
@@ -285,5 +285,6 @@ def attach(fd: int, *, max_bytes: int | None = None, is_writable: bool = True) -
         raise
 
 
-def _round_up(value: int, step: int) -> int:
-    return -(-value // step) * step
+def aligned(size: int, step: int = ALIGNMENT) -> int:
+    """Return `size` rounded up to a multiple of `step`."""
+    return -(-size // step) * step

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from distill_reader.errors import DistillError
-from distill_reader.model.tensors import Array, raw_bytes
+from distill_reader.model.tensors import Array
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types
 
@@ -203,11 +203,6 @@ def pack_varints(array: Array) -> bytes:
         _pack_block(flat[start : start + _VARINT_BLOCK])
         for start in range(0, flat.size, _VARINT_BLOCK)
     )
-
-
-def pack_fixed(array: Array) -> memoryview:
-    """Return the content of a packed repeated field of floats: the array's own bytes."""
-    return raw_bytes(np.ascontiguousarray(array, array.dtype.newbyteorder("<")))
 
 
 def _pack_block(flat: Array) -> bytes:

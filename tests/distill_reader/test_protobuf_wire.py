@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distill_reader.model.tensors import raw_bytes
 from distill_reader.protocols import protobuf_wire as pb
 from distill_reader.protocols.protobuf_schema import message_classes
 
@@ -52,7 +53,7 @@ def test_packed_numbers_are_read_as_the_library_wrote_them(number, dtype, count)
 @pytest.mark.parametrize("count", [1, 1000, 300_000])
 def test_packed_numbers_are_written_as_the_library_writes_them(number, dtype, count):
     array = random_array(dtype, count)
-    packed = pb.pack_fixed(array) if dtype.startswith("float") else pb.pack_varints(array)
+    packed = raw_bytes(array) if dtype.startswith("float") else pb.pack_varints(array)
     assert pb.write_bytes(number, packed) == NUMBERS(**{dtype: array.tolist()}).SerializeToString()
 
 

@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from distill_reader.model.specs import ModelSpec
+from distill_reader.model.tensors import Array
 
-Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+__all__ = ["Array", "Backend", "BackendFactory", "Device"]  # for the authors of backends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

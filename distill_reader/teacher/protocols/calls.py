@@ -7,7 +7,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 from distill_reader.errors import TeacherBusy
-from distill_reader.teacher.service.requests import InferAnswer, InferenceService, InferRequest
+from distill_reader.teacher.service.requests import (
+    InferAnswer,
+    InferenceService,
+    InferRequest,
+    abandon,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -80,7 +85,7 @@ class Calls:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             is_stopped = future.cancelled()  # by the service, not by the waiting task
-            _abandon(future)
+            abandon(future)
             task = asyncio.current_task()
             if is_stopped and task is not None and not task.cancelling():
                 raise TeacherBusy("the teacher stops", delay_s=1.0) from None
@@ -91,15 +96,4 @@ def _abandon_result(task: "asyncio.Future[T]") -> None:
     if not task.cancelled() and task.exception() is None:
         result = task.result()
         if isinstance(result, Future):
-            _abandon(result)
-
-
-def _abandon(future: "Future[InferAnswer]") -> None:
-    """Release the answer when it comes: its client has left."""
-    future.cancel()
-    future.add_done_callback(_release)
-
-
-def _release(future: "Future[InferAnswer]") -> None:
-    if not future.cancelled() and future.exception() is None:
-        future.result().release()
+            abandon(result)

@@ -26,16 +26,18 @@ from distill_reader.errors import (
     UsageError,
 )
 from distill_reader.model.specs import ModelSpec
+from distill_reader.model.tensors import Array
 from distill_reader.protocols import stream, wire
-from distill_reader.protocols.arena import ALIGNMENT, Arena, ArenaError, attach
+from distill_reader.protocols.arena import ALIGNMENT, Arena, ArenaError, aligned, attach
 from distill_reader.protocols.stream import StreamEnded, StreamStalled
 from distill_reader.protocols.wire import FrameHead, StudentHello, WireTensor
 from distill_reader.teacher.service.requests import (
-    Array,
     InferAnswer,
     InferenceService,
     InferRequest,
     SharedTensor,
+    abandon,
+    buffers_of,
     get_model,
 )
 from distill_reader.tokens import new_nonce, prove, proves, same_token
@@ -346,7 +348,7 @@ class _Connection:
         sizes = [tensor.size_bytes for tensor in tensors]
         try:
             names = self._input_names(tensors)
-            buffer = self._service.allocate(sum(map(_aligned, sizes)))
+            buffer = self._service.allocate(sum(map(aligned, sizes)))
         except (BadRequest, TeacherBusy):
             stream.skip(self._sock, head.payload_bytes, self._limits.stall_s)
             raise
@@ -358,7 +360,7 @@ class _Connection:
                 inputs[name] = SharedTensor(
                     buffer=buffer, offset=offset, dtype=tensor.dtype, shape=tensor.shape
                 )
-                offset += _aligned(size)
+                offset += aligned(size)
         except BaseException:
             buffer.release()
             raise
@@ -402,8 +404,7 @@ class _Connection:
             except TimeoutError:
                 if self._closing.is_set() or not stream.has_ended(self._sock):
                     continue
-                future.cancel()
-                future.add_done_callback(_release_unsent)
+                abandon(future)
                 raise StreamEnded("the student left before its answer") from None
 
     def _send_answer(self, request_id: int, answer: InferAnswer, *, is_named: bool) -> None:
@@ -469,14 +470,5 @@ def _receive_descriptor(sock: socket.socket) -> int:
 
 
 def _release(inputs: Mapping[str, SharedTensor]) -> None:
-    for buffer in {id(tensor.buffer): tensor.buffer for tensor in inputs.values()}.values():
+    for buffer in buffers_of(inputs):
         buffer.release()
-
-
-def _release_unsent(future: Future[InferAnswer]) -> None:
-    if not future.cancelled() and future.exception() is None:
-        future.result().release()
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -20,10 +20,10 @@ from distill_reader.teacher.protocols.http_answers import (
 from distill_reader.teacher.protocols.http_oip import OipHttp, check_method
 from distill_reader.teacher.protocols.http_serving import ServingHttp
 from distill_reader.teacher.protocols.limits import FrontLimits, bearer_matches
+from distill_reader.teacher.service.metrics import TeacherMetrics
 
 logger = logging.getLogger(__name__)
 
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _SWEEP_S = 1.0
 _NO_ENCRYPTION = (
@@ -139,7 +139,8 @@ class TeacherHttpServer:
                 return await self._serving.answer(request, *call)
             if path == ["metrics"]:
                 check_method(request, "GET")
-                return HttpResponse(headers={"Content-Type": METRICS_TYPE}, parts=[self._metrics()])
+                headers = {"Content-Type": TeacherMetrics.CONTENT_TYPE}
+                return HttpResponse(headers=headers, parts=[self._metrics()])
             text = (
                 _NO_ENCRYPTION
                 if not path and request.method == "POST"

@@ -11,11 +11,11 @@ import time
 from distill_reader.errors import BadRequest, DistillError, TeacherBusy
 from distill_reader.model.output_encodings import split_name
 from distill_reader.model.specs import ModelSpec
+from distill_reader.model.tensors import Array
 from distill_reader.protocols import serving_messages
 from distill_reader.protocols.serving_messages import ServingRequest, ServingResponse, ServingTensor
 from distill_reader.teacher.protocols.grpc_server import Call, Method
 from distill_reader.teacher.service.requests import (
-    Array,
     InferAnswer,
     InferenceService,
     InferRequest,

@@ -9,14 +9,15 @@ import numpy as np
 from distill_reader.errors import BadRequest
 from distill_reader.model.output_encodings import OutputEncoding, encoded_shape, parse_encoding
 from distill_reader.model.specs import ModelSpec
-from distill_reader.protocols.arena import ALIGNMENT, Arena, ArenaError, Slice
+from distill_reader.model.tensors import Array
+from distill_reader.protocols.arena import Arena, ArenaError, Slice, aligned
 from distill_reader.teacher.predictor.wire import Shape, TensorAddress
 from distill_reader.teacher.service.requests import (
-    Array,
     Buffer,
     InferAnswer,
     InferRequest,
     SharedTensor,
+    buffers_of,
 )
 
 Allocate = Callable[[int], Slice]  # raises TeacherBusy, BadRequest
@@ -146,7 +147,7 @@ class PendingRequest:
             shape = encoded_shape(encoding, shapes[encoding.output_index])
             sample_bytes = _elements(shape) * np.dtype(encoding.dtype).itemsize
             offsets.append((encoding, total, sample_bytes))
-            total += _aligned(sample_bytes * self.samples)
+            total += aligned(sample_bytes * self.samples)
         self.output = memory = allocate(total)
         self.outputs = {
             encoding: _ArenaTensor(memory.arena, memory.offset + offset, sample_bytes)
@@ -218,10 +219,10 @@ def prepare(request: InferRequest, model: ServedModel, allocate: Allocate) -> Pe
     plan = _plan(request, model)
     tensors = [request.inputs[name] for name in plan.names]
     samples = _samples(tensors, plan, model.spec)
-    copied = sum(_aligned(tensor.nbytes) for tensor in tensors if isinstance(tensor, np.ndarray))
+    copied = sum(aligned(tensor.nbytes) for tensor in tensors if isinstance(tensor, np.ndarray))
     for tensor, sample_bytes in zip(tensors, plan.sample_bytes, strict=True):
         if isinstance(tensor, SharedTensor) and not isinstance(tensor.buffer, Slice):
-            copied += _aligned(samples * sample_bytes)
+            copied += aligned(samples * sample_bytes)
     memory = allocate(copied) if copied else None
     try:
         pending = PendingRequest(
@@ -234,7 +235,7 @@ def prepare(request: InferRequest, model: ServedModel, allocate: Allocate) -> Pe
             inputs=_store_inputs(tensors, plan, samples, memory),
             wanted=plan.wanted,
             encodings=plan.encodings,
-            held=(*buffers_of(request), *([memory] if memory is not None else [])),
+            held=(*buffers_of(request.inputs), *([memory] if memory is not None else [])),
         )
         expected = model.output_shapes(pending.shapes_key)
         if expected is not None:
@@ -244,16 +245,6 @@ def prepare(request: InferRequest, model: ServedModel, allocate: Allocate) -> Pe
             memory.release()
         raise
     return pending
-
-
-def buffers_of(request: InferRequest) -> list[Buffer]:
-    """Return each buffer of a request once."""
-    buffers = {
-        id(tensor.buffer): tensor.buffer
-        for tensor in request.inputs.values()
-        if isinstance(tensor, SharedTensor)
-    }
-    return list(buffers.values())
 
 
 def _plan(request: InferRequest, model: ServedModel) -> "_Plan":
@@ -348,7 +339,7 @@ def _store_inputs(
         else:
             np.ndarray(tensor.shape, tensor.dtype, memory.view, at)[...] = tensor
         stored.append(_ArenaTensor(memory.arena, memory.offset + at, sample_bytes))
-        at += _aligned(size)
+        at += aligned(size)
     return tuple(stored)
 
 
@@ -357,7 +348,3 @@ def _elements(shape: Shape) -> int:
     for length in shape:
         count *= length
     return count
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -5,14 +5,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-import numpy as np
-
 from distill_reader.errors import ModelNotFound
 from distill_reader.model.specs import ModelSpec
+from distill_reader.model.tensors import Array
 
 M = TypeVar("M")
-
-Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
 
 class Buffer(Protocol):
@@ -98,6 +95,27 @@ class InferenceService(Protocol):
             TeacherBusy: the queue is full, or the server drains.
         """
         ...
+
+
+def buffers_of(inputs: Mapping[str, Array | SharedTensor]) -> list[Buffer]:
+    """Return each buffer of a request's inputs once."""
+    buffers = {
+        id(tensor.buffer): tensor.buffer
+        for tensor in inputs.values()
+        if isinstance(tensor, SharedTensor)
+    }
+    return list(buffers.values())
+
+
+def abandon(future: Future[InferAnswer]) -> None:
+    """Cancel a request whose client has left, or release its answer when it comes."""
+    future.cancel()
+    future.add_done_callback(_release)
+
+
+def _release(future: Future[InferAnswer]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        future.result().release()
 
 
 def get_model(models: Mapping[str, M], name: str) -> M:

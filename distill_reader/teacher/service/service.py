@@ -41,9 +41,14 @@ from distill_reader.teacher.predictor.wire import (
 )
 from distill_reader.teacher.service.batching import BatchQueue, RequestPart
 from distill_reader.teacher.service.metrics import TeacherMetrics
-from distill_reader.teacher.service.pending import PendingRequest, ServedModel, buffers_of, prepare
+from distill_reader.teacher.service.pending import PendingRequest, ServedModel, prepare
 from distill_reader.teacher.service.predictors import Predictor, PredictorPool
-from distill_reader.teacher.service.requests import InferAnswer, InferRequest, get_model
+from distill_reader.teacher.service.requests import (
+    InferAnswer,
+    InferRequest,
+    buffers_of,
+    get_model,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +212,7 @@ class PredictorService:
         try:
             pending = prepare(request, self._model(request.model), self._allocate)
         except BaseException as error:
-            for buffer in buffers_of(request):
+            for buffer in buffers_of(request.inputs):
                 buffer.release()
             self.metrics.request_ended(request.protocol, *_outcome(request.model, error))
             raise

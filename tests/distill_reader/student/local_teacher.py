@@ -12,9 +12,10 @@ import numpy as np
 
 from distill_reader.errors import BadRequest, ModelNotFound, TeacherBusy
 from distill_reader.model.specs import ModelSpec, TensorSpec
+from distill_reader.model.tensors import Array
 from distill_reader.protocols.arena import ArenaFull, OwnArena, Slice
 from distill_reader.teacher.protocols.fast import FastLimits, FastServer
-from distill_reader.teacher.service.requests import Array, InferAnswer, InferRequest, SharedTensor
+from distill_reader.teacher.service.requests import InferAnswer, InferRequest, SharedTensor
 
 Compute = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 

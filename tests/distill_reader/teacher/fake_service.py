@@ -11,8 +11,8 @@ import numpy as np
 
 from distill_reader.errors import BadRequest, ModelNotFound, TeacherBusy
 from distill_reader.model.specs import ModelSpec, TensorSpec
+from distill_reader.model.tensors import Array
 from distill_reader.teacher.service.requests import (
-    Array,
     Buffer,
     InferAnswer,
     InferRequest,

@@ -102,8 +102,6 @@ class TrainerEnv:
     rank: int  # in EDL, when its process was started: its stage's plan has the present one
     world_size: int  # likewise
     local_rank: int
-    endpoints: tuple[str, ...]  # by rank; () in a world of one outside EDL
-    job_id: str | None  # None: outside EDL
     pod_id: str | None  # None: outside EDL
     pod_dir: Path | None  # None: outside EDL
     channel: str | None  # name of the launcher's abstract socket; None: outside EDL
@@ -127,7 +125,6 @@ class TrainerEnv:
             raise EnvError(
                 f"PADDLE_TRAINER_ID: {rank} is not below PADDLE_TRAINERS_NUM, {world_size}"
             )
-        endpoints = environ.get("PADDLE_TRAINER_ENDPOINTS", "")
         channel = environ.get(CHANNEL) or None
         run_dir = environ.get("EDL_RUN_DIR")
         pod_dir = environ.get("EDL_POD_DIR")
@@ -135,8 +132,6 @@ class TrainerEnv:
             rank=rank,
             world_size=world_size,
             local_rank=_whole(environ, "LOCAL_RANK", low=0, default=rank),
-            endpoints=tuple(part for part in endpoints.split(",") if part),
-            job_id=environ.get("PADDLE_JOB_ID") or None,
             pod_id=environ.get(POD_ID) or None,
             pod_dir=Path(pod_dir) if pod_dir else None,
             channel=channel,

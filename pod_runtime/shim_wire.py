@@ -31,7 +31,8 @@ import array
 import json
 import os
 import socket
-from dataclasses import asdict, dataclass
+import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ LINGER_S = 600.0
 SIGNALLED_LINGER_S = 2.0  # if the shim itself was asked to end
 MAX_LINE = 1 << 20
 MAX_FDS = 16
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class ShimError(OSError):
@@ -63,6 +65,13 @@ class HeldSegment:
     stage: int
     size_bytes: int
     digest: str = ""
+
+
+def peer_credentials(connection: socket.socket) -> tuple[int, int]:
+    """Return pid and user id of the process at the other end of a unix socket."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _gid = _CREDENTIALS.unpack(packed)
+    return pid, uid
 
 
 class LineSocket:
@@ -215,7 +224,3 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(value))
     temporary.replace(path)
-
-
-def segment_json(segment: HeldSegment) -> dict[str, Any]:
-    return asdict(segment)

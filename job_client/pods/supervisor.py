@@ -20,9 +20,9 @@ from job_client.pods.saving import SaveAttempt
 from job_client.reconcile import LocalPod
 from job_server.api.wire import NodePod, PodPhase, PodState, Save, SavePhase, SaveState
 from pod_runtime import env, processes, shim_wire
+from pod_runtime.log_tail import last_lines
 from pod_runtime.orphans import KILL_WAIT_S, noted_forks, remove_shared_memory
 from pod_runtime.processes import Process
-from pod_runtime.shim.log import last_lines
 from pod_runtime.shim_wire import PodExit, ShimError
 
 logger = logging.getLogger(__name__)

@@ -7,15 +7,13 @@ user. A trainer connects to NUL + $EDL_CHANNEL.
 import os
 import secrets
 import socket
-import struct
 from collections.abc import Iterable, Iterator
 
 from pod_runtime.channel_wire import LauncherMessage, TrainerMessage, parse_trainer, to_json
 from pod_runtime.errors import ChannelError
-from pod_runtime.shim_wire import LineSocket, ShimError
+from pod_runtime.shim_wire import LineSocket, ShimError, peer_credentials
 
 _SEND_TIMEOUT_S = 2.0  # a trainer that does not read for so long is stuck
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class TrainerConnection:
@@ -95,8 +93,7 @@ class TrainerChannel:
             connection, _ = self._listener.accept()
         except OSError:  # the process that connected has given up
             return None
-        packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, uid, _gid = _CREDENTIALS.unpack(packed)
+        pid, uid = peer_credentials(connection)
         if uid != os.getuid():
             connection.close()
             return None

@@ -7,6 +7,7 @@ pod's shim as well, so that no state is lost with one pod.
 import logging
 import os
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 from job_server.api.wire import Order, RestoreFrom, SnapshotRef, StagePlan
@@ -14,7 +15,7 @@ from pod_runtime.channel_wire import SegmentMade, SnapshotMade
 from pod_runtime.launcher.channel import close_all
 from pod_runtime.launcher.state import own_pod
 from pod_runtime.segment_header import SlotHeader, Stamp, read_newest
-from pod_runtime.shim_wire import HeldSegment, ShimError, request, segment_json
+from pod_runtime.shim_wire import HeldSegment, ShimError, request
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class NodeSegments:
         )
         for pod_id in (self._pod_id, *self._neighbours(plan)[:1]):
             try:
-                request(self._dir(pod_id), {"op": "put", "segment": segment_json(segment)}, (fd,))
+                request(self._dir(pod_id), {"op": "put", "segment": asdict(segment)}, (fd,))
             except ShimError as error:
                 logger.warning("stage %d: segment not held by %s: %s", made.stage, pod_id, error)
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from job_server.api.wire import PlanPod
 from pod_runtime.errors import SpawnError
 from pod_runtime.launcher.spares import MARK, Spares
+from pod_runtime.log_tail import read_tail
 from pod_runtime.processes import die_with_parent
 
-_TAIL_BYTES = 16384
 _ESSENCE_CHARS = 300
 _TRAINER_MAIN = str(Path(__file__).parents[1] / "trainer_main.py")
 _CCACHE = "ignore:No ccache found"  # a warning of Paddle's import on machines without ccache
@@ -136,18 +136,6 @@ def find_taken_port(pod: PlanPod) -> str:
             except OSError as error:
                 return f"port {port} cannot be used: {error.strerror or error}"
     return ""
-
-
-def read_tail(path: Path, start: int = 0) -> list[str]:
-    """Return the last lines of a log, from byte `start` on at most; [] if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(start, size - _TAIL_BYTES))
-            data = file.read()
-    except OSError:
-        return []
-    return data.decode(errors="replace").splitlines()
 
 
 def essence(lines: Sequence[str]) -> str:

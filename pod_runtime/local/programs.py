@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pod_runtime.errors import LaunchError
-from pod_runtime.launcher.trainers import read_tail
+from pod_runtime.log_tail import read_tail
 from pod_runtime.processes import die_with_parent
 
 MAX_RESTARTS = 5  # in one run

@@ -20,10 +20,10 @@ from job_server.api.text import saving_text
 from job_server.api.wire import JobSpec, JobState, JobStatus
 from pod_runtime import processes
 from pod_runtime.errors import LaunchError
-from pod_runtime.launcher.trainers import read_tail
 from pod_runtime.local.output import TrainerOutput
 from pod_runtime.local.programs import LocalProgram
 from pod_runtime.local.view import JobWatch, patient_output, without_end
+from pod_runtime.log_tail import read_tail
 from pod_runtime.orphans import remove_shared_memory
 
 RUN_ID = "EDL_RUN_ID"  # every process of one `edl run` carries it

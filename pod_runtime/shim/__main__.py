@@ -17,16 +17,16 @@ import os
 import selectors
 import signal
 import socket
-import struct
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pod_runtime import processes, shim_wire
 from pod_runtime.shim.script import PodScript
 from pod_runtime.shim.segments import SegmentStore
-from pod_runtime.shim_wire import LineSocket, PodExit
+from pod_runtime.shim_wire import LineSocket, PodExit, peer_credentials
 
 DEFAULT_GRACE_S = 15.0
 MAX_GRACE_S = 86400.0
@@ -104,11 +104,11 @@ class Shim:
             self._write_exit(self.exit)
             for watcher, wants_exit in list(self._watchers.items()):
                 if wants_exit:
-                    self._answer(watcher, {"ok": True, "exit": _exit_json(self.exit)})
+                    self._answer(watcher, {"ok": True, "exit": asdict(self.exit)})
 
     def _write_exit(self, ended: PodExit) -> None:
         try:
-            shim_wire.write_json(self.pod_dir / "exit.json", _exit_json(ended))
+            shim_wire.write_json(self.pod_dir / "exit.json", asdict(ended))
         except OSError as error:  # disk full, folder gone: watchers are told over the socket
             with contextlib.suppress(OSError):  # the pod's log is on that disk as well
                 sys.stderr.write(f"shim: exit.json not written: {error}\n")
@@ -122,7 +122,7 @@ class Shim:
             self._drop_oldest()
             return
         connection.setblocking(False)
-        if _peer_uid(connection) not in (os.getuid(), 0):
+        if peer_credentials(connection)[1] not in (os.getuid(), 0):
             connection.close()
             return
         if len(self._connections) >= MAX_CONNECTIONS:
@@ -196,7 +196,7 @@ class Shim:
             self.segments.put(message.get("segment"), fds)
         elif op == "get":
             kept = self.segments.get(message.get("stage"))
-            listed = [shim_wire.segment_json(segment) for segment, _ in kept]
+            listed = [asdict(segment) for segment, _ in kept]
             return {"ok": True, "segments": listed}, tuple(fd for _, fd in kept)
         elif op == "drop":
             self.segments.drop(message.get("below_stage"))
@@ -206,7 +206,7 @@ class Shim:
         elif op == "watch":
             self._watchers[line] = message.get("exit") is True
             if self._watchers[line] and self.exit is not None:
-                return {"ok": True, "exit": _exit_json(self.exit)}, ()
+                return {"ok": True, "exit": asdict(self.exit)}, ()
         else:
             raise ValueError(
                 f"op: {op!r} is none of status, stop, kill, put, get, drop, release, watch"
@@ -218,18 +218,9 @@ class Shim:
             "ok": True,
             "running": self.exit is None,
             "stopping": self.exit is None and self.script.deadline is not None,
-            "exit": None if self.exit is None else _exit_json(self.exit),
-            "segments": [shim_wire.segment_json(segment) for segment, _ in self.segments.get(None)],
+            "exit": None if self.exit is None else asdict(self.exit),
+            "segments": [asdict(segment) for segment, _ in self.segments.get(None)],
         }
-
-
-def _exit_json(ended: PodExit) -> dict[str, Any]:
-    return {
-        "code": ended.code,
-        "signal": ended.signal,
-        "reason": ended.reason,
-        "last_lines": list(ended.last_lines),
-    }
 
 
 def _grace_of_environment() -> float:
@@ -237,11 +228,6 @@ def _grace_of_environment() -> float:
         return min(max(0.0, float(os.environ.get("EDL_GRACE_S", DEFAULT_GRACE_S))), MAX_GRACE_S)
     except ValueError:
         return DEFAULT_GRACE_S
-
-
-def _peer_uid(connection: socket.socket) -> int:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return int(struct.unpack("3i", credentials)[1])
 
 
 def _lock(pod_dir: Path) -> int:

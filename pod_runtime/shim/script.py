@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from pod_runtime import processes
-from pod_runtime.shim.log import last_lines
+from pod_runtime.log_tail import last_lines
 from pod_runtime.shim_wire import PodExit
 
 KILL_AGAIN_S = 0.1  # the next round kills processes that were forked during this one

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from job_server.api.wire import Order, PlanPod, SlotKind, StagePlan, Way
-from pod_runtime.env import EnvError, PodEnv, TrainerEnv, pod_environment, trainer_environment
+from pod_runtime.env import (
+    EnvError,
+    PodEnv,
+    TrainerEnv,
+    own_rank,
+    plan_outside_edl,
+    pod_environment,
+    trainer_environment,
+)
 
 POD = PodEnv(
     job_server="http://127.0.0.1:8180",
@@ -122,9 +130,28 @@ def test_a_rank_of_another_pod_is_refused():
 def test_a_trainer_reads_what_was_made_for_it():
     read = TrainerEnv.read(trainer(rank=2))
     assert (read.rank, read.world_size, read.local_rank) == (2, 4, 0)
-    assert read.endpoints[2] == "10.0.0.2:20010"
     assert (read.stage, read.max_trainers, read.channel) == (5, 8, "edl-1")
     assert read.run_dir == Path("/run")
+
+
+def test_a_trainer_finds_its_rank_in_every_plan_by_its_place_in_its_pod():
+    second = TrainerEnv.read(trainer(rank=3))
+    assert own_rank(PLAN, second) == 3
+    left = replace(PLAN, pods=(replace(PLAN.pods[1], ranks=(0, 1)),), missing_pods=("pod_0_0",))
+    assert own_rank(left, second) == 1
+    with pytest.raises(EnvError, match="EDL_POD_ID: stage 5 has no trainer 1 of pod pod_1_0"):
+        own_rank(replace(PLAN, pods=PLAN.pods[:1]), second)
+
+
+def test_outside_edl_each_rank_is_a_pod_on_a_node_of_its_own():
+    env = TrainerEnv.read({"PADDLE_TRAINERS_NUM": "3", "PADDLE_TRAINER_ID": "2"})
+    plan = plan_outside_edl(env)
+    assert (plan.world_size, plan.max_trainers, plan.master) == (3, 3, "")
+    assert [(pod.node_id, pod.ranks) for pod in plan.pods] == [
+        ("0", (0,)),
+        ("1", (1,)),
+        ("2", (2,)),
+    ]
 
 
 def test_outside_edl_a_trainer_is_a_world_of_one():

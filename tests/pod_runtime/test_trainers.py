@@ -21,9 +21,9 @@ from pod_runtime.launcher.trainers import (
     TrainerProcess,
     essence,
     find_taken_port,
-    read_tail,
     with_defaults,
 )
+from pod_runtime.log_tail import read_tail
 from pod_runtime.orphans import remove_shared_memory
 from tests.support import free_port, wait_until
 

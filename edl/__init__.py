@@ -1,1 +1,1 @@
-"""The command `edl`: a dispatcher, nothing else."""
+"""The command `edl`, which only dispatches."""

@@ -1,4 +1,4 @@
-"""`edl VERB ...`: finds the program behind a verb, imports it then, and passes the rest on."""
+"""Run `edl VERB ...`: import the program of the verb, and pass it the other arguments."""
 
 import importlib
 import importlib.util
@@ -6,7 +6,7 @@ import sys
 
 _COMMANDS = "job_server.cli.commands"
 
-# verb: (module, what it does). The commands get the verb as well: one module has them all.
+# verb: (module, what it does). The module of the commands gets the verb as well.
 VERBS: dict[str, tuple[str, str]] = {
     "run": ("pod_runtime.run", "train elastically on this machine: server, client and job in one"),
     "server": ("job_server.__main__", "run a job server"),
@@ -30,7 +30,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "discovery": ("distill_reader.discovery", "tell students which teachers to use"),
     "register": ("distill_reader.register", "keep a teacher registered with discovery"),
     "convert": ("distill_reader.convert", "make a servable folder from an inference model"),
-    "doctor": ("job_client.doctor", "say what of this machine is fit"),
+    "doctor": ("job_client.doctor", "check whether this machine is fit for training"),
 }
 
 

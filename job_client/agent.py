@@ -1,4 +1,4 @@
-"""Keep this node's pods as the server's plan wants them: compare, act, report; for ever again."""
+"""Keep this node's pods as the server's plan wants them: compare, act, report, repeat."""
 
 import logging
 import signal
@@ -36,10 +36,10 @@ from pod_runtime import env, processes
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 1.0  # everything wakes the loop; the tick is for what time alone changes
-FENCE_GRACE_S = 1.0  # the server counts on the pods' end 2 s after `stop_after`
-SAVE_STALL_S = 60.0  # who writes a state has so long for its next bytes
-SHOW_EVERY_S = 2.0  # how far it is
+TICK_S = 1.0  # all events wake the loop; the tick is for what only time changes
+FENCE_GRACE_S = 1.0  # the server takes the pods for ended 2 s after `stop_after`
+SAVE_STALL_S = 60.0  # a writer that writes nothing for so long is given up
+SHOW_EVERY_S = 2.0  # its progress, in the log
 END_EXTRA_S = 10.0  # beyond the longest grace, for pods that are ending
 
 
@@ -76,7 +76,7 @@ class Agent:
         self._pods: dict[PodKey, PodSupervisor] = {}
         self._lock = threading.Lock()  # guards _pods, _plan, _end and _contact_at
         self._wake = WakeEvent()
-        self._plan: NodePlan | None = None  # None: not heard yet
+        self._plan: NodePlan | None = None  # None: not received yet
         self._contact_at = time.monotonic()
         self._end: EndMode | None = None  # None: go on
         self._failure: JobClientError | None = None  # None: none
@@ -112,9 +112,9 @@ class Agent:
             raise SetupError(f"this node cannot be registered: {error}") from None
         callbacks = Callbacks(
             node=self._node,
-            plan=self._heard_plan,
+            plan=self._take_plan,
             report=self._report,
-            contact=self._heard,
+            contact=self._note_contact,
             fatal=self._failed,
         )
         self._link = NodeLink(
@@ -130,7 +130,7 @@ class Agent:
         return self._leave()
 
     def end(self, how: EndMode) -> None:
-        """Ask the client to end; a second time with KILL to have it end at once. Thread-safe."""
+        """Ask the client to end; KILL has it end at once. Thread-safe."""
         self._end = how
         self._wake.set()
 
@@ -144,20 +144,20 @@ class Agent:
                     self._pods[spec.job_id, spec.pod_id] = pod
 
     def _clean_orphans(self) -> None:
-        """End what an earlier client's pods left behind and no living shim looks after."""
-        looked_after = {
+        """Kill processes that an earlier client's pods left behind without a living shim."""
+        supervised = {
             str(pod.folder) for pod in self._pods.values() if pod_folder.has_shim(pod.folder)
         }
         killed = processes.kill_marked(
             env.RUN_MARKER,
             self._context.marker,
-            lambda _, environ: environ.get("EDL_POD_DIR") in looked_after,
+            lambda _, environ: environ.get("EDL_POD_DIR") in supervised,
         )
         if killed:
             logger.warning("killed what earlier pods of this client left: pids %s", killed)
 
     def _choose_job(self) -> bool:
-        """Settle which job this node serves; False: asked to end meanwhile."""
+        """Choose the job that this node serves; False: the client was asked to end meanwhile."""
         if self._config.jobs_dir is not None:
             return True
         adopted = {job_id for job_id, _ in self._pods}
@@ -175,7 +175,7 @@ class Agent:
         self._wake.wait(timeout_s)
         return self._end is not None
 
-    # --- what the link asks and tells; called from its threads
+    # --- callbacks of the link, called from its threads
 
     def _node(self) -> Node:
         low, high = self._config.port_range or (1024, 65535)  # or: the link knows the block
@@ -193,12 +193,12 @@ class Agent:
             ),
         )
 
-    def _heard_plan(self, plan: NodePlan) -> None:
+    def _take_plan(self, plan: NodePlan) -> None:
         with self._lock:
             self._plan = plan
         self._wake.set()
 
-    def _heard(self, sent_at: float) -> None:
+    def _note_contact(self, sent_at: float) -> None:
         with self._lock:
             self._contact_at = max(self._contact_at, sent_at)
 
@@ -212,8 +212,8 @@ class Agent:
             table = processes.read_all()
             self._usage = self._inventory.usage(self._held_slots())
         usage = self._usage
-        if self._end not in (None, EndMode.KEEP):  # nothing is to be placed here any more
-            usage = tuple(replace(each, stranger="its client, which ends") for each in usage)
+        if self._end not in (None, EndMode.KEEP):  # so that the server places nothing here any more
+            usage = tuple(replace(each, stranger="its client, which is ending") for each in usage)
         with self._lock:
             pods = list(self._pods.values())
         return NodeReport(
@@ -270,7 +270,7 @@ class Agent:
         pod.release(reason)
 
     def _fence(self, pods: dict[PodKey, PodSupervisor], limit_s: float) -> None:
-        """Stop everything: from now on the server may start the same work elsewhere."""
+        """Stop all pods: from now on the server may start the same work elsewhere."""
         reason = f"no answer from the server for {limit_s:g} s (--on_server_loss stop_after)"
         for pod in pods.values():
             if pod.local().phase in (PodPhase.STARTING, PodPhase.RUNNING):
@@ -288,7 +288,7 @@ class Agent:
             logger.error("ending, though some pods have not: see the log above")
         self._save_what_is_held()
         if self._link is not None:
-            # What their shims hold goes with them.
+            # The shims are about to end, and what they hold is gone then.
             states = (replace(pod.state(), holds=False) for pod in self._pods.values())
             self._link.say_goodbye(
                 NodeReport(node_id=self._node_id, pods=tuple(states), leaving=True)
@@ -299,11 +299,11 @@ class Agent:
         return 0
 
     def _save_what_is_held(self) -> None:
-        """Write the newest state of each job whose last one this node is to write.
+        """Write the newest state of each job whose last state this node has to write.
 
-        The server may be gone, and whoever ends this client may kill it at any moment: so this
-        begins at once, says how far it is, and goes on while bytes grow. Where the server has
-        ordered just that, the writer is at work already: two must not be in one folder.
+        The server may be gone, and this client may be killed at any moment. So it begins at once,
+        logs its progress, and goes on as long as bytes are written. If the server has ordered the
+        same save, its writer goes on instead: two must not write to one folder.
         """
         plan = self._plan
         named = plan.pods if plan is not None else ()
@@ -328,22 +328,22 @@ class Agent:
             self._follow_last(job_id, pods, saving)
 
     def _follow_last(self, job_id: str, pods: list[PodSupervisor], saving: SaveAttempt) -> None:
-        said, grown_at = saving.state, time.monotonic()
+        state, grown_at = saving.state, time.monotonic()
         shown_at = grown_at
         while not saving.is_over:
             self._wake.wait(0.2)
-            if saving.state != said:
-                said, grown_at = saving.state, time.monotonic()
+            if saving.state != state:
+                state, grown_at = saving.state, time.monotonic()
                 if grown_at > shown_at + SHOW_EVERY_S:
                     shown_at = grown_at
-                    logger.info("job %s: %s", job_id, saving_text(said))
+                    logger.info("job %s: %s", job_id, saving_text(state))
             late = time.monotonic() > grown_at + SAVE_STALL_S
             if self._end is EndMode.KILL or late:
                 saving.cancel()
                 break
         if saving.state.phase is not SavePhase.WRITTEN:
             logger.error(
-                "job %s: what its pods here held in memory is lost: %s", job_id,
+                "job %s: the state that its pods here held in memory is lost: %s", job_id,
                 saving.state.reason or saving_text(saving.state),
             )  # fmt: skip
             return
@@ -354,7 +354,7 @@ class Agent:
         """Stop every pod and wait until all have exited; return whether all have."""
         with self._lock:
             pods = list(self._pods.values())
-        killing = self._end is EndMode.KILL  # it may be from the next line on: then below
+        killing = self._end is EndMode.KILL  # it may become so at any time: see below
         for pod in pods:
             if killing:
                 pod.kill("this client ends at once")
@@ -374,13 +374,13 @@ class Agent:
 
 
 def install_signals(agent: Agent, *, keep_pods: bool) -> None:
-    """Have SIGTERM and SIGINT end the agent in order, and at once when repeated."""
-    asked: list[int] = []
+    """Make SIGTERM and SIGINT end the agent: in order the first time, at once the second."""
+    received: list[int] = []
 
     def handle(number: int, _frame: object) -> None:
-        asked.append(number)
+        received.append(number)
         first = EndMode.KEEP if keep_pods else EndMode.STOP
-        agent.end(first if len(asked) == 1 else EndMode.KILL)
+        agent.end(first if len(received) == 1 else EndMode.KILL)
 
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGINT, handle)

@@ -1,4 +1,4 @@
-"""The log folder of a client: its lock, its marker, its pods."""
+"""Open a client's log folder: its lock, its marker, its pods."""
 
 import fcntl
 import os
@@ -11,7 +11,7 @@ from job_client.errors import SetupError
 
 
 class ClientDir:
-    """The folder that is one client's for as long as it lives, and its successor's after that.
+    """The folder of one client while it runs, and of its successor after that.
 
     Raises:
         SetupError: the folder cannot be written, or another client has it.
@@ -36,7 +36,7 @@ class ClientDir:
         self.marker = self._read_marker()
 
     def _read_marker(self) -> str:
-        """Return what marks this folder's processes: made once, and no other client's."""
+        """Return the mark of this folder's processes: made once, and unique."""
         path = self.log_dir / "marker"
         try:
             marker = path.read_text().strip()

@@ -1,4 +1,4 @@
-"""What a job client was started with."""
+"""Hold the configuration of a job client."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

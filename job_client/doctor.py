@@ -1,4 +1,4 @@
-"""Say what of this machine is fit for training, and what to do about the rest.
+"""Check whether this machine is fit for training, and print what to do if not.
 
     edl doctor [--json] [--log_dir DIR] [--port_range LOW-HIGH]
 
@@ -94,7 +94,7 @@ def judge_python(version: tuple[int, int, int]) -> Finding:
 
 
 def judge_paddle(answer: dict[str, Any], capabilities: Sequence[tuple[int, int]]) -> Finding:
-    """Judge what Paddle said of itself on a machine with GPUs of these compute capabilities."""
+    """Judge Paddle's own check, on a machine with GPUs of these compute capabilities."""
     install = f"install the build for your CUDA from {INSTALL_PAGE}"
     too_new = [capability for capability in capabilities if capability >= _TOO_NEW_FOR_PYPI]
     if too_new:
@@ -162,7 +162,9 @@ def judge_ports(
         if len(taken) > (high - low + 1) // 2:
             return fail(what, f"{found}: {len(taken)} taken ({shown})", "give another --port_range")
         return warn(
-            what, f"{found}: {len(taken)} taken ({shown})", "others are dealt; or --port_range"
+            what,
+            f"{found}: {len(taken)} taken ({shown})",
+            "others are used, or give another range",
         )
     return ok(what, f"{found} free, outside of the kernel's {ephemeral[0]}-{ephemeral[1]}")
 
@@ -206,7 +208,7 @@ def look_at_gpus(gpus: GpuSlots | None) -> list[Finding]:
 
 
 def ask_paddle() -> dict[str, Any]:
-    """Have a process of its own import Paddle and compute."""
+    """Import Paddle in a separate process and compute something."""
     try:
         process = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", _ASK_PADDLE],
@@ -223,7 +225,7 @@ def ask_paddle() -> dict[str, Any]:
     except (ValueError, IndexError):
         tail = process.stderr.strip().splitlines()[-1:] or ["no output"]
         return {"error": f"it ended with code {process.returncode}: {tail[0]}"}
-    return answer if isinstance(answer, dict) else {"error": f"it said {answer!r}"}
+    return answer if isinstance(answer, dict) else {"error": f"it printed {answer!r}"}
 
 
 def look_at_paddle(gpus: GpuSlots | None) -> list[Finding]:
@@ -257,7 +259,7 @@ def look_at_ports(wanted: tuple[int, int]) -> list[Finding]:
 
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        # As servers do: a port whose last connection is still fading is free.
+        # As servers do: a port whose last connection is in TIME_WAIT counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
@@ -304,7 +306,7 @@ def table(findings: Sequence[Finding]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what is fit; return 1 when something fails, 2 for a wrong command line."""
+    """Print the findings; return 1 when something fails, 2 for a wrong command line."""
     parser = OptionParser(prog="edl doctor", description=__doc__.splitlines()[0])
     low, high = ports.blocks(ports.ephemeral_range())[0]
     parser.add_argument("--json", action="store_true", help="for machines")

@@ -1,11 +1,11 @@
-"""What may go wrong in a job client.
+"""Errors of a job client.
 
     JobClientError
     ├── SetupError        the command line or this machine's set-up is wrong: exit code 2
     ├── FatalError        the server refuses this client for good: exit code 1
     └── PodStartError     one pod cannot start: reported as EXITED, the client goes on
 
-What the server answers is `job_server.api.errors`.
+Errors that the server answers are in `job_server.api.errors`.
 """
 
 

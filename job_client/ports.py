@@ -1,7 +1,7 @@
 """Choose the ports that the trainers of this node may use.
 
-They must lie outside the range from which the kernel picks ports of outgoing connections: one of
-those may sit on a port at the moment when a trainer needs it.
+They must lie outside the range from which the kernel picks ports of outgoing connections: such a
+connection may hold a port at the moment when a trainer needs it.
 """
 
 import errno
@@ -43,10 +43,10 @@ def blocks(ephemeral: tuple[int, int], size: int = BLOCK) -> list[tuple[int, int
 
 
 class PortBlocks:
-    """The blocks that a client tries by itself, one after the other. Safe to use from any thread.
+    """The blocks that a client tries, one after the other. Safe to use from any thread.
 
-    Clients of different servers know nothing of each other, and would deal the same ports on one
-    host. So each holds a socket with the name of its block, which is gone when the client is.
+    Clients of different servers know nothing of each other, and would use the same ports on one
+    host. So each holds a socket named after its block, which vanishes with the client.
     """
 
     def __init__(self, every: Iterable[tuple[int, int]]) -> None:
@@ -65,7 +65,7 @@ class PortBlocks:
             return None
 
     def close(self) -> None:
-        """Leave the block to others, and give out no more."""
+        """Give the block up, and take no more."""
         with self._lock:
             self._release()
             self._left.clear()
@@ -76,7 +76,7 @@ class PortBlocks:
             holder.bind(f"\0{name}")  # abstract: a network namespace has it once, like the ports
         except OSError as error:
             holder.close()
-            return error.errno != errno.EADDRINUSE  # no such sockets here: nobody can hold any
+            return error.errno != errno.EADDRINUSE  # else: there are no such sockets
         self._holder = holder
         return True
 

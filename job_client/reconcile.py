@@ -1,7 +1,7 @@
-"""Decide what this node must do to its pods now. Pure: same input, same actions.
+"""Decide which pods this node must start, stop, kill or release now. Pure.
 
-Level-triggered: every pass compares what there is with what the server last said, so a lost
-message or a restart of the client needs no special case.
+Level-triggered: every pass compares the pods with the server's newest plan, so a lost message or a
+restart of the client needs no special case.
 """
 
 from collections.abc import Iterable, Mapping
@@ -61,11 +61,11 @@ Action = StartPod | StopPod | KillPod | ReleasePod
 def plan_changes(current: Iterable[LocalPod], wanted: Iterable[NodePod]) -> list[Action]:
     """Return what to do now: kills and stops first, then releases, then starts.
 
-    A pod that has exited is never started again: its id is used up, and the server gives a new one
-    to what comes in its place. Nor is a stop taken back. Whether two pods that are wanted may share
-    a slot is the server's decision; one that is on its way out keeps its slots until it has exited.
-    A pod of an earlier job of the same id is not the one that is wanted. `wanted` is what the
-    server last said; a failed poll is not an empty `wanted`, so do not call then.
+    A pod that has exited is never started again: the server gives its successor a new id. Nor is a
+    stop taken back. The server decides whether two pods that it wants may share a slot; a pod that
+    is stopping keeps its slots until it has exited. A pod of an earlier job of the same id is not
+    the one that is wanted. `wanted` is the server's newest plan; do not call after a failed poll,
+    which is not an empty plan.
     """
     local = {pod.key: pod for pod in current}
     plan = {(pod.job_id, pod.pod_id): pod for pod in wanted}

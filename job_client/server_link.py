@@ -1,7 +1,7 @@
-"""The client's side of the conversation with the job server: register, follow the plan, report.
+"""Talk to the job server: register, follow the plan, report.
 
-Two threads with a connection each: one waits in the long poll, the other reports. Whatever goes
-wrong between them and the server, the pods go on.
+Two threads with a connection each: one waits in the long poll, the other reports. The pods go on
+whatever goes wrong with the server.
 """
 
 import logging
@@ -26,7 +26,7 @@ LAST_REPORT_S = 5.0  # how long a goodbye waits for the report under way
 
 
 class NodeApi(Protocol):
-    """What a client asks of a job server; `job_server.api.api_client.ApiClient` is one."""
+    """The calls of `job_server.api.api_client.ApiClient` that a client needs."""
 
     def register_node(self, node: Node) -> NodePlan: ...
     def node_plan(self, node_id: str, revision: int, timeout_s: float) -> NodePlan: ...
@@ -41,19 +41,19 @@ def _backoff() -> Backoff:
 def find_job(api: NodeApi, wait: Callable[[float], bool]) -> str | None:
     """Return the only job of the server that has not ended; wait for one where there is none.
 
-    Beside a training, jobs of teachers do not count.
+    Where there is a training, jobs of teachers do not count.
 
     Args:
-        wait: sleeps so many seconds; true: give up.
+        wait: sleeps for so many seconds, and returns whether to give up.
 
     Returns:
         None: given up.
 
     Raises:
         SetupError: there are several.
-        FatalError: the server refuses us.
+        FatalError: the server refuses this client.
     """
-    backoff, said = _backoff(), ""
+    backoff, logged = _backoff(), ""
     delay_s = 0.0
     while True:
         try:
@@ -74,18 +74,18 @@ def find_job(api: NodeApi, wait: Callable[[float], bool]) -> str | None:
             raise SetupError(f"PADDLE_JOB_ID: the server has several jobs, name one of: {shown}")
         if names:
             return names[0]
-        if text != said:
+        if text != logged:
             logger.info("%s", text)
-            said = text
+            logged = text
         if wait(delay_s):
             return None
 
 
 @dataclass(frozen=True, slots=True)
 class Callbacks:
-    """What the agent gives to its link. Called from the link's threads."""
+    """Functions of the agent that the link calls from its threads."""
 
-    node: Callable[[], Node]  # to register; asks the hardware
+    node: Callable[[], Node]  # what to register; asks the hardware
     plan: Callable[[NodePlan], None]
     report: Callable[[bool], NodeReport]  # True: with fresh figures
     contact: Callable[[float], None]  # monotonic time at which an answered request was sent
@@ -93,7 +93,7 @@ class Callbacks:
 
 
 class NodeLink:
-    """Both threads. `wake_report` has the pods' states reported at once."""
+    """Both threads, and what they share."""
 
     def __init__(
         self, make_api: Callable[[], NodeApi], callbacks: Callbacks, *, choose_ports: bool
@@ -109,7 +109,7 @@ class NodeLink:
         self._registered = threading.Event()
         every = ports.blocks(ports.ephemeral_range()) if choose_ports else []
         self._blocks = ports.PortBlocks(every)
-        # None: those that the node comes with
+        # None: the ports that the node itself names
         self._ports = self._blocks.next() or next(iter(every), None)
         self._polls = self._thread("plan", self._follow_plan)
         self._reports = self._thread("report", self._keep_reporting)
@@ -122,18 +122,19 @@ class NodeLink:
         self._reports.start()
 
     def close(self) -> None:
-        """Send nothing more. A request under way is left to itself."""
+        """Send nothing more. A request under way is not waited for."""
         self._closing.set()
         self._report_now.set()
         self._blocks.close()
 
     def wake_report(self) -> None:
+        """Report the pods' states at once."""
         self._report_now.set()
 
     def say_goodbye(self, report: NodeReport) -> bool:
-        """Close, and tell the server that this client ends; once, as nobody can wait for an answer.
+        """Close, and report once that this client ends; nothing waits for a second try.
 
-        A report under way comes first: behind the goodbye it would bring the node back to life.
+        A report under way must come first: after the goodbye it would register the node again.
         """
         self.close()
         if self._reports.ident is not None:
@@ -141,7 +142,7 @@ class NodeLink:
         try:
             self._make_api().node_report(report)
         except JobServerError as error:
-            logger.warning("the server was not told that this client ends: %s", error)
+            logger.warning("the server does not know that this client ends: %s", error)
             return False
         return True
 
@@ -152,7 +153,7 @@ class NodeLink:
             work()
         except JobClientError as error:
             self._do.fatal(error)
-        # The outermost loop of this thread: without it the client would be deaf and not know it.
+        # The outermost loop of this thread: without it the client would lose the server unnoticed.
         except Exception as error:
             logger.exception("the conversation with the job server failed")
             self._do.fatal(FatalError(f"internal error: {error}"))
@@ -229,7 +230,7 @@ class NodeLink:
         with self._lock:
             before = self._plan
             if before and before.server_id == plan.server_id and before.revision > plan.revision:
-                return  # the other thread was told something newer meanwhile
+                return  # the other thread has a newer plan
             self._plan = plan
             self._do.plan(plan)
 
@@ -240,7 +241,7 @@ class NodeLink:
         logger.log(logging.WARNING if first else logging.DEBUG, "%s", reason)
 
     def _refused(self, error: Rejected) -> None:
-        """Before the first registration a refusal is our mistake; later the pods come first."""
+        """Before the first registration a refusal is fatal; later the pods go on."""
         if self._ever:
             self._register_again(f"the server refuses this node: {error}")
             logger.warning("the server refuses this node, pods go on: %s", error)
@@ -258,7 +259,7 @@ class NodeLink:
         next_beat = 0.0
         while not self._closing.is_set():
             plan = self._current()
-            if plan is None:  # there is nobody to tell
+            if plan is None:  # not registered
                 self._registered.wait(1.0)
                 continue
             self._report_now.clear()
@@ -280,7 +281,7 @@ class NodeLink:
                 self._report_now.wait(max(0.0, next_beat - time.monotonic()))
 
     def _report(self, api: NodeApi, plan: NodePlan, *, fresh: bool) -> float:
-        """Report once; return when it was sent. Registers where the server has forgotten us."""
+        """Report once; return when it was sent. Registers again if the server has forgotten us."""
         report = self._do.report(fresh)
         sent_at = time.monotonic()
         try:
@@ -299,7 +300,7 @@ class NodeLink:
         return sent_at
 
     def _register_changes(self, api: NodeApi) -> None:
-        """Tell the server when a slot has become usable, or is so no longer."""
+        """Register again when a slot has become usable or unusable."""
         with self._lock:
             before = self._node
         if before is None:

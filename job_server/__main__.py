@@ -1,4 +1,4 @@
-"""`python -m job_server`: the job server as a program."""
+"""Run the job server (`python -m job_server`)."""
 
 import logging
 import os
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, WireError) as error:
         print(f"python -m job_server: {error}", file=sys.stderr)
         return 2
-    except SystemExit as stop:  # argparse has said why
+    except SystemExit as stop:  # argparse has printed the reason
         return stop.code if isinstance(stop.code, int) else 1
 
 
@@ -79,12 +79,12 @@ def _add_default_job(service: JobService, config: ServerConfig) -> None:
     try:
         created = service.submit(job, legacy_nodes=config.legacy_nodes).status == 201
     except Conflict as error:
-        if job.job_id not in service.job_ids():  # it is there, but was put aside
+        if job.job_id not in service.job_ids():  # it is in the database, but cannot be read
             logger.error("%s", error)
             return
         logger.warning(
             "job %s: goes on as the database %s has it, not as the command line says; "
-            "`edl delete %s` first, or another --db, starts it anew",
+            "`edl delete %s` first, or another --db, starts it from the beginning",
             job.job_id,
             config.db,
             job.job_id,
@@ -96,7 +96,7 @@ def _add_default_job(service: JobService, config: ServerConfig) -> None:
     if not created and ended is not None:
         logger.warning(
             "job %s: has ended (%s) and stays so; `edl delete %s` first, or another --db, "
-            "starts it anew",
+            "starts it from the beginning",
             job.job_id,
             ended.value,
             job.job_id,

@@ -1,8 +1,7 @@
 """Find the slots of this node: GPUs as NVML shows them, or shares of the CPU.
 
-NVML answers each query for itself: an old driver or a small card may refuse any of them, and a
-GPU that has fallen off the bus refuses all. Every query is therefore asked alone, and one that is
-refused costs only its own figure.
+An old driver or a small card may refuse any query of NVML, and a GPU that has fallen off the bus
+refuses all. So each query is made alone, and one that is refused costs only its own figure.
 """
 
 import logging
@@ -29,11 +28,11 @@ class Inventory(Protocol):
     kind: SlotKind
 
     def slots(self, ours: Collection[int]) -> tuple[Slot, ...]:
-        """Return the slots, as usable as they are now; pods of ours run on `ours`."""
+        """Return the slots as they are now; our pods run on `ours`."""
         ...
 
     def usage(self, ours: Collection[int]) -> tuple[SlotUsage, ...]:
-        """Return what each slot is used for now; pods of ours run on `ours`."""
+        """Return the present use of each slot; our pods run on `ours`."""
         ...
 
     def obstacle(self, slot: int) -> str:
@@ -63,7 +62,7 @@ class CpuSlots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU as NVML shows it now; what it refused to say has its default."""
+    """One GPU as NVML shows it now; refused queries leave the default."""
 
     index: int
     uuid: str = ""
@@ -85,8 +84,8 @@ class GpuSlots:
         nvml: the module `pynvml` (initialised), or what behaves like it.
         visible: value of CUDA_VISIBLE_DEVICES; None: all GPUs.
         is_ours: whether a process belongs to a pod of this client.
-        same_pids: whether NVML's pids mean our processes. In a container they are the host's, so
-            a process on a GPU that a pod of ours holds is taken for ours.
+        same_pids: whether NVML's pids mean our processes. In a container they are those of the
+            host, so a process on a GPU of one of our pods is taken for ours.
     """
 
     kind = SlotKind.GPU
@@ -162,7 +161,7 @@ class GpuSlots:
         return ""
 
     def look(self, index: int) -> Gpu:
-        """Ask NVML everything about one GPU."""
+        """Query NVML about one GPU."""
         nvml = self._nvml
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -203,8 +202,8 @@ class GpuSlots:
     def _pids(self, handle: Any) -> list[int]:
         computing = self._ask(self._nvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
         drawing = self._ask(self._nvml.nvmlDeviceGetGraphicsRunningProcesses, handle) or []
-        # A desktop (Xorg) holds a little of every GPU and is no obstacle: only what computes
-        # counts, and what draws with much memory.
+        # A desktop (Xorg) holds a little of every GPU and is no obstacle: only processes that
+        # compute count, and those that draw with much memory.
         big = [each for each in drawing if (each.usedGpuMemory or 0) > _FREE_BYTES]
         return sorted({int(each.pid) for each in [*computing, *big]})
 
@@ -224,7 +223,7 @@ class GpuSlots:
         return f"pid {pid} ({name})"
 
     def _sickness(self, handle: Any) -> str:
-        """Return why no trainer should run here: what needs a reset, a reboot or a new card."""
+        """Return why no trainer should run here, and what would mend that; "": it is fit."""
         nvml = self._nvml
         try:
             nvml.nvmlDeviceGetUUID(handle)

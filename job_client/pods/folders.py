@@ -1,4 +1,4 @@
-"""Where a pod's script comes from, and the folder that it runs in."""
+"""Make the folder that a pod runs in, and find its script."""
 
 import logging
 import os
@@ -43,7 +43,7 @@ def list_jobs(jobs_dir: Path) -> tuple[str, ...]:
 
 
 def _job_folder(jobs_dir: Path, name: str) -> Path:
-    """Return the job's folder. A server may name one of ours, and nothing outside of them."""
+    """Return the job's folder: a direct subfolder of `jobs_dir`, whatever the server names."""
     try:
         check_id("folder", name)
     except WireError as error:
@@ -62,7 +62,7 @@ def recipe_for(config: ClientConfig, pod: NodePod) -> Recipe:
     """Return how to make `pod`.
 
     Raises:
-        PodStartError: it names a folder where there is none to name, or the reverse.
+        PodStartError: it names a folder but this client has a single script, or the reverse.
     """
     if config.jobs_dir is not None:
         if pod.folder is None:
@@ -100,7 +100,7 @@ def recipe_for(config: ClientConfig, pod: NodePod) -> Recipe:
 def make_folder(
     recipe: Recipe, pod_id: str, env: Mapping[str, str], log: Path, cancel: threading.Event
 ) -> None:
-    """Make the pod's folder and see that the script is there.
+    """Make the pod's folder, and check that the script is in it.
 
     Args:
         env: of the package script; it also gets EDL_POD_FOLDER, the folder that it must make.
@@ -154,7 +154,7 @@ def _run_package(
     if not recipe.folder.is_dir():
         raise PodStartError(
             f"package script {package_sh} did not make {recipe.folder}; "
-            "it is to make pod_path/ID, ID being the value of -pod_id"
+            "it has to make pod_path/ID, where ID is the value of -pod_id"
         )
 
 

@@ -1,11 +1,11 @@
-"""The shim's folder of a pod as the client sees it: what stands in it, and what that means.
+"""Read and write the folder of a pod's shim, as the client uses it.
 
     pod.json    the server's `NodePod`, written before anything is started
-    saved.json  `wire.SaveState`: where the client has written the state of the pod as it was ended
-    released    the server does not know this pod any more: the folder is history
+    saved.json  `wire.SaveState`: where the client wrote the pod's state as it ended
+    released    the server does not know this pod any more
     shim.json, exit.json, sock, log     the shim's: `pod_runtime.shim_wire`
 
-A client may have been killed at any moment, so what a folder means depends on what is in it alone.
+A client may have been killed at any moment, so a folder's meaning depends on its content alone.
 """
 
 import json
@@ -32,15 +32,16 @@ class ShimProcess:
 
 
 def folder_of(pods_dir: Path, pod: NodePod) -> Path:
-    """Return the shim's folder of `pod`. Pods of one job are siblings: they read their siblings'.
+    """Return the folder of the shim of `pod`.
 
-    Jobs that come by folder get one of their own each: their pods' ids are alike.
+    Pods of one job have the same parent folder, since they look into each other's. Jobs by folder
+    have a parent folder each, since pod ids are unique within a job only.
     """
     return pods_dir / pod.pod_id if pod.folder is None else pods_dir / pod.job_id / pod.pod_id
 
 
 def prepare(folder: Path, pod: NodePod) -> None:
-    """Make the folder of a pod that is about to start. What an earlier pod left is set aside.
+    """Make the folder of a pod that is about to start. That of an earlier pod is renamed.
 
     Raises:
         OSError: the disk is full, or the folder may not be written.
@@ -57,7 +58,7 @@ def prepare(folder: Path, pod: NodePod) -> None:
 
 
 def release(folder: Path) -> None:
-    """Mark the folder as history; its log stays."""
+    """Mark the folder as released; its log stays."""
     try:
         (folder / "released").touch()
         (folder / "sock").unlink(missing_ok=True)
@@ -98,7 +99,7 @@ def has_shim(folder: Path) -> bool:
 
 
 def read_exit(folder: Path) -> shim_wire.PodExit | None:
-    """Return how the pod ended; None if it has not, or nobody could write it down."""
+    """Return how the pod ended; None if it has not, or if that was never written."""
     try:
         return shim_wire.read_exit(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -107,7 +108,7 @@ def read_exit(folder: Path) -> shim_wire.PodExit | None:
 
 
 def read_saved(folder: Path) -> SaveState | None:
-    """Return what the client before this one wrote of the pod's state; None: nothing."""
+    """Return where the client before this one wrote the pod's state; None: it did not."""
     try:
         return decode(SaveState, json.loads((folder / "saved.json").read_text()))
     except FileNotFoundError:
@@ -118,7 +119,7 @@ def read_saved(folder: Path) -> SaveState | None:
 
 
 def write_saved(folder: Path, saved: SaveState) -> None:
-    """Write down where the pod's state is, for the next client of this folder."""
+    """Note where the pod's state is, for the next client of this folder."""
     try:
         shim_wire.write_json(folder / "saved.json", encode(saved))
     except OSError as error:
@@ -126,7 +127,7 @@ def write_saved(folder: Path, saved: SaveState) -> None:
 
 
 def write_exit(folder: Path, ended: shim_wire.PodExit) -> None:
-    """Write down an exit that no shim was there to write."""
+    """Write the exit of a pod whose shim could not."""
     try:
         shim_wire.write_json(folder / "exit.json", encode(ended))
     except OSError as error:

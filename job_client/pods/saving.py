@@ -1,4 +1,4 @@
-"""Have the state that shims hold written as a checkpoint, by a process of its own."""
+"""Write the state that shims hold as a checkpoint, in a process of its own."""
 
 import json
 import logging
@@ -15,12 +15,16 @@ from pod_runtime import env, shim_wire
 
 logger = logging.getLogger(__name__)
 
-MAX_STARTS = 3  # of a writer that dies without a word
-_MARKS = (env.RUN_MARKER, env.POD_ID, "EDL_POD_DIR")  # who ends a pod ends what carries them
+MAX_STARTS = 3  # of a writer that dies without a result
+_MARKS = (
+    env.RUN_MARKER,
+    env.POD_ID,
+    "EDL_POD_DIR",
+)  # marks that get a process killed
 
 
 class SaveAttempt:
-    """One try to write a state. Thread-safe; its thread starts the writer and reads what it says.
+    """One try to write a state. Thread-safe; its thread starts the writer and reads its output.
 
     The writer dies with this process: the next client of the node starts another one.
     """
@@ -34,8 +38,8 @@ class SaveAttempt:
     ) -> None:
         """
         Args:
-            folders: of the shims, the newest of whose states is written.
-            environment: of the pod: what its script may need to reach its checkpoints.
+            folders: of shims; the newest of their states is written.
+            environment: of the pod, since its script may need it to reach the checkpoints.
             changed: called when the try is over.
         """
         self.order = order
@@ -52,7 +56,7 @@ class SaveAttempt:
         self._thread.start()
 
     def cancel(self) -> None:
-        """Kill the writer; `is_over` when it is dead. The state stays what it was."""
+        """Kill the writer; `is_over` is true once it is dead. `state` stays as it is."""
         with self._lock:
             self._cancelled = True
             if self._process is not None:
@@ -75,11 +79,11 @@ class SaveAttempt:
             self.state = replace(
                 self.state, phase=SavePhase.FAILED, reason=f"the writer {why}, {MAX_STARTS} times"
             )
-        said = self.state
-        if said.phase is SavePhase.WRITTEN:
-            logger.info("step %d is written to %s", said.step, said.path)
+        state = self.state
+        if state.phase is SavePhase.WRITTEN:
+            logger.info("step %d is written to %s", state.step, state.path)
         else:
-            logger.error("step %d is not written: %s", said.step, said.reason)
+            logger.error("step %d is not written: %s", state.step, state.reason)
         self._changed()
 
     def _try(self) -> str:
@@ -104,21 +108,21 @@ class SaveAttempt:
         except OSError as error:
             return f"cannot be started: {error}"
         assert process.stdout is not None
-        words = ""
+        last_line = ""
         with process.stdout:
             for line in process.stdout:
                 try:
                     self.state = decode(SaveState, json.loads(line))
                 except (ValueError, WireError):  # a warning, or the end of a traceback
-                    words = line.strip() or words
+                    last_line = line.strip() or last_line
         code = process.wait()
         with self._lock:
             self._process = None
-        return f"ended with {code}" + (f": {words}" if words else "")
+        return f"ended with {code}" + (f": {last_line}" if last_line else "")
 
 
 def writer_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a pod's environment for a process that is no part of it, and survives its end."""
+    """Return a pod's environment for a process that must survive the end of the pod."""
     own = {name: value for name, value in environment.items() if name not in _MARKS}
     root = Path(shim_wire.__file__).resolve().parents[1]
     if not {"site-packages", "dist-packages"} & set(root.parts):  # a clone, not installed

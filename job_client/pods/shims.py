@@ -13,8 +13,8 @@ from pod_runtime.shim_wire import PodExit, ShimError
 
 START_TIMEOUT_S = 30.0  # a machine that swaps is slow, not broken
 
-# Without the site packages a start takes half as long, and no `sitecustomize` or .pth file of the
-# environment runs in the process that everything hangs on. The script's environment is untouched.
+# Without the site packages a start takes half as long, and no `sitecustomize` or .pth file can
+# break the process that holds the pod. The script's environment is untouched.
 _CODE = (
     "import sys; sys.path.insert(0, {root!r}); "
     "from pod_runtime.shim.__main__ import main; sys.exit(main(sys.argv[1:]))"
@@ -76,7 +76,7 @@ def follow(folder: Path) -> PodExit | None:
 
 
 def wait_closed(folder: Path) -> None:
-    """Wait until the shim of `folder`, whose pod has ended, goes too."""
+    """Wait until the shim of `folder` ends; its pod has ended already."""
     try:
         line = shim_wire.connect(folder)
     except ShimError:

@@ -1,7 +1,7 @@
-"""One pod of this node: make its folder, start it under its shim, follow it to its end.
+"""Supervise one pod of this node: make its folder, start it under its shim, follow it to its end.
 
-Each pod has a thread that does the waiting. Everything else talks to the shim in passing, so no
-pod ever waits for another, and a client that dies leaves nothing that hangs on it.
+Each pod has a thread that waits. All other calls return at once, so no pod waits for another, and
+pods do not depend on the life of the client.
 """
 
 import logging
@@ -32,7 +32,7 @@ SHIM_DIED = "shim died"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodContext:
-    """What all pods of a client have in common."""
+    """What all pods of a client share."""
 
     config: ClientConfig
     node_id: str
@@ -44,7 +44,7 @@ class PodContext:
 
 
 class PodSupervisor:
-    """One pod on this node. Its methods may be called from any thread."""
+    """One pod on this node. All methods may be called from any thread."""
 
     def __init__(self, context: PodContext, spec: NodePod, folder: Path) -> None:
         self.spec = spec
@@ -54,8 +54,8 @@ class PodSupervisor:
         self._phase = PodPhase.STARTING
         self._shim: ShimProcess | None = None  # None: not started yet, or never
         self._exit: PodExit | None = None  # None: not ended
-        self._cancel = threading.Event()  # set by a stop: do not start any further
-        self._stop_grace_s: float | None = None  # None: nobody stops it
+        self._cancel = threading.Event()  # set by a stop: start nothing any more
+        self._stop_grace_s: float | None = None  # None: not being stopped
         self._stop_reason = ""
         self._killed = False
         self._cpu_before: tuple[float, float] | None = None  # (CPU seconds, at); None: no sample
@@ -63,7 +63,7 @@ class PodSupervisor:
         self._holds = True  # its shim may be there; False: it is gone, and its memory with it
         self._last_save = pod_folder.read_saved(folder)  # as its client was ended; None: nothing
 
-    # --- what it is
+    # --- state
 
     def local(self) -> LocalPod:
         with self._lock:
@@ -78,7 +78,7 @@ class PodSupervisor:
             )
 
     def state(self, table: Mapping[int, Process] | None = None) -> PodState:
-        """Return what to report; with CPU and memory where a table of processes is given."""
+        """Return the report of this pod, with CPU and memory if a table of processes is given."""
         with self._lock:
             phase, ended, shim = self._phase, self._exit, self._shim
         cpu_percent, memory_bytes = 0.0, 0
@@ -112,14 +112,14 @@ class PodSupervisor:
     def holds_slots(self) -> bool:
         return self.local().phase is not PodPhase.EXITED
 
-    # --- what is done to it
+    # --- actions
 
     def start(self) -> None:
-        """Begin to start it; how far it comes is seen in its phase."""
+        """Begin to start the pod; `state` shows how far that is."""
         self._spawn(self._start_and_follow)
 
     def adopt(self) -> bool:
-        """Take over the pod as an earlier client of this folder left it.
+        """Take over a pod that an earlier client of this folder has started.
 
         Returns:
             False: it had not been started yet, so that it can be started afresh.
@@ -173,35 +173,35 @@ class PodSupervisor:
         self._context.changed()
 
     def save(self, order: Save | None) -> None:
-        """Have the state that the shim holds written, as the server wants it now; None: not."""
+        """Write the state that the shim holds, as the server orders it; None: cancel that."""
         before = self._saving
         if before is not None and (order is None or order.id != before.order.id):
             before.cancel()
             if not before.is_over:
-                return  # asked again: two writers must not be in one folder
+                return  # called again later: two writers must not write to one folder
             self._saving = None
         if order is not None and self._saving is None:
             self._saving = self.saving(order, [self.folder])
             self._saving.start()
 
     def saving(self, order: Save, folders: list[Path]) -> SaveAttempt:
-        """Return the writing of what shims of this pod's job hold, not started."""
+        """Return an attempt, not started, to save the state of these shims of this pod's job."""
         return SaveAttempt(order, folders, self._environment(), self._context.changed)
 
     @property
     def at_work(self) -> SaveAttempt | None:
-        """The writing of what the shim holds, if it goes on; None: nobody writes that."""
+        """The running attempt to save the shim's state; None: there is none."""
         saving = self._saving
         ended = saving is None or saving.is_over or saving.state.phase is not SavePhase.WRITING
         return None if ended else saving
 
     def is_saved(self, state: SaveState) -> None:
-        """Tell from now on, in whatever life of the client, where the last state is."""
+        """Report from now on, also after a restart of the client, where the last state is."""
         self._last_save, self._saving = replace(state, id=0), None
         pod_folder.write_saved(self.folder, self._last_save)
 
     def release(self, reason: str) -> None:
-        """Let the shim go, and what it holds with it. Only a pod that has exited."""
+        """End the shim, and drop the state that it holds. Only for a pod that has exited."""
         self.save(None)
         logger.info("pod %s: released: %s", self.spec.pod_id, reason)
         if self._shim is not None and self._shim.is_alive():
@@ -215,7 +215,7 @@ class PodSupervisor:
     def _ask(self, request: dict[str, object]) -> None:
         try:
             shim_wire.request(self.folder, request)
-        except ShimError as error:  # it is about to end, or dead: who follows it will see
+        except ShimError as error:  # it is about to end, or dead: its thread will notice
             logger.debug("pod %s: %s", self.spec.pod_id, error)
 
     # --- its thread
@@ -231,7 +231,7 @@ class PodSupervisor:
         except PodStartError as error:
             self._clean(except_pid=None)
             self._finish(_failed_start(error, self.folder))
-        # The outermost loop of this thread: a pod whose thread is gone would never be seen to end.
+        # The outermost loop of this thread: without it the pod's end would never be noticed.
         except Exception as error:
             logger.exception("pod %s: its thread failed", self.spec.pod_id)
             self._bury(f"the client failed: {error}")
@@ -304,7 +304,7 @@ class PodSupervisor:
         self._follow(shim)
 
     def _follow(self, shim: ShimProcess) -> None:
-        """Wait for the end of the pod, then for that of its shim."""
+        """Wait until the pod has ended, and then until its shim has."""
         while True:
             try:
                 ended = shims.follow(self.folder)
@@ -315,12 +315,12 @@ class PodSupervisor:
             if ended is not None:
                 self._clean(except_pid=shim.pid)
                 self._finish(ended)
-                shims.wait_closed(self.folder)  # it stays only while someone is there
+                shims.wait_closed(self.folder)  # the shim may stay, for the state that it holds
                 if not shim.is_alive():
                     self._holds = False
                     self._context.changed()
                 return
-            # A shim that is alive and does not answer is stopped, or starved: nobody's death.
+            # A shim that is alive and does not answer is stopped or starved, not dead.
             if processes.wait_gone(shim.pid, shim.start_time, 0.2):
                 ended = pod_folder.read_exit(self.folder)
                 self._holds = False
@@ -331,7 +331,7 @@ class PodSupervisor:
                 return
 
     def _bury(self, reason: str) -> None:
-        """The pod ended without a word: end what is left of it."""
+        """Kill what is left of a pod whose shim died without a report."""
         killed = self._clean(except_pid=None)
         if killed:
             reason += f"; {killed} processes of the pod were left and have been killed"
@@ -342,7 +342,7 @@ class PodSupervisor:
         self._finish(ended)
 
     def _clean(self, *, except_pid: int | None) -> int:
-        """SIGKILL what carries this pod's mark; return how many. None spares nobody."""
+        """SIGKILL the processes with this pod's mark, except one; return how many they were."""
         folder = str(self.folder)
         killed = processes.kill_marked(
             env.RUN_MARKER,
@@ -351,7 +351,7 @@ class PodSupervisor:
         )
         if killed:
             logger.warning("pod %s: killed what was left: pids %s", self.spec.pod_id, killed)
-        # Whoever killed the shim may have killed all of them, and they are not dead at once.
+        # The processes may have been killed together with the shim, and need a moment to die.
         remove_shared_memory({*killed, *noted_forks(self.folder)}, wait_s=KILL_WAIT_S)
         return len(killed)
 

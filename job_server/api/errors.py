@@ -1,4 +1,4 @@
-"""What goes wrong between the job server and those who call it.
+"""Errors between the job server and its callers.
 
 JobServerError
 ├── Retryable               try again after `delay_s`
@@ -23,7 +23,7 @@ class JobServerError(Exception):
     """Root of what the job server and its client raise."""
 
 
-class Retryable(JobServerError):  # noqa: N818 - the family's name says what to do
+class Retryable(JobServerError):  # noqa: N818 - it names what to do
     """May succeed later, unchanged."""
 
     status = 503
@@ -34,11 +34,11 @@ class Retryable(JobServerError):  # noqa: N818 - the family's name says what to 
 
 
 class ServerAway(Retryable, ConnectionError):  # noqa: N818 - as its family
-    """No answer, or one that is not ours. Never to be read as an empty answer."""
+    """No answer, or one that is not a job server's. Never take it for an empty answer."""
 
 
 class StoreTrouble(Retryable):
-    """The database cannot be written: a full disk, most often. Nothing was changed."""
+    """The database cannot be written, mostly for a full disk. Nothing was changed."""
 
 
 class Rejected(JobServerError):  # noqa: N818 - as above
@@ -62,7 +62,7 @@ class Unauthorized(Rejected):
 
 
 class Forbidden(Rejected):
-    """A browser asks on behalf of another site."""
+    """A web page of another site has sent the request."""
 
     status = 403
 
@@ -74,13 +74,13 @@ class NotFound(Rejected):
 
 
 class Conflict(Rejected):
-    """Right in form, impossible in the present state; the text says what stands against it."""
+    """Right in form, impossible in the present state; the text says why."""
 
     status = 409
 
 
 class Gone(Rejected):
-    """The pod is not wanted any more: it ends its trainers and exits."""
+    """The pod is not wanted any more. Its launcher ends the trainers and exits."""
 
     status = 410
 

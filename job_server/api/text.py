@@ -1,11 +1,11 @@
-"""How durations, steps and tables are written for people. Pure."""
+"""Write durations, steps, exit codes and tables for people. Pure."""
 
 import signal
 from collections.abc import Sequence
 
 from job_server.api.wire import JobStatus, SaveState, StageRecord, TeacherStatus
 
-_ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # somebody wanted it to end
+_REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # requests to end, not crashes
 
 
 def duration(seconds: float) -> str:
@@ -20,13 +20,13 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole // 60 % 60} min"
 
 
-def saving_text(said: SaveState) -> str:
+def saving_text(save: SaveState) -> str:
     """Return how far the writing of a state is, e.g. `writing step 12: 0.6 of 1.2 GB`."""
-    if not said.total_bytes:
+    if not save.total_bytes:
         return "beginning to write the newest state"
-    unit, name = (1e9, "GB") if said.total_bytes >= 1e9 else (1e6, "MB")
-    done, total = said.written_bytes / unit, said.total_bytes / unit
-    return f"writing step {said.step}: {done:.1f} of {total:.1f} {name}"
+    unit, name = (1e9, "GB") if save.total_bytes >= 1e9 else (1e6, "MB")
+    done, total = save.written_bytes / unit, save.total_bytes / unit
+    return f"writing step {save.step}: {done:.1f} of {total:.1f} {name}"
 
 
 def steps_of_total(status: JobStatus) -> str:
@@ -45,7 +45,7 @@ def steps_of_stage(record: StageRecord) -> str:
 
 
 def account_parts(status: JobStatus) -> dict[str, float]:
-    """Return where the job's time went, in seconds by what people call it."""
+    """Return where the job's time went: seconds by name."""
     account = status.account
     return {
         "training" if status.teachers is None else "serving": account.training_s,
@@ -58,20 +58,20 @@ def account_parts(status: JobStatus) -> dict[str, float]:
 
 
 def teacher_facts(teachers: TeacherStatus) -> list[tuple[str, str]]:
-    """Return what is to be said of a job of teachers, as names and values."""
+    """Return the facts about a job of teachers, as names and values."""
     demand, age_s = teachers.demand, teachers.demand_age_s
-    said = "never reported"
+    reported = "never reported"
     if demand is not None and age_s is not None:
-        said = (
+        reported = (
             f"{demand.students} students, waiting {100 * demand.wait_share:.0f} % of their time, "
             f"{demand.samples_per_s:,.0f} samples/s; {duration(age_s)} ago"
         )
         if demand.teachers is not None:
-            said += f"; {demand.teachers} registered"
+            reported += f"; {demand.teachers} registered"
     return [
         ("service", teachers.service),
         ("chosen", f"by {teachers.chosen_by}"),
-        ("demand", said),
+        ("demand", reported),
     ]
 
 
@@ -89,7 +89,7 @@ def describe_exit(code: int) -> str:
         name = f"signal {-code}"
     if -code == signal.SIGKILL:
         return f"was killed by {name}"
-    return f"was ended by {name}" if -code in _ASKED else f"died of {name}"
+    return f"was ended by {name}" if -code in _REQUESTS else f"died of {name}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -104,5 +104,5 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def _printable(text: str) -> str:
-    # What others sent must not move the cursor of a terminal.
+    # Text from elsewhere must not move the terminal's cursor.
     return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)

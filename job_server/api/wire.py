@@ -1,11 +1,11 @@
-"""The job server's contract: every type that crosses its wire, and nothing else.
+"""Define the messages of the job server's REST API, and nothing else.
 
 Server, job client, pod runtime and controller import these types from here. Importing this module
 loads the standard library and msgspec alone. JSON is made and checked by `codec`.
 
-The conversation is level-triggered. Clients and launchers long-poll for what should be true now
-(`NodePlan`, `PodOrders`) and report what is true now (`NodeReport`, `Attach`, `PodReport`); every
-message may be repeated, and none carries a difference to an earlier one.
+The protocol is level-triggered. Clients and launchers long-poll for what should be true now
+(`NodePlan`, `PodOrders`) and report what is true now (`NodeReport`, `Attach`, `PodReport`). Every
+message may be repeated, and none is a difference to an earlier one.
 """
 
 import re
@@ -27,16 +27,17 @@ SHOWN_CHARS = 300  # of the text of an exception
 MAX_ERROR_CHARS = 4096  # of the same, as it is sent
 MAX_POLL_S = 60.0  # the longest a server holds a long poll
 MAX_RUN_TIME_S = 366 * 86400.0
-MAX_STAGE = 10**12  # what follows it has to be a number of 16 digits, as all in our JSON
+MAX_STAGE = 10**12  # later stages must still fit into 16 digits, as all integers in our JSON
 STOP_AFTER_RANGE_S = (0.1, MAX_RUN_TIME_S)
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
 
 
 def check_id(field: str, value: str) -> None:
-    """Refuse ids that could leave a folder or break a path, such as `../x`.
+    """Refuse an id that could lead out of a folder or break a path, such as `../x`.
 
     Raises:
-        WireError: `value` is not 1 to 100 letters, digits, '.', '_' or '-', or begins otherwise.
+        WireError: `value` is not 1 to 100 letters, digits, '.', '_' or '-', or its first character
+            is neither letter nor digit.
     """
     if not _ID.match(value):
         shown = value if len(value) <= 60 else value[:57] + "..."
@@ -63,7 +64,7 @@ class SlotKind(Enum):
 
 
 class Slot(Message, frozen=True, kw_only=True):
-    """A place for one trainer: one GPU, or a share of the CPU."""
+    """Room for one trainer: one GPU, or a share of the CPU."""
 
     index: Int  # as NVML numbers GPUs; CPU slots count from 0
     kind: SlotKind
@@ -78,14 +79,14 @@ class Slot(Message, frozen=True, kw_only=True):
 
 
 class Node(Message, frozen=True, kw_only=True):
-    """What a job client registers: its slots and where its pods listen."""
+    """What a job client registers: its slots, its address and its ports."""
 
     node_id: str
     addr: str  # address that other nodes' trainers reach
     slots: tuple[Slot, ...]
     port_low: Int  # first port that trainers of this node may use
     port_high: Int  # last one, inclusive
-    job_id: str | None = None  # the one job it serves; None: any job whose folder it has
+    job_id: str | None = None  # the only job that it serves; None: all jobs in `folders`
     folders: tuple[str, ...] = ()  # jobs it can run by `--jobs_dir`; unused where job_id is set
     stop_after_s: float | None = None  # None: its pods keep running while the server is away
     saves: bool = False  # it understands `NodePod.save`; clients of the version before do not
@@ -129,14 +130,14 @@ class SavePhase(Enum):
 
 
 class SaveState(Message, frozen=True, kw_only=True):
-    """What has become of a `Save`; also of one that a client began by itself, as it was ended."""
+    """The state of a `Save`, or of a save that a client began by itself as it was ended."""
 
-    id: Int  # of the order; 0: nobody's
+    id: Int  # of the order; 0: the client began it by itself
     phase: SavePhase
     stage: Int = 0  # of the state; 0: not known yet
     step: Int = 0
     serial: Int = 0
-    written_bytes: Int = 0  # a number other than the last is a sign of life
+    written_bytes: Int = 0  # the writer is alive as long as it changes
     total_bytes: Int = 0
     path: str = ""  # WRITTEN: the folder of checkpoints, or URL, that it is in
     spare: bool = False  # WRITTEN: that is a run folder, not where the script has its checkpoints
@@ -145,14 +146,14 @@ class SaveState(Message, frozen=True, kw_only=True):
 
 
 class Saved(Message, frozen=True, kw_only=True):
-    """The newest state that was written when nobody trained it any more."""
+    """Where the last state of a pause or an end was written."""
 
     stage: Int
     step: Int
     serial: Int = 0
     path: str  # folder of checkpoints, or URL
-    node_id: str  # who wrote it; others may not see a local path
-    spare: bool = False  # a run folder, where a start looks only if it is told to
+    node_id: str  # that wrote it; others may not see a local path
+    spare: bool = False  # a run folder: a start does not look there by itself
 
 
 class DesiredState(Enum):
@@ -226,7 +227,7 @@ class SlotUsage(Message, frozen=True, kw_only=True):
     utilization_percent: float = 0.0
     memory_used_bytes: Int = 0
     temperature_c: float | None = None  # None: not a GPU, or not known
-    stranger: str = ""  # who else is on it
+    stranger: str = ""  # other processes on it
 
 
 class NodeReport(Message, frozen=True, kw_only=True):
@@ -248,7 +249,7 @@ class Way(Enum):
     STOP = "stop"  # trainers that never called the elastic loop: SIGTERM, then start again
     DRAIN = "drain"  # agree on a step, put the state away, then start
     REPLACE = "replace"  # the next stage's trainers are ready before the cut
-    JOIN = "join"  # trainers that stay form the next group beside the old one
+    JOIN = "join"  # trainers that stay form the next group while they train in the old one
 
 
 class Order(Enum):
@@ -276,13 +277,13 @@ class RestoreFrom(Message, frozen=True, kw_only=True):
 
     stage: Int
     step: Int
-    pods: tuple[str, ...]  # whose shims hold it
+    pods: tuple[str, ...]  # their shims hold it
     serial: Int = 0  # as of SnapshotRef
-    # Exactly this state, and every node of the stage has a pod that holds it: nobody needs to ask
-    # the others what they have.
+    # Exactly this state, and every node of the stage has a pod that holds it: no trainer
+    # needs to ask the others.
     local_on_all_nodes: bool = False
     path: str = ""  # no shim has it: it is a checkpoint below this folder or URL
-    spare: bool = False  # ... which is nobody's checkpoint path: without it all would be lost
+    spare: bool = False  # ... a run folder, which is the only copy
 
 
 class PlanPod(Message, frozen=True, kw_only=True):
@@ -303,13 +304,13 @@ class StagePlan(Message, frozen=True, kw_only=True):
     flag: Int  # the original's count of committed changes; -1 is the first stage
     way: Way
     order: Order
-    attempt: Int = 0  # +1 whenever ports were dealt anew; a START with a new attempt starts again
+    attempt: Int = 0  # +1 with new ports; a START with a new attempt starts the trainers again
     pods: tuple[PlanPod, ...]
     master: str  # "addr:port" of rank 0
     restore_from: RestoreFrom | None = None  # None: checkpoint or afresh
     max_trainers: Int
-    durable: bool = False  # with CUT: nothing follows (pause, stop), no checkpoint may be amid
-    patient: bool = False  # with CUT: trainers stay, so none parks amid a step
+    durable: bool = False  # with CUT: nothing follows (pause, stop): finish checkpoints first
+    patient: bool = False  # with CUT: trainers stay, so none parks within a step
     cut: Int = 0  # CUT: its number in this stage, the lower ones are off; else: all up to it are
     kill_ranks: tuple[tuple[str, Int], ...] = ()  # (kill id, rank): SIGKILL that trainer, once
     policy: str = "fixed_global"  # of the job, for a training script that names none
@@ -348,7 +349,7 @@ class ReportKind(Enum):
     DRAINED = "drained"  # CUT done: parked after `step`
     ENDED = "ended"  # END done: no trainer of that stage is left in this pod
     FAILED = "failed"  # a trainer died; the launcher has not touched the others
-    PORT_TAKEN = "port_taken"  # START refused: deal new ports
+    PORT_TAKEN = "port_taken"  # START refused: allocate other ports
     CANNOT_JOIN = "cannot_join"  # PREPARE of join refused: change in another way
     STAGE_TOO_LOW = "stage_too_low"  # the checkpoint path holds stages up to `highest_stage`
     DONE = "done"  # training is complete and its final checkpoint has its manifest
@@ -359,7 +360,7 @@ class ReportKind(Enum):
 class RaisedError(Message, frozen=True, kw_only=True):
     """One Python exception, as the trainer that it ended described it."""
 
-    types: tuple[str, ...]  # its class, then those it derives from; built-in ones without a module
+    types: tuple[str, ...]  # its class, then the base classes; built-in ones without a module
     text: str = ""
     errno: Int | None = None  # None: it is no OSError, or one without a number
     at: str = ""  # FILE:LINE of the innermost frame; "": not known
@@ -374,7 +375,7 @@ class RaisedError(Message, frozen=True, kw_only=True):
 class TrainerError(Message, frozen=True, kw_only=True):
     """The Python exception that ended a trainer, and where the training then was."""
 
-    chain: tuple[RaisedError, ...]  # itself, then what it was raised from or amid
+    chain: tuple[RaisedError, ...]  # itself, then its causes and contexts
     where: str = ""  # FILE:LINE of the innermost frame in the user's own files
     step: Int | None = None  # global steps committed; None: it was not in the elastic loop
     hint: str = ""  # what the trainer adds to explain it
@@ -391,7 +392,7 @@ class TrainerError(Message, frozen=True, kw_only=True):
 
 
 class PodReport(Message, frozen=True, kw_only=True):
-    """What a launcher tells. Idempotent, keyed by (pod, stage, kind)."""
+    """A launcher's report. Idempotent, keyed by (pod, stage, kind)."""
 
     kind: ReportKind
     stage: Int
@@ -401,13 +402,13 @@ class PodReport(Message, frozen=True, kw_only=True):
     snapshot: SnapshotRef | None = None  # None: this pod's shim holds none
     snapshot_is_current: bool = False  # DRAINED: a snapshot of just this state is on the pod's node
     durable: str = ""  # DRAINED: the path of checkpoints that a trainer has written it to; "": none
-    rank: Int | None = None  # FAILED: whose; None: the launcher's own trouble
+    rank: Int | None = None  # FAILED: of the trainer; None: the launcher itself failed
     code: Int | None = None  # FAILED, EXITED: exit code, negative for a signal
     reason: str = ""
-    error: TrainerError | None = None  # FAILED: what the trainer said; None: it said nothing
+    error: TrainerError | None = None  # FAILED: the trainer's exception; None: not known
     peer_lost: bool = False  # FAILED: a victim of another trainer's death, not the cause
     elastic: bool = False  # a trainer of this stage has called the elastic loop
-    joins: bool = False  # all its trainers can form a next group beside the one they train in
+    joins: bool = False  # all its trainers can form the next group while they train
     highest_stage: Int = 0  # STAGE_TOO_LOW
     total_steps: Int | None = None  # None: not known
     step_s: float | None = None  # mean duration of recent steps; None: no step yet
@@ -449,7 +450,7 @@ LAUNCHER_PHASES = (
 
 
 class Attach(Message, frozen=True, kw_only=True):
-    """A launcher's whole truth; sent first, and again whenever the server has restarted."""
+    """All that a launcher knows; sent first, and again whenever the server has restarted."""
 
     pod_id: str
     node_id: str
@@ -532,12 +533,12 @@ class ScriptSpec(Message, frozen=True, kw_only=True):
             raise WireError(f"text: at most 1000000 characters, got {len(self.text)}")
 
 
-# What our programs ask for where nobody says otherwise. A job of the bare API keeps none.
+# The default of our programs. A job that is submitted by the bare API has none.
 USUAL_SPARES = 1
 
 
 class JobSpec(Message, frozen=True, kw_only=True):
-    """What a user submits. Pods count, not slots; a pod has `slots_per_pod` trainers."""
+    """What a user submits. It counts pods, not slots; a pod has `slots_per_pod` trainers."""
 
     job_id: str
     kind: JobKind = JobKind.TRAINING
@@ -554,15 +555,15 @@ class JobSpec(Message, frozen=True, kw_only=True):
     standby: Int = 0
     prepare_timeout_s: float = 120.0
     start_timeout_s: float = 60.0
-    expected_nodes: Int = 1  # a first start waits for so many, or for start_timeout_s
+    expected_nodes: Int = 1  # a first start waits for so many, at most start_timeout_s
     grace_s: float = 15.0
-    keep_failed_s: float = 3600.0  # a state that cannot be written stays in memory for so long
+    keep_failed_s: float = 3600.0  # how long a state that cannot be written stays in memory
     max_failures: Int | None = 20  # None: no limit
     max_preemptions: Int | None = None
     max_resizes: Int | None = None
     max_restarts_without_progress: Int = 3
-    demand_timeout_s: float = 300.0  # teachers: without demand for so long, min_pods are enough
-    demand_interval_s: float = 2.0  # teachers: of several posts in that time, one counts
+    demand_timeout_s: float = 300.0  # teachers: after so long without demand, min_pods are enough
+    demand_interval_s: float = 2.0  # teachers: of several reports in that time, one counts
     take_over: bool = False  # replace another training that has the folder of checkpoints
 
     def __post_init__(self) -> None:
@@ -630,7 +631,7 @@ _TRAINING_ONLY = {  # field -> its default
 
 
 def _check_kind(spec: JobSpec) -> None:
-    """Refuse what means nothing for a job of this kind.
+    """Refuse fields that mean nothing for a job of this kind.
 
     Raises:
         WireError: a field that only the other kind has is set, or one is missing.
@@ -666,7 +667,7 @@ class JobPod(Message, frozen=True, kw_only=True):
 
 
 class StageRecord(Message, frozen=True, kw_only=True):
-    """One attempt, in the order in which they were made."""
+    """A stage of a job, committed or not."""
 
     stage: Int
     flag: Int
@@ -686,10 +687,10 @@ class StageRecord(Message, frozen=True, kw_only=True):
 
 
 class Account(Message, frozen=True, kw_only=True):
-    """Where a job's wall clock went; the parts add up to it."""
+    """Where a job's time went; the parts add up to it."""
 
     training_s: float = 0.0  # of teachers: with one at least that runs
-    preparing_s: float = 0.0  # training beside a preparation, so slower
+    preparing_s: float = 0.0  # training while the next stage is prepared, so slower
     cutting_over_s: float = 0.0
     recovering_s: float = 0.0
     waiting_s: float = 0.0  # for nodes, pods, a first start, an operator, the server
@@ -726,7 +727,7 @@ class Demand(Message, frozen=True, kw_only=True):
 
 
 class DemandAnswer(Message, frozen=True, kw_only=True):
-    """What becomes of a demand."""
+    """How many teachers there are and should be, after a demand."""
 
     server_id: str
     job_id: str
@@ -741,7 +742,7 @@ class TeacherStatus(Message, frozen=True, kw_only=True):
     running: Int  # pods that run; others may be starting or leaving
     wanted: Int
     chosen_by: str  # "demand", or "resize": a user has fixed the number
-    why: str  # the number is what it is
+    why: str  # the reason for the wanted number
     demand: Demand | None  # None: none was ever posted
     demand_age_s: float | None  # None: as above
 
@@ -768,18 +769,18 @@ class JobStatus(Message, frozen=True, kw_only=True):
     resizes: Int
     redone_steps: Int
     script_elapsed_s: float
-    estimated_run_time_s: float | None  # from POST job_runtime_static; None: nobody said
+    estimated_run_time_s: float | None  # from POST job_runtime_static; None: not known
     submitted_at: float  # seconds since 1970
     account: Account
     stages: tuple[StageRecord, ...]
     teachers: TeacherStatus | None  # None: a training
-    warnings: tuple[str, ...] = ()  # what goes on, but may not be what its user wants
+    warnings: tuple[str, ...] = ()  # the job goes on, but perhaps not as its user wants
     saving: SaveState | None = None  # what is being written now; None: nothing is
     saved: Saved | None = None  # what was written at the last pause or end; None: nothing was
 
 
 class JobEvent(Message, frozen=True, kw_only=True):
-    """A line of a job's life, for `edl events` and the page."""
+    """Something that happened to a job, for `edl events` and the page."""
 
     number: Int
     at: float  # seconds since 1970
@@ -799,8 +800,8 @@ class RunTime(Message, frozen=True, kw_only=True):
 
 
 class Resize(Message, frozen=True, kw_only=True):
-    pods: Int | None  # None: of teachers only, whose number follows the demand again
-    assume_dead: bool = False  # treat the pods that cannot be reached as stopped
+    pods: Int | None  # None: for teachers only: their number follows the demand again
+    assume_dead: bool = False  # treat unreachable pods as stopped
 
     def __post_init__(self) -> None:
         if self.pods is not None:
@@ -808,7 +809,7 @@ class Resize(Message, frozen=True, kw_only=True):
 
 
 class Kill(Message, frozen=True, kw_only=True):
-    """Exactly one of the two."""
+    """A pod or a trainer to kill: exactly one of the two."""
 
     pod_id: str | None = None  # kill that whole pod; None: a rank is named
     rank: Int | None = None  # kill that trainer; None: a pod is named

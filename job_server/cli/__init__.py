@@ -1,1 +1,1 @@
-"""What users type, over the server's API."""
+"""The commands that users type."""

@@ -1,4 +1,4 @@
-"""What users type: `edl submit`, `status`, `resize` and the like, over the server's API."""
+"""Commands of users: `edl submit`, `status`, `resize` and the like, over the server's API."""
 
 import argparse
 import json
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; return the exit code: 1 the server refused or is away, 2 wrong usage."""
     try:
         args = build_parser(os.environ).parse_args(sys.argv[1:] if argv is None else argv)
-    except SystemExit as stop:  # argparse has said why
+    except SystemExit as stop:  # argparse has printed the reason
         return stop.code if isinstance(stop.code, int) else 1
     try:
         if args.verb == "simulate":
@@ -45,11 +45,11 @@ def main(argv: list[str] | None = None) -> int:
             handler: Handler = args.handler
             handler(api, args)
     except (ConfigError, wire.WireError) as error:
-        return _say(str(error), 2)
+        return _fail(str(error), 2)
     except Retryable as error:
-        return _say(f"{error}; is it the right --server? `edl server` starts one", 1)
+        return _fail(f"{error}; is it the right --server? `edl server` starts one", 1)
     except JobServerError as error:
-        return _say(str(error), 1)
+        return _fail(str(error), 1)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `edl events | head`
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _say(text: str, code: int) -> int:
+def _fail(text: str, code: int) -> int:
     print(f"edl: {text}", file=sys.stderr)
     return code
 
@@ -208,43 +208,43 @@ def _resume(api: ApiClient, args: argparse.Namespace) -> None:
 
 
 def _end(api: ApiClient, args: argparse.Namespace) -> None:
-    """Pause, stop or delete a job; show how far that is until it is done.
+    """Pause, stop or delete a job; show the progress until it is done.
 
     Raises:
-        Rejected: the pause was called off; the text says why.
+        Rejected: the pause was abandoned; the text says why.
     """
-    told = 0  # number of the newest event before
+    seen = 0  # number of the newest event before
     if args.verb == "pause":
-        told = max((event.number for event in _events_after(api, args.job, 0)), default=0)
+        seen = max((event.number for event in _events_after(api, args.job, 0)), default=0)
         status = api.pause(args.job)
     elif args.verb == "stop":
         status = api.stop(args.job, discard=args.discard)
     else:
         status = api.delete(args.job, discard=args.discard)
     try:
-        _follow_end(api, args, status, told)
+        _follow_end(api, args, status, seen)
     except KeyboardInterrupt:
         more = f"; `edl stop {args.job} --discard` ends it at once" if args.verb != "pause" else ""
-        _say(f"{args.job} goes on {status.state.value.lower()}{more}", 130)
+        _fail(f"{args.job} goes on {status.state.value.lower()}{more}", 130)
         raise
 
 
 def _follow_end(
-    api: ApiClient, args: argparse.Namespace, status: wire.JobStatus, told: int
+    api: ApiClient, args: argparse.Namespace, status: wire.JobStatus, seen: int
 ) -> None:
     halting = (wire.JobState.PAUSING, wire.JobState.STOPPING)
-    said = ""
+    shown = ""
     while status.state in halting:
         text = status.reason if status.saving is None else saving_text(status.saving)
-        if text != said and not args.json:
+        if text != shown and not args.json:
             print(f"{status.job_id}: {text}", flush=True)
-        said = text
+        shown = text
         try:
             status = api.watch(status.job_id, status.revision, POLL_S)
         except NotFound:
             break  # it was deleted, and has ended
     if args.verb == "pause" and status.state is not wire.JobState.PAUSED:
-        events = _events_after(api, status.job_id, told)
+        events = _events_after(api, status.job_id, seen)
         whys = [event.text for event in events if "not paused: " in event.text]
         raise Rejected(whys[-1] if whys else f"not paused: {status.state.value}: {status.reason}")
     if args.verb == "delete" and status.state in halting:
@@ -296,7 +296,7 @@ def _events(api: ApiClient, args: argparse.Namespace) -> None:
     job_id = _job_id(api, args)
     after = _print_events(api, job_id, 0, args)
     while args.follow:
-        # The order matters: a job that has not ended now will say one thing more.
+        # The order matters: a job that has not ended yet has at least one more event.
         ended = api.status(job_id).state.ended
         if not ended:
             api.events(job_id, after=after, limit=1, timeout_s=POLL_S)
@@ -342,8 +342,8 @@ def _show(status: wire.JobStatus, args: argparse.Namespace) -> None:
         print(json.dumps(wire.encode(status)), flush=True)
         return
     training = f", stage {status.stage}, {len(status.pods)} pods, step {steps_of_total(status)}"
-    said = "" if status.teachers is not None else training
-    print(f"{status.job_id}: {status.state.value}{said}: {status.reason}", flush=True)
+    progress = "" if status.teachers is not None else training
+    print(f"{status.job_id}: {status.state.value}{progress}: {status.reason}", flush=True)
 
 
 def _jobs_table(jobs: tuple[wire.JobStatus, ...]) -> str:

@@ -1,4 +1,4 @@
-"""A job from flags and a YAML file: what `edl submit` and `edl simulate` take."""
+"""Read a job from flags and a YAML file, for `edl submit` and `edl simulate`."""
 
 import argparse
 from pathlib import Path
@@ -24,7 +24,7 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag per field of JobSpec; a flag that is not given leaves the file's value."""
     add = parser.add_argument
     add("--job_id", help="name of the job; letters, digits, '.', '_', '-'")
-    add("--file", metavar="JOB.yaml", help="fields of the job; flags stand above it")
+    add("--file", metavar="JOB.yaml", help="fields of the job; flags override them")
     add("--kind", choices=[kind.value for kind in JobKind], help="training, if not given")
     add("--service", metavar="NAME", help="of teachers: the name that students ask for")
     add("--min", "--min_pods", dest="min_pods", type=int, metavar="N", help="fewest pods")
@@ -64,7 +64,7 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
         "--keep_failed_s",
         type=float,
         metavar="S",
-        help="so long does a state stay in memory that cannot be written at the end (3600)",
+        help="how long a state that cannot be written at the end stays in memory (3600)",
     )
     for name in _BUDGETS:
         add(f"--{name}", type=_budget, metavar="N|none", help="then the job has failed")
@@ -73,7 +73,7 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
         "--demand_timeout_s",
         type=float,
         metavar="S",
-        help="of teachers: without students for so long, the fewest are enough",
+        help="of teachers: after so long without students, the fewest are enough",
     )
     add(
         "--demand_interval_s", type=float, metavar="S", help="of teachers: a report counts so often"
@@ -96,10 +96,10 @@ def _budget(text: str) -> int | str:
 
 
 def read_job(args: argparse.Namespace, default_id: str | None = None) -> JobSpec:
-    """Return the job that flags and file describe.
+    """Return the job that the flags and the file describe.
 
     Args:
-        default_id: where neither names the job; None: that is an error.
+        default_id: the job's id if neither has one; None: that is an error.
 
     Raises:
         ConfigError: a file or value is wrong; the text names the flag or field and the remedy.
@@ -158,7 +158,7 @@ def _read_file(name: str) -> dict[str, Any]:
 
 
 def _check_keys(name: str, prefix: str, data: dict[str, Any], kind: type[Message]) -> None:
-    # The wire ignores unknown keys for the sake of old programs; a file is written by hand.
+    # Messages may have unknown keys, of newer programs; in a file they are mistakes.
     known = kind.__struct_fields__
     for key in data:
         if key not in known:

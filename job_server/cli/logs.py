@@ -1,4 +1,4 @@
-"""`edl logs`: the log files of a job's pods, as far as they are on this machine."""
+"""Print the log files of a job's pods, as far as they are on this machine (`edl logs`)."""
 
 import os
 import time
@@ -26,7 +26,7 @@ class _Tail:
     def read_lines(self, *, last: bool) -> list[str]:
         """Return the lines that have become complete; with `last`, what is left over, too.
 
-        A file that shrank was begun anew, and is read from its begin.
+        A file that has shrunk was replaced, and is read from its beginning.
         """
         try:
             with self.path.open("rb") as file:
@@ -60,7 +60,7 @@ def log_lines(
         known = ", ".join(pod.pod_id for pod in status.pods) or "none"
         raise ConfigError(f"POD: {job_id} has no pod {', '.join(sorted(unknown))}; it has: {known}")
     tails: dict[str, _Tail] = {}
-    said: set[str] = set()
+    missing: set[str] = set()  # ids of pods whose log is not here
     while True:
         for pod in status.pods:
             if pod.pod_id in tails or (pod_ids and pod.pod_id not in pod_ids):
@@ -68,8 +68,8 @@ def log_lines(
             tail = _open(pod, lines)
             if tail is not None:
                 tails[pod.pod_id] = tail
-            elif pod.pod_id not in said:
-                said.add(pod.pod_id)
+            elif pod.pod_id not in missing:
+                missing.add(pod.pod_id)
                 yield _where(pod)
         last = not follow or status.state.ended
         for tail in tails.values():
@@ -77,7 +77,7 @@ def log_lines(
             yield from (prefix + line for line in tail.read_lines(last=last))
         if last:
             return
-        time.sleep(FOLLOW_S)  # files tell nobody when they grow
+        time.sleep(FOLLOW_S)  # there is no notification when a file grows
         status = api.status(job_id)
 
 
@@ -99,5 +99,5 @@ def _open(pod: JobPod, lines: int) -> _Tail | None:
 
 def _where(pod: JobPod) -> str:
     if not pod.log_path:
-        return f"[{pod.pod_id}] no log yet; its node {pod.node_id} has named none"
+        return f"[{pod.pod_id}] no log yet; its node {pod.node_id} has reported none"
     return f"[{pod.pod_id}] not on this machine: {pod.log_path} on node {pod.node_id} ({pod.addr})"

@@ -80,9 +80,9 @@ def read_config(argv: list[str], environ: Mapping[str, str]) -> ServerConfig:
     )
 
 
-@functools.lru_cache(maxsize=64)  # asked with every request
+@functools.lru_cache(maxsize=64)  # called for every request
 def is_loopback(host: str) -> bool:
-    """Tell whether `host` (an address, or the name localhost) can only be reached from here."""
+    """Return whether `host` (an address, or the name localhost) is only reachable from here."""
     if host == "localhost":
         return True
     try:
@@ -194,7 +194,7 @@ def _script(args: argparse.Namespace) -> ScriptSpec:
 
 
 def read_script_file(flag: str, name: str) -> ScriptSpec:
-    """Return the script in a .yaml or .csv file; what it says is not checked yet.
+    """Return the script in a .yaml or .csv file, not yet parsed.
 
     Raises:
         ConfigError: the file cannot be read, or has another ending.
@@ -227,7 +227,7 @@ def _node_ips(args: argparse.Namespace) -> list[str]:
 
 
 def _legacy_nodes(args: argparse.Namespace, job_id: str) -> tuple[Node, ...]:
-    """Return the nodes as clients of the original need them: they register nothing."""
+    """Return the nodes of --node_ips, for clients of the original: those register nothing."""
     slots = args.gpu_num_of_node
     ports = max(LEGACY_PORTS_PER_SLOT * slots, 100)
     port_high = min(LEGACY_PORT_LOW + ports, 32768) - 1

@@ -1,7 +1,7 @@
 """All jobs and nodes, and the one way in which they change.
 
 A request, a report, a heartbeat that did not come and a change that fell due are all events. An
-event goes through the state machine, what it changed is written, and only then is anyone told.
+event goes through the state machine; the changed job is written, and only then published.
 """
 
 import logging
@@ -31,16 +31,16 @@ from job_server.training.views import PodView
 logger = logging.getLogger(__name__)
 
 TICK_S = 5.0  # a job that has not ended is stepped at least so often
-PROGRESS_WRITE_S = 30.0  # what only progress changed is written at least so often
+PROGRESS_WRITE_S = 30.0  # progress alone is written at least so often
 RETRY_S = 5.0  # after a step that failed
-LATE_S = TICK_S  # a clock that is later than this says so
+LATE_S = TICK_S  # the timer logs when it is later than this
 DEAD_AFTER_S = 3 * TICK_S  # ... and than this counts as dead
 MAX_ROUNDS = 10  # of one job giving slots to another; the timer goes on with the rest
 
 
 @dataclass(slots=True)
 class JobEntry:
-    """A job, what is derived from it, and who waits for that."""
+    """A job, what is derived from it, and the topics that requests wait for."""
 
     job: AnyJob
     spec: wire.JobSpec
@@ -52,7 +52,7 @@ class JobEntry:
     due_at: float  # when the timer steps it next
     written_at: float
     published_at: float = 0.0
-    defect: str = ""  # what was said last of a step that failed
+    defect: str = ""  # the last error of a step that failed
     orders: dict[str, Topic[PodView]] = field(default_factory=dict)  # by pod id
     node_pods: dict[str, Plan] = field(default_factory=dict)  # by node id; registered nodes only
     slots: Held = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Engine:
     def __init__(
         self, store: Store, *, heartbeat_s: float, max_watchers: int, now: Callable[[], float]
     ) -> None:
-        """Load what `store` holds; start() goes on with it. What cannot be read is put aside."""
+        """Load what `store` holds, for start(). Jobs that cannot be read are put aside."""
         self.server_id = uuid.uuid4().hex[:12]
         self.now = now
         self.store = store
@@ -92,7 +92,7 @@ class Engine:
         self.registry = NodeRegistry(heartbeat_s)
         self.jobs: dict[str, JobEntry] = {}
         self.unreadable: dict[str, str] = {}  # job id -> why; its row stays as it is
-        self._aside: dict[str, AnyJob] = {}  # what of those is known to be on the nodes
+        self._aside: dict[str, AnyJob] = {}  # the pods of those, as far as they can be read
         self.slots_moved = False  # converge() has something to do
         self._timer_wakes = threading.Condition(self.lock)
         self._timer = threading.Thread(target=self._run_timer, name="timer", daemon=True)
@@ -121,23 +121,23 @@ class Engine:
             self.registry.nodes[node.node_id] = self.known(node)
 
     def start(self) -> None:
-        """Tell the loaded jobs that the server was away, and start the clock. Takes the lock."""
+        """Apply ServerRestarted to the loaded jobs and start the timer. Takes the lock."""
         with self.lock:
             for entry in list(self.jobs.values()):
                 if entry.state.ended and entry.forget:  # killed before it was forgotten
-                    self.drop_unwatched(entry)
-            for entry in self.jobs.values():  # before any job looks for slots: who holds which
+                    self.drop_or_retry(entry)
+            for entry in self.jobs.values():  # first, so that every job sees which slots are taken
                 self.derive(entry)
             for entry in list(self.jobs.values()):
                 if not entry.state.ended:
                     entry.was_away = True
-                    self._step_unwatched(entry, Tick())
+                    self._step_or_log(entry, Tick())
             self.converge()
         self.timer_due = time.monotonic()
         self._timer.start()
 
     def close(self) -> None:
-        """Answer all polls, stop the clock, write what only memory knows. Takes the lock."""
+        """Answer all polls, stop the timer, write what is only in memory. Takes the lock."""
         with self.lock:
             if self._closing:
                 return
@@ -169,7 +169,7 @@ class Engine:
                         "and what was due comes later",
                         late_s,
                     )
-                wait_s = self._tick_unwatched()
+                wait_s = self._tick_or_log()
                 self.timer_due = time.monotonic() + wait_s
                 self._timer_wakes.wait(wait_s)
 
@@ -188,23 +188,23 @@ class Engine:
             return f"the server's clock is {late_s:.0f} s late: the machine or its disk is too busy"
         return ""
 
-    def _tick_unwatched(self) -> float:
+    def _tick_or_log(self) -> float:
         try:
             return self.tick()
-        except Exception:  # a clock that ends would stop all jobs, and nobody would know
+        except Exception:  # a timer that ends would stop all jobs unnoticed
             logger.exception("a round of the server's clock failed; the next in %g s", RETRY_S)
             return RETRY_S
 
     def tick(self) -> float:
-        """Step what is due; return for how many seconds nothing will be."""
+        """Step the jobs that are due; return the seconds until the next one is."""
         now = self.now()
         for entry in list(self.jobs.values()):
             if entry.due_at <= now:
                 self._set_due(entry)  # before the step, which may find nothing to change
                 if entry.state.ended and entry.forget:
-                    self.drop_unwatched(entry)
+                    self.drop_or_retry(entry)
                 else:
-                    self._step_unwatched(entry, Tick())
+                    self._step_or_log(entry, Tick())
         self.converge()
         for node_id in self.registry.forgettable(now):
             logger.info("node %s: silent for an hour and without pods: forgotten", node_id)
@@ -222,14 +222,14 @@ class Engine:
         entry.due_at = math.inf if entry.state.ended and not entry.forget else now + TICK_S
         try:
             deadline = job_types.next_deadline(entry.job, now, self.cluster(entry))
-        except Exception:  # as in _step_unwatched; the job is stepped every TICK_S all the same
+        except Exception:  # as in _step_or_log; the job is stepped every TICK_S all the same
             logger.exception("job %s: its next deadline is not known", entry.spec.job_id)
             return
         if deadline is not None:
             entry.due_at = min(entry.due_at, deadline)
 
-    def _step_unwatched(self, entry: JobEntry, event: Event) -> None:
-        """Step where no request waits to be told what goes wrong."""
+    def _step_or_log(self, entry: JobEntry, event: Event) -> None:
+        """Step a job where no request waits for an error: log it and try again later."""
         try:
             self.apply(entry, event)
         except StoreTrouble as error:
@@ -242,7 +242,7 @@ class Engine:
     # --- change ---------------------------------------------------------------------------------
 
     def apply(self, entry: JobEntry, event: Event) -> None:
-        """Step; write and tell what changed.
+        """Step a job; write and publish it if it changed.
 
         Raises:
             Conflict: the state machine refused the event.
@@ -264,8 +264,8 @@ class Engine:
             )
         except RequestRefused as error:
             raise Conflict(str(error)) from None
-        except Exception as error:  # also said where users look; whoever asked hears of it as well
-            self._say_defect(entry, event, error)
+        except Exception as error:  # noted for users as well as raised to the caller
+            self._record_defect(entry, event, error)
             raise
         if job == entry.job:
             return
@@ -276,25 +276,27 @@ class Engine:
             return
         job_id = entry.spec.job_id
         status = job_types.job_status(job, now, entry.status.revision + 1)
-        said: tuple[wire.JobEvent, ...] = ()
+        events: tuple[wire.JobEvent, ...] = ()
         if reason:
             number = entry.events.value + 1
             stage = status.stage
-            said = (wire.JobEvent(number=number, at=now, job_id=job_id, stage=stage, text=reason),)
+            events = (
+                wire.JobEvent(number=number, at=now, job_id=job_id, stage=stage, text=reason),
+            )
             logger.info("job %s stage %d %s: %s", job_id, stage, status.state.value, reason)
-        self.store.save_job(job_id, wire.encode(job), events=said, forget=entry.forget)
+        self.store.save_job(job_id, wire.encode(job), events=events, forget=entry.forget)
         entry.job, entry.state = job, status.state
         entry.written_at = entry.published_at = now
         self.derive(entry)
         entry.status.publish(job)
-        for told in said:
-            entry.events.publish(told.number)
+        for each in events:
+            entry.events.publish(each.number)
         self._reset_timer(entry)
         if entry.forget and entry.state.ended:
-            self.drop_unwatched(entry)
+            self.drop_or_retry(entry)
 
-    def _say_defect(self, entry: JobEntry, event: Event, error: Exception) -> None:
-        """Note among a job's events that a step failed: it stays as it was. Once per text."""
+    def _record_defect(self, entry: JobEntry, event: Event, error: Exception) -> None:
+        """Add an event that says that a step failed and the job is unchanged. Once per text."""
         text = f"the server has a defect: {type(event).__name__} is left out: {error}"[:1000]
         if text == entry.defect:
             return
@@ -303,11 +305,13 @@ class Engine:
         number, now = entry.events.value + 1, self.now()
         stage = job_types.job_status(entry.job, now, 0).stage
         job_id = entry.spec.job_id
-        said = wire.JobEvent(number=number, at=now, job_id=job_id, stage=stage, text=text)
+        noted = wire.JobEvent(number=number, at=now, job_id=job_id, stage=stage, text=text)
         try:
-            self.store.save_job(job_id, wire.encode(entry.job), events=(said,), forget=entry.forget)
+            self.store.save_job(
+                job_id, wire.encode(entry.job), events=(noted,), forget=entry.forget
+            )
         except StoreTrouble as trouble:
-            logger.error("job %s: that is not written: %s", job_id, trouble)
+            logger.error("job %s: the event is not written: %s", job_id, trouble)
             return
         entry.events.publish(number)
 
@@ -318,8 +322,8 @@ class Engine:
             self.wake_timer()
 
     def _note_progress(self, entry: JobEntry, now: float) -> None:
-        # 500 watchers of a job that reports every second would cost a core: progress is told the
-        # more rarely the more watch. Changes of anything else are told at once.
+        # 500 watchers of a job that reports every second would cost a core: the more watch, the
+        # more rarely is progress published. All other changes are published at once.
         if now - entry.published_at >= max(1.0, self.watchers.count / 100):
             entry.published_at = now
             entry.status.publish(entry.job)
@@ -333,12 +337,12 @@ class Engine:
             self.store.save_job(
                 entry.spec.job_id, wire.encode(entry.job), forget=entry.forget, durable=False
             )
-        except StoreTrouble as error:  # at stake: some seconds of the account, no more
+        except StoreTrouble as error:  # only some seconds of the account are at stake
             logger.error("job %s: progress not written: %s", entry.spec.job_id, error)
         entry.written_at = self.now()
 
     def derive(self, entry: JobEntry) -> None:
-        """Bring up to date, and tell, all that follows from a job."""
+        """Update and publish all that is derived from a job."""
         for pod_id, topic in list(entry.orders.items()):
             orders = job_types.pod_orders(entry.job, pod_id)
             if orders is None:
@@ -358,14 +362,14 @@ class Engine:
             self.slots_moved = True
 
     def converge(self) -> None:
-        """Let jobs that wait for slots see what nodes and other jobs offer now."""
+        """Step the jobs that may get slots, until no slot moves between jobs any more."""
         for _ in range(MAX_ROUNDS):
             if not self.slots_moved:
                 return
             self.slots_moved = False
             for entry in list(self.jobs.values()):
                 if not entry.state.ended:
-                    self._step_unwatched(entry, NodesChanged())
+                    self._step_or_log(entry, NodesChanged())
         if self.slots_moved:
             logger.warning("slots still move from job to job after %d rounds", MAX_ROUNDS)
 
@@ -379,7 +383,7 @@ class Engine:
         )
 
     def reservations(self) -> Reservations:
-        """Return what training jobs are to have before teachers."""
+        """Return the slots that are reserved for trainings before teachers get any."""
         jobs = [(entry, entry.job) for entry in self.jobs.values()]
         teachers = [job for _, job in jobs if isinstance(job, TeacherJob)]
         if not teachers:
@@ -395,7 +399,7 @@ class Engine:
     # --- jobs and nodes -------------------------------------------------------------------------
 
     def add(self, job: AnyJob, *, forget: bool = False, last_event: int = 0) -> JobEntry:
-        """Take up a job that is written already."""
+        """Add a job that is already in the store."""
         now = self.now()
         status = job_types.job_status(job, now, 0)
         entry = JobEntry(
@@ -415,12 +419,12 @@ class Engine:
     def begin(self, entry: JobEntry) -> None:
         """Let a new job look at the nodes for the first time."""
         self.derive(entry)
-        self._step_unwatched(entry, NodesChanged())
+        self._step_or_log(entry, NodesChanged())
         self.converge()
         self.wake_timer()
 
-    def drop_unwatched(self, entry: JobEntry) -> None:
-        """Forget a job; where the database does not, the clock tries again."""
+    def drop_or_retry(self, entry: JobEntry) -> None:
+        """Forget a job; if the database fails, the timer tries again."""
         try:
             self.drop(entry)
         except StoreTrouble as error:
@@ -428,7 +432,7 @@ class Engine:
             entry.due_at = self.now() + RETRY_S
 
     def drop(self, entry: JobEntry) -> None:
-        """Forget a job; who still asks for it gets a 404."""
+        """Forget a job; later requests for it get a 404."""
         job_id = entry.spec.job_id
         self.store.delete_job(job_id)
         del self.jobs[job_id]
@@ -453,7 +457,7 @@ class Engine:
         logger.info("job %s, which could not be read: forgotten", job_id)
 
     def add_node(self, node: wire.Node) -> KnownNode:
-        """Add a node, or replace what it said before."""
+        """Add a node, or replace it."""
         self.store.save_node(node.node_id, wire.encode(node))
         known = self.registry.nodes.get(node.node_id)
         if known is None:
@@ -481,7 +485,7 @@ class Engine:
         return KnownNode(node=node, seen_at=self.now(), plan=plan)
 
     def first_revision(self) -> int:
-        """Return a number above all of an earlier life: a poll that outlived it must not wait."""
+        """Return a number above all revisions before a restart: a poll from then must not wait."""
         return int(self.now() * 1000)
 
     def plan_of(self, node_id: str) -> Plan:

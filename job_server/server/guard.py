@@ -1,4 +1,4 @@
-"""Who may ask: the token, and no browser on behalf of another site."""
+"""Check each request: it has the token, and no web page of another site sends it."""
 
 import hmac
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _LEGACY_PATHS = (routes.QUERY_PODS.path, routes.RUN_TIME.path)
 class Guard:
     """Checks every request before its route does anything."""
 
-    token: str | None = None  # None: whoever reaches the loopback address may ask
+    token: str | None = None  # None: any program of this machine may ask
     insecure_legacy: bool = False  # the original's two routes need no token
 
     def check(self, request: Request) -> None:
@@ -26,8 +26,8 @@ class Guard:
         if origin is not None and _netloc(origin) != request.host:
             raise Forbidden(f"Origin: {origin[:100]!r} is another site; ask from a program instead")
         if self.token is None:
-            # A page of another site may resolve its own name to our address: then Host is that
-            # name. With a token it could not know the token.
+            # A web page may have its own name resolve to our address; Host is that name then.
+            # With a token there is no danger: the page does not know it.
             if not is_loopback(_hostname(request.host)):
                 raise Forbidden(
                     f"Host: {request.host[:100]!r} is not this machine's loopback address; "

@@ -1,4 +1,4 @@
-"""waitress, set up for many long polls: one process, a thread per request that waits."""
+"""Run waitress for many long polls: one process, one thread for each request that waits."""
 
 import errno
 import logging
@@ -21,7 +21,7 @@ _SLACK_BYTES = 64 * 1024
 
 
 class _JsonErrorTask(ErrorTask):  # type: ignore[misc]  # waitress has no types
-    """What waitress refuses itself (no HTTP, too large) is answered as JSON like all else."""
+    """Answers as JSON what waitress itself refuses (no HTTP, too large)."""
 
     def execute(self) -> None:
         error = self.request.error
@@ -45,7 +45,7 @@ class WaitressServer:
         """Bind and listen.
 
         Raises:
-            ConfigError: the address cannot be had.
+            ConfigError: the address cannot be bound.
         """
         logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # bursts are expected
         sock = _listen(bind, port)
@@ -73,7 +73,7 @@ class WaitressServer:
         self._server.accept_connections()
 
     def run(self, on_stop: Callable[[], None]) -> None:
-        """Serve in the main thread. `on_stop` is called at a signal: it answers what waits."""
+        """Serve in the main thread. `on_stop`, called at a signal, answers waiting polls."""
 
         def stop(_signum: int, _frame: types.FrameType | None) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""The nodes as the server knows them. The service's lock guards all calls."""
+"""Registered nodes. The engine's lock guards all calls."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from job_server.cluster.placement import Cluster, NodeView
 from job_server.server.polls import Topic
 
 LOST_AFTER_HEARTBEATS = 4.0
-FORGET_AFTER_S = 3600.0  # a node that is silent for so long and has no pod is taken off the list
+FORGET_AFTER_S = 3600.0  # a node without pods that is silent for so long is forgotten
 
 Plan = tuple[wire.NodePod, ...]
 Held = Mapping[str, frozenset[int]]  # slots by node id, or ports by address
@@ -41,7 +41,7 @@ class NodeRegistry:
         return now - known.seen_at <= LOST_AFTER_HEARTBEATS * self.heartbeat_s
 
     def check_ports(self, node: wire.Node, now: float) -> None:
-        """Raise Conflict if another live node deals ports of `node`'s range on its address."""
+        """Raise Conflict if another live node on the same address uses ports of `node`'s range."""
         for known in self.nodes.values():
             other = known.node
             if (
@@ -58,7 +58,7 @@ class NodeRegistry:
                 )
 
     def cluster(self, slots: Iterable[Held], ports: Iterable[Held]) -> Cluster:
-        """Return the nodes as placement sees them, given what the other jobs hold."""
+        """Return the nodes as placement sees them, given what other jobs hold on them."""
         slots, ports = tuple(slots), tuple(ports)
         nothing: frozenset[int] = frozenset()
         return Cluster(
@@ -86,7 +86,7 @@ class NodeRegistry:
         ]
 
     def note_report(self, node_id: str, report: wire.NodeReport, now: float) -> bool:
-        """Keep a heartbeat; return whether placement may look different by it.
+        """Store a heartbeat; return whether placement may change with it.
 
         Raises:
             NotFound: the node is not registered.

@@ -1,4 +1,4 @@
-"""What the status page shows, as plain values for its template."""
+"""Collect what the status page shows, as plain values for its template."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""Long polls: let many requests wait for the next revision of one thing, cheaply.
+"""Long polls: many requests wait for the next revision of one thing.
 
-Whatever the number of waiting requests, a revision is serialised once.
+A revision is serialised once, however many requests wait for it.
 """
 
 import threading
@@ -13,10 +13,10 @@ from job_server.api.errors import JobServerError
 
 T = TypeVar("T")
 
-# Hundreds of threads that wake together fight for the interpreter's lock and slow each other down;
-# so a few are woken, and each wakes the next when it has what it came for.
+# Hundreds of threads that wake together fight for the interpreter's lock and slow each other down.
+# So a few are woken, and each wakes the next once it has its answer.
 WOKEN_AT_ONCE = 4
-FRESH_S = 1.0  # an older body is made anew: what it says about clocks has gone on
+FRESH_S = 1.0  # an older body is rendered again: the times in it have gone on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class JsonReply:
 
 
 class Watchers:
-    """How many requests wait now, of all things together."""
+    """Counts the requests that wait now, for all topics together."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -38,7 +38,7 @@ class Watchers:
         self.closing = False
 
     def enter(self) -> bool:
-        """Take a place; False: there is none. Whoever got one calls leave()."""
+        """Take a place; False: there is none. After True the caller must call leave()."""
         with self._lock:
             if self.count >= self._limit:
                 return False
@@ -66,25 +66,25 @@ class Topic(Generic[T]):
         self._end: JobServerError | None = None  # None: it goes on
 
     def publish(self, value: T) -> None:
-        """Begin a new revision and answer everyone who waits."""
+        """Begin a new revision and answer all waiting requests."""
         with self._changed:
             self.value = value
             self.revision += 1
             self._changed.notify(WOKEN_AT_ONCE)
 
     def refresh(self, value: T) -> None:
-        """Keep the revision: later answers may show `value`, but nobody is woken for it."""
+        """Keep the revision: later answers show `value`, but no request is woken for it."""
         with self._changed:
             self.value = value
 
     def end(self, error: JobServerError) -> None:
-        """Answer `error` to everyone who waits, and from now on."""
+        """Answer `error` to all waiting requests, and to later ones."""
         with self._changed:
             self._end = error
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Answer everyone who waits with what is true: the server ends."""
+        """Answer all waiting requests with the present value: the server ends."""
         with self._changed:
             self._changed.notify_all()
 

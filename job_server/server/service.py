@@ -1,6 +1,6 @@
-"""What the server can be asked, without HTTP: one method per route.
+"""Answer requests, without HTTP: one method for each route.
 
-Answers come as bodies that are ready to send, so that many who watch cost one serialisation.
+Most answers are bodies that are ready to send, so that many watchers cost one serialisation.
 """
 
 import logging
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class JobService:
-    """All jobs and nodes. Safe to use from any thread.
+    """The requests about jobs and nodes. Safe to use from any thread.
 
     Raises (all methods that change something):
         StoreTrouble: it could not be written; nothing was changed.
@@ -119,7 +119,7 @@ class JobService:
         return [job_types.job_status(job, self.now(), revision) for job, revision in jobs]
 
     def ask(self, job_id: str, event: Event) -> JsonReply:
-        """Pass on what a user asks of a job; return its JobStatus then.
+        """Apply a user's request to a job; return its JobStatus after that.
 
         Raises:
             NotFound: no such job.
@@ -129,7 +129,7 @@ class JobService:
             entry = self._entry(job_id)
             self.engine.apply(entry, event)
             self.engine.converge()
-            return self._now(entry)
+            return self._status_now(entry)
 
     def delete(self, job_id: str, *, discard: bool = False) -> JsonReply:
         """Stop a job, forget it as soon as it has ended; return its JobStatus.
@@ -155,9 +155,9 @@ class JobService:
                     engine.apply(entry, StopAsked(discard=discard))
                 except Conflict as error:
                     logger.info("job %s: deleted; %s", job_id, error)
-            answer = self._now(entry)
+            answer = self._status_now(entry)
             if entry.state.ended and job_id in engine.jobs:
-                engine.drop_unwatched(entry)
+                engine.drop_or_retry(entry)
             engine.converge()
             return answer
 
@@ -173,7 +173,7 @@ class JobService:
         with self.engine.lock:
             key = (entry.events.revision, after, limit)
             made_for, body = entry.page
-            if made_for != key:  # who follows asks for the same: one query for all of them
+            if made_for != key:  # followers ask for the same page: one query serves them all
                 found = self.engine.store.events(job_id, after=after, limit=limit)
                 body = to_json(wire.EventList(events=tuple(found)))
                 entry.page = (key, body)
@@ -240,14 +240,14 @@ class JobService:
             raise NotFound(f"job_id: there is no job {job_id[:100]!r}")
         return entry
 
-    def _now(self, entry: JobEntry) -> JsonReply:
-        # The topic has ended where the job was forgotten by what was asked.
+    def _status_now(self, entry: JobEntry) -> JsonReply:
+        # Not the topic's: that has ended if the request made the server forget the job.
         return JsonReply(body=self.engine.status_body(entry.job, entry.status.revision))
 
     # --- services, for discovery ----------------------------------------------------------------
 
     def demand(self, service: str, demand: wire.Demand) -> JsonReply:
-        """Take in what the students of a service report; return a DemandAnswer.
+        """Apply what the students of a service report; return a DemandAnswer.
 
         Raises:
             NotFound: no job of teachers serves it.
@@ -277,7 +277,7 @@ class JobService:
         return JsonReply(body=to_json(answer))
 
     def _serving(self, service: str) -> JobEntry | None:
-        """Return the job of teachers that serves it; None: there is none that has not ended."""
+        """Return the running job of teachers that serves it; None: there is none."""
         for entry in self.engine.jobs.values():
             if entry.spec.service == service and not entry.state.ended:
                 return entry
@@ -286,7 +286,7 @@ class JobService:
     # --- pods, for launchers --------------------------------------------------------------------
 
     def attach(self, job_id: str, pod_id: str, attach: wire.Attach) -> JsonReply:
-        """Take in a launcher's whole truth; return its PodOrders.
+        """Apply all that a launcher knows; return its PodOrders.
 
         Raises:
             NotFound: no such job.
@@ -314,7 +314,7 @@ class JobService:
         return topic.poll(revision, timeout_s)
 
     def report(self, job_id: str, pod_id: str, report: wire.PodReport) -> JsonReply:
-        """Take in what a launcher reports.
+        """Apply a launcher's report.
 
         Raises:
             NotFound: no such job.
@@ -326,7 +326,7 @@ class JobService:
             self._orders(entry, pod_id)
             self.engine.apply(entry, LauncherReported(pod_id, report))
             self.engine.converge()
-        return self._heard()
+        return self._acknowledged()
 
     def _orders(self, entry: JobEntry, pod_id: str) -> Topic[PodView]:
         engine = self.engine
@@ -347,10 +347,10 @@ class JobService:
     # --- nodes, for job clients -----------------------------------------------------------------
 
     def register(self, node: wire.Node) -> JsonReply:
-        """Add a node, or replace what it said before; return its NodePlan.
+        """Add a node, or replace it; return its NodePlan.
 
         Raises:
-            Conflict: another live node on the same address deals the same ports.
+            Conflict: another live node on the same address uses the same ports.
         """
         with self.engine.lock:
             self.engine.registry.check_ports(node, self.now())
@@ -367,7 +367,7 @@ class JobService:
         return known.plan.poll(revision, timeout_s)
 
     def report_node(self, node_id: str, report: wire.NodeReport) -> JsonReply:
-        """Take in a node's heartbeat.
+        """Apply a node's heartbeat.
 
         Raises:
             NotFound: the node is not registered.
@@ -386,7 +386,7 @@ class JobService:
                 if pods or entry.node_pods.get(node_id) or node_id in entry.slots:
                     try:
                         engine.apply(entry, NodeReported(node_id, pods))
-                    except Exception as error:  # noqa: BLE001 - raised below: the others hear first
+                    except Exception as error:  # noqa: BLE001 - raised below, after the other jobs
                         trouble = trouble or error
             if trouble is not None:
                 engine.converge()
@@ -395,7 +395,7 @@ class JobService:
                 logger.info("node %s: leaves", node_id)
                 engine.remove_node(node_id)
             engine.converge()
-        return self._heard()
+        return self._acknowledged()
 
     def nodes(self) -> JsonReply:
         """Return all nodes' NodeStatus."""
@@ -405,7 +405,7 @@ class JobService:
         with self.engine.lock:
             return self.engine.registry.statuses(self.now())
 
-    def _heard(self) -> JsonReply:
+    def _acknowledged(self) -> JsonReply:
         return JsonReply(body=to_json(wire.Acknowledgement(server_id=self.server_id)))
 
 

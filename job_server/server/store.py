@@ -1,4 +1,4 @@
-"""The server's memory: jobs, nodes and events in one SQLite file, written before anyone is told."""
+"""Keep jobs, nodes and events in one SQLite file. All is written before it is published."""
 
 import json
 import sqlite3
@@ -38,7 +38,7 @@ CREATE TABLE events (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredJob:
     job_id: str
-    data: Any  # as save_job was given it; None: what is there is no JSON
+    data: Any  # as given to save_job; None: it is not JSON
     forget: bool
     last_event: int  # 0: it has none
 
@@ -66,7 +66,7 @@ class Store:
             )
         except sqlite3.Error as error:
             raise ConfigError(f"--db: cannot open {path}: {error}") from None
-        # A damaged text costs what it belongs to, not the whole answer.
+        # A damaged text spoils its own row, not the whole query.
         self.connection.text_factory = lambda data: data.decode("utf-8", "replace")
         try:
             self._prepare()
@@ -84,7 +84,7 @@ class Store:
             raise
 
     def _prepare(self) -> None:
-        # Two servers with one database would both decide: the lock is held for good.
+        # Two servers with one database would both decide: this one keeps the lock while it runs.
         self.connection.execute("PRAGMA locking_mode=EXCLUSIVE")
         self.connection.execute("PRAGMA journal_mode=WAL")
         self.connection.execute("PRAGMA synchronous=FULL")
@@ -153,7 +153,7 @@ class Store:
         forget: bool = False,
         durable: bool = True,
     ) -> None:
-        """Write a job whole, and what is to be said about it, in one transaction."""
+        """Write a job and its new events in one transaction."""
         text = _to_text(data)
         with self._writing(durable=durable) as db:
             db.execute(
@@ -192,7 +192,7 @@ class Store:
         ]
 
     def nodes(self) -> list[Any]:
-        """Return what save_node was given; None for what is no JSON."""
+        """Return what save_node was given; None for a row that is not JSON."""
         rows = self._read("SELECT data FROM nodes ORDER BY node_id")
         return [_from_text(data) for (data,) in rows]
 
@@ -213,13 +213,13 @@ class Store:
 
 
 def _to_text(data: object) -> str:
-    """Return what is written; raise a ValueError for what could never be answered as JSON."""
+    """Return `data` as text; raise a ValueError for numbers that JSON does not have."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False)
 
 
 def _from_text(text: str) -> Any:
     try:
-        # Version 0.1.0 wrote an estimate of 1e999 s as Infinity: it counts as not told.
+        # Version 0.1.0 wrote an estimate of 1e999 s as Infinity: it is read as missing.
         return json.loads(text, parse_constant=lambda _: None)
     except (ValueError, RecursionError):
         return None

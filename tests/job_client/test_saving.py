@@ -223,7 +223,7 @@ def test_a_client_that_is_ended_writes_the_newest_state_and_the_next_one_knows(
     hold(tmp_path / "log" / "pods" / "pod_0_0", places(tmp_path))
     client.end()
     assert weight_at(tmp_path / "checkpoint", 12) == 1.0
-    assert {each.stranger for each in server.reports[-2].slots} == {"its client, which ends"}
+    assert {each.stranger for each in server.reports[-2].slots} == {"its client, which is ending"}
     goodbye = server.reports[-1]
     assert goodbye.leaving
     (state,) = goodbye.pods

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEEP = 3
-_stages: dict[str, int] = {}  # storage's name -> the stage that this process writes under
+process_stages: dict[str, int] = {}  # storage's name -> stage that this process writes under
 
 
 @dataclass(slots=True)
@@ -250,13 +250,13 @@ def stage_of(store: EpochStore) -> int:
         CheckpointError: the path cannot be read.
     """
     name = store.storage.name
-    if name not in _stages:
+    if name not in process_stages:
         try:
             highest = store.highest_stage()
         except OSError as error:
             raise CheckpointError(f"path: {name} cannot be read: {error}") from error
-        _stages[name] = max(TrainerEnv.read(os.environ).stage or 0, highest + 1)
-    return _stages[name]
+        process_stages[name] = max(TrainerEnv.read(os.environ).stage or 0, highest + 1)
+    return process_stages[name]
 
 
 def _checked_status(found: EpochState) -> ResumePoint:

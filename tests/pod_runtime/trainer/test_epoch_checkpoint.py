@@ -62,7 +62,7 @@ class Training:
 @pytest.fixture
 def restart(monkeypatch) -> Callable[[], None]:
     """Let what follows be a new start of the program."""
-    return lambda: monkeypatch.setattr(epoch_checkpoint, "_stages", {})
+    return lambda: monkeypatch.setattr(epoch_checkpoint, "process_stages", {})
 
 
 @pytest.fixture(scope="module")
@@ -226,19 +226,19 @@ def test_what_a_cut_off_program_still_writes_counts_less_and_does_no_harm(
 ):
     old = Training(seed=1)
     save_checkpoint(None, tmp_path, train_status=TrainStatus(0), **old.state)
-    of_the_old = epoch_checkpoint._stages
+    of_the_old = epoch_checkpoint.process_stages
     restart()
     new, status = restored((str(tmp_path), None))
     assert status == TrainStatus(0)
     save_checkpoint(None, tmp_path, train_status=TrainStatus(1), **new.state)
-    of_the_new = epoch_checkpoint._stages
+    of_the_new = epoch_checkpoint.process_stages
 
-    monkeypatch.setattr(epoch_checkpoint, "_stages", of_the_old)
+    monkeypatch.setattr(epoch_checkpoint, "process_stages", of_the_old)
     for epoch in range(1, 8):
         save_checkpoint(
             None, tmp_path, train_status=TrainStatus(epoch), keep_checkpoints=1, **old.state
         )
-    monkeypatch.setattr(epoch_checkpoint, "_stages", of_the_new)
+    monkeypatch.setattr(epoch_checkpoint, "process_stages", of_the_new)
     assert restored((str(tmp_path), None))[1] == TrainStatus(1)
 
 

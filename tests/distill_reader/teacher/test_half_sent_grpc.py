@@ -23,6 +23,7 @@ OVERHEAD_BYTES = 96 << 20
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 INITIAL_WINDOW_SIZE = 4
+FRAME_BYTES = 16384  # the largest frame that any server takes
 
 
 class Teacher:
@@ -54,7 +55,7 @@ class HalfRequest:
     """A client that sends a part of one ModelInfer, as fast as the server's windows allow."""
 
     def __init__(self, port: int, headers: bytes) -> None:
-        self._sock = socket.create_connection(("127.0.0.1", port), timeout=5)
+        self._sock = socket.create_connection(("127.0.0.1", port), timeout=30)
         self._sock.sendall(grpc_begin(headers))
         self._windows = [0xFFFF, 0xFFFF]  # of the connection, of the stream
         self._initial = 0xFFFF
@@ -63,20 +64,22 @@ class HalfRequest:
 
     def send(self) -> None:
         """Send until all but the end is sent, the server ends the request, or it is silent."""
-        body = b"\0" + struct.pack(">I", MAX_REQUEST_BYTES) + bytes(SENT_BYTES)
         with contextlib.suppress(ConnectionError, TimeoutError):
-            while self.sent_bytes < len(body) and not self.is_refused:
-                size = min(*self._windows, 16384, len(body) - self.sent_bytes)
+            self._send_data(b"\0" + struct.pack(">I", MAX_REQUEST_BYTES))  # head of the message
+            while self.sent_bytes < SENT_BYTES and not self.is_refused:
+                size = min(*self._windows, FRAME_BYTES, SENT_BYTES - self.sent_bytes)
                 if size > 0:
-                    part = body[self.sent_bytes : self.sent_bytes + size]
-                    self._sock.sendall(frame(DATA, 1, part))
-                    self.sent_bytes += size
-                    self._windows = [window - size for window in self._windows]
+                    self._send_data(bytes(size))
                 else:
                     self._take_frame()
 
     def close(self) -> None:
         self._sock.close()
+
+    def _send_data(self, data: bytes) -> None:
+        self._sock.sendall(frame(DATA, 1, data))
+        self.sent_bytes += len(data)
+        self._windows = [window - len(data) for window in self._windows]
 
     def _take_frame(self) -> None:
         head = self._receive(9)

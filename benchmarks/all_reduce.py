@@ -10,7 +10,6 @@ interval is a bootstrap over the pairs.
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOG_minloglevel", "2")
 os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")
 os.environ.setdefault("PYTHONWARNINGS", "ignore:No ccache found")
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no package
+
+from benchmarks.harness import free_port
 
 RANK = "ALL_REDUCE_RANK"
 WORLD = 2
@@ -97,15 +100,8 @@ def train(args: argparse.Namespace, rank: int) -> dict[str, Any]:
     }
 
 
-def free_ports() -> list[int]:
-    with socket.socket() as one, socket.socket() as two:
-        for each in (one, two):
-            each.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1], two.getsockname()[1]]
-
-
 def launch() -> int:
-    ends = [f"127.0.0.1:{port}" for port in free_ports()]
+    ends = [f"127.0.0.1:{port}" for port in (free_port(), free_port())]
     processes = [
         subprocess.Popen(
             [sys.executable, *sys.argv],

@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no package
 
-from benchmarks.discovery_swarm import (
+from benchmarks.distillation.swarm import (
     OriginalStudent,
     Port,
     Program,

@@ -33,9 +33,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no package
 
-from benchmarks import distill_faults as faults
-from benchmarks.distill_backends import SLOW_S
-from benchmarks.distill_processes import (
+from benchmarks.distillation import faults as faults
+from benchmarks.distillation.backends import SLOW_S
+from benchmarks.distillation.processes import (
     SHAPES,
     Teacher,
     Times,
@@ -44,6 +44,7 @@ from benchmarks.distill_processes import (
     read,
     run_child,
 )
+from benchmarks.harness import machine_used
 
 ORIGINAL = "paddle-edl==0.3.1"
 # Shape and batch -> how many times the original's samples per second is the aim.
@@ -192,7 +193,7 @@ class Bench:
             endpoints = ",".join(f"{teacher.endpoint}/{SHAPES[0]}" for teacher in teachers)
             pairs, seconds = ("10", "0.3") if self._quick else ("40", "0.5")
             found = run_child(
-                "benchmarks.distill_student",
+                "benchmarks.distillation.student",
                 ["--teachers", endpoints, "--pairs", pairs, "--seconds", seconds],
                 self._folder,
                 limit_s=600,
@@ -233,7 +234,7 @@ class Bench:
             endpoints = ",".join(teacher.endpoint for teacher in teachers)
             arguments = ["original", "--teachers", endpoints, "--shape", SHAPES[0], "--batch", "16"]
             arguments += ["--fail", "--original", str(self._original)]
-            found = run_child("benchmarks.distill_child", arguments, self._folder, limit_s=10)
+            found = run_child("benchmarks.distillation.child", arguments, self._folder, limit_s=10)
         return "hangs (10 s)" if found is None else "ends"
 
 
@@ -300,13 +301,6 @@ def install_original(folder: Path) -> Path | None:
         return target
     print(f"{ORIGINAL} cannot be installed: {result.stderr.strip()[-500:]}")
     return None
-
-
-def machine_used(seconds: float = 1.0) -> float:
-    """Return which share of the machine's processors is used now."""
-    import psutil
-
-    return psutil.cpu_percent(seconds) / 100
 
 
 def chosen_rows(only: str | None) -> list[str]:

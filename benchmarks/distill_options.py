@@ -27,22 +27,23 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no package
 
-from benchmarks.distill import machine_used
-from benchmarks.distill_processes import (
+from benchmarks.distillation.options_backend import OPTION
+from benchmarks.distillation.options_child import OPTIONS
+from benchmarks.distillation.processes import (
     SHAPES,
     Teacher,
     await_teacher,
-    free_port,
     run_child,
 )
-from benchmarks.options_backend import OPTION
-from benchmarks.options_child import OPTIONS
+from benchmarks.harness import free_port, machine_used
 
 ROWS = ("wire", "link", "cache", "accuracy")
 TRANSPORTS = ("tcp", "shared memory")
 _LINK_RATE = "1gbit"
 _CACHED = (("1x28x28", 64, 100_000), ("3x224x224", 16, 8_000))
 _CACHE_OPTIONS = {"1x28x28": ("float32", "top-10"), "3x224x224": ("uint8, top-10 float16",)}
+
+PARTS = "benchmarks.distillation"
 
 
 @contextlib.contextmanager
@@ -55,7 +56,7 @@ def teachers(folder: Path, count: int) -> Iterator[list[Teacher]]:
         for number in range(count):
             port = free_port()
             arguments = ["distill_reader.serve", "--port", str(port)]
-            arguments += ["--backend", "benchmarks.options_backend:classify"]
+            arguments += ["--backend", f"{PARTS}.options_backend:classify"]
             arguments += ["--model", *(str(folder / shape) for shape in SHAPES)]
             arguments += ["--normalize", f"{SHAPES[1]}/{OPTION}"]
             log = folder / f"teacher{number}.log"
@@ -155,7 +156,7 @@ class Bench:
 
     def accuracy(self) -> dict[str, Any]:
         arguments = ["--seeds", "2" if self._quick else "10"]
-        found: Any = run_child("benchmarks.options_accuracy", arguments, self._folder, limit_s=1800)
+        found: Any = run_child(f"{PARTS}.options_accuracy", arguments, self._folder, limit_s=1800)
         if found is None:
             raise SystemExit("accuracy: it took too long")
         print(f"{'digits, teacher ' + format(found['teacher'], '.1%'):<40}  accuracy  difference")
@@ -188,7 +189,7 @@ class Bench:
             arguments += ["--warm_s", "0.3", "--seconds", "0.5"]
         with tempfile.TemporaryDirectory(dir=self._folder) as cache:
             arguments += ["--folder", cache]
-            found: Any = run_child("benchmarks.options_child", arguments, self._folder, limit_s=600)
+            found: Any = run_child(f"{PARTS}.options_child", arguments, self._folder, limit_s=600)
         if found is None:
             raise SystemExit(f"{what}, {shape}, {option}: the reader hangs")
         if found["wrong"]:

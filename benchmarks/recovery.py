@@ -24,28 +24,25 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no package
 
-from benchmarks import elastic_ours
-from benchmarks.elastic_command import check, finish, make_parser, measure_all, runnable
-from benchmarks.elastic_jobs import Job, NotInTime
-from benchmarks.elastic_ours import EdlJob, NodeSpec, Options, crash_phases
-from benchmarks.elastic_peer_setup import peers, probe, why_not
-from benchmarks.elastic_report import (
+from benchmarks.elasticity import ours
+from benchmarks.elasticity.command import Bench, check, finish, make_parser, measure_all, runnable
+from benchmarks.elasticity.jobs import Job
+from benchmarks.elasticity.ours import EdlJob, NodeSpec, Options, crash_phases
+from benchmarks.elasticity.peer_setup import peers, probe, why_not
+from benchmarks.elasticity.report import (
     Aim,
     Record,
-    Sample,
     at_most,
     count_at_most,
-    load_now,
     spread,
     table,
 )
-from benchmarks.stamps import Generation, change, longest_gap, stall_share, steps_redone
-from job_server.api.errors import JobServerError
+from benchmarks.elasticity.stamps import Generation, change, longest_gap, stall_share, steps_redone
 
 TWO_NODES = (NodeSpec(slots=1), NodeSpec(slots=1))
 KILLS = {
@@ -74,31 +71,17 @@ _ABOUT_S = {"node-": 30, "server": 60, "bad-node": 30, "stall": 40, "kill-paddle
             "kill-torchrun": 45, "node-paddle": 90, "node-torchrun": 70, "kill-": 50}  # fmt: skip
 
 
-class Bench:
-    def __init__(self, args: argparse.Namespace, record: Record, folder: Path) -> None:
-        self._args = args
-        self._record = record
-        self._folder = folder
-        self._peers = peers(args)
-        self._made = 0
-
-    def measure(self, row: str, turn: int) -> None:
-        """Measure it once, and keep what came of it."""
+class RecoveryBench(Bench):
+    def figures(self, row: str, turn: int) -> Iterator[tuple[str, dict[str, float]]]:
         task: Callable[[str, int], list[dict[str, float]]] = {
             "server": self.server, "bad-node": self.bad_node, "stall": self.stall,
             "stall-resnet50": self.stall,
         }.get(row, self.kill_node if row.startswith("node-") else self.kill_trainers)  # fmt: skip
-        try:
-            found = task(row, turn)
-        except (NotInTime, JobServerError) as error:
-            self._record.add(Sample(row=row, turn=turn, failed=str(error), load=load_now()))
-        else:
-            for values in found:
-                self._record.add(Sample(row=row, turn=turn, values=values, load=load_now()))
+        for values in task(row, turn):
+            yield row, values
 
     def _job(self, row: str, options: Options | None, most: int = 2) -> Job:
-        self._made += 1
-        folder = self._folder / f"{self._made}-{row}"
+        folder = self.next_folder(row)
         if options is None:
             peer = self._peers[row.partition("-")[2]]
             return peer.job(folder, task="lenet", steps=ENDLESS, most=most)
@@ -139,7 +122,7 @@ class Bench:
 
     def server(self, row: str, _turn: int) -> list[dict[str, float]]:
         away_s = self._args.server_away_s
-        with EdlJob(self._next(row), task="lenet", steps=ENDLESS, options=Options()) as job:
+        with EdlJob(self.next_folder(row), task="lenet", steps=ENDLESS, options=Options()) as job:
             job.start(2)
             job.wait_world(2, steps=WARM_STEPS)
             before = job.newest().done_step
@@ -167,7 +150,7 @@ class Bench:
     # --- a node that is no good
 
     def bad_node(self, row: str, _turn: int) -> list[dict[str, float]]:
-        with EdlJob(self._next(row), task="lenet", steps=ENDLESS, options=BAD_NODE) as job:
+        with EdlJob(self.next_folder(row), task="lenet", steps=ENDLESS, options=BAD_NODE) as job:
             job.start(2)
             job.wait_world(2, steps=WARM_STEPS)
             stage = job.status().stage
@@ -196,17 +179,13 @@ class Bench:
         slower = 10 if task_of(row) == "resnet50" else 1
         options = Options(save_steps=200 // slower)
         steps = self._args.stall_steps // slower
-        with EdlJob(self._next(row), task=task_of(row), steps=ENDLESS, options=options) as job:
+        with self._job(row, options) as job:
             job.start(2)
             job.wait_world(2, steps=WARM_STEPS)
             job.wait_step(WARM_STEPS + steps, 60 + 3.0 * steps)
             generation = job.stamps.generations()[-1]
             share = stall_share(_without(generation, WARM_STEPS // 2))
             return [{"share": share or 0.0, "step_s": generation.step_s or 0.0}]
-
-    def _next(self, row: str) -> Path:
-        self._made += 1
-        return self._folder / f"{self._made}-{row}"
 
 
 def task_of(row: str) -> str:
@@ -379,7 +358,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         peer = every.get(row.partition("-")[2])
         if peer is not None:
             return why_not(peer, known)
-        return elastic_ours.why_not(KILLS.get(row) or NODES.get(row) or Options())
+        return ours.why_not(KILLS.get(row) or NODES.get(row) or Options())
 
     rows = runnable(args.rows, why_not_row)
     todo = [(row, turn) for turn in range(args.rounds) for row in rows if not record.has(row, turn)]
@@ -387,7 +366,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args,
         todo,
         lambda row: about_s(row, args),
-        lambda folder: Bench(args, record, folder).measure,
+        lambda folder: RecoveryBench(args, record, folder).measure,
     )
     show(record, rows)
     with_peers = any(row.partition("-")[2] in every for row in rows)

@@ -24,23 +24,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no package
 
-from benchmarks import elastic_ours
-from benchmarks.elastic_command import check, finish, make_parser, measure_all, runnable
-from benchmarks.elastic_jobs import Job, NotInTime
-from benchmarks.elastic_ours import EdlJob, Options, planned_phases
-from benchmarks.elastic_peer_setup import peers, probe, why_not
-from benchmarks.elastic_report import (
+from benchmarks.elasticity import ours
+from benchmarks.elasticity.command import Bench, check, finish, make_parser, measure_all, runnable
+from benchmarks.elasticity.jobs import Job
+from benchmarks.elasticity.ours import EdlJob, Options, planned_phases
+from benchmarks.elasticity.peer_setup import peers, probe, why_not
+from benchmarks.elasticity.report import (
     Aim,
     Record,
-    Sample,
     at_most,
     count_at_most,
-    load_now,
     spread,
     table,
 )
-from benchmarks.stamps import Generation, change, steps_redone
-from job_server.api.errors import JobServerError
+from benchmarks.elasticity.stamps import Generation, change, steps_redone
 from job_server.api.wire import JobState
 
 OVERLAPS = {"replace": "on", "drain": "off", "join": "join"}
@@ -63,39 +60,24 @@ WALL_CHANGES = 6
 _PHASES = ("ask", "prepare", "last steps", "hand over", "start", "first step")
 
 
-class Bench:
-    def __init__(self, args: argparse.Namespace, record: Record, folder: Path) -> None:
-        self._args = args
-        self._record = record
-        self._folder = folder
-        self._peers = peers(args)
-        self._made = 0
+class ResizeBench(Bench):
+    def figures(self, row: str, turn: int) -> Iterator[tuple[str, dict[str, float]]]:
+        if row == RANDOM:
+            yield row, self.random()
+        elif row in WALL:
+            yield row, self.wall(row)
+        else:
+            for kind, values in self.changes(row):
+                yield f"{row} {kind}", values
 
     def job(self, row: str, steps: int) -> Job:
         """Return a training of that row, not started yet."""
-        self._made += 1
-        folder = self._folder / f"{self._made}-{row}"
+        folder = self.next_folder(row)
         if row in self._peers:
             return self._peers[row].job(folder, task="lenet", steps=steps)
         way, _, model = row.partition("-")
         options = Options(overlap=OVERLAPS[way], spares=self._args.spares)
         return EdlJob(folder, task=model or "lenet", steps=steps, options=options)
-
-    def measure(self, row: str, turn: int) -> None:
-        """Measure it once, and keep what came of it."""
-        try:
-            if row == RANDOM:
-                self._add(row, turn, self.random())
-            elif row in WALL:
-                self._add(row, turn, self.wall(row))
-            else:
-                for kind, values in self.changes(row):
-                    self._add(f"{row} {kind}", turn, values)
-        except (NotInTime, JobServerError) as error:
-            self._record.add(Sample(row=row, turn=turn, failed=str(error), load=load_now()))
-
-    def _add(self, row: str, turn: int, values: dict[str, float]) -> None:
-        self._record.add(Sample(row=row, turn=turn, values=values, load=load_now()))
 
     # --- one change after the other
 
@@ -359,7 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if needs in every:
             return why_not(every[needs], known)
         way = "replace" if needs == RANDOM else needs.partition("-")[0]
-        return elastic_ours.why_not(Options(overlap=OVERLAPS[way], spares=args.spares))
+        return ours.why_not(Options(overlap=OVERLAPS[way], spares=args.spares))
 
     rows = runnable(args.rows, why_not_row)
     todo = [
@@ -371,7 +353,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args,
         todo,
         lambda row: ABOUT_S.get(row, 3 * args.changes),
-        lambda folder: Bench(args, record, folder).measure,
+        lambda folder: ResizeBench(args, record, folder).measure,
     )
     show(record, rows)
     with_peers = any(WALL.get(row, row) in every for row in rows)

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is n
 
 import numpy as np
 
-from benchmarks.distill_processes import HOST, ROOT, free_port
+from benchmarks.harness import HOST, ROOT, free_port
 from distill_reader import DistillReader
 from job_server.api.api_client import ApiClient
 from job_server.api.errors import JobServerError
@@ -45,7 +45,8 @@ START_S = 90.0
 WINDOW_MIB = 1  # 16 batches: what is read ahead must not hide a change of the teachers
 
 TRAIN_SH = """\
-exec {python} -m distill_reader.serve --model {model} --backend benchmarks.distill_backends:slow \\
+exec {python} -m distill_reader.serve \\
+    --model {model} --backend benchmarks.distillation.backends:slow \\
     --bind "$EDL_ADDR" --port "$EDL_PORT" --register {discovery} --service_name "$EDL_SERVICE"
 """
 

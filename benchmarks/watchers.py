@@ -23,7 +23,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-HOST = "127.0.0.1"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no package
+
+from benchmarks.harness import HOST, free_port, wait_port
+
 JOB = "bench"
 ROUND_TIMEOUT_S = 30.0
 _REVISION = re.compile(rb'"revision":(\d+)')
@@ -147,23 +150,15 @@ class Load:
 
 def start_server(folder: Path, watchers: int) -> tuple[subprocess.Popen[bytes], int]:
     """Start a job server with a job that commits changes at once; return it and its port."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
+    port = free_port()
     args = ["--job_id", JOB, "--gpu_num_of_node", "8", "--pod_num_of_node", "8"]
     args += ["--change_script", "none", "--server_port", str(port), "--log_level", "30"]
     args += ["--db", str(folder / "server.db"), "--max_watchers", str(watchers + 50)]
     server = subprocess.Popen([sys.executable, "-m", "job_server", *args])
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            socket.create_connection((HOST, port), timeout=1).close()
-            return server, port
-        except OSError:
-            if server.poll() is not None or time.monotonic() > deadline:
-                server.kill()
-                raise SystemExit("the job server did not start") from None
-            time.sleep(0.05)
+    if not wait_port(port, 30, server):
+        server.kill()
+        raise SystemExit("the job server did not start")
+    return server, port
 
 
 def measure(watchers: int, rounds: int) -> list[list[float]]:

@@ -11,8 +11,9 @@ import numpy as np
 import psutil
 import pytest
 
-from benchmarks import distill, distill_child, distill_raw
-from benchmarks.distill_processes import raw_teachers
+from benchmarks import distill
+from benchmarks.distillation import child, raw
+from benchmarks.distillation.processes import raw_teachers
 from tests.support import wait_until
 
 ROOT = Path(distill.__file__).resolve().parents[1]
@@ -43,9 +44,9 @@ def test_rows_of_real_readers_and_teachers_are_written_and_no_process_is_left(tm
 
 def test_the_originals_reader_finds_a_client_that_asks_a_real_teacher(tmp_path: Path):
     config = tmp_path / "config"
-    distill_raw.write_config(config, (1, 28, 28))
+    raw.write_config(config, (1, 28, 28))
     with raw_teachers(0.0, tmp_path, count=1) as (teacher,):
-        client = distill_raw.Client()
+        client = raw.Client()
         client.load_client_config(str(config))
         client.connect([teacher.endpoint])
         assert client.get_feed_names() == ["image"]
@@ -63,10 +64,10 @@ def test_an_answer_of_another_image_is_counted():
     right[:, 0] = labels
     wrong = right + 1
     items = itertools.cycle([(None, labels, right), (None, labels, wrong)])
-    found = distill_child.measure(items, warm_s=0.0, seconds=0.01, pids=[])
+    found = child.measure(items, warm_s=0.0, seconds=0.01, pids=[])
     assert found["wrong"] >= 1
     items = itertools.cycle([(None, labels, right)])
-    assert distill_child.measure(items, warm_s=0.0, seconds=0.01, pids=[])["wrong"] == 0
+    assert child.measure(items, warm_s=0.0, seconds=0.01, pids=[])["wrong"] == 0
 
 
 @pytest.mark.parametrize(

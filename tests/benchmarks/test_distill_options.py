@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import distill_options, options_child
-from benchmarks.options_backend import CLASSES, NORMALIZATION, classify
+from benchmarks import distill_options
+from benchmarks.distillation import options_child
+from benchmarks.distillation.options_backend import CLASSES, NORMALIZATION, classify
 from distill_reader.teacher.predictor.backend import Device
 from distill_reader.teacher.predictor.encodings import decode_input
 from tests.distill_reader.student.local_teacher import LocalService, LocalTeacher

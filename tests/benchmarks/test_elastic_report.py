@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import recovery, resize
-from benchmarks.elastic_report import (
+from benchmarks.elasticity.report import (
     Record,
     Sample,
     at_most,
@@ -15,9 +15,9 @@ from benchmarks.elastic_report import (
     spread,
     table,
 )
-from benchmarks.elastic_task import TASKS, share
+from benchmarks.elasticity.stamps import generations
+from benchmarks.elasticity.task import TASKS, share
 from benchmarks.resize import steps_by_world
-from benchmarks.stamps import generations
 from tests.benchmarks.test_stamps import train
 
 

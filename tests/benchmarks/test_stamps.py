@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.stamps import (
+from benchmarks.elasticity.stamps import (
     Generation,
     Stamp,
     change,

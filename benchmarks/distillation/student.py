@@ -1,6 +1,6 @@
 """A small real training, with soft labels by teachers and without: a process of distill.py.
 
-    python -m benchmarks.distill_student --teachers HOST:PORT,... --json FILE
+    python -m benchmarks.distillation.student --teachers HOST:PORT,... --json FILE
 
 Blocks of steps alternate, so that other load on the machine meets both. The plain training reads
 the same generator, and its loss has the same terms with soft labels that are there already: what
@@ -26,8 +26,8 @@ import paddle
 import paddle.nn.functional as F  # noqa: N812
 from paddle import nn
 
-from benchmarks.distill_backends import CLASSES
-from benchmarks.distill_child import batches
+from benchmarks.distillation.backends import CLASSES
+from benchmarks.distillation.child import batches
 from distill_reader import DistillReader
 from distill_reader.student.labels.losses import soft_cross_entropy
 

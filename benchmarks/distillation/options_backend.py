@@ -1,6 +1,6 @@
 """What the teachers of benchmarks/distill_options.py compute: the class that the first pixel names.
 
-Loaded by `python -m distill_reader.serve --backend benchmarks.options_backend:classify`. Each
+Loaded by `distill_reader.serve --backend benchmarks.distillation.options_backend:classify`. Each
 answer says whose it is, also through pixels, half precision and the top of it.
 """
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import free_port
 from distill_reader.balance.addresses import registry_addresses
 from distill_reader.balance.client import FeedStats, StudentClient
 from distill_reader.balance.registry.registrar import PortProbe, Registrar, RegistrarConfig
@@ -29,12 +30,6 @@ LIMIT_S = 60.0  # for anything to come
 _HEAD = struct.Struct("!4si")
 _MAGIC = b"\xcb\xef\x00\x00"
 _ORIGINAL_POLL_S = 2.0  # of its students
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def until(condition: Callable[[], object], limit_s: float = LIMIT_S) -> float:

@@ -8,9 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no package
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this folder is no package
 
-from benchmarks.stamps import Generation, Stamp, generations, parse
+from benchmarks.elasticity.stamps import Generation, Stamp, generations, parse
 
 _RECENT = 16  # trainers among whom are all of the newest generation
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.distill_processes import SHAPES, Teacher, await_teacher
+from benchmarks.distillation.processes import SHAPES, Teacher, await_teacher
 from distill_reader import DistillReader
 from distill_reader.errors import NoTeacher, ReaderError
 

@@ -1,6 +1,6 @@
 """What narrow labels cost a student: handwritten digits, a teacher behind a real server.
 
-    python -m benchmarks.options_accuracy --seeds 10 --json FILE
+    python -m benchmarks.distillation.options_accuracy --seeds 10 --json FILE
 
 A teacher learns from 1,437 images of scikit-learn's digits (8x8) and is served by a process of its
 own, with a softmax at temperature 4. Small students learn from its soft labels of 300 images alone,
@@ -27,7 +27,8 @@ import paddle
 from paddle import nn
 from sklearn.datasets import load_digits
 
-from benchmarks.distill_processes import Teacher, free_port
+from benchmarks.distillation.processes import Teacher
+from benchmarks.harness import free_port
 from distill_reader import DistillReader, soft_cross_entropy
 from distill_reader.convert import save_servable
 from distill_reader.errors import DistillError

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,22 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import HOST, ROOT, free_port, wait_port
 from distill_reader.errors import DistillError
 from distill_reader.student.clients.connect import connect
 
-ROOT = Path(__file__).resolve().parents[1]
-HOST = "127.0.0.1"
 SHAPES = ("1x28x28", "3x224x224")
 _START_S = 60.0  # for a process to be there, on a busy machine
 _ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-
-def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Teacher:
@@ -79,7 +69,7 @@ class Teacher:
 def our_teachers(
     backend: str, folder: Path, *, count: int = 2, cores: set[int] | None = None
 ) -> Iterator[list[Teacher]]:
-    """`distill_reader.serve` with a backend of distill_backends and a model for each shape.
+    """`distill_reader.serve` with a backend of backends.py and a model for each shape.
 
     Args:
         folder: for logs, and for the folders that models are named after.
@@ -93,7 +83,7 @@ def our_teachers(
         for number in range(count):
             port = free_port()
             arguments = ["distill_reader.serve", "--port", str(port), "--model", *models]
-            arguments += ["--backend", f"benchmarks.distill_backends:{backend}"]
+            arguments += ["--backend", f"benchmarks.distillation.backends:{backend}"]
             log = folder / f"{backend}{number}.log"
             teachers.append(Teacher(arguments, port, log, cores=cores or os.sched_getaffinity(0)))
         for teacher in teachers:
@@ -118,32 +108,22 @@ def await_teacher(teacher: Teacher) -> None:
 
 @contextlib.contextmanager
 def raw_teachers(wait_s: float, folder: Path, *, count: int = 2) -> Iterator[list[Teacher]]:
-    """The teachers that the original is measured with: see distill_raw."""
+    """The teachers that the original is measured with: see raw.py."""
     teachers: list[Teacher] = []
     try:
         for number in range(count):
             port = free_port()
-            arguments = ["benchmarks.distill_raw", "--port", str(port), "--wait_s", str(wait_s)]
+            arguments = ["benchmarks.distillation.raw", "--port", str(port)]
+            arguments += ["--wait_s", str(wait_s)]
             log = folder / f"raw{number}.log"
             teachers.append(Teacher(arguments, port, log, cores=os.sched_getaffinity(0)))
         for teacher in teachers:
-            await_port(teacher)
+            if not wait_port(teacher.port, _START_S, teacher.process):
+                raise SystemExit(f"the teacher at {teacher.endpoint} did not start; see its log")
         yield teachers
     finally:
         for teacher in teachers:
             teacher.kill()
-
-
-def await_port(teacher: Teacher) -> None:
-    """Return when somebody listens there."""
-    deadline = time.monotonic() + _START_S
-    while True:
-        with contextlib.suppress(OSError):
-            socket.create_connection((HOST, teacher.port), timeout=1).close()
-            return
-        if teacher.process.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"the teacher at {teacher.endpoint} did not start; see its log")
-        time.sleep(0.01)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +179,7 @@ def read(
     folder: Path,
     original: Path | None,
 ) -> dict[str, float] | None:
-    """Run distill_child; return what it measured, None if it did not come to an end."""
+    """Run child.py; return what it measured, None if it did not come to an end."""
     arguments = [side, "--teachers", endpoints, "--shape", shape, "--batch", str(batch)]
     arguments += ["--warm_s", str(times.warm_s), "--seconds", str(times.seconds)]
     arguments += ["--pids", *(str(teacher.pid) for teacher in teachers)]
@@ -207,6 +187,6 @@ def read(
         arguments += ["--original", str(original)]
     limit_s = 60 + 10 * (times.warm_s + times.seconds)
     found: dict[str, float] | None = run_child(
-        "benchmarks.distill_child", arguments, folder, limit_s=limit_s
+        "benchmarks.distillation.child", arguments, folder, limit_s=limit_s
     )
     return found

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no package
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this folder is no package
 
 import paddle
 import paddle.nn.functional as F  # noqa: N812
 
-from benchmarks.elastic_networks import make_network
-from benchmarks.elastic_task import EPOCH_STEPS, PARAMETERS, TASKS, Task, make_data, parser
-from benchmarks.stamp_files import Stamper
+from benchmarks.elasticity.networks import make_network
+from benchmarks.elasticity.stamp_files import Stamper
+from benchmarks.elasticity.task import EPOCH_STEPS, PARAMETERS, TASKS, Task, make_data, parser
 from pod_runtime import elastic
 from pod_runtime.trainer.loop.loop import current_stage
 from pod_runtime.trainer.membership.state_manager import StateManager

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no package
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this folder is no package
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.elastic_task import PARAMETERS, TASKS, make_data, parser, share
-from benchmarks.stamp_files import Stamper
+from benchmarks.elasticity.stamp_files import Stamper
+from benchmarks.elasticity.task import PARAMETERS, TASKS, make_data, parser, share
 
 
 def make_network() -> Any:

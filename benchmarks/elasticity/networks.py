@@ -1,4 +1,4 @@
-"""The networks of elastic_task, with Paddle."""
+"""The networks of the tasks, with Paddle."""
 
 from typing import Any
 

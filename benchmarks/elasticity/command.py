@@ -5,12 +5,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.elastic_jobs import OURS_PYTHON, warm_page_cache
-from benchmarks.elastic_peer_setup import TUNED, add_arguments
-from benchmarks.elastic_report import Aim, Record, aims_table, choose, duration, load_now
+from benchmarks.elasticity.jobs import OURS_PYTHON, NotInTime, warm_page_cache
+from benchmarks.elasticity.peer_setup import TUNED, add_arguments, peers
+from benchmarks.elasticity.report import Aim, Record, Sample, aims_table, choose, duration, load_now
+from job_server.api.errors import JobServerError
 
 Measure = Callable[[str, int], None]
 
@@ -37,6 +39,33 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace, rows: Seque
         args.rows = choose(rows, args.only)
     except ValueError as error:
         parser.error(str(error))
+
+
+class Bench(ABC):
+    """Measures rows, and keeps what came of them: also that a training did not come to its end."""
+
+    def __init__(self, args: argparse.Namespace, record: Record, folder: Path) -> None:
+        self._args = args
+        self._record = record
+        self._folder = folder
+        self._peers = peers(args)
+        self._made = 0
+
+    @abstractmethod
+    def figures(self, row: str, turn: int) -> Iterator[tuple[str, dict[str, float]]]:
+        """Measure a row once; yield what is kept, and under which name."""
+
+    def measure(self, row: str, turn: int) -> None:
+        try:
+            for name, values in self.figures(row, turn):
+                self._record.add(Sample(row=name, turn=turn, values=values, load=load_now()))
+        except (NotInTime, JobServerError) as error:
+            self._record.add(Sample(row=row, turn=turn, failed=str(error), load=load_now()))
+
+    def next_folder(self, row: str) -> Path:
+        """Return a folder for one training, which is not there yet."""
+        self._made += 1
+        return self._folder / f"{self._made}-{row}"
 
 
 def runnable(rows: Sequence[str], why_not: Callable[[str], str]) -> list[str]:

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,11 +13,11 @@ from typing import Self
 
 import psutil
 
-from benchmarks.stamp_files import StampFolder
-from benchmarks.stamps import Generation
+from benchmarks import harness
+from benchmarks.elasticity.stamp_files import StampFolder
+from benchmarks.elasticity.stamps import Generation
+from benchmarks.harness import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
-HOST = "127.0.0.1"
 _LOOK_S = 0.05
 _STOP_S = 20.0
 
@@ -230,29 +229,15 @@ def kill_tree(program: subprocess.Popen[bytes]) -> None:
     program.wait()
 
 
-def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def wait_port(port: int, limit_s: float = 30.0) -> None:
-    """Return when somebody listens there. Raises NotInTime."""
-    deadline = time.monotonic() + limit_s
-    while True:
-        with contextlib.suppress(OSError):
-            socket.create_connection((HOST, port), timeout=1).close()
-            return
-        if time.monotonic() > deadline:
-            raise NotInTime(f"nobody listens on port {port} after {limit_s:g} s")
-        time.sleep(0.02)
-
-
 def warm_page_cache(python: str, modules: str) -> None:
     """Have the interpreter's files in memory: nobody's first start shall pay for the disk."""
     subprocess.run([python, "-c", f"import {modules}"], env=base_env(), check=True)
 
 
 OURS_PYTHON = sys.executable
+
+
+def wait_port(port: int, limit_s: float = 30.0) -> None:
+    """Return when somebody listens there. Raises NotInTime."""
+    if not harness.wait_port(port, limit_s):
+        raise NotInTime(f"nothing listens on port {port} after {limit_s:g} s")

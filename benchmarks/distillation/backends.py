@@ -1,6 +1,6 @@
 """What the teachers of benchmarks/distill.py compute: nothing, or nothing but waiting.
 
-Loaded by `python -m distill_reader.serve --backend benchmarks.distill_backends:FUNCTION`. The
+Loaded by `python -m distill_reader.serve --backend benchmarks.distillation.backends:FUNCTION`. The
 folder's name is the shape of a sample, as in `1x28x28`. Column 0 of the answer repeats the first
 value of each sample, so that a student can tell whose answer it got.
 """

@@ -1,14 +1,13 @@
 """One reader, ours or the original, read as fast as it goes: a process of benchmarks/distill.py.
 
-    python -m benchmarks.distill_child ours --teachers HOST:PORT,... --shape 1x28x28 --batch 64 \
-        --json FILE
+    python -m benchmarks.distillation.child ours --teachers HOST:PORT,... --shape 1x28x28 \
+        --batch 64 --json FILE
 
 Writes samples per second behind the time for warming up, and whether each answer
 belonged to its image. For the original, `--original DIR` is where `paddle_edl` was installed.
 """
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -20,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
-from benchmarks import distill_raw
+from benchmarks.distillation import raw
+from benchmarks.harness import busy_s, tree_cpu_s
 
 POOL_BYTES = 96 << 20  # different batches, so that not all of it stays in the processor's cache
 
@@ -57,12 +56,12 @@ def failing(generate: Callable[[], Iterator[Any]]) -> Callable[[], Iterator[Any]
 def original_reader(folder: str, teachers: str, shape: tuple[int, ...], batch: int) -> Any:
     """Return a reader of paddle_edl 0.3.1."""
     sys.path.insert(0, folder)
-    distill_raw.install_client()
+    raw.install_client()
     from paddle_edl.distill.distill_reader import DistillReader  # type: ignore[import-not-found]
 
     with tempfile.NamedTemporaryFile(prefix="edl-conf-", delete=False) as file:
         config = Path(file.name)
-    distill_raw.write_config(config, shape)
+    raw.write_config(config, shape)
     reader = DistillReader(ins=["image", "label"], predicts=["score"])
     reader.set_serving_conf_file(str(config))
     reader.set_teacher_batch_size(batch)
@@ -77,31 +76,26 @@ def our_reader(teachers: str) -> Any:
     return DistillReader(ins=["image", None], predicts=["score"]).set_fixed_teacher(teachers)
 
 
-def tree_cpu_s(pids: Sequence[int]) -> float:
-    """Return the processor time of these processes and all below them."""
-    total = 0.0
-    for pid in pids:
-        top = psutil.Process(pid)
-        for process in (top, *top.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):  # it has ended
-                times = process.cpu_times()
-                total += times.user + times.system
-    return total
+def ends_wrong(labels: Any, scores: Any) -> int:
+    """Return 1 if the first or the last answer is another image's.
 
-
-def busy_s() -> float:
-    """Return for how long this machine's processors have worked, for anybody."""
-    times = psutil.cpu_times()
-    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
+    Two samples of each batch tell: a batch is answered whole, and at batch 1 all are seen.
+    """
+    return int(scores[0, 0] != labels[0] or scores[-1, 0] != labels[-1])
 
 
 def measure(
-    items: Iterator[Any], warm_s: float, seconds: float, pids: Sequence[int]
+    items: Iterator[Any],
+    warm_s: float,
+    seconds: float,
+    pids: Sequence[int],
+    count_wrong: Callable[[Any, Any], int] = ends_wrong,
 ) -> dict[str, float]:
     """Read for `warm_s` and then for `seconds`; return what the second part brought.
 
     Args:
         pids: processes beside this one that belong to the measurement: the teachers.
+        count_wrong: how many of a batch's answers do not belong to its labels.
     """
     pids = (os.getpid(), *pids)
     wrong = samples = 0
@@ -110,8 +104,7 @@ def measure(
     first = last = time.perf_counter()
     for number, (_, labels, scores) in enumerate(items):
         last = time.perf_counter()
-        # Two samples of each batch tell: a batch is answered whole, and at batch 1 all are seen.
-        wrong += scores[0, 0] != labels[0] or scores[-1, 0] != labels[-1]
+        wrong += count_wrong(labels, scores)
         if number == 0:
             first = last
         if begin is None:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.elastic_jobs import Job
-from benchmarks.elastic_peers import PaddleJob, PeerOptions, TorchrunJob
+from benchmarks.elasticity.jobs import Job
+from benchmarks.elasticity.peers import PaddleJob, PeerOptions, TorchrunJob
 
 TORCH = "torch.distributed.run, numpy"
 PADDLE = "etcd3, paddle, paddle.distributed.launch"

@@ -13,17 +13,15 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.elastic_jobs import (
-    HOST,
-    ROOT,
+from benchmarks.elasticity.jobs import (
     Job,
     NotInTime,
     base_env,
     end,
-    free_port,
     trainer_options,
     wait_port,
 )
+from benchmarks.harness import HOST, ROOT, free_port
 from job_server.api.api_client import ApiClient
 from job_server.api.errors import JobServerError
 from job_server.api.wire import JobEvent, JobSpec, JobStatus, WireError
@@ -164,7 +162,7 @@ class EdlJob(Job):
         command = [
             sys.executable, "-m", "pod_runtime.launch",
             "--log_dir", str(self.folder / "trainers"), "--run_dir", str(self.folder / "run"),
-            str(ROOT / "benchmarks" / "elastic_train.py"),
+            str(Path(__file__).with_name("train.py")),
             *trainer_options(self, self.folder / "checkpoint", self.options.save_steps),
             f"--snapshot_steps={self.options.snapshot_steps}",
         ]  # fmt: skip
@@ -232,7 +230,7 @@ class EdlJob(Job):
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 line = process.cmdline()
-                script = any(word.endswith("elastic_train.py") for word in line[1:3])
+                script = any(word.endswith("elasticity/train.py") for word in line[1:3])
                 if process.pid not in training and (script or "pod_runtime.spare" in line):
                     times = process.cpu_times()
                     found[process.pid] = times.user + times.system

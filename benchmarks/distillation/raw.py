@@ -1,6 +1,6 @@
 """The teacher that the original is measured with, and the client that its reader finds there.
 
-    python -m benchmarks.distill_raw [--wait_s SECONDS_PER_IMAGE]
+    python -m benchmarks.distillation.raw [--wait_s SECONDS_PER_IMAGE]
 
 Paddle Serving can be installed no more, so a module with its client's name speaks to a process that
 answers at once, by the least that a socket needs: 16 bytes of head, the images as they lie in
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.distill_backends import CLASSES, first_values
+from benchmarks.distillation.backends import CLASSES, first_values
 from distill_reader.protocols.stream import bytes_of
 
 _HEAD = struct.Struct("<qq")  # samples, bytes

@@ -1,7 +1,7 @@
 """One reader with options, read as fast as it goes: a process of benchmarks/distill_options.py.
 
-    python -m benchmarks.options_child wire  --teachers HOST:PORT,... --option NAME --json FILE
-    python -m benchmarks.options_child cache --teachers HOST:PORT,... --option NAME --folder DIR ...
+    python -m benchmarks.distillation.options_child wire --teachers HOST:PORT,... --option NAME ...
+    python -m benchmarks.distillation.options_child cache --folder DIR ...
 
 `wire` counts the bytes that go through the sockets, and samples per second; `cache` reads two
 epochs. Whether each answer belongs to its image is checked in both.
@@ -10,7 +10,6 @@ epochs. Whether each answer belongs to its image is checked in both.
 import argparse
 import itertools
 import json
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -20,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.distill_child import busy_s, tree_cpu_s
-from benchmarks.options_backend import MEAN, NORMALIZATION, STD
+from benchmarks.distillation.child import measure
+from benchmarks.distillation.options_backend import MEAN, NORMALIZATION, STD
 from distill_reader import DistillReader
 from distill_reader.model.normalization import Normalization
 from distill_reader.protocols import stream
@@ -86,31 +85,14 @@ def wire(args: argparse.Namespace) -> dict[str, float]:
     counted_samples = sum(len(pixels) for _, pixels, _ in reader())
     sent, received = counted.sent / counted_samples, counted.received / counted_samples
     items = reader.set_batch_generator(lambda: itertools.cycle(batches))()
-    pids = (os.getpid(), *args.pids)
-    wrong = samples = 0
-    begin, cpu_s, machine_s = 0.0, 0.0, 0.0
-    first = time.perf_counter()
-    for _, pixels, score in items:
-        wrong += int((score.argmax(1) != pixels).sum())
-        now = time.perf_counter()
-        if not begin:
-            if now - first >= args.warm_s:
-                begin, cpu_s, machine_s = now, tree_cpu_s(pids), busy_s()
-            continue
-        samples += len(pixels)
-        if now - begin >= args.seconds:
-            break
-    elapsed_s = time.perf_counter() - begin
-    cpu_s, machine_s = tree_cpu_s(pids) - cpu_s, busy_s() - machine_s
+    found = measure(items, args.warm_s, args.seconds, args.pids, largest_wrong)
     items.close()
-    return {
-        "samples_per_s": samples / elapsed_s,
-        "sent_bytes_per_sample": sent,
-        "received_bytes_per_sample": received,
-        "cpu_us_per_sample": 1e6 * cpu_s / samples,
-        "others_used": max(0.0, machine_s - cpu_s) / (elapsed_s * (os.cpu_count() or 1)),
-        "wrong": float(wrong),
-    }
+    return found | {"sent_bytes_per_sample": sent, "received_bytes_per_sample": received}
+
+
+def largest_wrong(pixels: Any, score: Any) -> int:
+    """Return how many answers do not name the first pixel of their image."""
+    return int((score.argmax(1) != pixels).sum())
 
 
 def cache(args: argparse.Namespace) -> dict[str, float]:

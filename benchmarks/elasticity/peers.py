@@ -10,16 +10,14 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.elastic_jobs import (
-    HOST,
-    ROOT,
+from benchmarks.elasticity.jobs import (
     Job,
     end,
-    free_port,
     kill_tree,
     trainer_options,
     wait_port,
 )
+from benchmarks.harness import HOST, free_port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +72,7 @@ class TorchrunJob(PeerJob):
         super().__init__(folder, task=task, steps=steps, options=options)
         self._port = free_port()
 
-    def launch(self, script: str = "elastic_train_torch.py") -> subprocess.Popen[bytes]:
+    def launch(self, script: str = "train_torch.py") -> subprocess.Popen[bytes]:
         conf = [f"is_host={int(self._started == 0)}"]
         command = [self.options.python, "-m", "torch.distributed.run"]
         command += [f"--nnodes=1:{self.options.most}", "--nproc_per_node=1", "--max_restarts=100"]
@@ -85,7 +83,7 @@ class TorchrunJob(PeerJob):
             conf += ["last_call_timeout=1", "keep_alive_interval=1", "keep_alive_max_attempt=3"]
             command += ["--monitor_interval=0.1"]
         command += [f"--rdzv_conf={','.join(conf)}"]
-        command += [str(ROOT / "benchmarks" / script), *self.trainer()]
+        command += [str(Path(__file__).with_name(script)), *self.trainer()]
         env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.options.own_store else {}
         # All at once, so that they meet in the first rendezvous; who is early waits for the store.
         return self.spawn(command, f"agent{self._started}", env)
@@ -121,7 +119,7 @@ class PaddleJob(PeerJob):
             # that the others find nobody, and end.
             command += ["--elastic_timeout", "6"]
             more = ["--wait_for_master"]
-        script = ROOT / "benchmarks" / "elastic_train_paddle.py"
+        script = Path(__file__).with_name("train_paddle.py")
         command += [str(script), *self.trainer(), *more]
         env = {
             "CUDA_VISIBLE_DEVICES": "",

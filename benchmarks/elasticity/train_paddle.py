@@ -9,15 +9,15 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no package
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # this folder is no package
 
 import paddle
 import paddle.distributed as dist
 import paddle.nn.functional as F  # noqa: N812
 
-from benchmarks.elastic_networks import make_network
-from benchmarks.elastic_task import PARAMETERS, TASKS, make_data, parser, share
-from benchmarks.stamp_files import Stamper
+from benchmarks.elasticity.networks import make_network
+from benchmarks.elasticity.stamp_files import Stamper
+from benchmarks.elasticity.task import PARAMETERS, TASKS, make_data, parser, share
 
 _PORT_TIMEOUT_S = 60.0
 

@@ -1,0 +1,56 @@
+"""What benchmarks share: where they run, ports, and what the processor was used for."""
+
+import contextlib
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+HOST = "127.0.0.1"
+
+
+def free_port() -> int:
+    """Return a port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_port(port: int, limit_s: float, process: "subprocess.Popen[bytes] | None" = None) -> bool:
+    """Return whether somebody listens there in time; where `process` has ended, nobody will."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        with contextlib.suppress(OSError):
+            socket.create_connection((HOST, port), timeout=1).close()
+            return True
+        if time.monotonic() > deadline or (process is not None and process.poll() is not None):
+            return False
+        time.sleep(0.01)
+
+
+def tree_cpu_s(pids: Sequence[int]) -> float:
+    """Return the processor time of these processes and all below them."""
+    total = 0.0
+    for pid in pids:
+        top = psutil.Process(pid)
+        for process in (top, *top.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):  # it has ended
+                times = process.cpu_times()
+                total += times.user + times.system
+    return total
+
+
+def busy_s() -> float:
+    """Return for how long this machine's processors have worked, for anybody."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
+
+
+def machine_used(seconds: float = 1.0) -> float:
+    """Return which share of the machine's processors is used now."""
+    return psutil.cpu_percent(seconds) / 100

@@ -5,10 +5,12 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from job_server.api import wire
 from job_server.api.codec import MAX_INT, WireError, decode, encode, from_json, to_json
 from job_server.api.wire import (
     Attach,
@@ -157,3 +159,31 @@ def test_a_standby_that_could_never_be_prepared_is_refused():
 def test_a_launcher_cannot_attach_in_a_phase_that_only_the_server_knows(phase):
     with pytest.raises(WireError, match=f"phase: '{phase}' is no phase that a launcher"):
         decode(Attach, {"pod_id": "a", "node_id": "n", "pid": 1, "phase": phase})
+
+
+# A message of each class, with a value of its own in every field, as the version before wrote it.
+OLD: dict[str, Any] = json.loads(
+    (Path(__file__).parent / "data" / "messages_of_version_1.json").read_text()
+)
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_messages_of_the_version_before_are_read_and_programs_of_it_can_read_ours(name):
+    """Pods outlive an upgrade of the server, and a node may be upgraded before or after it."""
+    message = from_json(getattr(wire, name), json.dumps(OLD[name]).encode())
+    assert _as_then(json.loads(to_json(message)), OLD[name]) == OLD[name]
+
+
+def _as_then(now: Any, then: Any) -> Any:
+    """Return a message without the fields that there were not then."""
+    if isinstance(then, dict):
+        return {key: _as_then(now[key], value) for key, value in then.items()}
+    if isinstance(then, list):
+        return [_as_then(*pair) for pair in zip(now, then, strict=True)]
+    return now
+
+
+def test_a_message_without_the_fields_of_this_version_has_their_defaults():
+    old = {key: OLD["PodReport"][key] for key in ("kind", "stage", "kept")}
+    report = from_json(PodReport, json.dumps(old).encode())
+    assert report == PodReport(kind=report.kind, stage=report.stage, snapshot_is_current=True)

@@ -82,7 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--keep_failed_s",
         type=float,
         default=3600.0,
-        help="so long does a state stay in memory that cannot be written at the end (3600)",
+        help="how long a state that cannot be written at the end stays in memory (3600)",
     )
     add("--grace_s", type=float, default=15.0, help="from SIGTERM to SIGKILL (15)")
     add("--heartbeat_s", type=float, default=1.0, help="of the job server (1)")
@@ -126,9 +126,9 @@ def read_config(argv: Sequence[str] | None, environ: Mapping[str, str]) -> RunCo
 
 
 def _spec(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[JobSpec, int | None]:
-    """Return the job, and how many CPU slots the client is to offer; None: it offers the GPUs."""
+    """Return the job, and how many CPU slots the client offers; None: it offers the GPUs."""
     gpus = 0 if args.cpu_slots is not None else count_gpus(environ)
-    # Without GPUs a slot is no device: there may be as many as the job wants.
+    # Without GPUs a slot is not a device: there may be as many as the job wants.
     cpu_wanted = max(os.cpu_count() or 1, (args.max or args.pods or args.min) * args.slots_per_pod)
     slots = args.cpu_slots or gpus or cpu_wanted
     fitting = slots // args.slots_per_pod
@@ -191,7 +191,7 @@ def count_gpus(environ: Mapping[str, str]) -> int:
     if visible is not None:
         return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
     try:
-        import pynvml  # only here: a machine without GPUs does without it
+        import pynvml  # only here: a machine without GPUs may lack it
     except ImportError:
         return 0
     try:
@@ -229,7 +229,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
     except LaunchError as error:
         sys.stderr.write(f"edl run: {error}\n")
         return error.exit_code
-    except BrokenPipeError:  # `| head`: nobody reads on. All has been stopped.
+    except BrokenPipeError:  # as by `| head`; all has been stopped
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

@@ -52,7 +52,7 @@ def run(argv: list[str]) -> None:
         if os.getpid() == pid and isinstance(left.code, str):
             _report(left, left.__traceback__, channel, cwd)
         raise
-    except BaseException as error:  # noqa: BLE001  the interpreter's own way, but that we tell it
+    except BaseException as error:  # noqa: BLE001  as the interpreter does
         trace = _of_the_script(error.__traceback__, script)
         hint = _ask_loop("explain_error", error) or ""
         if hint:

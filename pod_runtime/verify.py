@@ -26,7 +26,7 @@ _SHOWN_IDS = 10
 
 
 class NothingToVerifyError(Exception):
-    """The path holds no ledger; the text says what was looked for."""
+    """The path has no ledger; the text says what was expected there."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_ledger(path: str) -> tuple[RunInfo, Mapping[int, StageEntry]]:
-    """As `read_all`, without what is damaged."""
+    """Return the run and its stages, as `read_all` does."""
     run, stages, _damaged = read_all(path)
     return run, stages
 
@@ -57,7 +57,8 @@ def read_ledger(path: str) -> tuple[RunInfo, Mapping[int, StageEntry]]:
 def read_all(path: str) -> tuple[RunInfo, Mapping[int, StageEntry], tuple[str, ...]]:
     """Return the run and its stages, from a run folder or from the newest intact checkpoint.
 
-    And what of a run folder's ledger cannot be read: the rest can be judged all the same.
+    The third value names lines of a run folder's ledger that cannot be read; the others can be
+    checked all the same.
 
     Raises:
         NothingToVerifyError: there is neither, or it cannot be read.

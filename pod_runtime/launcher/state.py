@@ -51,7 +51,7 @@ class TrainerState:
     rank: int
     code: int | None = None  # None: alive; negative: the signal that ended it
     elastic: bool = False  # it has sent hello
-    joins: bool = False  # it offers to form the next stage's group beside its own
+    joins: bool = False  # it can form the next stage's group while it trains
     welcomed: bool = False
     prepared: bool = False  # while an older stage trains; waits for the state
     loaded: bool = False
@@ -234,9 +234,9 @@ def received(pod: LauncherState, key: Key, rank: int, message: TrainerMessage) -
     match message:
         case TrainerHello():
             # A script that enters a second loop sends hello again, and is welcomed again.
-            afresh = {"welcomed": False, "prepared": False, "loaded": False, "go_sent": False}
+            reset = {"welcomed": False, "prepared": False, "loaded": False, "go_sent": False}
             run = _with_trainer(
-                run, rank, elastic=True, joins=message.joins, parked_at=None, cut_sent=0, **afresh
+                run, rank, elastic=True, joins=message.joins, parked_at=None, cut_sent=0, **reset
             )
         case Prepared():
             run = _with_trainer(run, rank, prepared=True)

@@ -1,5 +1,6 @@
 """Where a stage finds the state that was written as its job was paused; ranks are threads."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from job_server.api.wire import RestoreFrom
+from pod_runtime.segment_header import SlotHeader, Stamp, make_geometry, pack_part
 from pod_runtime.trainer.errors import StateError
 from pod_runtime.trainer.membership.restore import Restored, StateRestore
 from pod_runtime.trainer.state.checkpoint import CheckpointStore
@@ -78,6 +80,27 @@ def test_a_state_that_no_rank_sees_is_an_error_and_no_fresh_start(tmp_path):
     for each in restored([lost, lost], store(tmp_path / "checkpoint")):
         assert isinstance(each, str)
         assert each.startswith("no trainer sees step 12 of stage 3 in ")
+
+
+def test_a_snapshot_that_cannot_be_read_is_an_error_and_no_fresh_start():
+    geometry = make_geometry(1, 64, 64)
+    header = SlotHeader(stamp=Stamp(stage=3, step=12), meta_bytes=64, data_bytes=64, digest="d")
+    fd = os.memfd_create("test")
+    os.pwrite(fd, geometry.pack(), 0)
+    os.pwrite(fd, pack_part(header), geometry.header_offset(0, 0))  # and nothing behind it
+    alone = StateRestore(
+        adapter=Group(1).of_rank(0),
+        rank=0,
+        world_size=1,
+        stage=5,
+        wanted=RestoreFrom(stage=3, step=12, pods=("a",)),
+        fds=(fd,),
+        store=None,
+        fresh=make_status(),
+    )
+    with pytest.raises(StateError, match=r"^the snapshot of step 12 cannot be read any more"):
+        alone.run()
+    os.close(fd)
 
 
 def test_a_checkpoint_of_the_script_that_was_damaged_gives_way_to_the_one_before(tmp_path):

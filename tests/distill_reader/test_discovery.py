@@ -119,7 +119,7 @@ def test_a_teacher_says_where_it_is_found(monkeypatch):
         args = parser.parse_args(["--register", "127.0.0.1:7001", *arguments])
         config = registering.parse_register(args)
         assert config is not None
-        return config.registrar(bound, 9292, lambda: True)._config.server
+        return config.registrar(bound, 9292, lambda: True).server
 
     name = ("--service_name", "svc")
     assert endpoint("10.1.2.3", *name) == "10.1.2.3:9292"
@@ -248,7 +248,7 @@ def test_teachers_register_by_themselves_and_by_a_registrar_and_withdraw_at_sigt
         wait_until(lambda: len(student.teachers) == 1)
     code, log = teacher.end()
     assert code == 0
-    assert log.index("is withdrawn") < log.index("no more requests are taken")
+    assert log.index("is withdrawn") < log.index("no more requests are accepted")
     wait_until(lambda: not student.teachers)
 
 

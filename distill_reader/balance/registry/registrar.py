@@ -11,7 +11,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from distill_reader.balance.addresses import DiscoveryAddress, RegistryAddress, host_port_of
+from distill_reader.balance.addresses import (
+    DiscoveryAddress,
+    RedisAddress,
+    RegistryAddress,
+    host_port_of,
+)
 from distill_reader.balance.registry.redis_registry import RedisRegistry
 from distill_reader.balance.tasks import end_tasks, finish
 from distill_reader.balance.wire.client_connection import ClientConnection, DiscoveryUnavailable
@@ -43,29 +48,47 @@ class RegistrarConfig:
     info: str = ""
 
 
-class _Link(Protocol):
-    """A connection to a registry. Raises: DistillError."""
+class RegistryLink(Protocol):
+    """A connection to a registry. Methods raise DistillError."""
 
     async def heartbeat(self) -> None: ...
     async def withdraw(self) -> None: ...
     async def close(self) -> None: ...
 
 
+def open_link(address: RegistryAddress, config: RegistrarConfig) -> RegistryLink:
+    """Return a link, which connects with its first message. Raises: UsageError."""
+    if isinstance(address, DiscoveryAddress):
+        return _DiscoveryLink(address, config)
+    return _RedisLink(address, config)
+
+
 class Registrar:
     """Registers one teacher, at one address at a time. Belongs to one event loop."""
 
-    def __init__(self, config: RegistrarConfig, is_alive: Callable[[], Awaitable[bool]]) -> None:
+    def __init__(
+        self,
+        config: RegistrarConfig,
+        is_alive: Callable[[], Awaitable[bool]],
+        open_link: Callable[[RegistryAddress, RegistrarConfig], RegistryLink] = open_link,
+    ) -> None:
         """
         Args:
             is_alive: whether the teacher is up.
         """
         self._config = config
         self._is_alive = is_alive
-        self._links: dict[RegistryAddress, _Link] = {}
+        self._open_link = open_link
+        self._links: dict[RegistryAddress, RegistryLink] = {}
         self._at = random.randrange(len(config.addresses))  # teachers spread over the servers
         self._failures = 0  # in a row
         self._is_registered = False
         self._trouble_logged_s = -_LOG_EVERY_S
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether the last message to the registry has registered the teacher."""
+        return self._is_registered
 
     async def run(self) -> None:
         """Run until cancelled; then withdraw."""
@@ -127,11 +150,10 @@ class Registrar:
             await link.close()
             del self._links[address]
 
-    def _link(self, address: RegistryAddress) -> _Link:
+    def _link(self, address: RegistryAddress) -> RegistryLink:
         link = self._links.get(address)
         if link is None:
-            kind = _DiscoveryLink if isinstance(address, DiscoveryAddress) else _RedisLink
-            link = self._links[address] = kind(address, self._config)  # type: ignore[arg-type]
+            link = self._links[address] = self._open_link(address, self._config)
         return link
 
     async def _end(self) -> None:
@@ -256,8 +278,7 @@ class _DiscoveryLink:
 
 
 class _RedisLink:
-    def __init__(self, address: RegistryAddress, config: RegistrarConfig) -> None:
-        assert not isinstance(address, DiscoveryAddress)
+    def __init__(self, address: RedisAddress, config: RegistrarConfig) -> None:
         self._config = config
         self._registry = RedisRegistry([address])
 
@@ -295,6 +316,7 @@ class RegistrarThread:
             is_ready: whether the teacher can answer; called in this thread. A teacher that cannot
                 is withdrawn, and registered again when it can.
         """
+        self.server = config.server
         self._config = config
         self._is_ready = is_ready
         self._readiness = Readiness()

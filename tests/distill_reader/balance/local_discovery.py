@@ -102,17 +102,6 @@ class LocalDiscovery(LoopThread):
         return set() if known is None else set(known.teachers)
 
 
-class _Registrar(Registrar):
-    is_dead = False
-
-    async def _step(self) -> float:
-        return 0.05 if self.is_dead else await super()._step()
-
-    async def _end(self) -> None:
-        self._is_registered = self._is_registered and not self.is_dead
-        await super()._end()
-
-
 class LocalTeacher(LoopThread):
     """A port that is open, and a registrar that looks after it."""
 
@@ -129,17 +118,24 @@ class LocalTeacher(LoopThread):
             token=token,
             lease_s=LEASE_S,
         )
-        # Nobody answers there who could say whether it is ready.
-        self.registrar = _Registrar(self._config, PortProbe(f"grpc://{self.endpoint}"))
+        self._is_registrar_dead = False
+        # Nothing answers there that could report whether it is ready.
+        self._probe = PortProbe(f"grpc://{self.endpoint}")
+        self.registrar = Registrar(self._config, self._is_alive)
         self.start()
 
     async def work(self) -> None:
         await self.registrar.run()
 
+    async def _is_alive(self) -> bool:
+        if self._is_registrar_dead:
+            await asyncio.Event().wait()
+        return await self._probe()
+
     @property
     def is_registered(self) -> bool:
-        """Whether it knows of that."""
-        return self.registrar._is_registered
+        """Whether its registrar has registered it."""
+        return self.registrar.is_registered
 
     def kill(self) -> None:
         """The teacher dies, the registrar does not."""
@@ -148,8 +144,8 @@ class LocalTeacher(LoopThread):
             self._listener = None
 
     def stop_beating(self) -> None:
-        """The registrar dies as well, and says nothing."""
-        self.registrar.is_dead = True
+        """The registrar dies as well, without a message."""
+        self._is_registrar_dead = True
 
     def come_back(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", self._port), backlog=_BACKLOG)

@@ -6,7 +6,6 @@ import time
 import pytest
 import redis
 
-from distill_reader.balance.addresses import registry_addresses
 from distill_reader.balance.server import balancer
 from tests.distill_reader.balance.discovery_process import DiscoveryProcess
 from tests.distill_reader.balance.local_discovery import (
@@ -17,7 +16,7 @@ from tests.distill_reader.balance.local_discovery import (
     RawClient,
 )
 from tests.distill_reader.balance.redis_process import RedisProcess
-from tests.support import wait_until
+from tests.support import free_port, wait_until
 
 
 def group(run, where_teachers, where_students, teachers: int, students: int):
@@ -44,10 +43,9 @@ def wait_for_the_end_of_leases() -> None:
 
 def test_a_server_that_is_killed_takes_nothing_with_it(redis_server, run):
     dying = run(DiscoveryProcess, "--db_endpoints", redis_server.endpoint)
-    staying = run(LocalDiscovery, redis_server.url)
-    _, students = group(run, redis_server.url, dying.endpoint, 4, 2)
-    for student in students:  # as if they had been given both
-        student.client._addresses.append(*registry_addresses(staying.endpoint, "where"))
+    port = free_port()
+    _, students = group(run, redis_server.url, f"{dying.endpoint},127.0.0.1:{port}", 4, 2)
+    staying = run(LocalDiscovery, redis_server.url, port=port)
     told = [list(student.told) for student in students]
     dying.send(signal.SIGKILL)
     wait_until(lambda: staying.server.balancer.students == 2)
@@ -62,9 +60,10 @@ def test_a_server_that_hangs_is_left(redis_server, run, monkeypatch):
     monkeypatch.setattr("distill_reader.balance.client.REPORT_S", 0.1)
     monkeypatch.setattr("distill_reader.balance.client.ANSWER_S", 0.5)
     hanging = run(DiscoveryProcess, "--db_endpoints", redis_server.endpoint)
-    staying = run(LocalDiscovery, redis_server.url)
-    (teacher,), (student,) = group(run, redis_server.url, hanging.endpoint, 1, 1)
-    student.client._addresses.append(*registry_addresses(staying.endpoint, "where"))
+    port = free_port()
+    where = f"{hanging.endpoint},127.0.0.1:{port}"
+    (teacher,), (student,) = group(run, redis_server.url, where, 1, 1)
+    staying = run(LocalDiscovery, redis_server.url, port=port)
     told = len(student.told)
     hanging.send(signal.SIGSTOP)
     wait_until(lambda: staying.server.balancer.students == 1)

@@ -49,9 +49,8 @@ class SlowLink:
         self.calls.append("close")
 
 
-def test_a_registrar_ends_when_its_teacher_is_withdrawn_and_not_before(monkeypatch):
+def test_a_registrar_ends_when_its_teacher_is_withdrawn_and_not_before():
     link = SlowLink()
-    monkeypatch.setattr(Registrar, "_link", lambda self, place: self._links.setdefault(place, link))
 
     async def alive() -> bool:
         return True
@@ -60,7 +59,7 @@ def test_a_registrar_ends_when_its_teacher_is_withdrawn_and_not_before(monkeypat
         config = RegistrarConfig(
             addresses=registry_addresses("h:2", "where"), service="svc", server="h:1"
         )
-        task = asyncio.create_task(Registrar(config, alive).run())
+        task = asyncio.create_task(Registrar(config, alive, lambda *_: link).run())
         while not link.calls:
             await asyncio.sleep(0.01)
         await end_tasks(task)
@@ -72,7 +71,6 @@ def test_a_registrar_ends_when_its_teacher_is_withdrawn_and_not_before(monkeypat
 def test_a_registrar_goes_on_after_a_defect_of_its_probe_or_its_link(monkeypatch):
     monkeypatch.setattr(registrar, "_RETRY_S", 0.01)
     link = SlowLink()
-    monkeypatch.setattr(Registrar, "_link", lambda self, place: self._links.setdefault(place, link))
     probes: list[int] = []
 
     async def probe() -> bool:
@@ -85,7 +83,7 @@ def test_a_registrar_goes_on_after_a_defect_of_its_probe_or_its_link(monkeypatch
         config = RegistrarConfig(
             addresses=registry_addresses("h:2", "where"), service="svc", server="h:1"
         )
-        task = asyncio.create_task(Registrar(config, probe).run())
+        task = asyncio.create_task(Registrar(config, probe, lambda *_: link).run())
         await until(lambda: bool(link.calls))
         await end_tasks(task)
 

@@ -172,7 +172,9 @@ def serve_accepted(listener: socket.socket, teacher: LocalTeacher) -> None:
 
 def test_a_model_that_is_not_there_ends_the_search(run):
     teacher = run(LocalTeacher(LocalService()))
-    with pytest.raises(ModelNotFound, match="nope: no model 'nope' is served here"):
+    with pytest.raises(
+        ModelNotFound, match=f"{teacher.endpoint}/nope: no model 'nope' is served here"
+    ):
         connect(f"{teacher.endpoint}/nope")
 
 

@@ -35,8 +35,7 @@ from distill_reader.balance.wire.client_connection import (
 from distill_reader.balance.wire.messages import (
     REPORT_S,
     StudentJoin,
-    StudentReport,
-    hello_body,
+    join_body,
     report_body,
 )
 from distill_reader.errors import BadRequest, DistillError, TransientFailure
@@ -233,14 +232,14 @@ class StudentClient:
     async def _visit_server(self, address: DiscoveryAddress) -> None:
         connection = await ClientConnection.connect(address.endpoint, self._token)
         try:
-            hello = StudentJoin(
+            join = StudentJoin(
                 service=self._service,
                 student=self._name,
                 session=self._session,
                 require=self._require,
                 held=self._held,
             )
-            await connection.send(hello_body(hello))
+            await connection.send(join_body(join))
             reporting = asyncio.create_task(self._report(connection))
             try:
                 await self._listen(connection)
@@ -275,15 +274,7 @@ class StudentClient:
     async def _report(self, connection: ClientConnection) -> None:
         while True:
             await self._pause()
-            student = self._student()
-            report = StudentReport(
-                require=student.require,
-                wait_share=student.wait_share,
-                samples_per_s=student.samples_per_s,
-                measured=student.measured,
-                unusable=student.unusable,
-            )
-            await connection.send(report_body(report))
+            await connection.send(report_body(self._student()))
 
     async def _pause(self) -> None:
         """Wait until it is time for a report."""

@@ -381,7 +381,7 @@ class DistillReader:
     ) -> Iterator[Any]:
         labels = Labels(settings.predicts, settings.wire_predicts, settings.top_k)
         item_format: ItemFormat = ITEM_FORMATS[self._kind](
-            settings.sent, len(settings.ins), labels.count, settings.padding, labels.arrays
+            settings.sent, len(settings.ins), len(labels.arrays), settings.padding, labels.arrays
         )
         lock = SessionLock()
         session = ReaderSession(

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distill_reader.balance.registry.registry import Registry, RegistryUnavailable
@@ -376,11 +376,9 @@ class _Session:
         self._server.student_came(self, service, student)
 
     def _report(self, student: Student, request: StudentReport) -> None:
-        self._student = Student(
-            student=student.student,
-            session=student.session,
+        self._student = replace(
+            student,
             require=request.require,
-            held=student.held,
             wait_share=request.wait_share,
             samples_per_s=request.samples_per_s,
             measured=request.measured,

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from distill_reader.balance.addresses import check_endpoint, check_name, shown
-from distill_reader.balance.table import MAX_HELD, MAX_REQUIRE, MAX_UNUSABLE, Measured
+from distill_reader.balance.table import MAX_HELD, MAX_REQUIRE, MAX_UNUSABLE, Measured, Student
 from distill_reader.errors import BadRequest, UsageError
 
 HEAD = struct.Struct("!4si")
@@ -179,7 +179,7 @@ def parse(body: Mapping[str, Any]) -> Request:
         raise BadRequest(str(error)) from error
 
 
-def hello_body(student: StudentJoin) -> dict[str, Any]:
+def join_body(student: StudentJoin) -> dict[str, Any]:
     """Return the first message of a student."""
     return {
         "type": "student",
@@ -191,17 +191,17 @@ def hello_body(student: StudentJoin) -> dict[str, Any]:
     }
 
 
-def report_body(report: StudentReport) -> dict[str, Any]:
+def report_body(student: Student) -> dict[str, Any]:
     return {
         "type": "report",
-        "require": report.require,
-        "wait_share": report.wait_share,
-        "samples_per_s": report.samples_per_s,
+        "require": student.require,
+        "wait_share": student.wait_share,
+        "samples_per_s": student.samples_per_s,
         "measured": {
             teacher: [each.samples_per_s, each.busy_share]
-            for teacher, each in list(report.measured.items())[:MAX_HELD]
+            for teacher, each in list(student.measured.items())[:MAX_HELD]
         },
-        "unusable": report.unusable[:MAX_UNUSABLE],
+        "unusable": student.unusable[:MAX_UNUSABLE],
     }
 
 
@@ -237,7 +237,7 @@ def _legacy_heartbeat(body: Mapping[str, Any]) -> LegacyHeartbeat:
     )
 
 
-def _hello(body: Mapping[str, Any]) -> StudentJoin:
+def _student_join(body: Mapping[str, Any]) -> StudentJoin:
     return StudentJoin(
         service=check_name(body.get("service"), "service"),
         student=check_name(body.get("student"), "student"),
@@ -247,7 +247,7 @@ def _hello(body: Mapping[str, Any]) -> StudentJoin:
     )
 
 
-def _report(body: Mapping[str, Any]) -> StudentReport:
+def _student_report(body: Mapping[str, Any]) -> StudentReport:
     measured = body.get("measured")
     if not isinstance(measured, dict) or len(measured) > MAX_HELD:
         raise BadRequest(f"measured: expected up to {MAX_HELD} teachers, got {shown(measured)}")
@@ -269,7 +269,7 @@ def _report(body: Mapping[str, Any]) -> StudentReport:
     )
 
 
-def _leave(_: Mapping[str, Any]) -> StudentLeave:
+def _student_leave(_: Mapping[str, Any]) -> StudentLeave:
     return StudentLeave()
 
 
@@ -299,9 +299,9 @@ def _withdraw(body: Mapping[str, Any]) -> TeacherWithdrawal:
 _READERS: dict[str, Callable[[Mapping[str, Any]], Request]] = {
     "register": _legacy_register,
     "heartbeat": _legacy_heartbeat,
-    "student": _hello,
-    "report": _report,
-    "leave": _leave,
+    "student": _student_join,
+    "report": _student_report,
+    "leave": _student_leave,
     "teacher": _teacher_heartbeat,
     "withdraw": _withdraw,
     "meet": lambda body: AuthStart(nonce=_text(body, "nonce")),

@@ -66,11 +66,6 @@ class Labels:
         )
 
     @property
-    def count(self) -> int:
-        """The number of arrays that the user gets."""
-        return len(self.arrays)
-
-    @property
     def asks_encodings(self) -> bool:
         return bool(self._wire_dtype) or any(self._is_top)
 

@@ -43,7 +43,7 @@ def shares(rows: int, classes: int, seed: int = 0, sharpness: float = 3.0) -> np
 def test_without_options_the_outputs_are_asked_for_by_their_names():
     labels = Labels(("count", "score"), "", None)
     assert labels.asked("t:1", spec(takes_encodings=False))[0] == ("count", "score")
-    assert labels.count == 2
+    assert len(labels.arrays) == 2
 
 
 @given(
@@ -98,7 +98,7 @@ def test_logits_that_are_renormalized_give_the_others_nothing_at_any_temperature
 def test_values_and_indices_are_handed_out_as_asked():
     labels = Labels(("score", "count"), "", TopK(k=3, dense=False, predicts=("score",)))
     probabilities = shares(4, 20)
-    assert labels.count == 3
+    assert len(labels.arrays) == 3
     values, indices, count = taught(
         labels, {"score": probabilities, "count": np.full((4, 1), 7)}, spec()
     )

@@ -1,4 +1,4 @@
-"""How long to wait before the next try."""
+"""Delays between tries."""
 
 _MOST_DOUBLINGS = 30  # 2 ** failures would become too large for a float
 

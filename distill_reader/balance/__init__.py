@@ -1,1 +1,1 @@
-"""Who is a teacher, who is a student, and which teachers each student uses."""
+"""Discovery of teachers, and their assignment to students."""

@@ -6,7 +6,7 @@ same. A table also has the speed class of each teacher:
 
 A class is a power of the square root of two, counted from the median speed of the service. A
 teacher leaves its class only if its measured speed is more than one class away. So teachers of one
-kind are all in class 0, and measurement noise moves nobody.
+kind are all in class 0, and measurement noise moves no student.
 """
 
 import json

@@ -1,1 +1,1 @@
-"""What a model takes and returns."""
+"""Specs of a model's inputs and outputs, and their encodings."""

@@ -1,1 +1,1 @@
-"""What runs in a student's training process: the reader, its teachers' clients, the losses."""
+"""The student's side, in its training process: the reader, the clients of teachers, the losses."""

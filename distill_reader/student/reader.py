@@ -219,7 +219,7 @@ class DistillReader:
         must give the same result for a padded sample; most need the mask as a field of its own.
 
         Args:
-            fields: the field to pad on its first axis (in batches, the first behind the samples);
+            fields: the field to pad on its first axis (in batches, the first after the samples);
                 or several of equal length, each with its padding value. None, the default: no
                 padding.
             value: the padding value, if `fields` is one name.

@@ -1,1 +1,1 @@
-"""Where services and teachers are known."""
+"""The registry of services, their teachers and students."""

@@ -233,7 +233,7 @@ class RedisRegistry:
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """Let not all teachers, who may be many, ask at once. Raises: RegistryUnavailable."""
+        """Limit how many teachers are registered at once. Raises: RegistryUnavailable."""
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 await self._turns.acquire()

@@ -47,7 +47,11 @@ class _Services(Collector):
         for name, text, value in (
             ("edl_discovery_connections", "Open connections.", float(self._connections())),
             ("edl_discovery_registry_up", "Whether the registry answers.", float(not view.away)),
-            ("edl_discovery_moves", "Links that students got anew, by us.", self._balancer.moves),
+            (
+                "edl_discovery_moves",
+                "Links new to their students.",
+                self._balancer.moves,
+            ),
         ):
             families.append(GaugeMetricFamily(name, text, value=value))
         for name, text, count in (

@@ -1,1 +1,1 @@
-"""What discovery servers, students and teachers say to each other."""
+"""The protocol between discovery servers, students and teachers."""

@@ -1,1 +1,1 @@
-"""What goes in which request, and back in order."""
+"""Which samples go into which request, and answers in order."""

@@ -1,1 +1,1 @@
-"""What is made of the teachers' answers, and the losses."""
+"""Predictions made of the teachers' answers, and the losses."""

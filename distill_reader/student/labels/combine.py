@@ -48,7 +48,7 @@ class Combination:
                 )
             if self.of == "probabilities":
                 _check_probabilities(name, output, array)
-        # In double precision and in a fixed order, so the sum does not depend on who answers first.
+        # In double precision and in a fixed order: the sum does not depend on the first answer.
         total = np.zeros(first.shape, np.float64)
         for weight, array in zip(self.weights, arrays, strict=True):
             total += weight * array

@@ -45,7 +45,7 @@ def kl_divergence(
     """Return the divergence of the student's softmax from the teacher's, both at `temperature`.
 
     Hinton et al., section 2: times temperature**2, so that the gradient does not shrink as the
-    temperature grows, and keeps its weight beside a loss against labels.
+    temperature grows, and keeps its weight compared with a loss against labels.
 
     Args:
         student_logits: (..., C) float, before softmax.
@@ -99,8 +99,8 @@ def distillation_loss(
     batch = student_logits.shape[:1]
     if student_logits.ndim != 2 or list(labels.shape) not in (batch, [*batch, 1]):
         raise ValueError(
-            f"labels: expected shape [B] or [B, 1] beside student_logits [B, C], got "
-            f"{list(labels.shape)} beside {list(student_logits.shape)}"
+            f"labels: expected shape [B] or [B, 1] for student_logits [B, C], got "
+            f"{list(labels.shape)} for {list(student_logits.shape)}"
         )
     hard = functional.cross_entropy(_precise(student_logits), labels.reshape(batch))
     soft = soft_cross_entropy(_precise(student_logits) / temperature, soft_labels)
@@ -165,7 +165,7 @@ def _checked_top(student_logits: Tensor, top: Sequence[Tensor]) -> TopTensors:
     ):
         raise ValueError(
             f"soft labels: expected values and indices of shape [..., k], k up to {classes}, "
-            f"beside student_logits {list(student_logits.shape)}, got {list(values.shape)} and "
+            f"for student_logits {list(student_logits.shape)}, got {list(values.shape)} and "
             f"{shape}"
         )
     return values, indices.detach().astype(paddle.int64)

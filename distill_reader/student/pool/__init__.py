@@ -1,1 +1,1 @@
-"""The teachers of one iteration, asked side by side."""
+"""The teachers of one iteration, asked in parallel."""

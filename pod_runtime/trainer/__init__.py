@@ -1,1 +1,1 @@
-"""Inside a trainer: the elastic loop and what it is made of."""
+"""The parts of a trainer: the elastic loop and what it needs."""

@@ -1,4 +1,4 @@
-"""What can go wrong inside a trainer.
+"""The errors of a trainer.
 
 ElasticError
 ├── UsageError         the training script uses the loop in a way that cannot be right

@@ -1,1 +1,1 @@
-"""Where samples come from, and the steps that use them."""
+"""Reads samples, and defines the steps that use them."""

@@ -1,4 +1,4 @@
-"""Epoch and step, as a training script sees them."""
+"""The epoch and the step that a training script iterates over."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence

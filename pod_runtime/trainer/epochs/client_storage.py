@@ -24,7 +24,7 @@ _NOT_TRANSIENT = (
 
 
 class Retry:
-    """Repeats a call that fails for a reason that may pass; whatever fails is an OSError then."""
+    """Repeats a call that fails for a reason that may pass; the last failure becomes an OSError."""
 
     def __init__(self, timeout_s: float, pause_s: float) -> None:
         self.timeout_s = timeout_s

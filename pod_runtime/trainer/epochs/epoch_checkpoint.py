@@ -182,7 +182,7 @@ def load_state(store: EpochStore, state: "State") -> ResumePoint | None:
     """
     from pod_runtime.trainer.epochs.paddle_epochs import check_all_ranks_have
 
-    stage_of(store)  # before anything is written: what is there now is what this process follows
+    stage_of(store)  # before anything is written: it is to be above the stages of now
     try:
         found = store.load_newest()
         if found is None and store.holds_loop_checkpoints():

@@ -1,4 +1,4 @@
-"""The file systems of the original's calls: LocalFS, HDFSClient, and whatever speaks like them.
+"""The file systems of the original's calls: LocalFS, HDFSClient, and objects with their methods.
 
 `storage_for` turns any of them, an fsspec file system or a URL into the storage that checkpoints
 are written to.
@@ -147,7 +147,7 @@ class _FsspecClient:
         return content.decode()
 
     def _kind(self, fs_path: str) -> str | None:
-        # fsspec's exists() and isdir() would say no where the file system cannot be reached.
+        # fsspec's exists() and isdir() return False where the file system cannot be reached.
         try:
             return str(self._do(lambda: self.filesystem.info(fs_path))["type"])
         except FileNotFoundError:

@@ -171,7 +171,7 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
         return type(self.model)._run_one_epoch(self.model, data, callbacks, mode, *args)
 
     def _unmute(self, event: str, *args: Any) -> None:
-        """Let other callbacks hear again, this event included."""
+        """Call the other callbacks again, for this event too."""
         if self._muted is None:
             return
         callbacks, everyone = self._muted

@@ -109,7 +109,7 @@ def open_state(
 
 
 def check_all_ranks_have(place: tuple[int, int, int, str] | None) -> None:
-    """See that every rank has found the same checkpoint.
+    """Check that every rank has found the same checkpoint.
 
     Without a process group nothing is checked: ranks cannot talk.
 

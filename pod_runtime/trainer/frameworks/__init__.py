@@ -1,1 +1,1 @@
-"""What the elastic loop needs of a framework, and the adapters that give it."""
+"""The adapter protocol, and one folder per framework that implements it."""

@@ -1,7 +1,7 @@
-"""Wait until all ranks of a group are there, in a way that can be called off.
+"""Wait until all ranks of a group are there; the wait can be called off.
 
-What forms a group in the framework waits in its own code, which nobody can interrupt. So the ranks
-meet here first, at the port where rank 0 listens for the framework afterwards, and enter that code
+A framework that forms a group waits in its own code, which cannot be interrupted. So the ranks meet
+here first, at the port where rank 0 listens for the framework afterwards, and enter that code
 together.
 """
 
@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 
-_LOOK_S = 0.05  # how often a waiting rank looks whether the meeting is off
+_LOOK_S = 0.05  # how often a waiting rank checks whether the meeting is called off
 _RETRY_S = 0.02
 _GO = b"go\n"
 _LINE_BYTES = 64
@@ -59,7 +59,7 @@ def meet(
 def _gather(port: int, name: str, world_size: int, look: Callable[[], None]) -> None:
     """Wait for all others, stop listening, and tell them."""
     here: dict[socket.socket, int] = {}  # connection -> rank
-    said: dict[socket.socket, bytes] = {}
+    received: dict[socket.socket, bytes] = {}
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         with listener, selectors.DefaultSelector() as ready:
@@ -73,47 +73,47 @@ def _gather(port: int, name: str, world_size: int, look: Callable[[], None]) -> 
                     if key.fileobj is listener:
                         connection, _addr = listener.accept()
                         connection.settimeout(1.0)
-                        said[connection] = b""
+                        received[connection] = b""
                         ready.register(connection, selectors.EVENT_READ)
                         continue
                     connection = key.fileobj  # type: ignore[assignment]  # only these are left
-                    rank = _hear(connection, said, name, world_size)
+                    rank = _read_rank(connection, received, name, world_size)
                     if rank is not None:
                         here[connection] = rank
-                    elif connection not in said:  # it has gone, or is a stranger
+                    elif connection not in received:  # it has gone, or is a stranger
                         here.pop(connection, None)
                         ready.unregister(connection)
                         connection.close()
         for connection in here:
             connection.sendall(_GO)
     finally:
-        for connection in said:
+        for connection in received:
             connection.close()
 
 
-def _hear(
-    connection: socket.socket, said: dict[socket.socket, bytes], name: str, world_size: int
+def _read_rank(
+    connection: socket.socket, received: dict[socket.socket, bytes], name: str, world_size: int
 ) -> int | None:
-    """Return who is at the other end; None: not known yet, or, with `said` forgotten, nobody."""
+    """Return the other end's rank; None: not known yet, or none and dropped from `received`."""
     try:
         more = connection.recv(_LINE_BYTES)
     except OSError:
         more = b""
-    text = said.pop(connection) + more
+    text = received.pop(connection) + more
     if not more or len(text) > _LINE_BYTES:
         return None
-    said[connection] = text
+    received[connection] = text
     if not text.endswith(b"\n"):
         return None
     word, _, rank = text.decode("ascii", "replace").strip().rpartition(" ")
     if word == name and rank.isdigit() and 0 < int(rank) < world_size:
         return int(rank)
-    del said[connection]
+    del received[connection]
     return None
 
 
 def _attend(address: tuple[str, int], line: bytes, look: Callable[[], None]) -> bool:
-    """Say that this rank is here, and wait; False: rank 0 is not there, or has gone."""
+    """Announce this rank to rank 0, and wait; False: rank 0 is not there, or has gone."""
     try:
         with socket.create_connection(address, 1.0) as connection:
             connection.settimeout(_LOOK_S)

@@ -1,4 +1,4 @@
-"""What was committed, by stage, and which state each stage began from.
+"""Record what was committed, by stage, and which state each stage began from.
 
 The ledger is part of a training's state, so a state that is restored brings exactly the rows that
 led to it; rank 0 also writes every row to `RUN_DIR/ledger.jsonl`, superseded ones included, from
@@ -88,7 +88,7 @@ class Ledger:
         self._open: list[int] | None = None  # a Row's numbers; None: no step in it yet
         self._drawn: int | None = None  # the open row's
         self._file: LedgerFile | None = None
-        self._prefix: str | None = None  # JSON of all but the open row; None: to be made anew
+        self._prefix: str | None = None  # JSON of all but the open row; None: to be made
 
     def begin(self, entry: StageEntry, file: "LedgerFile | None" = None) -> None:
         """Start the rows of a stage; from here on `file` gets them as well."""
@@ -284,7 +284,7 @@ class LedgerFile:
         if line is not None and line.data == data:
             return
         if line is None or (line.at is not None and len(line.data) != len(data)):
-            line = self._open = _Line(data)  # one that has outgrown its place is said again
+            line = self._open = _Line(data)  # one that has outgrown its place is written again
         line.data = data
         if line not in self._waiting:
             self._waiting.append(line)
@@ -317,7 +317,7 @@ class LedgerFile:
             logger.warning("%s is complete again", self._path)
 
     def say_what_is_missing(self) -> None:
-        """Say so if lines still wait when nobody is going to try again."""
+        """Log that lines still wait when they are not going to be tried again."""
         if self._waiting:
             logger.error(
                 "%s lacks its last %d lines, which could not be written; the state has all of "
@@ -372,7 +372,7 @@ class LedgerFile:
             at = os.lseek(append, 0, os.SEEK_CUR) - written
             if written == len(line.data):
                 line.at = at
-            elif written:  # nobody else's line must look like the rest of this one
+            elif written:  # the next line must not look like the rest of this one
                 os.pwrite(rewrite, b"\n".rjust(written), at)
         if written < len(line.data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -406,7 +406,7 @@ def start_of_row(row: Row, entry: StageEntry, step: int) -> Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerContent:
-    """What a ledger file says."""
+    """The content of a ledger file."""
 
     run: RunInfo | None  # the newest; None: no line says it
     run_id: str  # its id; "": a version before did not say
@@ -493,7 +493,7 @@ def read_lines(
 
 
 def _without_contained(rows: Iterable[Row], entry: StageEntry) -> Iterator[Row]:
-    """Leave out rows that say no more than another: one that was written again, and grew."""
+    """Leave out rows that another one contains: a row that was written again, and grew."""
     longest: Row | None = None
     for row in sorted(rows, key=lambda each: (each.first_step, -each.last_step)):
         if (

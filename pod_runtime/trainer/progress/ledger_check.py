@@ -39,7 +39,7 @@ class _Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """Samples of one epoch that do not count exactly once, by their places in its order."""
+    """Samples of one epoch that do not count exactly once, by their positions in its order."""
 
     epoch: int
     start: int
@@ -49,7 +49,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerCheck:
-    """What follows from a ledger."""
+    """The result of checking a ledger."""
 
     lineage: tuple[StageEntry, ...]  # first stage first; rows cut where the next one began
     superseded: tuple[Counted, ...]
@@ -58,7 +58,7 @@ class LedgerCheck:
     steps: int
     problems: tuple[str, ...]
     gaps: tuple[Gap, ...] = field(default=())
-    undrawn: tuple[Counted, ...] = ()  # what was drawn for them is not known, only that they count
+    undrawn: tuple[Counted, ...] = ()  # they count, but what was drawn for them is not known
 
     @property
     def is_proven(self) -> bool:
@@ -140,7 +140,7 @@ def _claims(entry: StageEntry, upto: int | None, drawn: int | None) -> Iterator[
         if upto is not None and row.first_step > upto:
             return
         if row.first_step != expected:
-            drawn = None  # rows are missing, as is said elsewhere
+            drawn = None  # rows are missing, which is reported elsewhere
         expected = row.last_step + 1
         parts = tuple(split_row(row, entry))
         if upto is None or row.last_step <= upto:

@@ -1,4 +1,4 @@
-"""A state as plain memory: what snapshots, broadcasts and checkpoints have in common."""
+"""A state as plain memory, as snapshots, broadcasts and checkpoints use it."""
 
 import json
 import os
@@ -16,19 +16,19 @@ from pod_runtime.trainer.progress.loop_status import LoopStatus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveTarget:
-    """Where a state in memory goes when its job ends: written with it, for who knows no script."""
+    """Where a state in memory goes when its job ends; it is stored with the state."""
 
     checkpoint: str  # folder or URL; "": the script has none
     keep: int = 3  # how many checkpoints stay there
-    run_dir: str = ""  # "": nobody said
+    run_dir: str = ""  # "": not known
     python: str = ""  # the interpreter, which has what the path needs
-    job_id: str = ""  # whose the folder of checkpoints is, as `owner.job_holder` wants it
+    job_id: str = ""  # the holder of the checkpoints, with the two below: see `owner.job_holder`
     submitted_at: float = 0.0
     server: str = ""
 
     @classmethod
     def of(cls, checkpoint: str | None, keep: int, run_dir: Path | None, **job: Any) -> Self:
-        """Return them so that they mean the same in any folder; `job`: the last three fields."""
+        """Return a target that means the same in any folder; `job`: the last three fields."""
         path = checkpoint or ""
         if path and "://" not in path:
             path = os.path.abspath(path)
@@ -84,7 +84,7 @@ def status_from(meta: bytes) -> LoopStatus:
 
 
 def host_state_from(meta: bytes, data: memoryview) -> HostState:
-    """Build an host_state from what `meta_bytes` made and the tensors' bytes.
+    """Build a state from what `meta_bytes` made and the tensors' bytes.
 
     Raises:
         StateError: they do not fit each other, or are malformed.

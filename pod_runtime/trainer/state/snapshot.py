@@ -1,4 +1,4 @@
-"""The state in memory that outlives its trainers: a memfd with two slots, held by the pod's shim.
+"""Keep the state in memory that outlives its trainers: a memfd of two slots, held by the shim.
 
 `pod_runtime.segment_header` has the format. The trainers of a node write a slot together; each
 takes its header back, fills its range, and writes its header again. So whoever reads after a kill
@@ -37,7 +37,7 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14; Python does not n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handle:
-    """How a process of the same node finds a segment."""
+    """Tells a process of the same node where a segment is."""
 
     pid: int
     fd: int
@@ -94,7 +94,7 @@ class SnapshotSegment:
         return Handle(pid=os.getpid(), fd=self.fd, inode=found.st_ino, size_bytes=found.st_size)
 
     def set_writers(self, writers: int) -> None:
-        """Say how many write it, once that is known; the first writer alone does, in the file too.
+        """Set how many write it, once that is known; only the first writer does, in the file too.
 
         Nothing may have been written yet.
         """
@@ -106,7 +106,7 @@ class SnapshotSegment:
         self.geometry = replace(self.geometry, writers=writers)
 
     def populate(self, layout: StateLayout, index: int) -> None:
-        """Have writer `index`'s range in the page tables before the first snapshot needs it."""
+        """Map writer `index`'s range into the page tables before the first snapshot needs it."""
         start, stop = split_bytes(layout, self.geometry.writers, index)
         for slot in range(SLOTS):
             begin = (self.geometry.data_offset(slot) + start) // PAGE_BYTES * PAGE_BYTES
@@ -214,7 +214,7 @@ def _locked(fd: int) -> Iterator[None]:
 
 
 def allocate(name: str, size: int) -> int:
-    """Return a new memfd of `size` bytes, all of them really there.
+    """Return a new memfd of `size` bytes, all of them allocated.
 
     Raises:
         SnapshotError: there is not so much memory, or a limit forbids it.
@@ -238,13 +238,13 @@ def allocate(name: str, size: int) -> int:
 
 
 def newest_stamp(fds: Iterable[int], stage: int) -> Stamp | None:
-    """Return the newest state of `stage` that a segment holds completely; None: it holds none."""
+    """Return the newest complete state of `stage` in a segment; None: it has none."""
     stamps = [header.stamp for fd in fds for _, header in read_slots(fd)]
     return max((stamp for stamp in stamps if stamp.stage == stage), default=None)
 
 
 def read_snapshot(fds: Iterable[int], stamp: Stamp) -> HostState | None:
-    """Return the state `stamp` from whichever segment holds it; None if none does.
+    """Return the state `stamp` from the segment that holds it; None: none does.
 
     The state points into the segment's memory.
     """

@@ -1,4 +1,4 @@
-"""Where checkpoints go: a local folder, or any fsspec URL. Few verbs, so that both behave alike."""
+"""Store checkpoints in a local folder or at any fsspec URL. Few verbs, so both behave alike."""
 
 import contextlib
 import fcntl
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from pod_runtime.trainer.errors import CheckpointError
 
 Chunk = bytes | memoryview
-# On disk so often: else minutes of the last fsync look like a disk that does not answer.
+# Sync so often: else the last fsync may take minutes and look like a disk that does not answer.
 _SYNC_BYTES = 256 << 20
 
 _LOCK_S = 5.0  # longer than any holder needs, unless it was stopped while it held the lock
@@ -168,7 +168,7 @@ class FsspecStorage:
 
 @contextlib.contextmanager
 def exclusive(storage: Storage) -> Iterator[None]:
-    """Keep others out who ask for the same, on this machine; elsewhere it promises nothing.
+    """Exclude other callers on this machine; between machines it promises nothing.
 
     For what takes milliseconds: who waits too long goes on without.
     """

@@ -1,8 +1,8 @@
-"""Process groups that Paddle's public calls cannot make: a second one beside the first.
+"""Form a second process group next to the first, which Paddle's public calls cannot do.
 
 `init_parallel_env` makes one group per process, once. A trainer that stays when the pods change
-needs the next stage's group while it still trains in the present one. That takes names which are
-Paddle's own; so they are looked for, and the version is checked, before anybody relies on them.
+needs the next stage's group while it still trains in the present one. That takes private names of
+Paddle, so their presence and the version are checked before they are used.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from pod_runtime.trainer.frameworks.paddle.store import prompt, wait_for
 
 logger = logging.getLogger(__name__)
 
-_TESTED = ("3.3.",)  # versions of which these names were tried
+_TESTED = ("3.3.",)  # versions with which these names were tried
 _PRIVATE = {
     core: ("TCPStore",),
     collective: (
@@ -38,8 +38,8 @@ _PRIVATE = {
 }  # fmt: skip
 _SET_BY_US = ("FLAGS_enable_pir_in_executor", "FLAGS_selected_gpus")  # Paddle's import, EDL
 _FIRST_GID = 1000  # Paddle numbers the groups that scripts make from 10 on
-_FORM_TIMEOUT_S = 30  # all ranks have met before: who does not come now has died
-_MEET_TIMEOUT_S = 3600.0  # whoever wants the group calls it off long before
+_FORM_TIMEOUT_S = 30  # all ranks have met before: one that does not come now has died
+_MEET_TIMEOUT_S = 3600.0  # the launcher calls it off long before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ def why_no_second_group(*, gpu_allowed: bool) -> str:
 
 
 def form_next(spec: GroupSpec, is_off: Callable[[], bool]) -> NextGroup:
-    """Form the group of `spec` beside that of this process. Any thread.
+    """Form the group of `spec` next to that of this process. Any thread.
 
     Raises:
         CalledOffError: `is_off()` has become true before all were there.

@@ -133,18 +133,18 @@ class PaddleState:
         self._load_traits()
 
     def load_again(self) -> None:
-        """Undo what the script has done to learning rate, scheduler and traits since `load`."""
+        """Undo what the script has changed of learning rate, scheduler and traits since `load`."""
         if self._loaded:
             self._load_rate(self._loaded)
             self._load_traits()
 
     def watch(self) -> None:
-        """Begin to see what the script sets before the state is there."""
+        """Begin to watch what the script sets before the state is there."""
         self._watched = self._without_modes()
         self.traits.watch_modes()
 
     def watched(self) -> tuple[dict[str, bool], bool]:
-        """Return the modes that were set since, even to what they were, and whether more was."""
+        """Return the modes that were set since, and whether more was set than these."""
         return self.traits.modes_set(), self._without_modes() != self._watched
 
     def _without_modes(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class PaddleState:
         return found
 
     def _load_traits(self) -> None:
-        if "traits" not in self._loaded:  # a state of the version before
+        if "traits" not in self._loaded:  # a state of an older version
             return
         lost = self.traits.apply(self._loaded["traits"])
         if lost:
@@ -210,9 +210,11 @@ class PaddleState:
         return rate if isinstance(rate, paddle.optimizer.lr.LRScheduler) else None
 
     def _optimizer_state(self) -> dict[str, Any]:
-        """Return the optimizer's state, that which was loaded and not yet stepped included."""
+        """Return the optimizer's state, even one that was loaded and not yet used by a step."""
         state: dict[str, Any] = self._optimizer.state_dict()
-        if not self._optimizer._accumulators:  # Paddle 2.6 lays it aside and does not tell of it
+        if (
+            not self._optimizer._accumulators
+        ):  # Paddle 2.6 keeps it elsewhere, where nothing public reads it
             for name, value in self._optimizer._accumulators_holder.items():
                 state.setdefault(name, value)
         return state
@@ -277,7 +279,7 @@ class PaddleState:
         self._optimizer.set_state_dict(state)
 
     def _make_accumulators(self, owners: Collection[str]) -> None:
-        """Make those of some parameters, where the state lacks those of others.
+        """Make the accumulators of some parameters, where the state lacks those of others.
 
         Paddle would make them at its next step, from what was laid aside, and refuse a parameter
         that was frozen so far: it has nothing there.
@@ -376,7 +378,7 @@ def terms_of(model: Any, optimizer: Any, *, on_host: bool) -> dict[str, Any]:
 
 
 def _numbers_of(thing: Any) -> list[str]:
-    """Return a thing's type and the real numbers that it was made with."""
+    """Return an object's type and the numbers that it was made with."""
     found = getattr(thing, "__dict__", {})
     numbers = sorted((name, value) for name, value in found.items() if type(value) is float)
     return [type(thing).__name__, *(f"{name.lstrip('_')}={value!r}" for name, value in numbers)]

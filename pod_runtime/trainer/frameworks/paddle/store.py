@@ -1,4 +1,4 @@
-"""Paddle's key-value store, by which the ranks of a group find each other, without its delays.
+"""Make Paddle's key-value store, by which the ranks of a group find each other, without delays.
 
 Its messages go out in pieces over sockets that wait for an acknowledgement before they send the
 next piece, and the other side takes 40 ms to acknowledge. Forming a group takes a dozen of these,

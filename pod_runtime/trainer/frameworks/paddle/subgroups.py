@@ -1,4 +1,4 @@
-"""Groups of a part of the ranks, beside the group of all: to go on in when the others are lost.
+"""Form groups of some of the ranks, which can go on when the others are lost.
 
 Each has a store of its own. Paddle's `new_group` would have them share one, where its gloo groups
 use the same keys, and a rank may take the address that a peer gave for another group.
@@ -20,7 +20,7 @@ _TIMEOUT_S = 30  # all ranks have met in the group of all just before
 
 
 def free_port() -> int:
-    """Return a port that nobody uses now."""
+    """Return a port that is free now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

@@ -29,14 +29,14 @@ _CACHES = frozenset(("_dropout_state", "_flat_weight"))  # of the framework's re
 
 
 class Traits:
-    """Of one model and its optimizer. Made when the script has built them."""
+    """The traits of one model and its optimizer, made when the script has built them."""
 
     def __init__(self, model: Any, optimizer: Any) -> None:
         self._model, self._optimizer = model, optimizer
         self._evaluates: dict[int, bool] | None = None  # modes outside of an evaluation
         self._things = self._owners()
         self._built = self._read()
-        # Of most owners nothing ever changes, and that is seen at once.
+        # Most owners never change, and that is seen at once.
         self._quick = {
             owner: (len(_attributes(self._things[owner])), tuple(values), tuple(values.values()))
             for owner, values in self._built.items()
@@ -55,7 +55,7 @@ class Traits:
     # --- what a state carries
 
     def changed(self) -> Found:
-        """Return what is not as it was built, as JSON types."""
+        """Return what differs from how it was built, as JSON types."""
         found: Found = {}
         for owner, thing in self._things.items():
             if self._is_as_built(owner, thing):
@@ -72,7 +72,7 @@ class Traits:
         return self._shortened(found)
 
     def _shortened(self, found: Found) -> Found:
-        """Say of all layers at once what most of them have: an evaluation mode, nearly always."""
+        """Write what most layers have once for all of them: nearly always the evaluation mode."""
         modes = {owner: each["training"] for owner, each in found.items() if "training" in each}
         layers = [owner for owner in self._things if owner.startswith("layer/")]
         if len(modes) <= len(layers) / 2 or len(set(modes.values())) > 1:
@@ -101,7 +101,7 @@ class Traits:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within it all layers evaluate, and the state has their modes of before."""
+        """Within it all layers evaluate, while the state keeps their modes of before."""
         layers = self._model.sublayers(include_self=True)
         self._evaluates = {id(layer): layer.training for layer in layers}
         self._model.eval()
@@ -114,12 +114,12 @@ class Traits:
                 layer.training = modes[id(layer)]
 
     def watch_modes(self) -> None:
-        """Begin to see which modes the script sets, even to what they are."""
+        """Begin to watch which modes the script sets, even to the value that they have."""
         for _name, layer in self._layers():
             layer.__dict__["training"] = int(layer.training)  # as good as the bool it is
 
     def modes_set(self) -> dict[str, bool]:
-        """Return the modes that were set since, and watch no longer."""
+        """Return the modes that were set since, and stop watching."""
         found = {}
         for name, layer in self._layers():
             if type(layer.training) is bool:
@@ -175,7 +175,7 @@ class Traits:
         return list(self._model.named_sublayers(include_self=True))
 
     def _owners(self) -> dict[str, Any]:
-        """Return whatever has attributes of interest, by a name that every process gives it."""
+        """Return the objects of interest, by names that are the same in every process."""
         found: dict[str, Any] = {f"layer/{name}": layer for name, layer in self._layers()}
         for name, parameter in self._model.named_parameters():
             found[f"parameter/{name}"] = parameter
@@ -255,7 +255,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_post_hooks")
 
 
 def _loose_tensors(layer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield tensors and arrays that no state_dict holds, but for those that are computed."""
+    """Yield tensors and arrays that no state_dict holds, except those that are computed."""
     loose = layer._non_persistable_buffer_names_set
     buffers = [(name, each) for name, each in layer._buffers.items() if name in loose]
     for name, value in [*vars(layer).items(), *buffers]:
@@ -300,7 +300,7 @@ def _set(thing: Any, name: str, value: Any) -> None:
 
 
 def _version(value: Any) -> Any:
-    """Return what changes when a tensor is written to, or another takes its place."""
+    """Return a mark that changes when a tensor is written to or replaced."""
     if isinstance(value, np.ndarray):
         return value.tobytes() if value.size <= 1024 else value.ctypes.data
     if not value._is_initialized():

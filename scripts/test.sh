@@ -6,7 +6,7 @@
 #   ./scripts/test.sh --slow    the long forms, which nothing runs by itself
 # Other arguments go to pytest, which then runs one test after the other:
 #   ./scripts/test.sh tests/job_server -k placement
-# $EDL_TEST_WORKERS (2) tests run at a time: most of them wait for processes.
+# $EDL_TEST_WORKERS (3) tests run at a time: most of them wait for processes.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 ensure_venv dev
@@ -14,7 +14,7 @@ cd "$root"
 
 # run_tests ARGS...: several at a time; the tests of a file share what is dear to start.
 run_tests() {
-    "$python" -m pytest -n "${EDL_TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder "$@"
+    "$python" -m pytest -n "${EDL_TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder "$@"
 }
 
 case "${1:-}" in

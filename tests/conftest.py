@@ -49,6 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if lanes.is_fast_test(item):
             item.add_marker("fast")
+    items.sort(key=lanes.order)
 
 
 @pytest.fixture(autouse=True)

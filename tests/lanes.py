@@ -71,6 +71,19 @@ def _skips_without(node: ast.Assign | ast.Expr, framework: str) -> bool:
     return is_own and f"importorskip('{framework}'" in ast.unparse(node)
 
 
+# Folders with files that take a minute or more. They begin first: one that began last would run on
+# while the other workers have nothing left to do.
+_LONG = ("e2e", "scripts", "resnet50", "benchmarks", "docker", "mnist_distill", "nlp_distill")
+
+
+def order(item: pytest.Item) -> int:
+    """Return a sort key: tests of long folders come first."""
+    folder = (
+        item.path.relative_to(ROOT / "tests").parts[0] if item.path.is_relative_to(ROOT) else ""
+    )
+    return _LONG.index(folder) if folder in _LONG else len(_LONG)
+
+
 class Watch:
     """Notes each process that is started and each framework that is imported, by whatever code."""
 

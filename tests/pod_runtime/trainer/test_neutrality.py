@@ -8,7 +8,8 @@ import pytest
 from pod_runtime.verify import main as verify
 from tests.pod_runtime.trainer.fake_launcher import FakeLauncher, Stage, sample_ids
 
-WORLDS = (1, 2, 4, 3, 1, 4, 2)  # six changes
+THREE_CHANGES = (1, 4, 3, 2)  # trainers of each stage
+SIX_CHANGES = (1, 2, 4, 3, 1, 4, 2)
 TOLERANCE = 1e-8
 
 
@@ -60,30 +61,36 @@ def distance(one: dict[str, np.ndarray], other: dict[str, np.ndarray], prefix: s
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("overlaps", "asks"),
+    ("worlds", "overlaps", "asks"),
     [
-        pytest.param(False, True, id="drain"),
-        pytest.param(True, True, id="replace"),
-        pytest.param(True, False, id="replace, state on every node"),
+        pytest.param(THREE_CHANGES, False, True, id="drain"),
+        pytest.param(THREE_CHANGES, True, True, id="replace"),
+        pytest.param(THREE_CHANGES, True, False, id="replace, state on every node"),
+        pytest.param(SIX_CHANGES, False, True, id="drain, long", marks=pytest.mark.slow),
+        pytest.param(SIX_CHANGES, True, True, id="replace, long", marks=pytest.mark.slow),
+        pytest.param(
+            SIX_CHANGES, True, False, id="replace, state on every node, long",
+            marks=pytest.mark.slow,
+        ),
     ],
-)
-def test_six_changes_do_not_change_what_is_trained(
-    launch, tmp_path: Path, overlaps: bool, asks: bool
+)  # fmt: skip
+def test_changes_do_not_change_what_is_trained(
+    launch, tmp_path: Path, worlds: tuple[int, ...], overlaps: bool, asks: bool
 ):
     alone = launch("towers.py", 4, "alone")
     expected = train_alone(alone)
 
     changed = launch("towers.py", 4, "changed")
     hurry = changed.folder / "hurry"
-    # Six changes have to be made before 21 steps are over, however late the test acts.
+    # All changes have to be made before 21 steps are over, however late the test acts.
     out = ("--out", str(changed.folder), "--step_s", "0.5", "--hurry", str(hurry))
-    stage = changed.start(WORLDS[0], *out)
+    stage = changed.start(worlds[0], *out)
     # All of them before it begins, for the training is short; but one after the other: gloo gives
     # its ranks 30 s to find each other, which seventeen processes at once may exceed.
-    coming = [prepare(changed, size, out) if overlaps else None for size in WORLDS[1:]]
+    coming = [prepare(changed, size, out) if overlaps else None for size in worlds[1:]]
     stage.go()
     ids: dict[int, list[int]] = {}
-    for world_size, prepared in zip(WORLDS[1:], coming, strict=True):
+    for world_size, prepared in zip(worlds[1:], coming, strict=True):
         stage.wait_all("step")
         old = stage
         stage = change(changed, old, world_size, out, prepared, alone=not asks)
@@ -93,8 +100,8 @@ def test_six_changes_do_not_change_what_is_trained(
                 assert step not in ids, "a planned change redoes no step"
                 ids[step] = samples
     hurry.touch()
-    assert stage.codes() == [0] * WORLDS[-1], stage.logs()
-    ids |= sample_ids(changed.folder, stage.number, WORLDS[-1])
+    assert stage.codes() == [0] * worlds[-1], stage.logs()
+    ids |= sample_ids(changed.folder, stage.number, worlds[-1])
     found = dict(np.load(changed.folder / "final.npz"))
 
     assert ids == sample_ids(alone.folder, 1, 1), "the same samples in every global batch"

@@ -108,13 +108,13 @@ def name_state(job: Job) -> JobState:
     return JobState.CUTTING_OVER
 
 
-def open_record(work: Work, stage: JobStage, trainers: int) -> None:
+def open_record(work: Work, stage: JobStage) -> None:
     record = StageRecord(
         stage=stage.stage,
         flag=work.job.next_flag,
         way=stage.way,
         pods=len(stage.members),
-        trainers=trainers,
+        trainers=stage.trainers,
         reason=stage.reason,
         wanted_at=work.now,
     )

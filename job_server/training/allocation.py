@@ -3,10 +3,23 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from job_server.api.wire import PlanPod, RestoreFrom, Saved
-from job_server.cluster.placement import Site, deal_ports, find_node, gather
-from job_server.training.job import Job, JobStage, TrainingPod, occupied
+from job_server.api.wire import PlanPod, RestoreFrom
+from job_server.cluster.placement import Site, deal_ports, find_node, gather, place
+from job_server.training.job import Job, JobStage, TrainingPod, age, occupied
 from job_server.training.work import Work
+
+
+def find_sites(work: Work, count: int, first: str = "") -> tuple[Site, ...]:
+    """Return sites for up to `count` new pods, on the node `first` before others."""
+    return place(
+        work.job.spec,
+        work.cluster,
+        work.now,
+        count=count,
+        held=slots_of_stayers(work.job),
+        leaving=slots_of_leavers(work.job),
+        first=first,
+    )
 
 
 def make_pods(work: Work, sites: Iterable[Site], first_rank: int) -> tuple[TrainingPod, ...]:
@@ -80,7 +93,7 @@ def choose_restore(job: Job) -> RestoreFrom | None:
     None: the newest checkpoint, or a fresh start.
     """
     source, saved = newest_in_memory(job), job.ending.saved
-    if saved is None or (source is not None and not _is_in(source, saved)):
+    if saved is None or (source is not None and age(saved) < age(source)):
         return source
     return RestoreFrom(
         stage=saved.stage,
@@ -96,15 +109,9 @@ def unsaved(job: Job) -> RestoreFrom | None:
     """Return the newest state if only memory holds it. None: nothing has to be saved."""
     source = newest_in_memory(job)
     saved = job.ending.saved
-    if source is None or job.done or (saved is not None and _is_in(source, saved)):
+    if source is None or job.done or (saved is not None and age(saved) >= age(source)):
         return None
     return source
-
-
-def _is_in(source: RestoreFrom, saved: Saved) -> bool:
-    """Return whether what was saved is at least as new."""
-    newest = source.stage, source.step, source.serial
-    return (saved.stage, saved.step, saved.serial) >= newest
 
 
 def newest_in_memory(job: Job) -> RestoreFrom | None:
@@ -114,7 +121,7 @@ def newest_in_memory(job: Job) -> RestoreFrom | None:
     checkpoint path holds a newer state.
     """
     within_reach = [
-        ((ref.stage, ref.step, ref.serial), pod.pod_id)
+        (age(ref), pod.pod_id)
         for pod in job.pods
         if not pod.released and (ref := job.progress.snapshots.get(pod.pod_id))
     ]

@@ -7,11 +7,11 @@ from dataclasses import replace
 from job_server.api.codec import WireError
 from job_server.api.wire import DesiredState, Kill, PodStagePhase, ScriptKind, SlotKind, Way
 from job_server.cluster.change_script import ScriptedChange, parse_script, pods_after
-from job_server.cluster.placement import Cluster, explain_shortage, find_node, place
+from job_server.cluster.placement import Cluster, explain_shortage, find_node
 from job_server.jobs.events import RequestRefused
 from job_server.jobs.work import Goal
-from job_server.training.allocation import make_pods, slots_of_leavers, slots_of_stayers
-from job_server.training.job import HaltPhase, Job, JobStage, ManualChange, TrainingPod
+from job_server.training.allocation import find_sites, make_pods
+from job_server.training.job import HaltPhase, Job, JobStage, ManualChange
 from job_server.training.moves import begin, dismiss_standby
 from job_server.training.work import Work
 
@@ -34,7 +34,7 @@ def may_change(job: Job, now: float) -> bool:
         return False
     if stage.over is not None or stage.resuming or stage.finishing or not stage.committed:
         return False
-    if any(member.phase is PodStagePhase.PARKED for member in stage.members):
+    if stage.any_in(PodStagePhase.PARKED):
         return False
     if not all(job.usable(pod_id) for pod_id in stage.pod_ids):
         return False
@@ -257,15 +257,8 @@ def why_not(job: Job, pods: int) -> str:
 def _begin_change(work: Work, stage: JobStage, pods: int, why: str, *, counts: bool) -> bool:
     """Prepare a stage of up to `pods` pods. Return False if no new pod can be placed."""
     job = work.job
-    stay = _survivors(job, stage, pods)
-    sites = place(
-        job.spec,
-        work.cluster,
-        work.now,
-        count=pods - len(stay),
-        held=slots_of_stayers(job),
-        leaving=slots_of_leavers(job),
-    )
+    stay = job.known_pods(stage.pod_ids[:pods])
+    sites = find_sites(work, pods - len(stay))
     if pods > len(stay) and not sites:
         return False
     stood_by = job.preparing is not None and job.preparing.standby
@@ -274,11 +267,6 @@ def _begin_change(work: Work, stage: JobStage, pods: int, why: str, *, counts: b
     way = choose_way(work.job, work.cluster, stood_by=stood_by)
     begin(work, (*stay, *new), way=way, reason=why, target=pods, counts=counts)
     return True
-
-
-def _survivors(job: Job, stage: JobStage, pods: int) -> tuple[TrainingPod, ...]:
-    held = (job.pod(pod_id) for pod_id in stage.pod_ids[:pods])
-    return tuple(pod for pod in held if pod is not None)
 
 
 def _grow_back(work: Work) -> bool:
@@ -345,7 +333,7 @@ def kill_now(work: Work, kill: Kill) -> None:
             work.note(f"killing pod {kill.pod_id} on request", lasting=False)
         return
     stage = job.active
-    ranks = sum(len(member.pod.ranks) for member in stage.members) if stage is not None else 0
+    ranks = stage.trainers if stage is not None else 0
     if stage is None or kill.rank is None or kill.rank >= ranks or stage.over is not None:
         raise RequestRefused(f"rank: {kill.rank} does not run; there are {ranks} ranks now")
     kill_id = f"kill_{job.kills + 1}"

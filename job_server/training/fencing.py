@@ -131,7 +131,7 @@ def count_fenced(work: Work) -> None:
 
 def _give_up_fenced(work: Work, stage: JobStage) -> None:
     """End a stage with no reachable pod once all its pods must have stopped."""
-    pods = [pod for pod_id in stage.pod_ids if (pod := work.job.pod(pod_id)) is not None]
+    pods = work.job.known_pods(stage.pod_ids)
     if not pods or not all(_is_fenced(work, pod) for pod in pods):
         return
     work.set(cut_off=False, waiting="")

@@ -166,11 +166,7 @@ def _await_cut(work: Work, *, late: bool) -> None:
     if stage.all_in(PodStagePhase.PARKED, *TERMINATED) and len(steps) <= 1:
         _to(work, HaltPhase.SAVE)
     elif late:
-        others = [
-            m.pod.pod_id
-            for m in stage.members
-            if m.phase not in (PodStagePhase.PARKED, *TERMINATED)
-        ]
+        others = stage.pods_not_in(PodStagePhase.PARKED, *TERMINATED)
         text = f"not parked in time: {', '.join(others)}"
         if job.goal is Goal.PAUSE and newest_in_memory(job) is None:
             _call_off(work, f"{text}; and nothing is in memory yet")
@@ -346,7 +342,7 @@ def _call_off(work: Work, why: str) -> None:
 
 def _await_end(work: Work, *, late: bool) -> None:
     stages = [s for s in (work.job.retiring, work.job.active) if s is not None]
-    if not late and not all(member.phase in GONE for s in stages for member in s.members):
+    if not late and not all(stage.all_in(*GONE) for stage in stages):
         return
     for stage in stages:
         for member in stage.members:
@@ -380,7 +376,7 @@ def _await_release(work: Work, *, late: bool) -> None:
         return
     where = _where(work)
     active = job.active
-    stopped = active is None or any(member.phase in TERMINATED for member in active.members)
+    stopped = active is None or active.any_in(*TERMINATED)
     if active is not None and not job.elastic:
         stopped = active.all_in(*TERMINATED)
     if stopped:

@@ -148,6 +148,10 @@ class JobStage(Message, frozen=True, kw_only=True):
         return tuple(member.pod.pod_id for member in self.members)
 
     @property
+    def trainers(self) -> int:
+        return sum(len(member.pod.ranks) for member in self.members)
+
+    @property
     def overlaps(self) -> bool:
         """Whether its trainers are prepared while those of the active stage train."""
         return self.way in (Way.REPLACE, Way.JOIN)
@@ -175,6 +179,12 @@ class JobStage(Message, frozen=True, kw_only=True):
     def with_member(self, member: StagePod) -> "JobStage":
         members = tuple(member if m.pod.pod_id == member.pod.pod_id else m for m in self.members)
         return replace(self, members=members)
+
+    def pods_in(self, *phases: PodStagePhase) -> tuple[str, ...]:
+        return tuple(member.pod.pod_id for member in self.members if member.phase in phases)
+
+    def pods_not_in(self, *phases: PodStagePhase) -> tuple[str, ...]:
+        return tuple(member.pod.pod_id for member in self.members if member.phase not in phases)
 
     def any_in(self, *phases: PodStagePhase) -> bool:
         return any(member.phase in phases for member in self.members)
@@ -387,6 +397,10 @@ class Job:
         """Return the pod, None where it is unknown or confirmed gone."""
         return next((pod for pod in self.pods if pod.pod_id == pod_id), None)
 
+    def known_pods(self, pod_ids: Iterable[str]) -> tuple[TrainingPod, ...]:
+        """Return these pods in this order, without those that are confirmed gone."""
+        return tuple(pod for pod_id in pod_ids if (pod := self.pod(pod_id)) is not None)
+
     def usable(self, pod_id: str) -> bool:
         pod = self.pod(pod_id)
         return pod is not None and pod.usable
@@ -415,6 +429,11 @@ def _without_parking(job: Job) -> Job:
     stopped_at = None if stage.any_in(PodStagePhase.PARKED) else job.lineage.stopped_at
     lineage = replace(job.lineage, stopped_at=stopped_at)
     return replace(job, active=replace(stage, members=members), lineage=lineage)
+
+
+def age(state: SnapshotRef | RestoreFrom | Saved | SaveState) -> tuple[int, int, int]:
+    """Return what orders states of a training by their age; the newest is the greatest."""
+    return state.stage, state.step, state.serial
 
 
 def occupied(pods: Iterable[TrainingPod]) -> dict[str, frozenset[int]]:

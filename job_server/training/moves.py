@@ -6,7 +6,7 @@ true, and `reports` by what happened.
 
 from dataclasses import replace
 
-from job_server.api.wire import JobState, Order, PodStagePhase, Way
+from job_server.api.wire import JobState, Order, PlanPod, PodStagePhase, Way
 from job_server.jobs.work import Goal
 from job_server.training.accounting import (
     close_attempt,
@@ -59,7 +59,7 @@ def begin(
         counts=counts,
         standby=standby,
     )
-    open_record(work, stage, sum(len(member.pod.ranks) for member in stage.members))
+    open_record(work, stage)
     work.set(preparing=stage, next_stage=number + 1, waiting="")
     work.note(f"preparing stage {number} of {_pods(len(pods))} by {way.value}: {_brief(reason)}")
 
@@ -140,14 +140,13 @@ def renumber(work: Work, highest: int) -> None:
     assert old is not None
     number = max(job.next_stage, highest + 1)
     close_attempt(work, old.stage, f"the checkpoint path holds stage {highest}")
-    pods = tuple(pod for pod_id in old.pod_ids if (pod := job.pod(pod_id)) is not None)
-    laid_out = {pod.pod_id: pod for pod in lay_out(work, pods)}
+    laid_out = _lay_out_again(work, old)
     members = tuple(
         replace(member, pod=laid_out.get(member.pod.pod_id, member.pod)) for member in old.members
     )
     stage = replace(old, stage=number, attempt=0, members=members)
     work.set(preparing=stage, next_stage=number + 1)
-    open_record(work, stage, sum(len(member.pod.ranks) for member in members))
+    open_record(work, stage)
     work.note(
         f"stage {old.stage} becomes stage {number}: the checkpoint path holds stage {highest}"
     )
@@ -155,12 +154,16 @@ def renumber(work: Work, highest: int) -> None:
         enter_start(work)
 
 
+def _lay_out_again(work: Work, stage: JobStage) -> dict[str, PlanPod]:
+    pods = work.job.known_pods(stage.pod_ids)
+    return {pod.pod_id: pod for pod in lay_out(work, pods)}
+
+
 def reallocate_ports(work: Work, why: str) -> None:
     """Assign new ports to the stage in preparation; its trainers start again."""
     stage = work.job.preparing
     assert stage is not None
-    pods = tuple(pod for pod_id in stage.pod_ids if (pod := work.job.pod(pod_id)) is not None)
-    laid_out = {pod.pod_id: pod for pod in lay_out(work, pods)}
+    laid_out = _lay_out_again(work, stage)
     phase = PodStagePhase.READY if stage.phase is Order.START else PodStagePhase.ABSENT
     members = tuple(
         member
@@ -478,11 +481,15 @@ def leave_out_missing(work: Work) -> None:
     if left is None or left is stage:
         return
     work.set(preparing=left)
-    trainers = sum(len(member.pod.ranks) for member in left.members)
-    update_record(work, stage.stage, pods=len(left.members), trainers=trainers, reason=left.reason)
+    size, trainers = len(left.members), left.trainers
+    update_record(work, stage.stage, pods=size, trainers=trainers, reason=left.reason)
     work.note(
         f"stage {stage.stage} stands by without {', '.join(left.missing_pods)}", lasting=False
     )
+
+
+def failure(work: Work, text: str) -> Cause:
+    return Cause(kind=CauseKind.FAILURE, text=text, at=work.now)
 
 
 def neutral(work: Work, text: str) -> Cause:

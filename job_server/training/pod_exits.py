@@ -31,7 +31,7 @@ from job_server.jobs.pod_reports import (
 )
 from job_server.training.faults import fault_of_pod
 from job_server.training.fencing import client_silent_at
-from job_server.training.job import Cause, CauseKind, JobStage, TrainingPod
+from job_server.training.job import Cause, CauseKind, JobStage, TrainingPod, age
 from job_server.training.moves import let_go, lose
 from job_server.training.work import Work
 
@@ -93,10 +93,9 @@ def _apply_written(work: Work, pod: TrainingPod, state: SaveState) -> None:
     Order 0 is a state that a client has written by itself because it was ended.
     """
     known = work.job.ending.saved
-    newest = (state.stage, state.step, state.serial)
     if state.phase is not SavePhase.WRITTEN:
         return
-    if known is not None and (known.stage, known.step, known.serial) >= newest:
+    if known is not None and age(known) >= age(state):
         return
     saved = Saved(
         stage=state.stage,

@@ -30,11 +30,13 @@ from job_server.training.job import (
     CauseKind,
     JobStage,
     StagePod,
+    age,
 )
 from job_server.training.moves import (
     dismiss_leavers,
     fail_active,
     fail_preparing,
+    failure,
     join_otherwise,
     reallocate_ports,
     renumber,
@@ -191,10 +193,6 @@ def _dispatch(work: Work, stage: JobStage, member: StagePod, report: PodReport) 
             pass
 
 
-def _age(snapshot: SnapshotRef) -> tuple[int, int, int]:
-    return snapshot.stage, snapshot.step, snapshot.serial
-
-
 def _record_heartbeat(work: Work, pod_id: str, snapshot: SnapshotRef | None) -> None:
     progress = work.job.progress
     work.progress(heard={**progress.heard, pod_id: work.now})
@@ -202,7 +200,7 @@ def _record_heartbeat(work: Work, pod_id: str, snapshot: SnapshotRef | None) -> 
     if snapshot is None or active is None or snapshot.stage > active.stage:
         return
     known = progress.snapshots.get(pod_id)
-    if known is None or _age(snapshot) > _age(known):
+    if known is None or age(snapshot) > age(known):
         work.progress(snapshots={**progress.snapshots, pod_id: snapshot})
     if snapshot.stage > work.job.snapshot_stage:
         work.set(snapshot_stage=snapshot.stage)
@@ -324,7 +322,7 @@ def _ended(work: Work, stage: JobStage, pod_id: str, report: PodReport) -> None:
     elif stage is work.job.active:
         # END was not ordered, so this launcher has lost its trainers in another way.
         text = f"pod {pod_id} has no trainers of stage {stage.stage} any more"
-        fail_active(work, Cause(kind=CauseKind.FAILURE, text=text, at=work.now))
+        fail_active(work, failure(work, text))
         work.move(stage, pod_id, PodStagePhase.ENDED)
 
 
@@ -392,7 +390,7 @@ def _port_taken(work: Work, stage: JobStage, pod_id: str, report: PodReport) -> 
     why = f"pod {pod_id} found a port taken" + (f": {report.reason}" if report.reason else "")
     if stage.attempt + 1 >= MAX_ATTEMPTS:
         text = f"{why}, {MAX_ATTEMPTS} times in a row"
-        fail_preparing(work, Cause(kind=CauseKind.FAILURE, text=text, at=work.now))
+        fail_preparing(work, failure(work, text))
     else:
         reallocate_ports(work, why)
 
@@ -448,6 +446,6 @@ def _done(work: Work, stage: JobStage, member: StagePod, report: PodReport) -> N
 def forget_retired(work: Work) -> None:
     """Forget the retiring stage once its parked trainers are gone."""
     retiring = work.job.retiring
-    if retiring is not None and all(member.phase in GONE for member in retiring.members):
+    if retiring is not None and retiring.all_in(*GONE):
         work.set(retiring=None)
         dismiss_leavers(work)

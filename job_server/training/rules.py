@@ -17,14 +17,13 @@ from job_server.api.wire import (
     RestoreFrom,
     Way,
 )
-from job_server.cluster.placement import Cluster, explain_shortage, place, serving_nodes
+from job_server.cluster.placement import Cluster, explain_shortage, serving_nodes
 from job_server.jobs.events import NotConverging
 from job_server.jobs.work import Goal
 from job_server.training.allocation import (
     choose_restore,
+    find_sites,
     make_pods,
-    slots_of_leavers,
-    slots_of_stayers,
 )
 from job_server.training.changes import may_change, store_script_clock, take_next
 from job_server.training.fencing import count_fenced, fenced_at, lose_silent
@@ -33,8 +32,6 @@ from job_server.training.job import (
     COMPLETED,
     GONE,
     TERMINATED,
-    Cause,
-    CauseKind,
     HaltPhase,
     Job,
     JobStage,
@@ -49,6 +46,7 @@ from job_server.training.moves import (
     enter,
     enter_start,
     fail_preparing,
+    failure,
     finish,
 )
 from job_server.training.pod_exits import finish_unsupervised
@@ -111,9 +109,7 @@ def _unpark(work: Work) -> None:
         return
     if job.halt is not None and job.halt.phase is not HaltPhase.WAIT:
         return
-    parked = any(
-        member.phase in (PodStagePhase.PARKED, PodStagePhase.CUTTING) for member in stage.members
-    )
+    parked = stage.any_in(PodStagePhase.PARKED, PodStagePhase.CUTTING)
     if parked != stage.resuming:
         work.set(active=replace(stage, resuming=parked))
 
@@ -184,7 +180,7 @@ def preparing_deadline(job: Job, stage: JobStage) -> float:
 def _give_up_preparing(work: Work, stage: JobStage) -> None:
     """Give up a phase that took too long; a pod that is late to a start is released."""
     active = work.job.active
-    late: list[str] = []
+    late: tuple[str, ...] = ()
     what = {
         Order.PREPARE: "ready",
         Order.CUT: "parked",
@@ -192,12 +188,12 @@ def _give_up_preparing(work: Work, stage: JobStage) -> None:
         Order.START: "loaded",
     }[stage.phase]
     if stage.phase is Order.PREPARE:
-        late = [m.pod.pod_id for m in stage.members if m.phase is PodStagePhase.ABSENT]
+        late = stage.pods_in(PodStagePhase.ABSENT)
     elif stage.phase is Order.START:
-        late = [m.pod.pod_id for m in stage.members if m.phase not in _loaded(work.job)]
+        late = stage.pods_not_in(*_loaded(work.job))
     elif active is not None:
-        left = TERMINATED | ({PodStagePhase.PARKED} if stage.phase is Order.CUT else set())
-        late = [m.pod.pod_id for m in active.members if m.phase not in left]
+        parked = (PodStagePhase.PARKED,) if stage.phase is Order.CUT else ()
+        late = active.pods_not_in(*TERMINATED, *parked)
     waited_s = work.now - stage.since
     text = f"not {what} within {waited_s:.0f} s: {', '.join(late) or 'no pod'}"
     if stage.way is Way.START and stage.phase is Order.PREPARE:
@@ -206,12 +202,12 @@ def _give_up_preparing(work: Work, stage: JobStage) -> None:
     if stage.phase is Order.END:
         work.set(preparing=replace(stage, since=work.now))
         return
-    fail_preparing(work, Cause(kind=CauseKind.FAILURE, text=text, at=work.now))
+    fail_preparing(work, failure(work, text))
 
 
 def _advance_prepare(work: Work, stage: JobStage, active: JobStage | None) -> None:
     job = work.job
-    ready = all(member.phase is not PodStagePhase.ABSENT for member in stage.members)
+    ready = not stage.any_in(PodStagePhase.ABSENT)
     if active is not None and active.over is not None and stage.way is not Way.START:
         _replace_recovery(work, stage, active, ready=ready)
         return
@@ -296,13 +292,13 @@ def _is_fenced(work: Work, stage: JobStage) -> bool:
     """
     job = work.job
     stages = [s for s in (job.retiring, stage) if s is not None]
-    if not all(member.phase in GONE for s in stages for member in s.members):
+    if not all(s.all_in(*GONE) for s in stages):
         return False
     if not job.elastic:
         return all(s.all_in(*TERMINATED) for s in stages)
     if not stage.committed:
         return True
-    return any(member.phase in TERMINATED for member in stage.members)
+    return stage.any_in(*TERMINATED)
 
 
 def _recover(work: Work) -> None:
@@ -334,12 +330,11 @@ def _recover(work: Work) -> None:
 
 
 def _wait_for_fence(work: Work, stage: JobStage) -> None:
-    lost = [member.pod.pod_id for member in stage.members if member.phase is PodStagePhase.LOST]
-    ending = [m for m in stage.members if m.phase not in GONE]
-    if ending or not lost:
+    lost = stage.pods_in(PodStagePhase.LOST)
+    if not lost or not stage.all_in(*GONE):
         work.set(waiting="")
         return
-    pods = [pod for pod_id in lost if (pod := work.job.pod(pod_id)) is not None]
+    pods = work.job.known_pods(lost)
     fences = [fenced_at(work.job, pod, work.cluster) for pod in pods]
     way_out = f"or for `edl resize {work.job.spec.job_id} N --assume_dead`"
     if pods and None not in fences:
@@ -379,9 +374,7 @@ def grace_deadline(job: Job, cluster: Cluster) -> float:
 
 def _begin_start(work: Work) -> None:
     job = work.job
-    stay = [
-        pod for pod_id in job.recovery_pods if (pod := job.pod(pod_id)) is not None and pod.usable
-    ]
+    stay = [pod for pod in job.known_pods(job.recovery_pods) if pod.usable]
     for pod in job.pods:
         if pod.usable and pod not in stay:
             work.release(pod.pod_id)
@@ -389,15 +382,7 @@ def _begin_start(work: Work) -> None:
     stay = stay[: job.target]
     source = choose_restore(job)
     home = _home(job, stay, source)
-    sites = place(
-        job.spec,
-        work.cluster,
-        work.now,
-        count=job.target - len(stay),
-        held=slots_of_stayers(job),
-        leaving=slots_of_leavers(job),
-        first=home,
-    )
+    sites = find_sites(work, job.target - len(stay), first=home)
     size = len(stay) + len(sites)
     if size < job.target and work.now < grace_deadline(job, work.cluster) and not job.fresh:
         work.set(waiting="")  # nodes may not have registered again since the server came back

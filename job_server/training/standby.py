@@ -37,7 +37,7 @@ def stand_by(work: Work, *, may_begin: bool) -> None:
         return
     if _why_none(work, choose_way(job, work.cluster)):
         return
-    pods = tuple(pod for pod_id in stage.pod_ids if (pod := job.pod(pod_id)) is not None)
+    pods = job.known_pods(stage.pod_ids)
     begin(work, pods, way=Way.REPLACE, reason="standby", target=job.target, standby=True)
     if job.spec.standby > 1:
         _survive_failures(work)

@@ -278,4 +278,4 @@ def plain_warning(job: Job) -> str:
 
 def trainers(job: Job) -> int:
     """Return how many trainers the stage in force has."""
-    return sum(len(member.pod.ranks) for member in job.active.members) if job.active else 0
+    return job.active.trainers if job.active else 0

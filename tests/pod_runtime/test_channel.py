@@ -1,5 +1,6 @@
 """The trainers' socket, from both of its ends."""
 
+from job_server.api.codec import encode
 import json
 import os
 import socket
@@ -9,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from job_server.api.wire import Order, PlanPod, SnapshotRef, encode
+from job_server.api.wire import Order, PlanPod, SnapshotRef
 from pod_runtime.channel_wire import (
     Cut,
     Disinvitation,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pod_runtime.env import TrainerEnv
-from pod_runtime.trainer.data.readers import FedReader, InlineReader
+from pod_runtime.trainer.data.readers import InlineReader, ThreadReader
 from pod_runtime.trainer.loop.stage_steps import StageSteps, TrainingStep
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "resnet50"
@@ -70,7 +70,7 @@ def counted_read(read: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-FedReader.take = timed_take(FedReader.take)  # type: ignore[method-assign]
+ThreadReader.take = timed_take(ThreadReader.take)  # type: ignore[method-assign]
 InlineReader.take = timed_take(InlineReader.take)  # type: ignore[method-assign]
 StageSteps.commit = noted_commit(StageSteps.commit)  # type: ignore[assignment, method-assign]
 sys.path.insert(0, str(EXAMPLE))

@@ -1,6 +1,5 @@
 """The trainers' socket, from both of its ends."""
 
-from job_server.api.codec import encode
 import json
 import os
 import socket
@@ -10,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from job_server.api.codec import encode
 from job_server.api.wire import Order, PlanPod, SnapshotRef
 from pod_runtime.channel_wire import (
     Cut,

@@ -14,10 +14,10 @@ import pytest
 from images import DataError, Listing, find_images, make_sets, printable, train_loader_args
 
 from pod_runtime.trainer.data.readers import (
-    FedReader,
     InlineReader,
     ShardOrder,
     ShardReader,
+    ThreadReader,
     loader_items,
 )
 from pod_runtime.trainer.data.source import make_source
@@ -310,7 +310,7 @@ def read_all(train_set, world: int, workers: int) -> list[tuple[np.ndarray, np.n
         reader: ShardReader = InlineReader(source, order, adapter)
         if workers:
             items = loader_items(source, order, Cursor(), adapter)
-            reader = FedReader(partial(iter, items))
+            reader = ThreadReader(partial(iter, items))
         for shard_range in order.from_cursor(Cursor()):
             taken = reader.take(shard_range, 60.0)
             assert taken is not None

@@ -1,7 +1,7 @@
 """Read this rank's shards, one after the other, from the cursor on.
 
 InlineReader    a map-style dataset, read in this process
-FedReader       an iterator that may block (a loader with workers, a reader of the script's own),
+ThreadReader    an iterator that may block (a loader with workers, a reader of the script's own),
                 read by a thread, so that the loop can look after its peers meanwhile
 """
 
@@ -145,7 +145,7 @@ class InlineReader:
         pass
 
 
-class FedReader:
+class ThreadReader:
     """Moves what an iterator yields into a short queue, in a thread."""
 
     def __init__(self, start: Callable[[], Iterator[ShardBatch]]) -> None:

@@ -109,7 +109,7 @@ class Adapter(Protocol):
     def set_modes(self, modes: Mapping[str, bool]) -> None:
         """Set the modes of these layers."""
 
-    def news(self) -> list[str]:
+    def uncarried_changes(self) -> list[str]:
         """Return what has changed since the first call, and no state can carry; each once."""
 
     def unowned(self) -> list[str]:

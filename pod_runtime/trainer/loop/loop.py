@@ -353,7 +353,7 @@ class Loop:
             raise UsageError("epoch: iterated over twice; use one `for step in epoch:`")
         if not self._is_noted:
             self._is_noted = True
-            self._adapter.news()
+            self._adapter.uncarried_changes()
         if self._steps is None:
             self._changes.note()
             yield from self._warm_up()

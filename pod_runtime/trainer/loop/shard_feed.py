@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 from pod_runtime.trainer.data.readers import (
-    FedReader,
     InlineReader,
     ReadFrom,
     ShardBatch,
@@ -12,6 +11,7 @@ from pod_runtime.trainer.data.readers import (
     ShardRange,
     ShardReader,
     ShardSource,
+    ThreadReader,
     factory_items,
     loader_items,
 )
@@ -91,8 +91,8 @@ class ShardFeed:
                 micro_batch=order.batches.micro_batch,
             )
             made = self._factory(where)  # here, not in the thread: it may start worker processes
-            return FedReader(lambda: factory_items(made))
+            return ThreadReader(lambda: factory_items(made))
         if source.num_workers > 0:
             items = loader_items(source, order, cursor, self._stage.adapter)
-            return FedReader(lambda: items)
+            return ThreadReader(lambda: items)
         return InlineReader(source, order, self._stage.adapter)

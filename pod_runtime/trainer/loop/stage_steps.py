@@ -94,12 +94,12 @@ class StageSteps:
     def _check_script(self) -> None:
         adapter = self.stage.adapter
         adapter.check_unowned()
-        news = adapter.news()
-        if news and self.stage.member.rank == 0:
+        changes = adapter.uncarried_changes()
+        if changes and self.stage.member.rank == 0:
             logger.warning(
                 "changed since the first step, and no state can carry it: %s. A trainer that "
                 "starts later builds model and optimizer without that; do it before the loop",
-                first_names(news),
+                first_names(changes),
             )
 
 

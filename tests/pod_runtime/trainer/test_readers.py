@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from pod_runtime.trainer.data.readers import (
-    FedReader,
     ShardBatch,
     ShardOrder,
     ShardRange,
+    ThreadReader,
     factory_items,
 )
 from pod_runtime.trainer.data.streams import KeyedDataset, SampleFetcher, seed_shard
@@ -148,7 +148,7 @@ def test_a_reader_that_keeps_one_waiting_says_so_and_delivers_later():
         gate.wait(30)
         yield from items_of(order())
 
-    reader = FedReader(start)
+    reader = ThreadReader(start)
     shard_range = next(order().from_cursor(Cursor()))
     assert reader.take(shard_range, 0.01) is None
     gate.set()
@@ -170,7 +170,7 @@ def test_a_reader_is_closed_in_its_own_thread():
         finally:
             closed.append(threading.current_thread().name)
 
-    reader = FedReader(start)
+    reader = ThreadReader(start)
     reader.take(next(order().from_cursor(Cursor())), 60.0)
     reader.close()
     assert closed == ["reader"]
@@ -185,7 +185,7 @@ def test_a_reader_is_closed_in_its_own_thread():
     ],
 )
 def test_a_reader_out_of_step_is_refused(items, text):
-    reader = FedReader(lambda: factory_items(iter(items)))
+    reader = ThreadReader(lambda: factory_items(iter(items)))
     with pytest.raises(UsageError, match=text):
         reader.take(next(order().from_cursor(Cursor())), 60.0)
     reader.close()
@@ -198,7 +198,7 @@ def test_what_a_reader_raises_is_raised_where_its_data_are_wanted():
     def fail() -> Any:
         raise ConnectionError("no teacher")
 
-    reader = FedReader(start)
+    reader = ThreadReader(start)
     with pytest.raises(ConnectionError, match="no teacher"):
         reader.take(next(order().from_cursor(Cursor())), 60.0)
     reader.close()

@@ -166,7 +166,7 @@ def test_training_alone_changes_nothing_that_would_have_to_be_carried(name):
         given_rate = 0.1 if name == "Rprop" else rate  # it takes no scheduler
         optimizer = getattr(paddle.optimizer, name)(given_rate, parameters=given)
         traits = Traits(model, optimizer)
-        assert traits.news() == []
+        assert traits.uncarried_changes() == []
         for _ in range(3):
             value = model[0](paddle.randn([6, 4])).reshape([6, 8, 1, 1])
             model[3](model[2](model[1](value))).mean().backward()
@@ -174,7 +174,7 @@ def test_training_alone_changes_nothing_that_would_have_to_be_carried(name):
             optimizer.clear_grad()
             rate.step()
         assert traits.changed() == {}
-        assert traits.news() == []
+        assert traits.uncarried_changes() == []
 
 
 def test_what_layers_compute_of_their_parameters_is_no_news():
@@ -183,13 +183,13 @@ def test_what_layers_compute_of_their_parameters_is_no_news():
     )
     optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
     traits = Traits(model, optimizer)
-    assert traits.news() == []
+    assert traits.uncarried_changes() == []
     for _ in range(2):
         model(paddle.ones([2, 4])).mean().backward()
         optimizer.step()
         model.eval()
         model(paddle.ones([2, 4]))
-        assert traits.news() == []
+        assert traits.uncarried_changes() == []
     model.train()
     assert traits.changed() == {}
 
@@ -200,8 +200,8 @@ def test_what_no_state_can_carry_is_named_once():
     model.cache = paddle.zeros([2])
     traits = Traits(model, optimizer)
     model.head.register_forward_post_hook(lambda *_: None)  # before the loop: in every process
-    assert traits.news() == []
-    assert traits.news() == []
+    assert traits.uncarried_changes() == []
+    assert traits.uncarried_changes() == []
     model.head.register_forward_pre_hook(lambda *_: None)
     model.drop = nn.Identity()
     model.tail.forward = lambda batch: batch
@@ -209,7 +209,7 @@ def test_what_no_state_can_carry_is_named_once():
     model.cache = paddle.ones([2])
     optimizer._grad_clip = None
     optimizer._param_groups[1]["params"].pop()
-    assert sorted(traits.news()) == [
+    assert sorted(traits.uncarried_changes()) == [
         "cache of layer Net, a tensor outside of its state_dict",
         "center of layer Net, a tensor outside of its state_dict",
         "forward of layer tail",
@@ -218,7 +218,7 @@ def test_what_no_state_can_carry_is_named_once():
         "the optimizer's grad_clip",
         "the optimizer's parameters",
     ]
-    assert traits.news() == []
+    assert traits.uncarried_changes() == []
 
 
 class Table(nn.Layer):
@@ -266,11 +266,11 @@ def test_what_a_script_sets_on_a_layer_that_notes_its_newest_tensors_is_carried(
     for _ in range(4):
         model.newest = paddle.zeros([2])
         model.length = 5
-        traits.news()
+        traits.uncarried_changes()
     assert traits.changed() == {"layer/": {"length": 5}}
     model.table = paddle.zeros([5])
     for _ in range(2):
-        traits.news()
+        traits.uncarried_changes()
     model.eval()
     assert traits.changed() == {"layers": {"training": False}}
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pod_runtime.trainer.data.readers import FedReader, ShardOrder, loader_items
+from pod_runtime.trainer.data.readers import ShardOrder, ThreadReader, loader_items
 from pod_runtime.trainer.data.source import make_source
 from pod_runtime.trainer.data.worker_errors import (
     CarryingCollate,
@@ -101,7 +101,7 @@ def test_the_loop_gets_the_error_of_a_real_worker_after_the_batches_before_it():
     order = ShardOrder(run, plan, rank_shards(0, 1, 1))
     ranges = list(order.from_cursor(Cursor()))
     items = loader_items(source, order, Cursor(), adapter)
-    reader = FedReader(lambda: items)
+    reader = ThreadReader(lambda: items)
     try:
         for shard_range, first in zip(ranges[:2], (0, 2), strict=True):
             taken = reader.take(shard_range, 30.0)

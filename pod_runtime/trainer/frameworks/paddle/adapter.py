@@ -17,7 +17,11 @@ from paddle.io.dataloader.collate import default_collate_fn
 from pod_runtime.trainer.errors import PeerLost, UsageError
 from pod_runtime.trainer.frameworks.adapter import GroupSpec, Subgroup
 from pod_runtime.trainer.frameworks.paddle import group as paddle_group
-from pod_runtime.trainer.frameworks.paddle.checks import GradientMarks, Unowned, check_arguments
+from pod_runtime.trainer.frameworks.paddle.checks import (
+    GradientMarks,
+    UnownedParameters,
+    check_arguments,
+)
 from pod_runtime.trainer.frameworks.paddle.gradients import (
     GradientExchange,
     ShardBuffers,
@@ -86,7 +90,7 @@ class PaddleAdapter:
         self._exchange = self._make_exchange(parameters)
         self._parameters = model.parameters()  # frozen ones, too
         self._frozen = self._what_is_frozen()
-        self._unowned = Unowned(model, optimizer)
+        self._unowned = UnownedParameters(model, optimizer)
         owned = {id(each) for each in optimizer_parameters(optimizer)}
         self._marks = GradientMarks([p for p in self._parameters if id(p) in owned], on_host)
         self._rank, self._world_size = 0, 1
@@ -208,8 +212,8 @@ class PaddleAdapter:
     def set_modes(self, modes: Mapping[str, bool]) -> None:
         self._state.traits.set_modes(modes)
 
-    def news(self) -> list[str]:
-        return self._state.traits.news()
+    def uncarried_changes(self) -> list[str]:
+        return self._state.traits.uncarried_changes()
 
     def unowned(self) -> list[str]:
         return self._unowned.names

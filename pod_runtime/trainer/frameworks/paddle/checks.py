@@ -85,7 +85,7 @@ def _check_extra(extra: Mapping[str, Any], known: set[int]) -> None:
                 raise UsageError(f"extra: {name!r}, a {kind}, has no {method}; give it one")
 
 
-class Unowned:
+class UnownedParameters:
     """The model's trainable parameters that the optimizer does not have: they must not change.
 
     Checksums run at the speed of the memory, over such parameters only; most models have none.

@@ -134,7 +134,7 @@ class Traits:
 
     # --- what no state can carry
 
-    def news(self) -> list[str]:
+    def uncarried_changes(self) -> list[str]:
         """Return what has changed since the first call and cannot be carried; each once."""
         self._things, now = self._owners(), self._read_structure()
         self._note_caches()

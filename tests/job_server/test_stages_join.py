@@ -6,17 +6,17 @@ import pytest
 
 from job_server.api.wire import JobSpec, JobState, Order, Resize, StageRecord, Way
 from job_server.jobs.events import PauseAsked, ResizeAsked
-from job_server.training import changes, views
+from job_server.training import views
 from job_server.training.job import JobStage
 from tests.job_server.world import Launcher, SimPod, World, node
 
 RUNNING = JobState.RUNNING
 
 
-def world(pods: int = 2, **spec: Any) -> World:
+def world(pods: int = 2, gpu_bytes: int = 0, **spec: Any) -> World:
     """Return a job that trains, and whose changes go by join."""
     job = JobSpec(**{"job_id": "job", "max_pods": 4, "pods": pods, "overlap": "join", **spec})
-    made = World(job, (node("a"), node("b")), total_steps=4000)
+    made = World(job, tuple(node(name, gpu_bytes=gpu_bytes) for name in "ab"), total_steps=4000)
     made.run_until(RUNNING)
     made.rounds(6)
     return made
@@ -74,17 +74,17 @@ def test_a_change_by_join_costs_no_step_and_no_pod_that_stays(pods):
     assert len([sim for node in made.nodes.values() for sim in node.pods.values()]) == pods
 
 
-@pytest.mark.parametrize("fits", [True, False])
-def test_a_trainer_that_cannot_join_lets_the_change_go_another_way(fits, monkeypatch):
-    monkeypatch.setattr(changes, "_both_fit", lambda _job, _cluster, sets: fits)
-    made = world()
+@pytest.mark.parametrize(("used", "way"), [(40, Way.REPLACE), (80, Way.DRAIN)])
+def test_a_trainer_that_cannot_join_lets_the_change_go_another_way(used, way):
+    made = world(gpu_bytes=100)
+    made.gpu_bytes_used = used  # with 40 of 100 there is room for a second trainer
     _, who = launcher(made, "pod_1_0")
     who.refuses = True
     resize(made, 3)
     assert preparing(made).way is Way.JOIN
     record = settled(made, 3)
     assert (record.stage, record.redone_steps) == (2, 0)
-    assert record.way is (Way.REPLACE if fits else Way.DRAIN)
+    assert record.way is way
     assert any("pod_1_0 cannot join: it does not want to; not by join" in r for r in made.reasons)
 
 

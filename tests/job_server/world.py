@@ -55,11 +55,13 @@ def node(
     job_id: str | None = "job",
     stop_after_s: float | None = None,
     saves: bool = True,
+    gpu_bytes: int = 0,
 ) -> wire.Node:
+    kind = wire.SlotKind.GPU if gpu_bytes else wire.SlotKind.CPU
     return wire.Node(
         node_id=name,
         addr=f"addr-{name}",
-        slots=tuple(wire.Slot(index=i, kind=wire.SlotKind.CPU) for i in range(slots)),
+        slots=tuple(wire.Slot(index=i, kind=kind, memory_bytes=gpu_bytes) for i in range(slots)),
         port_low=20000,
         port_high=20000 + 8 * slots - 1,
         job_id=job_id,
@@ -166,6 +168,7 @@ class World:
         self.full: set[str] = set()  # nodes that can write nothing; "path": nobody can write there
         self.save_rounds = 2  # so many reports does the writing of a state take
         self.stuck = False  # no byte is written any more
+        self.gpu_bytes_used = 0  # on each GPU
         self.in_run_folders: set[tuple[str, int, int]] = set()  # node, stage, step
 
     # --- the server -----------------------------------------------------------------------------
@@ -173,7 +176,13 @@ class World:
     @property
     def cluster(self) -> Cluster:
         views = tuple(
-            NodeView(node=n.node, seen_at=n.seen_at) for n in self.nodes.values() if n.registered
+            NodeView(
+                node=sim.node,
+                seen_at=sim.seen_at,
+                memory_used={slot.index: self.gpu_bytes_used for slot in sim.node.slots},
+            )
+            for sim in self.nodes.values()
+            if sim.registered
         )
         return Cluster(nodes=views, heartbeat_s=HEARTBEAT_S)
 

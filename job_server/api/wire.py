@@ -330,7 +330,7 @@ class StagePlan(Message, frozen=True, kw_only=True):
 
 
 class PodOrders(Message, frozen=True, kw_only=True):
-    """Answer to a launcher's long poll: at most the stage in force and the one in preparation."""
+    """Answer to a launcher's long poll: at most the active stage and the one in preparation."""
 
     server_id: str  # changes when the server restarts: attach again
     revision: Int

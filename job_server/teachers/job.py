@@ -124,7 +124,7 @@ def ports_of(pods: tuple[TeacherPod, ...]) -> dict[str, frozenset[int]]:
 
 
 def silent_at(job: TeacherJob, pod: TeacherPod, cluster: Cluster) -> float:
-    """Return when the pod counts as out of reach if its client is not heard until then."""
+    """Return when the pod counts as out of reach if its client is silent until then."""
     view = find_node(cluster, pod.site.node_id)
     seen_at = view.seen_at if view is not None else 0.0
     return max(seen_at, job.grace_from, pod.given_at) + cluster.silence_s
@@ -141,7 +141,7 @@ def finish(work: TeacherWork, state: JobState, why: str) -> None:
 
 
 def is_steady(job: TeacherJob, reachable: Sequence[TeacherPod], now: float) -> bool:
-    """Whether what students report now tells of the number of teachers that run.
+    """Whether what students report now belongs to the number of teachers that run.
 
     A teacher that runs is in service once it has loaded its model and registered. One that never
     does must not stop the decisions.

@@ -138,7 +138,7 @@ def _deadlines(job: TeacherJob, cluster: Cluster) -> Iterator[float]:
 
 
 def _quiet_at(job: TeacherJob) -> float:
-    """Return when the teachers are too many, if no student is said to ask until then."""
+    """Return when the teachers are too many if no student asks until then."""
     return max(job.progress.asked_at, job.grace_from) + job.spec.demand_timeout_s
 
 

@@ -131,7 +131,7 @@ def find_lasting(faults: tuple[Fault, ...], before: tuple[Fault, ...], *, of_cha
     Args:
         faults: of the trainers that failed now.
         before: of those that failed the last time.
-        of_change: they failed in a change that was not yet in force, so that the next try is
+        of_change: they failed in a change that was not yet committed, so that the next try is
             another one: of the pods before it.
     """
     known = {fault.mark for fault in before}

@@ -232,11 +232,11 @@ def _order_save(work: Work, held: Halt, source: RestoreFrom) -> None:
     if held.again_at is not None and work.now < held.again_at:
         return
     pods = [pod for pod in _savers(work, source) if pod.site.node_id not in held.tried]
-    heard = [pod for pod in pods if work.now < client_silent_at(work.job, pod, work.cluster)]
-    if heard:
+    answering = [pod for pod in pods if work.now < client_silent_at(work.job, pod, work.cluster)]
+    if answering:
         # A silent node may still be writing at the script's path: two would mix their files.
         order = Save(id=work.job.ending.orders + 1, spare=bool(held.tried))
-        pod = heard[0]
+        pod = answering[0]
         changed = replace(held, save=order, pod_id=pod.pod_id, since=work.now, again_at=None)
         work.set(ending=replace(work.job.ending, orders=order.id), halt=changed)
         work.progress(saving=None, saving_at=work.now)

@@ -158,7 +158,7 @@ class JobStage(Message, frozen=True, kw_only=True):
 
     @property
     def end_ordered(self) -> bool:
-        """Whether its pods are told to end its trainers."""
+        """Whether its pods are ordered to end its trainers."""
         return self.end_since is not None
 
     @property
@@ -237,7 +237,7 @@ class JobProgress:
     total_steps: int | None = None  # None: not known
     metrics: Mapping[str, float] = field(default_factory=dict)
     stepped_at: float | None = None  # when a new step was last reported; None: never
-    steps: Mapping[str, int] = field(default_factory=dict)  # pod -> step, of the stage in force
+    steps: Mapping[str, int] = field(default_factory=dict)  # pod -> step, of the active stage
     snapshots: Mapping[str, SnapshotRef] = field(default_factory=dict)  # pod -> newest
     heard: Mapping[str, float] = field(default_factory=dict)  # pod -> last report of its launcher
     joins: Mapping[str, bool] = field(default_factory=dict)  # pod -> its trainers can join

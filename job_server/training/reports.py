@@ -46,6 +46,16 @@ from job_server.training.work import Work
 
 MAX_ATTEMPTS = 10  # how often a stage may get new ports
 
+_IMPLIED = {  # the report that brings a pod to a phase
+    PodStagePhase.READY: ReportKind.READY,
+    PodStagePhase.STARTED: ReportKind.STARTED,
+    PodStagePhase.LOADED: ReportKind.LOADED,
+    PodStagePhase.TRAINING: ReportKind.PROGRESS,
+    PodStagePhase.PARKED: ReportKind.DRAINED,
+    PodStagePhase.ENDED: ReportKind.ENDED,
+    PodStagePhase.FAILED: ReportKind.FAILED,
+}
+
 
 def attached(work: Work, attach: Attach) -> None:
     """Apply a launcher's whole state as the reports that it implies."""
@@ -85,17 +95,8 @@ def _apply_phase(work: Work, attach: Attach) -> None:
         return
     if attach.phase is PodStagePhase.TRAINING:
         _trains(work, stage, attach.pod_id)
-    kinds = {
-        PodStagePhase.READY: ReportKind.READY,
-        PodStagePhase.STARTED: ReportKind.STARTED,
-        PodStagePhase.LOADED: ReportKind.LOADED,
-        PodStagePhase.TRAINING: ReportKind.PROGRESS,
-        PodStagePhase.PARKED: ReportKind.DRAINED,
-        PodStagePhase.ENDED: ReportKind.ENDED,
-        PodStagePhase.FAILED: ReportKind.FAILED,
-    }
     implied = PodReport(
-        kind=kinds[attach.phase],
+        kind=_IMPLIED[attach.phase],
         stage=attach.stage,
         attempt=attach.attempt,
         step=attach.step,
@@ -213,9 +214,9 @@ def _record_heartbeat(work: Work, pod_id: str, snapshot: SnapshotRef | None) -> 
 def _record_joins(work: Work, stage: JobStage, pod_id: str, report: PodReport) -> None:
     """Record whether the pod's trainers could join a next stage in place."""
     joins = work.job.progress.joins
-    tells = report.kind in (ReportKind.LOADED, ReportKind.FIRST_STEP, ReportKind.PROGRESS)
-    tells |= report.kind is ReportKind.READY and stage.overlaps
-    if tells and report.attempt >= stage.attempt and joins.get(pod_id) is not report.joins:
+    knows = report.kind in (ReportKind.LOADED, ReportKind.FIRST_STEP, ReportKind.PROGRESS)
+    knows |= report.kind is ReportKind.READY and stage.overlaps
+    if knows and report.attempt >= stage.attempt and joins.get(pod_id) is not report.joins:
         work.progress(joins={**joins, pod_id: report.joins})
 
 

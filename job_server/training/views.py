@@ -277,5 +277,5 @@ def plain_warning(job: Job) -> str:
 
 
 def trainers(job: Job) -> int:
-    """Return how many trainers the stage in force has."""
+    """Return how many trainers the active stage has."""
     return job.active.trainers if job.active else 0

@@ -872,7 +872,7 @@ def world(
 
 
 def trains(made: World) -> World:
-    """Run until the job trains and has made steps in the stage in force."""
+    """Run until the job trains and has made steps in the active stage."""
     made.run_until(RUNNING)
     made.rounds(8)
     assert made.job.state is RUNNING, made.reasons

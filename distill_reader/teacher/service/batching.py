@@ -14,14 +14,14 @@ MAX_PARTS = 256  # of one batch: each costs some bytes of the message to the pre
 class RequestPart(Generic[T]):
     """Consecutive samples of one request."""
 
-    item: T
+    request: T
     start: int  # the first sample within the request
     count: int
 
 
 @dataclass(slots=True)
 class _Entry(Generic[T]):
-    item: T
+    request: T
     start: int
     count: int
     arrived: float
@@ -44,24 +44,24 @@ class BatchQueue(Generic[T]):
         """Return the number of queued requests; the rest of a split request counts as one."""
         return sum(map(len, self._queues.values()))
 
-    def add(self, key: Hashable, item: T, samples: int, now: float) -> None:
+    def add(self, key: Hashable, request: T, samples: int, now: float) -> None:
         """Queue a request. `samples` is at least 1."""
-        self._queues.setdefault(key, deque()).append(_Entry(item, 0, samples, now))
+        self._queues.setdefault(key, deque()).append(_Entry(request, 0, samples, now))
         self._samples[key] = self._samples.get(key, 0) + samples
 
     def put_back(self, key: Hashable, parts: Iterable[RequestPart[T]], now: float) -> None:
         """Queue parts again, ahead of all others. They are due at once."""
         queue = self._queues.setdefault(key, deque())
         for part in reversed(list(parts)):
-            queue.appendleft(_Entry(part.item, part.start, part.count, now - self._timeout_s))
+            queue.appendleft(_Entry(part.request, part.start, part.count, now - self._timeout_s))
             self._samples[key] = self._samples.get(key, 0) + part.count
 
-    def remove(self, item: T) -> bool:
+    def remove(self, request: T) -> bool:
         """Remove what is still queued of a request; return whether anything was."""
         for key, queue in self._queues.items():
-            gone = [entry for entry in queue if entry.item is item]
+            gone = [entry for entry in queue if entry.request is request]
             if gone:
-                self._queues[key] = deque(entry for entry in queue if entry.item is not item)
+                self._queues[key] = deque(entry for entry in queue if entry.request is not request)
                 self._samples[key] -= sum(entry.count for entry in gone)
                 self._forget_if_empty(key)
                 return True
@@ -69,10 +69,10 @@ class BatchQueue(Generic[T]):
 
     def clear(self) -> list[T]:
         """Empty the queue; return each request that was in it once."""
-        items = [entry.item for queue in self._queues.values() for entry in queue]
+        requests = [entry.request for queue in self._queues.values() for entry in queue]
         self._queues.clear()
         self._samples.clear()
-        return list({id(item): item for item in items}.values())
+        return list({id(request): request for request in requests}.values())
 
     def take(self, now: float) -> tuple[Hashable, list[RequestPart[T]]] | None:
         """Return the key and the parts of the batch to compute now; None: nothing is due.
@@ -103,7 +103,7 @@ class BatchQueue(Generic[T]):
             if entry.count > room and parts:
                 break
             count = min(entry.count, room)
-            parts.append(RequestPart(entry.item, entry.start, count))
+            parts.append(RequestPart(entry.request, entry.start, count))
             room -= count
             self._samples[key] -= count
             if count == entry.count:

@@ -334,7 +334,7 @@ class PredictorService:
             else:
                 batch = state.batches.pop(numbers[0])
                 for part in batch.parts:
-                    part.item.in_flight -= 1
+                    part.request.in_flight -= 1
                 if not state.batches:
                     state.silent_since = float("inf")
                 if state not in self._free:
@@ -356,7 +356,7 @@ class PredictorService:
         """Send due batches to free predictors; wake the timer if the next is due sooner."""
         while self._free and (taken := self._queue.take(now)) is not None:
             key, parts = taken
-            parts = [part for part in parts if part.item.begin(now)]
+            parts = [part for part in parts if part.request.begin(now)]
             if parts:
                 self._send(key, parts)
         if self._free:
@@ -366,17 +366,19 @@ class PredictorService:
 
     def _send(self, key: Hashable, parts: list[RequestPart[PendingRequest]]) -> None:
         state = min(self._free, key=_load)
-        model = parts[0].item.model
+        model = parts[0].request.model
         self._batches += 1
         if not state.batches:
             state.silent_since = time.monotonic()
             if state.silent_since + self._config.predict_timeout_s < self._wakes_at:
                 self._due.notify()
-        encodings = tuple(dict.fromkeys(encoding for p in parts for _, encoding in p.item.wanted))
+        encodings = tuple(
+            dict.fromkeys(encoding for p in parts for _, encoding in p.request.wanted)
+        )
         samples = sum(part.count for part in parts)
         batch = state.batches[self._batches] = _Batch(key, model, parts, samples, encodings)
         for part in parts:
-            part.item.in_flight += 1
+            part.request.in_flight += 1
         if not state.may_send_ahead or len(state.batches) > 1:
             self._free.remove(state)
         with contextlib.suppress(OSError):  # it is gone: its receiving thread will notice
@@ -387,7 +389,7 @@ class PredictorService:
         self, state: _PredictorState, parts: Sequence[RequestPart[PendingRequest]]
     ) -> None:
         for part in parts:
-            for arena in part.item.arenas:
+            for arena in part.request.arenas:
                 if arena.id not in state.arenas:
                     state.predictor.channel.send_arena(arena.id, arena.fd)
                     state.arenas.add(arena.id)
@@ -396,10 +398,10 @@ class PredictorService:
 
     def _refuse(self, batch: _Batch, text: str) -> _Ended:
         """Handle a batch that the model refused: try each request alone, one may be the reason."""
-        if len({id(part.item) for part in batch.parts}) > 1:
+        if len({id(part.request) for part in batch.parts}) > 1:
             self._put_back_alone(batch)
             return []
-        pending = batch.parts[0].item
+        pending = batch.parts[0].request
         pending.is_over = True
         self._queue.remove(pending)
         return [(pending, BadRequest(f"model {batch.model.name}: {text}"))]
@@ -408,8 +410,8 @@ class PredictorService:
         """Queue the requests of a dead predictor, each alone: one may be the reason."""
         ended: _Ended = []
         for part in batch.parts:
-            part.item.in_flight -= 1
-        for pending in {id(part.item): part.item for part in batch.parts}.values():
+            part.request.in_flight -= 1
+        for pending in {id(part.request): part.request for part in batch.parts}.values():
             pending.deaths += is_suspect
             error: DistillError | None
             if self._is_closed:
@@ -417,8 +419,8 @@ class PredictorService:
             elif pending.deaths >= _DEATHS:
                 error = TeacherFailed(
                     f"model {batch.model.name}: {pending.deaths} predictors ended while they "
-                    "computed this request; the teacher's log has the reason: it ran out of "
-                    "memory, or the model cannot take one of the values",
+                    "computed this request; the teacher's log has the reason, such as too little "
+                    "memory or a value that the model cannot take",
                     tries=pending.deaths,
                 )
             elif pending.is_over:
@@ -434,19 +436,19 @@ class PredictorService:
     def _put_back_alone(self, batch: _Batch) -> None:
         now = time.monotonic()
         for part in reversed(batch.parts):
-            if not part.item.is_over:
-                self._queue.put_back((batch.key, id(part.item)), [part], now)
+            if not part.request.is_over:
+                self._queue.put_back((batch.key, id(part.request)), [part], now)
 
     def _allocate_outputs(
         self, state: _PredictorState, batch: _Batch, numbers: Sequence[int]
     ) -> _Ended:
         """Allocate memory for outputs whose shapes were unknown; tell the predictor where."""
         shapes = decode_shapes(numbers)
-        batch.model.learn(batch.parts[0].item.shapes_key, shapes)
+        batch.model.learn(batch.parts[0].request.shapes_key, shapes)
         failed: dict[int, tuple[PendingRequest, DistillError]] = {}
         rows: list[tuple[TensorAddress | None, ...]] = []
         for part in batch.parts:
-            pending = part.item
+            pending = part.request
             try:
                 pending.allocate_outputs(shapes, self._allocate)
                 rows.append(pending.output_addresses(part.start, batch.encodings))
@@ -538,7 +540,7 @@ def _count(batch: _Batch, computed_us: int) -> _Ended:
     """Return the requests that the batch completes."""
     ended: _Ended = []
     for part in batch.parts:
-        pending = part.item
+        pending = part.request
         pending.left -= part.count
         pending.computed_us += computed_us
         if pending.left == 0 or (pending.is_over and pending.in_flight == 0):
@@ -553,12 +555,12 @@ def _load(state: _PredictorState) -> int:
 def _run(number: int, batch: _Batch) -> RunMessage:
     """Return the message that tells a predictor to compute a batch."""
     model, parts, encodings = batch.model, batch.parts, batch.encodings
-    first = parts[0].item
+    first = parts[0].request
     shapes: tuple[Shape | None, ...] = (None,) * len(model.spec.outputs)
     expected = first.output_shapes
     # Requests that arrived before the shapes were learned have no memory for their outputs yet.
     has_addresses = expected is not None and all(
-        part.item.output_shapes == expected for part in parts
+        part.request.output_shapes == expected for part in parts
     )
     if has_addresses and expected is not None:
         shapes = expected
@@ -572,8 +574,8 @@ def _run(number: int, batch: _Batch) -> RunMessage:
         tuple(
             BatchRows(
                 part.count,
-                part.item.input_addresses(part.start),
-                part.item.output_addresses(part.start, encodings)
+                part.request.input_addresses(part.start),
+                part.request.output_addresses(part.start, encodings)
                 if has_addresses
                 else (None,) * len(encodings),
             )

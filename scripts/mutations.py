@@ -400,8 +400,12 @@ def _is_dear(test: str, graph: dict[str, set[str]]) -> bool:
 
 def run_one(worktree: Path, mutation: Mutation, limit_s: float) -> dict[str, Any]:
     """Run tests with one mutation in place; return which test found it, if any."""
-    place = mutation.now or mutation.place
-    path, mutated = find(worktree, place)
+    try:
+        path, mutated = find(worktree, mutation.place)
+    except NotFoundError:
+        if mutation.now is None:
+            raise
+        path, mutated = find(worktree, mutation.now)
     original = path.read_text("utf-8")
     tests = tests_for(worktree, path.relative_to(worktree).as_posix())
     start = time.monotonic()

@@ -3,6 +3,7 @@
 import ast
 import difflib
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,23 @@ def test_the_loop_in_the_guide_is_the_one_of_the_example():
     example = [line for line in text[text.index("for epoch in") :].splitlines() if line]
     (guide,) = (block for block in blocks("docs/training-scripts.md", "python") if "Loop(" in block)
     assert guide[guide.index("for epoch in") :].splitlines() == example
+
+
+def test_architecture_shows_the_layers_that_the_import_contracts_hold():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    contracts = settings["tool"]["importlinter"]["contracts"]
+    held = {
+        contract["containers"][0]: contract["layers"]
+        for contract in contracts
+        if contract["type"] == "layers"
+    }
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    text = text[text.index("## Layers") :].split("```")[1]
+    shown = {
+        package: [line.strip() for line in layers.splitlines()]
+        for package, layers in re.findall(r"^(\S+)\n((?:    .*\n)+)", text, flags=re.MULTILINE)
+    }
+    assert shown == held
 
 
 @pytest.mark.parametrize("text", blocks("docs/change-scripts.md", "yaml"))

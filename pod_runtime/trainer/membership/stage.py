@@ -153,7 +153,7 @@ class StageJoiner:
         status = newest_status(self._fds)
         self._close_segments()
         if status is not None:
-            _continued(status, self._settings, self._source, self._run())
+            self._continue(status)
 
     def _form_group(self) -> None:
         plan, rank = self._plan, self._rank
@@ -211,13 +211,7 @@ class StageJoiner:
                 self._check_clean(restored)
             if self._joins:
                 check_terms_of_state(restored.status.terms, self._terms, rank=self._rank)
-            status = _continued(
-                restored.status,
-                self._settings,
-                self._source,
-                self._run(),
-            )
-            status = replace(status, terms=to_text(self._terms))
+            status = replace(self._continue(restored.status), terms=to_text(self._terms))
             return self._begin(restored, status)
 
     def move(self, old: TrainerStage, start: StageStart) -> TrainerStage:
@@ -393,6 +387,21 @@ class StageJoiner:
             subset=source.subset,
         )
 
+    def _continue(self, status: LoopStatus) -> LoopStatus:
+        """Return the status to continue from, with this script's number of epochs.
+
+        Raises:
+            StateError: the state was made with another seed, other data or other batches.
+        """
+        run, shards, where = self._run(), self._settings.shards, f"the state of step {status.step}"
+        check_same_run(status, run=run, batch_size=self._source.batch_size, where=where)
+        if shards is not None and shards != status.shards:
+            raise StateError(
+                f"shards: {where} was made with {status.shards}, this script says {shards}; V is "
+                f"fixed for a run: leave it out, or start afresh with another checkpoint path"
+            )
+        return status.for_run(run)
+
     @contextmanager
     def _as_victim(self) -> Iterator[None]:
         """End this trainer as a victim if a peer is lost within the block."""
@@ -480,22 +489,3 @@ def _subgroup(plan: StagePlan, lost: tuple[str, ...]) -> Subgroup:
     """Return which ranks of a stage are left without some of its pods."""
     left = [pod for pod in plan.pods if pod.pod_id not in lost]
     return Subgroup(ranks=tuple(rank for pod in left for rank in pod.ranks), addr=left[0].addr)
-
-
-def _continued(
-    status: LoopStatus,
-    settings: LoopSettings,
-    source: DataSource,
-    run: RunInfo,
-) -> LoopStatus:
-    """Return the status to continue from, with this script's number of epochs."""
-    check_same_run(
-        status, run=run, batch_size=source.batch_size, where=f"the state of step {status.step}"
-    )
-    if settings.shards is not None and settings.shards != status.shards:
-        raise StateError(
-            f"shards: the state of step {status.step} was made with {status.shards}, this script "
-            f"says {settings.shards}; V is fixed for a run: leave it out, or start afresh with "
-            f"another checkpoint path"
-        )
-    return status.for_run(run)

@@ -69,7 +69,7 @@ def lose_silent(work: Work) -> None:
         if pod.released or not is_silent(work, pod):
             continue
         in_force = active is not None and active.member(pod.pod_id) is not None
-        if (in_force and cut_off) or _waits_to_save(job, pod):
+        if (in_force and cut_off) or _may_be_needed(job, pod):
             continue
         if pod.desired is DesiredState.HOLD:
             work.release(pod.pod_id)
@@ -77,11 +77,17 @@ def lose_silent(work: Work) -> None:
             lose(work, pod.pod_id, _silent_cause(work, pod), confirmed=False)
 
 
-def _waits_to_save(job: Job, pod: TrainingPod) -> bool:
-    """Return whether the pod is only needed for the state it holds, once its client is back."""
+def _may_be_needed(job: Job, pod: TrainingPod) -> bool:
+    """Return whether the pod is only needed for the state it holds, once its client is back.
+
+    To be written, where the job pauses or ends; else to start from, while nothing else starts.
+    """
     stage = job.active
     over = stage is None or stage.over is not None or stage.all_in(*GONE)
-    return job.goal is not Goal.RUN and over and pod.pod_id in job.progress.snapshots
+    if not over or pod.pod_id not in job.progress.snapshots:
+        return False
+    waits = job.preparing is None and pod.desired is DesiredState.HOLD
+    return job.goal is not Goal.RUN or waits
 
 
 def _reaches(work: Work, stage: JobStage) -> bool:
@@ -135,11 +141,10 @@ def _give_up_fenced(work: Work, stage: JobStage) -> None:
     if not pods or not all(_is_fenced(work, pod) for pod in pods):
         return
     work.set(cut_off=False, waiting="")
-    halts = work.job.goal is not Goal.RUN  # nothing starts elsewhere: their shims are waited for
     for pod in pods:
         cause = _silent_cause(work, pod)
         text = f"{cause.text}; its client has stopped it by now"
-        lose(work, pod.pod_id, replace(cause, text=text), confirmed=True, holds=halts)
+        lose(work, pod.pod_id, replace(cause, text=text), confirmed=True, holds=True)
 
 
 def _is_fenced(work: Work, pod: TrainingPod) -> bool:

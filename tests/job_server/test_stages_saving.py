@@ -348,6 +348,35 @@ def test_clients_that_have_stopped_their_pods_amid_a_stop_are_waited_for():
     assert made.durable >= step
 
 
+def test_a_job_whose_nodes_were_all_cut_off_goes_on_from_what_their_shims_hold():
+    made = World(world().job.spec, (node("a", stop_after_s=5.0), node("b", stop_after_s=5.0)))
+    made.has_path = False
+    ahead(made)
+    for sim in made.nodes.values():
+        sim.link = False
+    made.rounds(60)
+    assert made.job.state is JobState.WAITING
+    step = newest(made)
+    made.nodes["a"].link = made.nodes["b"].link = True
+    made.run_until(JobState.RUNNING)
+    trains(made)
+    assert records(made)[-1].first_step == step + 1
+
+
+def test_a_job_that_fails_by_its_nodes_being_cut_off_writes_what_their_shims_hold():
+    spec = replace(world().job.spec, max_preemptions=0)
+    made = ahead(World(spec, (node("a", stop_after_s=5.0), node("b", stop_after_s=5.0))))
+    step = newest(made)
+    for sim in made.nodes.values():
+        sim.link = False
+    made.rounds(60)
+    assert made.job.state is JobState.STOPPING
+    for sim in made.nodes.values():
+        sim.link = True
+    made.run_until(FAILED)
+    assert made.durable >= step
+
+
 def test_a_pause_that_is_called_off_while_no_node_answers_recovers_when_they_do():
     made = trains(world(prepare_timeout_s=10.0))
     made.send(PauseAsked())

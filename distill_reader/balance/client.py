@@ -34,7 +34,6 @@ from distill_reader.balance.wire.client_connection import (
 )
 from distill_reader.balance.wire.messages import (
     REPORT_S,
-    StudentJoin,
     join_body,
     report_body,
 )
@@ -232,14 +231,7 @@ class StudentClient:
     async def _visit_server(self, address: DiscoveryAddress) -> None:
         connection = await ClientConnection.connect(address.endpoint, self._token)
         try:
-            join = StudentJoin(
-                service=self._service,
-                student=self._name,
-                session=self._session,
-                require=self._require,
-                held=self._held,
-            )
-            await connection.send(join_body(join))
+            await connection.send(join_body(self._service, self._student()))
             reporting = asyncio.create_task(self._report(connection))
             try:
                 await self._listen(connection)

@@ -210,20 +210,22 @@ def table_of(text: str) -> Table | None:
 
 def student_text(student: Student) -> str:
     """Return the text of a student for the registry, without its session."""
-    return json.dumps(
-        {
-            "require": student.require,
-            "held": student.held,
-            "wait_share": student.wait_share,
-            "samples_per_s": student.samples_per_s,
-            "measured": {
-                teacher: [each.samples_per_s, each.busy_share]
-                for teacher, each in student.measured.items()
-            },
-            "unusable": student.unusable,
+    return json.dumps(student_json(student), separators=(",", ":"))
+
+
+def student_json(student: Student) -> dict[str, Any]:
+    """Return what a student reports, for the registry and for its messages."""
+    return {
+        "require": student.require,
+        "held": student.held,
+        "wait_share": student.wait_share,
+        "samples_per_s": student.samples_per_s,
+        "measured": {
+            teacher: [each.samples_per_s, each.busy_share]
+            for teacher, each in student.measured.items()
         },
-        separators=(",", ":"),
-    )
+        "unusable": student.unusable,
+    }
 
 
 def student_of(name: str, session: int, text: str) -> Student | None:

@@ -324,15 +324,7 @@ class _Session:
         if isinstance(request, LegacyRegister):
             return await self._answer_register(request)
         if isinstance(request, StudentJoin):
-            self._come(
-                request.service,
-                Student(
-                    student=request.student,
-                    session=request.session,
-                    require=request.require,
-                    held=request.held,
-                ),
-            )
+            self._come(request.service, request.student)
             return {"type": "ok"}
         if self._student is None:
             raise BadRequest("this connection is not that of a student: register first")

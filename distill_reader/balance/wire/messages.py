@@ -32,11 +32,18 @@ import json
 import math
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 from distill_reader.balance.addresses import check_endpoint, check_name, shown
-from distill_reader.balance.table import MAX_HELD, MAX_REQUIRE, MAX_UNUSABLE, Measured, Student
+from distill_reader.balance.table import (
+    MAX_HELD,
+    MAX_REQUIRE,
+    MAX_UNUSABLE,
+    Measured,
+    Student,
+    student_json,
+)
 from distill_reader.errors import BadRequest, UsageError
 
 HEAD = struct.Struct("!4si")
@@ -73,10 +80,7 @@ class StudentJoin:
     """A student joins a service."""
 
     service: str
-    student: str
-    session: int
-    require: int
-    held: tuple[str, ...]
+    student: Student
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,11 +183,11 @@ def parse(body: Mapping[str, Any]) -> Request:
         raise BadRequest(str(error)) from error
 
 
-def join_body(student: StudentJoin) -> dict[str, Any]:
+def join_body(service: str, student: Student) -> dict[str, Any]:
     """Return the first message of a student."""
     return {
         "type": "student",
-        "service": student.service,
+        "service": service,
         "student": student.student,
         "session": student.session,
         "require": student.require,
@@ -192,27 +196,15 @@ def join_body(student: StudentJoin) -> dict[str, Any]:
 
 
 def report_body(student: Student) -> dict[str, Any]:
-    return {
-        "type": "report",
-        "require": student.require,
-        "wait_share": student.wait_share,
-        "samples_per_s": student.samples_per_s,
-        "measured": {
-            teacher: [each.samples_per_s, each.busy_share]
-            for teacher, each in list(student.measured.items())[:MAX_HELD]
-        },
-        "unusable": student.unusable[:MAX_UNUSABLE],
-    }
+    body = {"type": "report", **student_json(student)}
+    del body["held"]
+    body["measured"] = dict(list(body["measured"].items())[:MAX_HELD])
+    body["unusable"] = body["unusable"][:MAX_UNUSABLE]
+    return body
 
 
 def heartbeat_body(heartbeat: TeacherHeartbeat) -> dict[str, Any]:
-    return {
-        "type": "teacher",
-        "service": heartbeat.service,
-        "server": heartbeat.server,
-        "lease_s": heartbeat.lease_s,
-        "info": heartbeat.info,
-    }
+    return {"type": "teacher", **asdict(heartbeat)}
 
 
 def withdrawal_body(service: str, server: str) -> dict[str, Any]:
@@ -240,10 +232,12 @@ def _legacy_heartbeat(body: Mapping[str, Any]) -> LegacyHeartbeat:
 def _student_join(body: Mapping[str, Any]) -> StudentJoin:
     return StudentJoin(
         service=check_name(body.get("service"), "service"),
-        student=check_name(body.get("student"), "student"),
-        session=_integer(body, "session", 1, 1 << 52),
-        require=_integer(body, "require", 1, MAX_REQUIRE),
-        held=_endpoints(body.get("held"), "held", MAX_HELD),
+        student=Student(
+            student=check_name(body.get("student"), "student"),
+            session=_integer(body, "session", 1, 1 << 52),
+            require=_integer(body, "require", 1, MAX_REQUIRE),
+            held=_endpoints(body.get("held"), "held", MAX_HELD),
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""Whether pods that come and go cost accuracy: ResNet50 on handwritten digits, in paired runs.
+"""Measure whether elastic changes cost accuracy: ResNet50 on handwritten digits, in paired runs.
 
     python benchmarks/accuracy.py --seeds 1 2 3 --json FILE
 

@@ -1,4 +1,4 @@
-"""Steps of two trainers whose gradients are summed flat or overlapped with the backward pass.
+"""Compare steps whose gradients are summed flat, or overlapped with the backward pass.
 
     python benchmarks/all_reduce.py --model resnet50 --pairs 12 --steps 6 --json FILE
 

@@ -1,4 +1,4 @@
-"""Discovery of teachers: how soon students hear of changes, how little moves, what outages do.
+"""Measure discovery: how soon students learn of teachers, how few move, what outages do.
 
     python benchmarks/discovery.py --json discovery.json
     python benchmarks/discovery.py --seconds 300 --only churn

@@ -1,4 +1,4 @@
-"""What distill_reader achieves, beside the original (paddle-edl 0.3.1) in the same run.
+"""Measure distill_reader against the original (paddle-edl 0.3.1) in the same run.
 
     python benchmarks/distill.py --json FILE [--quick] [--only ROW[,ROW...]] [--original DIR]
 

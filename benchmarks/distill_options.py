@@ -1,4 +1,4 @@
-"""What the options of DistillReader bring: bytes, samples per second, a cache; and what they cost.
+"""Measure what options of DistillReader save and cost: bytes, samples per second, a cache.
 
     python benchmarks/distill_options.py --json FILE [--quick] [--only ROW[,ROW...]]
 

@@ -1,4 +1,4 @@
-"""What benchmarks share: where they run, ports, and what the processor was used for."""
+"""Helpers for all benchmarks: ports, and the processor time of processes and of the machine."""
 
 import contextlib
 import socket

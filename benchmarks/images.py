@@ -1,4 +1,4 @@
-"""Does decoding keep the training of resnet50/ waiting?
+"""Measure whether decoding images slows the training of resnet50/.
 
     python benchmarks/images.py decode --data DIR --json FILE
     python benchmarks/images.py train --data DIR --json FILE

@@ -1,4 +1,4 @@
-"""resnet50/train_with_fleet.py with a stop-watch, for benchmarks/images.py.
+"""Time resnet50/train_with_fleet.py from inside, for benchmarks/images.py.
 
 Each trainer writes a line per step to `EDL_BENCHMARK_OUT/steps.STAGE.RANK.jsonl`: when it was
 committed, and how long the trainer waited for its data. Each process that decodes writes how many

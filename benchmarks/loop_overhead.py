@@ -1,4 +1,4 @@
-"""What the elastic loop costs, against a plain Paddle loop with the same shards.
+"""Measure the elastic loop's cost against a plain Paddle loop with the same shards.
 
     python benchmarks/loop_overhead.py --pairs 20 --steps 40 --batch 96 --shards 4 --json FILE
 

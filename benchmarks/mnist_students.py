@@ -1,4 +1,4 @@
-"""What a teacher is worth to a student that has few labels: MNIST, 500 of them, ten seeds.
+"""Measure what a teacher gains a student with few labels: MNIST, 500 labels, ten seeds.
 
     python benchmarks/mnist_students.py --data_dir DIR --json FILE
 

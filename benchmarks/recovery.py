@@ -1,4 +1,4 @@
-"""What a crash costs: EDL, torchrun and Paddle's own launcher in one run.
+"""Measure what a crash costs with EDL, torchrun and Paddle's own launcher, in one run.
 
     python benchmarks/recovery.py --json FILE [--only ROW[,ROW]] [--rounds 5] [--resume]
         [--torch_python PATH] [--paddle_python PATH]

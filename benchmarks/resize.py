@@ -1,4 +1,4 @@
-"""What a planned change of the trainers costs: EDL, torchrun and Paddle's own launcher in one run.
+"""Measure what a planned change costs with EDL, torchrun and Paddle's own launcher, in one run.
 
     python benchmarks/resize.py --json FILE [--only ROW[,ROW]] [--rounds 5] [--resume]
         [--torch_python PATH] [--paddle_python PATH]

@@ -1,4 +1,4 @@
-"""Does the number of teachers follow the students, and is it the right one?
+"""Measure whether the number of teachers follows the students, and how close it is to the best.
 
     python benchmarks/teachers_on_demand.py [--json FILE] [--quick]
 

@@ -1,4 +1,4 @@
-"""How long until a change of the pod set has reached everyone who watches.
+"""Measure how soon every watcher of a job sees a change of its pods.
 
     python benchmarks/watchers.py --watchers 500 --rounds 20 --json watchers.json
 

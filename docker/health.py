@@ -1,4 +1,4 @@
-"""Whether this container is well: exit code 0, or 1 and the reason. Run by its health check.
+"""Check this container's health: exit 0, or 1 and the reason. Its health check runs this.
 
 A job client is well as long as it lives: it waits for a server that is away, and its pods train on
 meanwhile, so that nothing may restart it for that. Standard library only.

@@ -1,4 +1,4 @@
-"""Make a training and a test file of labelled text, of what this machine has at hand.
+"""Make a training and a test file of labelled text from what this machine has.
 
 python make_data.py OUT                 which library is a sentence of documentation from?
 python make_data.py OUT --play FILE     who says it? FILE: a play; lines of speakers end in `:`

@@ -1,4 +1,4 @@
-"""What training a teacher and training a student have in common: the elastic loop around them."""
+"""The elastic loop that trains teachers and students of texts."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""ImageNet, or any folder of images, as two datasets whose items are decoded when asked for.
+"""ImageNet, or any folder of images, as two datasets that decode an item when it is read.
 
 DIR/train.txt, DIR/val.txt            a line per image: path, blank, label (a number from 0 on)
 DIR/train/CLASS/*, DIR/val/CLASS/*    or folders; the label is the class's place in their order

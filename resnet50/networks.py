@@ -1,4 +1,4 @@
-"""The networks: Paddle's own where it has them, and the two that it has not."""
+"""The networks: Paddle's own, and the two that Paddle lacks."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""From the bytes of an image to the array that the network sees, for little more than decoding.
+"""Turn an image's bytes into the network's input, at little more than the cost of decoding.
 
 The crop is chosen from the size in the file's header, before anything is decoded. So a JPEG is
 decoded at a half, a quarter or an eighth of its size where the crop allows it, and one pass crops,

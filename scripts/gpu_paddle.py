@@ -1,4 +1,4 @@
-"""Say whether this Python's Paddle runs on the GPUs of this machine: exit 0, or 1 and the reason.
+"""Check whether this Python's Paddle runs on this machine's GPUs: exit 0, or 1 and the reason.
 
 Importing a package is not enough: a Paddle built for older GPUs imports well and fails at the
 first kernel. So this multiplies two matrices on the GPU.

@@ -1,4 +1,4 @@
-"""The terminal of the quickstart, and its processes, of which it must leave none."""
+"""The quickstart's terminal and processes. It must leave no process behind."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What the quickstart asks of EDL, and what must have held at its end. Pure."""
+"""Plan the quickstart's changes, and check at the end that the promises held. Pure."""
 
 import itertools
 from collections import deque

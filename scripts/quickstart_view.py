@@ -1,4 +1,4 @@
-"""What the quickstart shows, as text. Pure: statuses in, lines out."""
+"""Render a job's statuses as the quickstart's lines of text. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

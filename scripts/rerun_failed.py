@@ -1,4 +1,4 @@
-"""Run the tests that have just failed once more, alone, and name those that pass now as FLAKY.
+"""Run failed tests once more, alone, and report those that pass now as FLAKY.
 
 Continuous integration calls this after `scripts/test.sh`: a test that fails only beside others, or
 only now and then, is reported with its first failure, and does not fail the run.

@@ -1,4 +1,4 @@
-"""For all tests."""
+"""Hooks and fixtures of all tests."""
 
 import gc
 import signal

@@ -1,4 +1,4 @@
-"""What several tests need."""
+"""Helpers of several tests: the repository's root, waiting, ports."""
 
 import contextlib
 import itertools

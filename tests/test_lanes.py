@@ -1,4 +1,4 @@
-"""Which tests are in the fast lane, and that those that do not belong there are noticed."""
+"""The fast lane holds fast tests, and notices those that do not belong there."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A public class has a name of its own, so that a reader who meets it knows which one is meant."""
+"""Each public class has a name of its own, so that readers know which one is meant."""
 
 import ast
 from collections import defaultdict

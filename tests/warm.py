@@ -1,4 +1,4 @@
-"""Python processes that have Paddle imported already, for tests that start many of them.
+"""Start Python processes that have Paddle imported already, for tests that need many.
 
 The first test that wants one starts a server, which imports Paddle once and forks for each script.
 A fork runs its script as `__main__`, in an environment, a folder and a session of its own, and ends

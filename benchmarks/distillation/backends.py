@@ -1,4 +1,4 @@
-"""What the teachers of benchmarks/distill.py compute: nothing, or nothing but waiting.
+"""Backends of the teachers in benchmarks/distill.py: they compute nothing, or only wait.
 
 Loaded by `python -m distill_reader.serve --backend benchmarks.distillation.backends:FUNCTION`. The
 folder's name is the shape of a sample, as in `1x28x28`. Column 0 of the answer repeats the first

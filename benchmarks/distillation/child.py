@@ -1,4 +1,4 @@
-"""One reader, ours or the original, read as fast as it goes: a process of benchmarks/distill.py.
+"""Read from one reader, ours or the original, as fast as it goes. Started by benchmarks/distill.py.
 
     python -m benchmarks.distillation.child ours --teachers HOST:PORT,... --shape 1x28x28 \
         --batch 64 --json FILE

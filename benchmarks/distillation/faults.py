@@ -1,4 +1,4 @@
-"""What benchmarks/distill.py does to a reader: teachers killed, a generator that fails, a break.
+"""Faults that benchmarks/distill.py injects: killed teachers, a failing generator, an early break.
 
 Every batch carries its number, and every answer the first value of its image, so that one that is
 lost, there twice or answered wrong is seen.

@@ -1,4 +1,4 @@
-"""What narrow labels cost a student: handwritten digits, a teacher behind a real server.
+"""Measure the accuracy that narrow labels cost a student, with a teacher behind a real server.
 
     python -m benchmarks.distillation.options_accuracy --seeds 10 --json FILE
 

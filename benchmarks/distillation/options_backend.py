@@ -1,4 +1,4 @@
-"""What the teachers of benchmarks/distill_options.py compute: the class that the first pixel names.
+"""Backend of the teachers in distill_options.py: it returns the class that the first pixel names.
 
 Loaded by `distill_reader.serve --backend benchmarks.distillation.options_backend:classify`. Each
 answer says whose it is, also through pixels, half precision and the top of it.

@@ -1,4 +1,4 @@
-"""The processes of benchmarks/distill.py: teachers of both sides, and readers; all are ended."""
+"""Start and stop the processes of benchmarks/distill.py: teachers of both sides, and readers."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""The teacher that the original is measured with, and the client that its reader finds there.
+"""The teacher that the original is measured with, and the client that its reader imports.
 
     python -m benchmarks.distillation.raw [--wait_s SECONDS_PER_IMAGE]
 

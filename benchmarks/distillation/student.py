@@ -1,4 +1,4 @@
-"""A small real training, with soft labels by teachers and without: a process of distill.py.
+"""Train a small student, with teachers' soft labels and without. Started by distill.py.
 
     python -m benchmarks.distillation.student --teachers HOST:PORT,... --json FILE
 

@@ -1,4 +1,4 @@
-"""What benchmarks/discovery.py measures with: servers as processes, teachers and students in few.
+"""Servers as processes, and many teachers and students in one process, for discovery.py.
 
 Teachers are ports that are open, students are connections; both run the code of real ones, all on
 one event loop. The original's programs run from an interpreter of their own.

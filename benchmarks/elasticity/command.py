@@ -1,4 +1,4 @@
-"""What the commands resize.py and recovery.py have in common: options, order, and the end."""
+"""The common command line and measuring loop of resize.py and recovery.py."""
 
 import argparse
 import signal

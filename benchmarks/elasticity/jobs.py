@@ -1,4 +1,4 @@
-"""A training under some launcher, as resize.py and recovery.py see it: nodes, and stamped steps."""
+"""A training under any launcher, for resize.py and recovery.py: its nodes and stamped steps."""
 
 import contextlib
 import os

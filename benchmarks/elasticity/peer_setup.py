@@ -1,4 +1,4 @@
-"""The interpreters of the peers: PyTorch and Paddle's own launcher run by pythons of their own."""
+"""Find the interpreters of torchrun and of Paddle's own launcher, and check what they have."""
 
 import argparse
 import shutil

@@ -1,4 +1,4 @@
-"""What resize.py and recovery.py keep of their measurements, and how they show it."""
+"""Keep the measurements of resize.py and recovery.py, and show them."""
 
 import importlib.metadata
 import json

@@ -1,4 +1,4 @@
-"""What the trainers of a benchmark wrote down of their steps, and what follows from it. Pure.
+"""Compute pauses and redone steps from the steps that trainers have stamped. Pure.
 
 Every trainer writes a line for each step that it has made: who it is, its rank, the world size,
 the step's number and when it ended, by the clock that all processes of a machine share. From that

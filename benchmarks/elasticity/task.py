@@ -1,4 +1,4 @@
-"""The training that the benchmarks of elasticity make: the same one with Paddle and with PyTorch.
+"""The training task of the elasticity benchmarks, the same with Paddle and with PyTorch.
 
 This module is of sizes alone; networks are where their framework is.
 """

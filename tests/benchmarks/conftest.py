@@ -1,4 +1,4 @@
-"""Benchmarks are programs: what they change of their process is changed back behind them."""
+"""Undo what benchmarks change in this process: they are programs."""
 
 import logging
 from collections.abc import Iterator

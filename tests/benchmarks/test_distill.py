@@ -1,4 +1,4 @@
-"""The benchmark measures what it says; how fast anything is, is no matter here."""
+"""The benchmark measures what it says. Speed does not matter here."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The benchmark of the options measures what it says; how fast anything is, is no matter here."""
+"""The benchmark of options measures what it says. Speed does not matter here."""
 
 import argparse
 import subprocess

@@ -1,4 +1,4 @@
-"""The benchmarks of elasticity run, end what they start, and lose no step; speed is no matter."""
+"""The elasticity benchmarks run, stop what they start, and lose no step. Speed does not matter."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What is concluded from the steps that trainers wrote down."""
+"""Pauses and redone steps, computed from stamped steps."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What compose makes of our files, as far as they use it: enough to run a service elsewhere."""
+"""Interpret compose files as far as ours need it, to run a service without an engine."""
 
 import re
 import shlex

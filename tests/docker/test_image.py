@@ -1,4 +1,4 @@
-"""The Dockerfile: what it copies is there, it runs as nobody special, and its linter is content."""
+"""The Dockerfile copies what exists, runs without root, and passes its linter."""
 
 import fnmatch
 import json

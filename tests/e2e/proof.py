@@ -1,4 +1,4 @@
-"""That each sample of a training counted once, by its model and by its ledger."""
+"""Prove by model and ledger that each sample of a training counted once."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""A student of scikit-learn's digits that sees no label, only what its teachers say. A trainer.
+"""Train a student of scikit-learn's digits by its teachers' answers alone, without labels.
 
 It trains slowly, so that things can happen to it, until the file --hurry is there; but however that
 goes, it computes the same.

@@ -1,4 +1,4 @@
-"""Changes by join, when those who come or those who stay are killed amid them."""
+"""Changes by join in which trainers that stay or join are killed."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""A standby of two takes over: whole where a trainer dies, without the pod where that is lost."""
+"""A standby of two takes over: as a whole after a trainer's death, without a lost pod."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The example's modules are flat files that import each other; its data are made here, small."""
+"""Put the example's flat modules on the path, and make small data."""
 
 import gzip
 import struct

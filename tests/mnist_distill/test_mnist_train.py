@@ -1,4 +1,4 @@
-"""The example as its users start it: run.sh from end to end, and the program in its ways to run."""
+"""The example as users start it: run.sh from end to end, and each way to start the program."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The example's modules are flat files that import each other; its texts are made here, few."""
+"""Put the example's flat modules on the path, and make a few texts."""
 
 import random
 import sys

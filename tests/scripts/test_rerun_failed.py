@@ -1,4 +1,4 @@
-"""What failed runs once more, alone."""
+"""Failed tests run once more, alone."""
 
 import subprocess
 import sys

@@ -176,7 +176,7 @@ def _view(route: Route[Any], handler: Handler) -> Callable[..., Response]:
     """Return the handler as Flask calls it."""
 
     def view(**ids: str) -> Response:
-        args: list[object] = list(ids.values())
+        args: list[object] = [ids[name] for name in route.ids]
         if route.body is not None:
             args.append(from_json(route.body, request.get_data(cache=False)))
         args.extend(_query_value(parameter) for parameter in route.query)

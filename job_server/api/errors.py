@@ -42,7 +42,7 @@ class StoreTrouble(Retryable):
 
 
 class Rejected(JobServerError):  # noqa: N818 - as above
-    """RequestRefused. Repeating the same request gives the same answer."""
+    """Refused. Repeating the same request gives the same answer."""
 
     status = 400
 

@@ -369,6 +369,9 @@ class JobService:
     def report_node(self, node_id: str, report: wire.NodeReport) -> JsonReply:
         """Apply a node's heartbeat.
 
+        It is acknowledged also where a job could not take it, say for a full disk: the next one
+        brings it again, and a client without acknowledgements stops its pods (`stop_after`).
+
         Raises:
             NotFound: the node is not registered.
         """
@@ -386,9 +389,13 @@ class JobService:
                 if pods or entry.node_pods.get(node_id) or node_id in entry.slots:
                     try:
                         engine.apply(entry, NodeReported(node_id, pods))
-                    except Exception as error:  # noqa: BLE001 - raised below, after the other jobs
+                    except Exception as error:  # noqa: BLE001 - the other jobs get it all the same
+                        job_id = entry.spec.job_id
+                        logger.error(
+                            "job %s: heartbeat of %s not applied: %s", job_id, node_id, error
+                        )
                         trouble = trouble or error
-            if trouble is not None:
+            if report.leaving and trouble is not None:  # no heartbeat follows
                 engine.converge()
                 raise trouble
             if report.leaving:

@@ -320,7 +320,9 @@ def test_a_job_that_cannot_be_written_does_not_keep_a_nodes_report_from_the_othe
             " BEGIN SELECT RAISE(FAIL, 'disk full'); END"
         )
         report = wire.encode(wire.NodeReport(node_id="node-a", pods=states))
-        assert client.post("/api/v1/nodes/node-a/report", json=report).status_code == 503
+        assert client.post("/api/v1/nodes/node-a/report", json=report).status_code == 200
+        goodbye = {**report, "leaving": True}
+        assert client.post("/api/v1/nodes/node-a/report", json=goodbye).status_code == 503
         phases = [
             client.get(f"/api/v1/jobs/{job_id}").get_json()["pods"][0]["phase"] for job_id in "ab"
         ]

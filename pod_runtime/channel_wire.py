@@ -138,7 +138,7 @@ class Cut:
     """Drain at an agreed step."""
 
     id: int  # grows from cut to cut
-    durable: bool = False  # a checkpoint is written before `drained`
+    durable: bool = False  # no stage follows: a checkpoint that is being written is finished first
     patient: bool = False  # not in the middle of a step, even while that waits for data
     halt: str = ""  # "pause" or "stop" follows
 

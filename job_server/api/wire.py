@@ -309,7 +309,7 @@ class StagePlan(Message, frozen=True, kw_only=True):
     master: str  # "addr:port" of rank 0
     restore_from: RestoreFrom | None = None  # None: checkpoint or afresh
     max_trainers: Int
-    durable: bool = False  # with CUT: nothing follows (pause, stop): finish checkpoints first
+    durable: bool = False  # with CUT: no stage follows: a checkpoint in work is finished first
     patient: bool = False  # with CUT: trainers stay, so none parks within a step
     cut: Int = 0  # CUT: its number in this stage, the lower ones are off; else: all up to it are
     kill_ranks: tuple[tuple[str, Int], ...] = ()  # (kill id, rank): SIGKILL that trainer, once

@@ -217,10 +217,9 @@ def _end(api: ApiClient, args: argparse.Namespace) -> None:
     if args.verb == "pause":
         seen = max((event.number for event in _events_after(api, args.job, 0)), default=0)
         status = api.pause(args.job)
-    elif args.verb == "stop":
-        status = api.stop(args.job, discard=args.discard)
     else:
-        status = api.delete(args.job, discard=args.discard)
+        end = {"stop": api.stop, "delete": api.delete}[args.verb]
+        status = end(args.job, discard=args.discard)
     try:
         _follow_end(api, args, status, seen)
     except KeyboardInterrupt:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from job_server.api.wire import DesiredState
+from job_server.api.wire import DesiredState, JobState
 from job_server.cluster.placement import Cluster
 
 
@@ -15,6 +15,20 @@ class Goal(Enum):
     PAUSE = "pause"
     STOP = "stop"
     FAIL = "fail"  # a budget is used up: what is in memory is written first
+
+    @property
+    def ends_as(self) -> JobState | None:
+        """The state that a job of this goal ends in; None: it runs on, or may resume."""
+        return _ENDS_AS[self]
+
+
+# A new goal needs its row here: rules ask it instead of naming goals.
+_ENDS_AS = {
+    Goal.RUN: None,
+    Goal.PAUSE: None,
+    Goal.STOP: JobState.STOPPED,
+    Goal.FAIL: JobState.FAILED,
+}
 
 
 class SteppedJob(Protocol):

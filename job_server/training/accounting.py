@@ -85,7 +85,7 @@ def name_state(job: Job) -> JobState:
     if job.state.ended:
         return job.state
     if job.goal is not Goal.RUN:
-        if job.goal in (Goal.STOP, Goal.FAIL):
+        if job.goal.ends_as is not None:
             return JobState.STOPPING
         done = job.halt is not None and job.halt.phase is HaltPhase.DONE
         return JobState.PAUSED if done else JobState.PAUSING

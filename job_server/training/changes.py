@@ -296,7 +296,7 @@ def resize(work: Work, pods: int) -> None:
         RequestRefused: the job may never have so many pods.
     """
     job = work.job
-    if job.goal in (Goal.STOP, Goal.FAIL):
+    if job.goal.ends_as is not None:
         raise RequestRefused(f"pods: the job {job.spec.job_id} is stopping")
     refusal = why_not(job, pods)
     if refusal:

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from job_server.api.text import duration
 from job_server.api.wire import (
-    JobState,
     Order,
     PodStagePhase,
     RestoreFrom,
@@ -82,7 +81,7 @@ def _to(work: Work, phase: HaltPhase) -> None:
 
 
 def _goal_name(work: Work) -> str:
-    return {Goal.PAUSE: "pause", Goal.STOP: "stop"}.get(work.job.goal, "failure")
+    return {Goal.PAUSE: "pause", Goal.STOP: "stop", Goal.FAIL: "failure"}[work.job.goal]
 
 
 def _why(work: Work) -> str:
@@ -90,10 +89,9 @@ def _why(work: Work) -> str:
 
 
 def _finish_stopped(work: Work) -> None:
-    if work.job.goal is Goal.STOP:
-        finish(work, JobState.STOPPED, f"stopped on request{_where(work)}")
-    elif work.job.goal is Goal.FAIL:
-        finish(work, JobState.FAILED, f"{work.job.ending.failed}{_where(work)}")
+    ends_as = work.job.goal.ends_as
+    if ends_as is not None:
+        finish(work, ends_as, f"{work.job.ending.failed or 'stopped on request'}{_where(work)}")
 
 
 def _where(work: Work) -> str:

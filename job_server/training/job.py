@@ -204,7 +204,10 @@ class HaltPhase(Enum):
     DONE = "done"
 
 
-CUT_PHASES = (HaltPhase.CUT, HaltPhase.SAVE)  # in these, a stage that is not over is ordered to cut
+PHASES_WITH_CUT = (
+    HaltPhase.CUT,
+    HaltPhase.SAVE,
+)  # in these, a stage that is not over is ordered to cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

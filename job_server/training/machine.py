@@ -188,7 +188,7 @@ def _asked(work: Work, event: Event) -> None:
                 f"job_id: no job client of ours runs {name}; start one to pause it"
             )
         case PauseAsked():
-            if job.goal in (Goal.STOP, Goal.FAIL):
+            if job.goal.ends_as is not None:
                 raise RequestRefused(f"job_id: {name} is stopping")
             if job.goal is Goal.RUN:
                 work.set(goal=Goal.PAUSE, halt=None)
@@ -209,7 +209,7 @@ def _stop(work: Work, *, discard: bool) -> None:
     if discard and not job.ending.discard:
         work.set(ending=replace(job.ending, discard=True))
         work.note("stopping at once, as requested: what is not written is lost")
-    if job.goal in (Goal.STOP, Goal.FAIL):
+    if job.goal.ends_as is not None:
         return
     if job.legacy:
         work.set(legacy_nodes=(), pods=(), served=())

@@ -90,7 +90,7 @@ def _cutting(stage: JobStage) -> JobStage:
 
 
 def cut_for_halt(work: Work) -> None:
-    """Order the active stage to cut, with a durable checkpoint; no stage follows."""
+    """Order the active stage to cut for a pause or an end; no stage follows."""
     if work.job.active is not None:
         work.set(active=_cutting(work.job.active))
 

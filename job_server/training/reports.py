@@ -23,8 +23,8 @@ from job_server.training.accounting import first_step, stand_still, update_recor
 from job_server.training.changes import choose_way
 from job_server.training.faults import fault_of
 from job_server.training.job import (
-    CUT_PHASES,
     GONE,
+    PHASES_WITH_CUT,
     STARTUP_ORDER,
     Cause,
     CauseKind,
@@ -293,7 +293,7 @@ def _cut_is_on(work: Work) -> bool:
     if job.preparing is not None:
         return job.preparing.phase is Order.CUT
     halt = job.halt
-    return job.goal is not Goal.RUN and halt is not None and halt.phase in CUT_PHASES
+    return job.goal is not Goal.RUN and halt is not None and halt.phase in PHASES_WITH_CUT
 
 
 def _drained(work: Work, stage: JobStage, member: StagePod, report: PodReport) -> None:

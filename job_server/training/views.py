@@ -23,7 +23,7 @@ from job_server.training.accounting import account_at, script_runs
 from job_server.training.allocation import stage_ports, unsaved
 from job_server.training.changes import queued
 from job_server.training.job import (
-    CUT_PHASES,
+    PHASES_WITH_CUT,
     HaltPhase,
     Job,
     JobStage,
@@ -118,14 +118,20 @@ def _plan(job: Job, stage: JobStage) -> StagePlan:
         policy=job.spec.policy,
         survivable_failures=stage.survivable_failures,
         missing_pods=stage.missing_pods,
-        halt=job.goal.value if _cutting_for_halt(job) else "",
+        halt=_halt_word(job),
         submitted_at=job.submitted_at,
         take_over=job.spec.take_over,
     )
 
 
+def _halt_word(job: Job) -> str:
+    if not _cutting_for_halt(job):
+        return ""
+    return "pause" if job.goal.ends_as is None else "stop"
+
+
 def _cutting_for_halt(job: Job) -> bool:
-    cuts = job.halt is not None and job.halt.phase in CUT_PHASES
+    cuts = job.halt is not None and job.halt.phase in PHASES_WITH_CUT
     return cuts and job.goal is not Goal.RUN
 
 

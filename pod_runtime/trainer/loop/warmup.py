@@ -60,7 +60,7 @@ class WarmupStep(Step):
 
     @property
     def sample_ids(self) -> list[int]:
-        """None: no sample of this step counts."""
+        """Empty: no sample of this step counts."""
         return []
 
     def _read(self, shard_range: ShardRange) -> Any:

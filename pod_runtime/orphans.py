@@ -1,8 +1,8 @@
 """Clean up what dead trainers leave: processes without a parent, and files in /dev/shm.
 
 A killed trainer leaves its data-loading workers alive, and killed workers of Paddle leave
-`/dev/shm/paddle_<pid>_*` behind. The launcher is their subreaper. As all of them may be killed at
-once, a trainer's forks write their pids into the pod's folder.
+`/dev/shm/paddle_<pid>_*` behind. The launcher is their subreaper. As launcher and trainers may be
+killed at once, a trainer's forks write their pids into the pod's folder.
 """
 
 import logging
@@ -50,8 +50,8 @@ def noted_forks(pod_dir: Path) -> set[int]:
 def kill_orphans(marks: Mapping[str, str], living: Collection[int]) -> set[int]:
     """SIGKILL what a dead trainer left running; return the pids.
 
-    Only descendants of this process that carry the trainer's `marks` in their environment, and that
-    none of the `living` trainers (pids) started.
+    Only descendants of this process that have `marks` in their environment, variables of this
+    trainer's processes alone, and that none of the `living` trainers (pids) started.
     """
     killed: set[int] = set()
     while True:
@@ -78,7 +78,7 @@ def _belongs(pid: int, marks: Mapping[str, str]) -> bool:
 
 
 def reap_adopted(trainers: Collection[int]) -> set[int]:
-    """Reap dead children other than the `trainers` (pids), which a subreaper adopts."""
+    """Reap dead children that this process adopted as subreaper: all but `trainers` (pids)."""
     reaped: set[int] = set()
     while True:
         try:

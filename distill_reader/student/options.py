@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from distill_reader.balance.addresses import check_name
+from distill_reader.balance.addresses import check_name, registry_addresses
 from distill_reader.errors import UsageError
 from distill_reader.model.output_encodings import MAX_TOP_K
 from distill_reader.student.clients.endpoints import endpoints_of, servers_of
@@ -122,6 +122,11 @@ class Discovered:
     @property
     def servers(self) -> tuple[str, ...]:
         return tuple(self.discovery_servers)
+
+    def __repr__(self) -> str:
+        """Leave out the password of a Redis: `print_config` prints this."""
+        servers = tuple(map(str, registry_addresses(self.servers, "discovery_servers")))
+        return f"Discovered({servers}, {self.service_name!r}, {self.require_max_teacher})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,7 +107,7 @@ class DistillReader:
         return self._set(require_max_teacher=require_max_teacher)
 
     def set_teacher_batch_size(self, teacher_batch_size: int = 1) -> Self:
-        """Bound a request by its samples; by default it is bounded by 4 to 12 MiB."""
+        """Limit the samples of one request; by default its size is limited, to 4 to 12 MiB."""
         if teacher_batch_size is None:
             raise UsageError("teacher_batch_size: expected an integer of 1 or more, got None")
         return self._set(teacher_batch_size=teacher_batch_size)
@@ -224,8 +224,8 @@ class DistillReader:
                 padding.
             value: the padding value, if `fields` is one name.
             outputs: outputs with a value per position, which are cut to the sample's length. The
-                others stay as they are. None: there are none; an error if a teacher's outputs leave
-                that open.
+                others stay as they are. None: there are none; an error if a teacher reports an
+                output that may have one.
         """
         if fields is None:
             return self._set(padding=None)

@@ -20,7 +20,8 @@ def is_time(name: str) -> bool:
 def moved_back(value: T, by_s: float) -> T:
     """Return a job, or a part of one, with all its times `by_s` seconds earlier.
 
-    Then no stored time lies in the future, and the intervals between them are unchanged.
+    `by_s` is how far the clock was set back: then no stored time lies in the future, and the
+    intervals between them are unchanged.
     """
     return _moved(value, by_s)  # type: ignore[no-any-return]
 

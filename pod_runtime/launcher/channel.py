@@ -13,7 +13,7 @@ from pod_runtime.channel_wire import LauncherMessage, TrainerMessage, parse_trai
 from pod_runtime.errors import ChannelError
 from pod_runtime.shim_wire import LineSocket, ShimError, peer_credentials
 
-_SEND_TIMEOUT_S = 2.0  # a trainer that does not read for so long is stuck
+_SEND_TIMEOUT_S = 2.0  # a trainer whose buffer stays full for so long is stuck
 
 
 class TrainerConnection:
@@ -91,7 +91,7 @@ class TrainerChannel:
         """Return the next connection; None: there is none, or it is another user's."""
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # the process that connected has given up
+        except OSError:  # nobody waits any more
             return None
         pid, uid = peer_credentials(connection)
         if uid != os.getuid():

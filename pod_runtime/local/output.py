@@ -9,11 +9,11 @@ from typing import BinaryIO
 from pod_runtime.local.view import patient_output
 
 _LOG = re.compile(r"trainer_(\d+)\.stage_(\d+)\.log")
-_LONGEST = 300  # lines of a traceback
+_LONGEST = 300  # lines of a traceback; what is longer is shown as it comes
 _KNOWN = 50  # tracebacks that are remembered
-_STAGES = 3  # logs of so many newest stages are read each time, ...
-_RARELY = 10  # ... the others only every so many times
-_NEAR = 40  # lines: so many last lines are still on the screen
+_STAGES = 3  # the logs of this many newest stages are read each time, ...
+_RARELY = 10  # ... those of the others only every tenth time
+_NEAR = 40  # lines that are still on the screen
 
 
 @dataclass(slots=True, eq=False)
@@ -44,11 +44,11 @@ class TrainerOutput:
 
     All ranks tend to fail with the same error, and again in the next stage. From a traceback on, a
     log is held back while it is the same as another log's: it is shown whole if it goes on
-    differently, and dropped if it ends.
+    differently, and not at all if the log ends there.
     """
 
     def __init__(self, folder: Path, output: BinaryIO) -> None:
-        """`folder`: of the logs; it need not exist yet."""
+        """`folder`: where the logs are; it need not exist yet."""
         self._folder, self._output = folder, output
         self._logs: dict[Path, _Log] = {}  # in the order in which they are shown
         self._scanned_at = 0  # the folder's time of change, at the last scan
@@ -62,7 +62,7 @@ class TrainerOutput:
         self._find_logs()
         self._looks += 1
         for path, log in self._logs.items():
-            # A long run has thousands of logs, and mostly the newest stages' grow.
+            # A long run has thousands of logs; only the newest stages' grow, but for a few.
             if log.stage > self._newest - _STAGES or self._looks % _RARELY == 0 or last:
                 self._show_log(path, log, last)
         with patient_output():

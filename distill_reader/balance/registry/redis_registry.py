@@ -85,8 +85,9 @@ class RedisRegistry:
     async def services(self, own: Collection[str]) -> Mapping[str, ServiceState]:
         """See Registry.
 
-        Tables are read before the keys. Otherwise a student that comes and is put into a table
-        between the two reads would be found, but be missing in the older table.
+        The tables of `own` are read before the keys. Otherwise a student that is added to both
+        between the two reads would be in the table but not among the students, and be dropped. In
+        this order the table is at worst too old, and then `put_table` refuses.
         """
         names = sorted(own)
         async with self._redis() as client:

@@ -17,7 +17,7 @@ from pod_runtime.trainer.frameworks.adapter import Adapter
 from pod_runtime.trainer.frameworks.choose import make_adapter
 from pod_runtime.trainer.loop.evaluation import Fn, evaluate
 from pod_runtime.trainer.loop.script_changes import ScriptChanges
-from pod_runtime.trainer.loop.stage_steps import StageSteps, first_names
+from pod_runtime.trainer.loop.stage_steps import StageSteps, shortened
 from pod_runtime.trainer.loop.warmup import WarmupStep
 from pod_runtime.trainer.membership.link import StageStart
 from pod_runtime.trainer.membership.settings import LoopSettings
@@ -146,10 +146,13 @@ class Loop:
         self._adapter: Adapter = self._joiner.adapter
         self._changes = ScriptChanges(self._adapter)
         if not self._joiner.overlaps:
-            self._enter()
+            self._entered()
 
-    def _enter(self) -> StageSteps:
-        """Become a member of the stage, if that has not happened yet; may wait for its commit."""
+    def _entered(self) -> StageSteps:
+        """Return the steps of this trainer's stage.
+
+        Enters the stage first if that has not happened, which may wait for its commit.
+        """
         if self._steps is None:
             self._changes.note()
             steps = self._adopt(self._joiner.enter())
@@ -172,7 +175,7 @@ class Loop:
             logger.warning(
                 "no optimizer has %s: not trained; freeze what shall stay as it is "
                 "(stop_gradient = True), or give it to the optimizer",
-                first_names(unowned),
+                shortened(unowned),
             )
         if stage.link is not None:
             on_sigterm(stage.member.end_soon, stage.member.end_if_waiting)
@@ -180,7 +183,7 @@ class Loop:
 
     def _move(self, start: StageStart) -> None:
         """Go on in the next stage, in the middle of this script: the launcher has committed it."""
-        steps = self._enter()
+        steps = self._entered()
         steps.feed.close()
         self._adopt(self._joiner.move(steps.stage, start))
         if self._epoch is not None:
@@ -203,17 +206,17 @@ class Loop:
     @property
     def step_count(self) -> int:
         """Global steps committed since the training began."""
-        return self._enter().cursor.global_step
+        return self._entered().cursor.global_step
 
     @property
     def epoch(self) -> int:
         """The epoch that training is in, from 0 on; an epoch is over when the next is asked for."""
-        return self._enter().cursor.epoch
+        return self._entered().cursor.epoch
 
     @property
     def shards_per_batch(self) -> int:
         """V: into how many shards a global batch is cut."""
-        return self._enter().stage.progress.batches.shards
+        return self._entered().stage.progress.batches.shards
 
     def epochs(self) -> Iterator[Epoch]:
         """Yield the epochs that are left; an interrupted one goes on with the steps it still has.
@@ -232,7 +235,7 @@ class Loop:
                 epoch.find()
                 self._changes.body_reached(self._steps.cursor)
             yield epoch
-            progress = self._enter().stage.progress
+            progress = self._entered().stage.progress
             if progress.is_finished:  # it was when this stage began, and there was a warm-up step
                 break
             if not progress.epoch_is_over:
@@ -242,7 +245,7 @@ class Loop:
                     f"the training after this epoch)"
                 )
             with self._surviving():
-                self._end_epoch(self._enter().stage)
+                self._end_epoch(self._entered().stage)
         with self._surviving():
             self._finish()
 
@@ -279,7 +282,7 @@ class Loop:
             has_reader=False,
             name="evaluate",
         )
-        self._enter()
+        self._entered()
         with self._surviving():
             while True:
                 try:
@@ -294,7 +297,7 @@ class Loop:
                 except StageChanged as change:
                     self._move(change.start)
                 else:
-                    steps = self._enter()
+                    steps = self._entered()
                     steps.evaluated_at = steps.stage.progress.version
                     return found
 
@@ -302,7 +305,7 @@ class Loop:
         """Show these numbers with the job's progress; those of rank 0 count."""
         if self._is_warming_up:
             return
-        steps = self._enter()
+        steps = self._entered()
         values = {name: self._adapter.to_float(value) for name, value in metrics.items()}
         if self.rank == 0:
             logger.info(
@@ -338,12 +341,12 @@ class Loop:
                 f"shards: the dataset has {source.length} samples, the training set "
                 f"{self._source.length}, or they are others; pass the same to Loop as train_set"
             )
-        return self._enter().feed.shards(source, with_ids=with_ids)
+        return self._entered().feed.shards(source, with_ids=with_ids)
 
     # --- steps
 
     def _find_epoch(self) -> EpochPosition:
-        progress = self._enter().stage.progress
+        progress = self._entered().stage.progress
         cursor = progress.cursor
         left = 0 if progress.is_finished else progress.batches.steps_left(cursor.offset)
         return EpochPosition(number=cursor.epoch, first_step=cursor.step, steps=cursor.step + left)
@@ -353,14 +356,14 @@ class Loop:
             raise UsageError("epoch: iterated over twice; use one `for step in epoch:`")
         if not self._is_noted:
             self._is_noted = True
-            self._adapter.uncarried_changes()
+            self._adapter.uncarried_changes()  # the first call remembers what the model is like
         if self._steps is None:
             self._changes.note()
             yield from self._warm_up()
             self._changes.steps_reached_with_state()
         else:
             self._changes.steps_reached(self._steps.cursor)
-        steps = self._enter()
+        steps = self._entered()
         while not (steps.stage.progress.is_finished or steps.stage.progress.epoch_is_over):
             step = self._open_step = steps.begin()
             yield step
@@ -375,12 +378,12 @@ class Loop:
                     steps.commit(step)
                 except StageChanged as change:
                     self._move(change.start)
-            steps = self._enter()  # other ones where the trainer has moved
+            steps = self._entered()  # a new object if the trainer has moved to the next stage
 
     def _warm_up(self) -> Iterator[Step]:
         """Yield one step that does not count, while an older stage trains; then enter this one."""
         is_known = self._source.dataset is not None and self._source.length is not None
-        # A reader of the script's own may make more of the samples than they are.
+        # The script's own reader may transform samples: read directly they could be other inputs.
         if is_known and self._reader_factory is None:
             self._open_step = WarmupStep(
                 self._adapter,
@@ -388,25 +391,25 @@ class Loop:
                 shards=self._joiner.shards,
                 seed=self._settings.seed,
                 loss=self._settings.loss,
-                enter=lambda: self._enter().cursor,
+                enter=lambda: self._entered().cursor,
                 is_over=lambda: self._steps is not None,
             )
             yield self._open_step
             self._open_step = None
         if self._steps is None:
-            self._enter()
+            self._entered()
         else:
             self._joiner.load_again()  # what the rest of the body did to the state is undone
             self._changes.state_loaded_in_body(self._steps.cursor)
         self._joiner.settled()
-        self._enter().restart_clock()
+        self._entered().restart_clock()
 
     def _meet_between_steps(self) -> None:
         # Within a step the update is made and not committed: no state to put away. The cut waits.
         if self._open_step is None:
             # A trainer that comes new into the stage begins with the first evaluation after the
             # last committed step; so must those who move.
-            steps = self._enter()
+            steps = self._entered()
             may_move = steps.evaluated_at != steps.stage.progress.version
             steps.stage.member.meet(may_move=may_move)
 
@@ -416,14 +419,14 @@ class Loop:
         """Have the final checkpoint on disk, and report that the training is done."""
         if self._finished:
             return
-        steps = self._enter()
+        steps = self._entered()
         steps.feed.close()
         while not steps.stage.is_saved:
             try:
                 steps.stage.member.write_final()
             except StageChanged as change:
                 self._move(change.start)
-                steps = self._enter()
+                steps = self._entered()
             else:
                 break
         self._joiner.close()
@@ -451,12 +454,12 @@ class Loop:
             yield
         except PeerLost as error:
             step = self._open_step
-            self._enter().stage.member.end_after_peer_lost(
+            self._entered().stage.member.end_after_peer_lost(
                 error, state_is_committed=step is None or not step.is_updated
             )
 
 
-# --- what others ask in this process: `trainer_main`, when the script has raised
+# --- for others in this process: `trainer_main` asks when the script has raised
 
 
 def current_stage() -> TrainerStage | None:

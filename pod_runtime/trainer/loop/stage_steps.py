@@ -99,7 +99,7 @@ class StageSteps:
             logger.warning(
                 "changed since the first step, and no state can carry it: %s. A trainer that "
                 "starts later builds model and optimizer without that; do it before the loop",
-                first_names(changes),
+                shortened(changes),
             )
 
 
@@ -164,7 +164,7 @@ class TrainingStep(Step):
         return hash_samples(self._cursor.epoch, np.concatenate(known)) if known else 0
 
 
-def first_names(names: list[str]) -> str:
+def shortened(names: list[str]) -> str:
     """Return the first names, and how many more there are."""
     text = ", ".join(names[:3])
     return text if len(names) <= 3 else f"{text} and {len(names) - 3} more"

@@ -66,6 +66,8 @@ class StageJoiner:
 
         Raises:
             UsageError: an argument does not fit the model or the stage.
+            StateError: the script was edited, and cannot continue the training that runs.
+            EnvError: this trainer is not in the stage's plan.
             LinkError: the launcher is gone.
             PeerLost: outside EDL, another rank is gone.
         """
@@ -83,7 +85,7 @@ class StageJoiner:
         self._overlaps = self._plan.order is Order.PREPARE
         self._joins = self._overlaps and self._plan.way is Way.JOIN  # others stay, and train
         self._store = self._open_store()
-        self._check_stage_number()
+        self._settle_stage_number()
         self._segment: SnapshotSegment | None = None  # None: not made ahead of the first snapshot
         self._restored: Restored | None = None  # None: not yet
         self._loaded: LoadedAhead | None = None  # ahead of the commit; None: nothing was
@@ -108,8 +110,8 @@ class StageJoiner:
         self._take_start(self._link.wait_start())
         source = self._plan.restore_from
         if source is not None:
-            # A trainer that is welcomed to a stage that trains already is in its script's second
-            # loop: that state is on no node any more.
+            # Only the second `Loop` of a script says hello in a stage that is training already. The
+            # state that this stage began from may be on no node any more.
             source = replace(source, local_on_all_nodes=False)
             self._plan = replace(self._plan, restore_from=source)
 
@@ -128,8 +130,11 @@ class StageJoiner:
             os.close(fd)
         self._fds = ()
 
-    def _check_stage_number(self) -> None:
-        """Refuse a stage whose checkpoints would count less than those that are there."""
+    def _settle_stage_number(self) -> None:
+        """Outside EDL choose the stage's number; in EDL refuse one that is too low.
+
+        It must be above those of the checkpoints that are there, or these would count for more.
+        """
         if self._store is None:
             return
         owner, highest = self._store.owner, self._store.highest_stage()
@@ -158,8 +163,8 @@ class StageJoiner:
     def _form_group(self) -> None:
         plan, rank = self._plan, self._rank
         if self._joins:
-            # In the way of the trainers that stay, who are in the middle of a step. Until `go` this
-            # is a world of one.
+            # By `form_next`, as the trainers that stay do: they are in the middle of a step. Until
+            # `go` this trainer is a world of one.
             self._joined_group = self.adapter.form_next(group_spec(plan, rank), lambda: False)
             return
         self.adapter.form_group(

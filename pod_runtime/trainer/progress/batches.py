@@ -72,9 +72,8 @@ class BatchPlan:
 
     def shard(self, batch_samples: int, shard: int) -> tuple[int, int]:
         """Return [start, stop) of one shard within a batch of `batch_samples`; may be empty."""
-        size = self.micro_batch
-        start = min(shard * size, batch_samples)
-        return start, min(start + size, batch_samples)
+        start = min(shard * self.micro_batch, batch_samples)
+        return start, min(start + self.micro_batch, batch_samples)
 
     def filled_shards(self, batch_samples: int) -> int:
         """Return how many shards of a batch are not empty."""

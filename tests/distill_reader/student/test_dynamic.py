@@ -318,6 +318,14 @@ def test_the_password_of_a_redis_is_not_printed(reader, capsys):
     assert "s3cret" not in printed
 
 
+def test_the_password_of_a_redis_is_not_printed_for_combined_services(reader, capsys):
+    found = Discovered(["redis://:s3cret@10.0.0.1:6379/2"], "svc")
+    reader.set_teachers_combined({"a": "10.0.0.2:1", "b": found}).print_config()
+    printed = capsys.readouterr().out
+    assert "redis at 10.0.0.1:6379" in printed
+    assert "s3cret" not in printed
+
+
 @pytest.mark.parametrize(
     ("servers", "service", "require", "words"),
     [

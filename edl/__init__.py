@@ -1,1 +1,1 @@
-"""The command `edl`, which only dispatches."""
+"""The command `edl VERB`, which runs the program of that verb; option types of the examples."""

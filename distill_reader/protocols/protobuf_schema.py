@@ -39,7 +39,7 @@ def message_classes(
         )
         for line in filter(None, map(str.strip, text.split(";"))):
             _add_field(message, f".{package}.", name, line)
-    pool = descriptor_pool.DescriptorPool()  # others may describe the same messages
+    pool = descriptor_pool.DescriptorPool()  # a private one: others may describe the same
     pool.AddSerializedFile(file.SerializeToString())
     return {name: _message_class(pool, f"{package}.{name}") for name in schema}
 

@@ -22,7 +22,7 @@ from distill_reader.student.source import FixedTeachers, TeacherSource
 _JOIN_BYTES = 4 << 20
 _MOST_BYTES = 12 << 20  # 16 images of 3x224x224 fit; far beyond it gRPC becomes slow
 _MOST_BYTES_OF_CHOICE = 64 << 20  # if the user sets the number of samples per request
-_MOST_TEACHERS = 64  # the memory is divided among at most so many
+_MOST_TEACHERS = 64  # the memory is divided among at most this many
 
 
 class ServiceHistory:
@@ -32,7 +32,7 @@ class ServiceHistory:
         self.paces: dict[str, Pace] = {}  # by endpoint
         self.meter = Meter()
         self.dynamic = DynamicTeachers(self.meter)
-        self.cache: LabelCache | None = None  # None: no cache is set, or it is not open yet
+        self.cache: LabelCache | None = None  # None: none is set, or it is not created yet
         self.cache_key: Any = None  # the settings that the cache was opened for
 
     def __getstate__(self) -> dict[str, Any]:

@@ -43,7 +43,11 @@ def list_jobs(jobs_dir: Path) -> tuple[str, ...]:
 
 
 def _job_folder(jobs_dir: Path, name: str) -> Path:
-    """Return the job's folder: a direct subfolder of `jobs_dir`, whatever the server names."""
+    """Return the job's folder, which is a direct subfolder of `jobs_dir`.
+
+    Raises:
+        PodStartError: the server names anything else.
+    """
     try:
         check_id("folder", name)
     except WireError as error:
@@ -100,7 +104,7 @@ def recipe_for(config: ClientConfig, pod: NodePod) -> Recipe:
 def make_folder(
     recipe: Recipe, pod_id: str, env: Mapping[str, str], log: Path, cancel: threading.Event
 ) -> None:
-    """Make the pod's folder, and check that the script is in it.
+    """Make the pod's folder, and check that the script exists.
 
     Args:
         env: of the package script; it also gets EDL_POD_FOLDER, the folder that it must make.

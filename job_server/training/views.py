@@ -143,7 +143,7 @@ def _cutting_for_join(job: Job) -> bool:
 def _order(job: Job, stage: JobStage) -> Order:
     if stage.end_since is not None:
         return Order.END
-    if stage is job.preparing:
+    if stage is job.preparing:  # CUT and END are for the stage before it: it waits in PREPARE
         return Order.START if stage.phase is Order.START else Order.PREPARE
     if stage is job.retiring:
         return Order.CUT  # parked, until the stage after it has made a step

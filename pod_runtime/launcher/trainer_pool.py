@@ -41,7 +41,7 @@ class TrainerPool:
         self._trainers: dict[Name, TrainerProcess] = {}
         self._console = Console() if config.console else None
         self.spares = Spares((*PRELOAD, *config.preload), config.log_dir)
-        self._dead_pids: set[int] = set()  # of this launcher; what they left in /dev/shm is removed
+        self._dead_pids: set[int] = set()  # until `sweep` has removed what they left in /dev/shm
 
     def __iter__(self) -> Iterator[TrainerProcess]:
         return iter(list(self._trainers.values()))
@@ -89,12 +89,12 @@ class TrainerPool:
         self._trainers[name].send_signal(signum)
 
     def move(self, old: Name, new: Name) -> None:
-        """A trainer goes on in another stage; its log and its marks stay the same."""
+        """Let a trainer go on in another stage; its log and its marks stay the same."""
         trainer = self._trainers[new] = self._trainers.pop(old)
         (trainer.stage, trainer.attempt), trainer.rank = new
 
     def find(self, pid: int) -> Name | None:
-        """Return the trainer that `pid` or one of its ancestors is; None: it is none of ours."""
+        """Return the name of the trainer that `pid` belongs to; None: it is none of ours."""
         by_pid = {trainer.pid: name for name, trainer in self._trainers.items()}
         while pid > 1 and pid not in by_pid:
             process = read(pid)

@@ -59,7 +59,7 @@ _PROGRAM_DESC = message_classes(
         "OpDesc.Var": "string parameter = 1; repeated string arguments = 2",
         "OpDesc.Attr": "string name = 1; int32 i = 3",
     },
-    syntax="proto2",
+    syntax="proto2",  # tells a missing data_type from bool, which is 0
 )["ProgramDesc"]
 
 
@@ -161,6 +161,8 @@ def _column(operation: Any) -> int:
 
 def _program_variable(variable: Any) -> ProgramVariable:
     tensor = variable.type.lod_tensor.tensor
+    if not tensor.HasField("data_type"):
+        raise ValueError(f"variable {variable.name} is no dense tensor")
     return ProgramVariable(
         name=variable.name, dtype=_PROGRAM_TYPES[tensor.data_type], shape=tuple(tensor.dims)
     )

@@ -68,8 +68,8 @@ class PendingRequest:
     encodings: tuple[OutputEncoding, ...]  # those of `wanted` that are not whole outputs
     held: tuple[Buffer, ...]  # memory of the inputs
     future: Future[InferAnswer] = field(default_factory=Future)
-    output: Slice | None = None  # memory for the outputs; None: their sizes are not known yet
-    outputs: dict[OutputEncoding, "_ArenaTensor"] = field(default_factory=dict)  # in that memory
+    output_memory: Slice | None = None  # None: the sizes of the outputs are not known yet
+    output_tensors: dict[OutputEncoding, "_ArenaTensor"] = field(default_factory=dict)
     output_shapes: tuple[Shape, ...] | None = None  # as the model returns them, in its order
     left: int = 0  # samples still to be computed
     in_flight: int = 0  # parts that predictors are working on
@@ -95,8 +95,8 @@ class PendingRequest:
     def arenas(self) -> list[Arena]:
         """The arenas that a predictor must map."""
         arenas = [tensor.arena for tensor in self.inputs]
-        if self.output is not None:
-            arenas.append(self.output.arena)
+        if self.output_memory is not None:
+            arenas.append(self.output_memory.arena)
         return arenas
 
     def begin(self, now: float) -> bool:
@@ -110,14 +110,14 @@ class PendingRequest:
         return True
 
     def input_addresses(self, start: int) -> tuple[TensorAddress, ...]:
-        """Return where sample `start` of each input is."""
+        """Return the address of each input from sample `start` on."""
         return tuple(tensor.at(start) for tensor in self.inputs)
 
     def output_addresses(
         self, start: int, encodings: Sequence[OutputEncoding]
     ) -> tuple[TensorAddress | None, ...]:
-        """Return where sample `start` of each encoding goes; None: this request wants no such."""
-        found = map(self.outputs.get, encodings)
+        """Return the address of each encoding from sample `start` on; None: it is not wanted."""
+        found = map(self.output_tensors.get, encodings)
         return tuple(tensor.at(start) if tensor is not None else None for tensor in found)
 
     def allocate_outputs(self, shapes: tuple[Shape, ...], allocate: Allocate) -> None:
@@ -133,23 +133,23 @@ class PendingRequest:
             known[encoding.output_index] == shapes[encoding.output_index] for encoding in encodings
         ):
             return
-        if self.output is not None:
+        if self.output_memory is not None:
             if self.left < self.samples or self.in_flight > 1:
                 raise BadRequest(
                     "parts of the request have outputs of different shapes; send fewer samples "
                     "at a time"
                 )
-            self.output.release()
-            self.output = None
-        offsets: list[tuple[OutputEncoding, int, int]] = []  # offset, bytes of one sample
+            self.output_memory.release()
+            self.output_memory = None
+        offsets: list[tuple[OutputEncoding, int, int]] = []  # ..., offset, bytes of one sample
         total = 0
         for encoding in encodings:
             shape = encoded_shape(encoding, shapes[encoding.output_index])
             sample_bytes = _elements(shape) * np.dtype(encoding.dtype).itemsize
             offsets.append((encoding, total, sample_bytes))
             total += aligned(sample_bytes * self.samples)
-        self.output = memory = allocate(total)
-        self.outputs = {
+        self.output_memory = memory = allocate(total)
+        self.output_tensors = {
             encoding: _ArenaTensor(memory.arena, memory.offset + offset, sample_bytes)
             for encoding, offset, sample_bytes in offsets
         }
@@ -157,21 +157,21 @@ class PendingRequest:
 
     def answer(self, queued_us: int) -> InferAnswer:
         """Return the answer. Call it once everything is computed."""
-        assert self.output is not None
+        assert self.output_memory is not None
         assert self.output_shapes is not None
         arrays: dict[str, Array] = {}
         for name, encoding in self.wanted:
             arrays[name] = np.ndarray(
                 (self.samples, *encoded_shape(encoding, self.output_shapes[encoding.output_index])),
                 encoding.dtype,
-                self.output.view,
-                self.outputs[encoding].offset - self.output.offset,
+                self.output_memory.view,
+                self.output_tensors[encoding].offset - self.output_memory.offset,
             )
         return InferAnswer(
             outputs=arrays,
             queued_us=queued_us,
             computed_us=self.computed_us,
-            buffers=(self.output,),
+            buffers=(self.output_memory,),
         )
 
     def release_inputs(self) -> None:
@@ -179,13 +179,13 @@ class PendingRequest:
             buffer.release()
 
     def release_outputs(self) -> None:
-        if self.output is not None:
-            self.output.release()
+        if self.output_memory is not None:
+            self.output_memory.release()
 
 
 @dataclass(frozen=True, slots=True)
 class _ArenaTensor:
-    """Where a tensor begins in an arena."""
+    """A tensor in an arena: where it begins, and the size of each of its samples."""
 
     arena: Arena
     offset: int

@@ -185,6 +185,18 @@ def test_files_that_are_no_program_are_refused_by_name(tmp_path, name, content):
         read_program(tmp_path / name)
 
 
+def test_a_program_that_does_not_say_the_type_of_an_input_is_refused(tmp_path):
+    def message(number: int, content: bytes) -> bytes:
+        return bytes([number << 3 | 2, len(content)]) + content
+
+    arguments = message(1, message(1, b"Out") + message(2, b"x"))
+    feed = message(4, message(2, arguments[2:]) + message(3, b"feed"))
+    selected_rows = message(3, message(1, b"x") + message(2, b"\x08\x08"))
+    (tmp_path / "m.pdmodel").write_bytes(message(1, selected_rows + feed))
+    with pytest.raises(ModelError, match=r"m\.pdmodel.*variable x is no dense tensor"):
+        read_program(tmp_path / "m.pdmodel")
+
+
 def test_a_model_without_fetches_is_refused(tmp_path):
     document = {"base_code": {"magic": "pir"}, "program": {"regions": [{"blocks": [{"ops": []}]}]}}
     (tmp_path / "m.json").write_text(json.dumps(document))

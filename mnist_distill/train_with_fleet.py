@@ -16,10 +16,11 @@ import paddle
 import paddle.nn.functional as F
 from mnist_data import NO_LABEL, DataError, ImageSet, choose, load
 from mnist_models import INPUT, MODELS, OUTPUT, save_teacher
-from mnist_options import OptionError, parse
+from mnist_options import parse
 
 from distill_reader import DistillReader, kl_divergence
 from distill_reader.errors import DistillError
+from edl.option_types import OptionError
 from pod_runtime import elastic
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import paddle
 import paddle.nn.functional as F
 from networks import load_pretrained, make_network
-from options import OptionError, parse
+from options import parse
 from paddle import nn
 
 from distill_reader.convert import save_servable
@@ -23,6 +23,7 @@ from distill_reader.errors import DistillError
 from distill_reader.model.normalization import Normalization
 from distill_reader.student.labels.losses import soft_cross_entropy
 from distill_reader.student.reader import DistillReader
+from edl.option_types import OptionError
 from pod_runtime import elastic
 
 IMAGE, SCORE = "image", "score"

@@ -3,10 +3,11 @@
 import argparse
 
 import paddle
-from options import OptionError
 from paddle import nn
 from paddle.vision import models
 from paddle.vision.models.resnet import BasicBlock, BottleneckBlock, ResNet
+
+from edl.option_types import OptionError
 
 # All of them halve an image five times before they pool. That is meant for 224 pixels: 32 pixels
 # come out as one. They are left as they are, so that weights fit.

@@ -18,10 +18,11 @@ import paddle.nn.functional as F
 from distillation import DistillError, Teachers, as_input, save_teacher, taught_loss
 from images import DataError, make_sets, train_loader_args
 from networks import load_pretrained, make_network
-from options import OptionError, parse
+from options import parse
 from schedules import make_schedule
 from transforms import mixup
 
+from edl.option_types import OptionError
 from pod_runtime import elastic
 from pod_runtime.env import TrainerEnv
 from pod_runtime.trainer.tensorboard.summary import RunLog

@@ -5,8 +5,10 @@ import math
 import paddle
 import pytest
 from networks import ResNetVd, load_pretrained, make_network, use_channels_last
-from options import MODELS, OptionError, parse
+from options import MODELS, parse
 from paddle.vision import models
+
+from edl.option_types import OptionError
 
 
 def network_of(model: str, *more: str):

@@ -322,7 +322,8 @@ class Agent:
             saving = next(iter(at_work), None)
             if saving is None:
                 saving = pods[0].saving(Save(id=0), [pod.folder for pod in pods])
-                saving.start()
+                if self._end is not EndMode.KILL:
+                    saving.start()
             begun.append((job_id, pods, saving))
         for job_id, pods, saving in begun:
             self._follow_last(job_id, pods, saving)
@@ -331,16 +332,16 @@ class Agent:
         state, grown_at = saving.state, time.monotonic()
         shown_at = grown_at
         while not saving.is_over:
+            late = time.monotonic() > grown_at + SAVE_STALL_S
+            if self._end is EndMode.KILL or late:
+                saving.cancel()
+                break
             self._wake.wait(0.2)
             if saving.state != state:
                 state, grown_at = saving.state, time.monotonic()
                 if grown_at > shown_at + SHOW_EVERY_S:
                     shown_at = grown_at
                     logger.info("job %s: %s", job_id, saving_text(state))
-            late = time.monotonic() > grown_at + SAVE_STALL_S
-            if self._end is EndMode.KILL or late:
-                saving.cancel()
-                break
         if saving.state.phase is not SavePhase.WRITTEN:
             logger.error(
                 "job %s: the state that its pods here held in memory is lost: %s", job_id,

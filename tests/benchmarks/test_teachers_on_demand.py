@@ -1,7 +1,8 @@
 """The benchmark measures what it says; its short form takes three minutes.
 
 That the number of teachers follows the students is tried in each run of the tests, in
-tests/job_server/test_teachers_live.py, with reports that come faster than a discovery service's.
+tests/job_server/teachers/test_teachers_live.py, with reports that come faster than those of a
+discovery service.
 """
 
 import json

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 from openapi_spec_validator import validate
@@ -12,6 +11,7 @@ from job_server.api.api_client import ApiClient
 from job_server.api.routes import ROUTES, markdown_table
 from job_server.server.openapi import build_openapi
 from tests.job_server.serving import browse, cpu_node, open_service
+from tests.support import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_every_method_of_the_client_asks_a_route_of_its_own():
 
 
 def test_the_page_of_the_api_lists_the_routes():
-    page = Path(__file__).parents[2] / "docs" / "rest.md"
+    page = ROOT / "docs" / "rest.md"
     assert markdown_table() in page.read_text(), f"paste this:\n{markdown_table()}"
 
 

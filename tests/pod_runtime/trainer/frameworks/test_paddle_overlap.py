@@ -17,7 +17,7 @@ from pod_runtime.trainer.frameworks.paddle.overlap import (
     ThreadReducer,
     make_buckets,
 )
-from tests.pod_runtime.trainer.test_paddle_adapter import form_no_group
+from tests.pod_runtime.trainer.frameworks.test_paddle_adapter import form_no_group
 
 HEADER = 3
 pytestmark = pytest.mark.filterwarnings("ignore:When training, we now always track")

@@ -289,7 +289,7 @@ def test_a_copy_beside_writers_is_never_a_mixture(share):
 WRITER = """
 import sys
 from pod_runtime.trainer.state.snapshot import Handle, SnapshotSegment
-from tests.pod_runtime.trainer.test_segments import Numbers, write
+from tests.pod_runtime.trainer.state.test_segments import Numbers, write
 pid, fd, inode, size, length, index = map(int, sys.argv[1:])
 segment = SnapshotSegment.join(Handle(pid=pid, fd=fd, inode=inode, size_bytes=size))
 numbers = Numbers(length)

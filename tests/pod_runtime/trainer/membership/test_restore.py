@@ -14,8 +14,8 @@ from pod_runtime.trainer.errors import StateError
 from pod_runtime.trainer.membership.restore import Restored, StateRestore
 from pod_runtime.trainer.state.checkpoint import CheckpointStore
 from pod_runtime.trainer.state.storage import LocalStorage
+from tests.pod_runtime.trainer.membership.test_terms import Group
 from tests.pod_runtime.trainer.states import make_host_state, make_status
-from tests.pod_runtime.trainer.test_terms import Group
 
 WANTED = RestoreFrom(stage=3, step=12, pods=(), path="", spare=True)
 

@@ -5,7 +5,6 @@ clients and launchers of them.
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +15,10 @@ from job_server.server.store import Store
 from job_server.sharing import job_types
 from tests.job_server.serving import browse, open_service
 from tests.job_server.world import node
+from tests.support import ROOT
 
 OLD: dict[str, dict[str, Any]] = json.loads(
-    (Path(__file__).parent / "data" / "jobs_of_version_1.json").read_text()
+    (ROOT / "tests" / "job_server" / "data" / "jobs_of_version_1.json").read_text()
 )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.pod_runtime.trainer.fake_launcher import SCRIPTS
 from tests.support import free_port
 
 paddle = pytest.importorskip("paddle")
@@ -18,7 +19,7 @@ paddle = pytest.importorskip("paddle")
 from pod_runtime.trainer.epochs.paddle_callback import ElasticCheckpoint  # noqa: E402
 from pod_runtime.trainer.errors import UsageError  # noqa: E402  needs no Paddle, but the rest does
 
-SCRIPT = Path(__file__).parent / "scripts" / "fit.py"
+SCRIPT = SCRIPTS / "fit.py"
 EPOCH_STEPS = 12
 
 

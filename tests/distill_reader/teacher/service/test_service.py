@@ -29,7 +29,7 @@ from distill_reader.protocols.arena import OwnArena, attach
 from distill_reader.teacher.predictor.backend import Array, Device
 from distill_reader.teacher.service.requests import Buffer, InferAnswer, InferRequest, SharedTensor
 from distill_reader.teacher.service.service import PredictorService, ServiceConfig
-from tests.support import standing_still, wait_until
+from tests.support import ROOT, standing_still, wait_until
 
 TOYS = "tests.distill_reader.teacher.toy_backends"
 WAIT_S = 60.0
@@ -439,8 +439,7 @@ time.sleep(600)
 
 def test_predictors_go_with_a_front_that_is_killed(folder):
     command = [sys.executable, "-c", FRONT, str(folder), f"{TOYS}:slow_sums"]
-    root = Path(__file__).parents[3]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root) as front:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as front:
         assert front.stdout is not None
         assert front.stdout.readline() == b"ready\n"
         predictors = psutil.Process(front.pid).children(recursive=True)

@@ -17,7 +17,7 @@ from pod_runtime.launcher.spares import MARK, Spares
 from pod_runtime.launcher.state import spare_started, spares_counted
 from pod_runtime.launcher.trainers import TrainerProcess
 from pod_runtime.processes import is_alive, may_raise_priority, read, start_time
-from tests.pod_runtime.test_launcher_state import NOW, Simulated, plan, preparing
+from tests.pod_runtime.launcher.test_launcher_state import NOW, Simulated, plan, preparing
 from tests.support import wait_until
 
 TELL = """

@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from job_server.api.wire import (
     Way,
     check_range,
 )
+from tests.support import ROOT
 
 HUGE = 10**400
 
@@ -163,7 +163,7 @@ def test_a_launcher_cannot_attach_in_a_phase_that_only_the_server_knows(phase):
 
 # A message of each class, with a value of its own in every field, as the version before wrote it.
 OLD: dict[str, Any] = json.loads(
-    (Path(__file__).parent / "data" / "messages_of_version_1.json").read_text()
+    (ROOT / "tests" / "job_server" / "data" / "messages_of_version_1.json").read_text()
 )
 
 

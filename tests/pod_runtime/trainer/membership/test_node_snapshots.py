@@ -12,8 +12,8 @@ from pod_runtime.trainer.membership.node_snapshots import NodeSnapshots
 from pod_runtime.trainer.progress.ledger import LEDGER_NAME, read_lines
 from pod_runtime.trainer.progress.progress import TrainingProgress
 from tests.pod_runtime.trainer.fake_launcher import FakeLauncher, Stage
+from tests.pod_runtime.trainer.membership.test_worlds import finish, out
 from tests.pod_runtime.trainer.states import make_status
-from tests.pod_runtime.trainer.test_worlds import finish, out
 from tests.support import wait_until
 
 pytestmark = pytest.mark.timeout(400)

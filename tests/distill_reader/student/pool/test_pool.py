@@ -776,7 +776,7 @@ def test_a_slow_teacher_beside_a_fast_one_adds_to_it(read, quick, caplog):
     assert "dropped" not in caplog.text
 
 
-def test_a_dropped_teacher_is_logged_once(read, quick, caplog):
+def test_a_dropped_teacher_is_logged_once_per_connection(read, quick, caplog):
     hung, other = FakeTeacher("a:1", delay_s=0.002), FakeTeacher("b:1", delay_s=0.002)
     reading = read(hung, other)
     wait_until(lambda: len(hung.requests) > 5)
@@ -785,7 +785,7 @@ def test_a_dropped_teacher_is_logged_once(read, quick, caplog):
     reading.more(100)
     hung.go_on()
     reading.finish()
-    assert caplog.text.count("a:1 is dropped") <= 2
+    assert 1 <= caplog.text.count("a:1 is dropped") <= hung.connections
 
 
 def test_nothing_is_asked_twice_where_hedging_is_off(read, quick):

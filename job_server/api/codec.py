@@ -144,7 +144,10 @@ def _explain(error: msgspec.ValidationError, kind: Any, data: Any, path: str) ->
     """Return msgspec's error in our form: the field's path, what was expected, the value."""
     text, found, where = str(error).rpartition(" - at `$")
     for step in _STEP.finditer(where) if found else ():
-        kind, data, name = _enter(_plain(kind), data, step)
+        try:
+            kind, data, name = _enter(_plain(kind), data, step)
+        except (LookupError, TypeError):  # `data` has the last of these, msgspec looked at all
+            return WireError(f"{path.lstrip('.') or 'body'}: a key stands twice; send it once")
         path += name
     if (cause := error.__cause__) is not None:  # the class itself has refused its values
         joint = "." if isinstance(cause, WireError) else ": "  # which names the field

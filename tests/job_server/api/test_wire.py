@@ -187,3 +187,16 @@ def test_a_message_without_the_fields_of_this_version_has_their_defaults():
     old = {key: OLD["PodReport"][key] for key in ("kind", "stage", "kept")}
     report = from_json(PodReport, json.dumps(old).encode())
     assert report == PodReport(kind=report.kind, stage=report.stage, snapshot_is_current=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "where"),
+    [
+        (wire.JobSpec, b'{"job_id": "a", "script": {"kind": 5}, "script": 1}', "script"),
+        (wire.NodeReport, b'{"node_id": "n", "pods": [{"pod_id": 1}], "pods": []}', "pods"),
+        (wire.PodReport, b'{"snapshot": {"stage": "x"}, "snapshot": [3]}', "snapshot"),
+    ],
+)
+def test_a_key_that_stands_twice_with_other_content_is_refused_by_name(kind, body, where):
+    with pytest.raises(WireError, match=f"^{where}: a key stands twice; send it once"):
+        from_json(kind, body)

@@ -186,7 +186,6 @@ def _asked(
 ) -> None:
     """Enter a user's request.
 
-
     Raises:
         RequestRefused: it makes no sense now.
     """

@@ -207,7 +207,6 @@ class RetryVerdict:
 def count_failure(job: Job, cause: Cause, now: float, *, ran_s: float) -> RetryVerdict:
     """Record why a stage ended, and decide whether the job may try again.
 
-
     Args:
         ran_s: how long the stage had been committed, 0 if it never was.
     """

@@ -318,7 +318,6 @@ def resize(work: Work, pods: int) -> None:
 def kill_now(work: Work, kill: Kill) -> None:
     """Kill a pod or a trainer on request. Its death does not count as a failure.
 
-
     Raises:
         RequestRefused: there is no such pod or rank now.
     """

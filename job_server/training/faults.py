@@ -71,7 +71,6 @@ _POD = re.compile(r"\bpod_\d+_\d+(_\d+)?\b")
 def fault_of(who: str, *, code: int | None, error: TrainerError | None, words: str) -> Fault | None:
     """Return the fault that ended a trainer. None: the error may go away.
 
-
     Args:
         code: exit code, negative for a signal; None: not known.
         error: None: the trainer raised nothing, or did not describe it.

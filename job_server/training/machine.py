@@ -168,7 +168,6 @@ def _enter(work: Work, event: Event) -> None:
 def _asked(work: Work, event: Event) -> None:
     """Enter a user's request.
 
-
     Raises:
         RequestRefused: it makes no sense now.
     """

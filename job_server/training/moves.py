@@ -187,7 +187,6 @@ def join_otherwise(work: Work, way: Way, why: str) -> None:
 def commit(work: Work, *, snapshot_is_current: bool = False) -> None:
     """Make the stage in preparation the active one. The caller writes before anyone is notified.
 
-
     Args:
         snapshot_is_current: all pods of the stage before have parked, and the newest snapshot
             holds the state they parked with; otherwise their state may be newer than reported.

@@ -143,7 +143,6 @@ def exited(
 ) -> None:
     """Decide whether a pod that exited has finished or is lost.
 
-
     Args:
         code: exit code, negative for a signal; None: not known.
         holds: its shim is still there.

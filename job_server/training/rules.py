@@ -65,7 +65,6 @@ LOOP_S = 60.0  # a script that builds its data first may call the loop so late
 def converge(work: Work) -> None:
     """Apply the rules until nothing changes any more.
 
-
     Raises:
         NotConverging: they never come to rest; the text names those that go on.
     """

@@ -22,7 +22,6 @@ MOST_FAILURES = 8  # each set costs the trainers a group: sockets, a thread, tim
 def stand_by(work: Work, *, may_begin: bool) -> None:
     """Prepare the same pods once more, for a crash of the active stage.
 
-
     Args:
         may_begin: a change could begin now.
     """

@@ -22,7 +22,7 @@ from distill_reader.balance.registry.memory import MemoryRegistry
 from distill_reader.balance.registry.redis_registry import RedisRegistry
 from distill_reader.balance.server.demand import DemandPoster
 from distill_reader.balance.server.server import DiscoveryServer, DiscoveryServerConfig
-from distill_reader.balance.tasks import end_tasks
+from distill_reader.balance.tasks import end_tasks, run
 from distill_reader.command_line import (
     add_redis_arguments,
     make_parser,
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report_error("discovery", error)
     raise_file_limit()
     with listener:
-        return asyncio.run(_serve(config, listener))
+        return run(_serve(config, listener))
 
 
 def parse_config(args: argparse.Namespace) -> DiscoveryConfig:
@@ -125,6 +125,7 @@ async def _serve(config: DiscoveryConfig, listener: socket.socket) -> int:
         poster = DemandPoster(server.balancer, config.job_server, config.job_token)
         tasks.append(asyncio.create_task(poster.run()))
     stopping = stop_event()
+    listener.listen()  # now: who reads that the server is ready may connect at once
     host, port = listener.getsockname()[:2]
     where = ", ".join(map(str, config.redis)) or "in memory"
     sys.stdout.write(f"discovery ready on {bracketed(host)}:{port}; registry: {where}\n")

@@ -5,7 +5,6 @@ edl register --db_endpoints 10.0.0.9:6379 --service_name resnet --server 10.0.0.
 """
 
 import argparse
-import asyncio
 import os
 import sys
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from distill_reader.balance.registry.registrar import (
     RegistrarConfig,
     register_until,
 )
+from distill_reader.balance.tasks import run
 from distill_reader.balance.wire.messages import LEASE_S as LEASE_BOUNDS_S
 from distill_reader.balance.wire.messages import MAX_INFO
 from distill_reader.command_line import (
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse_config(args)
     except DistillError as error:
         return report_error("register", error)
-    asyncio.run(_register(config))
+    run(_register(config))
     return 0
 
 

@@ -12,7 +12,7 @@ from distill_reader.balance.addresses import (
     registry_addresses,
 )
 from distill_reader.balance.registry.redis_registry import require_packages
-from distill_reader.balance.registry.registrar import RegistrarConfig, RegistrarThread, own_address
+from distill_reader.balance.registry.registrar import RegistrarConfig, RegistrarThread
 from distill_reader.errors import UsageError
 from distill_reader.listening import bracketed
 from distill_reader.tokens import read_token
@@ -24,7 +24,7 @@ class RegisterConfig:
 
     addresses: tuple[RegistryAddress, ...]
     service: str
-    host: str | None  # its host for students; None: the address that it listens on
+    host: str | None  # its host for students; None: the address it listens on, or this host's
     token: str
 
     def registrar(self, bound: str, port: int, is_ready: Callable[[], bool]) -> RegistrarThread:
@@ -33,10 +33,7 @@ class RegisterConfig:
         Raises:
             UsageError: the advertised endpoint is invalid.
         """
-        host = self.host
-        if host is None:
-            everywhere = bound in ("0.0.0.0", "::")
-            host = own_address(self.addresses[0]) if everywhere else bracketed(bound)
+        host = bracketed(bound) if self.host is None else self.host
         config = RegistrarConfig(
             addresses=self.addresses,
             service=self.service,

@@ -26,7 +26,7 @@ from distill_reader.balance.addresses import (
 from distill_reader.balance.registry.redis_registry import RedisRegistry
 from distill_reader.balance.server.balancer import Balancer
 from distill_reader.balance.table import Measured, Student
-from distill_reader.balance.tasks import end_tasks, finish
+from distill_reader.balance.tasks import end_tasks, finish, run
 from distill_reader.balance.wire.client_connection import (
     ANSWER_S,
     ClientConnection,
@@ -170,7 +170,7 @@ class StudentClient:
     # --- the thread
 
     def _run(self) -> None:
-        asyncio.run(self._work_until_stopped())
+        run(self._work_until_stopped())
 
     async def _work_until_stopped(self) -> None:
         with self._lock:

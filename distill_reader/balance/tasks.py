@@ -1,14 +1,131 @@
-"""End asyncio tasks reliably.
+"""End asyncio tasks and loops reliably.
 
 A cancellation can get lost in a library that handles a timeout of its own at that moment, as
 redis-py does sometimes while it reads from a channel.
+
+asyncio looks up names in a few threads, and waits for them when the loop ends. While a name server
+does not answer, each look-up holds one of them for up to half a minute: soon no name is looked up
+any more, even if the name server is back, and no program ends. So `run` looks them up in threads
+of its own, which nobody waits for.
 """
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _AGAIN_S = 0.2
+_LOOK_UP_AGAIN_S = 1.0  # for a name whose look-up has not ended
+_LOOK_UPS = 8  # of one name at the same time
+
+_Addresses = list[Any]  # as socket.getaddrinfo returns them
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`, as asyncio.run does, in a loop that no name server can hold."""
+    with asyncio.Runner(loop_factory=_Loop) as runner:
+        return runner.run(work)
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Return the result of `work`, called in a thread that neither loop nor process wait for.
+
+    Raises:
+        RuntimeError: the system has no more threads.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: Exception | None) -> None:
+        if future.done():  # cancelled
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def call() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001 - raised where `work` is awaited
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=call, name="in-thread", daemon=True).start()
+    return await future
+
+
+@dataclass(slots=True)
+class _LookUp:
+    """Who waits for the addresses of a name, and the threads that look it up."""
+
+    waiting: "set[asyncio.Future[_Addresses]]" = field(default_factory=set)
+    threads: "set[asyncio.Task[None]]" = field(default_factory=set)
+    began_s: float = float("-inf")  # of the newest thread
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """An event loop that looks up names by `in_thread`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._look_ups: dict[tuple[object, ...], _LookUp] = {}
+
+    async def getaddrinfo(
+        self,
+        host: bytes | str | None,
+        port: bytes | str | int | None,
+        *,
+        family: int = 0,
+        type: int = 0,
+        proto: int = 0,
+        flags: int = 0,
+    ) -> _Addresses:
+        """Return the addresses. Whoever asks for a name gets the first answer that comes."""
+        asked = (host, port, family, type, proto, flags)
+        look_up = self._look_ups.setdefault(asked, _LookUp())
+        future: asyncio.Future[_Addresses] = self.create_future()
+        look_up.waiting.add(future)
+        now = time.monotonic()
+        if not look_up.threads or (
+            len(look_up.threads) < _LOOK_UPS and now - look_up.began_s > _LOOK_UP_AGAIN_S
+        ):
+            look_up.began_s = now
+            task = self.create_task(self._look_up(asked, look_up))
+            look_up.threads.add(task)
+        try:
+            return await future
+        finally:
+            look_up.waiting.discard(future)
+
+    async def _look_up(self, asked: tuple[Any, ...], look_up: _LookUp) -> None:
+        failure: Exception | None = None
+        found: _Addresses = []
+        try:
+            found = await in_thread(lambda: socket.getaddrinfo(*asked))
+        except Exception as error:  # noqa: BLE001 - raised where the name is asked for
+            failure = error
+        task = asyncio.current_task()
+        look_up.threads.discard(task)
+        if failure is not None and look_up.threads:
+            return  # another thread may still find it
+        for future in look_up.waiting:
+            if future.done():
+                continue
+            if failure is None:
+                future.set_result(found)
+            else:
+                future.set_exception(failure)
+        if not look_up.threads:
+            self._look_ups.pop(asked, None)
 
 
 async def end_tasks(*tasks: "asyncio.Task[Any]") -> None:

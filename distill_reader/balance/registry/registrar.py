@@ -7,8 +7,8 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from distill_reader.balance.addresses import (
@@ -18,10 +18,11 @@ from distill_reader.balance.addresses import (
     host_port_of,
 )
 from distill_reader.balance.registry.redis_registry import RedisRegistry
-from distill_reader.balance.tasks import end_tasks, finish
+from distill_reader.balance.tasks import end_tasks, finish, run
 from distill_reader.balance.wire.client_connection import ClientConnection, DiscoveryUnavailable
 from distill_reader.balance.wire.messages import TeacherHeartbeat, heartbeat_body, withdrawal_body
-from distill_reader.errors import BadRequest, DistillError, UsageError
+from distill_reader.errors import BadRequest, DistillError
+from distill_reader.listening import bracketed
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ _PROBE_S = 1.0
 _WITHDRAW_S = 1.5
 _SAYING = (200, 400, 503)  # HTTP statuses of a teacher that reports whether it is ready
 _ANOTHER = 20  # probes in a row without an answer: it may be another teacher, which does not report
+_EVERYWHERE = ("0.0.0.0", "::")  # addresses that a server listens on, and no client connects to
 _RESTART_S = 2.0  # a teacher that is not ready for less may just restart a predictor
 
 
@@ -42,7 +44,7 @@ _RESTART_S = 2.0  # a teacher that is not ready for less may just restart a pred
 class RegistrarConfig:
     addresses: tuple[RegistryAddress, ...]  # ways to one registry: the first that answers is used
     service: str
-    server: str  # the teacher's endpoint
+    server: str  # the teacher's endpoint; 0.0.0.0 or [::]: this host, as the registry sees it
     token: str = ""  # for discovery servers
     lease_s: float = LEASE_S
     info: str = ""
@@ -301,10 +303,17 @@ async def register_until(
     Args:
         is_alive: whether it is up; called before each heartbeat.
     """
-    registrar = Registrar(config, is_alive)
-    task = asyncio.create_task(registrar.run())
+    task = asyncio.create_task(_register(config, is_alive))
     await stopping.wait()
     await end_tasks(task)
+
+
+async def _register(config: RegistrarConfig, is_alive: Callable[[], Awaitable[bool]]) -> None:
+    host, port = host_port_of(config.server)
+    if host in _EVERYWHERE:
+        host = await _own_address(config.addresses)
+        config = replace(config, server=f"{bracketed(host)}:{port}")
+    await Registrar(config, is_alive).run()
 
 
 class RegistrarThread:
@@ -343,7 +352,7 @@ class RegistrarThread:
             self._thread.join(2 * _WITHDRAW_S)
 
     def _run(self) -> None:
-        asyncio.run(self._work())
+        run(self._work())
 
     async def _work(self) -> None:
         with self._lock:
@@ -356,20 +365,33 @@ class RegistrarThread:
         return self._readiness.note(self._is_ready())
 
 
-def own_address(address: RegistryAddress) -> str:
-    """Return the address of this host as `address` would see it. Sends nothing.
+async def _own_address(addresses: Sequence[RegistryAddress]) -> str:
+    """Return the address of this host as a registry sees it. Sends nothing.
 
-    Raises:
-        UsageError: this host has no such address.
+    Waits until a registry has a name, and this host a network: in containers, names come later.
     """
-    host, port = address.host_port
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, port))
-            found = str(probe.getsockname()[0])
-    except OSError as error:
-        raise UsageError(
-            f"{address}: no address of this host is known there ({error}); name one by --advertise"
-        ) from error
-    return f"[{found}]" if ":" in found else found
+    logged_s = -_LOG_EVERY_S
+    while True:
+        reasons: list[str] = []
+        for address in addresses:
+            try:
+                return await _address_towards(*address.host_port)
+            except OSError as error:
+                reasons.append(f"{address}: {error}")
+        if time.monotonic() - logged_s >= _LOG_EVERY_S:
+            logged_s = time.monotonic()
+            logger.warning(
+                "the teacher is not registered yet: no address of this host is known at %s; "
+                "trying again; --advertise HOST names one",
+                ", ".join(reasons),
+            )
+        await asyncio.sleep(_RETRY_S)
+
+
+async def _address_towards(host: str, port: int) -> str:
+    """Raises: OSError: the name is unknown, or no network leads there."""
+    loop = asyncio.get_running_loop()
+    family, kind, _, _, there = (await loop.getaddrinfo(host, port, type=socket.SOCK_DGRAM))[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(there)
+        return str(probe.getsockname()[0])

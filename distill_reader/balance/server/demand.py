@@ -12,6 +12,7 @@ import requests
 from distill_reader.balance.server.balancer import Balancer
 from distill_reader.balance.server.metrics import samples_per_s, wait_share
 from distill_reader.balance.table import ServiceState
+from distill_reader.balance.tasks import in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class DemandPoster:
     async def _notify(self) -> str:
         services = self._balancer.view.services.items()
         demands = [demand_of(name, service) for name, service in services]
-        return await asyncio.get_running_loop().run_in_executor(None, self._post, demands)
+        return await in_thread(lambda: self._post(demands))
 
     def _post(self, demands: Sequence[dict[str, Any] | None]) -> str:
         """Post in a thread; return what went wrong, or ""."""

@@ -5,15 +5,23 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+
+_PROGRAM = (sys.executable, "-m", "distill_reader.discovery")
 
 
 class DiscoveryProcess:
     """A discovery server on a port of its own."""
 
-    def __init__(self, *arguments: str, port: int = 0, **environment: str) -> None:
-        command = [sys.executable, "-m", "distill_reader.discovery"]
+    def __init__(
+        self,
+        *arguments: str,
+        port: int = 0,
+        program: Sequence[str] = _PROGRAM,
+        **environment: str,
+    ) -> None:
         self.process = subprocess.Popen(
-            [*command, "--server", f"127.0.0.1:{port}", *arguments],
+            [*program, "--server", f"127.0.0.1:{port}", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,

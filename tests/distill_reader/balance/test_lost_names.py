@@ -1,0 +1,233 @@
+"""Registries whose names nobody knows yet, or whose name server does not answer."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distill_reader.balance import tasks
+from distill_reader.balance.addresses import registry_addresses
+from distill_reader.balance.client import FeedStats
+from distill_reader.balance.registry.registrar import RegistrarConfig, RegistrarThread
+from distill_reader.balance.tasks import in_thread
+from tests.distill_reader.balance.discovery_process import DiscoveryProcess
+from tests.distill_reader.balance.local_discovery import LocalDiscovery, LocalStudent, LocalTeacher
+from tests.support import wait_until
+
+NAME = "registry.test"
+SLOW_NAMES = Path(__file__).with_name("slow_names.py")
+END_S = 20.0  # far less than a look-up of slow_names.py takes
+
+
+def slow_names(mode: str, file: Path, module: str) -> tuple[str, ...]:
+    return sys.executable, str(SLOW_NAMES), NAME, mode, str(file), module
+
+
+def registry_of(server: DiscoveryProcess) -> str:
+    """Return "ok", or why the server cannot use its registry."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"http://{server.endpoint}/services", timeout=30) as answer:
+        return str(json.loads(answer.read())["registry"])
+
+
+@pytest.mark.parametrize("mode", ["silent", "unknown"])
+def test_discovery_finds_a_redis_whose_name_comes_later(redis_server, run, tmp_path, mode):
+    file = tmp_path / "there"
+    server = run(
+        DiscoveryProcess,
+        *("--db_endpoints", f"{NAME}:{redis_server.port}"),
+        program=slow_names(mode, file, "distill_reader.discovery"),
+    )
+    student = run(LocalStudent, server.endpoint)
+    teacher = run(LocalTeacher, redis_server.url)
+    wait_until(lambda: teacher.is_registered)
+    assert not student.teachers
+    file.touch()
+    wait_until(lambda: student.teachers == {teacher.endpoint}, 40)
+    server.send(signal.SIGTERM)
+    assert server.process.wait(END_S) == 0
+
+
+@pytest.mark.parametrize("registry", ["name server silent", "name unknown", "redis hangs", "gone"])
+def test_discovery_ends_at_sigterm_while_no_registry_answers(redis_server, run, tmp_path, registry):
+    mode = "silent" if registry == "name server silent" else "unknown"
+    host = NAME if "name" in registry else "127.0.0.1"
+    server = run(
+        DiscoveryProcess,
+        *("--db_endpoints", f"{host}:{redis_server.port}"),
+        program=slow_names(mode, tmp_path / "never", "distill_reader.discovery"),
+    )
+    if registry == "redis hangs":
+        redis_server.freeze()
+    elif registry == "gone":
+        redis_server.kill()
+    student = run(LocalStudent, server.endpoint)
+    wait_until(lambda: registry_of(server) != "ok")
+    server.send(signal.SIGTERM)
+    assert server.process.wait(END_S) == 0
+    student.close()
+
+
+def test_discovery_ends_at_sigterm_while_the_job_server_does_not_answer(run):
+    silent = socket.create_server(("127.0.0.1", 0))
+    with silent:
+        port = silent.getsockname()[1]
+        server = run(DiscoveryProcess, "--job_server", f"http://127.0.0.1:{port}")
+        student = run(LocalStudent, server.endpoint)
+        student.feed_stats = FeedStats(wait_share=0.5, samples_per_s=1.0)
+        silent.settimeout(30)
+        with silent.accept()[0]:  # and is not answered
+            server.send(signal.SIGTERM)
+            assert server.process.wait(END_S) == 0
+        student.close()
+
+
+class TestATeacherThatIsToFindItsOwnAddress:
+    def test_waits_for_the_name_of_its_registry(self, run, monkeypatch, caplog):
+        server = run(LocalDiscovery)
+        look_up = socket.getaddrinfo
+        known: list[str] = []
+
+        def later(host: Any, *args: Any, **options: Any) -> Any:
+            if host != NAME:
+                return look_up(host, *args, **options)
+            if not known:
+                raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+            return look_up("127.0.0.1", *args, **options)
+
+        monkeypatch.setattr(socket, "getaddrinfo", later)
+        config = RegistrarConfig(
+            addresses=registry_addresses(f"{NAME}:{server.port}", "where"),
+            service="svc",
+            server="0.0.0.0:9292",
+        )
+        registrar = RegistrarThread(config, lambda: True)
+        registrar.start()
+        try:
+            wait_until(lambda: "no address of this host is known" in caplog.text)
+            assert "--advertise" in caplog.text
+            known.append(NAME)
+            wait_until(lambda: server.teachers() == {"127.0.0.1:9292"})
+        finally:
+            registrar.stop()
+        wait_until(lambda: not server.teachers())
+
+    def test_asks_the_next_registry_meanwhile(self, run):
+        server = run(LocalDiscovery)
+        config = RegistrarConfig(
+            addresses=registry_addresses(f"{NAME}:1,{server.endpoint}", "where"),
+            service="svc",
+            server="[::]:9292",
+        )
+        registrar = RegistrarThread(config, lambda: True)
+        registrar.start()
+        try:
+            wait_until(lambda: server.teachers() == {"127.0.0.1:9292"})
+        finally:
+            registrar.stop()
+
+
+class TestLookUps:
+    @pytest.fixture
+    def look_up(self, monkeypatch) -> Callable[..., list[str]]:
+        """Replaces the name server; returns what it was asked."""
+
+        def replace(answer: Callable[[int], str]) -> list[str]:
+            asked: list[str] = []
+            real = socket.getaddrinfo
+
+            def getaddrinfo(host: Any, *args: Any, **options: Any) -> Any:
+                asked.append(host)
+                return real(answer(len(asked)), *args, **options)
+
+            monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+            return asked
+
+        return replace
+
+    def test_an_answer_is_for_all_who_wait_for_it(self, look_up):
+        asked = look_up(lambda _: "127.0.0.1")
+
+        async def work() -> list[Any]:
+            loop = asyncio.get_running_loop()
+            return await asyncio.gather(*(loop.getaddrinfo(NAME, 1) for _ in range(3)))
+
+        first, *others = tasks.run(work())
+        assert first
+        assert others == [first, first]
+        assert asked == [NAME]
+
+    def test_a_name_is_asked_for_again_while_an_earlier_look_up_hangs(self, look_up, monkeypatch):
+        monkeypatch.setattr(tasks, "_LOOK_UP_AGAIN_S", 0.05)
+        hang = threading.Event()
+
+        def answer(number: int) -> str:
+            if number == 1:
+                hang.wait(60)
+            return "127.0.0.1"
+
+        asked = look_up(answer)
+
+        async def ask() -> Any:
+            loop = asyncio.get_running_loop()
+            while True:
+                try:
+                    async with asyncio.timeout(0.1):
+                        return await loop.getaddrinfo(NAME, 1)
+                except TimeoutError:
+                    continue
+
+        try:
+            assert tasks.run(ask())
+            assert len(asked) == 2
+        finally:
+            hang.set()
+
+    def test_an_unknown_name_is_an_error_for_all_and_is_asked_for_again(self, look_up):
+        def answer(number: int) -> str:
+            if number == 1:
+                raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+            return "127.0.0.1"
+
+        look_up(answer)
+
+        async def work() -> tuple[list[Any], Any]:
+            loop = asyncio.get_running_loop()
+            both = [loop.getaddrinfo(NAME, 1) for _ in range(2)]
+            return await asyncio.gather(*both, return_exceptions=True), await loop.getaddrinfo(
+                NAME, 1
+            )
+
+        failed, found = tasks.run(work())
+        assert [type(error) for error in failed] == [socket.gaierror] * 2
+        assert found
+
+    def test_nobody_waits_for_a_thread_that_hangs(self):
+        hang = threading.Event()
+
+        async def work() -> str:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await in_thread(hang.wait)
+            return "over"
+
+        try:
+            assert tasks.run(work()) == "over"
+        finally:
+            hang.set()
+
+    def test_an_error_in_a_thread_is_raised_where_its_result_is_awaited(self):
+        async def work() -> None:
+            await in_thread(lambda: int("x"))
+
+        with pytest.raises(ValueError, match="invalid literal"):
+            tasks.run(work())

@@ -71,7 +71,11 @@ def parse_redis(args: argparse.Namespace) -> tuple[RedisAddress, ...]:
         UsageError: an argument is wrong; names it and the remedy.
     """
     if args.db_type != "redis":
-        raise UsageError(f"--db_type {args.db_type}: expected redis, the only one there is")
+        raise UsageError(
+            f"--db_type {args.db_type}: expected redis, the only database there is; without a "
+            "Redis leave out --db_type and --db_endpoints: a discovery server keeps the registry "
+            "itself, and teachers register with it by --discovery HOST:PORT"
+        )
     password = read_password(args.db_passwd, args.db_passwd_file)
     texts = [text.strip() for text in (args.db_endpoints or "").split(",") if text.strip()]
     if password and not texts:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-PRODUCT = ("job_server", "job_client", "pod_runtime", "distill_reader", "edl")
+PRODUCT = ("job_server", "job_client", "pod_runtime", "distill_reader", "edl", "paddle_edl")
 EXAMPLES = ("examples", "mnist_distill", "nlp_distill", "resnet50")
 OTHERS = ("tests", "benchmarks", *EXAMPLES, "scripts", "docker")
 

@@ -57,12 +57,14 @@ def original_reader(folder: str, teachers: str, shape: tuple[int, ...], batch: i
     """Return a reader of paddle_edl 0.3.1."""
     sys.path.insert(0, folder)
     raw.install_client()
-    from paddle_edl.distill.distill_reader import DistillReader  # type: ignore[import-not-found]
+    from paddle_edl.distill import distill_reader
 
+    if not Path(distill_reader.__file__).is_relative_to(Path(folder).absolute()):
+        raise SystemExit(f"--original {folder}: holds no paddle_edl: EDL's own would be measured")
     with tempfile.NamedTemporaryFile(prefix="edl-conf-", delete=False) as file:
         config = Path(file.name)
     raw.write_config(config, shape)
-    reader = DistillReader(ins=["image", "label"], predicts=["score"])
+    reader: Any = distill_reader.DistillReader(ins=["image", "label"], predicts=["score"])
     reader.set_serving_conf_file(str(config))
     reader.set_teacher_batch_size(batch)
     reader.set_fixed_teacher(teachers)

@@ -48,7 +48,11 @@ class Program:
     def __init__(self, *command: str, folder: Path, environ: Mapping[str, str] | None = None):
         self._log = (folder / "programs.log").open("ab")
         self.process = subprocess.Popen(
-            command, stdout=self._log, stderr=self._log, env={**os.environ, **(environ or {})}
+            command,
+            stdout=self._log,
+            stderr=self._log,
+            env={**os.environ, **(environ or {})},
+            cwd=folder,  # -m looks here first: the repository has a paddle_edl of its own
         )
 
     def send(self, number: signal.Signals) -> None:

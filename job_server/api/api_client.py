@@ -208,17 +208,21 @@ class ApiClient:
             report = replace(report, metrics=dict(itertools.islice(sent, MAX_METRICS)))
         return self._call(routes.REPORT, job_id, pod_id, body=report).server_id
 
+    def query_pods(self, job_id: str) -> wire.OriginalPods:
+        """Return the pods of a job's running stage, as clients of the original ask for them."""
+        return self._call(routes.QUERY_PODS, query={"job_id": job_id})
+
     # --- HTTP -----------------------------------------------------------------------------------
 
     def _poll(self, route: Route[P], *ids: str, revision: int, timeout_s: float) -> P:
-        query = {"revision": revision, "timeout_s": timeout_s}
+        query: dict[str, float | str] = {"revision": revision, "timeout_s": timeout_s}
         return self._call(route, *ids, query=query, wait_s=timeout_s)
 
     def _call(
         self,
         route: Route[A],
         *ids: str,
-        query: Mapping[str, float] | None = None,
+        query: Mapping[str, float | str] | None = None,
         body: wire.Message | None = None,
         wait_s: float = 0.0,
     ) -> A:
@@ -238,7 +242,7 @@ class ApiClient:
         self,
         method: str,
         path: str,
-        query: Mapping[str, float] | None = None,
+        query: Mapping[str, float | str] | None = None,
         body: wire.Message | None = None,
         wait_s: float = 0.0,
     ) -> requests.Response:
@@ -283,7 +287,7 @@ def server_url(text: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{port}"
 
 
-def _is_old(answer: object, query: Mapping[str, float]) -> bool:
+def _is_old(answer: object, query: Mapping[str, float | str]) -> bool:
     """Whether a poll's answer is what the caller has; events have no revision, and count as old."""
     return getattr(answer, "revision", None) == query.get("revision")
 

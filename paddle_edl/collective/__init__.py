@@ -1,0 +1,1 @@
+"""Elastic training, by the original's names."""

@@ -1,0 +1,1 @@
+"""The job server and the job client, by the original's names."""

@@ -1,0 +1,1 @@
+"""Registration of teachers, by the original's names."""

@@ -1,0 +1,1 @@
+"""Distillation, by the original's names."""

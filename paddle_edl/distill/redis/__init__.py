@@ -1,0 +1,1 @@
+"""Discovery with a Redis, by the original's names."""

@@ -51,8 +51,9 @@ def decode_job(data: Any) -> AnyJob:
 
 
 def pods_of_unreadable(data: Any) -> AnyJob | None:
-    """Return a job of its spec and pods alone, for these to be left in peace; None: not even that
-    can be read.
+    """Return a job made of its spec and pods alone, so that nothing else takes their place.
+
+    None: not even these can be read.
     """
     try:
         job = new_job(decode(JobSpec, data["spec"]), 0.0)

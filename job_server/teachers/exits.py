@@ -51,9 +51,7 @@ def _not_named(work: TeacherWork, pod: TeacherPod) -> None:
 
 
 def _died(work: TeacherWork, pod: TeacherPod, state: PodState) -> None:
-    """Count the exit of a teacher that was to run: a teacher does not end by itself, whatever its
-    code.
-    """
+    """Count the exit of a teacher that was to run, whatever its code: none ends by itself."""
     code = exit_code(state)
     text = f"pod {pod.pod_id} {'is gone' if code is None else describe_exit(code)}"
     if pod.desired is DesiredState.KILL:

@@ -187,8 +187,9 @@ def first_step(work: Work, stage: JobStage, step: int) -> JobStage:
 
 
 def _extend_before(work: Work, number: int, restored_step: int) -> None:
-    """Correct the last step of the stage before: its state may hold steps that a crash left
-    unreported.
+    """Correct the last step of the stage before.
+
+    The state that was restored may hold steps that were not reported before a crash.
     """
     trained = [r for r in work.job.records if r.stage < number and r.last_step is not None]
     if trained and (trained[-1].last_step or 0) < restored_step:

@@ -288,9 +288,9 @@ def store_script_clock(work: Work) -> None:
 
 
 def resize(work: Work, pods: int) -> None:
-    """Enter a user's resize: it applies at once where nothing runs, otherwise after what is going
-    on.
+    """Enter a user's resize.
 
+    It applies at once where nothing runs, otherwise after what is going on.
 
     Raises:
         RequestRefused: the job may never have so many pods.

@@ -193,10 +193,9 @@ def _await_save(work: Work, held: Halt) -> None:
 
 
 def _parked_without_snapshot(work: Work) -> JobStage | None:
-    """Return the stage that has parked with a state that no snapshot holds. None: a snapshot holds
-    it.
+    """Return the stage that has parked and had no memory for a snapshot of its state.
 
-    There was no memory for a snapshot.
+    None: a snapshot holds the state.
     """
     stage = work.job.active
     if stage is None or stage.over is not None:
@@ -254,8 +253,9 @@ def _has_saver(work: Work, source: RestoreFrom) -> bool:
 
 
 def _savers(work: Work, source: RestoreFrom) -> list[TrainingPod]:
-    """Return pods that hold the state, one per node; first the node whose trainers write
-    checkpoints.
+    """Return pods that hold the state, one per node.
+
+    The node whose trainers write checkpoints comes first.
     """
     job = work.job
     stage = job.active

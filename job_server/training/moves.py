@@ -132,9 +132,7 @@ def enter_start(work: Work) -> None:
 
 
 def renumber(work: Work, highest: int) -> None:
-    """Give the stage in preparation a higher number: the checkpoint path holds stages up to
-    `highest`.
-    """
+    """Give the stage in preparation a number above `highest`, which the checkpoint path holds."""
     job = work.job
     old = job.preparing
     assert old is not None

@@ -208,8 +208,9 @@ def _completing(work: Work, pod: TrainingPod) -> JobStage | None:
 
 
 def launcher_exited(work: Work, pod: TrainingPod, report: PodReport) -> None:
-    """Enter that a launcher has exited. After 0 the trainers are done, but the pod's script may go
-    on.
+    """Enter that a launcher has exited.
+
+    After code 0 the trainers are done, but the pod's script may go on.
     """
     if pod.launcher_done:
         return  # reported twice, or a later launcher of the same script

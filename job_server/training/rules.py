@@ -114,8 +114,9 @@ def _unpark(work: Work) -> None:
 
 
 def end_deadline(job: Job, stage: JobStage) -> float | None:
-    """Return when pods that have not ended the stage's trainers are killed. None: END was not
-    ordered.
+    """Return when pods are killed that have not ended the stage's trainers.
+
+    None: they have not been told to.
     """
     if stage.end_since is None:
         return None

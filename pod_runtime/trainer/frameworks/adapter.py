@@ -102,8 +102,10 @@ class Adapter(Protocol):
         """Begin to see which layers' modes (training or evaluation) the script sets, and more."""
 
     def watched(self) -> tuple[dict[str, bool], bool]:
-        """Return, by layer, what it has set them to since, and whether it has changed anything
-        else of the plain part of the state; watch no longer.
+        """Stop watching. Return what the script has set since.
+
+        Returns:
+            By layer, whether it trains; and whether any other plain part of the state changed.
         """
 
     def set_modes(self, modes: Mapping[str, bool]) -> None:

@@ -170,7 +170,8 @@ class Run:
                 log.write(line)
                 log.flush()
                 if found := _URL.search(line):
-                    self._api = ApiClient(found[1].rstrip("/"))
+                    token = (self.folder / "latest" / "token").read_text().strip()
+                    self._api = ApiClient(found[1].rstrip("/"), token)
                     self._url.set()
                 elif found := _RESULT.search(line):
                     self._result = float(found[2]), float(found[3])

@@ -211,7 +211,8 @@ def follow(run: subprocess.Popen[bytes], log: Path) -> Any:
         if address is None:
             continue
         try:
-            with ApiClient(address[1]) as api:
+            token = (log.parent / "run" / "latest" / "token").read_text().strip()
+            with ApiClient(address[1], token) as api:
                 status = api.status("run")
         except JobServerError:
             continue  # it has gone, or is not there yet

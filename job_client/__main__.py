@@ -23,6 +23,7 @@ from job_client.errors import JobClientError, SetupError
 from job_server.api.api_client import ApiClient, server_url
 from job_server.api.command_line import DEFAULT_SERVER, OptionParser, read_token, token_in
 from job_server.api.errors import ConfigError
+from job_server.api.local_servers import find_server
 from job_server.api.wire import STOP_AFTER_RANGE_S, WireError, check_id
 from pod_runtime import env, processes
 
@@ -49,7 +50,11 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Cl
     package_sh = _file("--package_sh", cwd, args.package_sh)
     if args.script is not None and package_sh is None:
         _file("training script", cwd, args.script)
+    url = _server_url(args.job_server or environ.get("PADDLE_JOBSERVER"))
     named = args.token_file or environ.get("EDL_TOKEN_FILE")
+    if not named and not environ.get("EDL_TOKEN"):
+        server = find_server(url, environ)  # of this user on this machine
+        named = None if server is None else server.token_file
     token_file = cwd / named if named else None
     try:
         token = token_in(token_file, "--token_file") if token_file else read_token(None, environ)
@@ -60,7 +65,7 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Cl
         log_dir=cwd / args.log_dir,
         log_level=args.log_level,
         pod_path=cwd / args.pod_path,
-        server_url=_server_url(args.job_server or environ.get("PADDLE_JOBSERVER")),
+        server_url=url,
         environ=dict(environ),
         script=args.script,
         script_args=tuple(args.args),

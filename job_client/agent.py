@@ -20,6 +20,7 @@ from job_client.pods.supervisor import PodContext, PodSupervisor
 from job_client.reconcile import KillPod, PodKey, ReleasePod, StartPod, StopPod, plan_changes
 from job_client.server_link import Callbacks, NodeApi, NodeLink, find_job
 from job_client.wake_event import WakeEvent
+from job_server.api.command_line import keep_token
 from job_server.api.text import saving_text
 from job_server.api.wire import (
     Node,
@@ -84,7 +85,8 @@ class Agent:
         self._link: NodeLink | None = None  # None: not connected yet
         token_file = config.token_file
         if token_file is None and config.token is not None:
-            token_file = client_dir.keep_token(config.token)
+            token_file = client_dir.log_dir / "token"
+            keep_token(token_file, config.token)
         self._context = PodContext(
             config=config,
             node_id=self._node_id,

@@ -52,14 +52,5 @@ class ClientDir:
         host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-") or "node"
         return f"{host[:80]}-{self.marker[:4]}"
 
-    def keep_token(self, token: str) -> Path:
-        """Write the token where only this user reads it; pods are given the path."""
-        path = self.log_dir / "token"
-        path.unlink(missing_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w") as file:
-            file.write(token)
-        return path
-
     def close(self) -> None:
         os.close(self._lock)

@@ -3,10 +3,12 @@
 import logging
 import os
 import sys
+from pathlib import Path
 
 from job_server.api.codec import WireError
 from job_server.api.command_line import version
 from job_server.api.errors import ConfigError, Conflict
+from job_server.api.local_servers import listed
 from job_server.cluster.change_script import parse_script, timeline
 from job_server.server.app import create_app
 from job_server.server.config import ServerConfig, read_config
@@ -55,20 +57,29 @@ def _serve(config: ServerConfig) -> int:
         )
         service.start()
         _add_default_job(service, config)
-        host = f"[{config.bind}]" if ":" in config.bind else config.bind
         logger.info(
-            "version %s, server %s: http://%s:%d/ with database %s",
+            "version %s, server %s: %s/ with database %s",
             version(),
             service.server_id,
-            host,
-            server.port,
+            _url(config.bind, server.port),
             config.db,
         )
-        server.run(on_stop=service.close)
+        here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.bind, config.bind)
+        with listed(
+            _url(here, server.port),
+            token_file=config.token_file,
+            folder=Path(config.db).parent,
+            environ=os.environ,
+        ):
+            server.run(on_stop=service.close)
     finally:
         service.close()
     logger.info("ended")
     return 0
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _add_default_job(service: JobService, config: ServerConfig) -> None:

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from job_server.api.command_line import make_token, read_token
+from job_server.api.errors import ConfigError
 from job_server.api.wire import (
     USUAL_SPARES,
     JobSpec,
@@ -110,7 +112,8 @@ def read_config(argv: Sequence[str] | None, environ: Mapping[str, str]) -> RunCo
         if args.cpu_slots is not None:
             check_range("--cpu_slots", args.cpu_slots, 1, 4096)
         spec, cpu_slots = _spec(args, environ)
-    except WireError as error:
+        token = read_token(None, environ, private=True) or make_token()
+    except (ConfigError, WireError) as error:
         raise LaunchError(str(error), 2) from error
     now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     return RunConfig(
@@ -122,6 +125,7 @@ def read_config(argv: Sequence[str] | None, environ: Mapping[str, str]) -> RunCo
         cwd=Path.cwd(),
         folder=args.log_dir.absolute() / f"{now}-{secrets.token_hex(2)}",
         heartbeat_s=args.heartbeat_s,
+        token=token,
     )
 
 

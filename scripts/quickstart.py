@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # so that this file also runs by its path
 
 from job_server.api.api_client import ApiClient, ApiError  # noqa: E402 - after the path
+from job_server.api.errors import ConfigError  # noqa: E402
 from job_server.api.wire import USUAL_SPARES, JobEvent, JobSpec, JobStatus  # noqa: E402
 from scripts import quickstart_view as view  # noqa: E402
 from scripts.quickstart_io import (  # noqa: E402
@@ -129,7 +130,7 @@ def start_server(config: Config, processes: Processes) -> ApiClient:
             "--db", str(config.out / "job_server.db"), "--heartbeat_s", "0.5",
         ],
     )  # fmt: skip
-    api = ApiClient(f"http://127.0.0.1:{port}")
+    api = ApiClient(f"http://127.0.0.1:{port}", processes.token)
     deadline = time.monotonic() + 30
     while True:
         try:
@@ -397,7 +398,7 @@ def main() -> int:
     except KeyboardInterrupt:
         screen.say("Interrupted; everything that was started has been stopped.")
         return 130
-    except (QuickstartError, ApiError) as error:
+    except (QuickstartError, ApiError, ConfigError) as error:
         screen.say(f"{screen.style.cross} {error}")
         return 1
     return 0 if held else 1

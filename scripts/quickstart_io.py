@@ -12,6 +12,7 @@ from typing import TextIO
 
 import psutil
 
+from job_server.api.command_line import keep_token, make_token, read_token
 from scripts import quickstart_view as view
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,12 +65,15 @@ class Processes:
         self._logs.mkdir(parents=True)
         self._marker = uuid.uuid4().hex
         self._started: list[tuple[str, subprocess.Popen[bytes]]] = []
+        self.token = read_token(None, os.environ) or make_token()
+        keep_token(out / "token", self.token)
         folder = str(Path(sys.executable).parent)
         self.env = {
             **os.environ,
             "PATH": f"{folder}{os.pathsep}{os.environ.get('PATH', '')}",
             "PYTHONWARNINGS": "ignore:No ccache found",
             "PADDLE_JOB_ID": JOB_ID,
+            "EDL_TOKEN_FILE": str(out / "token"),
             MARKER: self._marker,
         }
 

@@ -1,7 +1,11 @@
 """Hooks and fixtures of all tests."""
 
+import atexit
 import gc
+import os
+import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,10 @@ from tests import lanes
 # that a test starts would inherit that: Ctrl-C could not be tested.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+
+# The servers of tests are in a list of their own: whoever runs the tests may have some as well.
+os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="edl_tests_")
+atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
 # How long an example may take, to draw or to run, says nothing where other programs have the
 # processor.

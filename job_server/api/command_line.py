@@ -1,8 +1,9 @@
-"""What the command lines of all programs share: how they refuse, the token, the version."""
+"""What the command lines of all programs share: how they refuse, tokens, the version."""
 
 import argparse
 import importlib.metadata
 import os
+import secrets
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,6 +60,19 @@ def token_in(path: Path, named_by: str, *, private: bool = False) -> str:
     if private and open_to_others:
         raise ConfigError(f"{named_by}: {path} can be read by others; chmod 600 it")
     return _checked(text, f"{named_by}: {path}")
+
+
+def make_token() -> str:
+    """Return a new token, for a server that is started for its user."""
+    return secrets.token_urlsafe(24)
+
+
+def keep_token(path: Path, token: str) -> None:
+    """Write a token where only this user reads it; raises OSError."""
+    path.unlink(missing_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "w") as file:
+        file.write(token + "\n")
 
 
 def _checked(text: str, source: str) -> str:

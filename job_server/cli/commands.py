@@ -4,13 +4,14 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 
 from job_server.api import wire
-from job_server.api.api_client import ApiClient
-from job_server.api.command_line import DEFAULT_SERVER, OptionParser, read_token
+from job_server.api.api_client import ApiClient, server_url
+from job_server.api.command_line import OptionParser, read_token
 from job_server.api.errors import ConfigError, JobServerError, NotFound, Rejected, Retryable
+from job_server.api.local_servers import LocalServer, find_server, local_servers
 from job_server.api.text import (
     account_parts,
     duration,
@@ -25,6 +26,7 @@ from job_server.cli.logs import log_lines
 from job_server.cluster.change_script import timeline
 
 POLL_S = 30.0
+_LOOK_S = 3.0  # at each of several servers
 _ONLY = "may be left out if there is only one"
 
 Handler = Callable[[ApiClient, argparse.Namespace], None]
@@ -33,15 +35,17 @@ Handler = Callable[[ApiClient, argparse.Namespace], None]
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return the exit code: 1 the server refused or is away, 2 wrong usage."""
     try:
-        args = build_parser(os.environ).parse_args(sys.argv[1:] if argv is None else argv)
+        args = build_parser().parse_args(sys.argv[1:] if argv is None else argv)
     except SystemExit as stop:  # argparse has printed the reason
         return stop.code if isinstance(stop.code, int) else 1
     try:
         if args.verb == "simulate":
             _simulate(args)
             return 0
-        token = read_token(args.token_file, os.environ, private=True)
-        with _client(args.server, token) as api:
+        servers = _find_servers(args, os.environ)
+        if len(servers) > 1:
+            return _show_servers(servers, args)
+        with _client(servers[0], args, os.environ) as api:
             handler: Handler = args.handler
             handler(api, args)
     except (ConfigError, wire.WireError) as error:
@@ -63,17 +67,63 @@ def _fail(text: str, code: int) -> int:
     return code
 
 
-def _client(server: str, token: str | None) -> ApiClient:
+# --- which server -------------------------------------------------------------------------------
+
+
+def _find_servers(args: argparse.Namespace, environ: Mapping[str, str]) -> list[LocalServer]:
+    """Return the server that is named, else those of this user on this machine.
+
+    Raises:
+        ConfigError: what is named is no server.
+        NotFound: there is none.
+    """
+    named = args.server or environ.get("PADDLE_JOBSERVER")
+    if named:
+        try:
+            url = server_url(named)
+        except ValueError as error:
+            raise ConfigError(f"--server: {error}") from None
+        return [find_server(url, environ) or LocalServer(url=url)]
+    servers = local_servers(environ)
+    if not servers:
+        raise NotFound(
+            "no job server of yours runs on this machine; `edl run` and "
+            "scripts/start_job_server.sh start one, --server URL or PADDLE_JOBSERVER names another"
+        )
+    return servers
+
+
+def _client(server: LocalServer, args: argparse.Namespace, environ: Mapping[str, str]) -> ApiClient:
+    token = None if args.token_file else server.token()
+    if token is None:
+        token = read_token(args.token_file, environ, private=True)
+    return ApiClient(server.url, token)
+
+
+def _show_servers(servers: Sequence[LocalServer], args: argparse.Namespace) -> int:
+    """Show all servers, which answers `edl status`; any other command has to name one."""
+    rows = [(server.url, _jobs_text(server), server.folder) for server in servers]
+    shown = table(("SERVER", "JOBS", "FOLDER"), rows)
+    name_one = "--server URL, or PADDLE_JOBSERVER=URL for all commands of this shell"
+    if args.verb == "status" and args.job is None and not args.follow and not args.json:
+        print(f"{shown}\n\none of them: edl status {name_one}")
+        return 0
+    return _fail(f"{len(servers)} job servers of yours run here; name one: {name_one}\n{shown}", 2)
+
+
+def _jobs_text(server: LocalServer) -> str:
     try:
-        return ApiClient(server, token)
-    except ValueError as error:
-        raise ConfigError(f"--server: {error}") from None
+        with ApiClient(server.url, server.token(), _LOOK_S) as api:
+            jobs = api.jobs()
+    except (ConfigError, JobServerError) as error:
+        return str(error)
+    return ", ".join(f"{job.job_id} {job.state.value}" for job in jobs) or "-"
 
 
 # --- the command line ---------------------------------------------------------------------------
 
 
-def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = OptionParser(prog="edl", allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
@@ -83,14 +133,14 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         sub.add_argument(
             "--server",
             "--job_server",
-            default=environ.get("PADDLE_JOBSERVER") or DEFAULT_SERVER,
             metavar="URL",
-            help="else PADDLE_JOBSERVER, else %(default)s",
+            help="else PADDLE_JOBSERVER, else your only one on this machine",
         )
         sub.add_argument(
             "--token_file",
             metavar="FILE",
-            help="the server's token; else EDL_TOKEN_FILE, EDL_TOKEN",
+            help="the server's token; else, of a server of yours on this machine, its own, "
+            "else EDL_TOKEN_FILE, EDL_TOKEN",
         )
         sub.add_argument("--json", action="store_true", help="print what the server answers")
         return sub

@@ -30,6 +30,7 @@ class ServerConfig:
     bind: str
     port: int
     token: str | None  # None: there is none, and the server is on loopback
+    token_file: Path | None  # None: there is no token, or it came without a file
     insecure_legacy: bool
     db: str
     heartbeat_s: float
@@ -49,6 +50,7 @@ def read_config(argv: list[str], environ: Mapping[str, str]) -> ServerConfig:
     """
     args = build_parser().parse_args(argv)
     token = read_token(args.token_file, environ, private=True)
+    token_file = args.token_file or environ.get("EDL_TOKEN_FILE")
     if not args.bind:
         raise ConfigError("--bind: expected an address, got an empty one")
     if token is None and not is_loopback(args.bind):
@@ -69,6 +71,7 @@ def read_config(argv: list[str], environ: Mapping[str, str]) -> ServerConfig:
         bind=args.bind,
         port=args.server_port,
         token=token,
+        token_file=Path(token_file) if token_file else None,
         insecure_legacy=args.insecure_legacy,
         db=args.db,
         heartbeat_s=args.heartbeat_s,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pod_runtime
 from job_server.api.api_client import ApiClient
+from job_server.api.command_line import keep_token
 from job_server.api.errors import JobServerError, Rejected, Retryable
 from job_server.api.text import saving_text
 from job_server.api.wire import JobSpec, JobState, JobStatus
@@ -46,6 +47,7 @@ class RunConfig:
     cwd: Path  # where the trainers run
     folder: Path  # of this run: logs, database, ledger
     heartbeat_s: float
+    token: str  # of the server
     preload: str | None = None  # modules that spares import; None: only EDL's
 
 
@@ -55,6 +57,7 @@ class LocalSession:
     def __init__(self, config: RunConfig, train_sh: str, environ: Mapping[str, str]) -> None:
         self._config, self._train_sh = config, train_sh
         self._run_id = uuid.uuid4().hex
+        self._token_file = config.folder / "token"
         self._env = self._environment(environ)
         self._port = _free_port()
         self._url = f"http://127.0.0.1:{self._port}"
@@ -86,8 +89,13 @@ class LocalSession:
     # --- start --------------------------------------------------------------------------------
 
     def _environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        env = {**environ, RUN_ID: self._run_id, "PADDLE_JOB_ID": self._config.spec.job_id}
-        for name in ("EDL_TOKEN", "EDL_TOKEN_FILE", "PADDLE_JOBSERVER"):  # of another server
+        env = {
+            **environ,
+            RUN_ID: self._run_id,
+            "PADDLE_JOB_ID": self._config.spec.job_id,
+            "EDL_TOKEN_FILE": str(self._token_file),  # in the place of EDL_TOKEN
+        }
+        for name in ("EDL_TOKEN", "PADDLE_JOBSERVER"):
             env.pop(name, None)
         root = Path(pod_runtime.__file__).parents[1]
         if not {"site-packages", "dist-packages"} & set(root.parts):  # a clone, not installed
@@ -100,6 +108,7 @@ class LocalSession:
         try:
             (folder / "client").mkdir(parents=True)
             (folder / "train.sh").write_text(self._train_sh)
+            keep_token(self._token_file, self._config.token)
             latest = folder.parent / f".latest.{os.getpid()}"
             latest.symlink_to(folder.name)
             latest.replace(folder.parent / "latest")
@@ -150,7 +159,7 @@ class LocalSession:
                     time.sleep(_LOOK_EVERY_S)
 
     def _connect(self) -> ApiClient:
-        return ApiClient(self._url)
+        return ApiClient(self._url, self._config.token)
 
     # --- watch --------------------------------------------------------------------------------
 

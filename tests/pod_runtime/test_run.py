@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from job_server.api.api_client import ApiClient, Unauthorized
 from job_server.api.wire import JobState
 from job_server.jobs.events import StopAsked
 from job_server.training import views
@@ -19,6 +20,7 @@ from pod_runtime import processes
 from pod_runtime.errors import LaunchError
 from pod_runtime.local import session as run_session
 from pod_runtime.run import count_gpus, read_config, train_sh
+from tests import stranger
 from tests.job_server.world import trains, world
 from tests.support import wait_until
 
@@ -59,6 +61,13 @@ class Run:
                     return pid
         raise AssertionError(f"no {module} runs")
 
+    def url(self) -> str:
+        """Of its server; waits until it trains."""
+        wait_until(lambda: "[rank 0]" in self.console(), what="training")
+        found = re.search(r"edl: watch it at (\S+)/\n", self.console())
+        assert found is not None
+        return found[1]
+
     def left(self) -> list[int]:
         return [pid for pid in carrying(self.mark) if pid != self.process.pid]
 
@@ -90,6 +99,34 @@ def test_a_training_succeeds_and_leaves_its_logs_and_no_process(run, tmp_path):
     assert {"trainer_0.stage_1.log", "trainer_1.stage_1.log"} <= {
         path.name for path in (folder / "trainers").iterdir()
     }
+
+
+def a_jobs_state(url: str, token: str | None) -> str:
+    with ApiClient(url, token) as api:
+        return api.status("run").state.value
+
+
+@stranger.needs_root
+def test_another_user_of_this_machine_can_neither_see_nor_stop_the_job(run, tmp_path):
+    job = run("--cpu_slots", "1", TOY)
+    url, latest = job.url(), (tmp_path / "edl_run" / "latest").resolve()
+    for method, path in (
+        ("GET", "/"), ("GET", "/api/v1/jobs"), ("POST", "/api/v1/jobs/run/stop"),
+        ("DELETE", "/api/v1/jobs/run"), ("POST", "/api/v1/nodes"),
+    ):  # fmt: skip
+        assert stranger.asks(method, url + path) == 401, path
+    for made in (latest / "token", *latest.glob("client/token")):
+        assert made.stat().st_mode & 0o777 == 0o600
+        assert stranger.reads(made) == "PermissionError"
+    assert a_jobs_state(url, (latest / "token").read_text().strip()) == "RUNNING"
+
+
+def test_a_token_of_the_users_own_is_that_of_the_run(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("EDL_TOKEN", "correct-horse")
+    job = run("--cpu_slots", "1", TOY)
+    assert a_jobs_state(job.url(), "correct-horse") == "RUNNING"
+    with pytest.raises(Unauthorized):
+        a_jobs_state(job.url(), None)
 
 
 FAILS = {  # script; how its error is shown; stages; lines of all that is printed
@@ -196,6 +233,12 @@ def test_a_wrong_command_line_is_refused_before_anything_starts(argv, words, tmp
     assert refused.value.exit_code == 2
     assert words in str(refused.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_token_that_is_none_is_refused_before_anything_starts():
+    with pytest.raises(LaunchError, match="EDL_TOKEN: expected one word") as refused:
+        read_config([TOY], {"CUDA_VISIBLE_DEVICES": "", "EDL_TOKEN": "two words"})
+    assert refused.value.exit_code == 2
 
 
 def test_a_change_script_that_the_server_refuses_ends_with_2_and_its_words(run, tmp_path):

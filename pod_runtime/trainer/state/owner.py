@@ -468,9 +468,13 @@ def _ask_server(holder: Holder) -> ServerSays:
     if not holder.server:
         return ServerSays.NOT_ASKED
     from job_server.api.api_client import ApiClient, ApiError, NotFound, ServerAway  # rarely needed
+    from job_server.api.local_servers import find_server
 
     try:
-        with ApiClient(holder.server, timeout_s=_ASK_TIMEOUT_S) as api:
+        # A trainer has no token, but this user's servers on this machine can be asked all the same.
+        listed = find_server(holder.server, os.environ)
+        token = None if listed is None else listed.token()
+        with ApiClient(holder.server, token, _ASK_TIMEOUT_S) as api:
             status = api.status(holder.job)
     except ServerAway:
         return ServerSays.AWAY

@@ -3,12 +3,14 @@
 import contextlib
 import importlib.metadata
 import json
+from pathlib import Path
 
 import pytest
 
 from edl.__main__ import VERBS
 from edl.__main__ import main as edl
 from job_server.api import wire
+from job_server.api.command_line import keep_token, make_token
 from job_server.cli import commands
 from job_server.cli.commands import main
 from job_server.jobs.events import PauseAsked, StopAsked
@@ -43,6 +45,71 @@ def test_status_is_a_table_of_all_jobs(run):
     header, row = out.splitlines()[:2]
     assert header.split() == ["JOB", "STATE", "PODS", "STAGE", "STEP", "REASON"]
     assert row.split()[:2] == ["default_job", "RUNNING"]
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """The environment of a user who has no server yet."""
+    for name in ("XDG_RUNTIME_DIR", "XDG_CACHE_HOME"):
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv(name, str(tmp_path / name))
+    for name in ("PADDLE_JOBSERVER", "EDL_TOKEN", "EDL_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def a_token(folder: Path) -> Path:
+    path = folder / "token"
+    keep_token(path, make_token())
+    return path
+
+
+def test_without_a_server_of_ones_own_no_foreign_one_is_asked(mine, capsys):
+    for verb in (["status"], ["status", "--follow"], ["stop", "run"], ["nodes", "--json"]):
+        assert main(verb) == 1
+        said = capsys.readouterr().err
+        assert "no job server of yours runs on this machine" in said
+        assert "--server URL or PADDLE_JOBSERVER" in said
+
+
+def test_the_only_server_of_the_user_is_found_with_its_token(mine, capsys, monkeypatch):
+    (mine / "one").mkdir()
+    token = a_token(mine)
+    with running_server(mine / "one", "--change_script", "none", "--token_file", str(token)) as one:
+        assert main(["status"]) == 0
+        assert "default_job" in capsys.readouterr().out
+        monkeypatch.setenv("EDL_TOKEN", "of-another-server")
+        for named in (one.url, one.url.removeprefix("http://"), f"localhost:{one.port}"):
+            assert main(["status", "--server", named]) == 0, named
+        capsys.readouterr()
+        other = mine / "other"
+        keep_token(other, "not-the-servers")
+        assert main(["status", "--token_file", str(other)]) == 1
+        assert "Authorization" in capsys.readouterr().err
+
+
+def test_several_servers_are_listed_and_one_has_to_be_named(mine, capsys, monkeypatch):
+    token = a_token(mine)
+    (mine / "one").mkdir()
+    (mine / "two").mkdir()
+    flags = ("--change_script", "none", "--token_file", str(token))
+    with running_server(mine / "one", *flags) as one, running_server(mine / "two", *flags) as two:
+        assert main(["status"]) == 0
+        header, *rows, _, hint = capsys.readouterr().out.splitlines()
+        assert header.split() == ["SERVER", "JOBS", "FOLDER"]
+        for server, row in zip((one, two), rows, strict=True):
+            assert row.split() == [server.url, "default_job", "RUNNING", str(server.folder)]
+        assert "--server URL" in hint
+        assert main(["stop", "default_job"]) == 2
+        said = capsys.readouterr().err
+        assert "2 job servers of yours run here; name one: --server URL" in said
+        assert two.url in said
+        monkeypatch.setenv("PADDLE_JOBSERVER", two.url)
+        assert main(["stop", "default_job"]) == 0
+        capsys.readouterr()
+        assert main(["status"]) == main(["status", "--server", one.url]) == 0
+        states = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
+        assert states == ["STATE", "STOPPED", "STATE", "RUNNING"]
 
 
 def test_status_of_one_job_tells_pods_and_stages(run):

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from job_server.api.command_line import keep_token
 from job_server.api.wire import JobSpec
 from pod_runtime import processes
 from pod_runtime.trainer.errors import CheckpointError, InUseError
@@ -561,8 +562,13 @@ def test_a_server_that_is_away_is_told_from_none():
     assert not look_at(replace(JOB, server="http://[bad")).server_is_local
 
 
-def test_a_job_server_is_asked_whether_the_job_goes_on(tmp_path):
-    with running_server(tmp_path, "--no_job") as server, server.api() as api:
+@pytest.mark.parametrize("token", [None, "correct-horse"])
+def test_a_job_server_is_asked_whether_the_job_goes_on(tmp_path, token):
+    flags = ["--no_job"]
+    if token is not None:  # as `edl run` and the start scripts make one, and no trainer gets it
+        keep_token(tmp_path / "token", token)
+        flags += ["--token_file", str(tmp_path / "token")]
+    with running_server(tmp_path, *flags) as server, server.api(token) as api:
         job = api.submit(JobSpec(job_id="j1"))
         theirs = replace(JOB, server=server.url, submitted_at=job.submitted_at)
         assert look_at(theirs).server is ServerSays.LIVES, "it waits for a node"

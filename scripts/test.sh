@@ -6,15 +6,20 @@
 #   ./scripts/test.sh --slow    the long forms, which nothing runs by itself
 # Other arguments go to pytest, which then runs one test after the other:
 #   ./scripts/test.sh tests/job_server -k placement
-# $EDL_TEST_WORKERS (3) tests run at a time: most of them wait for processes.
+# $EDL_TEST_WORKERS (4) tests run at a time: most of them wait for processes.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 ensure_venv dev
 cd "$root"
 
-# run_tests ARGS...: several at a time; the tests of a file share what is dear to start.
+# The tests start some thousand Python processes: what these import is compiled once, not in each.
+unset PYTHONDONTWRITEBYTECODE
+
+# run_tests ARGS...: several at a time. Each worker begins at another place, so that those that wait
+# run beside those that compute; the tests of a file, which share what is dear to start, stay
+# together until a worker that has no more takes over the last of another's.
 run_tests() {
-    "$python" -m pytest -n "${EDL_TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder "$@"
+    "$python" -m pytest -n "${EDL_TEST_WORKERS:-4}" --dist worksteal "$@"
 }
 
 case "${1:-}" in

@@ -71,9 +71,10 @@ def _skips_without(node: ast.Assign | ast.Expr, framework: str) -> bool:
     return is_own and f"importorskip('{framework}'" in ast.unparse(node)
 
 
-# Folders with files that take a minute or more. They begin first: one that began last would run on
-# while the other workers have nothing left to do.
-_LONG = ("e2e", "scripts", "resnet50", "benchmarks", "docker", "mnist_distill", "nlp_distill")
+# Folders whose tests take seconds each. They begin first: one that began last would run on while
+# the other workers have nothing left to do. Before all, those whose tests share a training: it is
+# made once as long as no other worker takes over some of them.
+_LONG = ("resnet50", "mnist_distill", "nlp_distill", "scripts", "e2e", "benchmarks", "docker")
 
 
 def order(item: pytest.Item) -> int:

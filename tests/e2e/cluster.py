@@ -16,6 +16,8 @@ from job_server.api.errors import ServerAway
 from job_server.api.wire import JobSpec, JobState, JobStatus
 from tests.support import ROOT, free_port, trainer_ports, wait_until
 
+_LOOK_S = 0.1  # between two looks at a job: each costs the server and this process milliseconds
+
 
 class Cluster:
     """One job server and one job client, in a folder of their own.
@@ -90,17 +92,22 @@ class Cluster:
                 status = None
             if status is not None and condition(status):
                 return status
-            assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}: {status}"
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not within {timeout_s:g} s: {what}: {status}\n{self.logs()}")
             if status is not None and status.state.ended:
-                raise AssertionError(f"ended before {what}: {status.state}: {status.reason}")
-            time.sleep(0.05)
+                said = f"{status.state}: {status.reason}\n{self.logs()}"
+                raise AssertionError(f"ended before {what}: {said}")
+            time.sleep(_LOOK_S)
 
     def wait_running(self, pods: int) -> JobStatus:
-        """Wait until the job trains on so many pods."""
-        return self.wait_for(
-            lambda now: now.state is JobState.RUNNING and len(now.pods) == pods,
-            f"{pods} pods run",
-        )
+        """Wait until the job trains on so many pods; those of a change that failed do not count."""
+
+        def trains(now: JobStatus) -> bool:
+            committed = [record.pods for record in now.stages if record.committed_at is not None]
+            runs = now.state is JobState.RUNNING and len(now.pods) == pods
+            return runs and committed[-1:] == [pods]
+
+        return self.wait_for(trains, f"{pods} pods run")
 
     def wait_steps(self, more: int, timeout_s: float = 120) -> JobStatus:
         """Wait until the job has trained `more` further steps."""

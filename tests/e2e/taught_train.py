@@ -81,7 +81,7 @@ def main() -> None:
             step.update()
             if not args.hurry.exists():
                 # So slow in the end that it does not come there before it is told to.
-                slow = 0.5 if step.number >= slow_from else 0.02
+                slow = 0.5 if step.number >= slow_from else 0.05
                 time.sleep(5.0 if step.number >= slower_from else slow)
     sums = loop.evaluate(test, judge, batch_size=100)
     if loop.rank == 0:

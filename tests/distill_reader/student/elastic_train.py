@@ -69,7 +69,7 @@ def main() -> None:
                 assert (pixels.numpy().sum(axis=1) == expected).all()
                 step.backward(-model(ids).mean() * step.samples)
             step.update()
-            time.sleep(0.02)
+            time.sleep(0.05)
         if args.end.exists():
             loop.stop()
     if loop.rank == 0:

@@ -1,263 +1,256 @@
-"""The Open Inference Protocol over gRPC, by Triton's own client and by plain gRPC."""
+"""The Open Inference Protocol: the same cases over gRPC and HTTP, and Triton's clients of both."""
 
+import functools
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 
-from distill_reader.errors import TeacherBusy
-from distill_reader.protocols.oip_messages import SERVICE
-from distill_reader.teacher.protocols.limits import FrontLimits
+from distill_reader.errors import BadRequest, TeacherBusy
+from distill_reader.model.tensors import NUMPY_TO_OIP
+from distill_reader.protocols import oip_json, oip_messages
+from distill_reader.protocols.oip_messages import OipRequest, OipResponse
 from tests.distill_reader.protobuf_messages import OIP_MESSAGES
+from tests.distill_reader.teacher.conftest import Running
 from tests.support import wait_until
 
 X = np.arange(6, dtype="f4").reshape(2, 3)
 N = np.array([[5], [6]])
+ASKED = OipRequest(model="double", inputs={"x": X, "n": N}, request_id="7")
+_TYPED = {"float32": "fp32_contents", "float64": "fp64_contents", "int64": "int64_contents"}
 
 
-@pytest.fixture
-def call(served) -> Any:
-    """Call a method with a message; return the answer's message."""
-    with grpc.insecure_channel(f"127.0.0.1:{served.port}") as channel:
-        yield caller(channel)
+class RefusedError(Exception):
+    """The teacher's error; its kind by the name that gRPC has for it."""
+
+    def __init__(self, kind: str, text: str, retry_ms: str | None) -> None:
+        super().__init__(f"{kind}: {text}")
+        self.retry_ms = retry_ms  # in how long to come again; None: not said
 
 
-def caller(channel) -> Any:
-    def call(method, message=None, **options) -> Any:
-        data = b"" if message is None else message.SerializeToString()
-        answer = channel.unary_unary(f"/{SERVICE}/{method}")(data, timeout=30, **options)
-        return OIP_MESSAGES[f"{method}Response"].FromString(answer)
-
-    return call
-
-
-def infer_request(model="double", **fields) -> Any:
-    message = OIP_MESSAGES["ModelInferRequest"](model_name=model, id="7", **fields)
-    message.inputs.add(name="x", datatype="FP32", shape=X.shape)
-    message.inputs.add(name="n", datatype="INT64", shape=N.shape)
-    message.raw_input_contents.extend([X.tobytes(), N.tobytes()])
-    return message
-
-
-def test_the_server_tells_about_itself(call):
-    assert call("ServerLive").live
-    assert call("ServerReady").ready
-    assert call("ServerMetadata").name == "edl-teacher"
-    ready = OIP_MESSAGES["ModelReadyRequest"]
-    assert call("ModelReady", ready(name="double")).ready
-    assert call("ModelReady", ready(name="half", version="7")).ready
-    assert not call("ModelReady", ready(name="half", version="8")).ready
-    assert not call("ModelReady", ready(name="nope")).ready
-    metadata = call("ModelMetadata", OIP_MESSAGES["ModelMetadataRequest"](name="half"))
-    assert (metadata.name, list(metadata.versions)) == ("half", ["7"])
-    assert [(t.name, t.datatype, list(t.shape)) for t in metadata.inputs] == [
-        ("x", "FP16", [-1, 2])
-    ]
+def over_grpc(running: Running, asked: OipRequest, *, is_typed: bool) -> OipResponse:
+    message = OIP_MESSAGES["ModelInferRequest"](
+        model_name=asked.model, model_version=asked.version, id=asked.request_id
+    )
+    for name, array in asked.inputs.items():
+        datatype = NUMPY_TO_OIP[array.dtype.name]
+        tensor = message.inputs.add(name=name, datatype=datatype, shape=array.shape)
+        if is_typed:
+            getattr(tensor.contents, _TYPED[array.dtype.name]).extend(array.ravel().tolist())
+        else:
+            message.raw_input_contents.append(array.tobytes())
+    for name in asked.outputs:
+        message.outputs.add(name=name)
+    with grpc.insecure_channel(f"127.0.0.1:{running.port}") as channel:
+        infer = channel.unary_unary(f"/{oip_messages.SERVICE}/ModelInfer")
+        try:
+            return oip_messages.decode_response(infer(message.SerializeToString(), timeout=30))
+        except grpc.RpcError as error:
+            retry_ms = dict(error.trailing_metadata()).get("grpc-retry-pushback-ms")
+            raise RefusedError(error.code().name, error.details(), retry_ms) from error
 
 
-def test_raw_contents_are_answered_by_raw_contents(call):
-    message = infer_request()
-    message.outputs.add(name="m")
-    message.outputs.add(name="y")
-    answer = call("ModelInfer", message)
-    assert (answer.model_name, answer.model_version, answer.id) == ("double", "1", "7")
-    assert [output.name for output in answer.outputs] == ["m", "y"]
-    m, y = answer.raw_output_contents
-    assert np.frombuffer(m, "i8").tolist() == [6, 7]
-    assert np.frombuffer(y, "f4").reshape(2, 3).tolist() == (2 * X).tolist()
+def over_http(running: Running, asked: OipRequest, *, is_binary: bool) -> OipResponse:
+    body: dict[str, Any]
+    if is_binary:
+        rows = {name: [array] for name, array in asked.inputs.items()}
+        length, parts = oip_json.encode_request(rows, asked.outputs, request_id=asked.request_id)
+        head = {oip_json.HEAD_LENGTH: str(length)}
+        body = {"data": b"".join(map(bytes, parts)), "headers": head}
+    else:
+        inputs = [
+            {
+                "name": name,
+                "datatype": NUMPY_TO_OIP[array.dtype.name],
+                "shape": array.shape,
+                "data": array.tolist(),
+            }
+            for name, array in asked.inputs.items()
+        ]
+        outputs = [{"name": name} for name in asked.outputs]
+        body = {"json": {"id": asked.request_id, "inputs": inputs, "outputs": outputs}}
+    version = f"/versions/{asked.version}" if asked.version else ""
+    response = running.http("POST", f"/v2/models/{asked.model}{version}/infer", **body)
+    if not response.ok:
+        kinds = {
+            400: "INVALID_ARGUMENT", 404: "NOT_FOUND", 500: "INTERNAL", 503: "RESOURCE_EXHAUSTED",
+        }  # fmt: skip
+        retry_ms = response.headers.get("retry-after-ms")
+        raise RefusedError(kinds[response.status_code], response.json()["error"], retry_ms)
+    told = response.headers.get(oip_json.HEAD_LENGTH)
+    assert (told is not None) is is_binary
+    return oip_json.decode_response(response.content, None if told is None else int(told))
 
 
-def test_typed_contents_are_understood(call):
-    message = OIP_MESSAGES["ModelInferRequest"](model_name="double")
-    x = message.inputs.add(name="x", datatype="FP32", shape=[1, 2])
-    x.contents.fp32_contents.extend([1, 2])
-    n = message.inputs.add(name="n", datatype="INT64", shape=[1, 1])
-    n.contents.int64_contents.append(-5)
-    answer = call("ModelInfer", message)
-    assert np.frombuffer(answer.raw_output_contents[0], "f4").tolist() == [2, 4]
-    assert np.frombuffer(answer.raw_output_contents[1], "i8").tolist() == [-4]
+_WAYS = {
+    "grpc, raw contents": functools.partial(over_grpc, is_typed=False),
+    "grpc, typed contents": functools.partial(over_grpc, is_typed=True),
+    "http, JSON": functools.partial(over_http, is_binary=False),
+    "http, bytes": functools.partial(over_http, is_binary=True),
+}
+
+
+@pytest.fixture(params=_WAYS)
+def infer(request) -> Callable[[Running, OipRequest], OipResponse]:
+    """Ask for an inference in each way. Raises: RefusedError."""
+    return _WAYS[request.param]
 
 
 @pytest.mark.parametrize(
-    ("message", "code", "text"),
+    ("wanted", "names"),
     [
-        (infer_request("nope"), grpc.StatusCode.NOT_FOUND, "no model 'nope'"),
-        (infer_request(model_version="2"), grpc.StatusCode.NOT_FOUND, "version 1"),
-        (
-            OIP_MESSAGES["ModelInferRequest"](model_name="double"),
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "tensor x: is missing",
-        ),
-        (
-            infer_request(outputs=[{"name": "z"}]),
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "no output 'z'",
-        ),
+        pytest.param((), ["y", "m"], id="all"),
+        pytest.param(("m", "y"), ["m", "y"], id="in the order of the request"),
+        pytest.param(("y",), ["y"], id="one"),
     ],
 )
-def test_a_wrong_request_is_refused_by_name(call, message, code, text):
-    with pytest.raises(grpc.RpcError) as caught:
-        call("ModelInfer", message)
-    assert caught.value.code() == code
-    assert text in caught.value.details()
+def test_a_request_is_answered_with_the_outputs_that_it_wants(served, infer, wanted, names):
+    answer = infer(served, replace(ASKED, outputs=wanted))
+    assert (answer.model, answer.version, answer.request_id) == ("double", "1", "7")
+    assert list(answer.outputs) == names
+    expected = {"y": 2 * X, "m": N + 1}
+    for name, array in answer.outputs.items():
+        np.testing.assert_array_equal(array, expected[name])
 
 
-@pytest.mark.parametrize("method", ["ModelInfer", "ModelMetadata", "ModelReady"])
-def test_bytes_that_are_no_message_are_refused(served, method):
-    with (
-        grpc.insecure_channel(f"127.0.0.1:{served.port}") as channel,
-        pytest.raises(grpc.RpcError) as caught,
-    ):
-        channel.unary_unary(f"/{SERVICE}/{method}")(b"\xff\xff", timeout=30)
-    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+@pytest.mark.parametrize(
+    ("changes", "kind", "text"),
+    [
+        ({"model": "nope"}, "NOT_FOUND", "no model 'nope'"),
+        ({"version": "2"}, "NOT_FOUND", "version 1, not '2'"),
+        ({"inputs": {}}, "INVALID_ARGUMENT", "tensor x: is missing"),
+        ({"inputs": {"x": X}}, "INVALID_ARGUMENT", "tensor n: is missing"),
+        ({"inputs": {"q": X}}, "INVALID_ARGUMENT", "no input 'q'; it has x, n"),
+        (
+            {"inputs": {"x": np.ones((1, 1))}},
+            "INVALID_ARGUMENT",
+            "tensor x: expected float32, got float64",
+        ),
+        ({"outputs": ("z",)}, "INVALID_ARGUMENT", "no output 'z'; it has y, m"),
+        ({"outputs": ("y", "y")}, "INVALID_ARGUMENT", "named twice"),
+    ],
+)
+def test_a_wrong_request_is_refused_by_name(served, infer, changes, kind, text):
+    with pytest.raises(RefusedError, match=f"{kind}: .*{text}"):
+        infer(served, replace(ASKED, **changes))
 
 
-def test_an_unknown_method_is_said_to_be_unknown(served):
-    with (
-        grpc.insecure_channel(f"127.0.0.1:{served.port}") as channel,
-        pytest.raises(grpc.RpcError) as caught,
-    ):
-        channel.unary_unary(f"/{SERVICE}/ModelTrain")(b"", timeout=30)
-    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
-
-
-def test_a_compressed_message_is_refused_not_inflated(served):
-    with (
-        grpc.insecure_channel(f"127.0.0.1:{served.port}") as channel,
-        pytest.raises(grpc.RpcError) as caught,
-    ):
-        channel.unary_unary(f"/{SERVICE}/ModelInfer")(
-            bytes(1 << 20), timeout=30, compression=grpc.Compression.Gzip
-        )
-    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
-    assert "gzip" in caught.value.details()
-
-
-def test_a_call_without_a_message_is_refused(served):
-    with (
-        grpc.insecure_channel(f"127.0.0.1:{served.port}") as channel,
-        pytest.raises(grpc.RpcError) as caught,
-    ):
-        channel.stream_unary(f"/{SERVICE}/ServerLive")(iter([]), timeout=30)
-    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-
-
-def test_a_full_server_says_when_to_come_again(start_front):
+@pytest.mark.parametrize(
+    ("error", "kind", "retry_ms"),
+    [
+        pytest.param(TeacherBusy("no room", delay_s=2.5), "RESOURCE_EXHAUSTED", "2500", id="busy"),
+        pytest.param(BadRequest("tensor x: odd"), "INVALID_ARGUMENT", None, id="the model refuses"),
+    ],
+)
+def test_what_the_service_refuses_is_said_and_when_to_come_again(
+    start_front, infer, error, kind, retry_ms
+):
     running = start_front()
 
     def refuse(_) -> Any:
-        raise TeacherBusy("the queue is full", delay_s=0.75)
+        raise error
 
     running.service.before = refuse
-    with (
-        grpc.insecure_channel(f"127.0.0.1:{running.port}") as channel,
-        pytest.raises(grpc.RpcError) as caught,
-    ):
-        caller(channel)("ModelInfer", infer_request())
-    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert dict(caught.value.trailing_metadata())["grpc-retry-pushback-ms"] == "750"
+    with pytest.raises(RefusedError, match=f"{kind}: {error}") as caught:
+        infer(running, ASKED)
+    assert caught.value.retry_ms == retry_ms
 
 
-def test_a_failure_of_the_server_itself_is_logged_and_survived(start_front, caplog):
+def test_a_failure_of_the_server_itself_is_logged_and_survived(start_front, infer, caplog):
     running = start_front()
 
     def fail(_) -> Any:
         raise RuntimeError("a bug")
 
     running.service.before = fail
-    with grpc.insecure_channel(f"127.0.0.1:{running.port}") as channel:
-        with pytest.raises(grpc.RpcError) as caught:
-            caller(channel)("ModelInfer", infer_request())
-        assert caught.value.code() == grpc.StatusCode.INTERNAL
-        assert "a bug" in caplog.text
-        running.service.before = lambda request: None
-        assert caller(channel)("ModelInfer", infer_request()).id == "7"
+    with pytest.raises(RefusedError, match=r"INTERNAL: .*see its log"):
+        infer(running, ASKED)
+    assert "a bug" in caplog.text
+    running.service.before = lambda request: None
+    assert infer(running, ASKED).request_id == "7"
 
 
-def test_a_message_that_is_too_long_is_refused(start_front):
-    running = start_front(limits=FrontLimits(max_request_bytes=1 << 20))
-    message = infer_request()
-    message.raw_input_contents.append(bytes(3 << 20))
-    with (
-        grpc.insecure_channel(f"127.0.0.1:{running.port}") as channel,
-        pytest.raises(grpc.RpcError) as caught,
-    ):
-        caller(channel)("ModelInfer", message)
-    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "grpc-retry-pushback-ms" not in dict(caught.value.trailing_metadata())
+# --- Triton's clients
 
 
-def test_a_token_is_wanted_where_there_is_one(start_front):
-    running = start_front(token="secret")
-    with grpc.insecure_channel(f"127.0.0.1:{running.port}") as channel:
-        call = caller(channel)
-        for metadata in ((), (("authorization", "Bearer wrong"),)):
-            with pytest.raises(grpc.RpcError) as caught:
-                call("ServerLive", metadata=metadata)
-            assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
-        assert call("ServerLive", metadata=(("authorization", "Bearer secret"),)).live
-
-
-def test_the_memory_of_an_answer_is_given_back_when_its_client_left(start_front):
-    running = start_front()
-    running.service.gate.clear()
-    with grpc.insecure_channel(f"127.0.0.1:{running.port}") as channel:
-        future = channel.unary_unary(f"/{SERVICE}/ModelInfer").future(
-            infer_request().SerializeToString()
-        )
-        wait_until(lambda: running.service.protocols)
-        future.cancel()
-    running.service.gate.set()
-    wait_until(running.is_idle)
-
-
-# Triton's client.
-
-
-@pytest.fixture(scope="module")
-def triton(served) -> Any:
-    client_module = pytest.importorskip("tritonclient.grpc")
-    client = client_module.InferenceServerClient(f"127.0.0.1:{served.port}")
-    yield client_module, client
+@pytest.fixture(scope="module", params=["grpc", "http"])
+def triton(request, served) -> Any:
+    module = pytest.importorskip(f"tritonclient.{request.param}")
+    client = module.InferenceServerClient(f"127.0.0.1:{served.port}")
+    yield module, client
     client.close()
 
 
-def triton_inputs(module) -> Any:
+def triton_inputs(module, **options) -> Any:
     inputs = [module.InferInput("x", X.shape, "FP32"), module.InferInput("n", N.shape, "INT64")]
-    inputs[0].set_data_from_numpy(X)
-    inputs[1].set_data_from_numpy(N)
+    inputs[0].set_data_from_numpy(X, **options)
+    inputs[1].set_data_from_numpy(N, **options)
     return inputs
 
 
+def check_predictions(result: Any) -> None:
+    np.testing.assert_array_equal(result.as_numpy("y"), 2 * X)
+    np.testing.assert_array_equal(result.as_numpy("m"), N + 1)
+
+
 def test_tritons_client_learns_about_the_server(triton):
-    _, client = triton
+    module, client = triton
+    as_json = {} if module.__name__.endswith("http") else {"as_json": True}
     assert client.is_server_live()
     assert client.is_server_ready()
+    assert client.is_model_ready("double")
     assert client.is_model_ready("half", "7")
+    assert not client.is_model_ready("half", "8")
     assert not client.is_model_ready("nope")
-    assert client.get_server_metadata().name == "edl-teacher"
-    assert [(m.name, m.state) for m in client.get_model_repository_index().models] == [
+    assert client.get_server_metadata(**as_json)["name"] == "edl-teacher"
+    index = client.get_model_repository_index(**as_json)
+    models = index["models"] if as_json else index
+    assert [(model["name"], model["state"]) for model in models] == [
         ("double", "READY"),
         ("half", "READY"),
     ]
-    assert client.get_model_metadata("double").outputs[1].name == "m"
+    metadata = client.get_model_metadata("half", "7", **as_json)
+    assert (metadata["name"], metadata["versions"]) == ("half", ["7"])
+    (x,) = metadata["inputs"]
+    assert (x["name"], x["datatype"], list(map(int, x["shape"]))) == ("x", "FP16", [-1, 2])
 
 
-def test_tritons_client_gets_its_predictions(triton):
+def test_tritons_client_gets_all_outputs_when_it_names_none(triton):
+    module, client = triton
+    check_predictions(client.infer("double", triton_inputs(module), model_version="1"))
+
+
+@pytest.mark.parametrize("triton", ["grpc"], indirect=True)
+def test_tritons_grpc_client_gets_its_predictions(triton):
     module, client = triton
     outputs = [module.InferRequestedOutput(name) for name in ("m", "y")]
-    result = client.infer(
-        "double",
-        triton_inputs(module),
-        outputs=outputs,
-        request_id="77",
-    )
-    np.testing.assert_array_equal(result.as_numpy("y"), 2 * X)
-    np.testing.assert_array_equal(result.as_numpy("m"), N + 1)
+    result = client.infer("double", triton_inputs(module), outputs=outputs, request_id="77")
+    check_predictions(result)
     assert result.get_response().id == "77"
 
 
+@pytest.mark.parametrize("triton", ["http"], indirect=True)
+@pytest.mark.parametrize("binary_in", [True, False])
+@pytest.mark.parametrize("binary_out", [True, False])
+@pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
+def test_tritons_http_client_gets_its_predictions(triton, binary_in, binary_out, compression):
+    module, client = triton
+    result = client.infer(
+        "double",
+        triton_inputs(module, binary_data=binary_in),
+        outputs=[module.InferRequestedOutput(name, binary_data=binary_out) for name in ("m", "y")],
+        request_id="77",
+        request_compression_algorithm=compression,
+        response_compression_algorithm=compression,
+    )
+    check_predictions(result)
+    assert result.get_response()["id"] == "77"
+
+
+@pytest.mark.parametrize("triton", ["grpc"], indirect=True)
 def test_tritons_client_sends_many_requests_at_once(triton):
     module, client = triton
     results = []
@@ -268,7 +261,7 @@ def test_tritons_client_sends_many_requests_at_once(triton):
     wait_until(lambda: len(results) == 50)
     for result, error in results:
         assert error is None
-        np.testing.assert_array_equal(result.as_numpy("y"), 2 * X)
+        check_predictions(result)
 
 
 def test_tritons_client_is_told_what_is_wrong(triton):
@@ -277,3 +270,5 @@ def test_tritons_client_is_told_what_is_wrong(triton):
     module, client = triton
     with pytest.raises(InferenceServerException, match="no model 'nope'"):
         client.infer("nope", triton_inputs(module))
+    with pytest.raises(InferenceServerException, match="tensor n: is missing"):
+        client.infer("double", triton_inputs(module)[:1])

@@ -30,18 +30,22 @@ from job_server.api.wire import (
 from job_server.cluster.placement import Cluster, NodeView
 from job_server.jobs.events import (
     Event,
+    KillAsked,
     LauncherAttached,
     LauncherReported,
     NodeReported,
     NodesChanged,
+    PauseAsked,
     RequestRefused,
     ResizeAsked,
+    ResumeAsked,
     ServerRestarted,
+    StopAsked,
     Tick,
 )
 from job_server.training import machine, views
 from job_server.training.allocation import unsaved
-from job_server.training.job import HaltPhase, Job, same_but_progress
+from job_server.training.job import HaltPhase, Job, JobStage, same_but_progress
 from job_server.training.views import PodView
 
 HEARTBEAT_S = 1.0
@@ -692,6 +696,73 @@ class World:
         del self.old[:-30]
         self.send(event)
 
+    # --- what a story says: what users ask, what breaks, what is seen ---------------------------
+
+    def resize(self, pods: int, *, assume_dead: bool = False) -> None:
+        self.send(ResizeAsked(Resize(pods=pods, assume_dead=assume_dead)))
+
+    def pause(self) -> None:
+        self.send(PauseAsked())
+
+    def resume(self) -> None:
+        self.send(ResumeAsked())
+
+    def stop(self, *, discard: bool = False) -> None:
+        self.send(StopAsked(discard=discard))
+
+    def kill(self, **whom: Any) -> None:
+        """Ask for the end of a pod (`pod_id`) or of a trainer (`rank`)."""
+        self.send(KillAsked(wire.Kill(**whom)))
+
+    def crash(self, pod_id: str | None = None) -> None:
+        """Kill a trainer of this pod, or of the first that has a launcher."""
+        pod = self.launchers()[0][1] if pod_id is None else self.pod(pod_id)
+        assert pod.launcher is not None
+        self.kill_trainer(pod, pod.launcher)
+
+    def kill_shim(self, pod_id: str) -> None:
+        """Trainers, launcher and snapshot are gone with it."""
+        pod = self.pod(pod_id)
+        pod.snapshot = None
+        pod.end()
+
+    def cut_off(self, *names: str) -> None:
+        """Let nothing pass between the server and these nodes, or all."""
+        for name in names or self.nodes:
+            self.nodes[name].link = False
+
+    def reconnect(self, *names: str) -> None:
+        for name in names or self.nodes:
+            self.nodes[name].link = True
+
+    def pod(self, pod_id: str) -> SimPod:
+        return next(sim.pods[pod_id] for sim in self.nodes.values() if pod_id in sim.pods)
+
+    def launcher(self, pod_id: str) -> Launcher:
+        launcher = self.pod(pod_id).launcher
+        assert launcher is not None, f"{pod_id} has none"
+        return launcher
+
+    def orders(self, pod_id: str) -> PodView:
+        """Return what the launcher of a pod is told to do."""
+        view = views.pod_orders(self.job, pod_id)
+        assert view is not None, f"{pod_id} is told nothing"
+        return view
+
+    @property
+    def status(self) -> wire.JobStatus:
+        return views.job_status(self.job, self.now, 0)
+
+    @property
+    def active(self) -> JobStage:
+        assert self.job.active is not None, self.reasons
+        return self.job.active
+
+    @property
+    def preparing(self) -> JobStage:
+        assert self.job.preparing is not None, self.reasons
+        return self.job.preparing
+
     # --- training -------------------------------------------------------------------------------
 
     def train(self) -> None:
@@ -844,6 +915,14 @@ class World:
         told = "\n".join(self.reasons[-30:])
         raise AssertionError(f"{self.job.state} instead of {states}; the log:\n{told}")
 
+    def run_to(self, phase: Order) -> None:
+        """Let small rounds pass until the next stage is in this phase."""
+        for _ in range(200):
+            if self.job.preparing is not None and self.job.preparing.phase is phase:
+                return
+            self.round(0.2)
+        raise AssertionError(f"no change came to {phase}: {self.reasons[-30:]}")
+
     def heal(self) -> None:
         """From now on everybody lives and answers, but for launchers that the server waits for."""
         self.start_server()
@@ -864,11 +943,17 @@ class World:
 
 
 def world(
-    *, elastic: bool = True, nodes: int = 2, slots: int = 2, total_steps: int = 400, **spec: Any
+    *,
+    elastic: bool = True,
+    nodes: int = 2,
+    slots: int = 2,
+    stop_after_s: float | None = None,
+    total_steps: int = 400,
+    **spec: Any,
 ) -> World:
     job = JobSpec(**{"job_id": "job", "max_pods": 4, "pods": 2, "overlap": "off", **spec})
-    names = tuple(node(name, slots) for name in "abcd"[:nodes])
-    return World(job, names, elastic=elastic, total_steps=total_steps)
+    made = tuple(node(name, slots, stop_after_s=stop_after_s) for name in "abcd"[:nodes])
+    return World(job, made, elastic=elastic, total_steps=total_steps)
 
 
 def trains(made: World) -> World:
@@ -879,10 +964,6 @@ def trains(made: World) -> World:
     return made
 
 
-def resize(made: World, pods: int) -> None:
-    made.send(ResizeAsked(Resize(pods=pods)))
-
-
 def ids(made: World) -> tuple[str, ...]:
     return tuple(pod.pod_id for pod in views.running_pods(made.job))
 
@@ -891,5 +972,9 @@ def records(made: World) -> list[StageRecord]:
     return list(made.job.records)
 
 
-def tell(made: World, pod_id: str, kind: ReportKind, stage: int, **more: Any) -> None:
-    made.send(LauncherReported(pod_id, PodReport(kind=kind, stage=stage, **more)))
+def tell(
+    made: World, pods: str | tuple[str, ...], kind: ReportKind, stage: int, **more: Any
+) -> None:
+    """Let the launcher of a pod, or of each of several, report."""
+    for pod_id in (pods,) if isinstance(pods, str) else pods:
+        made.send(LauncherReported(pod_id, PodReport(kind=kind, stage=stage, **more)))

@@ -14,8 +14,6 @@ import pytest
 
 from job_server.api.api_client import ApiClient, Unauthorized
 from job_server.api.wire import JobState
-from job_server.jobs.events import StopAsked
-from job_server.training import views
 from pod_runtime import processes
 from pod_runtime.errors import LaunchError
 from pod_runtime.local import session as run_session
@@ -315,14 +313,14 @@ def test_the_launcher_outside_a_pod_is_a_run_of_its_own(tmp_path):
 
 def test_a_second_ctrl_c_names_what_is_lost_and_the_first_shows_how_far_the_state_is(capsys):
     made = trains(world())
-    made.send(StopAsked())
-    status = views.job_status(made.job, made.now, 0)
+    made.stop()
+    status = made.status
     shown = ""
     while status.state is JobState.STOPPING:
         shown = run_session.show_saving(status, shown)
         before = run_session.describe_loss(status)
         made.round()
-        status = views.job_status(made.job, made.now, 0)
+        status = made.status
     step = status.step
     assert f"edl: writing step {step}: " in capsys.readouterr().out
     assert before == f"ended at once; step {step} is in /shared/checkpoint"

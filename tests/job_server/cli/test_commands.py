@@ -13,7 +13,6 @@ from job_server.api import wire
 from job_server.api.command_line import keep_token, make_token
 from job_server.cli import commands
 from job_server.cli.commands import main
-from job_server.jobs.events import PauseAsked, StopAsked
 from job_server.training import views
 from tests.job_server.serving import InThread, cpu_node, running_server
 from tests.job_server.world import World, trains, world
@@ -336,11 +335,11 @@ class SimulatedApi:
         return views.job_status(self.made.job, self.made.now, 0)
 
     def pause(self, _job_id: str) -> wire.JobStatus:
-        self.made.send(PauseAsked())
+        self.made.pause()
         return self._status()
 
     def stop(self, _job_id: str, *, discard: bool) -> wire.JobStatus:
-        self.made.send(StopAsked(discard=discard))
+        self.made.stop(discard=discard)
         return self._status()
 
     delete = stop

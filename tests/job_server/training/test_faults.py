@@ -11,7 +11,7 @@ from job_server.api.wire import JobState, Order, PodReport, RaisedError, ReportK
 from job_server.training.accounting import count_failure
 from job_server.training.faults import fault_of, fault_of_pod, find_lasting, normal
 from job_server.training.job import Cause, CauseKind, Fault
-from tests.job_server.world import World, records, resize, tell, trains, world
+from tests.job_server.world import World, records, tell, trains, world
 
 WHO = "rank 1 (pod_1_0)"
 
@@ -210,15 +210,14 @@ def test_another_error_or_step_is_tried_again(second):
     trains(made)
     fails(made, 2, second)
     trains(made)
-    assert made.job.active is not None
-    assert made.job.active.stage == 3
+    assert made.active.stage == 3
 
 
 def test_an_error_in_trainers_prepared_for_a_change_costs_only_the_change():
     made = trains(world(overlap="on"))
-    resize(made, 3)
+    made.resize(3)
     made.round()
-    assert made.job.preparing is not None
+    assert made.preparing.stage == 2
     fails(made, 2, error(raised("SyntaxError"), step=None))
     trains(made)
     assert made.job.budget.failures == 0
@@ -229,11 +228,10 @@ def test_a_change_that_fails_twice_the_same_way_does_not_end_the_job_that_traine
     made = trains(world())
     broken = raised("ModuleNotFoundError", "ImportError", text="No module 'x'")
     for _ in range(2):
-        resize(made, 3)
-        while (preparing := made.job.preparing) is None or preparing.phase is not Order.START:
-            made.round(0.2)
-        pod_id, said = preparing.pod_ids[-1], error(broken, step=None)
-        tell(made, pod_id, ReportKind.FAILED, preparing.stage, rank=2, code=1, error=said)
+        made.resize(3)
+        made.run_to(Order.START)
+        pod_id, said = made.preparing.pod_ids[-1], error(broken, step=None)
+        tell(made, pod_id, ReportKind.FAILED, made.preparing.stage, rank=2, code=1, error=said)
         made.rounds(4)
         trains(made)
     assert made.job.state is JobState.RUNNING
@@ -246,17 +244,15 @@ def test_an_error_before_the_loop_is_compared_only_where_no_step_was_made_since(
     for stage in (1, 2, 3):
         fails(made, stage, odd)
         trains(made)
-    assert made.job.active is not None
-    assert made.job.active.stage == 4
+    assert made.active.stage == 4
 
 
 def test_victims_and_requested_kills_are_no_faults():
     made = trains(world())
     boom = error(raised("RuntimeError", text="boom"))
     fails(made, 1, boom, peer_lost=True)
-    assert made.job.active is not None
-    assert made.job.active.over is not None
-    assert made.job.active.over.faults == ()
+    assert made.active.over is not None
+    assert made.active.over.faults == ()
 
 
 def test_a_report_of_a_launcher_without_errors_is_read_and_one_with_goes_over_the_wire():

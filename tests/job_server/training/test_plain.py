@@ -12,7 +12,7 @@ from job_server.training import machine, views
 from job_server.training.job import Announced, Job
 from job_server.training.machine import ANNOUNCE_WAITING_S
 from job_server.training.rules import LOOP_S
-from tests.job_server.world import World, resize, trains, world
+from tests.job_server.world import World, trains, world
 
 ALONE = "trains alone on all the data"
 
@@ -21,21 +21,17 @@ def warned(made: World) -> list[str]:
     return [text for text in made.reasons if "no trainer has called the elastic loop" in text]
 
 
-def shown(made: World) -> tuple[str, ...]:
-    return views.job_status(made.job, made.now, 0).warnings
-
-
 def test_a_change_of_a_script_without_the_loop_is_warned_of_once():
     made = trains(world(elastic=False))
-    assert shown(made) == ()
-    resize(made, 3)
+    assert not made.status.warnings
+    made.resize(3)
     made.rounds(30)
-    resize(made, 2)
+    made.resize(2)
     made.rounds(30)
     (told,) = warned(made)
     assert "a change of the pods starts the script afresh" in told
     assert "each of the 2 trainers " + ALONE in told
-    assert ALONE in shown(made)[0]
+    assert ALONE in made.status.warnings[0]
     assert any("afresh: none has called the elastic loop" in text for text in made.reasons)
 
 
@@ -51,7 +47,7 @@ def test_several_trainers_that_came_to_their_end_each_alone_are_told_of(pods, ti
     made = world(elastic=False, pods=pods, total_steps=3)
     made.run_until(JobState.SUCCEEDED)
     assert len(warned(made)) == times
-    assert len(shown(made)) == times
+    assert len(made.status.warnings) == times
 
 
 def test_a_script_that_calls_the_loop_is_not_warned_of_even_if_it_calls_it_late():
@@ -59,7 +55,7 @@ def test_a_script_that_calls_the_loop_is_not_warned_of_even_if_it_calls_it_late(
     made.rounds(int(LOOP_S) * 4)
     assert not warned(made)
     made.job = replace(made.job, announced=Announced(plain=True))
-    assert shown(made) == ()
+    assert made.status.warnings == ()
 
 
 # --- what is no news ------------------------------------------------------------------------------
@@ -85,8 +81,7 @@ def test_that_no_client_has_come_yet_is_told_only_when_it_lasts():
 
 def test_why_a_stage_failed_is_told_once():
     made = trains(world())
-    _, pod, launcher = made.launchers()[0]
-    made.kill_trainer(pod, launcher)
+    made.crash()
     trains(made)
     assert sum("was killed by SIGKILL" in text for text in made.reasons) == 1
     assert "was killed by SIGKILL" in made.job.records[-1].reason

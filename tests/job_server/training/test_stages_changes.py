@@ -10,7 +10,6 @@ from job_server.api.wire import (
     DesiredState,
     JobState,
     Order,
-    PodReport,
     PodStagePhase,
     ReportKind,
     ScriptKind,
@@ -18,27 +17,25 @@ from job_server.api.wire import (
     SnapshotRef,
     Way,
 )
-from job_server.jobs.events import LauncherReported, RequestRefused
+from job_server.jobs.events import RequestRefused
 from job_server.training import views
 from job_server.training.job import same_but_progress
-from tests.job_server.world import RUNNING, World, ids, node, records, resize, tell, trains, world
+from tests.job_server.world import RUNNING, World, ids, node, records, tell, trains, world
 
 SUCCEEDED = JobState.SUCCEEDED
 
 
 def orders(made: World, pod_id: str) -> dict[int, Order]:
-    view = views.pod_orders(made.job, pod_id)
-    assert view is not None
-    return {plan.stage: plan.order for plan in view.plans}
+    return {plan.stage: plan.order for plan in made.orders(pod_id).plans}
 
 
 def test_a_drain_redoes_no_step_and_keeps_pods_and_ranks():
     made = trains(world(pods=3))
     before = {pod.pod_id: pod for pod in views.running_pods(made.job)}
-    resize(made, 2)
+    made.resize(2)
     made.run_until(JobState.CUTTING_OVER)
     trains(made)
-    resize(made, 4)
+    made.resize(4)
     made.run_until(JobState.CUTTING_OVER)
     trains(made)
     assert ids(made) == ("pod_0_0", "pod_1_0", "pod_2_1", "pod_3_1")
@@ -56,7 +53,7 @@ def test_a_drain_redoes_no_step_and_keeps_pods_and_ranks():
 def test_a_stage_goes_through_its_phases_and_each_pod_is_told_its_part():
     made = trains(world())
     told: list[tuple[Order | None, Order | None]] = []
-    resize(made, 1)
+    made.resize(1)
     for _ in range(40):
         seen = orders(made, "pod_0_0")
         pair = (seen.get(1), seen.get(2))
@@ -74,14 +71,12 @@ def test_a_stage_goes_through_its_phases_and_each_pod_is_told_its_part():
 
 def test_a_leaving_pod_holds_its_snapshot_until_the_next_stage_has_one():
     made = trains(world())
-    resize(made, 1)
+    made.resize(1)
     made.run_until(JobState.CUTTING_OVER)
     made.run_until(RUNNING)
     wants = {p.pod_id: p.want for n in "ab" for p in views.node_pods(made.job, n)}
     assert wants == {"pod_0_0": DesiredState.RUN, "pod_1_0": DesiredState.HOLD}
-    left = views.pod_orders(made.job, "pod_1_0")
-    assert left is not None
-    assert left.leave
+    assert made.orders("pod_1_0").leave
     made.rounds(12)  # a snapshot every third step
     assert views.pod_orders(made.job, "pod_1_0") is None
     assert not made.job.pod("pod_1_0")
@@ -90,7 +85,7 @@ def test_a_leaving_pod_holds_its_snapshot_until_the_next_stage_has_one():
 def test_trainers_that_never_call_the_loop_are_changed_by_stop():
     made = world(elastic=False)
     made.run_until(RUNNING)
-    resize(made, 3)
+    made.resize(3)
     made.run_until(JobState.CUTTING_OVER)
     assert all(Order.END in orders(made, pod_id).values() for pod_id in ids(made))
     made.run_until(RUNNING)
@@ -122,7 +117,7 @@ def test_a_scripted_change_that_makes_no_sense_is_skipped_with_a_reason(script, 
 
 
 def queue(made: World) -> tuple[str, ...]:
-    return views.job_status(made.job, made.now, 0).queued_changes
+    return made.status.queued_changes
 
 
 def timeline(text: str) -> ScriptSpec:
@@ -156,8 +151,8 @@ def test_what_falls_due_during_a_change_becomes_one_change_to_the_newest_wish(en
 def test_a_resize_by_hand_stands_among_what_fell_due_where_it_was_asked_for():
     made = world(script=timeline("- {at: 1s, add: 1}\n- {at: 1.5s, add: 1}\n"))
     made.run_until(JobState.CUTTING_OVER)
-    resize(made, 3)
-    resize(made, 1)
+    made.resize(3)
+    made.resize(1)
     assert queue(made) == ("add 1 pod", "resize to 1")
     made.rounds(60)
     assert [record.pods for record in records(made)] == [2, 3, 1]
@@ -228,14 +223,14 @@ def test_a_job_whose_trainers_never_call_the_loop_is_changed_once_that_is_known(
 def test_a_resize_beyond_the_jobs_limits_is_refused(pods, field):
     made = trains(world(min_pods=2))
     with pytest.raises(RequestRefused, match=field):
-        resize(made, pods)
+        made.resize(pods)
 
 
 def test_a_change_that_is_not_ready_in_time_is_abandoned_and_nothing_is_lost():
     made = trains(world(prepare_timeout_s=5.0))
     made.nodes["b"].client = False  # starts no pod
     made.nodes["b"].seen_at += 1000  # ... but does not look silent
-    resize(made, 3)
+    made.resize(3)
     step = made.job.progress.step
     made.rounds(14)
     assert made.job.state is RUNNING
@@ -248,25 +243,23 @@ def test_a_change_that_is_not_ready_in_time_is_abandoned_and_nothing_is_lost():
 def test_a_new_pod_whose_package_script_fails_costs_only_the_change():
     made = trains(world())
     made.script_fails = 1
-    resize(made, 3)
+    made.resize(3)
     made.rounds(6)
     assert made.job.state is RUNNING
     assert "the package script failed" in records(made)[-1].outcome
-    resize(made, 3)
+    made.resize(3)
     made.rounds(20)
     assert ids(made) == ("pod_0_0", "pod_1_0", "pod_2_0_1")
 
 
 def test_parked_ranks_go_on_when_a_new_pod_dies_before_the_commit():
     made = trains(world())
-    resize(made, 3)
+    made.resize(3)
     made.run_until(JobState.CUTTING_OVER)
     made.rounds(1)
     step = made.job.progress.step
-    new = next(pod for _, pod, _ in made.launchers() if pod.pod_id == "pod_2_0")
-    new.end(code=1)
-    for _ in range(30):
-        made.round(0.2)
+    made.pod("pod_2_0").end(code=1)
+    made.rounds(30, 0.2)
     assert made.job.state is RUNNING
     assert made.job.progress.step > step
     assert ids(made) == ("pod_0_0", "pod_1_0")
@@ -274,13 +267,10 @@ def test_parked_ranks_go_on_when_a_new_pod_dies_before_the_commit():
 
 def test_a_start_that_fails_after_the_drain_recovers_the_old_pods_from_the_drained_step():
     made = trains(world())
-    resize(made, 3)
-    while made.job.preparing is None or made.job.preparing.phase is not Order.START:
-        made.round(0.2)
-    assert made.job.preparing.restore_from is not None
-    drained = made.job.preparing.restore_from.step
-    failed = PodReport(kind=ReportKind.FAILED, stage=2, rank=2, code=1, reason="out of memory")
-    made.send(LauncherReported("pod_2_0", failed))
+    made.resize(3)
+    made.run_to(Order.START)
+    drained = made.job.progress.step
+    tell(made, "pod_2_0", ReportKind.FAILED, 2, rank=2, code=1, reason="out of memory")
     assert made.job.state is JobState.RECOVERING
     trains(made)
     assert ids(made) == ("pod_0_0", "pod_1_0")
@@ -292,12 +282,11 @@ def test_a_start_that_fails_after_the_drain_recovers_the_old_pods_from_the_drain
 
 def test_no_change_starts_once_a_trainer_has_said_done():
     made = trains(world(total_steps=14))
-    resize(made, 3)
-    done = PodReport(kind=ReportKind.DONE, stage=1, step=made.job.progress.step)
-    made.send(LauncherReported("pod_0_0", done))
+    made.resize(3)
+    tell(made, "pod_0_0", ReportKind.DONE, 1, step=made.job.progress.step)
     assert made.job.preparing is None
     assert records(made)[-1].outcome == "abandoned: training is complete"
-    resize(made, 3)
+    made.resize(3)
     assert made.job.preparing is None
     made.run_until(SUCCEEDED)
     assert made.job.records[-1].outcome.startswith(("ended", "abandoned"))
@@ -306,11 +295,11 @@ def test_no_change_starts_once_a_trainer_has_said_done():
 def test_a_pod_that_has_finished_stops_a_change_of_a_job_without_the_loop():
     made = world(elastic=False)
     made.run_until(RUNNING)
-    resize(made, 3)
+    made.resize(3)
     made.nodes["a"].pods["pod_0_0"].end(code=0)
     made.client_acts(made.nodes["a"])
-    assert made.job.preparing is None or made.job.preparing.phase is not Order.PREPARE
-    member = made.job.active and made.job.active.member("pod_0_0")
+    assert made.job.preparing is None or made.preparing.phase is not Order.PREPARE
+    member = made.active.member("pod_0_0")
     assert member
     assert member.phase is PodStagePhase.FINISHED
     made.nodes["a"].pods["pod_1_0"].end(code=0)
@@ -320,7 +309,7 @@ def test_a_pod_that_has_finished_stops_a_change_of_a_job_without_the_loop():
 
 def test_a_growth_without_a_free_slot_waits_for_one():
     made = trains(world(nodes=1))
-    resize(made, 3)
+    made.resize(3)
     assert made.job.state is RUNNING
     assert "only 2 of 3 pods find a place" in made.job.reason
     made.nodes["b"] = type(made.nodes["a"])(node("b"), made.now, registered=False)
@@ -330,13 +319,10 @@ def test_a_growth_without_a_free_slot_waits_for_one():
 
 def test_late_news_of_an_earlier_cut_does_not_count_for_a_later_one():
     made = trains(world())
-    stage = made.job.active
-    assert stage is not None
-    resize(made, 1)
+    made.resize(1)
     made.run_until(JobState.CUTTING_OVER)
-    old = PodReport(kind=ReportKind.DRAINED, stage=1, step=made.job.progress.step - 2)
-    made.send(LauncherReported("pod_0_0", old))
-    member = made.job.active and made.job.active.member("pod_0_0")
+    tell(made, "pod_0_0", ReportKind.DRAINED, 1, step=made.job.progress.step - 2)
+    member = made.active.member("pod_0_0")
     assert member
     assert member.phase is PodStagePhase.CUTTING
 
@@ -344,9 +330,8 @@ def test_late_news_of_an_earlier_cut_does_not_count_for_a_later_one():
 def test_a_stage_is_prepared_with_ports_that_the_one_before_does_not_use():
     made = trains(world())
     old = {(pod.addr, port) for pod in views.running_pods(made.job) for port in pod.ports}
-    resize(made, 3)
-    assert made.job.preparing is not None
-    new = {(m.pod.addr, port) for m in made.job.preparing.members for port in m.pod.ports}
+    made.resize(3)
+    new = {(m.pod.addr, port) for m in made.preparing.members for port in m.pod.ports}
     assert old.isdisjoint(new)
     held = {(a, p) for a, ports in views.ports_held(made.job).items() for p in ports}
     assert held == old | new
@@ -358,9 +343,8 @@ def test_a_stage_is_prepared_with_ports_that_the_one_before_does_not_use():
 def beside(way: Way) -> World:
     """Return a world with a change in PREPARE whose way is `way`; no launcher knows it yet."""
     made = trains(world())
-    resize(made, 3)
-    assert made.job.preparing is not None
-    made.job = replace(made.job, preparing=replace(made.job.preparing, way=way))
+    made.resize(3)
+    made.job = replace(made.job, preparing=replace(made.preparing, way=way))
     return made
 
 
@@ -369,21 +353,17 @@ def test_replace_and_join_commit_when_all_have_drained_and_end_the_old_after_the
     made = beside(way)
     old, new = ("pod_0_0", "pod_1_0"), ("pod_0_0", "pod_1_0", "pod_2_0")
     made.client_acts(made.nodes["b"])
-    for pod_id in new:
-        tell(made, pod_id, ReportKind.READY, 2)
+    tell(made, new, ReportKind.READY, 2)
     assert orders(made, "pod_0_0") == {1: Order.CUT, 2: Order.PREPARE}
     step = made.job.progress.step
-    for pod_id in old:
-        ref = SnapshotRef(stage=1, step=step)
-        tell(made, pod_id, ReportKind.DRAINED, 1, step=step, snapshot=ref)
+    tell(made, old, ReportKind.DRAINED, 1, step=step, snapshot=SnapshotRef(stage=1, step=step))
     assert orders(made, "pod_0_0") == {1: Order.CUT, 2: Order.GO}
-    view = views.pod_orders(made.job, "pod_2_0")
-    assert view is not None
-    assert view.plans[0].restore_from == wire.RestoreFrom(stage=1, step=step, pods=old)
+    assert made.orders("pod_2_0").plans[0].restore_from == wire.RestoreFrom(
+        stage=1, step=step, pods=old
+    )
     tell(made, "pod_2_0", ReportKind.FIRST_STEP, 2, step=step + 1)
     assert orders(made, "pod_0_0") == {1: Order.END, 2: Order.GO}
-    for pod_id in old:
-        tell(made, pod_id, ReportKind.ENDED, 1)
+    tell(made, old, ReportKind.ENDED, 1)
     assert orders(made, "pod_0_0") == {2: Order.GO}
     assert records(made)[-1].redone_steps == 0
 
@@ -399,24 +379,19 @@ def test_replace_and_join_commit_when_all_have_drained_and_end_the_old_after_the
 )
 def test_trainers_ask_nobody_where_every_node_has_what_they_begin_from(refs, kept, everywhere):
     made = trains(world(pods=3))  # two on node a, one on b
-    resize(made, 4)
-    assert made.job.preparing is not None
-    made.job = replace(made.job, preparing=replace(made.job.preparing, way=Way.REPLACE))
+    made.resize(4)
+    made.job = replace(made.job, preparing=replace(made.preparing, way=Way.REPLACE))
     made.client_acts(made.nodes["b"])
-    for pod_id in ("pod_0_0", "pod_1_0", "pod_2_0", "pod_3_0"):
-        tell(made, pod_id, ReportKind.READY, 2)
+    tell(made, ("pod_0_0", "pod_1_0", "pod_2_0", "pod_3_0"), ReportKind.READY, 2)
     step = made.job.progress.step
     for pod_id, serial in zip(("pod_0_0", "pod_1_0", "pod_2_0"), refs, strict=True):
         ref = None if serial is None else SnapshotRef(stage=1, step=step, serial=serial)
         before = made.job
-        for sim in made.nodes.values():
-            if pod_id in sim.pods:
-                sim.pods[pod_id].snapshot = ref
+        made.pod(pod_id).snapshot = ref
         tell(made, pod_id, ReportKind.DRAINED, 1, step=step, snapshot=ref, snapshot_is_current=kept)
         unwritten = pod_id != "pod_2_0"
         assert same_but_progress(before, made.job) is unwritten, "only what is told of"
-    assert made.job.active is not None
-    source = made.job.active.restore_from
+    source = made.active.restore_from
     assert source is not None
     assert (source.serial, source.local_on_all_nodes) == (3, everywhere)
 
@@ -424,7 +399,7 @@ def test_trainers_ask_nobody_where_every_node_has_what_they_begin_from(refs, kep
 @pytest.mark.parametrize("overlap", ["on", "join"])
 def test_a_change_on_one_node_is_one_after_which_nobody_asks(overlap):
     made = trains(world(nodes=1, slots=4, overlap=overlap))
-    resize(made, 3)
+    made.resize(3)
     made.run_until(JobState.CUTTING_OVER)
     trains(made)
     assert made.committed_alone == 1
@@ -433,25 +408,21 @@ def test_a_change_on_one_node_is_one_after_which_nobody_asks(overlap):
 
 def test_replace_resumes_the_old_stage_when_a_new_trainer_dies_before_the_commit():
     made = beside(Way.REPLACE)
-    for pod_id in ("pod_0_0", "pod_1_0", "pod_2_0"):
-        tell(made, pod_id, ReportKind.READY, 2)
+    tell(made, made.preparing.pod_ids, ReportKind.READY, 2)
     tell(made, "pod_0_0", ReportKind.DRAINED, 1, step=made.job.progress.step)
     tell(made, "pod_2_0", ReportKind.FAILED, 2, rank=2, code=-9)
     assert orders(made, "pod_0_0") == {1: Order.RESUME}
     step = made.job.progress.step + 1
-    for pod_id in ("pod_0_0", "pod_1_0"):
-        tell(made, pod_id, ReportKind.PROGRESS, 1, step=step)
+    tell(made, ("pod_0_0", "pod_1_0"), ReportKind.PROGRESS, 1, step=step)
     assert orders(made, "pod_0_0") == {1: Order.GO}
 
 
 def test_replace_recovers_when_the_new_stage_crashes_before_its_first_step():
     made = beside(Way.REPLACE)
-    for pod_id in ("pod_0_0", "pod_1_0", "pod_2_0"):
-        tell(made, pod_id, ReportKind.READY, 2)
+    old, new = made.active.pod_ids, made.preparing.pod_ids
+    tell(made, new, ReportKind.READY, 2)
     step = made.job.progress.step
-    for pod_id in ("pod_0_0", "pod_1_0"):
-        ref = SnapshotRef(stage=1, step=step)
-        tell(made, pod_id, ReportKind.DRAINED, 1, step=step, snapshot=ref)
+    tell(made, old, ReportKind.DRAINED, 1, step=step, snapshot=SnapshotRef(stage=1, step=step))
     tell(made, "pod_2_0", ReportKind.FAILED, 2, rank=2, code=1)
     assert orders(made, "pod_0_0") == {1: Order.END, 2: Order.END}
     for pod_id in ("pod_0_0", "pod_1_0", "pod_2_0"):
@@ -459,9 +430,8 @@ def test_replace_recovers_when_the_new_stage_crashes_before_its_first_step():
         tell(made, pod_id, ReportKind.ENDED, 2)
     for pod_id in ("pod_0_0", "pod_1_0", "pod_2_0"):
         tell(made, pod_id, ReportKind.READY, 3)
-    assert made.job.preparing is not None
-    assert made.job.preparing.restore_from is not None
-    assert (made.job.preparing.restore_from.stage, made.job.preparing.restore_from.step) == (
+    assert made.preparing.restore_from is not None
+    assert (made.preparing.restore_from.stage, made.preparing.restore_from.step) == (
         1,
         step,
     )
@@ -474,7 +444,7 @@ def test_progress_alone_need_not_be_written():
     tell(made, "pod_0_0", ReportKind.PROGRESS, 1, step=step, metrics={"loss": 0.5})
     assert made.job.progress.step == step
     assert same_but_progress(before, made.job)
-    assert views.job_status(made.job, made.now, 0).metrics == {"loss": 0.5}
+    assert made.status.metrics == {"loss": 0.5}
 
 
 def test_the_script_clock_is_worth_a_write_every_five_seconds():
@@ -491,28 +461,21 @@ def test_each_cut_of_a_stage_has_a_number_that_stays_when_the_cut_is_off():
     made = trains(world())
 
     def told() -> tuple[Order, int]:
-        view = views.pod_orders(made.job, "pod_0_0")
-        assert view is not None
-        return view.plans[0].order, view.plans[0].cut
+        plan = made.orders("pod_0_0").plans[0]
+        return plan.order, plan.cut
 
     assert told() == (Order.GO, 0)
     for number in (1, 2):
-        resize(made, 1)
+        made.resize(1)
         made.run_until(JobState.CUTTING_OVER)
         assert told() == (Order.CUT, number)
         made.stop_server()
         made.start_server()
         assert told() == (Order.CUT, number)
-        assert made.job.preparing is not None
-        abandon(made)
+        made.pass_time(made.job.spec.prepare_timeout_s)  # the cut takes too long
         assert told() == (Order.RESUME, number)
         trains(made)
         assert told() == (Order.GO, number)
-
-
-def abandon(made: World) -> None:
-    """Let the cut take too long."""
-    made.pass_time(made.job.spec.prepare_timeout_s)
 
 
 @pytest.mark.parametrize("elastic", [True, False])

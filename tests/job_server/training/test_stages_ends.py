@@ -11,10 +11,8 @@ from job_server.api.wire import (
     PodPhase,
     PodReport,
     ReportKind,
-    Resize,
-    StagePlan,
 )
-from job_server.jobs.events import LauncherReported, PauseAsked, ResizeAsked, StopAsked
+from job_server.jobs.events import LauncherReported, PauseAsked, StopAsked
 from job_server.training import machine, views
 from tests.job_server.world import RUNNING, World, ids, records, trains, world
 
@@ -30,9 +28,9 @@ def launchers_leave(made: World) -> None:
 
 
 def end_script(made: World, pod_id: str, code: int) -> None:
+    made.pod(pod_id).end(code=code)
     for sim in made.nodes.values():
         if pod_id in sim.pods:
-            sim.pods[pod_id].end(code=code)
             made.report(sim)
 
 
@@ -46,10 +44,7 @@ def test_a_job_succeeds_when_its_pods_scripts_have_ended_and_not_before(elastic)
     launchers_leave(made)
     made.pass_time(1.0)
     assert made.job.state is RUNNING
-    assert wants(made) == [
-        DesiredState.RUN,
-        DesiredState.RUN,
-    ]  # a script that uploads gets no SIGTERM
+    assert wants(made) == [DesiredState.RUN] * 2  # a script that uploads gets no SIGTERM
     assert "waiting for its script to end" in made.job.reason
     end_script(made, "pod_0_0", 0)
     assert made.job.state is RUNNING
@@ -108,16 +103,14 @@ def test_where_no_client_looks_after_a_pod_its_launchers_word_counts():
 def test_a_stop_ends_scripts_as_well():
     made = trains(world())
     launchers_leave(made)
-    made.send(StopAsked())
+    made.stop()
     made.run_until(JobState.STOPPED)
 
 
 def test_a_later_launcher_of_the_same_script_is_told_to_leave_and_changes_nothing():
     made = trains(world())
     launchers_leave(made)
-    view = views.pod_orders(made.job, "pod_0_0")
-    assert view is not None
-    assert view.leave
+    assert made.orders("pod_0_0").leave
     made.send(LauncherReported("pod_0_0", DONE))
     assert made.job.state is RUNNING
 
@@ -127,15 +120,11 @@ def test_trainers_are_told_whose_they_are_and_what_a_cut_is_for(asked, halt):
     made = trains(world(take_over=True))
     pod_id = ids(made)[0]
 
-    def plan() -> StagePlan:
-        view = views.pod_orders(made.job, pod_id)
-        assert view is not None
-        return view.plans[0]
-
-    assert (plan().submitted_at, plan().take_over) == (made.job.submitted_at, True)
-    assert plan().halt == ""
+    (plan,) = made.orders(pod_id).plans
+    assert (plan.submitted_at, plan.take_over, plan.halt) == (made.job.submitted_at, True, "")
     made.send(asked)
-    assert (plan().order, plan().halt) == (Order.CUT, halt)
+    (plan,) = made.orders(pod_id).plans
+    assert (plan.order, plan.halt) == (Order.CUT, halt)
 
 
 def kill_launcher(made: World, pod_id: str) -> None:
@@ -157,9 +146,8 @@ def test_a_script_that_goes_on_behind_a_killed_launcher_makes_no_success_of_half
 
 def test_a_launcher_that_is_killed_while_its_trainers_load_fails_that_start():
     made = trains(world(total_steps=400))
-    made.send(ResizeAsked(Resize(pods=3)))
-    while made.job.preparing is None or made.job.preparing.phase is not Order.START:
-        made.round()
+    made.resize(3)
+    made.run_to(Order.START)
     kill_launcher(made, "pod_0_0")
     assert made.job.state is JobState.RECOVERING
     trains(made)

@@ -18,22 +18,18 @@ from tests.job_server.world import RUNNING, World, ids, records, tell, trains, w
 PAUSED, STOPPED = JobState.PAUSED, JobState.STOPPED
 
 
-def made_reason(made: World) -> str:
-    return views.job_status(made.job, made.now, 0).reason
-
-
 def paused(made: World) -> World:
-    made.send(PauseAsked())
+    made.pause()
     made.run_until(PAUSED)
     return made
 
 
 def test_a_pause_saves_frees_the_slots_and_a_resume_loses_nothing():
     made = trains(world())
-    made.send(PauseAsked())
-    view = views.pod_orders(made.job, "pod_0_0")
-    assert view is not None
-    assert [(plan.order, plan.durable) for plan in view.plans] == [(Order.CUT, True)]
+    made.pause()
+    assert [(plan.order, plan.durable) for plan in made.orders("pod_0_0").plans] == [
+        (Order.CUT, True)
+    ]
     made.run_until(PAUSED)
     step = made.job.progress.step
     assert made.durable == step
@@ -43,7 +39,7 @@ def test_a_pause_saves_frees_the_slots_and_a_resume_loses_nothing():
     made.rounds(20)
     assert made.job.state is PAUSED
     assert made.job.progress.account.paused_s > 9
-    made.send(ResumeAsked())
+    made.resume()
     assert made.job.state is JobState.STARTING
     trains(made)
     assert records(made)[-1].first_step == step + 1
@@ -55,15 +51,15 @@ def test_a_pause_saves_frees_the_slots_and_a_resume_loses_nothing():
 def test_the_script_clock_stands_while_paused():
     script = ScriptSpec(kind=ScriptKind.ALTERNATE, interval_s=30.0)
     made = paused(trains(world(script=script)))
-    clock = views.job_status(made.job, made.now, 0).script_elapsed_s
+    clock = made.status.script_elapsed_s
     made.rounds(200)
-    assert views.job_status(made.job, made.now, 0).script_elapsed_s == clock
+    assert made.status.script_elapsed_s == clock
     assert made.job.state is PAUSED
 
 
 def test_a_pause_abandons_a_preparation_and_lets_parked_ranks_go_on_before_it_cuts():
     made = trains(world())
-    made.send(ResizeAsked(Resize(pods=3)))
+    made.resize(3)
     made.run_until(JobState.CUTTING_OVER)
     made.round(0.2)
     paused(made)
@@ -73,58 +69,57 @@ def test_a_pause_abandons_a_preparation_and_lets_parked_ranks_go_on_before_it_cu
 
 def test_a_pause_after_the_drain_waits_for_the_commit_so_that_nothing_is_lost():
     made = trains(world())
-    made.send(ResizeAsked(Resize(pods=3)))
-    while made.job.preparing is None or made.job.preparing.phase is not Order.START:
-        made.round(0.2)
+    made.resize(3)
+    made.run_to(Order.START)
     paused(made)
     assert records(made)[-1].pods == 3
     assert made.durable == made.job.progress.step
-    made.send(ResumeAsked())
+    made.resume()
     trains(made)
     assert len(ids(made)) == 3
 
 
 def test_a_pause_does_not_wait_for_ever_for_a_pod_that_cannot_be_reached():
     made = trains(world(pods=4, prepare_timeout_s=10.0))
-    made.nodes["b"].link = False
-    made.send(PauseAsked())
+    made.cut_off("b")
+    made.pause()
     made.run_until(PAUSED)
 
 
 def test_a_resume_does_not_start_beside_pods_that_may_still_train():
     made = trains(world(prepare_timeout_s=3.0, elastic=False))
-    made.nodes["a"].link = False  # both pods; they train on
+    made.cut_off("a")  # both pods; they train on
     paused(made)
-    made.send(ResumeAsked())
+    made.resume()
     made.rounds(10)
     assert made.job.state is JobState.WAITING
-    made.nodes["a"].link = True
+    made.reconnect("a")
     trains(made)
     assert len(ids(made)) == 2
 
 
 def test_a_stop_ends_a_running_and_a_paused_job():
     made = trains(world())
-    made.send(StopAsked())
+    made.stop()
     assert made.job.state is JobState.STOPPING
     made.run_until(STOPPED)
     assert made.durable == made.job.progress.step
     made.rounds(4)
     assert not made.job.pods
     other = paused(trains(world(elastic=False)))
-    assert "saves by itself: EDL cannot know what was saved" in made_reason(other)
-    other.send(StopAsked())
+    assert "saves by itself: EDL cannot know what was saved" in other.status.reason
+    other.stop()
     assert other.job.state is STOPPED
 
 
 def test_a_job_that_waits_for_nodes_can_be_paused_and_stopped():
     made = world(nodes=0)
-    made.send(PauseAsked())
+    made.pause()
     assert made.job.state is PAUSED
-    made.send(ResumeAsked())
+    made.resume()
     assert made.job.state is JobState.WAITING
-    assert "no job client serves this job" in views.job_status(made.job, made.now, 0).reason
-    made.send(StopAsked())
+    assert "no job client serves this job" in made.status.reason
+    made.stop()
     assert made.job.state is STOPPED
 
 
@@ -175,22 +170,22 @@ def test_asking_twice_changes_nothing(state, event):
 
 def test_a_resize_while_paused_holds_from_the_resume_on():
     made = paused(trains(world()))
-    made.send(ResizeAsked(Resize(pods=3)))
-    made.send(ResumeAsked())
+    made.resize(3)
+    made.resume()
     trains(made)
     assert len(ids(made)) == 3
 
 
 def prepares(made: World) -> None:
-    made.send(ResizeAsked(Resize(pods=3)))
+    made.resize(3)
     made.round(0.2)
     assert made.job.preparing is not None
 
 
 def waits(made: World) -> None:
-    made.send(ResizeAsked(Resize(pods=4)))
+    made.resize(4)
     prepares(made)
-    made.send(ResizeAsked(Resize(pods=3)))
+    made.resize(3)
     assert made.job.queue.resize is not None
 
 
@@ -206,10 +201,10 @@ def test_a_resize_that_a_pause_comes_before_is_not_forgotten(asked, called_off):
     made = trains(world(script=script) if asked is due_by_script else world())
     asked(made)
     made.full = {"path", "a", "b"} if called_off else set()
-    made.send(PauseAsked())
+    made.pause()
     made.run_until(PAUSED, RUNNING)
     if not called_off:
-        made.send(ResumeAsked())
+        made.resume()
     made.rounds(60)
     assert made.job.state is RUNNING
     assert len(ids(made)) == 3, made.reasons
@@ -219,15 +214,14 @@ def test_a_resize_that_a_pause_comes_before_is_not_forgotten(asked, called_off):
 @pytest.mark.parametrize("pods", [1, 4])
 def test_a_resize_during_a_pause_is_the_last_word(pods, called_off):
     made = trains(world())
-    made.send(ResizeAsked(Resize(pods=3)))
-    while made.job.preparing is None or made.job.preparing.phase is not Order.START:
-        made.round(0.2)
+    made.resize(3)
+    made.run_to(Order.START)
     made.full = {"path", "a", "b"} if called_off else set()
-    made.send(PauseAsked())
-    made.send(ResizeAsked(Resize(pods=pods)))
+    made.pause()
+    made.resize(pods)
     made.run_until(PAUSED, RUNNING)
     if not called_off:
-        made.send(ResumeAsked())
+        made.resume()
     made.rounds(60)
     assert made.job.state is RUNNING
     assert len(ids(made)) == pods, made.reasons
@@ -235,29 +229,28 @@ def test_a_resize_during_a_pause_is_the_last_word(pods, called_off):
 
 def test_training_that_completes_during_a_pause_is_not_forgotten():
     made = trains(world(total_steps=9))
-    tell_done = [pod.pod_id for pod in views.running_pods(made.job)]
-    for pod_id in tell_done:
+    for pod_id in ids(made):
         tell(made, pod_id, ReportKind.DONE, 1)
         made.nodes["a"].pods[pod_id].end(code=0)
     made.client_acts(made.nodes["a"])
     assert made.job.state is JobState.SUCCEEDED
     with pytest.raises(RequestRefused, match="SUCCEEDED"):
-        made.send(PauseAsked())
+        made.pause()
 
 
 def test_a_crash_during_the_durable_cut_still_ends_in_a_pause():
     made = trains(world())
-    made.send(PauseAsked())
+    made.pause()
     tell(made, "pod_0_0", ReportKind.FAILED, 1, rank=0, code=1)
     made.run_until(PAUSED)
     assert made.job.budget.failures == 0
-    made.send(ResumeAsked())
+    made.resume()
     trains(made)
 
 
 def test_a_pause_does_not_wait_for_ever_for_a_client_that_never_confirms():
     made = trains(world(prepare_timeout_s=10.0, elastic=False))
-    made.send(PauseAsked())
+    made.pause()
     for pod_id in ("pod_0_0", "pod_1_0"):
         tell(made, pod_id, ReportKind.ENDED, 1)
     assert made.job.state is JobState.PAUSING

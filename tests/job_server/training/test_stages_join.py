@@ -4,11 +4,9 @@ from typing import Any
 
 import pytest
 
-from job_server.api.wire import JobSpec, JobState, Order, Resize, StageRecord, Way
-from job_server.jobs.events import PauseAsked, ResizeAsked
+from job_server.api.wire import JobSpec, JobState, Order, StageRecord, Way
 from job_server.training import views
-from job_server.training.job import JobStage
-from tests.job_server.world import Launcher, SimPod, World, node
+from tests.job_server.world import World, node
 
 RUNNING = JobState.RUNNING
 
@@ -22,37 +20,24 @@ def world(pods: int = 2, gpu_bytes: int = 0, **spec: Any) -> World:
     return made
 
 
-def resize(made: World, pods: int) -> None:
-    made.send(ResizeAsked(Resize(pods=pods)))
-
-
-def preparing(made: World) -> JobStage:
-    assert made.job.preparing is not None
-    return made.job.preparing
-
-
 def last(made: World) -> StageRecord:
-    return views.job_status(made.job, made.now, 0).stages[-1]
-
-
-def launcher(made: World, pod_id: str) -> tuple[SimPod, Launcher]:
-    return next((pod, who) for _, pod, who in made.launchers() if pod.pod_id == pod_id)
+    return made.status.stages[-1]
 
 
 def to_phase(made: World, phase: Order) -> None:
     """Let messages pass one by one until the change is in `phase`."""
     for _ in range(200):
-        if preparing(made).phase is phase and made.job.preparing is not None:
+        if made.preparing.phase is phase:
             return
         for sim in made.nodes.values():
             made.client_acts(sim)
         for each in made.launchers():
             made.launcher_acts(*each)
         for _, _, who in made.launchers():
-            if who.outbox and preparing(made).phase is not phase:
+            if who.outbox and made.preparing.phase is not phase:
                 made.deliver(who)
         made.now += 0.01
-    raise AssertionError(f"{preparing(made).phase} instead of {phase}")
+    raise AssertionError(f"{made.preparing.phase} instead of {phase}")
 
 
 def settled(made: World, pods: int) -> StageRecord:
@@ -65,7 +50,7 @@ def settled(made: World, pods: int) -> StageRecord:
 @pytest.mark.parametrize("pods", [1, 3, 4])
 def test_a_change_by_join_costs_no_step_and_no_pod_that_stays(pods):
     made = world()
-    resize(made, pods)
+    made.resize(pods)
     record = settled(made, pods)
     assert (record.way, record.redone_steps, record.stage) == (Way.JOIN, 0, 2)
     stay = {"pod_0_0", "pod_1_0"} if pods > 1 else {"pod_0_0"}
@@ -78,10 +63,9 @@ def test_a_change_by_join_costs_no_step_and_no_pod_that_stays(pods):
 def test_a_trainer_that_cannot_join_lets_the_change_go_another_way(used, way):
     made = world(gpu_bytes=100)
     made.gpu_bytes_used = used  # with 40 of 100 there is room for a second trainer
-    _, who = launcher(made, "pod_1_0")
-    who.refuses = True
-    resize(made, 3)
-    assert preparing(made).way is Way.JOIN
+    made.launcher("pod_1_0").refuses = True
+    made.resize(3)
+    assert made.preparing.way is Way.JOIN
     record = settled(made, 3)
     assert (record.stage, record.redone_steps) == (2, 0)
     assert record.way is way
@@ -90,19 +74,19 @@ def test_a_trainer_that_cannot_join_lets_the_change_go_another_way(used, way):
 
 def test_a_pod_that_no_longer_offers_to_join_is_not_asked():
     made = world()
-    launcher(made, "pod_0_0")[1].joins = False
+    made.launcher("pod_0_0").joins = False
     made.rounds(4)
-    resize(made, 3)
-    assert preparing(made).way is Way.REPLACE
+    made.resize(3)
+    assert made.preparing.way is Way.REPLACE
     settled(made, 3)
 
 
 @pytest.mark.parametrize("phase", [Order.PREPARE, Order.CUT])
 def test_a_crash_of_the_stage_in_force_takes_the_change_with_it_by_drain(phase):
     made = world()
-    resize(made, 3)
+    made.resize(3)
     to_phase(made, phase)
-    made.kill_trainer(*launcher(made, "pod_0_0"))
+    made.crash("pod_0_0")
     record = settled(made, 3)
     assert (record.way, record.stage) == (Way.DRAIN, 2)
     assert made.job.lineage.redone_steps <= 3  # the world takes a snapshot every three steps
@@ -111,7 +95,7 @@ def test_a_crash_of_the_stage_in_force_takes_the_change_with_it_by_drain(phase):
 @pytest.mark.parametrize("phase", [Order.PREPARE, Order.CUT])
 def test_a_new_trainer_that_dies_before_the_commit_leaves_the_others_as_they_are(phase):
     made = world()
-    resize(made, 3)
+    made.resize(3)
     to_phase(made, phase)
     before = made.job.progress.step
     for _ in range(20):
@@ -133,7 +117,7 @@ def test_a_new_trainer_that_dies_before_the_commit_leaves_the_others_as_they_are
 @pytest.mark.parametrize("killed", ["pod_0_0", "pod_2_0"])
 def test_a_crash_after_the_commit_starts_all_anew_from_where_the_old_stage_has_parked(killed):
     made = world()
-    resize(made, 3)
+    made.resize(3)
     to_phase(made, Order.CUT)
     for _ in range(400):
         if made.job.preparing is None:
@@ -144,12 +128,11 @@ def test_a_crash_after_the_commit_starts_all_anew_from_where_the_old_stage_has_p
         for _, _, who in made.launchers():
             made.deliver(who)
         made.now += 0.01
-    assert made.job.active is not None
-    assert made.job.active.stage == 2
+    assert made.active.stage == 2
     for each in made.launchers():
         made.launcher_acts(*each)
     parked = made.job.progress.step
-    made.kill_trainer(*launcher(made, killed))
+    made.crash(killed)
     record = settled(made, 3)
     assert (record.way, record.stage) == (Way.START, 3)
     assert made.job.lineage.redone_steps <= made.job.progress.best_step - parked
@@ -159,7 +142,7 @@ def test_a_crash_after_the_commit_starts_all_anew_from_where_the_old_stage_has_p
 @pytest.mark.parametrize("phase", [Order.PREPARE, Order.CUT])
 def test_a_server_that_was_away_amid_the_change_goes_on_with_it(phase):
     made = world()
-    resize(made, 3)
+    made.resize(3)
     to_phase(made, phase)
     made.stop_server()
     made.rounds(3)
@@ -170,22 +153,18 @@ def test_a_server_that_was_away_amid_the_change_goes_on_with_it(phase):
 
 def test_a_taken_port_deals_new_ones_and_the_trainers_that_stay_join_again():
     made = world()
-    launcher(made, "pod_0_0")[1].ports_fail = True
-    resize(made, 3)
+    made.launcher("pod_0_0").ports_fail = True
+    made.resize(3)
     record = settled(made, 3)
     assert (record.way, record.stage, record.redone_steps) == (Way.JOIN, 2, 0)
 
 
 def test_the_cut_for_those_who_stay_waits_for_a_step_and_others_do_not():
     made = world()
-    resize(made, 1)
+    made.resize(1)
     to_phase(made, Order.CUT)
     for pod_id in ("pod_0_0", "pod_1_0"):  # also who leaves: all ranks must agree
-        view = views.pod_orders(made.job, pod_id)
-        assert view is not None
-        assert view.plans[0].patient
+        assert made.orders(pod_id).plans[0].patient
     settled(made, 1)
-    made.send(PauseAsked())
-    view = views.pod_orders(made.job, "pod_0_0")
-    assert view is not None
-    assert [plan.patient for plan in view.plans] == [False]
+    made.pause()
+    assert [plan.patient for plan in made.orders("pod_0_0").plans] == [False]

@@ -6,14 +6,10 @@ from typing import Any
 import pytest
 
 from job_server.api import wire
-from job_server.api.wire import JobState, Kill, PodReport, PodStagePhase, ReportKind, Resize, Way
+from job_server.api.wire import JobState, Kill, PodStagePhase, ReportKind, Way
 from job_server.jobs.events import (
     KillAsked,
     LauncherAttached,
-    LauncherReported,
-    PauseAsked,
-    ResizeAsked,
-    ResumeAsked,
     ServerRestarted,
     Tick,
 )
@@ -36,23 +32,10 @@ from tests.job_server.world import (
 FAILED = JobState.FAILED
 
 
-def launcher(made: World, pod_id: str) -> Any:
-    return next(found for found in made.launchers() if found[1].pod_id == pod_id)
-
-
-def crash(made: World, pod_id: str) -> None:
-    _, pod, who = launcher(made, pod_id)
-    made.kill_trainer(pod, who)
-
-
-def cut_link(made: World, name: str) -> None:
-    made.nodes[name].link = False
-
-
 def test_a_crashed_trainer_costs_steps_but_no_pod():
     made = trains(world())
     made.train()  # one step more than the newest snapshot
-    crash(made, "pod_1_0")
+    made.crash("pod_1_0")
     made.run_until(JobState.RECOVERING)
     trains(made)
     assert ids(made) == ("pod_0_0", "pod_1_0")
@@ -66,9 +49,9 @@ def test_a_crashed_trainer_costs_steps_but_no_pod():
 def test_a_pod_that_is_lost_is_replaced_on_the_node_that_holds_its_state():
     made = world(nodes=2, slots=1, max_pods=1, pods=1)
     made.has_path = False
-    cut_link(made, "a")
+    made.cut_off("a")
     trains(made)
-    made.nodes["a"].link = True
+    made.reconnect("a")
     made.rounds(4)
     (pod,) = made.nodes["b"].pods.values()
     assert pod.snapshot is not None
@@ -80,10 +63,9 @@ def test_a_pod_that_is_lost_is_replaced_on_the_node_that_holds_its_state():
 
 def test_steps_that_only_the_snapshot_knows_of_belong_to_the_stage_that_made_them():
     made = trains(world())
-    crash(made, "pod_1_0")
+    made.crash("pod_1_0")
     reported = made.job.progress.step
-    survivor = launcher(made, "pod_0_0")[1]
-    survivor.snapshot = wire.SnapshotRef(stage=1, step=reported + 3)
+    made.pod("pod_0_0").snapshot = wire.SnapshotRef(stage=1, step=reported + 3)
     made.run_until(JobState.RECOVERING)
     trains(made)
     first, second = records(made)
@@ -93,10 +75,8 @@ def test_steps_that_only_the_snapshot_knows_of_belong_to_the_stage_that_made_the
 
 def test_the_culprit_is_named_although_a_victim_spoke_first():
     made = trains(world())
-    victim = PodReport(
-        kind=ReportKind.FAILED, stage=1, rank=0, code=-6, peer_lost=True, reason="gloo: peer"
-    )
-    made.send(LauncherReported("pod_0_0", victim))
+    victim = {"rank": 0, "code": -6, "peer_lost": True, "reason": "gloo: peer"}
+    tell(made, "pod_0_0", ReportKind.FAILED, 1, **victim)
     tell(made, "pod_1_0", ReportKind.FAILED, 1, rank=1, code=1, reason="CUDA out of memory")
     trains(made)
     assert made.job.budget.failures == 1
@@ -106,7 +86,7 @@ def test_the_culprit_is_named_although_a_victim_spoke_first():
 
 def test_victims_alone_count_as_one_failure():
     made = trains(world())
-    for rank, pod_id in enumerate(("pod_0_0", "pod_1_0")):
+    for rank, pod_id in enumerate(ids(made)):
         tell(made, pod_id, ReportKind.FAILED, 1, rank=rank, code=-6, peer_lost=True)
     trains(made)
     assert made.job.budget.failures == 1
@@ -115,7 +95,7 @@ def test_victims_alone_count_as_one_failure():
 def test_a_dead_launcher_gets_a_new_pod_and_its_shims_snapshot_is_used():
     made = trains(world(pods=1))
     step = max(ref.step for ref in made.job.progress.snapshots.values())
-    launcher(made, "pod_0_0")[1].end(code=137)
+    made.pod("pod_0_0").end(code=137)
     made.run_until(JobState.RECOVERING)
     trains(made)
     assert ids(made) == ("pod_0_0_1",)
@@ -126,14 +106,11 @@ def test_a_dead_launcher_gets_a_new_pod_and_its_shims_snapshot_is_used():
 
 def test_a_dead_shim_takes_its_snapshot_along():
     made = trains(world(pods=1))
-    pod = launcher(made, "pod_0_0")[1]
-    pod.snapshot = None
-    pod.end()
+    made.kill_shim("pod_0_0")
     durable = made.durable
     made.run_until(JobState.RECOVERING)
     trains(made)
-    assert made.job.active is not None
-    assert made.job.active.restore_from is None
+    assert made.active.restore_from is None
     assert records(made)[-1].first_step == durable + 1
 
 
@@ -155,7 +132,7 @@ def test_a_pod_whose_client_forgets_it_is_lost():
 )
 def test_a_pod_that_is_asked_to_go_by_others_is_preempted(how, failures, preemptions):
     made = trains(world())
-    launcher(made, "pod_1_0")[1].end(**how)
+    made.pod("pod_1_0").end(**how)
     trains(made)
     assert (made.job.budget.failures, made.job.budget.preemptions) == (failures, preemptions)
 
@@ -177,11 +154,8 @@ def test_a_kill_on_request_is_nobodys_failure(by_rank):
     made.send(KillAsked(Kill(rank=1) if by_rank else Kill(pod_id="pod_1_0")))
     made.run_until(JobState.RECOVERING)
     trains(made)
-    assert (
-        made.job.budget.failures,
-        made.job.budget.failures_in_row,
-        made.job.budget.preemptions,
-    ) == (0, 0, 0)
+    budget = made.job.budget
+    assert (budget.failures, budget.failures_in_row, budget.preemptions) == (0, 0, 0)
     who = "rank 1 (pod_1_0)" if by_rank else "pod pod_1_0"
     assert records(made)[-1].reason == f"recovery: {who} was killed by SIGKILL, as requested"
     assert ids(made)[1] == ("pod_1_0" if by_rank else "pod_1_0_1")
@@ -189,12 +163,12 @@ def test_a_kill_on_request_is_nobodys_failure(by_rank):
 
 def test_a_lost_node_makes_the_job_smaller_until_it_comes_back():
     made = trains(world(pods=4))
-    cut_link(made, "b")
+    made.cut_off("b")
     made.run_until(JobState.RECOVERING)
     trains(made)
     assert ids(made) == ("pod_0_0", "pod_1_0")
     assert (made.job.budget.preemptions, made.job.budget.failures, made.job.target) == (1, 0, 4)
-    made.nodes["b"].link = True
+    made.reconnect("b")
     made.rounds(30)
     assert len(ids(made)) == 4
     assert records(made)[-1].reason == "growing back to 4"
@@ -207,12 +181,12 @@ def test_below_min_pods_the_job_waits_and_its_script_clock_stands():
     made = trains(world(pods=4, min_pods=3, script=script))
     made.power_off(made.nodes["b"])
     made.run_until(JobState.WAITING)
-    clock = views.job_status(made.job, made.now, 0).script_elapsed_s
+    clock = made.status.script_elapsed_s
     waited = made.job.progress.account.waiting_s
     made.rounds(40)
     assert made.job.state is JobState.WAITING
-    assert "only 2 of 3 pods find a place" in views.job_status(made.job, made.now, 0).reason
-    assert views.job_status(made.job, made.now, 0).script_elapsed_s == clock
+    assert "only 2 of 3 pods find a place" in made.status.reason
+    assert made.status.script_elapsed_s == clock
     assert made.job.progress.account.waiting_s > waited + 15
     assert made.job.budget.preemptions == 1
     made.power_on(made.nodes["b"])
@@ -223,18 +197,17 @@ def test_below_min_pods_the_job_waits_and_its_script_clock_stands():
 def test_nothing_is_started_while_no_pod_can_be_reached_and_all_goes_on_when_one_answers():
     made = trains(world())
     step = made.job.progress.step
-    cut_link(made, "a")
+    made.cut_off("a")
     made.run_until(JobState.WAITING)
     made.rounds(20)  # the cut-off pods train on
     assert made.job.preparing is None
-    assert "no pod can be reached" in views.job_status(made.job, made.now, 0).reason
-    made.nodes["a"].link = True
+    assert "no pod can be reached" in made.status.reason
+    made.reconnect("a")
     made.rounds(4)
     assert made.job.state is RUNNING
     assert made.job.progress.step > step + 15
     assert len(records(made)) == 1
-    reason = views.job_status(made.job, made.now, 0).reason
-    assert reason == "stage 1 committed: 2 pods, first start"
+    assert made.status.reason == "stage 1 committed: 2 pods, first start"
 
 
 def cut_off(*, stop_after_s: float | None, **spec: Any) -> World:
@@ -242,7 +215,7 @@ def cut_off(*, stop_after_s: float | None, **spec: Any) -> World:
     job = wire.JobSpec(**{"job_id": "job", "max_pods": 2, "overlap": "off", **spec})
     nodes = (node("a", stop_after_s=stop_after_s), node("b"))
     made = trains(World(job, nodes, total_steps=4000))
-    cut_link(made, "a")
+    made.cut_off("a")
     made.run_until(JobState.WAITING)
     return made
 
@@ -250,13 +223,13 @@ def cut_off(*, stop_after_s: float | None, **spec: Any) -> World:
 def test_a_job_that_is_cut_off_recovers_elsewhere_once_its_clients_have_stopped_its_pods():
     made = cut_off(stop_after_s=20.0)
     silent_since = made.nodes["a"].seen_at
-    assert "until their clients have stopped them" in views.job_status(made.job, made.now, 0).reason
+    assert "until their clients have stopped them" in made.status.reason
     made.run_until(JobState.RECOVERING)
     assert silent_since + 22.0 <= made.now <= silent_since + 22.5 + HEARTBEAT_S
     assert (made.job.budget.preemptions, made.job.budget.failures) == (1, 0)
     trains(made)
     assert {pod.node_id for pod in views.running_pods(made.job)} == {"b"}
-    made.nodes["a"].link = True
+    made.reconnect("a")
     made.rounds(4)
     assert not made.nodes["a"].pods
 
@@ -273,11 +246,11 @@ def test_the_state_machine_asks_to_be_woken_when_the_pods_must_have_stopped():
 def test_pods_that_nobody_stops_are_not_counted_as_stopped(why):
     made = cut_off(stop_after_s=None if why == "told to go on" else 20.0)
     if why == "its client has died":
-        made.nodes["a"].link = True
+        made.reconnect("a")
         made.nodes["a"].client = False
         made.rounds(20)  # the launchers are heard, their client is not
         assert made.job.state is RUNNING
-        made.nodes["a"].link = False
+        made.cut_off("a")
         made.run_until(JobState.WAITING)
     made.rounds(100)
     assert made.job.state is JobState.WAITING
@@ -288,7 +261,7 @@ def test_a_stage_without_the_loop_goes_on_without_a_node_whose_client_has_stoppe
     job = wire.JobSpec(job_id="job", max_pods=4)
     nodes = (node("a"), node("b", stop_after_s=20.0))
     made = trains(World(job, nodes, elastic=False))
-    cut_link(made, "b")
+    made.cut_off("b")
     made.run_until(JobState.WAITING)
     assert "or has stopped it" in made.job.waiting
     trains(made)
@@ -299,19 +272,19 @@ def test_an_operator_can_say_that_what_cannot_be_reached_is_dead():
     made = trains(world())
     made.power_off(made.nodes["a"])
     made.run_until(JobState.WAITING)
-    made.send(ResizeAsked(Resize(pods=2, assume_dead=True)))
+    made.resize(2, assume_dead=True)
     trains(made)
     assert {pod.node_id for pod in views.running_pods(made.job)} == {"b"}
 
 
 def test_a_stage_without_the_loop_is_over_only_when_all_its_pods_are_confirmed_stopped():
     made = trains(world(elastic=False, pods=4))
-    cut_link(made, "b")
+    made.cut_off("b")
     made.run_until(JobState.WAITING)
     made.rounds(20)
     assert made.job.preparing is None
     assert "--assume_dead" in made.job.waiting
-    made.nodes["b"].link = True
+    made.reconnect("b")
     trains(made)
     assert len(ids(made)) == 4
 
@@ -377,7 +350,7 @@ def test_the_wait_before_a_retry_grows_and_is_the_same_in_a_replay():
 def test_failures_are_in_a_row_only_without_a_new_step():
     made = trains(world(max_restarts_without_progress=1))
     for _ in range(3):
-        crash(made, "pod_0_0")
+        made.crash("pod_0_0")
         made.run_until(JobState.RECOVERING)
         made.run_until(RUNNING)
         made.rounds(16)
@@ -389,11 +362,10 @@ def test_a_port_that_is_taken_is_dealt_anew_without_a_failure():
     made = world()
     made.rounds(1)
     made.client_acts(made.nodes["a"])
-    launcher(made, "pod_1_0")[2].ports_fail = True
+    made.launcher("pod_1_0").ports_fail = True
     made.run_until(RUNNING)
     trains(made)
-    assert made.job.active is not None
-    assert made.job.active.attempt == 1
+    assert made.active.attempt == 1
     assert made.job.budget.failures == 0
 
 
@@ -412,8 +384,7 @@ def test_ports_that_are_always_taken_do_not_go_on_for_ever():
 def test_a_stage_number_that_the_checkpoint_path_knows_is_burnt():
     made = world()
     made.rounds(1)
-    tell(made, "pod_0_0", ReportKind.READY, 1)
-    tell(made, "pod_1_0", ReportKind.READY, 1)
+    tell(made, ("pod_0_0", "pod_1_0"), ReportKind.READY, 1)
     made.now += 1
     if made.job.preparing is not None:
         tell(made, "pod_0_0", ReportKind.STAGE_TOO_LOW, 1, highest_stage=7)
@@ -437,19 +408,15 @@ def test_the_first_stage_gets_a_number_above_what_launchers_find():
     attach = wire.Attach(pod_id="pod_0_0", node_id="a", pid=1, highest_stage=12)
     made.send(LauncherAttached(attach))
     trains(made)
-    assert made.job.active is not None
-    assert made.job.active.stage == 13
+    assert made.active.stage == 13
 
 
 def test_a_pod_that_does_not_end_its_trainers_is_killed():
     made = trains(world(grace_s=5.0))
-    _, pod, who = launcher(made, "pod_1_0")
-    crash(made, "pod_0_0")
-    made.deliver(launcher(made, "pod_0_0")[2])
-    pod.launcher = None  # hangs
-    for _ in range(60):
-        made.round()
-    assert who.run is not None
+    made.crash("pod_0_0")
+    made.deliver(made.launcher("pod_0_0"))
+    made.pod("pod_1_0").launcher = None  # hangs
+    made.rounds(60)
     assert "killing pod pod_1_0: it does not end stage 1" in "\n".join(made.reasons)
     trains(made)
     assert "pod_1_0" not in ids(made)
@@ -457,10 +424,10 @@ def test_a_pod_that_does_not_end_its_trainers_is_killed():
 
 def test_a_crash_while_cutting_commits_the_next_stage_from_the_newest_snapshot():
     made = trains(world())
-    made.send(ResizeAsked(Resize(pods=3)))
+    made.resize(3)
     made.run_until(JobState.CUTTING_OVER)
-    crash(made, "pod_0_0")
-    made.deliver(launcher(made, "pod_0_0")[2])
+    made.crash("pod_0_0")
+    made.deliver(made.launcher("pod_0_0"))
     trains(made)
     assert [(r.way, r.pods) for r in records(made)] == [(Way.START, 2), (Way.DRAIN, 3)]
     assert made.job.budget.failures == 1
@@ -470,8 +437,8 @@ def test_a_crash_while_preparing_uses_the_prepared_stage_only_if_it_is_as_quick(
     made = trains(world())
     made.nodes["b"].client = False
     made.nodes["b"].seen_at += 1000
-    made.send(ResizeAsked(Resize(pods=3)))
-    crash(made, "pod_0_0")
+    made.resize(3)
+    made.crash("pod_0_0")
     made.run_until(JobState.RECOVERING)
     made.run_until(RUNNING)
     assert "a recovery is quicker" in records(made)[1].outcome
@@ -494,7 +461,7 @@ def test_a_restarted_server_goes_on_where_it_was_and_declares_nobody_dead_at_onc
 @pytest.mark.parametrize("rounds", range(1, 8))
 def test_a_server_that_dies_in_a_change_finishes_it_when_it_is_back(rounds):
     made = trains(world())
-    made.send(ResizeAsked(Resize(pods=3)))
+    made.resize(3)
     for _ in range(rounds):
         made.round(0.2)
     made.stop_server()
@@ -509,25 +476,20 @@ def test_a_server_that_dies_in_a_change_finishes_it_when_it_is_back(rounds):
 
 def test_a_server_that_comes_back_in_a_cut_waits_for_the_next_trainers_to_show_that_they_live():
     made = trains(world(overlap="on"))
-    made.send(ResizeAsked(Resize(pods=3)))
+    made.resize(3)
     made.run_until(JobState.CUTTING_OVER)
-    old, new = made.job.active, made.job.preparing
-    assert old is not None
-    assert new is not None
+    old, new = made.active, made.preparing
     made.send(ServerRestarted())
-    for pod_id in old.pod_ids:
-        tell(made, pod_id, ReportKind.DRAINED, old.stage, step=made.job.progress.step)
+    tell(made, old.pod_ids, ReportKind.DRAINED, old.stage, step=made.job.progress.step)
     for pod_id in new.pod_ids:
-        assert made.job.active is not None
-        assert made.job.active.stage == old.stage, "they may have died meanwhile"
+        assert made.active.stage == old.stage, "they may have died meanwhile"
         tell(made, pod_id, ReportKind.READY, new.stage)
-    assert made.job.active is not None
-    assert made.job.active.stage == new.stage
+    assert made.active.stage == new.stage
 
 
 def test_reports_of_stages_that_are_gone_change_nothing():
     made = trains(world())
-    made.send(ResizeAsked(Resize(pods=3)))
+    made.resize(3)
     made.run_until(JobState.CUTTING_OVER)
     trains(made)
     before = made.job
@@ -535,13 +497,12 @@ def test_reports_of_stages_that_are_gone_change_nothing():
         if kind is not ReportKind.EXITED:
             tell(made, "pod_0_0", kind, 1, highest_stage=50, reason="old")
     assert same_but_progress(before, made.job)
-    assert made.job.active is not None
-    assert made.job.active.all_in(PodStagePhase.TRAINING)
+    assert made.active.all_in(PodStagePhase.TRAINING)
 
 
 def test_progress_of_a_pod_that_was_given_up_does_not_count():
     made = trains(world(pods=4))
-    cut_link(made, "b")
+    made.cut_off("b")
     made.run_until(JobState.RECOVERING)
     trains(made)
     step = made.job.progress.step
@@ -566,11 +527,9 @@ def test_a_stage_starts_from_the_newest_snapshot_that_is_within_reach():
     for pod_id, step in refs.items():
         ref = wire.SnapshotRef(stage=1, step=step)
         tell(made, pod_id, ReportKind.ENDED, 1, snapshot=ref)
-    for pod_id in refs:
-        tell(made, pod_id, ReportKind.READY, 2)
-    assert made.job.preparing is not None
+    tell(made, tuple(refs), ReportKind.READY, 2)
     expected = wire.RestoreFrom(stage=1, step=60, pods=("pod_1_0", "pod_2_0"))
-    assert made.job.preparing.restore_from == expected
+    assert made.preparing.restore_from == expected
 
 
 def quiet(made: World) -> World:
@@ -582,7 +541,7 @@ def quiet(made: World) -> World:
 
 def test_the_next_deadline_is_that_of_the_phase():
     made = quiet(trains(world(prepare_timeout_s=50.0, grace_s=5.0)))
-    made.send(ResizeAsked(Resize(pods=3)))
+    made.resize(3)
     at = made.now
     assert machine.next_deadline(made.job, at + 20, made.cluster) == at + 50
     made.now = at + 30
@@ -615,12 +574,12 @@ def test_what_failed_is_told_in_words(report, text):
 
 def test_a_server_that_comes_back_does_not_say_so_for_ever():
     made = trains(world())
-    before = views.job_status(made.job, made.now, 0).reason
+    before = made.status.reason
     made.stop_server()
     made.start_server()
     assert "the server is back" in made.reasons[-1]
     made.rounds(4)
-    assert views.job_status(made.job, made.now, 0).reason == before
+    assert made.status.reason == before
 
 
 @pytest.mark.parametrize("doing", ["prepared", "parked"])
@@ -631,11 +590,9 @@ def test_a_launcher_that_only_says_that_it_lives_is_not_lost_with_its_client(doi
         made.job = replace_members(made, PodStagePhase.PARKED)
     for _ in range(20):
         made.now += 1.0
-        for pod_id in ids(made):
-            tell(made, pod_id, ReportKind.ALIVE, 0, snapshot=None)
+        tell(made, ids(made), ReportKind.ALIVE, 0, snapshot=None)
         made.send(Tick())
-        assert made.job.active is not None
-        assert made.job.active.over is None
+        assert made.active.over is None
         assert not made.job.cut_off
     assert len(records(made)) == 1
     made.now += 5.0
@@ -644,18 +601,15 @@ def test_a_launcher_that_only_says_that_it_lives_is_not_lost_with_its_client(doi
 
 
 def replace_members(made: World, phase: PodStagePhase) -> Any:
-    stage = made.job.active
-    assert stage is not None
-    members = tuple(replace(member, phase=phase) for member in stage.members)
-    return replace(made.job, active=replace(stage, members=members))
+    members = tuple(replace(member, phase=phase) for member in made.active.members)
+    return replace(made.job, active=replace(made.active, members=members))
 
 
 def test_a_job_whose_state_is_lost_says_that_it_begins_again_and_how_much_that_costs():
     made = trains(world(nodes=1, total_steps=4000))
     made.durable = 0  # no checkpoint that the new trainers could see
-    for _, pod, _ in made.launchers():
-        pod.snapshot = None
-        pod.end()
+    for pod_id in ids(made):
+        made.kill_shim(pod_id)
     reached = made.job.progress.best_step
     made.run_until(JobState.RECOVERING, JobState.WAITING)
     made.durable = 0
@@ -676,21 +630,20 @@ def test_a_clock_that_is_set_back_between_two_lives_of_the_server_stops_nothing(
     standby = 1 if before == "a standby" else 0
     made = trains(world(script=script, standby=standby, overlap="auto", total_steps=4000))
     if before == "a change":
-        made.send(ResizeAsked(wire.Resize(pods=1)))
+        made.resize(1)
     elif before == "a retry":
         for _ in range(2):  # the second one waits
-            _, pod, launcher = made.launchers()[0]
-            made.kill_trainer(pod, launcher)
+            made.crash()
             made.round()
     elif before == "a pause":
-        made.send(PauseAsked())
+        made.pause()
     made.round()
     made.stop_server()
     made.rounds(4)
     made.start_server(clock_back_s=clock_back_s)
     if before == "a pause":
         made.run_until(JobState.PAUSED)
-        made.send(ResumeAsked())
+        made.resume()
     made.rounds(80, 1.0)
     assert made.job.state is JobState.RUNNING, made.reasons
     assert len(views.running_pods(made.job)) == 3, made.reasons

@@ -6,7 +6,7 @@ import pytest
 
 from job_server.api import wire
 from job_server.api.wire import JobState, PodPhase, PodStagePhase
-from job_server.jobs.events import NodeReported, PauseAsked, ResumeAsked, StopAsked, Tick
+from job_server.jobs.events import NodeReported, PauseAsked, StopAsked, Tick
 from job_server.training import views
 from job_server.training.job import HaltPhase
 from tests.job_server.world import World, node, records, trains, world
@@ -14,16 +14,11 @@ from tests.job_server.world import World, node, records, trains, world
 PAUSED, STOPPED, FAILED = JobState.PAUSED, JobState.STOPPED, JobState.FAILED
 
 
-def reason(made: World) -> str:
-    return views.job_status(made.job, made.now, 0).reason
-
-
 def crash(made: World, count: int = 1) -> None:
     """Kill a trainer of each of the next stages, as soon as it trains."""
     for _ in range(count):
         made.run_until(JobState.RUNNING)
-        _, pod, launcher = made.launchers()[0]
-        made.kill_trainer(pod, launcher)
+        made.crash()
         made.round()
 
 
@@ -48,8 +43,27 @@ def saving(made: World) -> None:
     raise AssertionError(made.reasons)
 
 
+def end_saved(made: World, *, order: int, step: int) -> None:
+    """Let the pods of node a end by SIGTERM, their state written to its run folder."""
+    said = wire.SaveState(
+        id=order,
+        phase=wire.SavePhase.WRITTEN,
+        stage=1,
+        step=step,
+        path="/a/run/checkpoint",
+        spare=True,
+    )
+    gone = wire.PodState(
+        pod_id="", job_id="job", phase=PodPhase.EXITED, signal=15, save=said, holds=False
+    )
+    states = tuple(replace(gone, pod_id=pod_id) for pod_id in made.nodes["a"].pods)
+    made.in_run_folders.add(("a", 1, step))
+    made.nodes["a"].pods.clear()
+    made.send(NodeReported("a", states))
+
+
 def resumes_at(made: World, step: int) -> None:
-    made.send(ResumeAsked())
+    made.resume()
     trains(made)
     assert records(made)[-1].first_step == step + 1
 
@@ -59,20 +73,20 @@ def test_a_pause_while_recovering_writes_what_the_shims_hold():
     crash(made)
     assert made.job.state is JobState.RECOVERING
     step = newest(made)
-    made.send(PauseAsked())
+    made.pause()
     made.run_until(PAUSED)
     assert made.durable == step
     assert (
-        f"step {step} is in /shared/checkpoint" in reason(made) or made.job.ending.saved is not None
+        f"step {step} is in /shared/checkpoint" in made.status.reason
+        or made.job.ending.saved is not None
     )
     resumes_at(made, step)
 
 
 def test_a_trainer_that_dies_in_the_cut_of_a_pause_costs_no_step_that_is_in_memory():
     made = ahead(world())
-    made.send(PauseAsked())
-    _, pod, launcher = made.launchers()[0]
-    made.kill_trainer(pod, launcher)
+    made.pause()
+    made.crash()
     step = newest(made)
     made.run_until(PAUSED)
     resumes_at(made, step)
@@ -81,11 +95,10 @@ def test_a_trainer_that_dies_in_the_cut_of_a_pause_costs_no_step_that_is_in_memo
 def test_a_trainer_that_dies_while_its_state_is_written_costs_nothing():
     made = trains(world())
     made.save_rounds = 20
-    made.send(PauseAsked())
+    made.pause()
     saving(made)
     step = made.job.progress.step
-    _, pod, launcher = made.launchers()[0]
-    made.kill_trainer(pod, launcher)
+    made.crash()
     made.run_until(PAUSED)
     resumes_at(made, step)
 
@@ -97,7 +110,7 @@ def test_a_checkpoint_is_waited_for_as_long_as_its_bytes_grow(asked):
     made.send(asked)
     made.rounds(120)  # a minute
     assert made.job.state in (JobState.PAUSING, JobState.STOPPING)
-    status = views.job_status(made.job, made.now, 0)
+    status = made.status
     assert status.saving is not None
     assert 50 < status.saving.written_bytes < status.saving.total_bytes == 200
     made.run_until(PAUSED, STOPPED)
@@ -108,17 +121,17 @@ def test_a_pause_without_a_checkpoint_path_goes_to_a_run_folder_and_is_resumed_t
     made = world(nodes=3, slots=1, max_pods=1, pods=1)
     made.has_path = False
     trains(made)
-    made.send(PauseAsked())
+    made.pause()
     made.run_until(PAUSED)
     step = made.job.progress.step
-    assert reason(made) == f"paused; step {step} is in /a/run/checkpoint"
-    made.nodes["a"].link = False
+    assert made.status.reason == f"paused; step {step} is in /a/run/checkpoint"
+    made.cut_off("a")
     made.rounds(20)
-    made.send(ResumeAsked())
+    made.resume()
     made.rounds(10)
     there = f"step {step} is on node a, in /a/run/checkpoint, and that node "
-    assert reason(made) == there + "does not answer"
-    made.nodes["a"].link = True
+    assert made.status.reason == there + "does not answer"
+    made.reconnect("a")
     trains(made)
     assert records(made)[-1].first_step == step + 1
     assert [pod.node_id for pod in views.running_pods(made.job)] == ["a"]
@@ -127,16 +140,18 @@ def test_a_pause_without_a_checkpoint_path_goes_to_a_run_folder_and_is_resumed_t
 def test_a_pause_that_can_be_written_nowhere_is_called_off_and_the_trainers_go_on():
     made = trains(world())
     made.full = {"path", "a", "b"}
-    made.send(PauseAsked())
+    made.pause()
     made.run_until(JobState.RUNNING)
-    assert "not paused: the state of step " in reason(made)
-    assert reason(made).endswith("cannot be written: a: No space left on device; the job goes on")
+    assert "not paused: the state of step " in made.status.reason
+    assert made.status.reason.endswith(
+        "cannot be written: a: No space left on device; the job goes on"
+    )
     before = made.job.progress.step
     made.rounds(5)
     assert made.job.progress.step > before
     assert len(records(made)) == 1
     made.full = set()
-    made.send(PauseAsked())
+    made.pause()
     made.run_until(PAUSED)
 
 
@@ -144,7 +159,7 @@ def test_a_pause_while_recovering_that_can_be_written_nowhere_lets_the_recovery_
     made = trains(world())
     crash(made)
     made.full = {"path", "a", "b"}
-    made.send(PauseAsked())
+    made.pause()
     for _ in range(40):
         made.round()
     assert made.job.state is JobState.RUNNING, made.reasons
@@ -154,7 +169,7 @@ def test_a_pause_while_recovering_that_can_be_written_nowhere_lets_the_recovery_
 def test_another_node_writes_to_its_run_folder_where_the_first_cannot():
     made = trains(world(pods=4, nodes=2))
     made.full = {"a"}
-    made.send(PauseAsked())
+    made.pause()
     made.run_until(PAUSED)
     step = made.job.progress.step
     assert made.job.ending.saved == wire.Saved(
@@ -166,9 +181,9 @@ def test_another_node_writes_to_its_run_folder_where_the_first_cannot():
 def test_a_writer_from_which_no_byte_comes_is_given_up():
     made = trains(world())
     made.stuck = True
-    made.send(PauseAsked())
+    made.pause()
     made.rounds(30)
-    assert reason(made).startswith("node a writes the state of step ")
+    assert made.status.reason.startswith("node a writes the state of step ")
     made.run_until(JobState.RUNNING)
     assert "not paused" in "".join(made.reasons)
     assert "nothing was written for 60 s" in "".join(made.reasons)
@@ -180,7 +195,7 @@ def test_a_job_that_fails_by_its_budgets_writes_what_is_in_memory_first():
     step = newest(made)
     made.run_until(FAILED)
     assert made.durable == step
-    assert "max_failures" in reason(made)
+    assert "max_failures" in made.status.reason
     made.rounds(4)
     assert not made.job.pods
 
@@ -193,9 +208,9 @@ def test_a_failed_state_that_cannot_be_written_stays_in_memory_for_a_while(ended
     step = newest(made)
     made.rounds(60)
     assert made.job.state is JobState.STOPPING
-    assert f"the state of step {step} is kept in memory for 1 min 40 s" in reason(made)
-    assert "No space left on device" in reason(made)
-    assert "`edl stop job --discard` gives it up" in reason(made)
+    assert f"the state of step {step} is kept in memory for 1 min 40 s" in made.status.reason
+    assert "No space left on device" in made.status.reason
+    assert "`edl stop job --discard` gives it up" in made.status.reason
     assert not views.slots_held(made.job).get("a"), "others may have the slots"
     assert newest(made) == step
     if ended_by == "room":
@@ -206,11 +221,11 @@ def test_a_failed_state_that_cannot_be_written_stays_in_memory_for_a_while(ended
         made.rounds(200)
         assert f"step {made.job.progress.step} is lost" in "".join(made.reasons)
     else:
-        made.send(StopAsked(discard=True))
+        made.stop(discard=True)
         made.rounds(10)
         assert f"step {made.job.progress.step} is lost" in "".join(made.reasons)
     assert made.job.state is FAILED, made.reasons
-    assert "max_failures" in reason(made)
+    assert "max_failures" in made.status.reason
     made.rounds(4)
     assert not made.job.pods
 
@@ -218,12 +233,12 @@ def test_a_failed_state_that_cannot_be_written_stays_in_memory_for_a_while(ended
 def test_a_stop_is_never_refused_and_discards_only_when_told_to():
     made = trains(world())
     made.full = {"path", "a", "b"}
-    made.send(StopAsked())
+    made.stop()
     made.rounds(40)
     assert made.job.state is JobState.STOPPING
-    assert "kept in memory for 1 h 0 min" in reason(made)
+    assert "kept in memory for 1 h 0 min" in made.status.reason
     step = made.job.progress.step
-    made.send(StopAsked(discard=True))
+    made.stop(discard=True)
     made.run_until(STOPPED)
     assert f"step {step} is lost: its state was not written" in "".join(made.reasons)
 
@@ -231,7 +246,7 @@ def test_a_stop_is_never_refused_and_discards_only_when_told_to():
 def test_a_stop_that_discards_waits_for_nothing():
     made = trains(world())
     made.save_rounds = 1000
-    made.send(StopAsked(discard=True))
+    made.stop(discard=True)
     made.rounds(6)
     assert made.job.state is STOPPED, made.reasons
     assert made.job.ending.saved is None
@@ -240,14 +255,14 @@ def test_a_stop_that_discards_waits_for_nothing():
 def test_a_server_that_restarts_while_a_state_is_written_waits_for_the_same_writer():
     made = trains(world())
     made.save_rounds = 10
-    made.send(PauseAsked())
+    made.pause()
     saving(made)
     made.rounds(4)
     held = made.job.halt
     made.stop_server()
     made.start_server()
-    assert made.job.halt is not None
-    assert held is not None
+    assert held
+    assert made.job.halt
     assert made.job.halt.save == held.save
     made.run_until(PAUSED)
     assert made.durable == made.job.progress.step
@@ -272,28 +287,7 @@ def test_one_node_is_told_to_write_when_it_is_ended_and_the_other_takes_its_plac
 def test_what_a_client_wrote_as_it_was_ended_is_where_the_job_goes_on():
     made = ahead(world())
     step = newest(made)
-    said = wire.SaveState(
-        id=0,
-        phase=wire.SavePhase.WRITTEN,
-        stage=1,
-        step=step,
-        path="/a/run/checkpoint",
-        spare=True,
-    )
-    states = tuple(
-        wire.PodState(
-            pod_id=pod.pod_id,
-            job_id="job",
-            phase=wire.PodPhase.EXITED,
-            signal=15,
-            save=said,
-            holds=False,
-        )
-        for pod in made.nodes["a"].pods.values()
-    )
-    made.in_run_folders.add(("a", 1, step))
-    made.nodes["a"].pods.clear()
-    made.send(NodeReported("a", states))
+    end_saved(made, order=0, step=step)
     trains(made)
     assert records(made)[-1].first_step == step + 1
     assert f"from step {step} of stage 1, in /a/run/checkpoint" in "".join(made.reasons)
@@ -302,7 +296,7 @@ def test_what_a_client_wrote_as_it_was_ended_is_where_the_job_goes_on():
 def test_the_time_for_which_a_state_is_kept_does_not_pass_while_the_server_is_away():
     made = ahead(world(keep_failed_s=100.0))
     made.full = {"path", "a", "b"}
-    made.send(StopAsked())
+    made.stop()
     made.rounds(40)
     made.stop_server()
     made.pass_time(3600)
@@ -317,71 +311,58 @@ def test_the_time_for_which_a_state_is_kept_does_not_pass_while_the_server_is_aw
 def test_a_node_that_is_not_heard_for_a_while_amid_a_stop_keeps_what_it_alone_holds():
     made = ahead(world(pods=4))
     step = newest(made)
-    made.send(StopAsked())
-    made.nodes["a"].link = False
-    for pod in made.nodes["b"].pods.values():
-        pod.snapshot = None
-        pod.end()  # its shim is gone
+    made.stop()
+    made.cut_off("a")
+    for pod_id in made.nodes["b"].pods:
+        made.kill_shim(pod_id)
     made.rounds(30)
     assert made.job.state is JobState.STOPPING
-    made.nodes["a"].link = True
+    made.reconnect("a")
     made.run_until(STOPPED)
     assert made.durable >= step
 
 
-def test_clients_that_have_stopped_their_pods_amid_a_stop_are_waited_for():
-    made = ahead(
-        World(world().job.spec, (node("a", stop_after_s=5.0), node("b", stop_after_s=5.0)))
-    )
+@pytest.mark.parametrize(
+    ("limits", "end"),
+    [
+        pytest.param({}, STOPPED, id="amid a stop"),
+        pytest.param({"max_preemptions": 0}, FAILED, id="where that fails the job"),
+    ],
+)
+def test_clients_that_were_cut_off_and_have_stopped_their_pods_are_waited_for(limits, end):
+    made = ahead(world(stop_after_s=5.0, **limits))
     step = newest(made)
-    made.send(StopAsked())
-    for sim in made.nodes.values():
-        sim.link = False
+    if end is STOPPED:
+        made.stop()
+    made.cut_off()
     made.rounds(60)
     assert all(
         pod.phase is PodPhase.EXITED for sim in made.nodes.values() for pod in sim.pods.values()
     )
     assert made.job.state is JobState.STOPPING
-    for sim in made.nodes.values():
-        sim.link = True
-    made.run_until(STOPPED)
+    made.reconnect()
+    made.run_until(end)
     assert made.durable >= step
 
 
 def test_a_job_whose_nodes_were_all_cut_off_goes_on_from_what_their_shims_hold():
-    made = World(world().job.spec, (node("a", stop_after_s=5.0), node("b", stop_after_s=5.0)))
+    made = world(stop_after_s=5.0)
     made.has_path = False
     ahead(made)
-    for sim in made.nodes.values():
-        sim.link = False
+    made.cut_off()
     made.rounds(60)
     assert made.job.state is JobState.WAITING
     step = newest(made)
-    made.nodes["a"].link = made.nodes["b"].link = True
+    made.reconnect()
     made.run_until(JobState.RUNNING)
     trains(made)
     assert records(made)[-1].first_step == step + 1
 
 
-def test_a_job_that_fails_by_its_nodes_being_cut_off_writes_what_their_shims_hold():
-    spec = replace(world().job.spec, max_preemptions=0)
-    made = ahead(World(spec, (node("a", stop_after_s=5.0), node("b", stop_after_s=5.0))))
-    step = newest(made)
-    for sim in made.nodes.values():
-        sim.link = False
-    made.rounds(60)
-    assert made.job.state is JobState.STOPPING
-    for sim in made.nodes.values():
-        sim.link = True
-    made.run_until(FAILED)
-    assert made.durable >= step
-
-
 def test_a_pause_that_is_called_off_while_no_node_answers_recovers_when_they_do():
     made = trains(world(prepare_timeout_s=10.0))
-    made.send(PauseAsked())
-    for sim in made.nodes.values():
-        sim.link = False
+    made.pause()
+    made.cut_off()
     for _ in range(400):
         made.round()
         if any("not paused" in line for line in made.reasons):
@@ -398,11 +379,10 @@ def test_a_pause_that_is_called_off_though_its_launchers_hang_recovers_when_they
     step = newest(made)
     for _, _, launcher in made.launchers():
         launcher.hangs = True
-    made.send(PauseAsked())
+    made.pause()
     made.full = {"path", "a", "b"}
     made.rounds(60)
-    assert made.job.active is not None
-    assert made.job.active.all_in(PodStagePhase.LOST)
+    assert made.active.all_in(PodStagePhase.LOST)
     if how == "killed on the node":
         for _, pod, _ in made.launchers():
             pod.end(signal=9)
@@ -418,29 +398,10 @@ def test_what_was_written_as_ordered_counts_though_its_shim_is_gone_by_then(aske
     made.send(asked)
     saving(made)
     made.rounds(3)
-    (pod,) = made.nodes["a"].pods.values()
     step = newest(made)
-    said = wire.SaveState(
-        id=made.job.ending.orders,
-        phase=wire.SavePhase.WRITTEN,
-        stage=1,
-        step=step,
-        path="/a/run/checkpoint",
-        spare=True,
-    )
-    state = wire.PodState(
-        pod_id=pod.pod_id,
-        job_id="job",
-        phase=wire.PodPhase.EXITED,
-        signal=15,
-        save=said,
-        holds=False,
-    )
-    made.in_run_folders.add(("a", 1, step))
-    made.nodes["a"].pods.clear()
-    made.send(NodeReported("a", (state,)))
+    end_saved(made, order=made.job.ending.orders, step=step)
     made.run_until(PAUSED, STOPPED)
-    assert reason(made).endswith(f"step {step} is in /a/run/checkpoint")
+    assert made.status.reason.endswith(f"step {step} is in /a/run/checkpoint")
     assert made.job.ending.saved is not None
     assert made.job.ending.saved.node_id == "a"
     if made.job.state is PAUSED:
@@ -450,16 +411,14 @@ def test_what_was_written_as_ordered_counts_though_its_shim_is_gone_by_then(aske
 def test_trainers_without_memory_for_a_snapshot_have_written_a_checkpoint_or_the_pause_is_off():
     for durable, state in (("/shared/checkpoint", PAUSED), ("", JobState.RUNNING)):
         made = trains(world(pods=1))
-        made.send(PauseAsked())
-        stage = made.job.active
-        assert stage is not None
+        made.pause()
         member = replace(
-            stage.members[0],
+            made.active.members[0],
             phase=PodStagePhase.PARKED,
             step=made.job.progress.step,
             durable=durable,
         )
-        made.job = replace(made.job, active=stage.with_member(member))
+        made.job = replace(made.job, active=made.active.with_member(member))
         made.send(Tick())
         made.run_until(state)
         assert (made.job.ending.saved is not None) == bool(durable)

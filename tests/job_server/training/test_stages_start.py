@@ -30,7 +30,7 @@ def test_a_first_start_waits_for_all_nodes():
     made = world(expected_nodes=3)
     made.rounds(10)
     assert made.job.state is JobState.WAITING
-    assert views.job_status(made.job, made.now, 0).reason == "2 of 3 nodes have registered"
+    assert made.status.reason == "2 of 3 nodes have registered"
     made.nodes["c"] = type(made.nodes["a"])(node("c"), made.now, registered=False)
     trains(made)
 
@@ -48,7 +48,7 @@ def test_below_min_pods_there_is_no_first_start():
     made = world(expected_nodes=1, start_timeout_s=1.0, min_pods=5, max_pods=5, pods=5)
     made.rounds(30)
     assert made.job.state is JobState.WAITING
-    assert "only 4 of 5 pods find a place" in views.job_status(made.job, made.now, 0).reason
+    assert "only 4 of 5 pods find a place" in made.status.reason
 
 
 def test_a_stage_whose_trainers_may_not_be_elastic_is_committed_when_they_have_started():
@@ -64,7 +64,7 @@ def test_a_first_stage_is_not_changed_before_its_trainers_could_show_what_they_a
     made = world()
     made.run_until(JobState.RUNNING)
     assert not made.job.elastic
-    made.send(ResizeAsked(Resize(pods=1)))
+    made.resize(1)
     assert "waits" in made.reasons[-1]
     made.run_until(JobState.PREPARING, JobState.CUTTING_OVER)
     trains(made)
@@ -173,7 +173,7 @@ def test_a_clock_that_is_set_back_books_nothing_twice():
 def test_the_expected_run_time_is_kept():
     made = world()
     made.send(RunTimeStatic(77.5))
-    assert views.job_status(made.job, made.now, 0).estimated_run_time_s == 77.5
+    assert made.status.estimated_run_time_s == 77.5
 
 
 def test_the_history_keeps_the_newest_stages_only():
@@ -234,7 +234,7 @@ def test_a_resize_while_the_first_start_is_prepared_follows_it(pods):
     made = world(overlap="auto", pods=2, max_pods=4)
     made.round()
     assert made.job.preparing is not None
-    made.send(ResizeAsked(Resize(pods=pods)))
+    made.resize(pods)
     made.run_until(JobState.RUNNING)
     made.rounds(30)
     assert made.job.target == pods

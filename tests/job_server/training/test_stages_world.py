@@ -275,6 +275,19 @@ def make_world(
     return World(spec, nodes, elastic=elastic)
 
 
+def worlds(*, min_pods: list[int]) -> st.SearchStrategy[World]:
+    """Return jobs of every kind, none of which has begun."""
+    return st.builds(
+        make_world,
+        elastic=st.booleans(),
+        overlap=st.sampled_from(["auto", "off", "join", "join"]),
+        standby=st.sampled_from([0, 1, 2]),
+        min_pods=st.sampled_from(min_pods),
+        scripted=st.booleans(),
+        failures=st.sampled_from([2, 50]),
+    )
+
+
 def finish(world: World) -> None:
     """From now on the world is honest: the job must come to an end, and nothing may be left."""
     world.heal()
@@ -311,26 +324,8 @@ def play(world: World, actions: list[tuple[Callable[[World, int], None], int]]) 
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
-@given(
-    elastic=st.booleans(),
-    overlap=st.sampled_from(["auto", "off", "join", "join"]),
-    standby=st.sampled_from([0, 1, 2]),
-    min_pods=st.sampled_from([1, 1, 2]),
-    scripted=st.booleans(),
-    failures=st.sampled_from([2, 50]),
-    actions=st.lists(ACTIONS, max_size=60),
-)
-def test_whatever_happens_the_job_comes_to_an_end_once_the_world_is_honest(
-    elastic, overlap, standby, min_pods, scripted, failures, actions
-):
-    world = make_world(
-        elastic=elastic,
-        overlap=overlap,
-        standby=standby,
-        min_pods=min_pods,
-        scripted=scripted,
-        failures=failures,
-    )
+@given(worlds(min_pods=[1, 1, 2]), st.lists(ACTIONS, max_size=60))
+def test_whatever_happens_the_job_comes_to_an_end_once_the_world_is_honest(world, actions):
     play(world, actions)
 
 
@@ -350,37 +345,22 @@ FENCED = st.tuples(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 @given(
-    elastic=st.booleans(),
-    stop_after_s=st.sampled_from([2.0, 5.0, 15.0]),
-    actions=st.lists(FENCED, max_size=60),
+    st.builds(
+        make_world,
+        elastic=st.booleans(),
+        stop_after_s=st.sampled_from([2.0, 5.0, 15.0]),
+        min_pods=st.just(1),
+        scripted=st.just(False),
+        failures=st.just(50),
+    ),
+    st.lists(FENCED, max_size=60),
 )
-def test_the_same_holds_where_clients_stop_pods_that_are_cut_off(elastic, stop_after_s, actions):
-    world = make_world(
-        elastic=elastic, min_pods=1, scripted=False, failures=50, stop_after_s=stop_after_s
-    )
+def test_the_same_holds_where_clients_stop_pods_that_are_cut_off(world, actions):
     play(world, actions)
 
 
 @pytest.mark.slow
 @settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    elastic=st.booleans(),
-    overlap=st.sampled_from(["auto", "off", "join", "join"]),
-    standby=st.sampled_from([0, 1, 2]),
-    min_pods=st.sampled_from([1, 2, 3]),
-    scripted=st.booleans(),
-    failures=st.sampled_from([2, 50]),
-    actions=st.lists(ACTIONS, min_size=30, max_size=200),
-)
-def test_the_same_holds_in_long_histories(
-    elastic, overlap, standby, min_pods, scripted, failures, actions
-):
-    world = make_world(
-        elastic=elastic,
-        overlap=overlap,
-        standby=standby,
-        min_pods=min_pods,
-        scripted=scripted,
-        failures=failures,
-    )
+@given(worlds(min_pods=[1, 2, 3]), st.lists(ACTIONS, min_size=30, max_size=200))
+def test_the_same_holds_in_long_histories(world, actions):
     play(world, actions)

@@ -7,21 +7,10 @@ import pytest
 
 from job_server.api import wire
 from job_server.cluster.placement import Cluster, NodeView
-from job_server.jobs.events import KillAsked, ResizeAsked, Tick
+from job_server.jobs.events import Tick
 from job_server.training import changes, machine
-from job_server.training.job import JobStage
 from job_server.training.standby import MOST_FAILURES, likely_failures
 from tests.job_server.world import RUNNING, World, node, records, trains, world
-
-
-def preparing(made: World) -> JobStage:
-    assert made.job.preparing is not None
-    return made.job.preparing
-
-
-def active(made: World) -> JobStage:
-    assert made.job.active is not None
-    return made.job.active
 
 
 def stands_by(standby: int = 1, **spec: Any) -> World:
@@ -32,7 +21,7 @@ def stands_by(standby: int = 1, **spec: Any) -> World:
 
 def until_ready(made: World, rounds: int = 200) -> World:
     for _ in range(rounds):
-        if made.job.preparing is not None and made.job.preparing.stands_by:
+        if made.job.preparing is not None and made.preparing.stands_by:
             return made
         made.round()
     raise AssertionError(f"nobody stands by: {made.reasons[-30:]}")
@@ -44,46 +33,44 @@ def test_a_standby_is_prepared_once_training_is_settled_and_the_job_is_called_ru
     made.rounds(4)
     assert made.job.preparing is None
     made = stands_by()
-    assert preparing(made).pod_ids == active(made).pod_ids
+    assert made.preparing.pod_ids == made.active.pod_ids
     assert made.job.state is RUNNING
     made.rounds(400)  # it is never cut for, and never too late
-    assert preparing(made).stands_by
+    assert made.preparing.stands_by
 
 
 def test_a_crash_puts_the_standby_in_force_from_the_newest_snapshot():
     made = stands_by()
-    standby = preparing(made).stage
-    _, pod, who = made.launchers()[0]
-    made.kill_trainer(pod, who)
+    standby = made.preparing.stage
+    made.crash()
     made.rounds(6)
-    assert active(made).stage == standby
-    assert active(made).restore_from is not None
-    assert active(made).way is wire.Way.REPLACE
+    assert made.active.stage == standby
+    assert made.active.restore_from is not None
+    assert made.active.way is wire.Way.REPLACE
     assert made.job.lineage.redone_steps <= 3  # the world takes a snapshot every three steps
     until_ready(made)
 
 
 def test_a_change_goes_before_the_standby_which_is_prepared_again_for_its_outcome():
     made = stands_by(pods=2, max_pods=3)
-    first = preparing(made).stage
-    made.send(ResizeAsked(wire.Resize(pods=1)))
-    assert preparing(made).stage > first
-    assert not preparing(made).standby
+    first = made.preparing.stage
+    made.resize(1)
+    assert made.preparing.stage > first
+    assert not made.preparing.standby
     until_ready(made)
-    assert len(preparing(made).members) == 1
+    assert len(made.preparing.members) == 1
 
 
 def test_a_standby_that_fails_is_no_crash_and_is_tried_again_later():
     made = stands_by()
-    standby = preparing(made).stage
-    _, _, who = made.launchers()[0]
-    made.kill_prepared(who)
+    standby = made.preparing.stage
+    made.kill_prepared(made.launchers()[0][2])
     made.rounds(2)
     assert made.job.preparing is None
     assert made.job.state is RUNNING
     assert made.job.lineage.redone_steps == 0
     until_ready(made, 400)
-    assert preparing(made).stage > standby
+    assert made.preparing.stage > standby
     waited = []
     for _ in range(3):  # ever later, where it always fails
         until_ready(made, 2000)
@@ -96,45 +83,31 @@ def test_a_standby_that_fails_is_no_crash_and_is_tried_again_later():
 
 def test_the_loss_of_a_pod_takes_its_standby_with_it():
     made = stands_by()
-    _, pod, _ = made.launchers()[0]
-    pod.snapshot = None
-    pod.end()
+    made.kill_shim("pod_0_0")
     made.rounds(40)
-    assert pod.pod_id not in active(made).pod_ids
+    assert "pod_0_0" not in made.active.pod_ids
     assert made.job.state is RUNNING
 
 
 def test_a_standby_that_takes_over_leaves_alone_what_was_asked_for_since():
     made = stands_by(pods=4, max_pods=6)  # there are four slots
-    made.send(ResizeAsked(wire.Resize(pods=6)))
-    assert preparing(made).stands_by
-    _, pod, who = made.launchers()[0]
-    made.kill_trainer(pod, who)
+    made.resize(6)
+    assert made.preparing.stands_by
+    made.crash()
     made.rounds(6)
-    assert len(active(made).members) == 4
+    assert len(made.active.members) == 4
     assert made.job.target == 6
 
 
 # --- one pod less -------------------------------------------------------------------------------
 
 
-def lose_pod(made: World, pod_id: str) -> None:
-    """Its shim is killed: trainers, launcher and snapshot are gone with it."""
-    pod = next(found for _, found, _ in made.launchers() if found.pod_id == pod_id)
-    pod.snapshot = None
-    pod.end()
-
-
-def power_off(made: World, name: str) -> None:
-    made.power_off(made.nodes[name])
-
-
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_standby_of_two_takes_over_without_the_pod_that_is_lost_and_grows_back(victim):
     made = stands_by(2, pods=3, max_pods=3)
-    standby, before = preparing(made), active(made).pod_ids
+    standby, before = made.preparing, made.active.pod_ids
     assert standby.survivable_failures[:3] == tuple((pod_id,) for pod_id in before)
-    lose_pod(made, before[victim])
+    made.kill_shim(before[victim])
     made.rounds(8)
     record = next(each for each in records(made) if each.stage == standby.stage)
     assert record.committed_at is not None
@@ -142,49 +115,48 @@ def test_a_standby_of_two_takes_over_without_the_pod_that_is_lost_and_grows_back
     assert record.redone_steps <= 3
     trains(made)
     made.rounds(30)
-    assert len(active(made).members) == 3, "it has grown back"
-    assert before[victim] not in active(made).pod_ids
+    assert len(made.active.members) == 3, "it has grown back"
+    assert before[victim] not in made.active.pod_ids
     assert made.job.target == 3
 
 
 def test_a_node_that_is_lost_takes_all_its_pods_and_the_standby_does_without_them():
     made = stands_by(2, pods=4, max_pods=4)  # two nodes of two
-    standby = preparing(made)
+    standby = made.preparing
     assert len(standby.survivable_failures) == 4 + 2
-    power_off(made, "b")
+    made.power_off(made.nodes["b"])
     made.rounds(12)
-    assert active(made).stage == standby.stage
-    assert {member.pod.node_id for member in active(made).members} == {"a"}
-    assert [member.pod.ranks for member in active(made).members] == [(0,), (1,)]
+    assert made.active.stage == standby.stage
+    assert {member.pod.node_id for member in made.active.members} == {"a"}
+    assert [member.pod.ranks for member in made.active.members] == [(0,), (1,)]
 
 
 def test_two_pods_of_two_nodes_are_more_than_a_standby_can_do_without():
     made = stands_by(2, pods=4, max_pods=4)
-    standby, before = preparing(made), active(made)
+    standby, before = made.preparing, made.active
     for name in ("a", "b"):
-        lose_pod(made, next(m.pod.pod_id for m in before.members if m.pod.node_id == name))
+        made.kill_shim(next(m.pod.pod_id for m in before.members if m.pod.node_id == name))
     made.rounds(20)
     record = next(each for each in records(made) if each.stage == standby.stage)
     assert record.outcome.startswith("abandoned")
     made.run_until(RUNNING)
-    assert len(active(made).members) in (2, 3, 4)
+    assert len(made.active.members) in (2, 3, 4)
 
 
 def test_a_standby_of_two_takes_over_whole_from_a_trainer_that_crashes():
     made = stands_by(2, pods=3, max_pods=3)
-    standby = preparing(made).stage
-    _, pod, who = made.launchers()[1]
-    made.kill_trainer(pod, who)
+    standby = made.preparing.stage
+    made.crash(made.active.pod_ids[1])
     made.rounds(6)
-    assert active(made).stage == standby
-    assert len(active(made).members) == 3
-    assert active(made).missing_pods == ()
+    assert made.active.stage == standby
+    assert len(made.active.members) == 3
+    assert made.active.missing_pods == ()
 
 
 def test_a_pod_that_an_operator_has_killed_is_done_without():
     made = stands_by(2, pods=3, max_pods=3)
-    standby, before = preparing(made).stage, active(made).pod_ids
-    made.send(KillAsked(wire.Kill(pod_id=before[1])))
+    standby, before = made.preparing.stage, made.active.pod_ids
+    made.kill(pod_id=before[1])
     made.rounds(8)
     record = next(each for each in records(made) if each.stage == standby)
     assert record.committed_at is not None
@@ -193,31 +165,20 @@ def test_a_pod_that_an_operator_has_killed_is_done_without():
 
 def test_a_standby_does_not_take_over_below_the_least_pods_of_the_job():
     made = stands_by(2, pods=2, max_pods=2, min_pods=2)
-    standby, before = preparing(made).stage, active(made).pod_ids
-    lose_pod(made, before[1])
+    standby, before = made.preparing.stage, made.active.pod_ids
+    made.kill_shim(before[1])
     made.rounds(20)
     record = next(each for each in records(made) if each.stage == standby)
     assert record.outcome.startswith("abandoned")
 
 
 def test_more_pods_than_provided_for_are_said_once_and_the_standby_covers_crashes():
-    made = trains(
-        world(
-            overlap="auto",
-            standby=2,
-            pods=10,
-            max_pods=10,
-            total_steps=4000,
-            slots=5,
-        )
-    )
-    until_ready(made)
-    assert preparing(made).survivable_failures == ()
+    made = stands_by(2, pods=10, max_pods=10, slots=5)
+    assert made.preparing.survivable_failures == ()
     said = [reason for reason in made.reasons if "standby 2 acts as 1" in reason]
     assert len(said) == 1
     made.rounds(4)
-    _, pod, who = made.launchers()[1]
-    made.kill_trainer(pod, who)
+    made.crash(made.active.pod_ids[1])
     made.rounds(6)
     until_ready(made)
     assert [reason for reason in made.reasons if "standby 2 acts as 1" in reason] == said

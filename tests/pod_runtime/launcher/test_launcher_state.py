@@ -77,10 +77,13 @@ def plan(stage: int, order: Order, **fields: Any) -> StagePlan:
 
 
 class Simulated:
-    """A launcher whose trainers are what the test says of them."""
+    """A launcher whose trainers, those of two ranks, are what the test says of them."""
 
-    def __init__(self, pod_id: str = "a", grace_s: float = 5.0) -> None:
+    def __init__(
+        self, pod_id: str = "a", grace_s: float = 5.0, ranks: tuple[int, ...] = (0, 1)
+    ) -> None:
         self.pod = state.LauncherState(pod_id=pod_id, node_id="node", grace_s=grace_s)
+        self.ranks = ranks
         self.now = NOW
         self.revision = 0
         self.port_taken = False  # of stages that trainers are to join
@@ -115,24 +118,52 @@ class Simulated:
         self.pod = state.received(self.pod, (stage, attempt), rank, said)
         return self.settle()
 
+    def all_say(self, said: TrainerMessage, stage: int = 1) -> list[Any]:
+        """Let one trainer after the other say it; return what follows from the last."""
+        for rank in self.ranks:
+            actions = self.say(rank, said, stage)
+        return actions
+
+    def all_hello(self, stage: int = 1, *, joins: bool = False) -> None:
+        for rank in self.ranks:
+            self.say(rank, TrainerHello(rank=rank, stage=stage, pid=1, joins=joins), stage)
+
+    def wait(self, seconds: float) -> list[Any]:
+        self.now += seconds
+        return self.settle()
+
     def die(
         self, rank: int, code: int, stage: int = 1, attempt: int = 0, why: str = ""
     ) -> list[Any]:
         self.pod = state.died(self.pod, (stage, attempt), rank, code, why)
         return self.settle()
 
-    def train(self, stage: int = 1) -> None:
-        """Bring both trainers to where they make steps."""
-        self.told(plan(stage, Order.START))
-        for rank in (0, 1):
-            self.say(rank, TrainerHello(rank=rank, stage=stage, pid=1), stage)
-            self.say(rank, StateLoaded(step=0), stage)
-        self.told(plan(stage, Order.GO))
-        self.say(0, Stepped(step=1), stage)
+    def load(self, step: int = 0, *, joins: bool = False) -> list[Any]:
+        """Bring both trainers of stage 1 to where they have their state, and may go."""
+        self.told(plan(1, Order.START))
+        self.all_hello(joins=joins)
+        loaded = self.all_say(StateLoaded(step=step))
+        self.told(plan(1, Order.GO))
+        return loaded
+
+    def train(self) -> None:
+        """Bring both trainers of stage 1 to where they make steps."""
+        self.load()
+        self.say(0, Stepped(step=1))
+
+
+def training_pod() -> Simulated:
+    pod = Simulated()
+    pod.train()
+    return pod
+
+
+def of(actions: list[Any], kind: type[Any]) -> list[Any]:
+    return [action for action in actions if isinstance(action, kind)]
 
 
 def reports(actions: list[Any]) -> list[PodReport]:
-    return [action.report for action in actions if isinstance(action, SendReport)]
+    return [action.report for action in of(actions, SendReport)]
 
 
 def kinds(actions: list[Any]) -> list[ReportKind]:
@@ -140,17 +171,16 @@ def kinds(actions: list[Any]) -> list[ReportKind]:
 
 
 def messages(actions: list[Any]) -> list[tuple[int, str]]:
-    return [(a.rank, kind_of(a.message)) for a in actions if isinstance(a, SendMessage)]
+    return [(a.rank, kind_of(a.message)) for a in of(actions, SendMessage)]
 
 
 def sent(actions: list[Any], kind: type[Any]) -> list[tuple[int, Any]]:
     """Return the messages of a kind, each with the rank that gets it."""
-    sends = [action for action in actions if isinstance(action, SendMessage)]
-    return [(send.rank, send.message) for send in sends if isinstance(send.message, kind)]
+    return [(a.rank, a.message) for a in of(actions, SendMessage) if isinstance(a.message, kind)]
 
 
 def signals(actions: list[Any]) -> list[tuple[int, signal.Signals]]:
-    return [(a.rank, a.signum) for a in actions if isinstance(a, SendSignal)]
+    return [(a.rank, a.signum) for a in of(actions, SendSignal)]
 
 
 def test_prepare_is_answered_once_and_starts_nothing():
@@ -168,20 +198,17 @@ def preparing(order: Order = Order.PREPARE, **fields: Any) -> StagePlan:
 
 def prepare_beside() -> Simulated:
     """Return a pod that trains stage 1 and has the trainers of stage 2 prepared."""
-    pod = Simulated()
-    pod.train()
+    pod = training_pod()
     pod.told(plan(1, Order.GO), preparing())
-    for rank in (0, 1):
-        pod.say(rank, TrainerHello(rank=rank, stage=2, pid=1), 2)
-        pod.say(rank, Prepared(), 2)
+    pod.all_hello(2)
+    pod.all_say(Prepared(), 2)
     return pod
 
 
 def test_replace_starts_trainers_beside_those_that_train_and_is_ready_when_all_are_prepared():
-    pod = Simulated()
-    pod.train()
+    pod = training_pod()
     actions = pod.told(plan(1, Order.GO), preparing())
-    assert [action.plan.stage for action in actions if isinstance(action, Spawn)] == [2]
+    assert [action.plan.stage for action in of(actions, Spawn)] == [2]
     assert kinds(actions) == []
     pod.say(0, TrainerHello(rank=0, stage=2, pid=1), 2)
     assert kinds(pod.say(0, Prepared(), 2)) == []
@@ -193,8 +220,7 @@ def test_replace_starts_trainers_beside_those_that_train_and_is_ready_when_all_a
 def test_prepared_trainers_are_given_their_state_with_go_and_the_parked_are_killed_after_it():
     pod = prepare_beside()
     pod.told(plan(1, Order.CUT, cut=1), preparing())
-    for rank in (0, 1):
-        pod.say(rank, Drained(step=7, id=1))
+    pod.all_say(Drained(step=7, id=1))
     actions = pod.told(plan(1, Order.CUT, cut=1), preparing(Order.GO))
     assert sent(actions, Go) == [(rank, Go(plan=preparing(Order.GO))) for rank in (0, 1)]
     assert signals(actions) == []
@@ -220,7 +246,7 @@ def test_what_the_others_parked_with_is_shown_once_after_it_was_told_and_again_a
     assert sent(shown, Preview) == [(rank, Preview(snapshot=first)) for rank in (0, 1)]
     assert pod.settle() == []
     resumed = pod.told(plan(1, Order.RESUME, cut=1), preparing())
-    assert [a for a in resumed if isinstance(a, HaveAtHand)] == [HaveAtHand(plan=None)]
+    assert of(resumed, HaveAtHand) == [HaveAtHand(plan=None)]
     pod.say(0, Stepped(step=8))
     second = SnapshotRef(stage=1, step=9)
     assert [m.snapshot for _, m in sent(park(2, 9, second), Preview)] == [second] * 2
@@ -229,8 +255,7 @@ def test_what_the_others_parked_with_is_shown_once_after_it_was_told_and_again_a
 def test_a_state_that_is_in_no_snapshot_is_not_shown():
     pod = prepare_beside()
     pod.told(plan(1, Order.CUT, cut=1), preparing())
-    actions = [pod.say(rank, Drained(step=7, id=1)) for rank in (0, 1)][1]
-    (drained,) = actions
+    (drained,) = pod.all_say(Drained(step=7, id=1))
     assert isinstance(drained, SendReport)
     assert not drained.report.snapshot_is_current
 
@@ -259,7 +284,7 @@ def test_an_abandoned_preparation_is_killed_at_once_and_the_stage_in_force_goes_
     assert [run.plan.stage for run in pod.pod.runs] == [1]
     for rank in (0, 1):
         actions = pod.die(rank, 0)
-    assert [action.code for action in actions if isinstance(action, Exit)] == [0]
+    assert [action.code for action in of(actions, Exit)] == [0]
 
 
 @pytest.mark.parametrize("code", [0, 1, -9])
@@ -267,7 +292,7 @@ def test_a_trainer_that_ends_while_it_is_prepared_fails_its_stage_and_no_other(c
     pod = prepare_beside()
     actions = pod.die(1, code, 2)
     assert [(r.kind, r.stage, r.rank) for r in reports(actions)] == [(ReportKind.FAILED, 2, 1)]
-    assert not [action for action in actions if isinstance(action, Exit)]
+    assert not of(actions, Exit)
 
 
 def test_an_attaching_launcher_tells_of_the_stage_that_trains_and_not_of_the_one_it_prepares():
@@ -278,10 +303,10 @@ def test_an_attaching_launcher_tells_of_the_stage_that_trains_and_not_of_the_one
 def test_a_second_attempt_at_a_preparation_waits_until_the_first_is_gone():
     pod = prepare_beside()
     actions = pod.told(plan(1, Order.GO), preparing(attempt=1))
-    assert not [action for action in actions if isinstance(action, Spawn)]
+    assert not of(actions, Spawn)
     pod.die(0, -9, 2)
     actions = pod.die(1, -9, 2)
-    assert [action.plan.attempt for action in actions if isinstance(action, Spawn)] == [1]
+    assert [action.plan.attempt for action in of(actions, Spawn)] == [1]
 
 
 # --- join: trainers that stay go on as those of the next stage ------------------------------------
@@ -294,19 +319,16 @@ def joins(order: Order = Order.PREPARE, **fields: Any) -> StagePlan:
 
 
 def ready_to_join() -> Simulated:
-    pod = Simulated()
-    pod.train()
+    pod = training_pod()
     pod.told(plan(1, Order.GO), joins())
-    pod.say(0, Formed(stage=2))
-    pod.say(1, Formed(stage=2))
+    pod.all_say(Formed(stage=2))
     return pod
 
 
 def test_trainers_that_stay_are_asked_to_join_and_the_pod_is_ready_when_all_have_formed_the_group():
-    pod = Simulated()
-    pod.train()
+    pod = training_pod()
     actions = pod.told(plan(1, Order.GO), joins())
-    assert not [action for action in actions if isinstance(action, Spawn)]
+    assert not of(actions, Spawn)
     assert sent(actions, Invitation) == [
         (0, Invitation(plan=joins(), rank=2)),
         (1, Invitation(plan=joins(), rank=3)),
@@ -321,10 +343,9 @@ def test_trainers_that_stay_are_asked_to_join_and_the_pod_is_ready_when_all_have
 def test_with_go_they_are_those_of_the_next_stage_and_the_one_before_has_none_left():
     pod = ready_to_join()
     assert messages(pod.told(plan(1, Order.CUT), joins())) == [(0, "cut"), (1, "cut")]
-    for rank in (0, 1):
-        pod.say(rank, Drained(step=9, id=1))
+    pod.all_say(Drained(step=9, id=1))
     actions = pod.told(plan(1, Order.CUT), joins(Order.GO))
-    moved = [a for a in actions if isinstance(a, Move)]
+    moved = of(actions, Move)
     assert [(a.key, a.rank, a.new_key, a.new_rank) for a in moved] == [
         ((1, 0), 0, (2, 0), 2),
         ((1, 0), 1, (2, 0), 3),
@@ -343,10 +364,9 @@ def test_with_go_they_are_those_of_the_next_stage_and_the_one_before_has_none_le
 def test_a_cut_of_the_stage_that_they_have_joined_is_told_with_its_own_number():
     pod = ready_to_join()
     pod.told(plan(1, Order.CUT, cut=4), joins())
-    for rank in (0, 1):
-        pod.say(rank, Drained(step=9, id=4))
+    pod.all_say(Drained(step=9, id=4))
     actions = pod.told(plan(1, Order.CUT, cut=4), joins(Order.CUT, cut=1))
-    cuts = [a for a in actions if isinstance(a, SendMessage)]
+    cuts = of(actions, SendMessage)
     assert [(a.key, a.rank, a.message) for a in cuts] == [
         ((2, 0), 2, Cut(id=1)),
         ((2, 0), 3, Cut(id=1)),
@@ -373,25 +393,19 @@ def test_another_attempt_at_the_same_stage_is_joined_anew():
 
 def test_a_trainer_that_cannot_join_is_told_of_and_its_pod_no_longer_offers_to():
     pod = Simulated()
-    pod.told(plan(1, Order.START))
-    for rank in (0, 1):
-        pod.say(rank, TrainerHello(rank=rank, stage=1, pid=1, joins=True), 1)
-        actions = pod.say(rank, StateLoaded(step=0), 1)
-    assert [(r.kind, r.joins) for r in reports(actions)] == [(ReportKind.LOADED, True)]
-    pod.told(plan(1, Order.GO))
+    loaded = pod.load(joins=True)
+    assert [(r.kind, r.joins) for r in reports(loaded)] == [(ReportKind.LOADED, True)]
     pod.say(0, Stepped(step=1))
     pod.told(plan(1, Order.GO), joins())
     pod.say(0, Formed(stage=2))
     (report,) = reports(pod.say(1, CannotJoin(stage=2, reason="no names")))
     assert (report.kind, report.stage) == (ReportKind.CANNOT_JOIN, 2)
     assert report.reason == "rank 1: no names"
-    pod.now += 1.0
-    assert [(r.kind, r.joins) for r in reports(pod.settle())] == [(ReportKind.PROGRESS, False)]
+    assert [(r.kind, r.joins) for r in reports(pod.wait(1.0))] == [(ReportKind.PROGRESS, False)]
 
 
 def test_a_taken_port_of_a_stage_to_join_is_told_before_anybody_is_asked():
-    pod = Simulated()
-    pod.train()
+    pod = training_pod()
     pod.port_taken = True
     actions = pod.told(plan(1, Order.GO), joins())
     assert (kinds(actions), messages(actions)) == ([ReportKind.PORT_TAKEN], [])
@@ -409,13 +423,11 @@ def test_the_death_of_a_trainer_that_was_to_stay_fails_its_own_stage():
 
 
 def test_a_pod_that_comes_new_prepares_trainers_for_a_stage_that_others_join():
-    pod = Simulated()
+    pod = Simulated(ranks=(2, 3))
     actions = pod.told(joins())
     assert [type(action) for action in actions] == [Spawn]
-    for rank in (2, 3):
-        pod.say(rank, TrainerHello(rank=rank, stage=2, pid=1, joins=True), 2)
-        actions = pod.say(rank, Prepared(), 2)
-    (report,) = reports(actions)
+    pod.all_hello(2, joins=True)
+    (report,) = reports(pod.all_say(Prepared(), 2))
     assert (report.kind, report.joins) == (ReportKind.READY, True)
     actions = pod.told(joins(Order.GO))
     assert [rank for rank, _ in sent(actions, Go)] == [2, 3]
@@ -445,35 +457,25 @@ def test_go_reaches_trainers_that_come_to_the_loop_late():
 
 
 def test_a_script_that_enters_a_second_loop_is_welcomed_again():
-    pod = Simulated()
-    pod.train()
+    pod = training_pod()
     again = pod.say(0, TrainerHello(rank=0, stage=1, pid=1))
     assert messages(again) == [(0, "welcome"), (0, "go")]
 
 
 def test_first_step_is_told_at_once_and_then_progress_every_heartbeat():
     pod = Simulated()
-    pod.told(plan(1, Order.START))
-    for rank in (0, 1):
-        pod.say(rank, TrainerHello(rank=rank, stage=1, pid=1))
-        pod.say(rank, StateLoaded(step=4))
-    pod.told(plan(1, Order.GO))
+    pod.load(step=4)
     assert ReportKind.FIRST_STEP in kinds(pod.say(1, Stepped(step=5)))
     assert kinds(pod.say(0, Stepped(step=5, metrics={"loss": 2.0}))) == []
     assert next_deadline(pod.pod) == NOW + 1.0
-    pod.now += 1.0
-    (progress,) = reports(pod.settle())
+    (progress,) = reports(pod.wait(1.0))
     assert progress.kind is ReportKind.PROGRESS
     assert (progress.step, progress.metrics) == (5, {"loss": 2.0})
 
 
 def test_what_is_logged_between_the_restore_and_the_first_step_is_no_first_step():
     pod = Simulated()
-    pod.told(plan(1, Order.START))
-    for rank in (0, 1):
-        pod.say(rank, TrainerHello(rank=rank, stage=1, pid=1))
-        pod.say(rank, StateLoaded(step=30))
-    pod.told(plan(1, Order.GO))
+    pod.load(step=30)
     evaluated = pod.say(0, Stepped(step=30, metrics={"accuracy": 0.9}))
     assert ReportKind.FIRST_STEP not in kinds(evaluated)
     (first,) = (r for r in reports(pod.say(0, Stepped(step=31))) if r.kind is ReportKind.FIRST_STEP)
@@ -481,28 +483,22 @@ def test_what_is_logged_between_the_restore_and_the_first_step_is_no_first_step(
 
 
 def test_a_cut_is_told_to_all_and_drained_when_the_last_has_parked():
-    pod = Simulated()
-    pod.train()
+    pod = training_pod()
     coming = plan(2, Order.PREPARE)
     actions = pod.told(plan(1, Order.CUT, durable=True), coming)
-    assert [a.message for a in actions if isinstance(a, SendMessage)] == [
-        Cut(id=1, durable=True)
-    ] * 2
+    assert [a.message for a in of(actions, SendMessage)] == [Cut(id=1, durable=True)] * 2
     assert HaveAtHand(plan=plan(1, Order.CUT, durable=True)) in actions
     assert kinds(actions) == [ReportKind.READY]
     assert kinds(pod.say(0, Drained(step=9, id=1))) == []
     (drained,) = reports(pod.say(1, Drained(step=9, id=1)))
     assert (drained.kind, drained.step) == (ReportKind.DRAINED, 9)
-    pod.now += 10
-    assert kinds(pod.settle()) == [ReportKind.ALIVE]  # a parked trainer makes no progress
+    assert kinds(pod.wait(10)) == [ReportKind.ALIVE]  # a parked trainer makes no progress
 
 
 def test_parked_trainers_are_killed_and_the_next_stage_waits_until_they_are_gone():
-    pod = Simulated()
-    pod.train()
+    pod = training_pod()
     pod.told(plan(1, Order.CUT), plan(2, Order.PREPARE))
-    for rank in (0, 1):
-        pod.say(rank, Drained(step=9))
+    pod.all_say(Drained(step=9))
     actions = pod.told(plan(1, Order.END), plan(2, Order.START))
     assert signals(actions) == [(0, signal.SIGKILL), (1, signal.SIGKILL)]
     assert not any(isinstance(action, Spawn) for action in actions)
@@ -512,8 +508,7 @@ def test_parked_trainers_are_killed_and_the_next_stage_waits_until_they_are_gone
 
 
 def test_ranks_that_parked_after_different_steps_are_a_failure():
-    pod = Simulated()
-    pod.train()
+    pod = training_pod()
     pod.told(plan(1, Order.CUT))
     pod.say(0, Drained(step=9))
     (report,) = reports(pod.say(1, Drained(step=10)))
@@ -521,58 +516,49 @@ def test_ranks_that_parked_after_different_steps_are_a_failure():
 
 
 def test_each_cut_has_its_own_number_and_an_answer_to_an_earlier_one_does_not_count():
-    pod = Simulated()
-    pod.train()
+    pod = training_pod()
     pod.told(plan(1, Order.CUT))
     assert set(messages(pod.told(plan(1, Order.RESUME, cut=1)))) == {(0, "resume"), (1, "resume")}
     cut = sent(pod.told(plan(1, Order.CUT, cut=2)), Cut)
     assert cut == [(0, Cut(id=2)), (1, Cut(id=2))]
     for rank in (0, 1):
         assert kinds(pod.say(rank, Drained(step=9, id=1))) == []  # was on its way
-    for rank in (0, 1):
-        actions = pod.say(rank, Drained(step=11, id=2))
+    actions = pod.all_say(Drained(step=11, id=2))
     assert kinds(actions) == [ReportKind.DRAINED]
 
 
 @pytest.mark.parametrize("order", [Order.RESUME, Order.GO])
 def test_an_earlier_cut_that_is_off_frees_nobody_that_parked_for_the_next_with_its_peers(order):
-    pod = Simulated()
-    pod.train()
-    for rank in (0, 1):
-        actions = pod.say(rank, Drained(step=9, id=2))
+    pod = training_pod()
+    actions = pod.all_say(Drained(step=9, id=2))
     assert kinds(actions) == [ReportKind.DRAINED]
     off = pod.told(plan(1, order, cut=1))  # old news: cut 2 is on its way to us
-    assert [a.message for a in off if isinstance(a, SendMessage)] == [Resume(id=1)] * 2
+    assert [a.message for a in of(off, SendMessage)] == [Resume(id=1)] * 2
     assert ReportKind.FAILED not in kinds(off)
     assert [t.parked_at for t in pod.pod.runs[-1].trainers] == [9, 9]
     off = pod.told(plan(1, order, cut=2))
-    assert [a.message for a in off if isinstance(a, SendMessage)] == [Resume(id=2)] * 2
+    assert [a.message for a in of(off, SendMessage)] == [Resume(id=2)] * 2
     assert pod.say(0, Drained(step=9, id=2)) == []  # it was on its way, and goes on
 
 
 def test_a_cut_that_is_called_off_unheard_frees_those_whom_it_reached_through_their_peers():
-    pod = Simulated()
-    pod.train()
-    for rank in (0, 1):
-        pod.say(rank, Drained(step=9, id=1))
+    pod = training_pod()
+    pod.all_say(Drained(step=9, id=1))
     off = pod.told(plan(1, Order.GO, cut=1))
     assert messages(off) == [(0, "resume"), (1, "resume")]
     assert pod.told(plan(1, Order.GO, cut=1)) == []
 
 
 def test_the_next_cut_frees_those_who_parked_for_the_one_before():
-    pod = Simulated()
-    pod.train()
+    pod = training_pod()
     pod.told(plan(1, Order.CUT))
-    for rank in (0, 1):
-        pod.say(rank, Drained(step=9, id=1))
+    pod.all_say(Drained(step=9, id=1))
     actions = pod.told(plan(1, Order.CUT, cut=2, durable=True))  # its RESUME was never heard
     assert [a.message for a in actions if isinstance(a, SendMessage) and a.rank == 0] == [
         Resume(id=1),
         Cut(id=2, durable=True),
     ]
-    for rank in (0, 1):
-        actions = pod.say(rank, Drained(step=10, id=2))
+    actions = pod.all_say(Drained(step=10, id=2))
     assert [(r.kind, r.step) for r in reports(actions)] == [(ReportKind.DRAINED, 10)]
 
 
@@ -582,11 +568,9 @@ def test_trainers_without_the_loop_get_sigterm_and_after_the_grace_sigkill():
     pod.told(plan(1, Order.GO))
     assert signals(pod.told(plan(1, Order.END))) == [(0, signal.SIGTERM), (1, signal.SIGTERM)]
     pod.die(0, -15)
-    pod.now += 4.5
-    assert signals(pod.settle()) == []
+    assert signals(pod.wait(4.5)) == []
     assert next_deadline(pod.pod) == NOW + 5.0
-    pod.now += 0.5
-    assert signals(pod.settle()) == [(1, signal.SIGKILL)]
+    assert signals(pod.wait(0.5)) == [(1, signal.SIGKILL)]
     assert kinds(pod.die(1, -9)) == [ReportKind.ENDED]
 
 
@@ -608,8 +592,7 @@ def test_trainers_without_the_loop_get_sigterm_and_after_the_grace_sigkill():
 def test_a_death_is_reported_and_its_cause_is_too_and_the_other_trainers_are_left_alone(
     deaths, failures
 ):
-    pod = Simulated()
-    pod.train()
+    pod = training_pod()
     actions = [action for rank, code in deaths for action in pod.die(rank, code, why="boom")]
     assert [
         (each.kind, each.rank, each.code, each.peer_lost, each.reason) for each in reports(actions)
@@ -619,8 +602,7 @@ def test_a_death_is_reported_and_its_cause_is_too_and_the_other_trainers_are_lef
 
 @pytest.mark.parametrize("code", [1, -6])
 def test_what_a_trainer_raised_counts_more_than_how_its_process_was_torn_down(code):
-    pod = Simulated()
-    pod.train()
+    pod = training_pod()
     error = TrainerError(chain=(RaisedError(types=("ValueError",), text="bad"),), where="t.py:7")
     pod.say(1, Raised(error=error))
     (failed,) = reports(pod.die(1, code, why="C++ Traceback"))
@@ -637,11 +619,10 @@ def test_in_a_world_of_one_nobody_is_a_victim():
 
 
 def test_when_all_have_exited_with_0_so_does_the_launcher():
-    pod = Simulated()
-    pod.train()
+    pod = training_pod()
     assert kinds(pod.say(0, Done(step=20))) == [ReportKind.DONE]
     assert pod.die(1, 0) == []
-    assert [a for a in pod.die(0, 0) if isinstance(a, Exit)] == [
+    assert of(pod.die(0, 0), Exit) == [
         Exit(code=0, reason="every trainer has exited with 0", stage=1)
     ]
 
@@ -669,16 +650,14 @@ def test_a_taken_port_is_told_and_the_next_attempt_is_started():
 
 
 def test_a_kill_is_carried_out_once():
-    pod = Simulated()
-    pod.train()
+    pod = training_pod()
     killing = plan(1, Order.GO, kill_ranks=(("k", 1), ("other pod's", 3)))
     assert signals(pod.told(killing)) == [(1, signal.SIGKILL)]
     assert signals(pod.told(killing)) == []
 
 
 def test_leave_ends_the_trainers_and_then_the_launcher():
-    pod = Simulated()
-    pod.train()
+    pod = training_pod()
     assert signals(pod.told(leave=True)) == [(0, signal.SIGTERM), (1, signal.SIGTERM)]
     pod.die(0, -15)
     (exit_,) = pod.die(1, -15)
@@ -686,8 +665,7 @@ def test_leave_ends_the_trainers_and_then_the_launcher():
 
 
 def test_a_second_stop_signal_kills_at_once():
-    pod = Simulated()
-    pod.train()
+    pod = training_pod()
     pod.pod = state.leave(pod.pod, state.Leaving(code=143, reason="SIGTERM"))
     assert {number for _, number in signals(pod.settle())} == {signal.SIGTERM}
     pod.pod = state.leave(pod.pod, state.Leaving(code=143, reason="SIGTERM", at_once=True))
@@ -702,11 +680,9 @@ def test_a_launcher_that_lost_its_memory_says_so(order):
 
 
 def test_after_an_attach_everything_that_is_true_is_told_again():
-    pod = Simulated()
-    pod.train()
+    pod = training_pod()
     pod.told(plan(1, Order.CUT))
-    for rank in (0, 1):
-        pod.say(rank, Drained(step=9))
+    pod.all_say(Drained(step=9))
     again = kinds(pod.told(plan(1, Order.CUT), attach=True))
     assert again == [ReportKind.FIRST_STEP, ReportKind.DRAINED]
     assert messages(pod.told(plan(1, Order.CUT), attach=True)) == []
@@ -721,14 +697,12 @@ def test_the_truth_names_the_phase():
     assert phase() is PodStagePhase.READY
     pod.told(plan(1, Order.START))
     assert phase() is PodStagePhase.STARTED
-    for rank in (0, 1):
-        pod.say(rank, TrainerHello(rank=rank, stage=1, pid=1))
-        pod.say(rank, StateLoaded(step=0))
+    pod.all_hello()
+    pod.all_say(StateLoaded(step=0))
     assert phase() is PodStagePhase.LOADED
     pod.told(plan(1, Order.GO))
     assert phase() is PodStagePhase.TRAINING
-    for rank in (0, 1):
-        pod.say(rank, Drained(step=9))
+    pod.all_say(Drained(step=9))
     assert phase() is PodStagePhase.PARKED
     pod.die(0, 3)
     failed = attach_status(pod.pod, 1, 0)
@@ -766,8 +740,7 @@ def apply(pod: Simulated, what: str, value: Any) -> list[Any]:
     if what == "attach" and pod.pod.orders is not None:
         return pod.told(*pod.pod.orders.plans, attach=True)
     if what == "time":
-        pod.now += value
-        return pod.settle()
+        return pod.wait(value)
     if run is None or what == "attach":
         return []
     rank = value[0] if what == "die" else value
@@ -799,8 +772,7 @@ def test_whatever_happens_two_stages_never_run_together_and_a_leaving_pod_gets_e
             return
     pod.pod = state.leave(pod.pod, state.Leaving(code=143, reason="SIGTERM"))
     actions = pod.settle()
-    pod.now += 60.0
-    actions += pod.settle()
+    actions += pod.wait(60.0)
     for run in pod.pod.runs:
         for trainer in run.trainers:
             if trainer.alive:
@@ -814,30 +786,25 @@ def test_a_launcher_without_progress_says_every_heartbeat_that_it_lives():
     pod.told(plan(1, Order.PREPARE), attach=True)
     for _ in range(3):
         assert next_deadline(pod.pod) == pod.now + 1.0
-        pod.now += 1.0
-        assert kinds(pod.settle()) == [ReportKind.ALIVE]
+        assert kinds(pod.wait(1.0)) == [ReportKind.ALIVE]
         assert pod.settle() == []
     pod.train()
-    pod.now += 1.0
-    assert kinds(pod.settle()) == [ReportKind.PROGRESS]
+    assert kinds(pod.wait(1.0)) == [ReportKind.PROGRESS]
     pod.told(plan(1, Order.CUT))
-    for rank in (0, 1):
-        pod.say(rank, Drained(step=9, id=1))
-    pod.now += 1.0
-    assert kinds(pod.settle()) == [ReportKind.ALIVE]
+    pod.all_say(Drained(step=9, id=1))
+    assert kinds(pod.wait(1.0)) == [ReportKind.ALIVE]
 
 
 def test_a_pod_knows_its_trainers_by_new_ranks_once_its_standby_has_lost_another_pod():
     whole = replace(plan(2, Order.PREPARE, way=Way.REPLACE), survivable_failures=(("a",), ("b",)))
-    pod = Simulated(pod_id="b")
+    pod = Simulated(pod_id="b", ranks=(2, 3))
     pod.told(whole)
-    for rank in (2, 3):
-        pod.say(rank, TrainerHello(rank=rank, stage=2, pid=1), 2)
-        pod.say(rank, Prepared(), 2)
+    pod.all_hello(2)
+    pod.all_say(Prepared(), 2)
     left = (part("b", 0, (0, 1)),)
     actions = pod.told(replace(whole, order=Order.GO, pods=left, missing_pods=("a",)))
-    assert [a.ranks for a in actions if isinstance(a, Renumber)] == [{2: 0, 3: 1}]
+    assert [a.ranks for a in of(actions, Renumber)] == [{2: 0, 3: 1}]
     assert [rank for rank, _ in sent(actions, Go)] == [0, 1]
-    assert not [a for a in pod.settle() if isinstance(a, Renumber)], "once"
+    assert not of(pod.settle(), Renumber), "once"
     dead = reports(pod.die(1, -9, 2))
     assert [(each.kind, each.rank) for each in dead] == [(ReportKind.FAILED, 1)]

@@ -116,6 +116,11 @@ class FakeServer:
         reports = self.reports[-1:]
         return next((p for r in reports for p in r.pods if p.pod_id == pod_id), None)
 
+    def want_until(self, phase: PodPhase, *pods: NodePod) -> PodState:
+        """Want these pods, and wait until the last one is said to be in `phase`."""
+        self.want(*pods)
+        return self.wait_phase(pods[-1].pod_id, phase)
+
     def wait_phase(self, pod_id: str, phase: PodPhase) -> PodState:
         return self.wait_state(pod_id, lambda state: state.phase is phase, phase.value)
 

@@ -53,8 +53,7 @@ def test_a_wanted_pod_runs_its_script_with_its_environment_in_its_folder(
         'pwd; echo "args $*"; env | grep -E "^(PADDLE|EDL)_" | sort; exit 3',
         script_args=("--lr", "0.1"),
     )
-    server.want(pod(slots=(1, 2), max_trainers=8))
-    state = server.wait_phase("pod_0_0", PodPhase.EXITED)
+    state = server.want_until(PodPhase.EXITED, pod(slots=(1, 2), max_trainers=8))
     assert state.exit_code == 3
     assert state.reason == "exited with code 3"
     log = Path(state.log_path).read_text().splitlines()
@@ -70,17 +69,14 @@ def test_a_wanted_pod_runs_its_script_with_its_environment_in_its_folder(
 
 def test_a_pod_that_exited_is_not_started_again(start_client, server, tmp_path):
     start_client("date +%N >> ../starts; exit 1")
-    server.want(pod())
-    server.wait_phase("pod_0_0", PodPhase.EXITED)
-    server.want(pod(), pod("pod_1_0"))
-    server.wait_phase("pod_1_0", PodPhase.EXITED)
+    server.want_until(PodPhase.EXITED, pod())
+    server.want_until(PodPhase.EXITED, pod(), pod("pod_1_0"))
     assert len((tmp_path / "pods" / "starts").read_text().splitlines()) == 2
 
 
 def test_a_pod_that_is_not_named_any_more_is_stopped_and_forgotten(start_client, server, tmp_path):
     start_client()
-    server.want(pod())
-    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    server.want_until(PodPhase.RUNNING, pod())
     pid = shim_pid(tmp_path)
     server.want()
     wait_until(lambda: server.state("pod_0_0") is None)
@@ -91,8 +87,7 @@ def test_a_pod_that_is_not_named_any_more_is_stopped_and_forgotten(start_client,
 
 def test_a_held_pod_is_stopped_but_keeps_its_snapshot(start_client, server, tmp_path):
     start_client()
-    server.want(pod())
-    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    server.want_until(PodPhase.RUNNING, pod())
     folder = tmp_path / "log" / "pods" / "pod_0_0"
     fd = os.memfd_create("segment")
     os.write(fd, b"state")
@@ -100,8 +95,7 @@ def test_a_held_pod_is_stopped_but_keeps_its_snapshot(start_client, server, tmp_
     shim_wire.request(folder, {"op": "put", "segment": segment}, (fd,))
     os.close(fd)
 
-    server.want(pod(want=DesiredState.HOLD))
-    state = server.wait_phase("pod_0_0", PodPhase.EXITED)
+    state = server.want_until(PodPhase.EXITED, pod(want=DesiredState.HOLD))
     assert state.signal == signal.SIGTERM
     _, fds = shim_wire.request(folder, {"op": "get", "stage": None})
     assert [os.pread(fd, 10, 0) for fd in fds] == [b"state"]
@@ -113,10 +107,8 @@ def test_a_held_pod_is_stopped_but_keeps_its_snapshot(start_client, server, tmp_
 
 def test_a_killed_pod_gets_no_grace(start_client, server):
     start_client("trap '' TERM; while :; do sleep 1; done")
-    server.want(pod(grace_s=600.0))
-    server.wait_phase("pod_0_0", PodPhase.RUNNING)
-    server.want(pod(want=DesiredState.KILL, grace_s=600.0))
-    state = server.wait_phase("pod_0_0", PodPhase.EXITED)
+    server.want_until(PodPhase.RUNNING, pod(grace_s=600.0))
+    state = server.want_until(PodPhase.EXITED, pod(want=DesiredState.KILL, grace_s=600.0))
     assert state.signal == signal.SIGKILL
     assert "killed on request" in state.reason
 
@@ -140,8 +132,7 @@ def test_a_failing_package_script_is_reported_with_its_code_and_its_last_words(
     package = tmp_path / "package.sh"
     package.write_text('echo "no space for $2"; exit 9\n')
     start_client(package_sh=package)
-    server.want(pod())
-    state = server.wait_phase("pod_0_0", PodPhase.EXITED)
+    state = server.want_until(PodPhase.EXITED, pod())
     assert state.exit_code == 9
     assert state.reason == f"package script {package} exited with code 9"
     assert state.last_lines == ("no space for pod_0_0",)
@@ -151,8 +142,7 @@ def test_a_package_script_makes_the_folder_that_the_script_runs_in(start_client,
     package = tmp_path / "package.sh"
     package.write_text('[ "$1" = -pod_id ]; mkdir -p pods/$2; echo "pwd; ls" > pods/$2/go.sh\n')
     start_client(package_sh=package, script="./go.sh")
-    server.want(pod())
-    state = server.wait_phase("pod_0_0", PodPhase.EXITED)
+    state = server.want_until(PodPhase.EXITED, pod())
     assert Path(state.log_path).read_text().split() == [str(tmp_path / "pods/pod_0_0"), "go.sh"]
 
 
@@ -169,8 +159,7 @@ def test_a_package_script_that_does_half_its_work_is_told_so(
     path = tmp_path / "package.sh"
     path.write_text(package + "\n")
     start_client(package_sh=path)
-    server.want(pod())
-    assert reason in server.wait_phase("pod_0_0", PodPhase.EXITED).reason
+    assert reason in server.want_until(PodPhase.EXITED, pod()).reason
 
 
 def test_a_pod_can_be_stopped_while_its_package_script_runs(start_client, server, tmp_path):
@@ -179,8 +168,7 @@ def test_a_pod_can_be_stopped_while_its_package_script_runs(start_client, server
     start_client(package_sh=package)
     server.want(pod())
     child = pid_in(tmp_path / "child")
-    server.want(pod(want=DesiredState.HOLD))
-    state = server.wait_phase("pod_0_0", PodPhase.EXITED)
+    state = server.want_until(PodPhase.EXITED, pod(want=DesiredState.HOLD))
     assert "stopped before the package script had ended" in state.reason
     assert is_gone(child)
 
@@ -189,8 +177,7 @@ def test_pods_go_on_while_the_server_is_away_and_are_reported_to_the_next_one(
     start_client, server, tmp_path
 ):
     start_client()
-    server.want(pod())
-    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    server.want_until(PodPhase.RUNNING, pod())
     pid = shim_pid(tmp_path)
     server.go_away()
     registrations, reports = len(server.nodes), len(server.reports)
@@ -211,8 +198,7 @@ def test_a_server_that_forgot_its_nodes_gets_them_again(start_client, server):
 
 def test_pods_are_stopped_when_the_server_is_away_for_as_long_as_was_said(start_client, server):
     start_client(stop_after_s=5.0)  # for so long a busy machine is not silent
-    server.want(pod(grace_s=600.0))
-    pod_dir = Path(server.wait_phase("pod_0_0", PodPhase.RUNNING).log_path).parent
+    pod_dir = Path(server.want_until(PodPhase.RUNNING, pod(grace_s=600.0)).log_path).parent
     server.go_away()
     registrations = len(server.nodes)
     assert server.nodes[-1].stop_after_s == 5.0  # the server counts on it
@@ -226,8 +212,7 @@ def test_pods_are_stopped_when_the_server_is_away_for_as_long_as_was_said(start_
 
 def test_an_orderly_end_stops_the_pods_and_says_goodbye(start_client, server, tmp_path):
     client = start_client()
-    server.want(pod())
-    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    server.want_until(PodPhase.RUNNING, pod())
     client.end()
     assert client.result == 0
     assert server.reports[-1].leaving
@@ -237,20 +222,17 @@ def test_an_orderly_end_stops_the_pods_and_says_goodbye(start_client, server, tm
 
 def test_a_pod_id_may_be_used_again_after_its_pod_was_released(start_client, server, tmp_path):
     start_client("echo hello")
-    server.want(pod())
-    server.wait_phase("pod_0_0", PodPhase.EXITED)
+    server.want_until(PodPhase.EXITED, pod())
     server.want()
     wait_until(lambda: server.state("pod_0_0") is None)
-    server.want(pod())
-    server.wait_phase("pod_0_0", PodPhase.EXITED)
+    server.want_until(PodPhase.EXITED, pod())
     assert (tmp_path / "log" / "pods" / "pod_0_0.1" / "log").read_text() == "hello\n"
     assert (tmp_path / "log" / "pods" / "pod_0_0" / "log").read_text() == "hello\n"
 
 
 def test_a_client_with_kept_pods_leaves_them_to_its_successor(start_client, server, tmp_path):
     first = start_client()
-    server.want(pod())
-    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    server.want_until(PodPhase.RUNNING, pod())
     pid = shim_pid(tmp_path)
     first.end(EndMode.KEEP)
     assert not is_gone(pid)
@@ -264,8 +246,7 @@ def test_a_client_with_kept_pods_leaves_them_to_its_successor(start_client, serv
 
 def test_what_happened_while_no_client_was_there_is_reported(start_client, server, tmp_path):
     first = start_client("until [ -e ../go ]; do sleep 0.02; done; exit 5")
-    server.want(pod())
-    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    server.want_until(PodPhase.RUNNING, pod())
     pid = shim_pid(tmp_path)
     first.end(EndMode.KEEP)
     (tmp_path / "pods" / "go").touch()
@@ -308,14 +289,12 @@ def test_jobs_come_by_folder_and_only_by_folder(start_client, server, tmp_path):
 
 def test_a_slot_that_is_not_there_is_no_place_to_start(start_client, server):
     start_client()
-    server.want(pod(slots=(7,)))
-    assert server.wait_phase("pod_0_0", PodPhase.EXITED).reason == "slot 7 is not one of 4"
+    assert server.want_until(PodPhase.EXITED, pod(slots=(7,))).reason == "slot 7 is not one of 4"
 
 
 def test_a_report_says_what_a_pod_uses(start_client, server):
     start_client("while :; do :; done")
-    server.want(pod())
-    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    server.want_until(PodPhase.RUNNING, pod())
     state = server.wait_state("pod_0_0", lambda state: state.cpu_percent > 1, "computing")
     assert state.memory_bytes > 100_000
 
@@ -352,15 +331,13 @@ def test_two_clients_cannot_share_a_folder(start_client, make_config, server):
 def test_folder_paths_longer_than_a_socket_name_may_be_work(start_client, server, tmp_path):
     log_dir = tmp_path / ("l" * 100) / ("m" * 100)
     client = start_client("exit 6", log_dir=log_dir)
-    server.want(pod())
-    assert server.wait_phase("pod_0_0", PodPhase.EXITED).exit_code == 6
+    assert server.want_until(PodPhase.EXITED, pod()).exit_code == 6
     client.end()
 
 
 def test_a_token_reaches_the_pod_as_a_file_that_only_its_user_reads(start_client, server):
     start_client('echo "$EDL_TOKEN_FILE"; cat "$EDL_TOKEN_FILE"', token="secret")
-    server.want(pod())
-    state = server.wait_phase("pod_0_0", PodPhase.EXITED)
+    state = server.want_until(PodPhase.EXITED, pod())
     path, token = state.last_lines
     assert token == "secret"
     assert Path(path).stat().st_mode & 0o777 == 0o600

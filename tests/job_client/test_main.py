@@ -136,8 +136,7 @@ def test_sigkill_of_the_client_stops_nothing_and_its_successor_adopts(
 ):
     train = script(tmp_path, "sleep 600")
     first = start_program("--job_server", url, train)
-    server.want(pod())
-    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    server.want_until(PodPhase.RUNNING, pod())
     pid = shim_pid(tmp_path)
     first.kill()
     first.wait()
@@ -162,8 +161,7 @@ def test_client_and_shim_killed_the_successor_cleans_up_and_reports(
 ):
     train = script(tmp_path, "setsid sleep 600 & echo $! > ../child; wait")
     first = start_program("--job_server", url, train)
-    server.want(pod())
-    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    server.want_until(PodPhase.RUNNING, pod())
     child_file = tmp_path / "edl_pods" / "child"
     wait_until(lambda: child_file.exists() and child_file.read_text().endswith("\n"))
     child = int(child_file.read_text())
@@ -204,8 +202,7 @@ def test_a_client_killed_in_the_package_script_has_it_run_again(
 
 def test_with_keep_pods_sigterm_leaves_them_running(server, url, start_program, tmp_path):
     client = start_program("--keep_pods", "--job_server", url, script(tmp_path, "sleep 600"))
-    server.want(pod())
-    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    server.want_until(PodPhase.RUNNING, pod())
     client.terminate()
     client.communicate(timeout=60)
     assert client.returncode == 0
@@ -215,8 +212,7 @@ def test_with_keep_pods_sigterm_leaves_them_running(server, url, start_program, 
 def test_a_second_sigterm_ends_the_pods_at_once(server, url, start_program, tmp_path):
     train = script(tmp_path, "trap : TERM; touch ../deaf; while :; do sleep 0.05; done")
     client = start_program("--job_server", url, train)
-    server.want(pod(grace_s=600.0))
-    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    server.want_until(PodPhase.RUNNING, pod(grace_s=600.0))
     wait_until((tmp_path / "edl_pods" / "deaf").exists)
     client.terminate()
     server.wait_phase("pod_0_0", PodPhase.STOPPING)

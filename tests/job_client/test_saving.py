@@ -28,6 +28,8 @@ from tests.job_client.conftest import pod
 from tests.pod_runtime.trainer.states import make_host_state
 from tests.support import wait_until
 
+POD_DIR = "log/pods/pod_0_0"  # of a client of this test
+
 
 def hold(folder: Path, places: SaveTarget | None, *, step: int = 12, fill: float = 1.0) -> None:
     """Have the shim of `folder` hold a state of stage 3."""
@@ -90,6 +92,14 @@ def written(folder: Path, *, spare: bool = False) -> SaveState:
     wait_until(lambda: saving.is_over)
     assert saving.state.id == 7
     return saving.state
+
+
+def hold_up_writers(tmp_path: Path) -> Path:
+    """Let the writer of a checkpoint stop before its last file; return the checkpoint's folder."""
+    folder = tmp_path / "checkpoint" / CheckpointId(3, 12).folder
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / "train_status.json")  # nobody reads
+    return folder
 
 
 def weight_at(path: Path, step: int) -> float:
@@ -158,9 +168,7 @@ def writers() -> list[psutil.Process]:
 
 def test_a_writer_that_is_killed_amid_its_work_is_followed_by_another(shim, tmp_path):
     hold(shim, places(tmp_path))
-    folder = tmp_path / "checkpoint" / CheckpointId(3, 12).folder
-    folder.mkdir(parents=True)
-    os.mkfifo(folder / "train_status.json")  # nobody reads: the writer stays here
+    folder = hold_up_writers(tmp_path)
     saving = SaveAttempt(Save(id=1), [shim], dict(os.environ), lambda: None)
     saving.start()
     tensors = folder / "extra.safetensors"
@@ -182,9 +190,7 @@ def test_a_writer_that_dies_again_and_again_is_given_up_and_one_that_is_called_o
     assert saving.state.phase is SavePhase.FAILED
     assert "3 times" in saving.state.reason
     hold(shim, places(tmp_path))
-    folder = tmp_path / "checkpoint" / CheckpointId(3, 12).folder
-    folder.mkdir(parents=True)
-    os.mkfifo(folder / "train_status.json")
+    folder = hold_up_writers(tmp_path)
     saving = SaveAttempt(Save(id=1), [shim], dict(os.environ), lambda: None)
     saving.start()
     wait_until(lambda: (folder / "extra.safetensors").exists())
@@ -196,11 +202,9 @@ def test_a_writer_that_dies_again_and_again_is_given_up_and_one_that_is_called_o
 
 def test_a_client_writes_what_the_server_orders_and_says_so(start_client, server, tmp_path):
     start_client()
-    server.want(pod())
-    server.wait_phase("pod_0_0", PodPhase.RUNNING)
-    hold(tmp_path / "log" / "pods" / "pod_0_0", places(tmp_path))
-    server.want(pod(want=DesiredState.HOLD))
-    server.wait_phase("pod_0_0", PodPhase.EXITED)
+    server.want_until(PodPhase.RUNNING, pod())
+    hold(tmp_path / POD_DIR, places(tmp_path))
+    server.want_until(PodPhase.EXITED, pod(want=DesiredState.HOLD))
     server.want(pod(want=DesiredState.HOLD, save=Save(id=4)))
     state = server.wait_state(
         "pod_0_0",
@@ -218,9 +222,8 @@ def test_a_client_that_is_ended_writes_the_newest_state_and_the_next_one_knows(
     start_client, server, tmp_path
 ):
     client = start_client()
-    server.want(pod(last_save=True))
-    server.wait_phase("pod_0_0", PodPhase.RUNNING)
-    hold(tmp_path / "log" / "pods" / "pod_0_0", places(tmp_path))
+    server.want_until(PodPhase.RUNNING, pod(last_save=True))
+    hold(tmp_path / POD_DIR, places(tmp_path))
     client.end()
     assert weight_at(tmp_path / "checkpoint", 12) == 1.0
     assert {each.stranger for each in server.reports[-2].slots} == {"its client, which is ending"}
@@ -231,7 +234,7 @@ def test_a_client_that_is_ended_writes_the_newest_state_and_the_next_one_knows(
     assert state.save is not None
     assert (state.save.id, state.save.step) == (0, 12)
     # As after a power cut before the goodbye: the folder is all that the next client has.
-    (tmp_path / "log" / "pods" / "pod_0_0" / "released").unlink()
+    (tmp_path / POD_DIR / "released").unlink()
     start_client()
     later = server.wait_phase("pod_0_0", PodPhase.EXITED)
     assert (later.save, later.holds) == (state.save, False)
@@ -242,9 +245,8 @@ def test_a_client_that_is_killed_or_not_told_to_writes_nothing_and_says_what_is_
     start_client, server, tmp_path, caplog, told
 ):
     client = start_client()
-    server.want(pod(last_save=told))
-    server.wait_phase("pod_0_0", PodPhase.RUNNING)
-    hold(tmp_path / "log" / "pods" / "pod_0_0", places(tmp_path))
+    server.want_until(PodPhase.RUNNING, pod(last_save=told))
+    hold(tmp_path / POD_DIR, places(tmp_path))
     with caplog.at_level(logging.ERROR):
         client.end(EndMode.KILL if told else EndMode.STOP)
     assert not (tmp_path / "checkpoint").exists()
@@ -255,11 +257,10 @@ def test_a_client_that_is_ended_tells_what_it_wrote_at_last_though_an_order_had_
     start_client, server, tmp_path
 ):
     client = start_client()
-    server.want(pod(last_save=True))
-    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    server.want_until(PodPhase.RUNNING, pod(last_save=True))
     nowhere = tmp_path / "run"
     nowhere.write_text("a file where the run folder is to be")
-    hold(tmp_path / "log" / "pods" / "pod_0_0", SaveTarget.of(None, 3, nowhere))
+    hold(tmp_path / POD_DIR, SaveTarget.of(None, 3, nowhere))
     server.want(pod(want=DesiredState.HOLD, save=Save(id=4), last_save=True))
     server.wait_state(
         "pod_0_0",
@@ -278,14 +279,10 @@ def test_a_client_that_is_ended_amid_an_order_to_write_has_one_writer_at_a_time(
 ):
     caplog.set_level(logging.INFO)
     client = start_client()
-    server.want(pod(last_save=True))
-    server.wait_phase("pod_0_0", PodPhase.RUNNING)
-    hold(tmp_path / "log" / "pods" / "pod_0_0", places(tmp_path))
-    folder = tmp_path / "checkpoint" / CheckpointId(3, 12).folder
-    folder.mkdir(parents=True)
-    os.mkfifo(folder / "train_status.json")  # nobody reads: the writer stays here
-    server.want(pod(want=DesiredState.HOLD, save=Save(id=4), last_save=True))
-    server.wait_phase("pod_0_0", PodPhase.EXITED)
+    server.want_until(PodPhase.RUNNING, pod(last_save=True))
+    hold(tmp_path / POD_DIR, places(tmp_path))
+    folder = hold_up_writers(tmp_path)
+    server.want_until(PodPhase.EXITED, pod(want=DesiredState.HOLD, save=Save(id=4), last_save=True))
     wait_until(lambda: bool(writers()) and (folder / "extra.safetensors").exists())
     (first,) = writers()
     ending = threading.Thread(target=client.end)

@@ -16,7 +16,7 @@ from job_server.api.codec import decode, encode
 from pod_runtime.trainer.progress.batches import Ids, permutation
 from pod_runtime.trainer.progress.drawn import hash_samples
 from pod_runtime.trainer.progress.ledger import Ledger, LedgerFile, Row, StageEntry, read_lines
-from pod_runtime.trainer.progress.ledger_check import check_ledger
+from pod_runtime.trainer.progress.ledger_check import LedgerCheck, check_ledger
 from pod_runtime.trainer.progress.loop_status import LoopStatus
 from pod_runtime.trainer.progress.progress import TrainingProgress, fresh_status, scaling_for
 from pod_runtime.trainer.state.checkpoint import CheckpointStore
@@ -37,6 +37,12 @@ def _close_files():
 def close_files() -> None:
     while OPENED:
         OPENED.pop().close()
+
+
+def judge(run_dir: Path) -> LedgerCheck:
+    """Read what the stages have written, as `verify` does."""
+    close_files()
+    return check_ledger(*read_ledger(str(run_dir)))
 
 
 def begin(before: LoopStatus, stage: int, run_dir: Path | None, world: int = 1) -> TrainingProgress:
@@ -144,8 +150,7 @@ def test_a_new_run_folder_beside_an_old_state_gets_the_whole_lineage(tmp_path):
     status = train(begin(FRESH, 1, None), 25)
     status = train(begin(status, 2, None), 3)
     train(begin(status, 3, tmp_path), 12)
-    run, stages = read_ledger(str(tmp_path))
-    result = check_ledger(run, stages)
+    result = judge(tmp_path)
     assert (result.is_proven, result.steps, result.complete_epochs) == (True, 40, 4)
 
 
@@ -189,9 +194,8 @@ def test_steps_that_only_the_restored_state_knows_are_added_to_the_file(tmp_path
     for _ in range(2):
         progress.commit_step(5)  # another node's snapshot has these, the file does not
     train(begin(progress.status(), 2, tmp_path), 1)
-    run, stages = read_ledger(str(tmp_path))
-    assert check_ledger(run, stages).steps == 8
-    assert check_ledger(run, stages).gaps == ()
+    result = judge(tmp_path)
+    assert (result.steps, result.gaps) == (8, ())
 
 
 @pytest.mark.parametrize("where", ["run", "ckpt"])
@@ -222,15 +226,13 @@ def test_what_was_drawn_for_steps_that_are_done_again_does_not_count(tmp_path, k
     status = train(progress, kept)
     train(progress, lost, seeds=(7, 8))
     train(begin(status, 2, tmp_path), 40 - kept)
-    close_files()
-    result = check_ledger(*read_ledger(str(tmp_path)))
+    result = judge(tmp_path)
     assert result.is_proven, result.problems
     assert result.undrawn == ()
     # Of the state that a stage began from, too: it is not only the later steps that are right.
     status = train(begin(FRESH, 1, tmp_path / "other"), kept, seeds=(7, 8))
     train(begin(status, 2, tmp_path / "other"), 40 - kept)
-    close_files()
-    assert check_ledger(*read_ledger(str(tmp_path / "other"))).is_proven == (kept == 0)
+    assert judge(tmp_path / "other").is_proven == (kept == 0)
 
 
 @pytest.mark.parametrize("policy", ["fixed_global", "linear"])
@@ -250,7 +252,7 @@ def test_what_was_drawn_is_proven_with_short_batches_and_batches_of_other_sizes(
         train(progress, 2)  # of no avail: the next stage begins before them
     close_files()
     for result in (
-        check_ledger(*read_ledger(str(tmp_path))),
+        judge(tmp_path),
         check_ledger(run, {entry.stage: entry for entry in progress.status().ledger}),
     ):
         assert result.is_proven, (result.problems, result.gaps)
@@ -426,8 +428,7 @@ def test_a_full_disk_stops_no_training_and_what_is_missing_is_written_when_there
     train(progress, 15)
     assert caplog.messages[-1] == f"{tmp_path}/ledger.jsonl is complete again"
     progress.note_done()
-    close_files()
-    result = check_ledger(*read_ledger(str(tmp_path)))
+    result = judge(tmp_path)
     assert (result.is_proven, result.steps, result.complete_epochs) == (True, 40, 4)
     assert result.undrawn == ()
     assert len(caplog.messages) == 2
@@ -441,12 +442,9 @@ def test_what_a_stage_could_not_write_the_next_one_writes_from_the_state(tmp_pat
         progress.note_done()
         close_files()
     assert "lacks its last 2 lines, which could not be written; the state has all" in caplog.text
-    assert check_ledger(*read_ledger(str(tmp_path))).steps == 20, (
-        "an epoch's row that was there grew"
-    )
+    assert judge(tmp_path).steps == 20, "an epoch's row that was there grew"
     train(begin(status, 3, tmp_path), 12)
-    close_files()
-    result = check_ledger(*read_ledger(str(tmp_path)))
+    result = judge(tmp_path)
     assert (result.is_proven, result.steps, len(result.lineage)) == (True, 40, 3)
     assert result.undrawn == ()
     assert verify([str(tmp_path)]) == 0
@@ -460,8 +458,7 @@ def test_a_ledger_that_cannot_be_made_at_all_stops_nothing_either(tmp_path, capl
     assert caplog.text.count("cannot be written: ") == 1
     run_dir.unlink()
     train(progress, 1)
-    close_files()
-    assert check_ledger(*read_ledger(str(run_dir))).steps == 6
+    assert judge(run_dir).steps == 6
 
 
 DAMAGE = {
@@ -520,8 +517,7 @@ def test_whichever_line_is_lost_the_next_stage_writes_it_again(tmp_path, number)
     lines[number] = b""
     path.write_bytes(b"\n".join(lines))
     train(begin(status, 3, tmp_path), 10)
-    close_files()
-    result = check_ledger(*read_ledger(str(tmp_path)))
+    result = judge(tmp_path)
     assert (result.is_proven, result.steps, len(result.lineage)) == (True, 40, 3)
     assert result.undrawn == ()
 

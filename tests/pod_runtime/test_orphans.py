@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 from pod_runtime.orphans import noted_forks, remove_shared_memory
+from tests.programs import run_code
 
 
 def run_forking(pod_dir: Path) -> tuple[int, int]:
@@ -21,10 +22,7 @@ def run_forking(pod_dir: Path) -> tuple[int, int]:
             os.waitpid(pid, 0)
             print(os.getpid(), pid)
         """)
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(pod_dir)], capture_output=True, text=True, check=True
-    )
-    parent, child = map(int, done.stdout.split())
+    parent, child = map(int, run_code(code, str(pod_dir)).split())
     return parent, child
 
 

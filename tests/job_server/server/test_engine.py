@@ -111,6 +111,7 @@ def test_the_clock_goes_on_after_a_full_disk_and_then_does_what_was_due(tmp_path
         from job_server.server.service import JobService
         from job_server.server.store import Store
         from tests.job_server.serving import cpu_node
+        from tests.support import wait_until
 
         logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -122,31 +123,25 @@ def test_the_clock_goes_on_after_a_full_disk_and_then_does_what_was_due(tmp_path
         engine = service.engine
         no_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-        def wait_for(condition):
-            until = time.monotonic() + 40
-            while not condition():
-                assert time.monotonic() < until, "not in time"
-                time.sleep(0.02)
-
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, no_limit[1]))
         with engine.lock:
             engine.jobs["gone"].forget = True
             skew[0] = 4000.0  # the node has been silent for more than an hour
         service.start()
-        wait_for(lambda: engine.jobs["digits"].due_at > engine.now())
+        wait_until(lambda: engine.jobs["digits"].due_at > engine.now(), 40)
         rounds = []
         tick = engine.tick
         engine.tick = lambda: (rounds.append(1), tick())[1]
         with engine.lock:
             engine.wake_timer()
-        wait_for(lambda: len(rounds) >= 1)
+        wait_until(lambda: len(rounds) >= 1, 40)
         assert "old" in engine.registry.nodes, "forgotten in memory alone"
         assert engine.clock_trouble() == "", engine.clock_trouble()
         print("THERE IS ROOM AGAIN", flush=True)
         resource.setrlimit(resource.RLIMIT_FSIZE, no_limit)
         with engine.lock:
             engine.wake_timer()
-        wait_for(lambda: "old" not in engine.registry.nodes)
+        wait_until(lambda: "old" not in engine.registry.nodes, 40)
         service.submit(wire.JobSpec(job_id="next"))
         service.close()
         print("WELL")

@@ -3,8 +3,6 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -31,6 +29,7 @@ from pod_runtime.errors import ChannelError
 from pod_runtime.launcher.channel import TrainerChannel, TrainerConnection, close_all
 from pod_runtime.shim_wire import LineSocket
 from tests.pod_runtime.fake_job_server import make_plan
+from tests.programs import run_code
 from tests.support import wait_until
 
 POD = PlanPod(pod_id="a", pod_rank=0, node_id="n", addr="h", slots=(0,), ranks=(0,), ports=(1,))
@@ -202,7 +201,7 @@ def test_another_process_connects_by_the_name_alone():
         "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect('\\0' + sys.argv[1]); "
         'import json; s.sendall(json.dumps({"say": "done", "step": 1}).encode() + b"\\n")'
     )
-    subprocess.run([sys.executable, "-c", code, channel.name], check=True, timeout=60)
+    run_code(code, channel.name)
     connection = channel.accept()
     assert connection is not None
     assert connection.peer_pid != os.getpid()

@@ -18,6 +18,7 @@ from pod_runtime.launcher.state import spare_started, spares_counted
 from pod_runtime.launcher.trainers import TrainerProcess
 from pod_runtime.processes import is_alive, may_raise_priority, read, start_time
 from tests.pod_runtime.launcher.test_launcher_state import NOW, Simulated, plan, preparing
+from tests.programs import run_code
 from tests.support import wait_until
 
 TELL = """
@@ -183,25 +184,23 @@ def test_a_spare_that_died_unnoticed_is_no_loss(spares, script):
 
 def test_what_a_trainer_that_was_a_spare_forked_is_found_by_the_spares_mark(script):
     code = f"""
-import os, sys, time
+import os, sys
 from pathlib import Path
 from pod_runtime import orphans, processes
 from pod_runtime.launcher.spares import Spares
 from pod_runtime.launcher.trainers import TrainerProcess
+from tests.support import wait_until
 processes.set_child_subreaper()
 spares = Spares((), Path({str(script.parent)!r}))
 spare = spares.start({{}})
-while not spare.ready:
-    spare.receive()
-    time.sleep(0.01)
+wait_until(lambda: spare.receive() and spare.ready)
 trainer = TrainerProcess(stage=4, attempt=0, rank=2, argv=[sys.executable, {str(script)!r}, "fork"],
                          env={{}}, log_path=Path({str(script.parent)!r}) / "log", spares=spares)
 trainer.reap()
 killed = orphans.kill_orphans(trainer.marks, ())
 print(len(killed), killed == orphans.reap_adopted(()), len(processes.descendants(os.getpid())))
 """
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert shown.stdout == "1 True 0\n", shown.stderr
+    assert run_code(code) == "1 True 0\n"
 
 
 @pytest.mark.parametrize(
@@ -246,10 +245,7 @@ def test_importing_is_gentle_only_where_the_priority_can_be_raised_again():
         "if os.geteuid() == 0: os.setuid(65534)\n"
         "print(may())\n"
     )
-    answer = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
-    )
-    assert answer.stdout == "False\n", answer.stderr
+    assert run_code(code) == "False\n"
     assert may_raise_priority() or os.geteuid() != 0
 
 

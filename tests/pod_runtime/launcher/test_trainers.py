@@ -25,6 +25,7 @@ from pod_runtime.launcher.trainers import (
 )
 from pod_runtime.log_tail import read_tail
 from pod_runtime.orphans import remove_shared_memory
+from tests.programs import run_code
 from tests.support import free_port, wait_until
 
 
@@ -254,10 +255,7 @@ trainers[1].send_signal(9)
 for process in left:
     processes.send_signal(process.pid, process.start_time, 9)
 """
-    shown = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
-    )
-    assert shown.stdout == "1 True 2\n", shown.stderr
+    assert run_code(script) == "1 True 2\n"
 
 
 def test_only_files_of_our_own_dead_processes_are_removed(tmp_path):
@@ -280,8 +278,7 @@ def test_a_process_without_children_has_nothing_to_reap():
         "from pod_runtime.orphans import kill_orphans, reap_adopted\n"
         "print(kill_orphans({'EDL_POD_ID': 'no such pod'}, ()), reap_adopted(()))"
     )  # in a process of its own: this one may have children of earlier tests
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert shown.stdout == "set() set()\n", shown.stderr
+    assert run_code(code) == "set() set()\n"
 
 
 @pytest.mark.parametrize(
@@ -309,18 +306,17 @@ if __name__ == "__main__":
         print("batch", n, flush=True); time.sleep(0.05)
 """)
     script = f"""
-import os, sys, time
+import os, sys
 from pathlib import Path
 from pod_runtime import orphans, processes
 from pod_runtime.launcher.trainers import TrainerProcess
+from tests.support import wait_until
 processes.set_child_subreaper()
 log = Path({str(tmp_path / "log")!r})
 trainer = TrainerProcess(stage=1, attempt=0, rank=0, argv=[sys.executable, {str(loader)!r}],
     env={{**os.environ, "EDL_POD_ID": "p", "EDL_STAGE": "1", "PADDLE_TRAINER_ID": "0"}},
     log_path=log)
-deadline = time.monotonic() + 60
-while "batch 5" not in log.read_text() and time.monotonic() < deadline:
-    time.sleep(0.05)
+wait_until(lambda: "batch 5" in log.read_text())
 trainer.note_children()
 trainer.send_signal(9)
 trainer.reap()
@@ -331,7 +327,5 @@ removed = orphans.remove_shared_memory(pids)
 left = [n for n in os.listdir("/dev/shm") if n.startswith(tuple(f"paddle_{{p}}_" for p in pids))]
 print(len(killed), len(removed) > 0, left, len(processes.descendants(os.getpid())))
 """
-    shown = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100
-    )
-    assert shown.stdout == "2 True [] 0\n", shown.stderr + (tmp_path / "log").read_text()
+    shown = run_code(script, timeout_s=100)
+    assert shown == "2 True [] 0\n", (tmp_path / "log").read_text()

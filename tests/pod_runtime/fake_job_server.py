@@ -18,7 +18,7 @@ from job_server.api.wire import (
     StagePlan,
     Way,
 )
-from tests.support import free_port
+from tests.support import free_port, wait_until
 
 
 def make_plan(
@@ -123,6 +123,11 @@ class FakeJobServer:
 
     def told(self, kind: ReportKind, stage: int | None = None) -> list[PodReport]:
         return [r for r in list(self.reports) if r.kind is kind and stage in (None, r.stage)]
+
+    def wait_told(self, kind: ReportKind, stage: int | None = None) -> PodReport:
+        """Return the first report of this kind, once there is one."""
+        wait_until(lambda: self.told(kind, stage), what=f"{kind.value} of stage {stage}")
+        return self.told(kind, stage)[0]
 
     def _orders(self) -> PodOrders:
         return PodOrders(

@@ -16,6 +16,7 @@ import pytest
 
 from pod_runtime import processes, shim_wire
 from pod_runtime.shim_wire import PodExit, ShimError
+from tests.programs import loaded_by
 from tests.support import wait_until
 
 StartShim = Callable[..., Path]
@@ -89,10 +90,29 @@ def is_gone(pid: int) -> bool:
     return found is None or found.state == "Z"
 
 
-def memfd(text: bytes) -> int:
+def shim_pid(folder: Path) -> int:
+    return int(json.loads((folder / "shim.json").read_text())["pid"])
+
+
+def put(folder: Path, stage: int, text: bytes, *, announced: int | None = None) -> None:
+    """Have the shim hold a segment of pod p."""
     fd = os.memfd_create("segment")
-    os.write(fd, text)
-    return fd
+    try:
+        os.write(fd, text)
+        size = len(text) if announced is None else announced
+        segment = {"pod_id": "p", "stage": stage, "size_bytes": size, "digest": "d"}
+        shim_wire.request(folder, {"op": "put", "segment": segment}, (fd,))
+    finally:
+        os.close(fd)
+
+
+def get(folder: Path, stage: int | None = None) -> list[tuple[int, bytes]]:
+    """Return stage and content of each segment that the shim hands out, in its order."""
+    answer, fds = shim_wire.request(folder, {"op": "get", "stage": stage})
+    contents = [os.pread(fd, 100, 0) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    return [(each["stage"], text) for each, text in zip(answer["segments"], contents, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -201,16 +221,15 @@ def test_a_stopped_process_is_woken_to_take_its_sigterm(start_shim, tmp_path):
 
 def test_sigterm_to_the_shim_ends_the_pod_and_then_the_shim(start_shim):
     folder = start_shim("sleep", "600")
-    shim = json.loads((folder / "shim.json").read_text())
-    os.kill(shim["pid"], signal.SIGTERM)
+    os.kill(shim_pid(folder), signal.SIGTERM)
     assert ended(folder).reason == "the shim was told to end: ended by SIGTERM"
-    wait_until(lambda: is_gone(shim["pid"]))
+    wait_until(lambda: is_gone(shim_pid(folder)))
 
 
 def test_a_script_dies_with_its_shim(start_shim, tmp_path):
     folder = start_shim("bash", "-c", "echo $$ > shell; sleep 600 & wait")
     pid = pid_in(tmp_path / "shell")
-    os.kill(json.loads((folder / "shim.json").read_text())["pid"], signal.SIGKILL)
+    os.kill(shim_pid(folder), signal.SIGKILL)
     wait_until(lambda: is_gone(pid))
 
 
@@ -221,65 +240,43 @@ def test_the_script_finds_signals_as_any_program_does(start_shim):
 
 def test_segments_survive_the_script_and_are_handed_out_newest_first(start_shim, tmp_path):
     folder = start_shim("bash", "-c", "until [ -e go ]; do sleep 0.01; done")
-    for stage, text in ((1, b"old"), (2, b"new state")):
-        fd = memfd(text)
-        segment = {"pod_id": "pod_0_0", "stage": stage, "size_bytes": len(text), "digest": "d"}
-        shim_wire.request(folder, {"op": "put", "segment": segment}, (fd,))
-        os.close(fd)
+    put(folder, 1, b"old")
+    put(folder, 2, b"new state")
     (tmp_path / "go").touch()
     ended(folder)
-
-    answer, fds = shim_wire.request(folder, {"op": "get", "stage": None})
-    contents = [os.pread(fd, 100, 0) for fd in fds]
-    for fd in fds:
-        os.close(fd)
-    assert [each["stage"] for each in answer["segments"]] == [2, 1]
-    assert contents == [b"new state", b"old"]
+    assert get(folder) == [(2, b"new state"), (1, b"old")]
 
 
 def test_a_segment_of_the_same_pod_and_stage_takes_the_others_place(start_shim):
     folder = start_shim("sleep", "600")
-    for text in (b"first", b"second"):
-        fd = memfd(text)
-        segment = {"pod_id": "p", "stage": 1, "size_bytes": len(text)}
-        shim_wire.request(folder, {"op": "put", "segment": segment}, (fd,))
-        os.close(fd)
-    _, fds = shim_wire.request(folder, {"op": "get", "stage": 1})
-    assert [os.pread(fd, 100, 0) for fd in fds] == [b"second"]
-    os.close(fds[0])
+    put(folder, 1, b"first")
+    put(folder, 1, b"second")
+    assert get(folder, 1) == [(1, b"second")]
 
 
 def test_dropped_segments_are_forgotten(start_shim):
     folder = start_shim("sleep", "600")
     for stage in (1, 2, 3):
-        fd = memfd(b"x")
-        segment = {"pod_id": "p", "stage": stage, "size_bytes": 1}
-        shim_wire.request(folder, {"op": "put", "segment": segment}, (fd,))
-        os.close(fd)
+        put(folder, stage, b"x")
     ask(folder, op="drop", below_stage=3)
     assert [each["stage"] for each in ask(folder, op="status")["segments"]] == [3]
 
 
 def test_a_shim_that_holds_a_segment_stays_until_it_is_released(start_shim):
     folder = start_shim("sleep", "600")
-    fd = memfd(b"x")
-    segment = {"pod_id": "p", "stage": 1, "size_bytes": 1}
-    shim_wire.request(folder, {"op": "put", "segment": segment}, (fd,))
-    os.close(fd)
+    put(folder, 1, b"x")
     ask(folder, op="stop", grace_s=5)
     ended(folder)
     assert ask(folder, op="status")["running"] is False
     ask(folder, op="release")
-    shim = json.loads((folder / "shim.json").read_text())
-    wait_until(lambda: is_gone(shim["pid"]))
+    wait_until(lambda: is_gone(shim_pid(folder)))
     assert not (folder / "sock").exists()
 
 
 def test_a_shim_without_a_segment_goes_with_its_pod(start_shim):
     folder = start_shim("true")
     ended(folder)
-    shim = json.loads((folder / "shim.json").read_text())
-    wait_until(lambda: is_gone(shim["pid"]))
+    wait_until(lambda: is_gone(shim_pid(folder)))
 
 
 def test_a_watcher_is_told_of_the_exit_and_sees_the_shim_go(start_shim, tmp_path):
@@ -348,11 +345,8 @@ def test_garbage_on_the_socket_harms_nothing(start_shim, data):
 
 def test_a_segment_that_is_smaller_than_announced_is_refused(start_shim):
     folder = start_shim("sleep", "600")
-    fd = memfd(b"short")
-    segment = {"pod_id": "p", "stage": 1, "size_bytes": 1000}
     with pytest.raises(ShimError, match="1000 announced, the descriptor has 5"):
-        shim_wire.request(folder, {"op": "put", "segment": segment}, (fd,))
-    os.close(fd)
+        put(folder, 1, b"short", announced=1000)
     assert ask(folder, op="status")["segments"] == []
 
 
@@ -409,12 +403,8 @@ def test_the_last_lines_of_a_huge_log_are_short(start_shim):
 
 
 def test_the_shim_loads_neither_framework_nor_numpy_nor_psutil():
-    code = (
-        "import sys, pod_runtime.shim; "
-        "print(sorted({'paddle','numpy','psutil','flask','argparse'} & set(sys.modules)))"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"
+    others = {"paddle", "numpy", "psutil", "flask", "argparse"}
+    assert others.isdisjoint(loaded_by("pod_runtime.shim.__main__"))
 
 
 def test_a_full_disk_behind_its_log_does_not_end_the_shim_of_a_pod_that_has_ended(tmp_path):

@@ -1,11 +1,10 @@
 """The routes over a real service and a real database."""
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
+from werkzeug.test import TestResponse
 
 from job_server.api import wire
 from job_server.api.errors import StoreTrouble
@@ -13,6 +12,7 @@ from job_server.server.guard import Guard
 from job_server.server.service import JobService
 from job_server.server.store import Store
 from tests.job_server.serving import InThread, browse, cpu_node, open_service
+from tests.programs import loaded_by, run_code
 from tests.support import wait_until
 
 SPEC = {"job_id": "digits", "max_pods": 2}
@@ -91,6 +91,17 @@ class Launchers:
                     self.report(pod_id, kinds[plan.order], plan.stage, step=5)
 
 
+def submit(client: FlaskClient, **fields: Any) -> None:
+    """Submit the job of SPEC, with other fields."""
+    answer = client.post("/api/v1/jobs", json={**SPEC, **fields})
+    assert answer.status_code == 201, answer.json
+
+
+def assert_refused(answer: TestResponse, status: int, words: str) -> None:
+    assert answer.status_code == status
+    assert words in answer.get_json()["error"]
+
+
 def get_job(client: FlaskClient, job_id: str = "digits"):
     answer = client.get(f"/api/v1/jobs/{job_id}")
     assert answer.status_code == 200, answer.json
@@ -108,9 +119,7 @@ def test_a_job_is_submitted_once(client):
     again = client.post("/api/v1/jobs", json=SPEC)
     assert again.status_code == 200
     assert again.get_json()["job_id"] == "digits"
-    other = client.post("/api/v1/jobs", json={**SPEC, "max_pods": 3})
-    assert other.status_code == 409
-    assert "another spec" in other.get_json()["error"]
+    assert_refused(client.post("/api/v1/jobs", json={**SPEC, "max_pods": 3}), 409, "another spec")
     assert [job["job_id"] for job in client.get("/api/v1/jobs").get_json()["jobs"]] == ["digits"]
 
 
@@ -140,8 +149,7 @@ def test_a_job_is_submitted_once(client):
 def test_a_wrong_job_is_refused_with_its_field(client, body, says):
     for route in ("/api/v1/jobs", "/api/v1/jobs/preview"):
         answer = client.post(route, json=body)
-        assert answer.status_code == 400
-        assert says in answer.get_json()["error"]
+        assert_refused(answer, 400, says)
     assert client.get("/api/v1/jobs").json == {"jobs": []}
 
 
@@ -167,15 +175,13 @@ def test_a_wrong_job_is_refused_with_its_field(client, body, says):
     ],
 )
 def test_a_body_that_is_no_clean_json_is_refused(client, body, says):
-    answer = client.post("/api/v1/jobs", data=body)
-    assert answer.status_code == 400
-    assert says in answer.get_json()["error"]
+    assert_refused(client.post("/api/v1/jobs", data=body), 400, says)
 
 
 def test_an_oversized_body_is_a_413(client):
-    answer = client.post("/api/v1/jobs", data=b"x" * (wire.MAX_BODY_BYTES + 1))
-    assert answer.status_code == 413
-    assert "at most" in answer.get_json()["error"]
+    assert_refused(
+        client.post("/api/v1/jobs", data=b"x" * (wire.MAX_BODY_BYTES + 1)), 413, "at most"
+    )
 
 
 def test_the_preview_tells_the_changes_without_adding_the_job(client):
@@ -190,20 +196,16 @@ def test_the_preview_tells_the_changes_without_adding_the_job(client):
 @pytest.mark.parametrize("verb", ["resize", "pause", "resume", "stop", "kill"])
 def test_nothing_can_be_asked_of_an_unknown_job(client, verb):
     body = {"resize": {"pods": 1}, "kill": {"rank": 0}}.get(verb, {})
-    answer = client.post(f"/api/v1/jobs/nobody/{verb}", json=body)
-    assert answer.status_code == 404
-    assert "nobody" in answer.get_json()["error"]
+    assert_refused(client.post(f"/api/v1/jobs/nobody/{verb}", json=body), 404, "nobody")
 
 
 def test_what_makes_no_sense_now_is_a_409_with_the_reason(client):
-    client.post("/api/v1/jobs", json=SPEC)
-    answer = client.post("/api/v1/jobs/digits/resume")
-    assert answer.status_code == 409
-    assert "PAUSED" in answer.get_json()["error"]
+    submit(client)
+    assert_refused(client.post("/api/v1/jobs/digits/resume"), 409, "PAUSED")
 
 
 def test_a_stopped_job_stays_listed_until_it_is_deleted(client):
-    client.post("/api/v1/jobs", json=SPEC)
+    submit(client)
     assert client.post("/api/v1/jobs/digits/stop").get_json()["state"] == "STOPPED"
     assert get_job(client)["state"] == "STOPPED"
     assert client.delete("/api/v1/jobs/digits").get_json()["state"] == "STOPPED"
@@ -213,7 +215,7 @@ def test_a_stopped_job_stays_listed_until_it_is_deleted(client):
 
 
 def test_events_tell_a_jobs_life_and_can_be_awaited(client, service):
-    client.post("/api/v1/jobs", json=SPEC)
+    submit(client)
     events = client.get("/api/v1/jobs/digits/events").get_json()["events"]
     assert events[0]["text"] == "submitted"
     assert [event["number"] for event in events] == list(range(1, len(events) + 1))
@@ -236,14 +238,13 @@ def test_events_tell_a_jobs_life_and_can_be_awaited(client, service):
     ],
 )
 def test_a_wrong_query_is_refused(client, query):
-    client.post("/api/v1/jobs", json=SPEC)
+    submit(client)
     answer = client.get(f"/api/v1/jobs/digits?{query}")
-    assert answer.status_code == 400
-    assert query.split("=")[0] in answer.get_json()["error"]
+    assert_refused(answer, 400, query.split("=")[0])
 
 
 def test_a_change_reaches_who_waits_for_it(client, service):
-    client.post("/api/v1/jobs", json=SPEC)
+    submit(client)
     revision = get_job(client)["revision"]
     path = f"/api/v1/jobs/digits?revision={revision}&timeout_s=60"
     polls = [InThread(lambda: browse(service).get(path)) for _ in range(5)]
@@ -255,7 +256,7 @@ def test_a_change_reaches_who_waits_for_it(client, service):
 def test_one_poll_too_many_is_told_to_come_back():
     with open_service(max_watchers=1, now=stands_still) as service:
         client = browse(service)
-        client.post("/api/v1/jobs", json=SPEC)
+        submit(client)
         revision = get_job(client)["revision"]
         path = f"/api/v1/jobs/digits?revision={revision}&timeout_s=60"
         first = InThread(lambda: browse(service).get(path))
@@ -272,7 +273,7 @@ def test_one_poll_too_many_is_told_to_come_back():
 
 
 def test_a_node_gets_its_pods_and_the_job_runs(client):
-    client.post("/api/v1/jobs", json=SPEC)
+    submit(client)
     launchers = Launchers(client)
     plan = launchers.plan()
     assert sorted(plan) == ["pod_0_0", "pod_1_0"]
@@ -287,7 +288,7 @@ def test_a_node_gets_its_pods_and_the_job_runs(client):
 
 
 def test_a_launcher_waits_for_its_next_order(client, service):
-    client.post("/api/v1/jobs", json=SPEC)
+    submit(client)
     launchers = Launchers(client)
     pod_id = min(launchers.plan())
     orders = wire.decode(wire.PodOrders, launchers.attach(pod_id).json)
@@ -300,7 +301,7 @@ def test_a_launcher_waits_for_its_next_order(client, service):
 
 
 def test_a_pod_that_is_not_wanted_is_told_so(client):
-    client.post("/api/v1/jobs", json=SPEC)
+    submit(client)
     launchers = Launchers(client)
     assert launchers.attach("pod_9_9").status_code == 410
     assert launchers.report("pod_9_9", wire.ReportKind.READY, 1).status_code == 410
@@ -309,7 +310,7 @@ def test_a_pod_that_is_not_wanted_is_told_so(client):
 
 
 def test_a_launcher_learns_that_its_job_was_deleted(client, service):
-    client.post("/api/v1/jobs", json=SPEC)
+    submit(client)
     launchers = Launchers(client)
     orders = wire.decode(wire.PodOrders, launchers.attach("pod_0_0").json)
     path = f"/api/v1/jobs/digits/pods/pod_0_0/orders?revision={orders.revision}&timeout_s=60"
@@ -326,7 +327,7 @@ def test_pods_of_an_earlier_job_of_the_same_id_say_nothing_about_a_new_one(tmp_p
     now = 1000.0
     with open_service(tmp_path / "db", now=lambda: now) as service:
         client = browse(service)
-        client.post("/api/v1/jobs", json=SPEC)
+        submit(client)
         launchers = Launchers(client)
         old = launchers.plan()["pod_0_0"]
         now += 60.0
@@ -336,7 +337,7 @@ def test_pods_of_an_earlier_job_of_the_same_id_say_nothing_about_a_new_one(tmp_p
         client.delete("/api/v1/jobs/digits")
         wait_until(lambda: client.get("/api/v1/jobs/digits").status_code == 404)
 
-        client.post("/api/v1/jobs", json=SPEC)
+        submit(client)
         launchers = Launchers(client)
         assert launchers.attach("pod_0_0").status_code == 200
         launchers.train()
@@ -362,7 +363,7 @@ def test_pods_of_an_earlier_job_of_the_same_id_say_nothing_about_a_new_one(tmp_p
 
 
 def test_who_attaches_at_anothers_route_is_refused(client):
-    client.post("/api/v1/jobs", json=SPEC)
+    submit(client)
     Launchers(client)
     attach = wire.encode(wire.Attach(pod_id="pod_1_0", node_id="node-a", pid=1))
     assert client.post("/api/v1/jobs/digits/pods/pod_0_0/attach", json=attach).status_code == 400
@@ -373,16 +374,14 @@ def test_who_attaches_at_anothers_route_is_refused(client):
 def test_two_live_nodes_do_not_deal_the_same_ports(client):
     Launchers(client, "node-a")
     overlapping = wire.encode(cpu_node("node-b", port_low=21050, port_high=21149))
-    refused = client.post("/api/v1/nodes", json=overlapping)
-    assert refused.status_code == 409
-    assert "--port_range" in refused.get_json()["error"]
+    assert_refused(client.post("/api/v1/nodes", json=overlapping), 409, "--port_range")
     Launchers(client, "node-b", port_low=21100, port_high=21199)
     Launchers(client, "node-c", addr="10.0.0.2")  # another machine
     Launchers(client, "node-a", port_low=21000, port_high=21090)  # itself, again
 
 
 def test_a_node_that_leaves_is_off_the_list(client):
-    client.post("/api/v1/jobs", json=SPEC)
+    submit(client)
     Launchers(client)
     leaving = wire.encode(wire.NodeReport(node_id="node-a", leaving=True))
     assert client.post("/api/v1/nodes/node-a/report", json=leaving).status_code == 200
@@ -406,13 +405,12 @@ def test_a_silent_node_is_shown_as_not_alive():
 
 
 def test_slots_that_one_job_gives_back_start_the_next(client):
-    client.post("/api/v1/jobs", json={"job_id": "a", "max_pods": 2})
-    client.post("/api/v1/jobs", json={"job_id": "b", "max_pods": 2})
+    submit(client, job_id="a")
+    submit(client, job_id="b")
     launchers = Launchers(client, job_id=None)
     assert {pod.job_id for pod in launchers.plan().values()} == set()  # it serves no folder
-    folder = {"max_pods": 2, "folder": "digits"}
-    client.post("/api/v1/jobs", json={"job_id": "c", **folder})
-    client.post("/api/v1/jobs", json={"job_id": "d", **folder})
+    submit(client, job_id="c", folder="digits")
+    submit(client, job_id="d", folder="digits")
     launchers = Launchers(client, job_id=None, folders=("digits",))
     assert {pod.job_id for pod in launchers.plan().values()} == {"c"}
     assert get_job(client, "d")["state"] == "WAITING"
@@ -428,7 +426,7 @@ def test_a_restarted_server_goes_on_where_it_was(tmp_path):
     path = tmp_path / "server.db"
     with open_service(path) as service:
         client = browse(service)
-        client.post("/api/v1/jobs", json=SPEC)
+        submit(client)
         launchers = Launchers(client)
         launchers.train()
         before = get_job(client)
@@ -454,7 +452,7 @@ def test_a_job_that_was_to_be_deleted_is_still_deleted_after_a_restart(tmp_path)
     path = tmp_path / "server.db"
     with open_service(path) as service:
         client = browse(service)
-        client.post("/api/v1/jobs", json=SPEC)
+        submit(client)
         launchers = Launchers(client)
         launchers.train()
         assert client.delete("/api/v1/jobs/digits").get_json()["state"] == "STOPPING"
@@ -473,8 +471,8 @@ def test_an_ended_job_is_left_alone_by_a_restart(tmp_path):
     path = tmp_path / "server.db"
     with open_service(path) as service:
         client = browse(service)
-        client.post("/api/v1/jobs", json=SPEC)
-        client.post("/api/v1/jobs", json={"job_id": "deleted"})
+        submit(client)
+        submit(client, job_id="deleted")
         client.post("/api/v1/jobs/digits/stop")
         client.post("/api/v1/jobs/deleted/stop")
         before = get_job(client)
@@ -489,7 +487,7 @@ def test_an_ended_job_is_left_alone_by_a_restart(tmp_path):
 
 
 def test_what_cannot_be_written_is_not_done(client, service, monkeypatch):
-    client.post("/api/v1/jobs", json=SPEC)
+    submit(client)
     before = get_job(client)
 
     def full(*_args, **_kwargs):
@@ -501,8 +499,7 @@ def test_what_cannot_be_written_is_not_done(client, service, monkeypatch):
         client.delete("/api/v1/jobs/digits"),
         client.post("/api/v1/jobs", json={"job_id": "other"}),
     ):
-        assert answer.status_code == 503
-        assert "full" in answer.get_json()["error"]
+        assert_refused(answer, 503, "full")
         assert answer.headers["Retry-After"] == "2"
     after = get_job(client)
     assert (after["state"], after["revision"]) == (before["state"], before["revision"])
@@ -511,7 +508,7 @@ def test_what_cannot_be_written_is_not_done(client, service, monkeypatch):
 
 
 def test_progress_is_not_written_with_every_heartbeat(client, service, monkeypatch):
-    client.post("/api/v1/jobs", json=SPEC)
+    submit(client)
     launchers = Launchers(client)
     launchers.train()
     writes = []
@@ -562,7 +559,7 @@ def test_insecure_legacy_opens_just_two_routes(service):
 
 
 def test_pages_of_other_sites_are_refused(client, service):
-    client.post("/api/v1/jobs", json=SPEC)
+    submit(client)
     evil = {"Origin": "http://evil.example"}
     assert client.post("/api/v1/jobs/digits/stop", headers=evil).status_code == 403
     rebound = {"Host": "evil.example"}
@@ -596,7 +593,7 @@ def test_errors_are_json_everywhere(client):
 
 
 def test_the_page_shows_jobs_stages_events_and_nodes(client):
-    client.post("/api/v1/jobs", json=SPEC)
+    submit(client)
     Launchers(client).train()
     page = client.get("/")
     assert page.content_type.startswith("text/html")
@@ -613,7 +610,7 @@ def test_the_page_without_anything_says_so(client):
 
 
 def test_the_page_escapes_what_others_sent(client):
-    client.post("/api/v1/jobs", json=SPEC)
+    submit(client)
     slot = wire.Slot(
         index=0, kind=wire.SlotKind.GPU, usable=False, reason="<script>alert(1)</script>"
     )
@@ -629,9 +626,7 @@ def test_the_page_escapes_what_others_sent(client):
 
 
 def test_importing_the_wire_loads_no_flask():
-    modules = "job_server.api.wire, job_server.api.api_client"
-    code = f"import sys, {modules}; sys.exit('flask' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert "flask" not in loaded_by("job_server.api.wire", "job_server.api.api_client")
 
 
 AST_IN_FINALIZERS = """
@@ -657,8 +652,4 @@ assert gc.isenabled()
 
 
 def test_the_routes_are_made_while_garbage_is_collected():
-    done = subprocess.run(
-        [sys.executable, "-c", AST_IN_FINALIZERS],
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    run_code(AST_IN_FINALIZERS, timeout_s=120)

@@ -1,7 +1,7 @@
 """Slots go to trainings before teachers above the minimum; a real service, simulated clients."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -45,6 +45,14 @@ class Site:
             fields |= {"kind": JobKind.TEACHER, "service": changes.pop("service", "soft")}
         self.service.submit(JobSpec(**{**fields, **changes}))  # type: ignore[arg-type]
 
+    def teach(self, pods: int, job_id: str = "teachers", **changes: object) -> None:
+        """Submit a job of teachers, and let its first pods start."""
+        self.submit(job_id, pods=pods, folder="teach", **changes)
+        self.act(2)
+
+    def end_pod(self, key: str, exit_code: int) -> None:
+        self.pods[key] = replace(self.pods[key], phase=PodPhase.EXITED, exit_code=exit_code)
+
     def act(self, times: int = 1) -> None:
         """The client does as it is told and reports; launchers there are none."""
         for _ in range(times):
@@ -75,15 +83,25 @@ class Site:
 
 
 @pytest.fixture
-def site() -> Iterator[Site]:
-    made = Site()
-    yield made
-    made.service.close()
+def make_site() -> Iterator[Callable[[int], Site]]:
+    made: list[Site] = []
+
+    def make(slots: int) -> Site:
+        made.append(Site(slots))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.service.close()
+
+
+@pytest.fixture
+def site(make_site: Callable[[int], Site]) -> Site:
+    return make_site(4)
 
 
 def test_a_training_that_waits_for_slots_gets_those_of_the_newest_teachers(site):
-    site.submit("teachers", pods=4, folder="teach")
-    site.act(2)
+    site.teach(4)
     assert site.count("teachers") == 4
     site.submit("training", pods=2)
     site.act(3)
@@ -97,8 +115,7 @@ def test_a_training_that_waits_for_slots_gets_those_of_the_newest_teachers(site)
 
 
 def test_the_fewest_teachers_stay_whatever_a_training_wants(site):
-    site.submit("teachers", pods=4, folder="teach", min_pods=3)
-    site.act(2)
+    site.teach(4, min_pods=3)
     site.submit("training", pods=4)
     site.act(10)
     assert site.count("teachers") == 3
@@ -106,8 +123,7 @@ def test_the_fewest_teachers_stay_whatever_a_training_wants(site):
 
 
 def test_a_slot_is_given_only_when_its_teacher_has_ended_and_no_second_one_leaves(site):
-    site.submit("teachers", pods=4, folder="teach")
-    site.act(2)
+    site.teach(4)
     site.slow_to_end = True
     site.submit("training", pods=1)
     site.act(10)
@@ -120,28 +136,23 @@ def test_a_slot_is_given_only_when_its_teacher_has_ended_and_no_second_one_leave
     assert site.count("teachers") == 3
 
 
-def test_a_training_waits_for_all_that_leave_for_it_and_does_not_begin_with_fewer():
-    site = Site(slots=5)
-    site.submit("teachers", pods=4, folder="teach")
-    site.act(2)
+def test_a_training_waits_for_all_that_leave_for_it_and_does_not_begin_with_fewer(make_site):
+    site = make_site(5)
+    site.teach(4)
     site.slow_to_end = True
     site.submit("training", pods=3)  # one slot is free
     site.act(3)
     assert site.status("training").reason == "teachers are leaving slots for it"
-    site.pods["teachers/teacher_4"] = replace(
-        site.pods["teachers/teacher_4"], phase=PodPhase.EXITED, exit_code=0
-    )
+    site.end_pod("teachers/teacher_4", 0)
     site.act(3)
     assert site.count("training") == 0
     site.slow_to_end = False
     site.act(3)
     assert site.count("training") == 3
-    site.service.close()
 
 
 def test_teachers_take_the_slots_again_when_the_training_has_left_them(site):
-    site.submit("teachers", pods=4, folder="teach")
-    site.act(2)
+    site.teach(4)
     site.submit("training", pods=2)
     site.act(3)
     site.service.delete("training")
@@ -168,8 +179,7 @@ def test_teachers_take_no_slot_that_a_training_waits_for(site):
 
 def test_a_training_that_is_paused_frees_its_slots_and_gets_them_back(site):
     site.submit("training", pods=3)
-    site.submit("teachers", pods=4, folder="teach")
-    site.act(2)
+    site.teach(4)
     assert (site.count("training"), site.count("teachers")) == (3, 1)
     site.service.ask("training", PauseAsked())
     site.act(140)
@@ -181,15 +191,13 @@ def test_a_training_that_is_paused_frees_its_slots_and_gets_them_back(site):
     assert (site.count("training"), site.count("teachers")) == (3, 1)
 
 
-def test_a_pod_of_several_slots_gets_them_where_the_fewest_teachers_must_leave():
-    site = Site(slots=5)
-    site.submit("teachers", pods=4, folder="teach")
-    site.act(2)
+def test_a_pod_of_several_slots_gets_them_where_the_fewest_teachers_must_leave(make_site):
+    site = make_site(5)
+    site.teach(4)
     site.submit("training", pods=1, slots_per_pod=2, max_pods=1)
     site.act(3)
     assert site.count("teachers") == 3
     assert site.status("training").pods[0].slots == (3, 4)
-    site.service.close()
 
 
 def test_a_number_that_a_user_has_fixed_gives_slots_back_as_well(site):
@@ -203,18 +211,15 @@ def test_a_number_that_a_user_has_fixed_gives_slots_back_as_well(site):
 
 
 def test_the_youngest_of_two_jobs_of_teachers_leave_and_no_more_than_needed(site):
-    site.submit("old", pods=2, folder="teach")
-    site.act(2)
-    site.submit("new", pods=2, folder="teach", service="hard")
-    site.act(2)
+    site.teach(2, "old")
+    site.teach(2, "new", service="hard")
     site.submit("training", pods=1)
     site.act(3)
     assert (site.count("old"), site.count("new"), site.count("training")) == (2, 1, 1)
 
 
 def test_a_demand_finds_the_job_of_its_service(site):
-    site.submit("teachers", pods=1, folder="teach")
-    site.act(2)
+    site.teach(1)
     demand = wire.Demand(service="soft", students=1, wait_share=0.4, samples_per_s=9.0)
     answer = site.service.demand("soft", demand).body
     assert b'"job_id":"teachers","running":1,"wanted":1' in answer
@@ -230,8 +235,7 @@ def test_a_demand_finds_the_job_of_its_service(site):
 
 
 def test_a_launcher_in_a_teachers_pod_is_told_what_to_run_instead(site):
-    site.submit("teachers", pods=1, folder="teach")
-    site.act(2)
+    site.teach(1)
     attach = wire.Attach(pod_id="teacher_1", node_id="node-a", pid=1)
     with pytest.raises(Gone, match="`edl serve`"):
         site.service.attach("teachers", "teacher_1", attach)
@@ -270,11 +274,8 @@ def test_teachers_and_their_number_survive_a_kill_of_the_server(tmp_path):
 def test_a_training_in_a_crash_has_no_shortage_of_what_it_gets_back(site):
     """A recovery takes the slots of the dead pods: no teacher leaves for it."""
     site.submit("training", pods=2)
-    site.submit("teachers", pods=2, folder="teach")
-    site.act(2)
-    site.pods["training/pod_1_0"] = replace(
-        site.pods["training/pod_1_0"], phase=PodPhase.EXITED, exit_code=1
-    )
+    site.teach(2)
+    site.end_pod("training/pod_1_0", 1)
     site.act(6)
     assert (site.count("training"), site.count("teachers")) == (2, 2)
     assert "needs its slots" not in site.events("teachers")
@@ -291,9 +292,9 @@ def test_nothing_is_claimed_where_nothing_is_short(site):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_happens_no_two_pods_share_a_slot_and_all_calms_down(seed):
+def test_whatever_happens_no_two_pods_share_a_slot_and_all_calms_down(make_site, seed):
     rng = random.Random(seed)
-    site = Site(slots=6)
+    site = make_site(6)
     site.submit(
         "teachers",
         pods=2,
@@ -321,7 +322,6 @@ def test_whatever_happens_no_two_pods_share_a_slot_and_all_calms_down(seed):
     site.act(300)
     assert site.status("teachers").state is JobState.RUNNING
     assert site.count("teachers") == 3
-    site.service.close()
 
 
 def _something_happens(site: Site, rng: random.Random) -> None:

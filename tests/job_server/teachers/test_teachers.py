@@ -101,6 +101,15 @@ class Nodes:
         for _ in range(times):
             self.act(seconds)
 
+    def asked(self, times: int, **changes: object) -> None:
+        """Students report their demand after each round; `teachers` is how many they know."""
+        for _ in range(times):
+            self.act()
+            self.send(demand(**{"teachers": self.job.running, **changes}))
+
+    def resize(self, pods: int | None) -> None:
+        self.send(ResizeAsked(wire.Resize(pods=pods)))
+
     def crash(self, pod_id: str, **how: Any) -> None:
         for mine in self.pods.values():
             if pod_id in mine:
@@ -154,10 +163,10 @@ def test_a_job_starts_with_its_fewest_teachers_each_with_slot_and_ports_of_its_o
 
 def test_teachers_come_and_go_one_by_one_and_the_others_are_left_alone():
     nodes = running(2)
-    nodes.send(ResizeAsked(wire.Resize(pods=4)))
+    nodes.resize(4)
     nodes.acts(2)
     assert nodes.ids == ["teacher_1", "teacher_2", "teacher_3", "teacher_4"]
-    nodes.send(ResizeAsked(wire.Resize(pods=3)))
+    nodes.resize(3)
     assert nodes.ids == ["teacher_1", "teacher_2", "teacher_3"]
     nodes.slow_to_end = True
     nodes.acts(2)
@@ -184,13 +193,9 @@ def test_the_number_follows_the_demand_within_its_bounds():
 
 def test_a_teacher_that_has_not_registered_yet_is_waited_for():
     nodes = running(2)
-    for _ in range(40):
-        nodes.act(1)
-        nodes.send(demand(teachers=1))
+    nodes.asked(40, teachers=1)
     assert nodes.job.wanted == 2
-    for _ in range(200):  # but not for ever: one that never does must not stop the decisions
-        nodes.act(1)
-        nodes.send(demand(teachers=1))
+    nodes.asked(200, teachers=1)  # but not for ever: one that never does must stop no decision
     assert nodes.job.wanted > 2
 
 
@@ -206,9 +211,7 @@ def test_silence_keeps_the_number_and_then_lets_it_fall_to_the_fewest():
 
 def test_students_that_ask_nothing_count_as_none():
     nodes = running(3, demand_timeout_s=100, min_pods=0)
-    for _ in range(120):
-        nodes.act()
-        nodes.send(demand(students=0, wait_share=0.0, samples_per_s=0.0))
+    nodes.asked(120, students=0, wait_share=0.0, samples_per_s=0.0, teachers=None)
     assert nodes.job.wanted == 0
     assert nodes.job.pods == ()
     assert nodes.is_in(JobState.RUNNING)
@@ -219,14 +222,12 @@ def test_students_that_ask_nothing_count_as_none():
 
 def test_a_users_number_holds_whatever_the_demand_is_until_it_is_let_go():
     nodes = running(1)
-    nodes.send(ResizeAsked(wire.Resize(pods=2)))
-    for _ in range(60):
-        nodes.act()
-        nodes.send(demand(teachers=nodes.job.running))
+    nodes.resize(2)
+    nodes.asked(60)
     assert nodes.job.running == 2
     assert nodes.status.teachers is not None
     assert nodes.status.teachers.chosen_by == "resize"
-    nodes.send(ResizeAsked(wire.Resize(pods=None)))
+    nodes.resize(None)
     for _ in range(30):
         nodes.act()
         nodes.send(demand(teachers=nodes.job.running, samples_per_s=100.0 * nodes.job.running))
@@ -290,7 +291,7 @@ def test_teachers_that_die_together_count_as_one_try():
 def test_a_bad_slot_is_avoided_and_does_not_end_the_teachers_that_serve():
     nodes = running(2)  # on the slots of node a
     nodes.acts(25, 3.0)  # healthy by now
-    nodes.send(ResizeAsked(wire.Resize(pods=3)))
+    nodes.resize(3)
     nodes.acts(2)
     nodes.crash("teacher_3")
     nodes.acts(3)
@@ -341,15 +342,13 @@ def test_a_silent_node_is_replaced_by_another_and_stopped_when_it_is_back():
 def test_a_teacher_that_was_to_leave_a_dead_node_stops_no_decision():
     nodes = running(2)
     nodes.slow_to_end = True
-    nodes.send(ResizeAsked(wire.Resize(pods=3)))
+    nodes.resize(3)
     nodes.acts(3)
-    nodes.send(ResizeAsked(wire.Resize(pods=2)))  # teacher_3 leaves b, which falls silent
+    nodes.resize(2)  # teacher_3 leaves b, which falls silent
     nodes.silent.add("b")
     nodes.acts(6)
-    nodes.send(ResizeAsked(wire.Resize(pods=None)))
-    for _ in range(40):
-        nodes.act()
-        nodes.send(demand(teachers=2))
+    nodes.resize(None)
+    nodes.asked(40, teachers=2)
     assert nodes.job.wanted == 4
 
 

@@ -23,6 +23,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "kill": (_COMMANDS, "SIGKILL a pod or a trainer, as a test"),
     "logs": (_COMMANDS, "print the logs of pods on this machine"),
     "nodes": (_COMMANDS, "show all nodes"),
+    "page": (_COMMANDS, "print a link that opens the status page in a browser"),
     "events": (_COMMANDS, "show what happened to a job"),
     "simulate": (_COMMANDS, "print what a change script would do"),
     "verify": ("pod_runtime.verify", "prove from a run's ledger what was trained"),

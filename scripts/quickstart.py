@@ -298,6 +298,7 @@ def run(config: Config, screen: Screen) -> bool:
     try:
         api = start_server(config, processes)
         screen.say(f"  status page: {api.url}/")
+        screen.say(f"  a browser opens it, once, by {api.page_link()}")
         screen.say()
         epochs = plan_epochs(config, processes, screen)
         screen.news(

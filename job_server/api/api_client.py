@@ -102,8 +102,12 @@ class ApiClient:
         return self._call(routes.HEALTH)
 
     def page(self) -> str:
-        """Return the status page's HTML."""
-        return self._request("GET", routes.PAGE.path).text
+        """Return the status page's HTML, as a copy to keep."""
+        return self._request("GET", routes.PAGE.path, {"refresh": 0}).text
+
+    def page_link(self) -> str:
+        """Return a URL that opens the status page in a browser, once."""
+        return self.url + self._call(routes.PAGE_LINK).path
 
     # --- jobs, for users ------------------------------------------------------------------------
 

@@ -294,8 +294,38 @@ RUN_TIME = Route(
     answer=wire.RunTime,
     errors=(404, 413),
 )
+PAGE_LINK = Route(
+    name="page_link",
+    method="POST",
+    path="/api/v1/page_link",
+    who="users",
+    summary="A link that opens the status page in a browser, once.",
+    answer=wire.PageLink,
+)
+OPEN_PAGE = Route(
+    name="open_page",
+    method="GET",
+    path="/open/{code}",
+    who="people",
+    summary="Such a link: it answers with a cookie and leads to the status page.",
+    answer=str,
+)
 PAGE = Route(
-    name="page", method="GET", path="/", who="people", summary="The status page.", answer=str
+    name="page",
+    method="GET",
+    path="/",
+    who="people",
+    summary="The status page.",
+    query=(
+        QueryParameter(
+            name="refresh",
+            summary="0: a copy to keep, which does not ask again.",
+            kind=int,
+            high=1,
+            default=1,
+        ),
+    ),
+    answer=str,
 )
 
 ROUTES: tuple[Route[Any], ...] = tuple(
@@ -306,7 +336,7 @@ ROUTES: tuple[Route[Any], ...] = tuple(
 def markdown_table() -> str:
     """Return the table of docs/rest.md."""
     lines = ["| route | body | answer | asked by | |", "|---|---|---|---|---|"]
-    others = {OPENAPI.name: "OpenAPI", PAGE.name: "HTML"}
+    others = {OPENAPI.name: "OpenAPI", OPEN_PAGE.name: "HTML", PAGE.name: "HTML"}
     for route in ROUTES:
         query = "&".join(parameter.name for parameter in route.query)
         path = route.path + (f"?{query}" if query else "")

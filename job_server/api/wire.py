@@ -839,6 +839,12 @@ class Health(Message, frozen=True, kw_only=True):
     now: float = 0.0  # seconds since 1970
 
 
+class PageLink(Message, frozen=True, kw_only=True):
+    """Opens the status page in a browser, without the token."""
+
+    path: str  # below the server's URL; it works once, for a quarter of an hour
+
+
 class Acknowledgement(Message, frozen=True, kw_only=True):
     """A report has been received."""
 

@@ -180,6 +180,7 @@ def build_parser() -> argparse.ArgumentParser:
     logs.add_argument("--follow", action="store_true", help="go on until the job ends")
     logs.add_argument("--lines", type=int, default=20, metavar="N", help="the last so many")
     verb("nodes", _nodes, "Show all nodes.")
+    verb("page", _page, "Print a link that opens the status page in a browser, once.")
     events = verb("events", _events, "Show what happened to a job.")
     events.add_argument(
         "job", nargs="?", metavar="JOB", help="may be left out if there is only one"
@@ -339,6 +340,11 @@ def _nodes(api: ApiClient, args: argparse.Namespace) -> None:
         for known in nodes
     ]
     print(table(("NODE", "ADDRESS", "USABLE SLOTS", "SERVES", "LAST SEEN"), rows))
+
+
+def _page(api: ApiClient, args: argparse.Namespace) -> None:
+    link = api.page_link()
+    print(json.dumps({"url": link}) if args.json else link)
 
 
 def _events(api: ApiClient, args: argparse.Namespace) -> None:

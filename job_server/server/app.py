@@ -29,6 +29,7 @@ from job_server.jobs.events import (
 from job_server.server.guard import Guard
 from job_server.server.openapi import build_openapi
 from job_server.server.page import page_context
+from job_server.server.page_login import COOKIE_S, LINK_S, cookie_name
 from job_server.server.polls import JsonReply
 from job_server.server.service import JobService
 
@@ -46,7 +47,7 @@ def create_app(service: JobService, guard: Guard) -> Flask:
     app.config["MAX_CONTENT_LENGTH"] = wire.MAX_BODY_BYTES
     app.url_map.strict_slashes = False
     app.before_request(lambda: guard.check(request))
-    handlers = _handlers(service)
+    handlers = _handlers(service, guard)
     with _no_garbage_collection():
         for route in routes.ROUTES:
             app.add_url_rule(
@@ -75,7 +76,7 @@ def _no_garbage_collection() -> Iterator[None]:
                 gc.enable()
 
 
-def _handlers(service: JobService) -> Mapping[str, Handler]:
+def _handlers(service: JobService, guard: Guard) -> Mapping[str, Handler]:
     """Return what answers each route, by its name."""
     description = JsonReply(body=to_json(build_openapi()))
     return {
@@ -102,7 +103,9 @@ def _handlers(service: JobService) -> Mapping[str, Handler]:
         "report": service.report,
         "query_pods": service.legacy_pods,
         "job_runtime_static": lambda run_time: _note_run_time(service, run_time),
-        "page": lambda: _page(service),
+        "page_link": lambda: wire.PageLink(path=_page_link(guard)),
+        "open_page": lambda code: _open_page(guard, code),
+        "page": lambda refresh: _page(service, refreshes=refresh == 1),
     }
 
 
@@ -118,9 +121,45 @@ def _note_run_time(service: JobService, run_time: wire.RunTime) -> wire.RunTime:
     return run_time
 
 
-def _page(service: JobService) -> Response:
-    response = Response(render_template("page.html", **page_context(service, version())))
-    # The page needs nothing but its own style; whatever slipped into it could do nothing.
+def _page_link(guard: Guard) -> str:
+    if guard.token is None:
+        return routes.PAGE.path
+    return routes.OPEN_PAGE.url(guard.login.make_code())
+
+
+def _open_page(guard: Guard, code: str) -> Response:
+    """Use up a link: answer with the cookie, and a page that leads on to the status page.
+
+    No redirect: for a browser that came from another site's link, that would still be a request of
+    the other site, which gets no cookie.
+    """
+    # HEAD is of programs that look at links before people do.
+    cookie = None if request.method == "HEAD" else guard.login.redeem(code)
+    is_open = cookie is not None or guard.token is None or guard.has_cookie(request)
+    minutes = f"{LINK_S / 60:.0f}"
+    response = _html(render_template("link.html", is_open=is_open, minutes=minutes))
+    response.status_code = 200 if is_open else 401
+    response.headers["Cache-Control"] = "no-store"
+    response.headers["Referrer-Policy"] = "no-referrer"
+    if cookie is not None:
+        response.set_cookie(
+            cookie_name(request.host),
+            cookie,
+            max_age=round(COOKIE_S),
+            httponly=True,
+            samesite="Strict",
+        )
+    return response
+
+
+def _page(service: JobService, *, refreshes: bool) -> Response:
+    context = page_context(service, version())
+    return _html(render_template("page.html", **context, refreshes=refreshes))
+
+
+def _html(text: str) -> Response:
+    response = Response(text)
+    # A page needs nothing but its own style; whatever slipped into it could do nothing.
     response.headers["Content-Security-Policy"] = (
         "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
     )

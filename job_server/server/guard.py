@@ -1,7 +1,7 @@
 """Check each request: it has the token, and no web page of another site sends it."""
 
 import hmac
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from flask import Request
@@ -9,8 +9,16 @@ from flask import Request
 from job_server.api import routes
 from job_server.api.errors import Forbidden, Unauthorized
 from job_server.server.config import is_loopback
+from job_server.server.page_login import PageLogin, cookie_name
 
 _LEGACY_PATHS = (routes.QUERY_PODS.path, routes.RUN_TIME.path)
+_REMEDIES = {
+    routes.PAGE.path: "; `edl page` prints a link that opens this page",
+    **dict.fromkeys(
+        _LEGACY_PATHS,
+        "; for clients of the original, which have none, start the server with --insecure_legacy",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +27,7 @@ class Guard:
 
     token: str | None = None  # None: any program of this machine may ask
     insecure_legacy: bool = False  # the original's two routes need no token
+    login: PageLogin = field(default_factory=PageLogin)  # of browsers, by a link instead of it
 
     def check(self, request: Request) -> None:
         """Raise Unauthorized or Forbidden unless this request may go on."""
@@ -36,11 +45,19 @@ class Guard:
             return
         if self.insecure_legacy and request.path in _LEGACY_PATHS:
             return
+        if request.endpoint == routes.OPEN_PAGE.name:
+            return  # what stands in the link is checked where it is used up
+        if request.path == routes.PAGE.path and self.has_cookie(request):
+            return
         if not self._has_token(request):
             raise Unauthorized(
                 "Authorization: expected 'Bearer TOKEN' with the server's token "
-                "(EDL_TOKEN or --token_file)"
+                "(EDL_TOKEN or --token_file)" + _REMEDIES.get(request.path, "")
             )
+
+    def has_cookie(self, request: Request) -> bool:
+        """Return whether a browser asks that was let in by a link."""
+        return self.login.knows(request.cookies.get(cookie_name(request.host), ""))
 
     def _has_token(self, request: Request) -> bool:
         given = ""

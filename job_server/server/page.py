@@ -1,5 +1,6 @@
 """Collect what the status page shows, as plain values for its template."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 from job_server.api import wire
@@ -28,6 +29,7 @@ def page_context(service: JobService, version: str) -> dict[str, Any]:
         "jobs": jobs,
         "nodes": [_node_context(status, now) for status in service.node_statuses()],
         "refresh_s": REFRESH_S,
+        "now": f"{datetime.fromtimestamp(now, UTC).astimezone():%Y-%m-%d %H:%M:%S}",
         "server_id": service.server_id,
         "version": version,
     }

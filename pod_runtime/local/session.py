@@ -77,12 +77,14 @@ class LocalSession:
             try:
                 self._start()
                 status = self._watch()
+                self._keep_page()
                 self._end_programs()
             finally:
                 self._kill_rest()
         self._output.show_new(last=True)
         if self._interrupts:
-            show(f"interrupted; logs and state are in {self._config.folder}")
+            show(f"interrupted; logs, state and status.html are in {self._config.folder}")
+            show(describe_continuation(status))
             return INTERRUPTED
         return self._sum_up(status)
 
@@ -142,6 +144,8 @@ class LocalSession:
             self._env, folder, folder / "client.log",
         )  # fmt: skip
         show(f"watch it at {self._url}/")
+        with contextlib.suppress(JobServerError), self._connect() as api:  # `edl page` has another
+            show(f"a browser opens it, once, by {api.page_link()}  (`edl page` prints another)")
 
     def _submit(self) -> None:
         deadline = time.monotonic() + _START_S
@@ -214,6 +218,16 @@ class LocalSession:
         if self._server is not None:
             self._server.stop(_SERVER_STOP_S)
 
+    def _keep_page(self) -> None:
+        """Leave the status page in the run folder, as it is at the end."""
+        if self._interrupts > 1:
+            return
+        try:
+            with self._connect() as api:
+                (self._config.folder / "status.html").write_text(api.page(), encoding="utf-8")
+        except (JobServerError, OSError) as error:
+            show(f"the status page could not be kept: {error}")
+
     def _kill_rest(self) -> None:
         """Kill all that this run has started, however it ends."""
         for program in (self._client, self._server):
@@ -238,7 +252,7 @@ class LocalSession:
         if failed:
             show(reason)
             self._show_end_of(self._culprit(reason))
-        show(f"logs and state in {folder}")
+        show(f"logs, state and status.html in {folder}")
         return 0 if status.state is JobState.SUCCEEDED else 1
 
     def _culprit(self, reason: str) -> Path | None:
@@ -294,6 +308,17 @@ def describe_loss(status: JobStatus | None) -> str:
     if saved is not None and saved.step >= status.step:
         return f"ended at once; step {saved.step} is in {saved.path}"
     return f"ended at once: step {status.step} is lost, but for what checkpoints hold"
+
+
+def describe_continuation(status: JobStatus | None) -> str:
+    """Return how the training goes on after it was interrupted; "" where nothing was written."""
+    saved = None if status is None else status.saved
+    if saved is None:
+        return ""
+    if saved.spare:
+        # The next run has a folder of its own, and does not look here.
+        return f"step {saved.step} is in {saved.path}: give that to the script as its checkpoint="
+    return f"the same command goes on at step {saved.step + 1}, from {saved.path}"
 
 
 def show(text: str) -> None:

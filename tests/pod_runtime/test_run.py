@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import requests
 
 from job_server.api.api_client import ApiClient, Unauthorized
 from job_server.api.wire import JobState
@@ -113,6 +114,10 @@ def test_another_user_of_this_machine_can_neither_see_nor_stop_the_job(run, tmp_
         ("DELETE", "/api/v1/jobs/run"), ("POST", "/api/v1/nodes"),
     ):  # fmt: skip
         assert stranger.asks(method, url + path) == 401, path
+    link = re.search(r"once, by (\S+) ", job.console())
+    assert link is not None
+    assert requests.get(link[1], timeout=30).status_code == 200
+    assert stranger.asks("GET", link[1]) == 401, "it was used"
     for made in (latest / "token", *latest.glob("client/token")):
         assert made.stat().st_mode & 0o777 == 0o600
         assert stranger.reads(made) == "PermissionError"
@@ -183,13 +188,16 @@ def test_a_killed_server_or_client_comes_back_and_the_training_ends_well(run, pr
     assert not job.left()
 
 
-def test_ctrl_c_stops_the_job_in_order(run):
+def test_ctrl_c_stops_the_job_in_order_and_leaves_the_page(run, tmp_path):
     job = run("--cpu_slots", "1", "--grace_s", "2", TOY)
     wait_until(lambda: "[rank 0] welcome" in job.console(), what="training")
     job.process.send_signal(signal.SIGINT)
     assert job.process.wait(60) == 130
     assert "stopping the job" in job.console()
     assert not job.left()
+    page = (tmp_path / "edl_run" / "latest" / "status.html").read_text()
+    assert "STOPPED" in page
+    assert "http-equiv" not in page
 
 
 def test_a_second_ctrl_c_kills_and_leaves_nothing(run):
@@ -324,5 +332,11 @@ def test_a_second_ctrl_c_names_what_is_lost_and_the_first_shows_how_far_the_stat
     step = status.step
     assert f"edl: writing step {step}: " in capsys.readouterr().out
     assert before == f"ended at once; step {step} is in /shared/checkpoint"
+    again = f"the same command goes on at step {step + 1}, from /shared/checkpoint"
+    assert run_session.describe_continuation(status) == again
+    assert run_session.describe_continuation(replace(status, saved=None)) == ""
+    assert status.saved is not None
+    spare = replace(status, saved=replace(status.saved, spare=True, path="/run/state"))
+    assert f"step {step} is in /run/state" in run_session.describe_continuation(spare)
     lost = replace(status, saved=None)
     assert run_session.describe_loss(lost).startswith(f"ended at once: step {step} is lost")

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import requests
 
 from edl.__main__ import VERBS
 from edl.__main__ import main as edl
@@ -85,6 +86,22 @@ def test_the_only_server_of_the_user_is_found_with_its_token(mine, capsys, monke
         keep_token(other, "not-the-servers")
         assert main(["status", "--token_file", str(other)]) == 1
         assert "Authorization" in capsys.readouterr().err
+
+
+def test_a_link_to_the_page_is_printed_and_opens_it(mine, capsys):
+    token = a_token(mine)
+    with running_server(mine, "--no_job", "--token_file", str(token)) as server:
+        assert main(["page"]) == 0
+        link = capsys.readouterr().out.strip()
+        assert link.startswith(f"{server.url}/open/")
+        browser = requests.Session()
+        browser.trust_env = False
+        assert browser.get(server.url, timeout=30).status_code == 401
+        assert browser.get(link, timeout=30).status_code == 200
+        page = browser.get(server.url, timeout=30)
+        assert "There is no job" in page.text
+        assert main(["page", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["url"] != link
 
 
 def test_several_servers_are_listed_and_one_has_to_be_named(mine, capsys, monkeypatch):

@@ -555,6 +555,8 @@ def test_insecure_legacy_opens_just_two_routes(service):
     assert client.post("/rest/1.0/post/job_runtime_static", json={}).status_code == 400
     assert client.get("/api/v1/jobs").status_code == 401
     assert client.get("/rest/1.0/get/query_pods/").status_code in (401, 404)
+    closed = browse(service, Guard(token="correct horse")).get("/rest/1.0/get/query_pods")
+    assert "--insecure_legacy" in closed.json["error"]
     assert client.get("/").status_code == 401
 
 

@@ -87,6 +87,22 @@ make_state() {
     mkdir -p "$state" || die "$state cannot be made; name another folder: EDL_STATE_DIR=DIR $0"
 }
 
+# choose_token make|find ARGS...: which token server and client of this state folder use: the user's own,
+# else that of the folder, in $EDL_TOKEN_FILE. `make` makes one where there is none.
+choose_token() {
+    local how="$1"
+    shift
+    [ -z "$(option token_file "${EDL_TOKEN_FILE:-${EDL_TOKEN:-}}" "$@")" ] || return 0
+    if [ ! -e "$state/token" ]; then
+        [ "$how" = make ] || return 0
+        (umask 077 && set -o noclobber &&
+            od -An -N24 -tx1 /dev/urandom | tr -d ' \n' >"$state/token") ||
+            die "$state/token cannot be made; name another folder: EDL_STATE_DIR=DIR $0"
+    fi
+    EDL_TOKEN_FILE="$(cd "$state" && pwd)/token"
+    export EDL_TOKEN_FILE
+}
+
 # option NAME DEFAULT ARGS...: prints the value of --NAME VALUE or --NAME=VALUE, the last one given.
 option() {
     local name="--$1" value="$2"
@@ -111,7 +127,8 @@ cpu_slots() {
 }
 
 # Exit 0 if the job server at $1 answers; $2: the file with its token, else EDL_TOKEN_FILE, EDL_TOKEN.
-# Else print the reason and exit 1 where none answers, 3 where what answers is not ours or refuses us.
+# Else print the reason and exit 1 where none answers, 4 where it wants another token, 3 where what
+# answers is not ours or refuses us for another reason.
 server_answers() {
     "$python" - "$@" <<'PYTHON'
 import os
@@ -119,13 +136,13 @@ import sys
 
 from job_server.api.api_client import ApiClient, ApiError
 from job_server.api.command_line import read_token
-from job_server.api.errors import ConfigError, Retryable
+from job_server.api.errors import ConfigError, Retryable, Unauthorized
 
 _, url, *token_file = sys.argv
 try:
     ApiClient(url, read_token(token_file[0] if token_file else None, os.environ)).health()
 except (ApiError, ConfigError) as error:
     print(error)
-    sys.exit(1 if isinstance(error, Retryable) else 3)
+    sys.exit(1 if isinstance(error, Retryable) else 4 if isinstance(error, Unauthorized) else 3)
 PYTHON
 }

@@ -92,6 +92,10 @@ else
     command+=(--pod_path "$state/resnet50_pod" ${args[@]+"${args[@]}"} "${experiment[@]}")
 fi
 
+case "$server" in
+    http://127.* | http://localhost* | http://\[::1\]*) choose_token make ${args[@]+"${args[@]}"} ;;
+    *) choose_token find ${args[@]+"${args[@]}"} ;; # of a server elsewhere: copied by the user
+esac
 if [ -n "$foreground" ]; then
     exec "${command[@]}"
 fi
@@ -101,6 +105,11 @@ trouble="$(server_answers "$server" ${token_file:+"$token_file"})" || refused=$?
 case "$refused" in
     0) ;;
     1) say "No job server answers at $server yet; the client will wait for it. Start one: $here/start_job_server.sh" ;;
+    4)
+        say "The job server at $server wants its token. If start_job_server.sh made it, it is in edl_run/token there:"
+        say "copy that to $state/token here (chmod 600 it), or name it (--token_file, EDL_TOKEN_FILE, EDL_TOKEN)."
+        exit 1
+        ;;
     *)
         say "What answers at $server refuses this client, or is no job server of ours: $trouble"
         say "Name another one (--job_server, PADDLE_JOBSERVER), or its token (--token_file, EDL_TOKEN_FILE)."

@@ -3,7 +3,7 @@
 # and the change of the pod set every 900 s; all arguments go to `python -m job_server`.
 #   --foreground   stay in front        --stop   end the one that runs        --help   all options
 # Honours PADDLE_TRAINERS (node IPs; the first hosts the server), PADDLE_JOB_ID, EDL_TOKEN and
-# EDL_TOKEN_FILE (which any address but 127.0.0.1 needs).
+# EDL_TOKEN_FILE; without a token it makes one, for all servers and clients of its folder: edl_run/token.
 set -euo pipefail
 here="$(dirname "${BASH_SOURCE[0]}")"
 source "$here/lib.sh"
@@ -48,6 +48,16 @@ if [ -n "$pid" ]; then
     say "The job server runs already (pid $pid): $url/   Stop it: $0 --stop --server_port $port"
     exit 0
 fi
+tokenless=""
+[ -e "$state/token" ] || for file in "$state"/job_client*.pid; do
+    tokenless="$tokenless$(running_pid "$file")"
+done
+if [ -n "$tokenless" ]; then # of the version before: a token would shut it out, and its pods
+    say "It gets no token, so every user of this machine may use it: the job client that runs has none." \
+        "Stop both, and start them again."
+else
+    choose_token make ${args[@]+"${args[@]}"}
+fi
 if [ -n "$foreground" ]; then
     exec "${command[@]}"
 fi
@@ -59,6 +69,10 @@ for _ in $(seq 150); do
     if server_answers "$url" ${token_file:+"$token_file"} >/dev/null; then
         say "The job server runs (pid $started_pid): $url/"
         say "  look:  $(dirname "$python")/edl status --follow --server $url     log: $state/$name.log"
+        say "  page:  $("$python" -m edl page --server "$url")"
+        say "         opens once; another link: $(dirname "$python")/edl page --server $url"
+        [ "$bound" = 127.0.0.1 ] || [ "${EDL_TOKEN_FILE:-}" != "$(cd "$state" && pwd)/token" ] || say \
+            "  other nodes need its token: copy $state/token to the same place there, or name it by EDL_TOKEN_FILE"
         say "  stop:  $0 --stop$([ "$port" = 8180 ] || echo " --server_port $port")"
         exit 0
     fi

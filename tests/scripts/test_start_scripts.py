@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from job_server.api.api_client import ApiClient
+from tests import stranger
 from tests.support import ROOT, free_port, wait_until
 
 SERVER = ROOT / "scripts" / "start_job_server.sh"
@@ -226,9 +227,78 @@ def test_a_server_with_a_token_is_found_to_answer(run: Run, tmp_path: Path, port
     assert "The job server runs" in started.stderr
 
 
-def test_a_server_starts_once_and_stops(run: Run, port: str):
-    api = ApiClient(f"http://127.0.0.1:{port}")
+@stranger.needs_root
+def test_server_and_client_share_a_token_that_no_other_user_has(
+    run: Run, tmp_path: Path, port: str
+):
+    script = tmp_path / "train.sh"
+    script.write_text("sleep 600\n")
+    assert run(SERVER, "--server_port", port).returncode == 0
+    token, url = tmp_path / "state" / "token", f"http://127.0.0.1:{port}"
+    assert token.stat().st_mode & 0o777 == 0o600
+    for method, path in (("GET", "/"), ("GET", "/api/v1/jobs"), ("POST", "/api/v1/nodes")):
+        assert stranger.asks(method, url + path) == 401
+    assert stranger.reads(token) == "PermissionError"
+    started = run(CLIENT, "--job_server", url, "--port_range", "auto", str(script))
+    assert started.returncode == 0, started.stderr
+    with ApiClient(url, token.read_text()) as api:
+        wait_until(lambda: api.nodes() and api.status("default_job").pods)
+
+
+def test_the_client_may_be_started_before_the_server(run: Run, tmp_path: Path, port: str):
+    script = tmp_path / "train.sh"
+    script.write_text("sleep 600\n")
+    url = f"http://127.0.0.1:{port}"
+    first = run(CLIENT, "--job_server", url, "--port_range", "auto", str(script))
+    assert "the client will wait for it" in first.stderr
+    second = run(SERVER, "--server_port", port)
+    assert second.returncode == 0, second.stderr
+    with ApiClient(url, (tmp_path / "state" / "token").read_text()) as api:
+        wait_until(lambda: api.nodes())
+
+
+def test_a_client_without_the_servers_token_is_told_where_it_is(
+    run: Run, tmp_path: Path, port: str
+):
+    script = tmp_path / "train.sh"
+    script.write_text("true\n")
+    assert run(SERVER, "--server_port", port).returncode == 0
+    url = f"http://127.0.0.1:{port}"
+    refused = run(CLIENT, "--job_server", url, str(script), EDL_TOKEN="not-the-servers")
+    assert refused.returncode == 1
+    assert f"The job server at {url} wants its token" in refused.stderr
+    assert f"copy that to {tmp_path}/state/token here" in refused.stderr
+    elsewhere = run(CLIENT, "--foreground", "--job_server", "http://10.0.0.7:8180", str(script),
+                    EDL_PYTHON="/bin/echo", EDL_STATE_DIR=str(tmp_path / "elsewhere"))  # fmt: skip
+    assert elsewhere.returncode == 0
+    assert not (tmp_path / "elsewhere" / "token").exists(), "it would not be that server's"
+
+
+def test_a_token_of_the_users_own_wins(run: Run, tmp_path: Path, port: str):
+    assert run(SERVER, "--server_port", port, EDL_TOKEN="correct-horse").returncode == 0
+    with ApiClient(f"http://127.0.0.1:{port}", "correct-horse") as api:
+        assert api.health().server_id
+    assert not (tmp_path / "state" / "token").exists()
+
+
+def test_a_client_of_the_version_before_is_not_shut_out(run: Run, tmp_path: Path, port: str):
+    client = subprocess.Popen(["sleep", "600"])
+    try:
+        ticks = Path(f"/proc/{client.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        (tmp_path / "state").mkdir()
+        (tmp_path / "state" / "job_client.pid").write_text(f"{client.pid} {ticks}\n")
+        started = run(SERVER, "--server_port", port)
+        assert "It gets no token" in started.stderr
+        with ApiClient(f"http://127.0.0.1:{port}") as api:
+            assert api.health().server_id
+    finally:
+        client.kill()
+        client.wait()
+
+
+def test_a_server_starts_once_and_stops(run: Run, tmp_path: Path, port: str):
     first = run(SERVER, "--server_port", port)
+    api = ApiClient(f"http://127.0.0.1:{port}", (tmp_path / "state" / "token").read_text())
     assert first.returncode == 0, first.stderr
     assert "--stop" in first.stderr
     pid = int(first.stderr.split("pid ")[1].split(")")[0])

@@ -556,7 +556,7 @@ def test_insecure_legacy_opens_just_two_routes(service):
     assert client.get("/api/v1/jobs").status_code == 401
     assert client.get("/rest/1.0/get/query_pods/").status_code in (401, 404)
     closed = browse(service, Guard(token="correct horse")).get("/rest/1.0/get/query_pods")
-    assert "--insecure_legacy" in closed.json["error"]
+    assert "--insecure_legacy" in closed.get_json()["error"]
     assert client.get("/").status_code == 401
 
 

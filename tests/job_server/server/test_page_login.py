@@ -37,7 +37,7 @@ def browser(service: JobService, guard: Guard) -> FlaskClient:
 def link(client: FlaskClient) -> str:
     answer = client.post("/api/v1/page_link", headers=BEARER)
     assert answer.status_code == 200
-    return str(answer.json["path"])
+    return str(answer.get_json()["path"])
 
 
 def status(client: FlaskClient, path: str = "/", **headers: str) -> int:

@@ -109,7 +109,7 @@ def encode_response(
     """Return the length of the head, None if all is JSON, and the buffers of the body.
 
     Raises:
-        BadRequest: a tensor cannot be sent; names it.
+        BadRequest: a tensor cannot be sent so; names it.
     """
     head: dict[str, Any] = {"model_name": model, "model_version": version}
     if asked.request.request_id:
@@ -122,6 +122,12 @@ def encode_response(
             head["outputs"].append(_describe(name, array, body))
             is_binary = True
         else:
+            if not np.isfinite(array).all():
+                raise BadRequest(
+                    f"output {name}: has values that are infinite or not a number, which JSON "
+                    'cannot say: ask for bytes, by the parameter "binary_data": true of the output '
+                    'or "binary_data_output": true of the request'
+                )
             head["outputs"].append(
                 {
                     "name": name,

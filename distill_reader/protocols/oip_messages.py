@@ -1,7 +1,8 @@
 """Encode and decode messages of the Open Inference Protocol (KServe v2) over gRPC.
 
-Source: https://github.com/kserve/open-inference-protocol; RepositoryIndex is from Triton's model
-repository extension. Tensors are sent as raw contents; typed contents are understood, too.
+Source: https://github.com/kserve/open-inference-protocol; RepositoryIndex, ModelConfig and
+ModelStatistics are Triton's extensions (model repository, model configuration, statistics), with
+the fields that we have. Tensors are sent as raw contents; typed contents are understood, too.
 `oip_json.py` has the HTTP side.
 """
 
@@ -64,8 +65,55 @@ MESSAGES = message_classes(
         "RepositoryIndexResponse.ModelIndex": (
             "string name = 1; string version = 2; string state = 3; string reason = 4"
         ),
+        "ModelConfigRequest": "string name = 1; string version = 2",
+        "ModelConfigResponse": "ModelConfig config = 1",
+        "ModelConfig": (
+            "string name = 1; string platform = 2; int32 max_batch_size = 4;"
+            "repeated ModelInput input = 5; repeated ModelOutput output = 6;"
+            "ModelDynamicBatching dynamic_batching = 11"
+        ),
+        # Their data_type is an enumeration, which is sent as an int32: CONFIG_TYPES.
+        "ModelInput": "string name = 1; int32 data_type = 2; repeated int64 dims = 4",
+        "ModelOutput": "string name = 1; int32 data_type = 2; repeated int64 dims = 3",
+        "ModelDynamicBatching": "uint64 max_queue_delay_microseconds = 2",
+        "ModelStatisticsRequest": "string name = 1; string version = 2",
+        "ModelStatisticsResponse": "repeated ModelStatistics model_stats = 1",
+        "ModelStatistics": (
+            "string name = 1; string version = 2; uint64 last_inference = 3;"
+            "uint64 inference_count = 4; uint64 execution_count = 5;"
+            "InferStatistics inference_stats = 6; repeated InferBatchStatistics batch_stats = 7"
+        ),
+        "InferStatistics": "; ".join(
+            f"StatisticDuration {name} = {number}"
+            for number, name in enumerate(
+                (
+                    "success",
+                    "fail",
+                    "queue",
+                    "compute_input",
+                    "compute_infer",
+                    "compute_output",
+                    "cache_hit",
+                    "cache_miss",
+                ),
+                1,
+            )
+        ),
+        "InferBatchStatistics": (
+            "uint64 batch_size = 1; StatisticDuration compute_input = 2;"
+            "StatisticDuration compute_infer = 3; StatisticDuration compute_output = 4"
+        ),
+        "StatisticDuration": "uint64 count = 1; uint64 ns = 2",
     },
 )
+
+# Triton's names and numbers of types in a model's configuration, by numpy's names.
+CONFIG_TYPES = {
+    "bool": ("TYPE_BOOL", 1), "uint8": ("TYPE_UINT8", 2), "uint16": ("TYPE_UINT16", 3),
+    "uint32": ("TYPE_UINT32", 4), "uint64": ("TYPE_UINT64", 5), "int8": ("TYPE_INT8", 6),
+    "int16": ("TYPE_INT16", 7), "int32": ("TYPE_INT32", 8), "int64": ("TYPE_INT64", 9),
+    "float16": ("TYPE_FP16", 10), "float32": ("TYPE_FP32", 11), "float64": ("TYPE_FP64", 12),
+}  # fmt: skip
 
 # Typed contents: datatype -> field of InferTensorContents, and the type of its numbers.
 _CONTENTS = {

@@ -116,6 +116,11 @@ def _encode_tensor(tensor: ServingTensor) -> dict[str, Any]:
     array = np.ascontiguousarray(tensor.array)
     document: dict[str, Any] = {}
     if array.dtype.name in DATA_FIELD_OF:
+        if not np.isfinite(array).all():
+            raise BadRequest(
+                f"output {tensor.label}: has values that are infinite or not a number, which JSON "
+                "cannot say: send the request in protobuf, with Content-Type: application/proto"
+            )
         document[DATA_FIELD_OF[array.dtype.name]] = array.reshape(-1).tolist()
     else:
         document["tensor_content"] = base64.b64encode(raw_bytes(array)).decode()

@@ -30,7 +30,7 @@ from distill_reader.teacher.protocols.grpc_server import GrpcServer
 from distill_reader.teacher.protocols.http2_frames import PREFACE
 from distill_reader.teacher.protocols.http_server import TeacherHttpServer
 from distill_reader.teacher.protocols.limits import FrontLimits
-from distill_reader.teacher.protocols.oip import OipGrpc
+from distill_reader.teacher.protocols.oip import HEALTH_METHODS, OipGrpc, is_serving
 from distill_reader.teacher.protocols.serving import ServingGrpc
 from distill_reader.teacher.service.requests import InferenceService
 
@@ -185,6 +185,8 @@ class Front:
             addresses,
             token=config.token,
             limits=config.limits,
+            open_methods=[f"/{oip_messages.SERVICE}/{name}" for name in HEALTH_METHODS],
+            is_serving=functools.partial(is_serving, service),
         )
 
     # --- connections

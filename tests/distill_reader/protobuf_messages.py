@@ -1,4 +1,4 @@
-"""Protobuf's own classes for the messages with tensors, which the product reads by hand."""
+"""Protobuf's own classes for messages that the product reads by hand, or has for itself."""
 
 from distill_reader.protocols import oip_messages, serving_messages
 from distill_reader.protocols.protobuf_schema import message_classes
@@ -39,6 +39,14 @@ OIP_MESSAGES = oip_messages.MESSAGES | message_classes(
             "repeated bytes raw_output_contents = 6"
         ),
         "ModelInferResponse.InferOutputTensor": _TENSOR,
+    },
+)
+
+HEALTH_MESSAGES = message_classes(
+    "grpc.health.v1",
+    {
+        "HealthCheckRequest": "string service = 1",
+        "HealthCheckResponse": "int32 status = 1",  # an enumeration
     },
 )
 

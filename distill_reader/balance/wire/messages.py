@@ -30,6 +30,7 @@ releases sent the `token` in the first message of a connection:
 
 import json
 import math
+import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -53,6 +54,9 @@ MAX_ANSWER_BYTES = 4 << 20  # from a server: a list of MAX_REQUIRE teachers
 MAX_INFO = 512
 REPORT_S = 2.0  # between a student's reports
 LEASE_S = (0.5, 600.0)  # the least and the most that a teacher may ask for
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can say it, and Redis cannot store it
 
 
 class BadFrame(BadRequest):
@@ -269,7 +273,7 @@ def _student_leave(_: Mapping[str, Any]) -> StudentLeave:
 
 def _teacher_heartbeat(body: Mapping[str, Any]) -> TeacherHeartbeat:
     info = body.get("info", "")
-    if not isinstance(info, str) or len(info) > MAX_INFO:
+    if not isinstance(info, str) or len(info) > MAX_INFO or _SURROGATE.search(info):
         raise BadRequest(f"info: expected a text of up to {MAX_INFO} characters, got {shown(info)}")
     lease_s = _measure(body.get("lease_s"), "lease_s")
     least, most = LEASE_S

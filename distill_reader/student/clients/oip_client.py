@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from google.protobuf.message import DecodeError
+
 from distill_reader.errors import (
     BadRequest,
     ModelNotFound,
@@ -27,8 +29,6 @@ if TYPE_CHECKING:  # clients over HTTP do not load gRPC
 
 _SERVICE = f"/{oip_messages.SERVICE}/"
 _READY = "READY"  # state of a model in Triton's repository index
-# Field numbers in Triton's ModelConfigResponse and ModelConfig.
-_CONFIG, _MAX_BATCH_SIZE = 1, 4
 
 
 class OipGrpcClient:
@@ -102,23 +102,17 @@ class OipGrpcClient:
 
     def _max_batch_size(self, timeout_s: float) -> int | None:
         """Return the most samples of a request; None: not announced. Triton's extension."""
-        request = oip_messages.MESSAGES["ModelMetadataRequest"](name=self._model)
+        if self._spec.takes_encodings:  # a teacher of ours, which splits larger requests itself
+            return None
+        request = oip_messages.MESSAGES["ModelConfigRequest"](name=self._model)
         try:
             answer = self._connection.call(
                 f"{_SERVICE}ModelConfig", request.SerializeToString(), timeout_s=timeout_s
             )
-            return next(
-                (
-                    value
-                    for number, kind, config in protobuf_wire.read_fields(memoryview(answer))
-                    if number == _CONFIG and kind == protobuf_wire.BYTES
-                    for field, of, value in protobuf_wire.read_fields(config)
-                    if field == _MAX_BATCH_SIZE and of == protobuf_wire.VARINT and value
-                ),
-                None,
-            )
-        except (ProtocolMismatch, BadRequest, TeacherFailed, protobuf_wire.ProtobufError):
+            config = oip_messages.MESSAGES["ModelConfigResponse"].FromString(answer).config
+        except (ProtocolMismatch, BadRequest, TeacherFailed, DecodeError):
             return None  # a server of the plain protocol
+        return int(config.max_batch_size) if config.max_batch_size > 0 else None
 
 
 class OipHttpClient:
@@ -198,6 +192,8 @@ class OipHttpClient:
 
     def _max_batch_size(self, timeout_s: float) -> int | None:
         """Return the most samples of a request; None: not announced. Triton's extension."""
+        if self._spec.takes_encodings:  # as for gRPC
+            return None
         answer = self._connection.request("GET", f"{self._path}/config", timeout_s=timeout_s)
         try:
             most = json.loads(bytes(answer.body))["max_batch_size"]

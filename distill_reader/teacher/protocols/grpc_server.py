@@ -1,4 +1,4 @@
-"""The gRPC server behind the front: token, limits and error codes.
+"""The gRPC server behind the front: token, limits, error codes, and gRPC's own health protocol.
 
 It uses grpcio's threaded server: that of grpc.aio (1.85) stops for good at the first call whose
 path is not UTF-8.
@@ -7,11 +7,12 @@ path is not UTF-8.
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from distill_reader.errors import (
     BadRequest,
@@ -21,6 +22,7 @@ from distill_reader.errors import (
     TeacherBusy,
     UsageError,
 )
+from distill_reader.protocols.protobuf_schema import message_classes
 from distill_reader.teacher.protocols.limits import FrontLimits, bearer_matches
 from distill_reader.teacher.service.requests import InferAnswer, InferenceService, InferRequest
 
@@ -32,6 +34,20 @@ _MAX_STREAMS = 128  # at a time on one connection
 _FRAME_BYTES = 1 << 20  # the largest frame that clients may send: fewer headers to read
 _OVERHEAD_BYTES = 1 << 20  # of a message, besides its tensors
 _CHECK_S = 1.0  # how often the messages being read are checked
+_OPEN_CALLS = 16  # without the token, while their messages are read: each takes a thread
+_OPEN_S = 2.0  # how long such a message may take
+_WATCHES = 32  # of health at a time: each takes a thread for as long as it lasts
+_WATCH_S = 0.2  # how often health is looked at for them
+
+HEALTH_SERVICE = "grpc.health.v1.Health"
+_HEALTH = message_classes(
+    "grpc.health.v1",
+    {
+        "HealthCheckRequest": "string service = 1",
+        "HealthCheckResponse": "int32 status = 1",  # an enumeration
+    },
+)
+_SERVING, _NOT_SERVING, _SERVICE_UNKNOWN = 1, 2, 3
 
 
 class Call:
@@ -77,33 +93,52 @@ class GrpcServer:
         *,
         token: str,
         limits: FrontLimits,
+        open_methods: Collection[str] = (),
+        is_serving: Callable[[str], bool | None],
     ) -> None:
         """Bind the addresses.
 
         Args:
             services: service -> method -> function.
+            open_methods: "/service/method" of those that need no token.
+            is_serving: for the health protocol: whether a service is ready; None: it is unknown.
 
         Raises:
             UsageError: an address cannot be bound.
         """
         self._token = token
         self._limits = limits
+        self._is_serving = is_serving
+        self._open_calls = threading.BoundedSemaphore(_OPEN_CALLS)
+        self._watches = threading.BoundedSemaphore(_WATCHES)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grpc")
         self._server = grpc.server(
             self._threads, options=_options(limits), maximum_concurrent_rpcs=_MAX_CALLS
         )
         for service, methods in services.items():
-            handlers = {name: self._handler(method) for name, method in methods.items()}
+            handlers = {
+                name: self._handler(method, is_open=f"/{service}/{name}" in open_methods)
+                for name, method in methods.items()
+            }
             self._server.add_generic_rpc_handlers(
                 (grpc.method_handlers_generic_handler(service, handlers),)
             )
+        health = {
+            "Check": self._handler(self._check_health, is_open=True),
+            "Watch": grpc.stream_stream_rpc_method_handler(self._watch_health),
+        }
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(HEALTH_SERVICE, health),)
+        )
         try:
             for address in addresses:
                 self._server.add_insecure_port(address)
         except RuntimeError as error:
             self._threads.shutdown(wait=False)
             raise UsageError(f"gRPC cannot listen on {address}: {error}") from error
-        self._reading: dict[int, tuple[float, Any]] = {}  # calls whose message is being read
+        # Calls whose message is being read, and until when it must have come.
+        self._reading: dict[int, tuple[float, Any]] = {}
+        self._ending = threading.Event()  # no more calls are accepted
         self._stopping = threading.Event()
         self._watch = threading.Thread(target=self._watch_readers, name="grpc-watch", daemon=True)
 
@@ -113,19 +148,15 @@ class GrpcServer:
 
     def stop(self, grace_s: float) -> None:
         """Accept no more calls; return when the running ones have ended, or after `grace_s`."""
+        self._ending.set()  # watches of health would take all the grace
         self._server.stop(grace_s).wait()
         self._stopping.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _handler(self, method: Method) -> Any:
+    def _handler(self, method: Method, *, is_open: bool) -> Any:
         def call(messages: Any, context: Any) -> bytes:
             metadata = {key: value for key, value in context.invocation_metadata()}
-            if not bearer_matches(str(metadata.get("authorization", "")), self._token):
-                context.abort(
-                    grpc.StatusCode.UNAUTHENTICATED,
-                    "this teacher wants a token: send the metadata authorization: Bearer TOKEN",
-                )
-            message = self._read(messages, context)
+            message = self._authorized_read(messages, context, metadata, is_open=is_open)
             try:
                 return method(message, Call(context, metadata))
             except DistillError as error:
@@ -140,9 +171,28 @@ class GrpcServer:
         # without the token is refused before its message is read.
         return grpc.stream_unary_rpc_method_handler(call)
 
-    def _read(self, messages: Any, context: Any) -> bytes:
+    def _authorized_read(
+        self, messages: Any, context: Any, metadata: Mapping[str, Any], *, is_open: bool
+    ) -> bytes:
+        """Return the message of a call that has the token, or needs none; else end the call."""
+        if bearer_matches(str(metadata.get("authorization", "")), self._token):
+            longest_s = self._limits.longest_s(self._limits.max_request_bytes)
+            return self._read(messages, context, longest_s)
+        if not is_open:
+            context.abort(
+                grpc.StatusCode.UNAUTHENTICATED,
+                "this teacher wants a token: send the metadata authorization: Bearer TOKEN",
+            )
+        if not self._open_calls.acquire(timeout=_OPEN_S):
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls without the token")
+        try:
+            return self._read(messages, context, _OPEN_S)
+        finally:
+            self._open_calls.release()
+
+    def _read(self, messages: Any, context: Any, longest_s: float) -> bytes:
         key = id(context)
-        self._reading[key] = (time.monotonic(), context)
+        self._reading[key] = (time.monotonic() + longest_s, context)
         try:
             for message in messages:
                 return bytes(message)
@@ -153,12 +203,61 @@ class GrpcServer:
 
     def _watch_readers(self) -> None:
         """Cancel calls whose message takes too long. Relayed connections are ended sooner."""
-        longest_s = self._limits.longest_s(self._limits.max_request_bytes)
         while not self._stopping.wait(_CHECK_S):
-            before = time.monotonic() - longest_s
-            for since, context in list(self._reading.values()):
-                if since < before:
+            now = time.monotonic()
+            for until, context in list(self._reading.values()):
+                if until < now:
                     context.cancel()
+
+    # --- grpc.health.v1
+
+    def _check_health(self, message: bytes, _: Call) -> bytes:
+        is_serving = self._is_serving(_health_service(message))
+        if is_serving is None:
+            raise ModelNotFound("no such service or model is served here")
+        return _health_answer(_SERVING if is_serving else _NOT_SERVING)
+
+    def _watch_health(self, messages: Any, context: Any) -> Iterator[bytes]:
+        """Yield the health of a service now and whenever it changes, until the client leaves."""
+        metadata = {key: value for key, value in context.invocation_metadata()}
+        message = self._authorized_read(messages, context, metadata, is_open=True)
+        try:
+            service = _health_service(message)
+        except BadRequest as error:
+            _abort(context, error)
+        left = threading.Event()
+        if not context.add_callback(left.set):
+            return
+        if not self._watches.acquire(blocking=False):
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"more than {_WATCHES} watches")
+        try:
+            told = 0
+            while not left.is_set():
+                is_serving = self._is_serving(service)
+                status = _SERVING if is_serving else _NOT_SERVING
+                if is_serving is None:
+                    status = _SERVICE_UNKNOWN
+                if self._ending.is_set():
+                    status = _NOT_SERVING
+                if status != told:
+                    told = status
+                    yield _health_answer(status)
+                if self._ending.is_set():
+                    context.abort(grpc.StatusCode.UNAVAILABLE, "the teacher ends")
+                left.wait(_WATCH_S)
+        finally:
+            self._watches.release()
+
+
+def _health_service(message: bytes) -> str:
+    try:
+        return str(_HEALTH["HealthCheckRequest"].FromString(message).service)
+    except DecodeError as error:
+        raise BadRequest(f"the message is no HealthCheckRequest: {error}") from error
+
+
+def _health_answer(status: int) -> bytes:
+    return bytes(_HEALTH["HealthCheckResponse"](status=status).SerializeToString())
 
 
 def _options(limits: FrontLimits) -> list[tuple[str, int]]:

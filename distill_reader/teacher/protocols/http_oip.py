@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from aiohttp import web
 
-from distill_reader.errors import BadRequest
+from distill_reader.errors import BadRequest, ModelNotFound
 from distill_reader.model.specs import ModelSpec
 from distill_reader.protocols import oip_json
 from distill_reader.protocols.oip_json import HEAD_LENGTH, OipHttpRequest
@@ -42,12 +42,25 @@ class OipHttp:
             case ["repository", "index"]:
                 check_method(request, "POST")
                 return json_answer(oip.repository_index(self._service))
+            case ["models", "stats"] if "stats" not in self._service.models():
+                every = oip.statistics(self._service, "", "")
+                return self._get(request, lambda: json_answer(every))
             case ["models", name, *rest]:
                 version = ""
                 if len(rest) >= 2 and rest[0] == "versions":
                     version, rest = rest[1], rest[2:]
                 return await self._model(request, name, version, rest)
         raise HttpError(404, f"there is no {request.path} here")
+
+    @staticmethod
+    def is_health(path: list[str]) -> bool:
+        """Return whether probes may ask this without a token. `path`: as for `answer`."""
+        match path:
+            case ["health", "live" | "ready"] | ["models", _, "ready"]:
+                return True
+            case ["models", _, "versions", _, "ready"]:
+                return True
+        return False
 
     def error_answer(self, error: HttpError) -> HttpResponse:
         """Return the protocol's answer for an error."""
@@ -65,9 +78,15 @@ class OipHttp:
                     request, lambda: json_answer(oip_json.encode_metadata(spec, oip.PLATFORM))
                 )
             case ["ready"]:
-                is_ready = oip.has_model(self._service, name, version)
-                oip.find_model(self._service, name, version)
-                return self._get(request, lambda: _ready(is_ready))
+                return self._get(request, lambda: self._model_ready(name, version))
+            case ["config"]:
+                spec = oip.find_model(self._service, name, version)
+                return self._get(
+                    request, lambda: json_answer(oip.model_config(self._service, spec))
+                )
+            case ["stats"]:
+                document = oip.statistics(self._service, name, version)
+                return self._get(request, lambda: json_answer(document))
             case ["infer"]:
                 check_method(request, "POST")
                 return await self._infer(request, oip.find_model(self._service, name, version))
@@ -119,6 +138,13 @@ class OipHttp:
             body.hand_over()
             answer = await self._calls.infer(replace(request, inputs=shared), 0)
         return asked, answer
+
+    def _model_ready(self, name: str, version: str) -> HttpResponse:
+        try:
+            oip.find_model(self._service, name, version)
+        except ModelNotFound as error:  # names all models, and may be read without a token
+            raise HttpError(404, "no such model or version is served here") from error
+        return _ready(self._service.is_ready)
 
     def _get(self, request: web.BaseRequest, answer: Callable[[], HttpResponse]) -> HttpResponse:
         check_method(request, "GET")

@@ -63,6 +63,9 @@ class ServingHttp:
                 serving_messages.encode_response if is_proto else serving_json.encode_response,
                 serving.response(asked, spec, answer, began_us),
             )
+        except DistillError as error:
+            answer.release()
+            return _error_answer(error, is_proto=is_proto, is_readable=True)
         except BaseException:
             answer.release()
             raise

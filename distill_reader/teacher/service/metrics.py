@@ -1,8 +1,13 @@
-"""The teacher's metrics for Prometheus."""
+"""What the teacher counts: metrics for Prometheus, and statistics for clients of Triton."""
 
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from distill_reader.teacher.service.requests import ModelStatistics
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -50,6 +55,8 @@ class TeacherMetrics:
             "Predictor processes that ended and were restarted.",
             registry=self.registry,
         )
+        self._lock = threading.Lock()  # of the totals
+        self._totals: dict[str, ModelStatistics] = {}
         self._labelled_requests: dict[tuple[str, str, str], Counter] = {}
         self._labelled: dict[str, tuple[Counter, Histogram, Histogram, Histogram]] = {}
 
@@ -68,21 +75,56 @@ class TeacherMetrics:
         ):
             Gauge(name, text, registry=self.registry).set_function(function)
 
-    def request_ended(self, protocol: str, model: str, outcome: str) -> None:
+    def request_answered(
+        self, protocol: str, model: str, *, queued_s: float, computed_us: int, total_s: float
+    ) -> None:
+        """Count a request that has its outputs."""
+        self._of(model)[2].observe(queued_s)
+        self._count_request(protocol, model, "ok")
+        with self._lock:
+            totals = self._totals_of(model)
+            totals.answered += 1
+            totals.answered_ns += int(total_s * 1e9)
+            totals.queued_ns += int(queued_s * 1e9)
+            totals.computed_ns += computed_us * 1000
+
+    def request_ended(
+        self, protocol: str, model: str, outcome: str, *, total_s: float = 0.0
+    ) -> None:
+        """Count a request without outputs. `model`: "" for one that is not served."""
+        self._count_request(protocol, model, outcome)
+        if model and outcome != "cancelled":
+            with self._lock:
+                totals = self._totals_of(model)
+                totals.failed += 1
+                totals.failed_ns += int(total_s * 1e9)
+
+    def _count_request(self, protocol: str, model: str, outcome: str) -> None:
         key = (protocol, model, outcome)
         counter = self._labelled_requests.get(key)
         if counter is None:
             counter = self._labelled_requests[key] = self._requests.labels(*key)
         counter.inc()
 
-    def request_queued(self, model: str, seconds: float) -> None:
-        self._of(model)[2].observe(seconds)
-
     def batch_computed(self, model: str, samples: int, seconds: float) -> None:
         counter, sizes, _, times = self._of(model)
         counter.inc(samples)
         sizes.observe(samples)
         times.observe(seconds)
+        took_ns = int(seconds * 1e9)
+        with self._lock:
+            totals = self._totals_of(model)
+            totals.samples += samples
+            totals.batches += 1
+            totals.last_ms = int(time.time() * 1000)
+            batches, all_ns = totals.by_size.get(samples, (0, 0))
+            totals.by_size[samples] = batches + 1, all_ns + took_ns
+
+    def statistics(self, model: str) -> ModelStatistics:
+        """Return what a model has done until now."""
+        with self._lock:
+            totals = self._totals.get(model, ModelStatistics())
+            return replace(totals, by_size=dict(totals.by_size))
 
     def predictor_restarted(self) -> None:
         self._restarts.inc()
@@ -90,6 +132,12 @@ class TeacherMetrics:
     def text(self) -> bytes:
         """Return the metrics in Prometheus's text format, CONTENT_TYPE."""
         return generate_latest(self.registry)
+
+    def _totals_of(self, model: str) -> ModelStatistics:
+        found = self._totals.get(model)
+        if found is None:
+            found = self._totals[model] = ModelStatistics()
+        return found
 
     def _of(self, model: str) -> tuple[Counter, Histogram, Histogram, Histogram]:
         found = self._labelled.get(model)

@@ -62,6 +62,23 @@ class InferAnswer:
             buffer.release()
 
 
+@dataclass(slots=True, kw_only=True)
+class ModelStatistics:
+    """What a model has done since the server began. Durations are sums over requests or batches."""
+
+    samples: int = 0  # computed
+    batches: int = 0
+    last_ms: int = 0  # when the last batch was computed, since 1970; 0: there was none
+    answered: int = 0  # requests with their outputs
+    failed: int = 0  # requests with an error
+    answered_ns: int = 0  # from their arrival on
+    failed_ns: int = 0
+    queued_ns: int = 0  # of the answered ones
+    computed_ns: int = 0  # likewise: of the batches that they were in
+    by_size: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Samples of a batch -> how many such batches, and how long they took together."""
+
+
 class InferenceService(Protocol):
     """The predictors behind the protocols. Every method may be called from any thread."""
 
@@ -72,6 +89,20 @@ class InferenceService(Protocol):
     @property
     def is_ready(self) -> bool:
         """Whether every model is loaded and requests are accepted (not while draining)."""
+        ...
+
+    @property
+    def max_batch(self) -> int:
+        """The most samples that are computed at once. Larger requests are split."""
+        ...
+
+    @property
+    def batch_timeout_s(self) -> float:
+        """How long a batch waits to become full."""
+        ...
+
+    def statistics(self, model: str) -> ModelStatistics:
+        """Return what a model has done; zeros for a model that has done nothing."""
         ...
 
     def allocate(self, size_bytes: int) -> Buffer:

@@ -46,6 +46,7 @@ from distill_reader.teacher.service.predictors import Predictor, PredictorPool
 from distill_reader.teacher.service.requests import (
     InferAnswer,
     InferRequest,
+    ModelStatistics,
     buffers_of,
     get_model,
 )
@@ -200,6 +201,17 @@ class PredictorService:
     def is_ready(self) -> bool:
         return bool(self._predictors) and not self._is_draining
 
+    @property
+    def max_batch(self) -> int:
+        return self._config.max_batch
+
+    @property
+    def batch_timeout_s(self) -> float:
+        return self._config.batch_timeout_s
+
+    def statistics(self, model: str) -> ModelStatistics:
+        return self.metrics.statistics(model)
+
     def allocate(self, size_bytes: int) -> Slice:
         if size_bytes > self._config.max_request_bytes:
             raise RequestTooLarge(
@@ -346,9 +358,9 @@ class PredictorService:
                 else:
                     ended = self._refuse(batch, text.decode(errors="replace"))
                 self._dispatch(time.monotonic())
-        self._end_all(ended)
         if kind is MessageKind.DONE:
             self.metrics.batch_computed(batch.model.name, batch.samples, computed_us / 1e6)
+        self._end_all(ended)
 
     # With the lock held.
 
@@ -491,12 +503,21 @@ class PredictorService:
         if not is_wanted:
             self.metrics.request_ended(pending.protocol, model, "cancelled")
         elif error is None:
+            self.metrics.request_answered(  # first: who has the answer finds it counted
+                pending.protocol,
+                model,
+                queued_s=queued_s,
+                computed_us=pending.computed_us,
+                total_s=time.monotonic() - pending.arrived,
+            )
             pending.future.set_result(pending.answer(int(queued_s * 1e6)))
-            self.metrics.request_queued(model, queued_s)
-            self.metrics.request_ended(pending.protocol, model, "ok")
         else:
             pending.future.set_exception(error)
-            self.metrics.request_ended(pending.protocol, *_outcome(model, error))
+            self.metrics.request_ended(
+                pending.protocol,
+                *_outcome(model, error),
+                total_s=time.monotonic() - pending.arrived,
+            )
         with self._done:
             self._unfinished -= 1
             if self._unfinished == 0:

@@ -121,6 +121,7 @@ def test_its_end_frees_its_teachers_at_once(server, client, run):
         ({**BEAT, "lease_s": 0}, "lease_s: expected 0.5 to 600"),
         ({**BEAT, "lease_s": "x"}, "lease_s: expected a number"),
         ({**BEAT, "info": "x" * 10_000}, "info: expected a text"),
+        ({**BEAT, "info": "\ud800"}, "info: expected a text"),
         ({"type": "withdraw", "service": "svc"}, "server: expected"),
     ],
 )

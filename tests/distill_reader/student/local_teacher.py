@@ -15,7 +15,12 @@ from distill_reader.model.specs import ModelSpec, TensorSpec
 from distill_reader.model.tensors import Array
 from distill_reader.protocols.arena import ArenaFull, OwnArena, Slice
 from distill_reader.teacher.protocols.fast import FastLimits, FastServer
-from distill_reader.teacher.service.requests import InferAnswer, InferRequest, SharedTensor
+from distill_reader.teacher.service.requests import (
+    InferAnswer,
+    InferRequest,
+    ModelStatistics,
+    SharedTensor,
+)
 
 Compute = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 
@@ -62,6 +67,12 @@ class LocalService:
 
     def add(self, spec: ModelSpec) -> None:
         self._models[spec.name] = spec
+
+    max_batch = 64
+    batch_timeout_s = 0.002
+
+    def statistics(self, model: str) -> ModelStatistics:
+        return ModelStatistics()
 
     def allocate(self, size_bytes: int) -> Slice:
         if size_bytes > self.arena.size:

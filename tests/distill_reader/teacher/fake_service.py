@@ -16,6 +16,7 @@ from distill_reader.teacher.service.requests import (
     Buffer,
     InferAnswer,
     InferRequest,
+    ModelStatistics,
     SharedTensor,
 )
 
@@ -69,6 +70,7 @@ class FakeService:
         self.gate = threading.Event()  # answers wait for it
         self.gate.set()
         self.protocols: list[str] = []  # of the requests that came
+        self.told: dict[str, ModelStatistics] = {}
         self.shared = 0  # inputs that came without a copy
 
     def close(self) -> None:
@@ -81,6 +83,12 @@ class FakeService:
 
     def models(self) -> Mapping[str, ModelSpec]:
         return self._specs
+
+    max_batch = 16
+    batch_timeout_s = 0.002
+
+    def statistics(self, model: str) -> ModelStatistics:
+        return self.told.get(model, ModelStatistics())
 
     def allocate(self, size_bytes: int) -> Buffer:
         with self._lock:

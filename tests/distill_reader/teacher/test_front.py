@@ -224,15 +224,20 @@ def _answers(running) -> bool:
     return False
 
 
-def test_every_route_wants_the_token(start_front):
+def test_every_route_but_health_wants_the_token(start_front):
     running = start_front(token="secret")
-    for path in ("/v2/health/live", "/v2/models/double", "/metrics", "/nope"):
+    for path in ("/v2", "/v2/models/double", "/v2/models/double/config", "/metrics", "/nope"):
         response = running.http("GET", path)
         assert (response.status_code, response.headers["WWW-Authenticate"]) == (401, "Bearer")
     response = running.http("POST", "/GeneralModelService/inference", data=b"{}")
     assert response.status_code == 401
     shown = {"Authorization": "Bearer secret"}
-    assert running.http("GET", "/v2/health/live", headers=shown).ok
+    assert running.http("GET", "/v2/models/double", headers=shown).ok
+    for path in ("health/live", "health/ready", "models/double/ready"):
+        assert running.http("GET", f"/v2/{path}").ok
+        assert running.http("GET", f"/v2/{path}", headers={"Authorization": "Bearer \xff"}).ok
+    unknown = running.http("GET", "/v2/models/nope/ready")
+    assert (unknown.status_code, "double" in unknown.text) == (404, False)
 
 
 def test_a_path_that_is_no_text_does_not_end_grpc(start_front):

@@ -64,13 +64,13 @@ def test_a_message_that_is_too_long_is_refused(start_front):
 
 def test_a_token_is_wanted_where_there_is_one(start_front):
     with open_channel(start_front(token="secret")) as channel:
-        ask = channel.unary_unary(f"/{SERVICE}/ServerLive")
+        ask = channel.unary_unary(f"/{SERVICE}/ServerMetadata")
         for metadata in ((), (("authorization", "Bearer wrong"),)):
             with pytest.raises(grpc.RpcError) as caught:
                 ask(b"", timeout=30, metadata=metadata)
             assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
         answer = ask(b"", timeout=30, metadata=(("authorization", "Bearer secret"),))
-        assert OIP_MESSAGES["ServerLiveResponse"].FromString(answer).live
+        assert OIP_MESSAGES["ServerMetadataResponse"].FromString(answer).name
 
 
 def test_the_memory_of_an_answer_is_given_back_when_its_client_left(start_front):

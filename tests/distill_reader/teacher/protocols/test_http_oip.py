@@ -12,6 +12,7 @@ import pytest
 from distill_reader.errors import TeacherBusy
 from distill_reader.protocols import oip_json
 from distill_reader.teacher.protocols.limits import FrontLimits
+from distill_reader.teacher.service.requests import ModelStatistics
 from tests.support import wait_until
 
 X = np.arange(6, dtype="f4").reshape(2, 3)
@@ -58,10 +59,60 @@ def test_metadata_name_the_models_tensors(served):
     assert served.http("GET", "/v2").json()["extensions"] == [
         "binary_tensor_data",
         "model_repository",
+        "model_configuration",
+        "statistics",
     ]
     document = served.http("GET", "/v2/models/half/versions/7").json()
     assert (document["name"], document["versions"]) == ("half", ["7"])
     assert document["inputs"] == [{"name": "x", "datatype": "FP16", "shape": [-1, 2]}]
+
+
+def test_a_models_configuration_and_statistics_are_told(served):
+    config = served.http("GET", "/v2/models/half/versions/7/config").json()
+    assert config == {
+        "name": "half",
+        "platform": "paddlepaddle",
+        "max_batch_size": 16,
+        "input": [{"name": "x", "data_type": "TYPE_FP16", "dims": [2]}],
+        "output": [{"name": "y", "data_type": "TYPE_FP16", "dims": [2]}],
+        "dynamic_batching": {"max_queue_delay_microseconds": 2000},
+    }
+    served.service.told["half"] = ModelStatistics(
+        samples=5, batches=2, last_ms=7, answered=3, answered_ns=90, queued_ns=30, computed_ns=60,
+        failed=1, failed_ns=4, by_size={2: (1, 20), 3: (1, 40)},
+    )  # fmt: skip
+    (half,) = served.http("GET", "/v2/models/half/stats").json()["model_stats"]
+    assert (half["inference_count"], half["execution_count"], half["last_inference"]) == (5, 2, 7)
+    assert half["inference_stats"]["success"] == {"count": 3, "ns": 90}
+    assert half["inference_stats"]["fail"] == {"count": 1, "ns": 4}
+    assert half["inference_stats"]["queue"] == {"count": 3, "ns": 30}
+    assert half["inference_stats"]["compute_infer"] == {"count": 3, "ns": 60}
+    assert [(b["batch_size"], b["compute_infer"]) for b in half["batch_stats"]] == [
+        (2, {"count": 1, "ns": 20}),
+        (3, {"count": 1, "ns": 40}),
+    ]
+    every = served.http("GET", "/v2/models/stats").json()["model_stats"]
+    assert [each["name"] for each in every] == ["double", "half"]
+    for path in ("/v2/models/nope/config", "/v2/models/half/versions/8/stats"):
+        assert served.http("GET", path).status_code == 404
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_what_json_cannot_say_is_refused_with_the_remedy_and_sent_as_bytes(served, value):
+    for is_binary, status in ((False, 400), (True, 200)):
+        _, parts = oip_json.encode_request({"x": np.array([[value]], "f4"), "n": np.array([[1]])})
+        head = json.loads(bytes(parts[0])) | {"parameters": {"binary_data_output": is_binary}}
+        parts[0] = json.dumps(head).encode()
+        response = served.http(
+            "POST",
+            "/v2/models/double/infer",
+            data=b"".join(map(bytes, parts)),
+            headers={oip_json.HEAD_LENGTH: str(len(parts[0]))},
+        )
+        assert response.status_code == status
+        if not is_binary:
+            assert "output y: has values that are infinite" in response.json()["error"]
+            assert '"binary_data_output": true' in response.json()["error"]
 
 
 def test_json_is_answered_by_json(served):
@@ -161,7 +212,7 @@ def test_a_body_is_waited_for_that_the_client_sends_when_it_may(served):
     ("method", "path", "status", "text"),
     [
         ("GET", "/v2/models/nope", 404, "no model 'nope' is served here; there is double, half"),
-        ("GET", "/v2/models/nope/ready", 404, "no model 'nope'"),
+        ("GET", "/v2/models/nope/ready", 404, "no such model"),
         ("GET", "/v2/models/double/infer", 405, "use POST"),
         ("POST", "/v2/health/live", 405, "use GET"),
         ("GET", "/v2/nothing", 404, "there is no /v2/nothing"),

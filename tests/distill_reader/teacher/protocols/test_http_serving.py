@@ -198,6 +198,19 @@ def test_what_is_no_message_is_refused(served, headers, data):
     assert response.headers["x-bd-error-code"] == "-5000"
 
 
+@pytest.mark.parametrize("value", ["Infinity", "-Infinity", "NaN"])
+def test_what_json_cannot_say_is_refused_with_the_remedy_and_sent_in_protobuf(served, value):
+    document = json.dumps(client_json(samples=1)).replace("0.5", value)
+    response = served.http("POST", PATH, data=document)
+    assert response.status_code == 400
+    assert response.headers["x-bd-error-code"] == "-5100"
+    assert "output y: has values that are infinite" in response.json()["err_msg"]
+    assert "application/proto" in response.json()["err_msg"]
+    message = client_request(samples=1)
+    message.tensor[0].float_data[0] = float(value.replace("Infinity", "inf"))
+    assert post(served, message).ok
+
+
 def test_what_is_no_text_is_cited_without_it(served):
     headers = {"Content-Encoding": b"gz\xa6ip", "Content-Type": "application/proto"}
     response = served.http("POST", PATH, data=b"x", headers=headers)

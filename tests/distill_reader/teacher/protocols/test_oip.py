@@ -176,6 +176,23 @@ def test_a_failure_of_the_server_itself_is_logged_and_survived(start_front, infe
 # --- Triton's clients
 
 
+def test_a_models_configuration_is_as_tritons_own_messages_describe_it(served):
+    module = pytest.importorskip("tritonclient.grpc")
+    kinds = pytest.importorskip("tritonclient.grpc.model_config_pb2")
+    with module.InferenceServerClient(f"127.0.0.1:{served.port}") as client:
+        config = client.get_model_config("double").config
+        with pytest.raises(Exception, match="no model 'nope'"):
+            client.get_model_config("nope")
+    assert (config.name, config.max_batch_size) == ("double", 16)
+    assert config.dynamic_batching.max_queue_delay_microseconds == 2000
+    assert [(t.name, t.data_type, list(t.dims)) for t in (*config.input, *config.output)] == [
+        ("x", kinds.TYPE_FP32, [-1]),
+        ("n", kinds.TYPE_INT64, [1]),
+        ("y", kinds.TYPE_FP32, [-1]),
+        ("m", kinds.TYPE_INT64, [1]),
+    ]
+
+
 @pytest.fixture(scope="module", params=["grpc", "http"])
 def triton(request, served) -> Any:
     module = pytest.importorskip(f"tritonclient.{request.param}")

@@ -1,11 +1,13 @@
 """Prove by model and ledger that each sample of a training counted once."""
 
+import contextlib
+import io
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
+
+from pod_runtime.verify import main as verify
 
 
 def check_counts(folder: Path) -> None:
@@ -25,11 +27,8 @@ def check_counts(folder: Path) -> None:
 
 
 def _proof(path: Path) -> str:
-    proof = subprocess.run(
-        [sys.executable, "-m", "pod_runtime.verify", str(path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert proof.returncode == 0, proof.stdout + proof.stderr
-    return proof.stdout
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = verify([str(path)])
+    assert code == 0, said.getvalue()
+    return said.getvalue()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from job_server.api.wire import JobSpec, JobState
+from tests import warm
 from tests.e2e.cluster import Cluster
 from tests.support import ROOT, free_port, wait_until
 
@@ -131,12 +132,12 @@ def undisturbed(folder: Path, teacher: str) -> dict[str, float]:
     """Return how the same training ends alone, with one teacher that stays."""
     folder.mkdir()
     (folder / "hurry").touch()
-    subprocess.run(
-        [sys.executable, str(TRAINER), "--teachers", teacher, f"--epochs={EPOCHS}",
+    done = warm.run(
+        [str(TRAINER), "--teachers", teacher, f"--epochs={EPOCHS}",
          "--checkpoint", "checkpoint", "--out", "result.json", "--hurry", "hurry"],
-        cwd=folder, check=True, timeout=200,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "EDL_MAX_TRAINERS": "2"},
+        os.environ | {"PYTHONPATH": str(ROOT), "EDL_MAX_TRAINERS": "2"}, folder,
     )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
     result: dict[str, float] = json.loads((folder / "result.json").read_text())
     return result
 

@@ -110,6 +110,7 @@ def _find_out(call: _Call) -> TeacherClient:
     is_certain = True
     for protocol in order:
         began = time.monotonic()
+        logger.debug("%s: trying %s", call.target.endpoint, protocol)
         try:
             client = _open(protocol, call)
         except ProtocolMismatch as error:

@@ -333,8 +333,10 @@ def compute_serving(body: bytes) -> bytes | None:
 class ServingGrpcTeacher:
     """Paddle Serving over gRPC."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, before: Callable[[], object] = lambda: None) -> None:
         def infer(request: bytes, context: Any) -> bytes:
+            if request:  # an empty one is how a client asks whether Paddle Serving is there
+                before()
             response = compute_serving(request)
             if response is None:
                 context.abort(grpc.StatusCode.INTERNAL, "InferService inference failed!")

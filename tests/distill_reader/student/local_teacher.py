@@ -5,7 +5,7 @@ Where a test needs the real service and its predictors, it starts `distill_reade
 
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -44,6 +44,28 @@ def sums(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         "total": image.sum(axis=(1, 2), dtype=np.float32)[:, None],
         "longest": words.max(axis=1, initial=0)[:, None],
     }
+
+
+def feeds(samples: int, seed: int = 0) -> dict[str, list[Array]]:
+    """Return random inputs of SPEC's model."""
+    random = np.random.default_rng(seed)
+    return {
+        "image": [random.random((samples, 2, 3), np.float32)],
+        "words": [random.integers(0, 99, (samples, 4))],
+    }
+
+
+def check(answer: Mapping[str, Array], asked: Mapping[str, Sequence[Array]]) -> None:
+    """Compare an answer, of some outputs or all, to what SPEC's model computes."""
+    expected = sums({name: np.concatenate(arrays) for name, arrays in asked.items()})
+    assert answer
+    for name, array in answer.items():
+        np.testing.assert_array_equal(array, expected[name])
+
+
+def fast_connections() -> int:
+    """Return how many connections the fast path's servers of this process serve."""
+    return sum(thread.name == "fast" for thread in threading.enumerate())
 
 
 class LocalService:

@@ -1,19 +1,18 @@
 import contextlib
 import http.client
+import logging
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from distill_reader.errors import DistillError, ModelNotFound, TeacherGone, UsageError
-from distill_reader.student.clients import connect as connect_module
 from distill_reader.student.clients.client import TeacherClient
 from distill_reader.student.clients.connect import connect, forget
 from distill_reader.student.clients.endpoints import Target, parse_endpoint
@@ -26,11 +25,13 @@ from tests.distill_reader.student.foreign_teachers import (
     answer_serving,
 )
 from tests.distill_reader.student.local_teacher import LocalService, LocalTeacher
+from tests.distill_reader.student.teacher_process import TeacherProcess
 from tests.support import free_port, wait_until
 
 PROTOCOLS = (
     "fast-tcp", "fast-unix", "fast-shm", "oip-grpc", "oip-http", "serving-http", "serving-grpc",
 )  # fmt: skip
+TRIALS = ("fast-shm", "oip-grpc", "oip-http", "serving-http", "serving-grpc")  # in this order
 
 
 # --- endpoints
@@ -124,25 +125,25 @@ def run():
         (ServingGrpcTeacher, "serving-grpc"),
     ],
 )
-def test_what_a_teacher_speaks_is_found_out_and_remembered(run, monkeypatch, start, protocol):
+def test_what_a_teacher_speaks_is_found_out_and_remembered(run, caplog, start, protocol):
     teacher = run(start())
-    tried: list[str] = []
-    opened = connect_module._open
-
-    def spy(protocol: str, call: Any) -> Any:
-        tried.append(protocol)
-        return opened(protocol, call)
-
-    monkeypatch.setattr(connect_module, "_open", spy)
-    for expected in (list(connect_module._ORDER), [protocol]):
-        tried.clear()
+    caplog.set_level(logging.DEBUG, "distill_reader.student.clients.connect")
+    for tried in (TRIALS[: TRIALS.index(protocol) + 1], (protocol,)):
+        caplog.clear()
         client = connect(teacher.endpoint)
         assert client.protocol == protocol
         client.close()
-        assert tried == expected[: expected.index(protocol) + 1]
+        assert trials(caplog) == tried
     forget(teacher.endpoint)
+    caplog.clear()
     connect(teacher.endpoint).close()
-    assert len(tried) > 1 or protocol == "fast-shm"
+    assert trials(caplog) == TRIALS[: TRIALS.index(protocol) + 1]
+
+
+def trials(caplog) -> tuple[str, ...]:
+    """Return the protocols that were tried, as the log says."""
+    said = [record.getMessage() for record in caplog.records]
+    return tuple(text.rpartition(" ")[2] for text in said if ": trying " in text)
 
 
 def test_a_teacher_that_speaks_another_protocol_now_is_found_out_again(run):
@@ -210,13 +211,12 @@ def stranger(act: Callable[[socket.socket], None]) -> Iterator[str]:
         pytest.param(lambda sock: sock.sendall(b"HTTP/1.1 404 No\r\n\r\n"), id="knows no path"),
     ],
 )
-def test_who_is_no_teacher_is_told_apart_in_time_with_what_was_tried(act, monkeypatch):
-    monkeypatch.setattr(connect_module, "_TRIAL_S", 0.2)
+def test_who_is_no_teacher_is_told_apart_in_time_with_what_was_tried(act):
     with stranger(act) as endpoint, pytest.raises(TeacherGone) as caught:
-        connect(endpoint, connect_timeout_s=2)
+        connect(endpoint, connect_timeout_s=0.2)
     text = str(caught.value)
     assert text.startswith(f"{endpoint}: a server listens there")
-    for protocol in connect_module._ORDER:
+    for protocol in TRIALS:
         assert f"{protocol} (" in text
 
 
@@ -254,20 +254,12 @@ def test_a_student_on_the_fast_path_loads_neither_grpc_nor_protobuf():
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """`python -m distill_reader.serve` with a model that adds up its input."""
-    folder: Path = tmp_path_factory.mktemp("model")
-    (folder / "shape").write_text("2 3")
-    port = free_port()
-    command = [sys.executable, "-m", "distill_reader.serve", "--model", f"sums={folder}"]
-    command += ["--backend", "tests.distill_reader.teacher.toy_backends:sums"]
-    command += ["--port", str(port), "--thread", "1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert "ready" in process.stdout.readline()
-    yield f"127.0.0.1:{port}"
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0
-    process.stdout.close()
+    """The endpoint of a process that serves a model which adds up its input."""
+    teacher = TeacherProcess(tmp_path_factory.mktemp("model") / "sums", shape=(2, 3))
+    teacher.start()
+    teacher.wait()
+    yield teacher.endpoint
+    teacher.kill()
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -303,13 +295,9 @@ def waiting_requests(port: int) -> float:
 
 
 def test_a_teacher_that_is_killed_ends_a_predict_that_waits(tmp_path):
-    port = free_port()
-    command = [sys.executable, "-m", "distill_reader.serve", "--model", f"m={tmp_path}"]
-    command += ["--backend", "tests.distill_reader.teacher.toy_backends:slow_sums"]
-    command += ["--port", str(port), "--thread", "1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert "ready" in process.stdout.readline()
+    teacher = TeacherProcess(tmp_path / "m", backend="slow_sums", shape=(4,))
+    teacher.start()
+    teacher.wait()
     errors: list[DistillError] = []
 
     def ask(client: TeacherClient) -> None:
@@ -321,14 +309,13 @@ def test_a_teacher_that_is_killed_ends_a_predict_that_waits(tmp_path):
             client.close()
 
     protocols = ("fast-shm", "fast-tcp", "oip-grpc", "oip-http")
-    clients = [connect(f"127.0.0.1:{port}/m", protocol=protocol) for protocol in protocols]
+    clients = [connect(f"{teacher.endpoint}/m", protocol=protocol) for protocol in protocols]
     threads = [threading.Thread(target=ask, args=(client,)) for client in clients]
     for thread in threads:
         thread.start()
-    wait_until(lambda: waiting_requests(port) >= 3, what="the requests are there")
-    process.kill()
-    process.wait()
-    process.stdout.close()
+    wait_until(lambda: waiting_requests(teacher.port) >= 3, what="the requests are there")
+    teacher.send(signal.SIGKILL)  # its predictor lives on for a moment
     for thread in threads:
         thread.join(20)
+    teacher.kill()
     assert [type(error) for error in errors] == [TeacherGone] * 4

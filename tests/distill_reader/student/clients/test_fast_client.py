@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 
 from distill_reader.errors import (
@@ -18,7 +17,6 @@ from distill_reader.errors import (
     ModelNotFound,
     TeacherBusy,
     TeacherGone,
-    TeacherTimeout,
     UsageError,
 )
 from distill_reader.model.specs import ModelSpec, TensorSpec
@@ -28,7 +26,15 @@ from distill_reader.student.clients.client import Array
 from distill_reader.student.clients.endpoints import ProtocolMismatch
 from distill_reader.student.clients.fast_client import TRANSPORTS, FastClient, open_fast
 from distill_reader.teacher.protocols.fast import FastLimits
-from tests.distill_reader.student.local_teacher import SPEC, LocalService, LocalTeacher, sums
+from tests.distill_reader.student.local_teacher import (
+    SPEC,
+    LocalService,
+    LocalTeacher,
+    check,
+    fast_connections,
+    feeds,
+    sums,
+)
 from tests.support import wait_until
 
 LIMITS = FastLimits(max_request_bytes=32 << 20, hello_s=5, stall_s=5)
@@ -68,20 +74,6 @@ def dial(teacher: LocalTeacher, **options) -> FastClient:
     return open_fast(teacher.endpoint, teacher.address, **options)
 
 
-def feeds(samples: int, seed: int = 0) -> dict[str, list[Array]]:
-    random = np.random.default_rng(seed)
-    return {
-        "image": [random.random((samples, 2, 3), np.float32)],
-        "words": [random.integers(0, 99, (samples, 4))],
-    }
-
-
-def check(answer, asked) -> None:
-    expected = sums({name: np.concatenate(arrays) for name, arrays in asked.items()})
-    np.testing.assert_array_equal(answer["longest"], expected["longest"])
-    np.testing.assert_array_equal(answer["total"], expected["total"])
-
-
 def descriptors() -> Counter[str]:
     """What is open in this process, but for the listing itself."""
     found = Counter[str]()
@@ -91,37 +83,18 @@ def descriptors() -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("samples", [1, 64, 100_000])
-def test_answers_are_those_of_the_model(client, samples):
-    asked = feeds(samples)
-    answer = client.predict(asked, [], timeout_s=30)
-    assert list(answer) == ["total", "longest"]
-    check(answer, asked)
-    assert all(array.flags.writeable for array in answer.values())
-
-
 def test_requests_follow_each_other_on_a_connection(client, shared_teacher):
-    for seed in range(50):
-        asked = feeds(seed + 1, seed)
+    for samples in (*range(1, 51), 100_000):
+        asked = feeds(samples, samples)
         check(client.predict(asked, ["longest", "total"], timeout_s=30), asked)
     assert shared_teacher.service.protocols[-1] == client.protocol
     wait_until(lambda: shared_teacher.service.answers_out == 0)
     assert shared_teacher.service.arena.used_bytes == 0
 
 
-def test_rows_of_thousands_of_arrays_form_a_request(client):
-    parts = [feeds(1, seed) for seed in range(1500)]
-    asked = {name: [part[name][0] for part in parts] for name in ("image", "words")}
-    check(client.predict(asked, [], timeout_s=30), asked)
-
-
-def test_outputs_come_by_the_names_that_were_asked_for(client):
-    asked = feeds(3)
-    answer = client.predict(asked, ["fc_0"], timeout_s=30)
-    assert list(answer) == ["fc_0"]
+def test_an_output_may_be_asked_for_by_its_variable(client):
+    assert list(client.predict(feeds(3), ["fc_0"], timeout_s=30)) == ["fc_0"]
     assert client.spec == SPEC
-    with pytest.raises(BadRequest, match="no output 'nope'"):
-        client.predict(asked, ["nope"], timeout_s=30)
 
 
 def test_no_samples_have_no_answers(client):
@@ -211,20 +184,6 @@ class RequestMapping(threading.Thread):
             self.error = error
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_closing_from_another_thread_ends_a_predict_that_waits(start, transport):
-    service, event = blocked()
-    client = dial(start(service), transport=transport)
-    asking = RequestMapping(client, service)
-    client.close()
-    asking.join(10)
-    assert isinstance(asking.error, TeacherGone)
-    with pytest.raises(TeacherGone, match="closed"):
-        client.predict(feeds(2), [], timeout_s=60)
-    event.set()
-    wait_until(lambda: service.answers_out == 0 and service.arena.used_bytes == 0)
-
-
 def test_a_request_whose_student_left_is_taken_back(start):
     service, event = blocked()
     teacher = start(service)
@@ -243,17 +202,6 @@ def test_a_request_whose_student_left_is_taken_back(start):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_no_answer_in_time_closes_the_connection(start, transport):
-    service, event = blocked()
-    client = dial(start(service), transport=transport)
-    with pytest.raises(TeacherTimeout, match=r"no answer within 0\.1 s"):
-        client.predict(feeds(2), [], timeout_s=0.1)
-    with pytest.raises(TeacherGone, match="closed"):
-        client.predict(feeds(2), [], timeout_s=60)
-    event.set()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_teacher_that_stops_answers_what_it_has_and_ends(start, transport):
     service, event = blocked()
     teacher = start(service)
@@ -261,7 +209,7 @@ def test_a_teacher_that_stops_answers_what_it_has_and_ends(start, transport):
     asking = RequestMapping(client, service)
     closing = threading.Thread(target=teacher.server.close, args=(20,))
     closing.start()
-    wait_until(lambda: len(teacher.server._connections) == 1, what="the idle one has ended")
+    wait_until(lambda: fast_connections() == 1, what="the idle one has ended")
     with pytest.raises(TeacherGone):
         idle.predict(feeds(2), [], timeout_s=60)
     event.set()
@@ -286,7 +234,7 @@ def test_two_threads_may_not_use_a_client_at_once(start):
 def test_nothing_is_left_open_by_clients_and_teachers(start):
     teacher = start()
     dial(teacher).close()
-    wait_until(lambda: not teacher.server._connections)
+    wait_until(lambda: not fast_connections())
     before = descriptors()
     for transport in TRANSPORTS * 3:
         client = dial(teacher, transport=transport)

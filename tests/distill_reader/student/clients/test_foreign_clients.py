@@ -1,16 +1,12 @@
 """Clients of Open Inference and Paddle Serving against servers that share no code with them."""
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 
 from distill_reader.errors import (
     BadRequest,
-    DistillError,
     ModelNotFound,
     RequestTooLarge,
     TeacherBusy,
@@ -19,29 +15,16 @@ from distill_reader.errors import (
     TeacherTimeout,
     UsageError,
 )
-from distill_reader.model.specs import ModelSpec, TensorSpec
-from distill_reader.student.clients.client import Array, TeacherClient
 from distill_reader.student.clients.connect import connect
 from tests.distill_reader.student.foreign_teachers import (
-    Answer,
     HttpTeacher,
     OipGrpcTeacher,
     Reply,
     ServingGrpcTeacher,
     answer_oip,
     answer_serving,
-    slowly,
 )
-from tests.distill_reader.student.local_teacher import SPEC, sums
-
-SERVING_SPEC = ModelSpec(  # as a client prototxt has it: axes of open length are left out
-    name="sums",
-    inputs=(
-        TensorSpec(name="image", dtype="float32", shape=(2, 3), variable="x0"),
-        TensorSpec(name="words", dtype="int64", shape=()),
-    ),
-    outputs=SPEC.outputs,
-)
+from tests.distill_reader.student.local_teacher import check, feeds
 
 
 @pytest.fixture
@@ -56,66 +39,6 @@ def run():
     yield run
     for teacher in teachers:
         teacher.close()
-
-
-@pytest.fixture(params=["grpc", "http", "serving", "serving+grpc"])
-def client(request, run):
-    starts: dict[str, Callable[[], Any]] = {
-        "grpc": OipGrpcTeacher,
-        "http": lambda: HttpTeacher(answer_oip),
-        "serving": lambda: HttpTeacher(answer_serving),
-        "serving+grpc": ServingGrpcTeacher,
-    }
-    teacher = run(starts[request.param]())
-    config = SERVING_SPEC if "serving" in request.param else None
-    client = connect(f"{request.param}://{teacher.endpoint}", config=config)
-    yield client
-    client.close()
-
-
-def feeds(samples: int, seed: int = 0) -> dict[str, list[Array]]:
-    random = np.random.default_rng(seed)
-    return {
-        "image": [random.random((samples, 2, 3), np.float32)],
-        "words": [random.integers(0, 99, (samples, 4))],
-    }
-
-
-def check(answer: Any, asked: Any) -> None:
-    expected = sums({name: np.concatenate(arrays) for name, arrays in asked.items()})
-    for name in answer:
-        np.testing.assert_array_equal(answer[name], expected[name])
-
-
-def test_answers_are_those_of_the_model_request_after_request(client):
-    for samples in (1, 3, 1000):
-        asked = feeds(samples, samples)
-        answer = client.predict(asked, [], timeout_s=30)
-        assert sorted(answer) == ["longest", "total"]
-        check(answer, asked)
-        assert all(array.flags.writeable for array in answer.values())
-
-
-def test_rows_of_many_arrays_form_a_request(client):
-    parts = [feeds(1, seed) for seed in range(100)]
-    asked = {name: [part[name][0] for part in parts] for name in ("image", "words")}
-    check(client.predict(asked, ["longest"], timeout_s=30), asked)
-
-
-def test_outputs_come_by_the_names_that_were_asked_for(client):
-    assert list(client.predict(feeds(2), ["longest", "total"], timeout_s=30)) == [
-        "longest",
-        "total",
-    ]
-    with pytest.raises(BadRequest, match="no output 'nope'"):
-        client.predict(feeds(2), ["nope"], timeout_s=30)
-
-
-def test_a_closed_client_is_gone(client):
-    client.close()
-    client.close()
-    with pytest.raises(TeacherGone, match="closed"):
-        client.predict(feeds(2), [], timeout_s=30)
 
 
 def test_the_spec_comes_from_the_metadata(run):
@@ -309,58 +232,6 @@ def test_the_most_samples_of_a_request_are_what_the_models_configuration_says(ru
         client = connect(endpoint)
         assert client.bounds.most_samples == most
         client.close()
-
-
-@pytest.fixture
-def waiting(run):
-    """Opens a client of a teacher whose inferences wait; ends the waiting after the test.
-
-    The event that it returns is set as soon as the teacher has an inference to answer.
-    """
-    asked, event = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        asked.set()
-        event.wait(30)
-
-    def open_client(scheme: str) -> tuple[TeacherClient, threading.Event]:
-        answers: dict[str, Answer] = {"http": answer_oip, "serving": answer_serving}
-        if scheme == "grpc":
-            teacher = run(OipGrpcTeacher(before=lambda _context: wait()))
-        else:
-            teacher = run(HttpTeacher(slowly(answers[scheme], wait)))
-        return connect(f"{scheme}://{teacher.endpoint}"), asked
-
-    yield open_client
-    event.set()
-
-
-@pytest.mark.parametrize("scheme", ["grpc", "http", "serving"])
-def test_no_answer_in_time_closes_the_connection(waiting, scheme):
-    client, _ = waiting(scheme)
-    with pytest.raises(TeacherTimeout, match=r"no answer within 0\.2 s"):
-        client.predict(feeds(2), ["total"], timeout_s=0.2)
-    with pytest.raises(TeacherGone, match="closed"):
-        client.predict(feeds(2), ["total"], timeout_s=30)
-
-
-@pytest.mark.parametrize("scheme", ["grpc", "http", "serving"])
-def test_closing_from_another_thread_ends_a_predict_that_waits(waiting, scheme):
-    client, asked = waiting(scheme)
-    errors: list[DistillError] = []
-
-    def ask() -> None:
-        try:
-            client.predict(feeds(2), ["total"], timeout_s=60)
-        except DistillError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    assert asked.wait(10)
-    client.close()
-    thread.join(10)
-    assert [type(error) for error in errors] == [TeacherGone]
 
 
 # --- Paddle Serving

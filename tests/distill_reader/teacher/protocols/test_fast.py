@@ -21,7 +21,11 @@ from distill_reader.protocols.wire import HEAD, StudentHello, WireTensor
 from distill_reader.student.clients.client import Array
 from distill_reader.student.clients.fast_client import open_fast
 from distill_reader.teacher.protocols.fast import FastLimits
-from tests.distill_reader.student.local_teacher import LocalService, LocalTeacher
+from tests.distill_reader.student.local_teacher import (
+    LocalService,
+    LocalTeacher,
+    fast_connections,
+)
 from tests.support import wait_until
 
 LIMITS = FastLimits(max_request_bytes=8 << 20, max_shared_bytes=1 << 20)
@@ -58,18 +62,13 @@ def hasty_teacher():
     teacher.service.close()
 
 
-def no_connection() -> bool:
-    """Whether no thread serves a connection."""
-    return not any(thread.name == "fast" for thread in threading.enumerate())
-
-
 @pytest.fixture(autouse=True)
 def _teacher_is_unharmed(request):
     """After every test: nothing is held for those who are gone, and a good student is served."""
     yield
     names = {"strict_teacher", "hasty_teacher"} & set(request.fixturenames)
     teacher = request.getfixturevalue(names.pop() if names else "teacher")
-    wait_until(no_connection, what="no connection")
+    wait_until(lambda: not fast_connections(), what="no connection")
     # The answers of those that left may still be computed.
     wait_until(lambda: teacher.service.arena.used_bytes == 0, what="no inputs")
     wait_until(lambda: teacher.service.answers_out == 0, what="no answers")
@@ -367,5 +366,5 @@ def test_whatever_comes_memory_is_bounded_and_the_teacher_serves_on(teacher, rou
         thread.start()
     for thread in threads:
         thread.join()
-    wait_until(no_connection, what="no connection")
+    wait_until(lambda: not fast_connections(), what="no connection")
     assert psutil.Process().memory_info().rss - before < 64 << 20

@@ -20,7 +20,8 @@ import pytest
 from distill_reader import DistillReader
 from distill_reader.errors import BadRequest, NoTeacher, ReaderError, UsageError
 from distill_reader.model.specs import ModelSpec, TensorSpec
-from tests.distill_reader.student.fake_teachers import FakeTeacher, Teachers
+from tests.distill_reader.student.conftest import reader_threads
+from tests.distill_reader.student.fake_teachers import FakeTeacher
 from tests.distill_reader.student.teacher_process import TeacherProcess
 from tests.support import ROOT, wait_until
 
@@ -31,36 +32,18 @@ def image(value: float, *axes: int) -> np.ndarray:
     return np.full((*axes, *SHAPE), value, np.float32)
 
 
-def reader_threads() -> list[str]:
-    names = [thread.name for thread in threading.enumerate()]
-    return [name for name in names if name.startswith("edl-")]
-
-
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., DistillReader]]:
-    """Makes readers of teachers in this process; in the end no thread or connection is left."""
-    for name in list(os.environ):
-        if name.startswith("PADDLE_DISTILL"):
-            monkeypatch.delenv(name)
-    used: list[FakeTeacher] = []
-
+def make(reach: Callable[..., None]) -> Callable[..., DistillReader]:
     def make_reader(
         *teachers: FakeTeacher,
         ins: tuple[str | None, ...] = ("image", None),
         predicts: tuple[str, ...] = ("total",),
     ) -> DistillReader:
-        used.extend(teachers)
-        group = Teachers(*used)
-        monkeypatch.setattr(
-            "distill_reader.student.reader.connect",
-            lambda endpoint, config=None: group.connect(endpoint),
-        )
+        reach(*teachers)
         reader = DistillReader(ins, predicts)
         return reader.set_fixed_teacher([teacher.endpoint for teacher in teachers])
 
-    yield make_reader
-    wait_until(lambda: not reader_threads())
-    assert not any(teacher.clients for teacher in used)
+    return make_reader
 
 
 def two() -> tuple[FakeTeacher, FakeTeacher]:

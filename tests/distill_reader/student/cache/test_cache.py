@@ -18,7 +18,7 @@ import pytest
 from distill_reader import DistillReader
 from distill_reader.errors import BadRequest, NoTeacher, UsageError
 from distill_reader.model.specs import ModelSpec, TensorSpec
-from tests.distill_reader.student.fake_teachers import SPEC, FakeTeacher, Teachers
+from tests.distill_reader.student.fake_teachers import SPEC, FakeTeacher
 from tests.distill_reader.student.teacher_process import TeacherProcess
 from tests.support import ROOT
 
@@ -40,19 +40,11 @@ def totals(reader: DistillReader) -> list[list[float]]:
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Make:
-    for name in list(os.environ):
-        if name.startswith("PADDLE_DISTILL"):
-            monkeypatch.delenv(name)
-
+def make(reach: Callable[..., None]) -> Make:
     def make_reader(
         *teachers: FakeTeacher, predicts: tuple[str, ...] = ("total",)
     ) -> DistillReader:
-        group = Teachers(*teachers)
-        monkeypatch.setattr(
-            "distill_reader.student.reader.connect",
-            lambda endpoint, config=None: group.connect(endpoint),
-        )
+        reach(*teachers)
         reader = DistillReader(["image", "id", None], predicts)
         return reader.set_fixed_teacher([teacher.endpoint for teacher in teachers])
 

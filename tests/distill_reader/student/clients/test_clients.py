@@ -3,6 +3,8 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 
@@ -55,7 +57,7 @@ def fast_teacher(before: Before) -> Iterator[LocalTeacher]:
     service.close()
 
 
-TEACHERS = {
+TEACHERS: dict[str, Callable[[Before], AbstractContextManager[Any]]] = {
     "fast-tcp": fast_teacher,
     "fast-unix": fast_teacher,
     "fast-shm": fast_teacher,

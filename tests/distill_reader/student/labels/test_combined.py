@@ -1,7 +1,6 @@
 """Several services whose predictions are averaged."""
 
 import itertools
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -15,7 +14,7 @@ from distill_reader import Discovered, DistillReader
 from distill_reader.errors import BadRequest, NoTeacher, ReaderError, UsageError
 from distill_reader.model.specs import ModelSpec, TensorSpec
 from distill_reader.student.labels.combine import Combination
-from tests.distill_reader.student.fake_teachers import FakeTeacher, Teachers
+from tests.distill_reader.student.fake_teachers import FakeTeacher
 from tests.support import wait_until
 
 SPEC = ModelSpec(
@@ -50,33 +49,21 @@ def expected(index: int, factor: float) -> list[float]:
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    for name in list(os.environ):
-        if name.startswith("PADDLE_DISTILL"):
-            monkeypatch.delenv(name)
-    used: list[FakeTeacher] = []
-
+def make(reach: Callable[..., None]) -> Make:
     def make_reader(
         services: Mapping[str, list[FakeTeacher]],
         *,
         ins: tuple[str | None, ...] = ("image", None),
         **options: Any,
     ) -> DistillReader:
-        used.extend(each for teachers in services.values() for each in teachers)
-        group = Teachers(*used)
-        monkeypatch.setattr(
-            "distill_reader.student.reader.connect",
-            lambda endpoint, config=None: group.connect(endpoint),
-        )
+        reach(*itertools.chain.from_iterable(services.values()))
         endpoints = {
             name: [each.endpoint for each in teachers] for name, teachers in services.items()
         }
         reader = DistillReader(ins, ["score"])
         return reader.set_teachers_combined(endpoints, **{"of": "logits", **options})
 
-    yield make_reader
-    wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("edl-")])
-    assert not any(each.clients for each in used)
+    return make_reader
 
 
 def test_the_weighted_mean_of_all_services_comes_in_order(make: Make):

@@ -1,7 +1,6 @@
 """A reader whose teachers a discovery service names: real servers, teachers that come and go."""
 
 import gc
-import os
 import pickle
 import threading
 from collections.abc import Iterator
@@ -79,13 +78,9 @@ def discovery(run):
 
 
 @pytest.fixture
-def reader(monkeypatch) -> Iterator[DistillReader]:
-    for name in [name for name in os.environ if name.startswith("PADDLE_DISTILL")]:
-        monkeypatch.delenv(name)
-    made = DistillReader(["image", None], ["double"])
+def reader(clean, monkeypatch) -> DistillReader:
     monkeypatch.setattr(dynamic, "LINGER_S", 0.0)
-    yield made
-    wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("edl-")])
+    return DistillReader(["image", None], ["double"])
 
 
 def take(results, batches: int, first: int = 0) -> int:

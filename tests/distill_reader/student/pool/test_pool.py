@@ -126,6 +126,12 @@ class MeterReading:
         wait_until(lambda: len(self.found) >= wanted or self.error, timeout_s, f"{count} more")
         assert self.error is None
 
+    def failure(self) -> Exception:
+        """Wait until reading fails; return what was raised."""
+        wait_until(lambda: self.error, what="reading fails")
+        assert self.error is not None
+        return self.error
+
     def has_no_threads(self) -> bool:
         return not self.session.threads
 
@@ -250,18 +256,16 @@ def test_if_no_teacher_serves_what_is_asked_for_the_consumer_hears_why(read):
     wrong, other = FakeTeacher("a:1"), FakeTeacher("b:1")
     wrong.connect_with = other.connect_with = lambda: UsageError("wants another token")
     reading = read(wrong, other)
-    wait_until(lambda: reading.error)
     with pytest.raises(UsageError, match="another token"):
-        raise reading.error
+        raise reading.failure()
 
 
 def test_no_teacher_for_too_long_is_raised_with_the_reason(read):
     dead = FakeTeacher("a:1")
     dead.kill()
     reading = read(dead, timeout_s=0.2)
-    wait_until(lambda: reading.error)
     with pytest.raises(NoTeacher, match=r"no teacher for 0\.2 s \(a:1: .*nobody listens"):
-        raise reading.error
+        raise reading.failure()
 
 
 def test_samples_are_skipped_while_there_is_no_teacher_and_asked_for_again_later(read):
@@ -349,9 +353,8 @@ def test_a_defect_reaches_the_consumer_instead_of_keeping_it_waiting(read):
 
     teacher.compute = defect
     reading = read(teacher)
-    wait_until(lambda: reading.error)
     with pytest.raises(ZeroDivisionError):
-        raise reading.error
+        raise reading.failure()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -508,9 +511,8 @@ def test_teachers_that_come_to_refuse_everything_are_asked_no_more_than_each_onc
     wait_until(lambda: all(len(teacher.requests) > 5 for teacher in teachers))
     for teacher in teachers:
         teacher.refuse_with = lambda: BadRequest("not any more")
-    wait_until(lambda: reading.error)
     with pytest.raises(BadRequest, match="no teacher takes it"):
-        raise reading.error
+        raise reading.failure()
 
 
 def test_refused_requests_are_let_go_without_the_garbage_collector(read):
@@ -611,9 +613,8 @@ def test_a_teacher_that_is_busy_for_ever_is_no_teacher(read, monkeypatch, caplog
     reading = read(busy, timeout_s=1.0, meter=meter)
     reading.more(20)
     busy.refuse_with = lambda: TeacherBusy("no predictor runs", delay_s=0.05)
-    wait_until(lambda: reading.error)
     with pytest.raises(NoTeacher, match=r"no teacher for 1 s \(a:1: no predictor runs"):
-        raise reading.error
+        raise reading.failure()
     assert re.search(r"teacher a:1 has answered nothing for \d s \(no predictor", caplog.text)
     meter.waits()
     wait_until(lambda: meter.read() is not None)
@@ -708,9 +709,8 @@ def test_if_only_another_version_is_left_the_consumer_hears_why(read):
     reading = read(one, other, source=source)
     reading.more(5)
     source.notify([other.endpoint])
-    wait_until(lambda: reading.error)
     with pytest.raises(BadRequest, match=r"version d2; this iteration began with .*version d1"):
-        raise reading.error
+        raise reading.failure()
 
 
 # --- threads

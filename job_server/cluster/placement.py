@@ -1,5 +1,6 @@
 """Place new pods on slots of nodes, and assign ports to stages. Pure."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -181,18 +182,19 @@ def deal_ports(
     answer = []
     for site in sites:
         own = dealt_now.setdefault(site.addr, set())
-        ports: list[int] = []
+        busy = taken.get(site.addr, set())
         start = last.get(site.node_id, site.port_high) + 1
         span = site.port_high - site.port_low + 1
-        ring = [site.port_low + (start - site.port_low + i) % span for i in range(span)]
+        first = site.port_low + (start - site.port_low) % span
+        ring = (*range(first, site.port_high + 1), *range(site.port_low, first))
         # Registration gives a node two ports per slot, so the clean ports suffice, but for
         # strays of abandoned attempts; those are rather used again than refused.
-        clean = [p for p in ring if p not in taken.get(site.addr, ()) and p not in own]
-        strays = [p for p in ring if p not in clean and p not in own]
-        for port in (clean + strays)[: len(site.slots)]:
-            ports.append(port)
-            own.add(port)
-            last[site.node_id] = port
+        clean = (port for port in ring if port not in busy and port not in own)
+        strays = (port for port in ring if port in busy and port not in own)
+        ports = list(itertools.islice(itertools.chain(clean, strays), len(site.slots)))
+        own.update(ports)
+        if ports:
+            last[site.node_id] = ports[-1]
         answer.append(tuple(ports))
     return tuple(answer)
 

@@ -1,3 +1,4 @@
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -144,6 +145,15 @@ def test_ports_of_the_stage_before_and_of_other_jobs_are_left_out():
     nodes = cluster(view(node("a"), ports_taken=frozenset({20001})))
     avoid = {"addr-a": frozenset({20000})}
     assert deal_ports((site(slots=(0, 1)),), nodes, avoid=avoid, last_ports={}) == ((20002, 20003),)
+
+
+def test_ports_of_a_wide_range_are_dealt_at_once():
+    """The server does so while all other requests wait."""
+    sites = tuple(site(name, slots=(0, 1), low=1024, high=65535) for name in "abcdefgh")
+    began_s = time.process_time()
+    ports = deal_ports(sites, cluster(), avoid={}, last_ports={"a": 40000, "b": 64590})
+    assert time.process_time() < began_s + 5
+    assert ports[:3] == ((40001, 40002), (64591, 64592), (1024, 1025))
 
 
 @given(

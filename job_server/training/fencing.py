@@ -74,7 +74,7 @@ def lose_silent(work: Work) -> None:
         if pod.desired is DesiredState.HOLD:
             work.release(pod.pod_id)
         elif work.job.pod(pod.pod_id) == pod:
-            lose(work, pod.pod_id, _silent_cause(work, pod), confirmed=False)
+            lose(work, pod.pod_id, _silent_cause(work, pod), confirmed=False, holds=True)
 
 
 def _may_be_needed(job: Job, pod: TrainingPod) -> bool:

@@ -359,6 +359,30 @@ def test_a_job_whose_nodes_were_all_cut_off_goes_on_from_what_their_shims_hold()
     assert records(made)[-1].first_step == step + 1
 
 
+@pytest.mark.parametrize("max_preemptions", [None, 0])
+def test_nodes_that_are_cut_off_one_after_the_other_keep_the_state_as_well(max_preemptions):
+    """The last heartbeats of two nodes never come at the same moment."""
+    spec = world(max_preemptions=max_preemptions).job.spec
+    made = World(spec, (node("a", 1, stop_after_s=5.0), node("b", 1, stop_after_s=5.0)))
+    made.has_path = False
+    ahead(made)
+    for sim in made.nodes.values():
+        sim.link = False
+        made.round()
+    made.rounds(60)
+    step = newest(made)
+    for sim in made.nodes.values():
+        sim.link = True
+    if max_preemptions == 0:
+        made.run_until(FAILED)
+        assert made.job.ending.saved is not None
+        assert made.job.ending.saved.step >= step
+        return
+    made.run_until(JobState.RUNNING)
+    trains(made)
+    assert [each.first_step for each in records(made)[:2]] == [1, step + 1]
+
+
 def test_a_pause_that_is_called_off_while_no_node_answers_recovers_when_they_do():
     made = trains(world(prepare_timeout_s=10.0))
     made.pause()

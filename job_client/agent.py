@@ -41,6 +41,7 @@ TICK_S = 1.0  # all events wake the loop; the tick is for what only time changes
 FENCE_GRACE_S = 1.0  # the server takes the pods for ended 2 s after `stop_after`
 SAVE_STALL_S = 60.0  # a writer that writes nothing for so long is given up
 SHOW_EVERY_S = 2.0  # its progress, in the log
+GOODBYE_S = 5.0  # for a server that has to hear where the last state is
 END_EXTRA_S = 10.0  # beyond the longest grace, for pods that are ending
 
 
@@ -116,6 +117,7 @@ class Agent:
             node=self._node,
             plan=self._take_plan,
             report=self._report,
+            reported=self._note_reported,
             contact=self._note_contact,
             fatal=self._failed,
         )
@@ -162,13 +164,14 @@ class Agent:
         """Choose the job that this node serves; False: the client was asked to end meanwhile."""
         if self._config.jobs_dir is not None:
             return True
-        adopted = {job_id for job_id, _ in self._pods}
+        living = {job_id for (job_id, _), pod in self._pods.items() if pod.holds_slots}
         if self._config.job_id is not None:
             self._job_id = self._config.job_id
-        elif len(adopted) == 1:
-            self._job_id = adopted.pop()
-        else:
-            self._job_id = find_job(self._make_api(), self._wait_to_end)
+        elif len(living) == 1:
+            self._job_id = living.pop()
+        else:  # the job of pods that have ended may be long over
+            known = {job_id for job_id, _ in self._pods}
+            self._job_id = find_job(self._make_api(), self._wait_to_end, known)
         if self._job_id is not None:
             logger.info("serving job %s", self._job_id)
         return self._job_id is not None
@@ -223,6 +226,13 @@ class Agent:
             pods=tuple(pod.state(table) for pod in pods),
             slots=usage,
         )
+
+    def _note_reported(self, report: NodeReport) -> None:
+        with self._lock:
+            for state in report.pods:
+                pod = self._pods.get((state.job_id, state.pod_id))
+                if pod is not None and state.save is not None and state.save.id == 0:
+                    pod.is_told()
 
     def _changed(self) -> None:
         self._wake.set()
@@ -291,9 +301,11 @@ class Agent:
         self._save_what_is_held()
         if self._link is not None:
             # The shims are about to end, and what they hold is gone then.
-            states = (replace(pod.state(), holds=False) for pod in self._pods.values())
+            states = tuple(replace(pod.state(), holds=False) for pod in self._pods.values())
+            untold = any(pod.local().untold for pod in self._pods.values())
             self._link.say_goodbye(
-                NodeReport(node_id=self._node_id, pods=tuple(states), leaving=True)
+                NodeReport(node_id=self._node_id, pods=states, leaving=True),
+                patience_s=GOODBYE_S if untold else 0.0,
             )
         for key in list(self._pods):
             self._release(key, "this client ends")

@@ -23,6 +23,7 @@ class LocalPod:
     killed: bool = False  # SIGKILL has been asked for
     slots: tuple[int, ...] = ()
     submitted_at: float = 0.0  # of the job that it was started for; 0: not known
+    untold: bool = False  # the server has not heard yet where the pod's last state was written
 
     @property
     def key(self) -> PodKey:
@@ -97,7 +98,8 @@ def plan_changes(current: Iterable[LocalPod], wanted: Iterable[NodePod]) -> list
 def _end(pod: LocalPod, wanted: NodePod | None) -> KillPod | StopPod | ReleasePod | None:
     """Return what ends `pod` a bit further, or None when it is as it should be."""
     if pod.phase is PodPhase.EXITED:
-        return ReleasePod(pod.key, "not in the plan any more") if wanted is None else None
+        stays = wanted is not None or pod.untold
+        return None if stays else ReleasePod(pod.key, "not in the plan any more")
     if wanted is not None and wanted.want is DesiredState.KILL:
         return None if pod.killed else KillPod(pod.key, "the plan wants it killed")
     if pod.phase is PodPhase.STOPPING:

@@ -7,7 +7,7 @@ whatever goes wrong with the server.
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -38,13 +38,16 @@ def _backoff() -> Backoff:
     return Backoff(first_s=0.1, last_s=MAX_BACKOFF_S)
 
 
-def find_job(api: NodeApi, wait: Callable[[float], bool]) -> str | None:
+def find_job(
+    api: NodeApi, wait: Callable[[float], bool], known: Collection[str] = ()
+) -> str | None:
     """Return the only job of the server that has not ended; wait for one where there is none.
 
     Where there is a training, jobs of teachers do not count.
 
     Args:
         wait: sleeps for so many seconds, and returns whether to give up.
+        known: jobs that this node has served; the only one of these comes before others.
 
     Returns:
         None: given up.
@@ -60,6 +63,8 @@ def find_job(api: NodeApi, wait: Callable[[float], bool]) -> str | None:
             jobs = [job.spec for job in api.jobs() if not job.state.ended]
             trainings = [spec for spec in jobs if spec.kind is JobKind.TRAINING]
             names = [spec.job_id for spec in trainings or jobs]
+            served = [spec.job_id for spec in jobs if spec.job_id in known]
+            names = served if len(served) == 1 else names
         except Retryable as error:
             names, text = [], f"the job server does not answer, trying again: {error}"
             delay_s = backoff.next_s()
@@ -88,6 +93,7 @@ class Callbacks:
     node: Callable[[], Node]  # what to register; asks the hardware
     plan: Callable[[NodePlan], None]
     report: Callable[[bool], NodeReport]  # True: with fresh figures
+    reported: Callable[[NodeReport], None]  # the server has it
     contact: Callable[[float], None]  # monotonic time at which an answered request was sent
     fatal: Callable[[JobClientError], None]
 
@@ -131,20 +137,33 @@ class NodeLink:
         """Report the pods' states at once."""
         self._report_now.set()
 
-    def say_goodbye(self, report: NodeReport) -> bool:
-        """Close, and report once that this client ends; nothing waits for a second try.
+    def say_goodbye(self, report: NodeReport, *, patience_s: float = 0.0) -> bool:
+        """Close, and report that this client ends; return whether the server knows.
 
         A report under way must come first: after the goodbye it would register the node again.
+
+        Args:
+            patience_s: for how long it is tried again where the server is away or cannot write.
         """
         self.close()
         if self._reports.ident is not None:
             self._reports.join(LAST_REPORT_S)
-        try:
-            self._make_api().node_report(report)
-        except JobServerError as error:
-            logger.warning("the server does not know that this client ends: %s", error)
-            return False
-        return True
+        api, backoff = self._make_api(), _backoff()
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                api.node_report(report)
+            except Retryable as error:
+                trouble: JobServerError = error
+            except JobServerError as error:
+                trouble, deadline = error, 0.0
+            else:
+                self._do.reported(report)
+                return True
+            if time.monotonic() >= deadline:
+                logger.warning("the server does not know that this client ends: %s", trouble)
+                return False
+            time.sleep(backoff.next_s())
 
     # --- plan
 
@@ -290,6 +309,7 @@ class NodeLink:
             server_id = ""
         if server_id:
             self._do.contact(sent_at)
+            self._do.reported(report)
         if self._closing.is_set():
             return sent_at
         if server_id != plan.server_id:

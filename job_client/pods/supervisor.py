@@ -61,7 +61,8 @@ class PodSupervisor:
         self._cpu_before: tuple[float, float] | None = None  # (CPU seconds, at); None: no sample
         self._saving: SaveAttempt | None = None  # None: nothing is to be written
         self._holds = True  # its shim may be there; False: it is gone, and its memory with it
-        self._last_save = pod_folder.read_saved(folder)  # as its client was ended; None: nothing
+        self._last_save: SaveState | None = None  # by its client as that was ended; None: nothing
+        self._untold = False  # the server may not know of that
 
     # --- state
 
@@ -75,6 +76,7 @@ class PodSupervisor:
                 killed=self._killed,
                 slots=self.spec.slots,
                 submitted_at=self.spec.submitted_at,
+                untold=self._untold,
             )
 
     def state(self, table: Mapping[int, Process] | None = None) -> PodState:
@@ -127,6 +129,8 @@ class PodSupervisor:
         shim, ended = pod_folder.read_shim(self.folder), pod_folder.read_exit(self.folder)
         if shim is None and ended is None:
             return False
+        self._last_save = pod_folder.read_saved(self.folder)
+        self._untold = self._last_save is not None
         if shim is not None and shim.is_alive():
             self._shim = shim
             self._set(PodPhase.RUNNING)
@@ -198,15 +202,24 @@ class PodSupervisor:
     def is_saved(self, state: SaveState) -> None:
         """Report from now on, also after a restart of the client, where the last state is."""
         self._last_save, self._saving = replace(state, id=0), None
+        self._untold = True
         pod_folder.write_saved(self.folder, self._last_save)
 
+    def is_told(self) -> None:
+        """The server has heard where the last state is."""
+        self._untold = False
+
     def release(self, reason: str) -> None:
-        """End the shim, and drop the state that it holds. Only for a pod that has exited."""
+        """End the shim, and drop the state that it holds. Only for a pod that has exited.
+
+        The next client of this folder finds the pod again if the server still has to hear of it.
+        """
         self.save(None)
         logger.info("pod %s: released: %s", self.spec.pod_id, reason)
         if self._shim is not None and self._shim.is_alive():
             self._ask({"op": "release"})
-        pod_folder.release(self.folder)
+        if not self._untold:
+            pod_folder.release(self.folder)
 
     def _grace(self, grace_s: float) -> float:
         chosen = self._context.config.grace_s

@@ -39,6 +39,7 @@ class FakeServer:
         self.nodes: list[Node] = []  # every registration, the newest last
         self.reports: list[NodeReport] = []
         self.refuse: Exception | None = None  # raised to whoever registers
+        self.refuse_reports: Exception | None = None  # raised to whoever reports
         self.refusals_left: int | None = None  # None: for ever
         self.statuses: tuple[JobStatus, ...] = ()
 
@@ -47,10 +48,7 @@ class FakeServer:
     def register_node(self, node: Node) -> NodePlan:
         with self._changed:
             self._check()
-            if self.refuse is not None and self.refusals_left != 0:
-                if self.refusals_left is not None:
-                    self.refusals_left -= 1
-                raise self.refuse
+            self._refuse(self.refuse)
             self.nodes.append(node)
             return self._plan()
 
@@ -68,6 +66,7 @@ class FakeServer:
     def node_report(self, report: NodeReport) -> str:
         with self._changed:
             self._check(report.node_id)
+            self._refuse(self.refuse_reports)
             self.reports.append(report)
             return self._server_id
 
@@ -75,6 +74,12 @@ class FakeServer:
         with self._changed:
             self._check()
             return self.statuses
+
+    def _refuse(self, error: Exception | None) -> None:
+        if error is not None and self.refusals_left != 0:
+            if self.refusals_left is not None:
+                self.refusals_left -= 1
+            raise error
 
     def _check(self, node_id: str | None = None) -> None:
         if self._away:

@@ -10,7 +10,9 @@ import pytest
 from job_client.agent import EndMode
 from job_client.errors import FatalError, SetupError
 from job_server.api.errors import Conflict, Unauthorized
-from job_server.api.wire import DesiredState, PodPhase
+from job_server.api.wire import DesiredState, JobSpec, JobStatus, PodPhase
+from job_server.training.machine import new_job
+from job_server.training.views import job_status
 from pod_runtime import env, processes, shim_wire
 from tests.job_client.conftest import pod
 from tests.support import wait_until
@@ -28,6 +30,11 @@ def is_gone(pid: int) -> bool:
 def pid_in(path: Path) -> int:
     wait_until(lambda: path.exists() and path.read_text().endswith("\n"), what=str(path))
     return int(path.read_text())
+
+
+def status(job_id: str) -> JobStatus:
+    spec = JobSpec(job_id=job_id, max_pods=1)
+    return job_status(new_job(spec, 1000.0), 1000.0, 1)
 
 
 def marked(tmp_path: Path) -> list[int]:
@@ -253,6 +260,19 @@ def test_what_happened_while_no_client_was_there_is_reported(start_client, serve
     wait_until(lambda: is_gone(pid))
     start_client()
     assert server.wait_phase("pod_0_0", PodPhase.EXITED).exit_code == 5
+
+
+def test_pods_that_have_ended_do_not_bind_the_next_client_to_their_job(start_client, server):
+    """The server may have forgotten it: nothing would ever start here, and nobody would say why."""
+    server.statuses = (status("old"),)
+    first = start_client("exit 5", job_id=None)
+    server.want(pod(job_id="old"))
+    server.wait_phase("pod_0_0", PodPhase.EXITED)
+    first.end(EndMode.KEEP)
+    server.statuses = (status("new"),)
+    start_client(job_id=None)
+    wait_until(lambda: len(server.nodes) > 1)
+    assert server.nodes[-1].job_id == "new"
 
 
 def test_orphans_of_pods_that_nobody_knows_are_ended_and_strangers_are_not(

@@ -15,6 +15,7 @@ import pytest
 
 from job_client.agent import EndMode
 from job_client.pods.saving import SaveAttempt
+from job_server.api.errors import StoreTrouble
 from job_server.api.wire import DesiredState, PodPhase, Save, SavePhase, SaveState
 from pod_runtime import shim_wire
 from pod_runtime.segment_header import Stamp
@@ -238,6 +239,66 @@ def test_a_client_that_is_ended_writes_the_newest_state_and_the_next_one_knows(
     start_client()
     later = server.wait_phase("pod_0_0", PodPhase.EXITED)
     assert (later.save, later.holds) == (state.save, False)
+
+
+def test_a_new_pod_knows_nothing_of_what_was_written_for_an_earlier_one_of_its_id(
+    start_client, server, tmp_path
+):
+    """Else its job would go on from the state of another one."""
+    client = start_client()
+    server.want(pod(last_save=True, submitted_at=1.0))
+    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    hold(tmp_path / "log" / "pods" / "pod_0_0", places(tmp_path))
+    client.end()
+    server.want(pod(submitted_at=2.0))
+    start_client()
+    state = server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    assert state.submitted_at == 2.0
+    assert all(
+        each.save is None
+        for report in server.reports
+        for each in report.pods
+        if each.submitted_at == 2.0
+    )
+
+
+@pytest.mark.parametrize("when", ["the server writes nothing", "the server is away"])
+def test_what_a_client_wrote_at_its_end_is_told_by_the_next_one_if_the_server_was_not(
+    start_client, server, tmp_path, when
+):
+    client = start_client()
+    server.want(pod(last_save=True))
+    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    hold(tmp_path / "log" / "pods" / "pod_0_0", places(tmp_path))
+    if when == "the server is away":
+        server.go_away()
+    else:
+        server.refuse_reports = StoreTrouble("the server's database cannot be written", 0.05)
+    client.end()
+    assert weight_at(tmp_path / "checkpoint", 12) == 1.0
+    assert not any(each.leaving for each in server.reports)
+    server.refuse_reports = None
+    server.come_back()
+    server.want()  # it does not wait for this pod any more
+    start_client()
+    server.wait_state("pod_0_0", lambda state: state.save is not None, "reported")
+    wait_until(lambda: server.state("pod_0_0") is None)
+    assert (tmp_path / "log" / "pods" / "pod_0_0" / "released").exists()
+
+
+def test_a_goodbye_with_news_is_repeated_while_the_server_cannot_take_it(
+    start_client, server, tmp_path
+):
+    client = start_client()
+    server.want(pod(last_save=True))
+    server.wait_phase("pod_0_0", PodPhase.RUNNING)
+    hold(tmp_path / "log" / "pods" / "pod_0_0", places(tmp_path))
+    server.refuse_reports = StoreTrouble("the server's database cannot be written", 0.05)
+    server.refusals_left = 3
+    client.end()
+    (state,) = server.reports[-1].pods
+    assert server.reports[-1].leaving
+    assert state.save is not None
 
 
 @pytest.mark.parametrize("told", [False, True])

@@ -52,6 +52,13 @@ def test_with_several_jobs_one_must_be_named():
         find_job(Script((Job("b"), Job("a"))), never)
 
 
+def test_of_several_jobs_that_of_pods_from_before_is_served():
+    jobs = Script((Job("a"), Job("b"), Job("old", ended=True)))
+    assert find_job(jobs, never, known={"b", "old"}) == "b"
+    with pytest.raises(SetupError, match="name one of: a, b"):
+        find_job(jobs, never, known={"old"})
+
+
 def test_jobs_of_teachers_do_not_count_beside_a_training():
     teachers = Job("teachers", kind=JobKind.TEACHER)
     assert find_job(Script((teachers, Job("a"))), never) == "a"
@@ -102,6 +109,7 @@ def test_a_goodbye_is_the_last_that_the_server_hears_and_nothing_registers_behin
         node=lambda: node,
         plan=lambda plan: None,
         report=lambda fresh: NodeReport(node_id="a", pods=()),
+        reported=lambda report: None,
         contact=lambda sent_at: None,
         fatal=lambda error: None,
     )

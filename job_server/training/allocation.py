@@ -135,6 +135,19 @@ def newest_in_memory(job: Job) -> RestoreFrom | None:
     return RestoreFrom(stage=stage, step=step, serial=serial, pods=pods)
 
 
+def is_in_trainers_only(job: Job) -> bool:
+    """Return whether the parked trainers alone hold the newest state. There was no memory for a
+    snapshot, and the script has no checkpoint path.
+    """
+    stage = job.active
+    parked = () if stage is None else stage.members
+    if stage is None or any(member.snapshot_is_current or member.durable for member in parked):
+        return False
+    step = max((member.step for member in parked), default=0)
+    source = newest_in_memory(job)
+    return source is None or (source.stage, source.step) < (stage.stage, step)
+
+
 def is_local_on_all_nodes(job: Job, stage: JobStage, source: RestoreFrom) -> bool:
     """Return whether each node of a stage has a pod whose shim holds the state."""
     holding = {pod.site.node_id for pod in job.pods if pod.pod_id in source.pods}

@@ -23,6 +23,7 @@ from job_server.jobs.work import Goal
 from job_server.training.allocation import (
     choose_restore,
     find_sites,
+    is_in_trainers_only,
     make_pods,
 )
 from job_server.training.changes import may_change, store_script_clock, take_next
@@ -249,6 +250,10 @@ def _advance_cut(work: Work, stage: JobStage, active: JobStage) -> None:
     if not active.all_in(PodStagePhase.PARKED) or len(steps) != 1:
         return
     if stage.any_in(PodStagePhase.ABSENT):  # the server was away: are its trainers still there?
+        return
+    if stage.way is not Way.JOIN and is_in_trainers_only(work.job):  # who joins gets it from them
+        why = "there is no memory for a snapshot, and the script has no checkpoint="
+        abandon(work, f"{why}: step {max(steps)} would be lost")
         return
     if stage.overlaps:
         commit(

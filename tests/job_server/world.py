@@ -172,6 +172,7 @@ class World:
         self.full: set[str] = set()  # nodes that can write nothing; "path": nobody can write there
         self.save_rounds = 2  # so many reports does the writing of a state take
         self.stuck = False  # no byte is written any more
+        self.memory = True  # there is some for snapshots
         self.gpu_bytes_used = 0  # on each GPU
         self.in_run_folders: set[tuple[str, int, int]] = set()  # node, stage, step
 
@@ -671,13 +672,18 @@ class World:
         run = launcher.run
         step = run.step if run is not None and run.key == (plan.stage, plan.attempt) else 0
         loaded = kind not in (ReportKind.READY, ReportKind.STARTED, ReportKind.PORT_TAKEN)
+        parked = kind is ReportKind.DRAINED and self.elastic
+        writes = parked and not self.memory and self.has_path and "path" not in self.full
+        if writes:
+            self.durable = max(self.durable, step)
         report = PodReport(
             kind=kind,
             stage=plan.stage,
             attempt=plan.attempt,
             step=step,
             snapshot=pod.snapshot,
-            snapshot_is_current=kind is ReportKind.DRAINED and self.elastic,
+            snapshot_is_current=parked and self.memory,
+            durable="/shared/checkpoint" if writes else "",
             elastic=self.elastic and loaded,
             joins=self.elastic and launcher.joins,
             reason=reason,
@@ -795,7 +801,7 @@ class World:
                 self.complete(pod, launcher, run)
                 continue
             run.step = step
-            if self.elastic and (step % 3 == 0 or parks):
+            if self.elastic and self.memory and (step % 3 == 0 or parks):
                 pod.snapshot = SnapshotRef(stage=stage, step=step)
             if parks:
                 run.phase = PodStagePhase.PARKED

@@ -396,6 +396,24 @@ def test_trainers_ask_nobody_where_every_node_has_what_they_begin_from(refs, kep
     assert (source.serial, source.local_on_all_nodes) == (3, everywhere)
 
 
+@pytest.mark.parametrize("overlap", ["off", "on", "join"])
+@pytest.mark.parametrize("has_path", [True, False])
+def test_a_change_that_would_throw_away_what_was_trained_is_called_off(overlap, has_path):
+    """Without memory for a snapshot and without a checkpoint path only trainers hold the state."""
+    made = world(overlap=overlap, slots=4)
+    made.memory, made.has_path = False, has_path
+    trains(made)
+    before = made.job.progress.step
+    resize(made, 3)
+    made.rounds(30)
+    assert made.job.state is RUNNING
+    done = has_path or overlap == "join"
+    assert len(ids(made)) == (3 if done else 2)
+    assert ("the script has no checkpoint=" in "".join(made.reasons)) is not done
+    assert made.job.lineage.redone_steps == 0
+    assert made.job.progress.step > before + 15
+
+
 @pytest.mark.parametrize("overlap", ["on", "join"])
 def test_a_change_on_one_node_is_one_after_which_nobody_asks(overlap):
     made = trains(world(nodes=1, slots=4, overlap=overlap))

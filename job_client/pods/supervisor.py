@@ -133,7 +133,10 @@ class PodSupervisor:
         self._untold = self._last_save is not None
         if shim is not None and shim.is_alive():
             self._shim = shim
-            self._set(PodPhase.RUNNING)
+            if ended is None:
+                self._set(PodPhase.RUNNING)
+            else:  # the shim stays for what it holds, or is about to end
+                self._finish(ended)
             self._spawn(self._adopted)
         elif ended is not None:
             self._holds = False
@@ -372,6 +375,8 @@ class PodSupervisor:
         with self._lock:
             if self._stop_reason and self._stop_reason not in ended.reason:
                 ended = _with_reason(ended, self._stop_reason)
+            if self._exit == ended:
+                return
             self._exit, self._phase = ended, PodPhase.EXITED
         logger.info("pod %s: exited: %s", self.spec.pod_id, ended.reason)
         self._context.changed()

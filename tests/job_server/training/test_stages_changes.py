@@ -404,7 +404,7 @@ def test_a_change_that_would_throw_away_what_was_trained_is_called_off(overlap, 
     made.memory, made.has_path = False, has_path
     trains(made)
     before = made.job.progress.step
-    resize(made, 3)
+    made.resize(3)
     made.rounds(30)
     assert made.job.state is RUNNING
     done = has_path or overlap == "join"

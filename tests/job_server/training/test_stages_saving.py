@@ -362,17 +362,15 @@ def test_a_job_whose_nodes_were_all_cut_off_goes_on_from_what_their_shims_hold()
 @pytest.mark.parametrize("max_preemptions", [None, 0])
 def test_nodes_that_are_cut_off_one_after_the_other_keep_the_state_as_well(max_preemptions):
     """The last heartbeats of two nodes never come at the same moment."""
-    spec = world(max_preemptions=max_preemptions).job.spec
-    made = World(spec, (node("a", 1, stop_after_s=5.0), node("b", 1, stop_after_s=5.0)))
+    made = world(stop_after_s=5.0, slots=1, max_preemptions=max_preemptions)
     made.has_path = False
     ahead(made)
-    for sim in made.nodes.values():
-        sim.link = False
+    for name in made.nodes:
+        made.cut_off(name)
         made.round()
     made.rounds(60)
     step = newest(made)
-    for sim in made.nodes.values():
-        sim.link = True
+    made.reconnect()
     if max_preemptions == 0:
         made.run_until(FAILED)
         assert made.job.ending.saved is not None

@@ -32,7 +32,8 @@ def compare(
         if state is None:
             not_named(work, pod)
             continue
-        work.progress(missing=without(work.job.progress.missing, pod.pod_id))
+        if pod.pod_id in work.job.progress.missing:
+            work.progress(missing=without(work.job.progress.missing, pod.pod_id))
         named(work, pod, state)
 
 

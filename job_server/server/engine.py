@@ -9,7 +9,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from job_server.api.codec import to_json
 from job_server.api.errors import Conflict, Gone, NotFound, StoreTrouble
 from job_server.cluster.placement import Cluster
 from job_server.jobs.events import Event, NodesChanged, RequestRefused, ServerRestarted, Tick
-from job_server.server.nodes import Held, KnownNode, NodeRegistry, Plan
+from job_server.server.nodes import ClusterMemo, Held, KnownNode, NodeRegistry, Plan
 from job_server.server.polls import Topic, Watchers
 from job_server.server.store import Store
 from job_server.sharing import job_types
@@ -54,7 +54,9 @@ class JobEntry:
     published_at: float = 0.0
     defect: str = ""  # the last error of a step that failed
     orders: dict[str, Topic[PodView]] = field(default_factory=dict)  # by pod id
+    views: Mapping[str, PodView] = field(default_factory=dict)  # by pod id: what to order it
     node_pods: dict[str, Plan] = field(default_factory=dict)  # by node id; registered nodes only
+    seen: ClusterMemo = field(default_factory=ClusterMemo)
     slots: Held = field(default_factory=dict)
     ports: Held = field(default_factory=dict)
     short_of: int = 0  # pods of a training for which there was no place
@@ -94,6 +96,7 @@ class Engine:
         self.unreadable: dict[str, str] = {}  # job id -> why; its row stays as it is
         self._aside: dict[str, AnyJob] = {}  # the pods of those, as far as they can be read
         self.slots_moved = False  # converge() has something to do
+        self._held = 0  # how often the slots or ports that jobs hold have changed
         self._timer_wakes = threading.Condition(self.lock)
         self._timer = threading.Thread(target=self._run_timer, name="timer", daemon=True)
         self.timer_due = math.inf  # monotonic: when its next round is to begin
@@ -118,7 +121,7 @@ class Engine:
             except wire.WireError as error:  # its client registers it again
                 logger.error("a node in the database cannot be read and is left out: %s", error)
                 continue
-            self.registry.nodes[node.node_id] = self.known(node)
+            self.registry.put(self.known(node))
 
     def start(self) -> None:
         """Apply ServerRestarted to the loaded jobs and start the timer. Takes the lock."""
@@ -270,9 +273,12 @@ class Engine:
         if job == entry.job:
             return
         if job_types.same_but_progress(entry.job, job):
+            # Progress brings no deadline forward, but where a client begins to omit a pod.
+            omitted = job.progress.missing != entry.job.progress.missing
             entry.job = job
             self._note_progress(entry, now)
-            self._reset_timer(entry)
+            if omitted:
+                self._reset_timer(entry)
             return
         job_id = entry.spec.job_id
         status = job_types.job_status(job, now, entry.status.revision + 1)
@@ -343,15 +349,24 @@ class Engine:
 
     def derive(self, entry: JobEntry) -> None:
         """Update and publish all that is derived from a job."""
+        entry.views = job_types.pod_orders(entry.job)
+        news: dict[tuple[int, int], bool] = {}  # pods share views: each pair is compared once
         for pod_id, topic in list(entry.orders.items()):
-            orders = job_types.pod_orders(entry.job, pod_id)
+            orders = entry.views.get(pod_id)
             if orders is None:
                 topic.end(not_wanted(pod_id))
                 del entry.orders[pod_id]
-            elif orders != topic.value:
+                continue
+            pair = (id(topic.value), id(orders))
+            if pair not in news:
+                news[pair] = orders != topic.value
+            if news[pair]:
                 topic.publish(orders)
+            else:
+                topic.refresh(orders)
+        plans = job_types.node_pods(entry.job)
         for node_id, known in self.registry.nodes.items():
-            pods = job_types.node_pods(entry.job, node_id)
+            pods = plans.get(node_id, ())
             if entry.node_pods.get(node_id, ()) != pods:
                 entry.node_pods[node_id] = pods
                 known.plan.publish(self.plan_of(node_id))
@@ -359,6 +374,7 @@ class Engine:
         short_of = job_types.short_of(entry.job, self.now(), self.cluster(entry))
         if (slots, ports, short_of) != (entry.slots, entry.ports, entry.short_of):
             entry.slots, entry.ports, entry.short_of = slots, ports, short_of
+            self._held += 1
             self.slots_moved = True
 
     def converge(self) -> None:
@@ -375,12 +391,16 @@ class Engine:
 
     def cluster(self, entry: JobEntry) -> Cluster:
         """Return the nodes as this job's placement sees them."""
-        others = [other for other in self.jobs.values() if other is not entry]
-        aside = self._aside.values()
-        return self.registry.cluster(
-            [*(other.slots for other in others), *map(job_types.slots_held, aside)],
-            [*(other.ports for other in others), *map(job_types.ports_held, aside)],
-        )
+
+        def others() -> tuple[list[Held], list[Held]]:
+            entries = [other for other in self.jobs.values() if other is not entry]
+            aside = self._aside.values()
+            return (
+                [*(other.slots for other in entries), *map(job_types.slots_held, aside)],
+                [*(other.ports for other in entries), *map(job_types.ports_held, aside)],
+            )
+
+        return self.registry.cluster(entry.seen, self._held, others)
 
     def reservations(self) -> Reservations:
         """Return the slots that are reserved for trainings before teachers get any."""
@@ -436,6 +456,7 @@ class Engine:
         job_id = entry.spec.job_id
         self.store.delete_job(job_id)
         del self.jobs[job_id]
+        self._held += 1
         gone = NotFound(f"job_id: job {job_id!r} was deleted")
         for topic in entry.topics():
             topic.end(gone)
@@ -453,6 +474,7 @@ class Engine:
         if self._aside.pop(job_id, None) is not None:
             for node_id, known in self.registry.nodes.items():
                 known.plan.publish(self.plan_of(node_id))
+            self._held += 1
             self.slots_moved = True
         logger.info("job %s, which could not be read: forgotten", job_id)
 
@@ -461,9 +483,10 @@ class Engine:
         self.store.save_node(node.node_id, wire.encode(node))
         known = self.registry.nodes.get(node.node_id)
         if known is None:
-            known = self.registry.nodes[node.node_id] = self.known(node)
+            known = self.known(node)
             logger.info("node %s: %d slots at %s", node.node_id, len(node.slots), node.addr)
         known.node, known.seen_at = node, self.now()
+        self.registry.put(known)
         for entry in list(self.jobs.values()):
             self.derive(entry)
         self.slots_moved = True
@@ -473,7 +496,7 @@ class Engine:
 
     def remove_node(self, node_id: str) -> None:
         self.store.delete_node(node_id)
-        known = self.registry.nodes.pop(node_id)
+        known = self.registry.remove(node_id)
         known.plan.end(NotFound(f"node_id: {node_id!r} has left; register it"))
         for entry in self.jobs.values():
             entry.node_pods.pop(node_id, None)
@@ -490,7 +513,7 @@ class Engine:
 
     def plan_of(self, node_id: str) -> Plan:
         plans = [entry.node_pods.get(node_id, ()) for entry in self.jobs.values()]
-        plans += [job_types.node_pods(job, node_id) for job in self._aside.values()]
+        plans += [job_types.node_pods(job).get(node_id, ()) for job in self._aside.values()]
         return tuple(pod for pods in plans for pod in pods)
 
     # --- bodies; called by topics, without the lock ----------------------------------------------

@@ -1,14 +1,13 @@
 """Registered nodes. The engine's lock guards all calls."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from job_server.api import wire
 from job_server.api.errors import Conflict, NotFound
 from job_server.cluster.placement import Cluster, NodeView
 from job_server.server.polls import Topic
 
-LOST_AFTER_HEARTBEATS = 4.0
 FORGET_AFTER_S = 3600.0  # a node without pods that is silent for so long is forgotten
 
 Plan = tuple[wire.NodePod, ...]
@@ -21,6 +20,17 @@ class KnownNode:
     seen_at: float
     plan: Topic[Plan]
     report: wire.NodeReport | None = None  # None: none since it registered
+    changed: int = 0  # the registry's count of changes as this node changed last
+
+
+@dataclass(slots=True)
+class ClusterMemo:
+    """The nodes as one job saw them last: what did not change since is not made again."""
+
+    cluster: Cluster = field(default_factory=Cluster)
+    held: int = -1  # as given to NodeRegistry.cluster
+    members: int = -1  # the registry's counts, as they were then
+    changes: int = -1
 
 
 class NodeRegistry:
@@ -28,7 +38,11 @@ class NodeRegistry:
 
     def __init__(self, heartbeat_s: float) -> None:
         self.heartbeat_s = heartbeat_s
+        self.launcher_heartbeat_s = heartbeat_s
+        self.behind_s = 0.0  # as of `Cluster`
         self.nodes: dict[str, KnownNode] = {}
+        self._members = 0  # how often nodes have registered or left
+        self._changes = 0  # ... and reported
 
     def get(self, node_id: str) -> KnownNode:
         """Raise NotFound unless the node is registered."""
@@ -38,7 +52,17 @@ class NodeRegistry:
         return known
 
     def is_alive(self, known: KnownNode, now: float) -> bool:
-        return now - known.seen_at <= LOST_AFTER_HEARTBEATS * self.heartbeat_s
+        limits = Cluster(heartbeat_s=self.heartbeat_s, behind_s=self.behind_s)
+        return now < known.seen_at + limits.silence_s
+
+    def put(self, known: KnownNode) -> None:
+        """Add a node, or enter that it has registered again."""
+        self.nodes[known.node.node_id] = known
+        self._members += 1
+
+    def remove(self, node_id: str) -> KnownNode:
+        self._members += 1
+        return self.nodes.pop(node_id)
 
     def check_ports(self, node: wire.Node, now: float) -> None:
         """Raise Conflict if another live node on the same address uses ports of `node`'s range."""
@@ -57,26 +81,36 @@ class NodeRegistry:
                     "give one of the two another --port_range"
                 )
 
-    def cluster(self, slots: Iterable[Held], ports: Iterable[Held]) -> Cluster:
-        """Return the nodes as placement sees them, given what other jobs hold on them."""
-        slots, ports = tuple(slots), tuple(ports)
-        nothing: frozenset[int] = frozenset()
-        return Cluster(
-            nodes=tuple(
-                NodeView(
-                    node=known.node,
-                    seen_at=known.seen_at,
-                    taken=nothing.union(*(held.get(node_id, nothing) for held in slots)),
-                    ports_taken=nothing.union(
-                        *(held.get(known.node.addr, nothing) for held in ports)
-                    ),
-                    strangers=_strangers(known.report),
-                    memory_used=_memory_used(known.report),
-                )
-                for node_id, known in self.nodes.items()
-            ),
-            heartbeat_s=self.heartbeat_s,
-        )
+    def cluster(
+        self, memo: ClusterMemo, held: int, others: Callable[[], tuple[list[Held], list[Held]]]
+    ) -> Cluster:
+        """Return the nodes as placement sees them.
+
+        Args:
+            memo: what the last call for the same job has left.
+            held: another number where what other jobs hold may have changed.
+            others: returns the slots and the ports that each other job holds.
+        """
+        limits = (self.heartbeat_s, self.launcher_heartbeat_s, self.behind_s)
+        before, nodes = memo.cluster, memo.cluster.nodes
+        if (memo.held, memo.members) != (held, self._members):
+            slots, ports = others()
+            nodes = tuple(_view(known, slots, ports) for known in self.nodes.values())
+        elif memo.changes != self._changes:
+            nodes = tuple(
+                view if known.changed <= memo.changes else _refreshed(view, known)
+                for view, known in zip(nodes, self.nodes.values(), strict=True)
+            )
+        memo.held, memo.members, memo.changes = held, self._members, self._changes
+        same = (before.heartbeat_s, before.launcher_heartbeat_s, before.behind_s) == limits
+        if nodes is not before.nodes or not same:
+            memo.cluster = Cluster(
+                nodes=nodes,
+                heartbeat_s=self.heartbeat_s,
+                launcher_heartbeat_s=self.launcher_heartbeat_s,
+                behind_s=self.behind_s,
+            )
+        return memo.cluster
 
     def forgettable(self, now: float) -> list[str]:
         return [
@@ -93,7 +127,8 @@ class NodeRegistry:
         """
         known = self.get(node_id)
         changed = not self.is_alive(known, now) or _strangers(known.report) != _strangers(report)
-        known.seen_at, known.report = now, report
+        self._changes += 1
+        known.seen_at, known.report, known.changed = now, report, self._changes
         return changed
 
     def statuses(self, now: float) -> list[wire.NodeStatus]:
@@ -106,6 +141,28 @@ class NodeRegistry:
             )
             for known in self.nodes.values()
         ]
+
+
+def _view(known: KnownNode, slots: Sequence[Held] = (), ports: Sequence[Held] = ()) -> NodeView:
+    nothing: frozenset[int] = frozenset()
+    node = known.node
+    return NodeView(
+        node=node,
+        seen_at=known.seen_at,
+        taken=nothing.union(*(held.get(node.node_id, nothing) for held in slots)),
+        ports_taken=nothing.union(*(held.get(node.addr, nothing) for held in ports)),
+        strangers=_strangers(known.report),
+        memory_used=_memory_used(known.report),
+    )
+
+
+def _refreshed(view: NodeView, known: KnownNode) -> NodeView:
+    return replace(
+        view,
+        seen_at=known.seen_at,
+        strangers=_strangers(known.report),
+        memory_used=_memory_used(known.report),
+    )
 
 
 def _strangers(report: wire.NodeReport | None) -> dict[int, str]:

@@ -332,7 +332,7 @@ class JobService:
         engine = self.engine
         topic = entry.orders.get(pod_id)
         if topic is None:
-            orders = job_types.pod_orders(entry.job, pod_id)
+            orders = entry.views.get(pod_id)
             if orders is None and entry.spec.kind is wire.JobKind.TEACHER:
                 raise Gone(
                     f"pod_id: {pod_id[:100]!r} is a teacher's: its script runs a teacher server "

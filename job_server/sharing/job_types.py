@@ -79,7 +79,9 @@ def step(
             job, event, now, hide_reserved(cluster, reservations.reserved), preempted
         )
     promised = reservations.promised.get(job.spec.job_id, 0)
-    return machine.step(job, event, now, replace(cluster, promised=promised))
+    if promised:
+        cluster = replace(cluster, promised=promised)
+    return machine.step(job, event, now, cluster)
 
 
 def next_deadline(job: AnyJob, now: float, cluster: Cluster) -> float | None:
@@ -103,15 +105,16 @@ def job_status(job: AnyJob, now: float, revision: int) -> JobStatus:
     return views.job_status(job, now, revision)
 
 
-def node_pods(job: AnyJob, node_id: str) -> tuple[NodePod, ...]:
+def node_pods(job: AnyJob) -> Mapping[str, tuple[NodePod, ...]]:
+    """Return the pods that the nodes' clients are to have, by node."""
     if isinstance(job, TeacherJob):
-        return teacher_views.node_pods(job, node_id)
-    return views.node_pods(job, node_id)
+        return teacher_views.node_pods(job)
+    return views.node_pods(job)
 
 
-def pod_orders(job: AnyJob, pod_id: str) -> PodView | None:
-    """Return what the pod's launcher is to do; None: not wanted, as any in a teacher's pod."""
-    return None if isinstance(job, TeacherJob) else views.pod_orders(job, pod_id)
+def pod_orders(job: AnyJob) -> Mapping[str, PodView]:
+    """Return what the pods' launchers are to do, by pod; none where a pod has no launcher."""
+    return {} if isinstance(job, TeacherJob) else views.pod_orders(job)
 
 
 def slots_held(job: AnyJob) -> Mapping[str, frozenset[int]]:

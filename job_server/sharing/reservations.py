@@ -44,7 +44,7 @@ def shortage(job: Job, now: float, cluster: Cluster) -> int:
     nodes = len(serving_nodes(job.spec, cluster, now))
     if job.fresh and nodes < job.spec.expected_nodes and now < start_deadline(job):
         return 0  # it waits for nodes first
-    return max(0, job.target - sum(job.usable(pod_id) for pod_id in job.recovery_pods))
+    return max(0, job.target - len(job.usable_pods(job.recovery_pods)))
 
 
 def reserve(

@@ -16,10 +16,13 @@ from job_server.jobs.work import Goal
 from job_server.teachers.job import TeacherJob, TeacherPod, ports_of, slots_of
 
 
-def node_pods(job: TeacherJob, node_id: str) -> tuple[NodePod, ...]:
-    """Return the pods of this job that the node's client is to have."""
-    return tuple(
-        NodePod(
+def node_pods(job: TeacherJob) -> dict[str, tuple[NodePod, ...]]:
+    """Return the pods of this job that the nodes' clients are to have, by node."""
+    found: dict[str, tuple[NodePod, ...]] = {}
+    for pod in job.pods:
+        if pod.desired is None:
+            continue
+        wanted = NodePod(
             pod_id=pod.pod_id,
             job_id=job.spec.job_id,
             slots=pod.site.slots,
@@ -31,9 +34,8 @@ def node_pods(job: TeacherJob, node_id: str) -> tuple[NodePod, ...]:
             ports=pod.ports,
             submitted_at=job.submitted_at,
         )
-        for pod in job.pods
-        if pod.site.node_id == node_id and pod.desired is not None
-    )
+        found[pod.site.node_id] = (*found.get(pod.site.node_id, ()), wanted)
+    return found
 
 
 def running_pods(job: TeacherJob) -> tuple[PlanPod, ...]:

@@ -36,7 +36,7 @@ def may_change(job: Job, now: float) -> bool:
         return False
     if stage.any_in(PodStagePhase.PARKED):
         return False
-    if not all(job.usable(pod_id) for pod_id in stage.pod_ids):
+    if len(job.usable_pods(stage.pod_ids)) < len(stage.members):
         return False
     if job.elastic:  # before its first step a stage has nothing to agree on
         return stage.first_step_at is not None

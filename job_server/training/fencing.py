@@ -13,16 +13,14 @@ FENCE_MARGIN_S = 2.0  # beyond `stop_after_s`: a client terminates its pods then
 
 
 def is_silent(work: Work, pod: TrainingPod) -> bool:
-    """Return whether nothing was received for four heartbeats from the pod's node and launcher."""
+    """Return whether the heartbeats of the pod's node and of its launcher are too late."""
     return work.now >= silent_at(work.job, pod, work.cluster)
 
 
 def silent_at(job: Job, pod: TrainingPod, cluster: Cluster) -> float:
     """Return when the pod counts as silent if nothing is received until then."""
-    view = find_node(cluster, pod.site.node_id)
-    heard = job.progress.heard.get(pod.pod_id, job.grace_from)
-    seen = view.seen_at if view is not None else job.grace_from
-    return max(heard, seen, job.grace_from) + cluster.silence_s
+    heard = max(job.progress.heard.get(pod.pod_id, job.grace_from), job.grace_from)
+    return max(heard + cluster.launcher_silence_s, client_silent_at(job, pod, cluster))
 
 
 def client_silent_at(job: Job, pod: TrainingPod, cluster: Cluster) -> float:
@@ -65,9 +63,7 @@ def lose_silent(work: Work) -> None:
                 work.note("a pod answers again", lasting=False)
             # The other pods get the full time to answer.
             work.set(grace_from=work.now, waiting="")
-    for pod in work.job.pods:
-        if pod.released or not is_silent(work, pod):
-            continue
+    for pod in _silent_pods(work):
         in_force = active is not None and active.member(pod.pod_id) is not None
         if (in_force and cut_off) or _may_be_needed(job, pod):
             continue
@@ -75,6 +71,20 @@ def lose_silent(work: Work) -> None:
             work.release(pod.pod_id)
         elif work.job.pod(pod.pod_id) == pod:
             lose(work, pod.pod_id, _silent_cause(work, pod), confirmed=False, holds=True)
+
+
+def _silent_pods(work: Work) -> list[TrainingPod]:
+    """Return the silent pods that are not released. Cheap where all nodes answer, as nearly always:
+    a job may have a thousand pods.
+    """
+    cluster = work.cluster
+    silence_s = cluster.silence_s
+    answer = {view.node.node_id for view in cluster.nodes if work.now < view.seen_at + silence_s}
+    return [
+        pod
+        for pod in work.job.pods
+        if pod.site.node_id not in answer and not pod.released and is_silent(work, pod)
+    ]
 
 
 def _may_be_needed(job: Job, pod: TrainingPod) -> bool:
@@ -97,8 +107,9 @@ def _reaches(work: Work, stage: JobStage) -> bool:
     """
     if not stage.committed and work.job.elastic:
         return True
+    pods = work.job.pods_by_id()
     for member in stage.members:
-        pod = work.job.pod(member.pod.pod_id)
+        pod = pods.get(member.pod.pod_id)
         if member.phase in TERMINATED or (
             pod is not None and not pod.leaving and not is_silent(work, pod)
         ):
@@ -107,8 +118,8 @@ def _reaches(work: Work, stage: JobStage) -> bool:
 
 
 def _or_stopped(work: Work) -> str:
-    active = work.job.active
-    pods = [work.job.pod(pod_id) for pod_id in (active.pod_ids if active is not None else ())]
+    active, known = work.job.active, work.job.pods_by_id()
+    pods = [known.get(pod_id) for pod_id in (active.pod_ids if active is not None else ())]
     fences = [None if pod is None else fenced_at(work.job, pod, work.cluster) for pod in pods]
     return "" if None in fences else ", or until their clients have stopped them (stop_after)"
 
@@ -127,8 +138,10 @@ def count_fenced(work: Work) -> None:
     job = work.job
     for stage in job.stages:
         for member in stage.members:
+            if member.phase is not PodStagePhase.LOST:
+                continue
             pod = job.pod(member.pod.pod_id)
-            if member.phase is PodStagePhase.LOST and pod is not None and _is_fenced(work, pod):
+            if pod is not None and _is_fenced(work, pod):
                 work.move(stage, pod.pod_id, PodStagePhase.ENDED)
                 work.note(f"{pod.pod_id} cannot be reached; its client has stopped it by now")
     if job.cut_off and job.active is not None:

@@ -400,38 +400,69 @@ class Job:
         """Return the pod, None where it is unknown or confirmed gone."""
         return next((pod for pod in self.pods if pod.pod_id == pod_id), None)
 
+    def pods_by_id(self) -> dict[str, TrainingPod]:
+        """Return a new table of the pods, for who looks up many: a job may have a thousand."""
+        return {pod.pod_id: pod for pod in self.pods}
+
     def known_pods(self, pod_ids: Iterable[str]) -> tuple[TrainingPod, ...]:
         """Return these pods in this order, without those that are confirmed gone."""
-        return tuple(pod for pod_id in pod_ids if (pod := self.pod(pod_id)) is not None)
+        known = self.pods_by_id()
+        return tuple(known[pod_id] for pod_id in pod_ids if pod_id in known)
 
-    def usable(self, pod_id: str) -> bool:
-        pod = self.pod(pod_id)
-        return pod is not None and pod.usable
+    def usable_pods(self, pod_ids: Iterable[str]) -> tuple[TrainingPod, ...]:
+        """Return those of these pods that a next stage may count on."""
+        return tuple(pod for pod in self.known_pods(pod_ids) if pod.usable)
+
+
+_PARKING = (PodStagePhase.CUTTING, PodStagePhase.PARKED)
 
 
 def same_but_progress(old: Job, new: Job) -> bool:
     """Return whether `new` need not be written.
 
-    Nothing needs writing if only what every heartbeat changes differs, or which pods of the active
-    stage have parked: until all have, that changes nothing, and launchers report it again when they
-    attach. (If the server is killed during a cut, the pause counts from its restart.)
+    Nothing needs writing if only what every heartbeat changes differs, how far a pod has started,
+    or which pods of the active stage have parked: until all have, that changes nothing, and
+    launchers report it again when they attach. (If the server is killed during a cut, the pause
+    counts from its restart.)
     """
-    return _without_parking(replace(old, progress=new.progress)) == _without_parking(new)
-
-
-def _without_parking(job: Job) -> Job:
-    stage = job.active
-    if stage is None or not stage.any_in(PodStagePhase.CUTTING, PodStagePhase.PARKED):
-        return job
-    members = tuple(
-        replace(m, phase=PodStagePhase.CUTTING, step=0, snapshot_is_current=False, durable="")
-        if m.phase in (PodStagePhase.CUTTING, PodStagePhase.PARKED)
-        else m
-        for m in stage.members
+    for before, now in ((old.active, new.active), (old.preparing, new.preparing)):
+        if before is not now and not _same_but_reports(before, now):
+            return False
+    held = replace(
+        old,
+        progress=new.progress,
+        active=new.active,
+        preparing=new.preparing,
+        lineage=new.lineage if _same_but_stop(old, new) else old.lineage,
     )
-    stopped_at = None if stage.any_in(PodStagePhase.PARKED) else job.lineage.stopped_at
-    lineage = replace(job.lineage, stopped_at=stopped_at)
-    return replace(job, active=replace(stage, members=members), lineage=lineage)
+    return held == new
+
+
+def _same_but_reports(before: JobStage | None, now: JobStage | None) -> bool:
+    if before is None or now is None or len(before.members) != len(now.members):
+        return False
+    members = zip(before.members, now.members, strict=True)
+    if not all(old is new or _is_as_far(old, new) for old, new in members):
+        return False
+    return replace(before, members=now.members) == now
+
+
+def _is_as_far(old: StagePod, new: StagePod) -> bool:
+    """Return whether a pod has only gone on starting, or parking, or differs in nothing."""
+    for phases in (STARTUP_ORDER, _PARKING):
+        if old.phase in phases and new.phase in phases:
+            return old.pod == new.pod
+    return old == new
+
+
+def _same_but_stop(old: Job, new: Job) -> bool:
+    """Return whether the lineages differ only in when the first pod has parked."""
+
+    def seen(job: Job) -> Lineage:
+        parks = job.active is not None and job.active.any_in(PodStagePhase.PARKED)
+        return replace(job.lineage, stopped_at=None) if parks else job.lineage
+
+    return old.lineage is not new.lineage and seen(old) == seen(new)
 
 
 def age(state: SnapshotRef | RestoreFrom | Saved | SaveState) -> tuple[int, int, int]:

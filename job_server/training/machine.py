@@ -104,7 +104,10 @@ def step(job: Job, event: Event, now: float, cluster: Cluster) -> tuple[Job, str
     work = Work(accrue(job, now, restarted=restarted), now, cluster)
     if restarted and lead_s > 0:
         work.note(f"the clock was set back by {lead_s:.0f} s since", lasting=False)
+    entered = work.job
     _enter(work, event)
+    if _is_mere_heartbeat(event, entered, work):
+        return work.job, ""
     if work.job.state.ended:
         _tidy_ended(work)
     elif work.job.legacy:
@@ -122,6 +125,20 @@ def step(job: Job, event: Event, now: float, cluster: Cluster) -> tuple[Job, str
         stands_by = preparing is not None and preparing.stands_by
         work.note("the standby is ready" if stands_by else f"now {work.job.state.value}")
     return work.job, "; ".join(work.notes)
+
+
+def _is_mere_heartbeat(event: Event, before: Job, work: Work) -> bool:
+    """Return whether a report says only that all goes on: then no rule could change anything.
+
+    In a job that runs the rules look at no progress. What time alone changes comes with a Tick, at
+    the job's next deadline. A thousand pods report too often for all rules to be tried each time.
+    """
+    return (
+        isinstance(event, LauncherReported | NodeReported)
+        and before.state is JobState.RUNNING
+        and not work.notes
+        and replace(before, progress=work.job.progress) == work.job
+    )
 
 
 def announce_waiting_at(job: Job) -> float:
@@ -325,9 +342,10 @@ def _deadlines(job: Job, now: float, cluster: Cluster) -> Iterator[float]:
 
 
 def _fences(job: Job, cluster: Cluster) -> Iterator[float]:
+    known = job.pods_by_id()
     for stage in job.stages:
         for member in stage.members:
-            pod = job.pod(member.pod.pod_id)
+            pod = known.get(member.pod.pod_id)
             if pod is not None and (job.cut_off or member.phase is PodStagePhase.LOST):
                 at = fenced_at(job, pod, cluster)
                 if at is not None:

@@ -305,7 +305,7 @@ def fail_active(work: Work, cause: Cause) -> None:
     preparing = work.job.preparing
     if preparing is None:
         return
-    if not all(job.usable(pod_id) for pod_id in preparing.pod_ids):
+    if len(job.usable_pods(preparing.pod_ids)) < len(preparing.members):
         abandon(work, cause.text)
         return
     if preparing.way is Way.JOIN and preparing.phase in (Order.PREPARE, Order.CUT):
@@ -335,7 +335,8 @@ def fail_preparing(work: Work, cause: Cause) -> None:
         return
     starts = stage.way is Way.START
     if starts:
-        work.set(recovery_pods=tuple(pod_id for pod_id in stage.pod_ids if job.usable(pod_id)))
+        usable = job.usable_pods(stage.pod_ids)
+        work.set(recovery_pods=tuple(pod.pod_id for pod in usable))
     if stage.phase in (Order.PREPARE, Order.CUT):
         if starts:
             close_attempt(work, stage.stage, cause.text)
@@ -449,7 +450,7 @@ def lose(work: Work, pod_id: str, cause: Cause, *, confirmed: bool, holds: bool 
 
 def without_missing(job: Job, stage: JobStage) -> JobStage | None:
     """Return the standby without the pods that are no longer usable. None: it needs them."""
-    gone = {pod_id for pod_id in stage.pod_ids if not job.usable(pod_id)}
+    gone = set(stage.pod_ids).difference(pod.pod_id for pod in job.usable_pods(stage.pod_ids))
     if not gone:
         return stage
     lost = tuple(sorted(gone | set(stage.missing_pods)))

@@ -130,11 +130,9 @@ def _kill_stuck(work: Work) -> None:
         deadline = end_deadline(work.job, stage)
         if deadline is None or work.now < deadline:
             continue
-        for member in stage.members:
-            pod = work.job.pod(member.pod.pod_id)
-            if member.phase not in TERMINATED and pod is not None and pod.usable:
-                work.set_pod(replace(pod, desired=DesiredState.KILL))
-                work.note(f"killing pod {pod.pod_id}: it does not end stage {stage.stage}")
+        for pod in work.job.usable_pods(stage.pods_not_in(*TERMINATED)):
+            work.set_pod(replace(pod, desired=DesiredState.KILL))
+            work.note(f"killing pod {pod.pod_id}: it does not end stage {stage.stage}")
 
 
 def _advance_preparing(work: Work) -> None:

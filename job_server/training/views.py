@@ -41,13 +41,17 @@ class PodView:
     spares: int = 0
 
 
-def node_pods(job: Job, node_id: str) -> tuple[NodePod, ...]:
-    """Return the pods of this job that the node's client should have."""
+def node_pods(job: Job) -> dict[str, tuple[NodePod, ...]]:
+    """Return the pods of this job that the nodes' clients should have, by node."""
     if job.legacy:
-        return ()
+        return {}
     home = _last_saver(job)
-    return tuple(
-        NodePod(
+    found: dict[str, tuple[NodePod, ...]] = {}
+    for pod in job.pods:
+        if pod.desired is None:
+            continue
+        node_id = pod.site.node_id
+        wanted = NodePod(
             pod_id=pod.pod_id,
             job_id=job.spec.job_id,
             slots=pod.site.slots,
@@ -59,9 +63,8 @@ def node_pods(job: Job, node_id: str) -> tuple[NodePod, ...]:
             last_save=node_id == home,
             submitted_at=job.submitted_at,
         )
-        for pod in job.pods
-        if pod.site.node_id == node_id and pod.desired is not None
-    )
+        found[node_id] = (*found.get(node_id, ()), wanted)
+    return found
 
 
 def _save(job: Job, pod: TrainingPod) -> Save | None:
@@ -83,19 +86,29 @@ def _last_saver(job: Job) -> str | None:
     return next((node_id for node_id in (*ranked, *sorted(holding)) if node_id in holding), None)
 
 
-def pod_orders(job: Job, pod_id: str) -> PodView | None:
-    """Return the orders for the pod's launcher. None: the pod is unknown or not wanted."""
-    pod = job.pod(pod_id)
-    if pod is None or pod.released or job.legacy:
-        return None
-    if pod.desired is DesiredState.HOLD or pod.launcher_done:
-        return PodView(leave=True)
-    plans = tuple(
-        plan
-        for stage in job.stages
-        if stage.member(pod_id) is not None and (plan := _plan(job, stage)) is not None
-    )
-    return PodView(plans=plans, spares=job.spec.spares)
+def pod_orders(job: Job) -> dict[str, PodView]:
+    """Return the orders for the launchers of all wanted pods, by pod.
+
+    Pods of the same stages share one view.
+    """
+    if job.legacy:
+        return {}
+    plans = [(frozenset(stage.pod_ids), _plan(job, stage)) for stage in job.stages]
+    leaves = PodView(leave=True)
+    views: dict[tuple[int, ...], PodView] = {}  # by the places, in `plans`, of a pod's stages
+    found: dict[str, PodView] = {}
+    for pod in job.pods:
+        if pod.released:
+            continue
+        if pod.desired is DesiredState.HOLD or pod.launcher_done:
+            found[pod.pod_id] = leaves
+            continue
+        places = tuple(place for place, (ids, _) in enumerate(plans) if pod.pod_id in ids)
+        if places not in views:
+            own = tuple(plans[place][1] for place in places)
+            views[places] = PodView(plans=own, spares=job.spec.spares)
+        found[pod.pod_id] = views[places]
+    return found
 
 
 def _plan(job: Job, stage: JobStage) -> StagePlan:
@@ -225,19 +238,22 @@ def _job_pods(job: Job) -> tuple[JobPod, ...]:
     if job.legacy:
         return tuple(_shown(pod, "running") for pod in job.served)
     shown: list[JobPod] = []
-    active, preparing = job.active, job.preparing
+    seen: set[str] = set()
+    active, preparing, known = job.active, job.preparing, job.pods_by_id()
+    stay = known.keys() if preparing is None else set(preparing.pod_ids)
     for stage in (active, preparing):
         for member in stage.members if stage is not None else ():
-            pod = job.pod(member.pod.pod_id)
-            if pod is None or any(pod.pod_id == other.pod_id for other in shown):
+            pod = known.get(member.pod.pod_id)
+            if pod is None or pod.pod_id in seen:
                 continue
+            seen.add(pod.pod_id)
             phase = "running" if stage is active else "preparing"
-            leaves = preparing is not None and preparing.member(pod.pod_id) is None
+            leaves = pod.pod_id not in stay
             if not pod.usable or leaves:
                 phase = "holding" if pod.desired is DesiredState.HOLD else "leaving"
             shown.append(_shown(member.pod, phase, pod.log_path))
     for pod in job.pods:
-        if not any(pod.pod_id == other.pod_id for other in shown):
+        if pod.pod_id not in seen:
             plan_pod = PlanPod(
                 pod_id=pod.pod_id,
                 pod_rank=len(shown),

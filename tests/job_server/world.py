@@ -309,7 +309,7 @@ class World:
             if any(
                 plan.stage == stage.stage and plan.order in (Order.GO, Order.RESUME)
                 for pod_id in stage.pod_ids
-                for plan in (views.pod_orders(job, pod_id) or PodView()).plans
+                for plan in (views.pod_orders(job).get(pod_id) or PodView()).plans
             )
         ]
         assert len(told_go) <= 1, f"two stages are told to train: {told_go}"
@@ -322,7 +322,7 @@ class World:
 
     def check_slots(self, job: Job) -> None:
         for name in self.nodes:
-            wanted = [p for p in views.node_pods(job, name) if p.want is DesiredState.RUN]
+            wanted = [p for p in views.node_pods(job).get(name, ()) if p.want is DesiredState.RUN]
             slots = [slot for pod in wanted for slot in pod.slots]
             assert len(set(slots)) == len(slots), "two pods on one slot"
             held = views.slots_held(job).get(name, frozenset())
@@ -343,9 +343,9 @@ class World:
         if not sim.registered:
             sim.registered, sim.seen_at = True, self.now
             self.send(NodesChanged())
-        for wanted in views.node_pods(self.job, sim.node.node_id):
+        for wanted in views.node_pods(self.job).get(sim.node.node_id, ()):
             self.reconcile(sim, wanted)
-        named = {pod.pod_id for pod in views.node_pods(self.job, sim.node.node_id)}
+        named = {pod.pod_id for pod in views.node_pods(self.job).get(sim.node.node_id, ())}
         for pod_id in [pod_id for pod_id in sim.pods if pod_id not in named]:
             del sim.pods[pod_id]
         self.report(sim)
@@ -406,7 +406,9 @@ class World:
         hears = sim.link and self.up and sim.registered
         if hears:
             self.report(sim)
-        told = {p.pod_id for p in views.node_pods(self.job, sim.node.node_id) if p.last_save}
+        told = {
+            p.pod_id for p in views.node_pods(self.job).get(sim.node.node_id, ()) if p.last_save
+        }
         held = [p.snapshot for p in sim.pods.values() if p.snapshot is not None]
         saved = None
         if told & set(sim.pods) and held and sim.node.node_id not in self.full:
@@ -473,7 +475,7 @@ class World:
             launcher.told.clear()
             launcher.outbox = [self.attach(sim, pod, launcher)]
             return
-        orders = views.pod_orders(self.job, pod.pod_id)
+        orders = views.pod_orders(self.job).get(pod.pod_id)
         if orders is None or orders.leave:
             pod.end(code=0)
             return
@@ -751,7 +753,7 @@ class World:
 
     def orders(self, pod_id: str) -> PodView:
         """Return what the launcher of a pod is told to do."""
-        view = views.pod_orders(self.job, pod_id)
+        view = views.pod_orders(self.job).get(pod_id)
         assert view is not None, f"{pod_id} is told nothing"
         return view
 

@@ -83,7 +83,7 @@ class Nodes:
 
     def _obey(self, name: str) -> None:
         mine = self.pods.setdefault(name, {})
-        plan = {pod.pod_id: pod for pod in teacher_views.node_pods(self.job, name)}
+        plan = {pod.pod_id: pod for pod in teacher_views.node_pods(self.job).get(name, ())}
         for pod_id, pod in list(mine.items()):
             if pod.phase is PodPhase.EXITED and pod_id not in plan:
                 del mine[pod_id]
@@ -149,7 +149,9 @@ def test_a_job_starts_with_its_fewest_teachers_each_with_slot_and_ports_of_its_o
     nodes.acts(2)
     assert nodes.is_in(JobState.RUNNING)
     assert nodes.ids == ["teacher_1", "teacher_2", "teacher_3"]
-    plans = [pod for name in nodes.names for pod in teacher_views.node_pods(nodes.job, name)]
+    plans = [
+        pod for name in nodes.names for pod in teacher_views.node_pods(nodes.job).get(name, ())
+    ]
     assert [(pod.service, pod.slots, pod.want.value) for pod in plans] == [
         ("soft", (0,), "run"),
         ("soft", (1,), "run"),
@@ -158,7 +160,7 @@ def test_a_job_starts_with_its_fewest_teachers_each_with_slot_and_ports_of_its_o
     assert len({pod.ports for pod in plans if pod.pod_id != "teacher_3"}) == 2
     nodes.act()
     assert nodes.status.account.training_s > 0
-    assert job_types.pod_orders(nodes.job, "teacher_1") is None
+    assert job_types.pod_orders(nodes.job).get("teacher_1") is None
 
 
 def test_teachers_come_and_go_one_by_one_and_the_others_are_left_alone():

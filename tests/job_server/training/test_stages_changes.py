@@ -74,11 +74,11 @@ def test_a_leaving_pod_holds_its_snapshot_until_the_next_stage_has_one():
     made.resize(1)
     made.run_until(JobState.CUTTING_OVER)
     made.run_until(RUNNING)
-    wants = {p.pod_id: p.want for n in "ab" for p in views.node_pods(made.job, n)}
+    wants = {p.pod_id: p.want for n in "ab" for p in views.node_pods(made.job).get(n, ())}
     assert wants == {"pod_0_0": DesiredState.RUN, "pod_1_0": DesiredState.HOLD}
     assert made.orders("pod_1_0").leave
     made.rounds(12)  # a snapshot every third step
-    assert views.pod_orders(made.job, "pod_1_0") is None
+    assert views.pod_orders(made.job).get("pod_1_0") is None
     assert not made.job.pod("pod_1_0")
 
 

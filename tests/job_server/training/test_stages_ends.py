@@ -35,7 +35,7 @@ def end_script(made: World, pod_id: str, code: int) -> None:
 
 
 def wants(made: World) -> list[DesiredState]:
-    return [pod.want for name in made.nodes for pod in views.node_pods(made.job, name)]
+    return [pod.want for name in made.nodes for pod in views.node_pods(made.job).get(name, ())]
 
 
 @pytest.mark.parametrize("elastic", [True, False])

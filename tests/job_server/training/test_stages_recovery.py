@@ -508,7 +508,7 @@ def test_progress_of_a_pod_that_was_given_up_does_not_count():
     step = made.job.progress.step
     tell(made, "pod_3_0", ReportKind.PROGRESS, 1, step=9999)
     assert made.job.progress.step == step
-    assert views.pod_orders(made.job, "pod_3_0") is None
+    assert views.pod_orders(made.job).get("pod_3_0") is None
 
 
 def test_a_recovery_begins_when_all_that_can_be_reached_have_ended():

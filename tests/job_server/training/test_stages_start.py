@@ -103,8 +103,8 @@ def test_without_a_client_of_ours_changes_happen_at_once_with_the_originals_flag
     ]
     for pod_rank, pod in enumerate(views.running_pods(job)):
         assert (pod.pod_rank, len(pod.ports), pod.addr) == (pod_rank, 1, "addr-a")
-    assert views.node_pods(job, "a") == ()
-    assert views.pod_orders(job, "pod_0_0") is None
+    assert views.node_pods(job).get("a", ()) == ()
+    assert views.pod_orders(job).get("pod_0_0") is None
     assert wire.decode(Job, wire.encode(job)) == job
 
 

@@ -1,5 +1,6 @@
 """Run `edl VERB ...`: import the program of the verb, and pass it the other arguments."""
 
+import difflib
 import importlib
 import importlib.util
 import sys
@@ -47,8 +48,10 @@ def main(argv: list[str] | None = None) -> int:
 
         print(f"edl {version()}")
         return 0
-    if verb not in VERBS or not _exists(VERBS[verb][0]):
-        print(f"edl: there is no verb {verb!r}; `edl --help` lists them", file=sys.stderr)
+    if verb not in VERBS or not _is_there(verb):
+        near = difflib.get_close_matches(verb, filter(_is_there, VERBS), n=1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        print(f"edl: there is no verb {verb!r}; {meant}`edl --help` lists them", file=sys.stderr)
         return 2
     module = VERBS[verb][0]
     program = importlib.import_module(module)
@@ -58,12 +61,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _help() -> str:
     lines = ["usage: edl VERB ...    (edl VERB --help says more)", ""]
-    lines += [f"  {verb:<9} {what}" for verb, (module, what) in VERBS.items() if _exists(module)]
+    lines += [f"  {verb:<9} {what}" for verb, (_, what) in VERBS.items() if _is_there(verb)]
     return "\n".join([*lines, "", "  --version"])
 
 
-def _exists(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+def _is_there(verb: str) -> bool:
+    return importlib.util.find_spec(VERBS[verb][0]) is not None
 
 
 if __name__ == "__main__":

@@ -36,28 +36,51 @@ _SCRIPTS = {".yaml": ScriptKind.TIMELINE, ".yml": ScriptKind.TIMELINE, ".csv": S
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="edl run",
+        usage="edl run [OPTIONS] SCRIPT [ARGS...]",
         description="Train on this machine, elastically; everything in one command.",
         allow_abbrev=False,
     )
-    add = parser.add_argument
+    add = parser.add_argument_group("how many pods").add_argument
     add("--min", type=int, default=1, metavar="N", help="fewest pods (1)")
     add("--max", type=int, metavar="N", help="most pods (as many as there are slots for)")
     add("--pods", type=int, metavar="N", help="pods at the start (as many as fit, up to --max)")
     add("--fixed", action="store_true", help="always --max pods: no less")
     add("--slots_per_pod", type=int, default=1, metavar="N", help="trainers of a pod (1)")
     add("--cpu_slots", type=int, metavar="N", help="train on the CPU, with N slots")
+
+    add = parser.add_argument_group("how they change").add_argument
     add(
         "--change_script",
         default="none",
         metavar="none|alternate|walk|FILE",
         help="pods that come and go by themselves; a FILE ends in .yaml or .csv",
     )
-    add("--interval_s", type=float, default=900.0, help="of alternate and walk (900)")
-    add("--seed", type=int, default=0, help="of walk (0)")
-    add("--log_dir", type=Path, default=Path("edl_run"), help="each run has a folder in it")
-    add("--job_id", default="run", help="name of the job (run)")
-    add("--policy", choices=("fixed_global", "linear"), default="fixed_global")
-    add("--overlap", choices=("auto", "on", "off", "join"), default="auto")
+    add("--interval_s", type=float, default=900.0, metavar="S", help="of alternate and walk (900)")
+    add("--seed", type=int, default=0, metavar="N", help="of walk (0)")
+    add(
+        "--overlap",
+        choices=("auto", "on", "off", "join"),
+        default="auto",
+        help="on: the next trainers get ready beside the present ones; off: when these have "
+        "stopped; join: only new ones start, the others stay; auto (default): on, or join on GPUs "
+        "without room for both",
+    )
+    add(
+        "--prepare_timeout_s",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="else a change is given up (120)",
+    )
+    add(
+        "--policy",
+        choices=("fixed_global", "linear"),
+        default="fixed_global",
+        help="fixed_global (default): the batch stays the same; linear: it grows with the number "
+        "of trainers, and the learning rate with it",
+    )
+
+    add = parser.add_argument_group("what a crash costs").add_argument
     add(
         "--spares",
         type=int,
@@ -65,6 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="warm trainers per pod (1), for a quick recovery; 150 MB each",
     )
+    add("--preload", metavar="MODULE,...", help="what spares import besides Paddle")
     add(
         "--standby",
         type=int,
@@ -72,22 +96,35 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="1: trainers ready for a crash; 2: or a lost pod",
     )
-    add("--preload", metavar="MODULE,...", help="what spares import besides Paddle")
-    add("--prepare_timeout_s", type=float, default=120.0, help="else a change is given up (120)")
+    add("--max_failures", type=int, default=20, metavar="N", help="then the job has failed (20)")
+
+    add = parser.add_argument_group("how it ends").add_argument
+    add("--grace_s", type=float, default=15.0, metavar="S", help="from SIGTERM to SIGKILL (15)")
+    add(
+        "--keep_failed_s",
+        type=float,
+        default=3600.0,
+        metavar="S",
+        help="how long a state that cannot be written at the end stays in memory (3600)",
+    )
+
+    add = parser.add_argument_group("this run").add_argument
+    add(
+        "--log_dir",
+        type=Path,
+        default=Path("edl_run"),
+        metavar="DIR",
+        help="each run has a folder in it",
+    )
+    add("--job_id", default="run", metavar="NAME", help="name of the job (run)")
     add(
         "--take_over",
         action="store_true",
         help="replace another training that has the folder of checkpoints",
     )
-    add("--max_failures", type=int, default=20, help="then the job has failed (20)")
-    add(
-        "--keep_failed_s",
-        type=float,
-        default=3600.0,
-        help="how long a state that cannot be written at the end stays in memory (3600)",
-    )
-    add("--grace_s", type=float, default=15.0, help="from SIGTERM to SIGKILL (15)")
-    add("--heartbeat_s", type=float, default=1.0, help="of the job server (1)")
+    add("--heartbeat_s", type=float, default=1.0, metavar="S", help="of the job server (1)")
+
+    add = parser.add_argument
     add("script", help="training script; what follows are its arguments")
     add("args", nargs=argparse.REMAINDER)
     return parser

@@ -94,7 +94,7 @@ def describe_exit(code: int) -> str:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Return aligned columns; the last one is not padded. Control characters are made visible."""
-    cells = [[_printable(str(cell)) for cell in row] for row in (header, *rows)]
+    cells = [[printable(str(cell)) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     lines = []
     for row in cells:
@@ -103,6 +103,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
-def _printable(text: str) -> str:
-    # Text from elsewhere must not move the terminal's cursor.
+def printable(text: str) -> str:
+    """Return text from elsewhere so that it cannot move the terminal's cursor."""
     return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)

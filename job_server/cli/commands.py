@@ -15,6 +15,7 @@ from job_server.api.local_servers import LocalServer, find_server, local_servers
 from job_server.api.text import (
     account_parts,
     duration,
+    printable,
     saving_text,
     steps_of_stage,
     steps_of_total,
@@ -235,11 +236,35 @@ def _status(api: ApiClient, args: argparse.Namespace) -> None:
     if not args.follow:
         print(json.dumps(wire.encode(status), indent=2) if args.json else _job_text(status))
         return
+    is_painted = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not args.json
+    (_paint_changes if is_painted else _show_changes)(api, status, args)
+
+
+def _show_changes(api: ApiClient, status: wire.JobStatus, args: argparse.Namespace) -> None:
+    """Print a line for every change until the job ends."""
     _show(status, args)
     while not status.state.ended:
         before, status = status, api.watch(status.job_id, status.revision, POLL_S)
         if status.revision != before.revision:
             _show(status, args)
+
+
+def _paint_changes(api: ApiClient, status: wire.JobStatus, args: argparse.Namespace) -> None:
+    """Paint one line over and over; what is another state, stage or reason begins a new one."""
+    try:
+        while True:
+            # Without wrapping: a line longer than the terminal could not be painted over.
+            sys.stdout.write(f"\r\x1b[K\x1b[?7l{_line(status)}\x1b[?7h")
+            sys.stdout.flush()
+            if status.state.ended:
+                return
+            before, status = status, api.watch(status.job_id, status.revision, POLL_S)
+            if (before.state, before.stage, before.reason) != (
+                status.state, status.stage, status.reason
+            ):  # fmt: skip
+                print()
+    finally:
+        print(flush=True)
 
 
 def _pods(api: ApiClient, args: argparse.Namespace) -> None:
@@ -396,9 +421,13 @@ def _show(status: wire.JobStatus, args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(wire.encode(status)), flush=True)
         return
+    print(_line(status), flush=True)
+
+
+def _line(status: wire.JobStatus) -> str:
     training = f", stage {status.stage}, {len(status.pods)} pods, step {steps_of_total(status)}"
     progress = "" if status.teachers is not None else training
-    print(f"{status.job_id}: {status.state.value}{progress}: {status.reason}", flush=True)
+    return f"{status.job_id}: {status.state.value}{progress}: {printable(status.reason)}"
 
 
 def _jobs_table(jobs: tuple[wire.JobStatus, ...]) -> str:

@@ -16,6 +16,7 @@ import pytest
 from job_client.__main__ import is_ours, parse_args
 from job_client.errors import SetupError
 from job_server.api.errors import JobServerError, Rejected
+from job_server.api.local_servers import listed
 from job_server.api.wire import Node, NodeReport, PodPhase, decode, encode
 from pod_runtime import env, processes
 from tests.job_client.conftest import FakeServer, kill_all, pod
@@ -297,3 +298,20 @@ def test_a_trainer_that_lost_its_environment_is_known_by_its_launcher(spawn_mark
     assert not is_ours("b" * 32, trainer.pid)
     assert not is_ours(marker, 2**22 + 1)
     os.kill(trainer.pid, signal.SIGKILL)
+
+
+def test_a_client_that_is_told_no_token_finds_that_of_its_users_server(tmp_path):
+    (tmp_path / "train.sh").touch()
+    token, url = tmp_path / "token", "http://127.0.0.1:8180"
+    token.write_text("correct-horse")
+    mine = {"HOME": str(tmp_path)}
+
+    def read(**environ: str) -> tuple[str | None, Path | None]:
+        config = parse_args(["train.sh"], {**mine, **environ}, tmp_path)
+        return config.token, config.token_file
+
+    with listed(url, token_file=token, folder=tmp_path, environ=mine):
+        assert read() == ("correct-horse", token)
+        assert read(EDL_TOKEN="my-own-token") == ("my-own-token", None)
+        assert read(PADDLE_JOBSERVER="127.0.0.1:8181") == (None, None)
+    assert read() == (None, None)

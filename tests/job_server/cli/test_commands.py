@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.metadata
+import io
 import json
 from pathlib import Path
 
@@ -271,6 +272,32 @@ def test_events_are_followed_until_the_job_ends(server, capsys):
         api.delete("followed")
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_a_followed_job_is_one_line_for_each_state(server, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with server.api() as api:
+        api.submit(wire.JobSpec(job_id="painted", max_pods=3))
+        follow = InThread(lambda: main(["status", "painted", "--follow", "--server", server.url]))
+        wait_until(lambda: "painted: WAITING" in terminal.getvalue())
+        for pods in (3, 2, 1):  # no other state: the line is painted again
+            api.resize("painted", pods)
+        api.stop("painted")
+        assert follow.result() == 0
+        api.delete("painted")
+    *lines, end = terminal.getvalue().split("\n")
+    assert end == ""
+    assert all(line.startswith("\r\x1b[K") for line in lines)
+    states = [line.rpartition("\r")[2] for line in lines]
+    assert len(states) == len(set(states))
+    assert "STOPPED" in states[-1]
+
+
 def test_logs_of_pods_on_this_machine_are_printed(server, capsys, tmp_path):
     log = tmp_path / "log"
     log.write_text("".join(f"line {number}\n" for number in range(100)) + "no end yet")
@@ -333,6 +360,19 @@ def test_edl_does_not_list_an_absent_verb(capsys, monkeypatch):
     assert edl(["--help"]) == 0
     assert "leave the ground" not in capsys.readouterr().out
     assert edl(["fly"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("staus", "status"), ("Resize", "resize"), ("paus", "pause")]
+)
+def test_a_verb_that_is_nearly_one_is_told(capsys, typed, meant):
+    assert edl([typed]) == 2
+    assert f"there is no verb {typed!r}; did you mean {meant!r}?" in capsys.readouterr().err
+
+
+def test_a_verb_that_is_like_none_is_refused_without_a_guess(capsys):
+    assert edl(["xyzzy"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
 
 
 def test_edl_passes_on_to_the_programs(server, capsys):

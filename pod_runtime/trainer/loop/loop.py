@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from pod_runtime.channel_wire import Done
 from pod_runtime.env import TrainerEnv
@@ -17,7 +17,7 @@ from pod_runtime.trainer.frameworks.adapter import Adapter
 from pod_runtime.trainer.frameworks.choose import make_adapter
 from pod_runtime.trainer.loop.evaluation import Fn, evaluate
 from pod_runtime.trainer.loop.script_changes import ScriptChanges
-from pod_runtime.trainer.loop.stage_steps import StageSteps, shortened
+from pod_runtime.trainer.loop.stage_steps import StageSteps, TrainingStep, shortened
 from pod_runtime.trainer.loop.warmup import WarmupStep
 from pod_runtime.trainer.membership.link import StageStart
 from pod_runtime.trainer.membership.settings import LoopSettings
@@ -373,12 +373,17 @@ class Loop:
                     f"`for batch in step:`"
                 )
             self._open_step = None
-            with self._surviving():
-                try:
-                    steps.commit(step)
-                except StageChanged as change:
-                    self._move(change.start)
+            try:
+                self._commit(steps, step)
+            except PeerLost as error:
+                self._end_after_peer_lost(error)
             steps = self._entered()  # a new object if the trainer has moved to the next stage
+
+    def _commit(self, steps: StageSteps, step: TrainingStep) -> None:
+        try:
+            steps.commit(step)
+        except StageChanged as change:
+            self._move(change.start)
 
     def _warm_up(self) -> Iterator[Step]:
         """Yield one step that does not count, while an older stage trains; then enter this one."""
@@ -453,10 +458,13 @@ class Loop:
         try:
             yield
         except PeerLost as error:
-            step = self._open_step
-            self._entered().stage.member.end_after_peer_lost(
-                error, state_is_committed=step is None or not step.is_updated
-            )
+            self._end_after_peer_lost(error)
+
+    def _end_after_peer_lost(self, error: PeerLost) -> NoReturn:
+        step = self._open_step
+        self._entered().stage.member.end_after_peer_lost(
+            error, state_is_committed=step is None or not step.is_updated
+        )
 
 
 # --- for others in this process: `trainer_main` asks when the script has raised

@@ -33,6 +33,7 @@ class StageSteps:
         progress = stage.progress
         self.stage = stage
         self.loss = loss
+        self.seed = progress.run.seed
         shards = rank_shards(stage.member.rank, stage.member.world_size, progress.batches.shards)
         self.order = ShardOrder(progress.run, progress.batches, shards)
         self.feed = ShardFeed(stage, source, self.order, factory)
@@ -136,8 +137,7 @@ class TrainingStep(Step):
     def _read(self, shard_range: ShardRange) -> Any:
         found = self._steps.feed.take(shard_range)
         self._ids.append(found.ids)
-        seed = self._steps.stage.progress.run.seed
-        seed_shard(self._adapter, seed, *shard_range.key)
+        seed_shard(self._adapter, self._steps.seed, *shard_range.key)
         return self._adapter.to_batch(found.batch)
 
     def _finish(self) -> None:
@@ -161,7 +161,10 @@ class TrainingStep(Step):
         known = [ids for ids in self._ids if ids is not None]
         if len(known) < len(self._ids):
             return None
-        return hash_samples(self._cursor.epoch, np.concatenate(known)) if known else 0
+        if not known:
+            return 0
+        ids = known[0] if len(known) == 1 else np.concatenate(known)
+        return hash_samples(self._cursor.epoch, ids)
 
 
 def shortened(names: list[str]) -> str:

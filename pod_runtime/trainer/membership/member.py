@@ -1,12 +1,11 @@
 """Agree with the other ranks of a stage: on steps, on cuts, and on when to park."""
 
-import contextlib
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NoReturn
 
 import numpy as np
@@ -269,19 +268,14 @@ class StageMember:
             patient=self._is_patient,
             drawn=drawn,
         )
-        with self._waiting():
-            sums = self._adapter.exchange(header, contribute=not void)
-        return read_header(sums)
-
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
         with self._gate:
             self._waits = True
         try:
-            yield
+            sums = self._adapter.exchange(header, contribute=not void)
         finally:
             with self._gate:
                 self._waits = False
+        return read_header(sums)
 
 
 def exit_as_victim() -> NoReturn:

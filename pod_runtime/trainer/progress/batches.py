@@ -6,7 +6,7 @@ global batches, and a batch is cut into the same shards no matter which rank com
 
 import hashlib
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -82,8 +82,11 @@ class BatchPlan:
     def advance(self, cursor: Cursor) -> Cursor:
         """Return the cursor after the batch at `cursor` was committed."""
         _start, stop = self.batch(cursor.offset)
-        return replace(
-            cursor, step=cursor.step + 1, offset=stop, global_step=cursor.global_step + 1
+        return Cursor(
+            epoch=cursor.epoch,
+            step=cursor.step + 1,
+            offset=stop,
+            global_step=cursor.global_step + 1,
         )
 
     def _end(self, offset: int) -> int:

@@ -26,14 +26,15 @@ PIECES = 8
 
 def hash_samples(epoch: int, ids: Sequence[int] | npt.NDArray[np.int64]) -> int:
     """Return the sum of the hashes of these samples of `epoch`."""
-    mixed = np.asarray(ids, np.int64).view(np.uint64) * _U_GAMMA
+    mixed = np.array(ids, np.uint64)
+    mixed *= _U_GAMMA
     mixed += _start(epoch)
     mixed ^= mixed >> _U_30
     mixed *= _U_MIX_1
     mixed ^= mixed >> _U_27
     mixed *= _U_MIX_2
     mixed ^= mixed >> _U_31
-    return int(mixed.sum(dtype=np.uint64))
+    return int(np.add.reduce(mixed))
 
 
 def add(first: int | None, second: int | None) -> int | None:
@@ -48,12 +49,15 @@ def subtract(first: int | None, second: int | None) -> int | None:
 
 def to_pieces(value: int) -> list[float]:
     """Cut a sum into bytes: their sums over up to 65,000 ranks are exact in float32."""
-    return [float(byte) for byte in value.to_bytes(PIECES, "little")]
+    return [*map(float, value.to_bytes(PIECES, "little"))]
 
 
 def from_pieces(sums: Sequence[float]) -> int:
     """Return the total of the ranks' sums, from the sums of their pieces."""
-    return sum(round(each) << (8 * place) for place, each in enumerate(sums)) & _MASK
+    total = 0
+    for each in reversed(sums):
+        total = (total << 8) + round(each)
+    return total & _MASK
 
 
 def to_text(value: int | None) -> str | None:
@@ -75,14 +79,18 @@ def from_text(text: str | None) -> int | None:
 
 
 @functools.lru_cache(maxsize=8)
-def _start(epoch: int) -> np.uint64:
+def _start(epoch: int) -> npt.NDArray[np.uint64]:
     """Return the generator's state before output 0 of this epoch."""
     value = ((epoch + 1) * _GAMMA) & _MASK
     value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
     value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
     value ^= value >> 31
-    return np.uint64((value + _GAMMA) & _MASK)
+    return _word((value + _GAMMA) & _MASK)
 
 
-_U_GAMMA, _U_MIX_1, _U_MIX_2 = np.uint64(_GAMMA), np.uint64(_MIX_1), np.uint64(_MIX_2)
-_U_30, _U_27, _U_31 = np.uint64(30), np.uint64(27), np.uint64(31)
+def _word(value: int) -> npt.NDArray[np.uint64]:
+    return np.array(value, np.uint64)  # numpy would make this of a number in every operation
+
+
+_U_GAMMA, _U_MIX_1, _U_MIX_2 = _word(_GAMMA), _word(_MIX_1), _word(_MIX_2)
+_U_30, _U_27, _U_31 = _word(30), _word(27), _word(31)

@@ -307,7 +307,8 @@ class PaddleAdapter:
         else:
             changes = {dtype: self._buffers.changes(dtype) for dtype in self._buffers.dtypes}
             self._buffers.apply(changes, filled_shards)
-        with self._learning_rate(lr_factor):
+        usual = contextlib.nullcontext()
+        with usual if lr_factor == 1.0 else self._learning_rate(lr_factor):
             if self._scaler is None:
                 self._optimizer.step()
             else:
@@ -325,9 +326,6 @@ class PaddleAdapter:
 
     @contextlib.contextmanager
     def _learning_rate(self, factor: float) -> Iterator[None]:
-        if factor == 1.0:
-            yield
-            return
         rate = self._optimizer._learning_rate
         if isinstance(rate, paddle.optimizer.lr.LRScheduler):
             before = rate.last_lr

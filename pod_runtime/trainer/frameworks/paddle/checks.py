@@ -7,6 +7,7 @@ this trainer's part of the samples, and differ between ranks.
 import ctypes
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -164,7 +165,10 @@ class GradientMarks:
     def __init__(self, parameters: Sequence[Any], on_host: bool) -> None:
         self._parameters = list(parameters)
         sizes = [ITEM_BYTES[dtype_name(each)] * math.prod(each.shape) for each in parameters]
-        self._sizes = [min(size, _SAMPLE_BYTES) if on_host else 0 for size in sizes]
+        # How a sample is read: with `string_at` it takes more than all else that a mark does.
+        self._samples = [
+            ctypes.c_char * (min(size, _SAMPLE_BYTES) if on_host else 0) for size in sizes
+        ]
         self._marks: list[tuple[int, Any]] = []  # (index of the parameter, mark)
         self._first = 0  # index of a parameter that had a gradient last time
         self._noted = 0  # times that it was for an update
@@ -184,7 +188,7 @@ class GradientMarks:
             self._marks = [(index, self._mark(index)) for index in indices]
             return
         self._marks = []
-        for index in (self._first, *range(count)):
+        for index in chain((self._first,), range(count)):
             mark = self._mark(index)
             if mark is not None:
                 self._first, self._marks = index, [(index, mark)]
@@ -213,6 +217,6 @@ class GradientMarks:
         grad = self._parameters[index]._grad_ivar()
         if grad is None or not grad.is_dense():
             return None
-        address, size = grad.data_ptr(), self._sizes[index]
-        sample = ctypes.string_at(address, size) if size and address else b""
-        return address, grad.inplace_version, sample
+        address = grad.data_ptr()
+        sample = self._samples[index].from_address(address).raw if address else b""
+        return address, grad._inplace_version(), sample

@@ -84,6 +84,21 @@ class HostFlat:
             else:
                 _assign(self.tensor[offset : offset + size], tensor)
 
+    def swap(self, tensors: Sequence[Any], slices: Sequence[Slice], source: "Flat") -> None:
+        """Copy each tensor to its slice, and the same slice of `source` into the tensor."""
+        assert isinstance(source, HostFlat)
+        base, other, item, move = self._base, source._base, self._item, ctypes.memmove
+        for tensor, part in zip(tensors, slices, strict=True):
+            offset, size, is_native = part
+            if is_native and tensor.is_contiguous():
+                address, at, size_bytes = tensor.data_ptr(), offset * item, size * item
+                if size:
+                    move(base + at, address, size_bytes)
+                    move(address, other + at, size_bytes)
+            else:
+                self.gather([tensor], [part])
+                source.scatter([tensor], [part])
+
     def write(self, offset: int, values: Any) -> None:
         """Write consecutive elements (numbers, an array, or another flat's `values`)."""
         self.array[offset : offset + len(values)] = values
@@ -117,6 +132,10 @@ class DeviceFlat:
         for tensor, (offset, size, _is_native) in zip(tensors, slices, strict=True):
             if tensor is not None and size:
                 _assign(self.tensor[offset : offset + size], tensor)
+
+    def swap(self, tensors: Sequence[Any], slices: Sequence[Slice], source: "Flat") -> None:
+        self.gather(tensors, slices)
+        source.scatter(tensors, slices)
 
     @paddle.no_grad()  # type: ignore[untyped-decorator]
     def write(self, offset: int, values: Any) -> None:

@@ -47,9 +47,8 @@ class ShardBuffers:
 
     def end_shard(self) -> None:
         for tensors, slices, start, now, size in self._groups:
-            now.gather(tensors, slices)
+            now.swap(tensors, slices, start)
             self._changes[start.dtype] += now.values(0, size) - start.values(0, size)
-            start.scatter(tensors, slices)
 
     def changes(self, dtype: str) -> Any:
         """Return the sum of the changes of this rank's shards."""
@@ -93,10 +92,10 @@ class GradientExchange:
         self, header: Sequence[float], contribute: bool, reduce: Callable[[Any], None]
     ) -> list[float]:
         """Sum over all ranks; return the header's sums. The local gradients stay as they are."""
+        grads = [each.grad if contribute else None for each in self.parameters]
         for position, (mine, slices, flat, front) in enumerate(self._groups):
-            gather_gradients(self.parameters, mine, slices, flat, contribute)
+            flat.gather([grads[index] for index in mine], slices)  # zeros where there is none
             if position == 0:
-                grads = [each.grad if contribute else None for each in self.parameters]
                 present = [0.0 if grad is None else 1.0 for grad in grads]
                 flat.write(0, [*header, *present])
             changes = self._buffers.sizes().get(flat.dtype, 0)
@@ -120,17 +119,6 @@ class GradientExchange:
         self._buffers.apply(changes, filled_shards)
 
 
-def gather_gradients(
-    parameters: Sequence[Any],
-    indices: Sequence[int],
-    slices: Sequence[Slice],
-    flat: Flat,
-    contribute: bool,
-) -> None:
-    """Copy these parameters' gradients to their slices; zeros where there is none."""
-    flat.gather([parameters[index].grad if contribute else None for index in indices], slices)
-
-
 def scatter_gradients(
     parameters: Sequence[Any],
     indices: Sequence[int],
@@ -145,9 +133,11 @@ def scatter_gradients(
         if presence[index] == 0:
             targets.append(None)  # no shard used it: the optimizer leaves it alone
             continue
-        if parameter.grad is None:
+        grad = parameter.grad
+        if grad is None:
             parameter.grad = paddle.zeros(parameter.shape, parameter.dtype)
-        targets.append(parameter.grad)
+            grad = parameter.grad
+        targets.append(grad)
     flat.scatter(targets, slices)
 
 

@@ -25,7 +25,6 @@ from pod_runtime.trainer.frameworks.paddle.flat import (
 from pod_runtime.trainer.frameworks.paddle.gradients import (
     GradientExchange,
     ShardBuffers,
-    gather_gradients,
     scatter_gradients,
 )
 from pod_runtime.trainer.frameworks.paddle.state import dtype_name
@@ -226,7 +225,8 @@ class OverlappedExchange:
 
     def _send(self, contribute: bool) -> None:
         bucket = self._buckets[self._sent]
-        gather_gradients(self.parameters, bucket.indices, bucket.slices, bucket.flat, contribute)
+        grads = [self.parameters[index].grad if contribute else None for index in bucket.indices]
+        bucket.flat.gather(grads, bucket.slices)
         self._sent += 1
         bucket.is_sent = True
         self._reducer.send(bucket.flat.tensor)

@@ -22,6 +22,7 @@ from job_client import ports
 from job_client.devices.gpus import GpuSlots, open_nvml
 from job_client.errors import SetupError
 from job_server.api.command_line import OptionParser
+from pod_runtime.cgroups import memory_limit, usable_cores
 
 GIB = 1 << 30
 PADDLE_TIMEOUT_S = 120  # a GPU build on a cold disk takes its time
@@ -268,13 +269,17 @@ def _is_free(port: int) -> bool:
         return True
 
 
-def look_at_memory(meminfo: Path = Path("/proc/meminfo")) -> list[Finding]:
+def look_at_memory(proc: Path = Path("/proc")) -> list[Finding]:
+    """Look at what a container of this size has, where it has less than the machine."""
     values = {}
-    for line in meminfo.read_text().splitlines():
+    for line in (proc / "meminfo").read_text().splitlines():
         name, _, rest = line.partition(":")
         values[name] = int(rest.split()[0]) * 1024
-    available = values.get("MemAvailable", values.get("MemFree", 0))
-    return [judge_memory(values.get("MemTotal", 0), available, len(os.sched_getaffinity(0)))]
+    total, available = values.get("MemTotal", 0), values.get("MemAvailable", values.get("MemFree", 0))
+    limit = memory_limit(proc / "self")
+    if limit is not None:
+        total, available = min(total, limit.total), min(available, limit.available)
+    return [judge_memory(total, available, usable_cores(proc / "self"))]
 
 
 def examine(log_dir: Path, wanted: tuple[int, int], visible: str | None) -> list[Finding]:

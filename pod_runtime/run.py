@@ -27,6 +27,7 @@ from job_server.api.wire import (
     WireError,
     check_range,
 )
+from pod_runtime.cgroups import usable_cores
 from pod_runtime.errors import LaunchError
 from pod_runtime.local.session import LocalSession, RunConfig
 
@@ -170,7 +171,7 @@ def _spec(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[JobSpec
     """Return the job, and how many CPU slots the client offers; None: it offers the GPUs."""
     gpus = 0 if args.cpu_slots is not None else count_gpus(environ)
     # Without GPUs a slot is not a device: there may be as many as the job wants.
-    cpu_wanted = max(os.cpu_count() or 1, (args.max or args.pods or args.min) * args.slots_per_pod)
+    cpu_wanted = max(usable_cores(), (args.max or args.pods or args.min) * args.slots_per_pod)
     slots = args.cpu_slots or gpus or cpu_wanted
     fitting = slots // args.slots_per_pod
     most = args.max if args.max is not None else max(fitting, args.min, args.pods or 1)

@@ -18,6 +18,7 @@ from typing import Any
 
 import digits
 import numpy as np
+from pod_runtime.cgroups import usable_cores
 from transforms import BROKEN_IMAGE, Recipe, decode, spread
 
 logger = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ def train_loader_args(
     if workers is None:
         trainers = trainers_of_node(environ)
         # A core for each trainer itself; with no more cores than trainers they have to share.
-        workers = max(1, len(os.sched_getaffinity(0)) // trainers - 1)
+        workers = max(1, usable_cores() // trainers - 1)
     if workers == 0:
         return {"num_workers": 0}
     batch_bytes = shard_size(options, environ) * 4 * int(np.prod(options.image_shape))
@@ -347,7 +348,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Find images that cannot be decoded.")
     parser.add_argument("--check", metavar="DIR", required=True, help="what --data_dir will be")
     parser.add_argument("--class_dim", type=int, help="labels must be below it")
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--workers", type=int, default=usable_cores())
     args = parser.parse_args()
     broken = 0
     try:

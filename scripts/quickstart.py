@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))  # so that this file also runs by its path
 from job_server.api.api_client import ApiClient, ApiError  # noqa: E402 - after the path
 from job_server.api.errors import ConfigError  # noqa: E402
 from job_server.api.wire import USUAL_SPARES, JobEvent, JobSpec, JobStatus  # noqa: E402
+from pod_runtime.cgroups import usable_cores  # noqa: E402
 from scripts import quickstart_view as view  # noqa: E402
 from scripts.quickstart_io import (  # noqa: E402
     JOB_ID,
@@ -284,7 +285,7 @@ def plan_epochs(config: Config, processes: Processes, screen: Screen) -> int:
     screen.news("first the script alone, as any Paddle script, to learn how fast it is here")
     speed, startup_s = train_alone(config, processes, screen)
     screen.news(f"{speed:,.0f} images/s, and {startup_s:.1f} s to the first step")
-    cores = None if config.gpus else os.cpu_count()
+    cores = None if config.gpus else usable_cores()
     acts = len(plan_acts(config.pods))
     return epochs_for(acts, config.gap_s, speed, startup_s, config.pods, cores)
 

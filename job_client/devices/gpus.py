@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from job_client.errors import SetupError
 from job_server.api.wire import Slot, SlotKind, SlotUsage
+from pod_runtime.cgroups import usable_cores
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -292,13 +293,13 @@ def visible_indices(visible: str | None, uuids: list[str]) -> tuple[int, ...]:
 def find_inventory(
     cpu_slots: int | None, visible: str | None, is_ours: Callable[[int], bool]
 ) -> CpuSlots | GpuSlots:
-    """Return this node's slots: `cpu_slots` where given, else the GPUs, else one per CPU core."""
+    """Return this node's slots: `cpu_slots` where given, else the GPUs, else one per core to use."""
     if cpu_slots is not None:
         return CpuSlots(cpu_slots)
     gpus = open_nvml(visible, is_ours)
     if gpus is not None and gpus.indices:
         return gpus
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     if gpus is not None:
         logger.info("CUDA_VISIBLE_DEVICES=%s leaves no GPU: %d CPU slots", visible, cores)
     return CpuSlots(cores)

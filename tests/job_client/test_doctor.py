@@ -64,6 +64,24 @@ def test_what_is_said_of_the_machine(finding, verdict):
     assert bool(finding.remedy) == (verdict is not OK)
 
 
+def test_in_a_container_the_memory_is_what_its_group_has_left(tmp_path):
+    (tmp_path / "meminfo").write_text(f"MemTotal: {64 << 20} kB\nMemAvailable: {60 << 20} kB\n")
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text("0::/\n")
+    (tmp_path / "self" / "mountinfo").write_text(
+        f"30 22 0:26 / {tmp_path} ro - cgroup2 cgroup2 rw\n"
+    )
+    (finding,) = doctor.look_at_memory(tmp_path)
+    assert finding.found.startswith("64.0 GiB, 60.0 available")
+
+    (tmp_path / "memory.max").write_text(f"{2 * GIB}\n")
+    (tmp_path / "memory.current").write_text(f"{GIB + GIB // 2}\n")
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    (finding,) = doctor.look_at_memory(tmp_path)
+    assert finding.verdict is FAIL
+    assert finding.found == "2.0 GiB, 0.5 available, 1 cores"
+
+
 def test_a_gpu_in_use_is_shown_with_who_is_on_it():
     import os
 

@@ -1,0 +1,101 @@
+"""What the control groups of this process allow: a container's share of cores and memory.
+
+The machine's own numbers (`os.cpu_count`, `/proc/meminfo`) know nothing of them. Reads cgroup v2 and v1,
+from this process' group up to the topmost that can be seen from here, as each of them binds.
+`python -m pod_runtime.cgroups` prints how many cores there are to use, for shell scripts.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc/self")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimit:
+    """A group's limit, and what is left of it, in bytes."""
+
+    total: int
+    available: int  # page cache that can be dropped counts as available
+
+
+def usable_cores(proc: Path = _PROC) -> int:
+    """Return how many cores this process can keep busy, at least 1; a quota of 2.5 is 2."""
+    cores = len(os.sched_getaffinity(0))
+    quota = cpu_quota(proc)
+    return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def cpu_quota(proc: Path = _PROC) -> float | None:
+    """Return the least quota of all groups, in cores; None: there is none."""
+    quotas = []
+    for folder in _groups("cpu", proc):
+        v2 = _text(folder / "cpu.max").split()
+        quota, period = v2 or (
+            _text(folder / "cpu.cfs_quota_us"),
+            _text(folder / "cpu.cfs_period_us"),
+        )
+        if quota not in ("", "max", "-1"):
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def memory_limit(proc: Path = _PROC) -> MemoryLimit | None:
+    """Return the least limit, and the least that a group has left; None: there is no limit."""
+    totals, available = [], []
+    for folder in _groups("memory", proc):
+        is_v2 = (folder / "memory.max").exists()
+        limit = _text(folder / ("memory.max" if is_v2 else "memory.limit_in_bytes"))
+        if limit in ("", "max") or int(limit) >= 1 << 60:  # v1 says "none" by a number
+            continue
+        used = _text(folder / ("memory.current" if is_v2 else "memory.usage_in_bytes"))
+        name = "inactive_file" if is_v2 else "total_inactive_file"
+        stat = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
+        totals.append(int(limit))
+        available.append(max(0, int(limit) - int(used or 0) + int(stat.get(name, 0))))
+    if not totals:
+        return None
+    return MemoryLimit(total=min(totals), available=min(available))
+
+
+def _groups(controller: str, proc: Path) -> Iterator[Path]:
+    """Yield the folders of the groups that bind this process, its own first."""
+    own = {"": ""}  # this process' group by controller; "" is cgroup v2
+    for line in _text(proc / "cgroup").splitlines():
+        _, names, path = line.split(":", 2)
+        own |= dict.fromkeys(names.split(","), path)
+    for line in _text(proc / "mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        root, mounted_at = before.split()[3:5]
+        kind, _, options = after.split(None, 2)
+        if kind == "cgroup2":
+            path = own[""]
+        elif kind == "cgroup" and controller in options.split(","):
+            path = own.get(controller, "")
+        else:
+            continue
+        # A container may see its group as the root, under a path of the host that is not there.
+        root, path = root.rstrip("/"), path.rstrip("/")
+        is_below = path == root or path.startswith(f"{root}/")
+        top = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), mounted_at))
+        folder = top / path.removeprefix(root).lstrip("/") if is_below else top
+        while True:
+            yield folder
+            if folder == top:
+                break
+            folder = folder.parent
+
+
+def _text(path: Path) -> str:
+    """Return a file's text; "" where it is not there or may not be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+if __name__ == "__main__":
+    print(usable_cores())

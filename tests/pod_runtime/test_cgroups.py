@@ -1,0 +1,119 @@
+"""What a container may use, from its control groups as engines lay them out."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pod_runtime.cgroups import MemoryLimit, cpu_quota, memory_limit, usable_cores
+
+GIB = 1 << 30
+NO_LIMIT_V1 = "9223372036854771712"
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> Path:
+    """A /proc/self without any group."""
+    folder = tmp_path / "self"
+    folder.mkdir()
+    (folder / "mountinfo").write_text("22 1 254:1 / / rw,relatime - ext4 /dev/root rw\n")
+    (folder / "cgroup").write_text("0::/\n")
+    return folder
+
+
+def mount(proc: Path, kind: str, options: str, root: str = "/") -> Path:
+    """Mount the groups below `root` of the host; return where."""
+    folder = proc.parent / f"cgroup {len(list(proc.parent.iterdir()))}"
+    folder.mkdir()
+    shown = str(folder).replace(" ", r"\040")
+    with (proc / "mountinfo").open("a") as file:
+        file.write(f"30 22 0:26 {root} {shown} ro,nosuid master:9 - {kind} {kind} rw,{options}\n")
+    return folder
+
+
+def group(folder: Path, **files: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text + "\n")
+    return folder
+
+
+def test_without_groups_the_machine_is_all_there_is(proc: Path):
+    assert cpu_quota(proc) is None
+    assert memory_limit(proc) is None
+    assert usable_cores(proc) == len(os.sched_getaffinity(0))
+
+
+def test_a_container_of_cgroup_v2_sees_its_own_group_as_the_root(proc: Path):
+    top = mount(proc, "cgroup2", "nsdelegate")
+    group(
+        top, cpu__max="150000 100000", memory__max=str(2 * GIB), memory__current=str(GIB),
+        memory__stat=f"anon 1\ninactive_file {GIB // 4}",
+    )  # fmt: skip
+    assert cpu_quota(proc) == 1.5
+    assert usable_cores(proc) == 1
+    assert memory_limit(proc) == MemoryLimit(total=2 * GIB, available=GIB + GIB // 4)
+
+
+def test_max_means_that_a_group_has_no_limit(proc: Path):
+    group(mount(proc, "cgroup2", "x"), cpu__max="max 100000", memory__max="max")
+    assert cpu_quota(proc) is None
+    assert memory_limit(proc) is None
+
+
+def test_each_group_above_binds_as_well(proc: Path):
+    (proc / "cgroup").write_text("0::/kubepods/pod1/container\n")
+    top = mount(proc, "cgroup2", "x")
+    group(
+        top / "kubepods" / "pod1", cpu__max="50000 100000", memory__max=str(3 * GIB),
+        memory__current=str(3 * GIB),
+    )  # fmt: skip
+    group(
+        top / "kubepods" / "pod1" / "container", cpu__max="400000 100000",
+        memory__max=str(2 * GIB), memory__current=str(GIB),
+    )  # fmt: skip
+    assert cpu_quota(proc) == 0.5
+    assert usable_cores(proc) == 1, "half a core still runs one trainer"
+    assert memory_limit(proc) == MemoryLimit(total=2 * GIB, available=0)
+
+
+def test_a_container_of_cgroup_v1_has_its_group_mounted_under_the_name_of_the_host(proc: Path):
+    (proc / "cgroup").write_text("4:memory:/docker/abc\n2:cpu,cpuacct:/docker/abc\n0::/\n")
+    mount(proc, "cgroup2", "x")  # which many hosts have beside it, with no controller
+    group(
+        mount(proc, "cgroup", "memory", root="/docker/abc"),
+        memory__limit_in_bytes=str(GIB), memory__usage_in_bytes=str(GIB // 2),
+        memory__stat=f"inactive_file 7\ntotal_inactive_file {GIB // 8}",
+    )  # fmt: skip
+    group(
+        mount(proc, "cgroup", "cpu,cpuacct", root="/docker/abc"),
+        cpu__cfs_quota_us="250000", cpu__cfs_period_us="100000",
+    )  # fmt: skip
+    assert cpu_quota(proc) == 2.5
+    assert memory_limit(proc) == MemoryLimit(total=GIB, available=GIB // 2 + GIB // 8)
+
+
+def test_v1_says_by_numbers_that_there_is_no_limit(proc: Path):
+    (proc / "cgroup").write_text("4:memory:/\n2:cpu:/\n")
+    group(mount(proc, "cgroup", "memory"), memory__limit_in_bytes=NO_LIMIT_V1)
+    group(mount(proc, "cgroup", "cpu"), cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
+    assert cpu_quota(proc) is None
+    assert memory_limit(proc) is None
+
+
+def test_a_group_of_the_host_that_is_not_mounted_here_is_looked_for_at_the_top(proc: Path):
+    (proc / "cgroup").write_text("4:memory:/process/of/the/host\n")
+    group(
+        mount(proc, "cgroup", "memory", root="/docker/abc"),
+        memory__limit_in_bytes=str(GIB), memory__usage_in_bytes="0",
+    )  # fmt: skip
+    assert memory_limit(proc) == MemoryLimit(total=GIB, available=GIB)
+
+
+def test_scripts_are_told_the_number_of_cores():
+    told = subprocess.run(
+        [sys.executable, "-m", "pod_runtime.cgroups"], capture_output=True, text=True, check=True
+    )
+    assert int(told.stdout) == usable_cores()

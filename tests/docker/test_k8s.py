@@ -1,6 +1,7 @@
 """The manifests for Kubernetes: valid by its schemas, no rights too many, commands that run."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -107,9 +108,11 @@ def test_selectors_find_their_pods_and_probes_and_services_their_ports(rendered)
             selector = spec.get("selector") or spec.get("podSelector")
             if selector is None or manifest["kind"] == "Job":
                 continue
-            wanted = selector.get("matchLabels", selector).items()
+            selected = selector.get("matchLabels", selector)
+            wanted = selected.items()
             found = [pod for pod in pods if wanted <= pod["metadata"]["labels"].items()]
             assert len(found) == 1, manifest["metadata"]["name"]
+            assert selected["app.kubernetes.io/instance"], "or it finds another chart's pods"
             names = {p["name"] for c in found[0]["spec"]["containers"] for p in c.get("ports", [])}
             assert {port["targetPort"] for port in spec.get("ports", [])} <= names
     for name, pod in everything(rendered):
@@ -118,6 +121,81 @@ def test_selectors_find_their_pods_and_probes_and_services_their_ports(rendered)
             for probe in ("readinessProbe", "livenessProbe", "startupProbe"):
                 http = container.get(probe, {}).get("httpGet")
                 assert http is None or http["port"] in names, name
+
+
+def test_what_a_component_takes_from_whom_is_said_by_a_policy(rendered):
+    for manifests in rendered.values():
+        labels = {
+            m["metadata"]["name"]: m["spec"]["template"]["metadata"]["labels"]
+            for m in manifests
+            if m["kind"] in ("Deployment", "Job")
+        }
+        callers = {}
+        for policy in (m for m in manifests if m["kind"] == "NetworkPolicy"):
+            (rule,) = policy["spec"]["ingress"]
+            callers[policy["metadata"]["name"]] = {
+                name
+                for peer in rule["from"]
+                for name, has in labels.items()
+                if peer["podSelector"]["matchLabels"].items() <= has.items()
+            }
+            own = workloads(manifests)[policy["metadata"]["name"]]["containers"][0]
+            assert [p["port"] for p in rule["ports"]] == [p["name"] for p in own["ports"]]
+        assert callers == {
+            "edl-redis": {"edl-discovery"},
+            "edl-discovery": {"edl-teacher", "edl-student"},
+            "edl-teacher": {"edl-student"},
+        }
+
+
+def test_who_wants_a_gpu_tolerates_that_its_node_is_kept_for_such(rendered):
+    wanting = 0
+    for _name, pod in everything(rendered):
+        if any("nvidia.com/gpu" in each["resources"]["limits"] for each in containers(pod)):
+            wanting += 1
+            assert [each["key"] for each in pod["tolerations"]] == ["nvidia.com/gpu"]
+    assert wanting == 2
+
+
+def test_a_roll_out_needs_no_gpu_beyond_those_of_the_teachers(rendered):
+    (teacher,) = (
+        m
+        for m in rendered["imagenet-gpu"]
+        if m["kind"] == "Deployment" and m["metadata"]["name"] == "edl-teacher"
+    )
+    assert teacher["spec"]["strategy"]["rollingUpdate"]["maxSurge"] == 0
+
+
+def test_no_pod_can_fill_the_disk_of_its_node(rendered):
+    for name, pod in everything(rendered):
+        for volume in pod["volumes"]:
+            if "emptyDir" in volume and volume["name"] != "model":
+                assert volume["emptyDir"].get("sizeLimit"), (name, volume["name"])
+
+
+def test_an_image_that_the_overlay_names_is_that_of_every_container_of_ours(tmp_path: Path):
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not here: its kustomize puts the overlays together")
+    shutil.copytree(K8S, tmp_path / "k8s")
+    overlay = tmp_path / "k8s" / "digits"
+    (overlay / "secrets").mkdir()
+    for name in ("token", "redis_password"):
+        (overlay / "secrets" / name).write_text("correct-horse\n")
+    # The very command that the README tells those to run who have kubectl alone.
+    told = re.search(r"^printf .*$", (K8S / "README.md").read_text(), re.MULTILINE)
+    assert told is not None
+    command = told[0].replace("REGISTRY", "registry.example").replace("TAG", "v1")
+    subprocess.run(["bash", "-c", command], cwd=overlay, check=True)
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(overlay)], capture_output=True, text=True, check=True
+    )
+    used = [
+        each["image"]
+        for pod in workloads(read_all(done.stdout)).values()
+        for each in containers(pod)
+    ]
+    assert set(used) == {"registry.example/edl:v1", "redis:7.4-alpine"}
+    assert used.count("registry.example/edl:v1") == 4, "the teacher's training, too"
 
 
 def test_claims_are_made_or_named_as_the_users_own(rendered):

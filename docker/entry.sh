@@ -25,34 +25,47 @@ private_token() {
     esac
 }
 
-[ $# -gt 0 ] || usage_error "entry.sh: expected server, client, teacher, discovery, or a command to run"
+expected="expected server, client, teacher, discovery, or a command to run"
+[ $# -gt 0 ] || usage_error "entry.sh: $expected"
 role="$1"
 shift
+case "$role" in
+    -h | --help)
+        awk 'NR > 1 { if (!sub(/^# ?/, "")) exit; print }' "$0"
+        exit
+        ;;
+esac
 make_state
 [ -w "$state" ] || die "$state cannot be written by user $(id -u): mount a folder of that user there," \
     "or run as its owner (docker: --user, compose: EDL_UID)"
 private_token
-case "$role" in # health.py reads what is noted here
+# note ROLE HOST PORT: what health.py asks, which is where the program listens.
+note() { printf '%s\n' "$*" >"$state/.role"; }
+case "$role" in
     server)
-        echo "server $(option server_port 8180 "$@")" >"$state/.role"
+        note server "$(server_bind "$@")" "$(option server_port 8180 "$@")"
         exec "$here/../scripts/start_job_server.sh" --foreground "$@"
         ;;
     client)
-        echo "client" >"$state/.role"
+        note client
         exec "$here/../scripts/start_job_client.sh" --foreground "$@"
         ;;
     teacher)
-        echo "teacher $(option port 9292 "$@")" >"$state/.role"
+        note teacher "$(option bind 127.0.0.1 "$@")" "$(option port 9292 "$@")"
         ensure_python
         exec "$python" -m distill_reader.serve "$@"
         ;;
     discovery)
         address="$(option server 127.0.0.1:7001 "$@")"
-        echo "discovery ${address##*:}" >"$state/.role"
+        note discovery "${address%:*}" "${address##*:}"
         ensure_python
         exec "$python" -m distill_reader.discovery "$@"
         ;;
     *) # notes nothing: it may be run beside the program of this container
-        exec "$role" "$@"
+        type -P -- "$role" >/dev/null || {
+            say "entry.sh: there is no command '$role'; $expected"
+            exit 127
+        }
+        exec -- "$role" "$@"
         ;;
 esac

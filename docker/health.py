@@ -12,28 +12,32 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 TIMEOUT_S = 4.0  # the health check gives up after 5 s
-_SERVER_TOKENS = ("EDL_TOKEN",)
 _TEACHER_TOKENS = ("EDL_TEACHER_TOKEN", "EDL_TOKEN")  # the first one that is set, as they read it
+_ASKED = {  # by role: what it is asked for, and the token's names
+    "server": ("/api/v1/health", ("EDL_TOKEN",)),
+    "teacher": ("/v2/health/ready", _TEACHER_TOKENS),
+    "discovery": ("/health", _TEACHER_TOKENS),
+}
 
 
 def trouble(environ: Mapping[str, str]) -> str:
     """Return what is wrong; "" if nothing is."""
     state = Path(environ.get("EDL_STATE_DIR", "/state"))
     try:
-        role, *port = (state / ".role").read_text().split()
+        role, *where = (state / ".role").read_text().strip().split(" ")
     except FileNotFoundError:
         return ""  # some other command, which speaks for itself by its exit
-    if role == "server":
-        url = f"http://127.0.0.1:{port[0]}/api/v1/health"
-        return _does_not_answer(url, environ, _SERVER_TOKENS)
-    if role == "teacher":
-        url = f"http://127.0.0.1:{port[0]}/v2/health/ready"
-        return _does_not_answer(url, environ, _TEACHER_TOKENS)
-    if role == "discovery":
-        return _does_not_answer(f"http://127.0.0.1:{port[0]}/health", environ, _TEACHER_TOKENS)
     if role == "client":
         return _has_no_client(state / "pod_log" / "lock")
-    return ""
+    path, tokens = _ASKED[role]
+    return _does_not_answer(url_of(*where) + path, environ, tokens)
+
+
+def url_of(host: str, port: str) -> str:
+    """Return where a program answers that listens on `host`, which may be all of this one's."""
+    host = host.strip("[]")
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _does_not_answer(url: str, environ: Mapping[str, str], names: Sequence[str]) -> str:

@@ -275,7 +275,10 @@ def look_at_memory(proc: Path = Path("/proc")) -> list[Finding]:
     for line in (proc / "meminfo").read_text().splitlines():
         name, _, rest = line.partition(":")
         values[name] = int(rest.split()[0]) * 1024
-    total, available = values.get("MemTotal", 0), values.get("MemAvailable", values.get("MemFree", 0))
+    total, available = (
+        values.get("MemTotal", 0),
+        values.get("MemAvailable", values.get("MemFree", 0)),
+    )
     limit = memory_limit(proc / "self")
     if limit is not None:
         total, available = min(total, limit.total), min(available, limit.available)

@@ -1,7 +1,7 @@
 """What the control groups of this process allow: a container's share of cores and memory.
 
-The machine's own numbers (`os.cpu_count`, `/proc/meminfo`) know nothing of them. Reads cgroup v2 and v1,
-from this process' group up to the topmost that can be seen from here, as each of them binds.
+The machine's own numbers (`os.cpu_count`, `/proc/meminfo`) know nothing of them. Reads cgroup v2
+and v1, from this process' group up to the topmost that can be seen here, as each of them binds.
 `python -m pod_runtime.cgroups` prints how many cores there are to use, for shell scripts.
 """
 

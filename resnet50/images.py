@@ -18,8 +18,9 @@ from typing import Any
 
 import digits
 import numpy as np
-from pod_runtime.cgroups import usable_cores
 from transforms import BROKEN_IMAGE, Recipe, decode, spread
+
+from pod_runtime.cgroups import usable_cores
 
 logger = logging.getLogger(__name__)
 

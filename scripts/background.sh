@@ -117,13 +117,24 @@ option() {
     printf '%s\n' "$value"
 }
 
-# How many trainers fit on this node: one per GPU, else one per core, at least 2 (to have something
-# to add and remove) and at most 4. $EDL_CPU_SLOTS says otherwise.
+# server_bind ARGS...: prints where a job server with these arguments listens: the first of
+# $PADDLE_TRAINERS, or what --bind says. That node alone is 127.0.0.1 by any of its names.
+server_bind() {
+    local node="${PADDLE_TRAINERS:-127.0.0.1}"
+    node="${node%%,*}"
+    case "$node" in 127.* | localhost | ::1) node=127.0.0.1 ;; esac
+    option bind "$node" "$@"
+}
+
+# How many trainers fit on this node: one per GPU, else one per core that this container may use, at
+# least 2 (to have something to add and remove) and at most 4. $EDL_CPU_SLOTS says otherwise.
 cpu_slots() {
-    local cores
-    cores="$(nproc)"
-    if [ "$cores" -lt 2 ]; then cores=2; elif [ "$cores" -gt 4 ]; then cores=4; fi
-    echo "${EDL_CPU_SLOTS:-$cores}"
+    local cores="${EDL_CPU_SLOTS:-}"
+    if [ -z "$cores" ]; then
+        cores="$("$python" -m pod_runtime.cgroups)" || return
+        if [ "$cores" -lt 2 ]; then cores=2; elif [ "$cores" -gt 4 ]; then cores=4; fi
+    fi
+    echo "$cores"
 }
 
 # Exit 0 if the job server at $1 answers; $2: the file with its token, else EDL_TOKEN_FILE, EDL_TOKEN.

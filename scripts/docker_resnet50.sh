@@ -3,6 +3,9 @@
 #   build    make the image            up      make token and folders, then start in the background
 #   status   the job as it is          logs    follow what the containers say
 #   stop     end it; state is kept     config  show what compose makes of docker/compose.yaml
+#   compose  docker compose for this stack, with the arguments behind it: compose ps, compose run ...
+#   --profile NAME   instead of resnet50: mnist, or teachers, who serve what mnist has trained, or the
+#                    model in EDL_TEACHER_MODEL; by the name EDL_TEACHER_SERVICE (teacher)
 #   --gpu    on GPUs: EDL_GPUS_NODE1 (0) and EDL_GPUS_NODE2 (1), as 0,1,2,3; the image: docker/README.md
 # Honours PADDLE_EDL_IMAGENET_PATH (unset: handwritten digits at 32 pixels), and, with their defaults,
 # PADDLE_EDL_FLEET_CHECKPOINT_PATH (docker/data/checkpoint), EDL_SLOTS (2 trainers for each node without
@@ -12,14 +15,28 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-command="" gpu=""
-for argument in "$@"; do
+command="" gpu="" profile=resnet50 rest=()
+while [ $# -gt 0 ]; do
+    argument="$1"
+    shift
     case "$argument" in
         -h | --help)
             awk 'NR > 1 { if (!sub(/^# ?/, "")) exit; print }' "$0"
             exit
             ;;
         --gpu) gpu=yes ;;
+        --profile | --profile=*)
+            case "$argument" in --profile=*) profile="${argument#*=}" ;; *) profile="${1-}" && shift $(($# > 0)) ;; esac
+            case "$profile" in
+                resnet50 | mnist | teachers) ;;
+                *) usage_error "--profile: expected resnet50, mnist or teachers, got '$profile'" ;;
+            esac
+            ;;
+        compose)
+            [ -z "$command" ] || usage_error "docker_resnet50.sh: one command at a time: $command or $argument?"
+            command=compose rest=("$@")
+            break
+            ;;
         build | up | status | logs | stop | config)
             [ -z "$command" ] || usage_error "docker_resnet50.sh: one command at a time: $command or $argument?"
             command="$argument"
@@ -43,7 +60,8 @@ absolute() { case "$1" in /*) printf '%s\n' "$1" ;; *) printf '%s\n' "$PWD/$1" ;
 
 # Folders that an engine makes are root's, and containers run as the caller: so they are made here.
 make_folders() {
-    mkdir -p "$EDL_DATA_DIR"/{job-server,node1,node2,empty} "$PADDLE_EDL_FLEET_CHECKPOINT_PATH" ||
+    mkdir -p "$EDL_DATA_DIR"/{job-server,node1,node2,mnist,teacher,discovery,empty} \
+        "$PADDLE_EDL_FLEET_CHECKPOINT_PATH" ||
         die "The folders for state and checkpoints cannot be made; name others by EDL_DATA_DIR and" \
             "PADDLE_EDL_FLEET_CHECKPOINT_PATH"
     if [ ! -s "$EDL_TOKEN_FILE" ]; then
@@ -52,7 +70,7 @@ make_folders() {
         say "Made a token for this stack: $EDL_TOKEN_FILE"
     fi
     if [ "$(id -u)" -eq 0 ]; then # containers do not run as root, even for root
-        chown "$EDL_UID:$EDL_GID" "$EDL_DATA_DIR"/{job-server,node1,node2} \
+        chown "$EDL_UID:$EDL_GID" "$EDL_DATA_DIR"/{job-server,node1,node2,mnist,teacher,discovery} \
             "$PADDLE_EDL_FLEET_CHECKPOINT_PATH" "$EDL_TOKEN_FILE"
     fi
 }
@@ -77,20 +95,41 @@ if [ "$(id -u)" -ne 0 ]; then
 else
     EDL_UID="${EDL_UID:-10001}" EDL_GID="${EDL_GID:-10001}"
 fi
-export EDL_DATA_DIR EDL_TOKEN_FILE PADDLE_EDL_FLEET_CHECKPOINT_PATH EDL_UID EDL_GID
+EDL_TEACHER_MODEL="$(absolute "${EDL_TEACHER_MODEL:-$EDL_DATA_DIR/mnist/mnist_distill/mnist_cnn_model}")"
+export EDL_DATA_DIR EDL_TOKEN_FILE PADDLE_EDL_FLEET_CHECKPOINT_PATH EDL_UID EDL_GID EDL_TEACHER_MODEL
 compose=(docker compose --file "$root/docker/compose.yaml")
 [ -z "$gpu" ] || compose+=(--file "$root/docker/compose.gpu.yaml")
-compose+=(--profile resnet50)
+compose+=(--profile "$profile")
+
+# Runs `edl` in the job server's container.
+edl() { "${compose[@]}" exec -T job-server /opt/edl/docker/entry.sh edl "$@" --server http://127.0.0.1:8180; }
+
+say_what_runs() {
+    if [ "$profile" != resnet50 ]; then
+        say "It runs.  look: $0 --profile $profile logs    stop: $0 --profile $profile stop"
+        return
+    fi
+    case "$(edl status resnet50 --json 2>/dev/null)" in
+        *'"state": "SUCCEEDED"'* | *'"state": "FAILED"'* | *'"state": "STOPPED"'*)
+            say "Its job has ended before, and nothing trains: see $0 status. To begin afresh: $0 stop," \
+                "then remove $EDL_DATA_DIR and $PADDLE_EDL_FLEET_CHECKPOINT_PATH"
+            ;;
+        *) say "It runs.  look: $0 status, $0 logs    stop: $0 stop" ;;
+    esac
+    say "checkpoints: $PADDLE_EDL_FLEET_CHECKPOINT_PATH    logs and state: $EDL_DATA_DIR"
+}
 
 case "$command" in
     build) "${compose[@]}" build job-server ;; # the others have the same image
     up)
+        [ "$profile" != teachers ] || [ -d "$EDL_TEACHER_MODEL" ] || usage_error "EDL_TEACHER_MODEL: no folder" \
+            "$EDL_TEACHER_MODEL; name one that 'edl serve --model' takes, or make one: $0 --profile mnist up"
         make_folders
         "${compose[@]}" up --detach
-        say "It runs.  look: $0 status, $0 logs    stop: $0 stop"
-        say "checkpoints: $PADDLE_EDL_FLEET_CHECKPOINT_PATH    logs and state: $EDL_DATA_DIR"
+        say_what_runs
         ;;
-    status) "${compose[@]}" exec job-server /opt/edl/docker/entry.sh edl status --server http://127.0.0.1:8180 ;;
+    status) if [ "$profile" = resnet50 ]; then edl status; else "${compose[@]}" ps; fi ;;
+    compose) "${compose[@]}" ${rest[@]+"${rest[@]}"} ;;
     logs) "${compose[@]}" logs --follow ;;
     stop) "${compose[@]}" down ;;
     config) "${compose[@]}" config ;;

@@ -25,7 +25,6 @@ if [ -n "$stop" ]; then
 fi
 
 ensure_python
-address="${nodes%%,*}"
 slots="$(gpu_count)"
 [ "$slots" -gt 0 ] || slots="$(cpu_slots)"
 command=("$python" -m job_server --node_ips "$nodes" --server_port "$port"
@@ -33,14 +32,10 @@ command=("$python" -m job_server --node_ips "$nodes" --server_port "$port"
 if [ -n "${PADDLE_JOB_ID:-}" ]; then
     command+=(--job_id "$PADDLE_JOB_ID")
 fi
-case "$address" in
-    127.* | localhost | ::1) ;;
-    *) command+=(--bind "$address") ;; # which wants a token: the server says so if there is none
-esac
-command+=(${args[@]+"${args[@]}"})
-
-bound="$(option bind "$address" ${args[@]+"${args[@]}"})"
-case "$bound" in 0.0.0.0 | ::) bound=127.0.0.1 ;; esac
+bound="$(server_bind ${args[@]+"${args[@]}"})"
+# Any other than 127.0.0.1 wants a token: the server says so if there is none.
+command+=(--bind "$bound" ${args[@]+"${args[@]}"})
+case "$bound" in 0.0.0.0) bound=127.0.0.1 ;; ::) bound="[::1]" ;; *:*) bound="[$bound]" ;; esac
 url="http://$bound:$port"
 token_file="$(option token_file "" ${args[@]+"${args[@]}"})"
 pid="$(running_pid "$state/$name.pid")"

@@ -293,7 +293,7 @@ def visible_indices(visible: str | None, uuids: list[str]) -> tuple[int, ...]:
 def find_inventory(
     cpu_slots: int | None, visible: str | None, is_ours: Callable[[int], bool]
 ) -> CpuSlots | GpuSlots:
-    """Return this node's slots: `cpu_slots` where given, else the GPUs, else one per core to use."""
+    """Return this node's slots: `cpu_slots` where given, else the GPUs, else the usable cores."""
     if cpu_slots is not None:
         return CpuSlots(cpu_slots)
     gpus = open_nvml(visible, is_ours)

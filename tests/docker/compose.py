@@ -12,7 +12,8 @@ from tests.support import ROOT
 
 DOCKER = ROOT / "docker"
 _VARIABLE = re.compile(
-    r"\$(?:(?P<dollar>\$)|\{(?P<name>\w+)(?:(?P<kind>:-|:\+)(?P<text>[^}]*))?\})"
+    # The text may hold one variable more, with a plain text of its own.
+    r"\$(?:(?P<dollar>\$)|\{(?P<name>\w+)(?:(?P<kind>:-|:\+)(?P<text>(?:\$\{[^}]*\}|[^}])*))?\})"
 )
 
 
@@ -52,8 +53,7 @@ def services(environ: Mapping[str, str], file: str = "compose.yaml") -> dict[str
 
 def variables(file: str = "compose.yaml") -> set[str]:
     """Return the names of all variables that a compose file reads."""
-    text = (DOCKER / file).read_text()
-    return {match["name"] for match in _VARIABLE.finditer(text) if match["name"]}
+    return set(re.findall(r"\$\{(\w+)", (DOCKER / file).read_text()))
 
 
 def _replaced(value: Any, environ: Mapping[str, str]) -> Any:
@@ -70,6 +70,6 @@ def _replaced(value: Any, environ: Mapping[str, str]) -> Any:
         given = environ.get(match["name"], "")
         if match["kind"] == ":+":
             return match["text"] if given else ""
-        return given or match["text"] or ""
+        return given or _VARIABLE.sub(put, match["text"] or "")
 
     return _VARIABLE.sub(put, value)

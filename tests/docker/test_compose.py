@@ -51,7 +51,7 @@ def dockerfile() -> str:
 def test_every_variable_is_explained():
     known = (DOCKER / "README.md").read_text() + SCRIPT.read_text()
     explained = {name for name in all_variables() if name in known}
-    assert all_variables() - explained == {"EDL_TEACHER_THREADS"}
+    assert all_variables() == explained
 
 
 def all_variables() -> set[str]:
@@ -155,6 +155,7 @@ def test_teacher_and_discovery_get_command_lines_that_lead_to_each_other(
     monkeypatch.setenv("EDL_TOKEN", "correct-horse")
     config = discovery.parse_config(discovery.parser().parse_args(args))
     assert teacher.register == f"discovery:{config.port}"
+    assert teacher.advertise == "teacher", "a name that the students' containers know"
     assert given["discovery"].settings["ports"] == [f"127.0.0.1:7001:{config.port}"]
     assert "redis:6379" in str(config.redis[0])
 
@@ -203,16 +204,70 @@ def _run_script(
 def test_up_makes_token_and_folders_and_starts_the_experiment(docker, tmp_path: Path):
     done, calls = docker()
     assert done.returncode == 0, done.stderr
-    assert calls[-1] == f"compose --file {DOCKER}/compose.yaml --profile resnet50 up --detach"
+    assert f"compose --file {DOCKER}/compose.yaml --profile resnet50 up --detach" in calls
+    assert "It runs." in done.stderr
     token = tmp_path / "secrets" / "token"
     assert len(token.read_text()) == 48
     assert token.stat().st_mode & 0o777 == 0o600
     made = token.read_text()
     assert {each.name for each in (tmp_path / "data").iterdir()} == {
-        "job-server", "node1", "node2", "empty", "checkpoint",
+        "job-server", "node1", "node2", "mnist", "teacher", "discovery", "empty", "checkpoint",
     }  # fmt: skip
     docker("up")
     assert token.read_text() == made
+
+
+def test_a_job_that_has_ended_is_not_said_to_run(docker, tmp_path: Path):
+    program = tmp_path / "bin" / "docker"
+    program.write_text(
+        program.read_text()
+        + 'case "$*" in *"edl status"*) echo \'{"state": "SUCCEEDED"}\' ;; esac\n'
+    )
+    done, _calls = docker()
+    assert "It runs" not in done.stderr
+    assert f"To begin afresh: {SCRIPT} stop, then remove {tmp_path}/data" in done.stderr
+
+
+def test_teachers_start_with_a_model_that_is_there(docker, tmp_path: Path):
+    done, calls = docker("--profile", "teachers")
+    assert done.returncode == 2
+    assert f"no folder {tmp_path}/data/mnist/mnist_distill/mnist_cnn_model" in done.stderr
+    assert not [call for call in calls if "--detach" in call]
+
+    (tmp_path / "model").mkdir()
+    done, calls = docker("up", "--profile=teachers", EDL_TEACHER_MODEL="model")
+    assert done.returncode == 0, done.stderr
+    assert calls[-1].endswith("--profile teachers up --detach")
+    assert f"EDL_TEACHER_MODEL={tmp_path}/model" in (tmp_path / "calls.env").read_text()
+
+
+def test_compose_is_run_for_the_stack_with_what_it_is_given(docker):
+    done, calls = docker("--profile", "mnist", "compose", "run", "--rm", "mnist", "ls", "a b")
+    assert done.returncode == 0, done.stderr
+    assert calls[-1].endswith("--profile mnist run --rm mnist ls a b")
+
+
+def test_who_waits_for_whom_ends_at_one_that_waits_for_nobody():
+    given = services({})
+    for name in given:
+        seen: list[str] = []
+        while (wanted := given[name].settings.get("depends_on", {})) and name not in seen:
+            seen.append(name)
+            ((name, how),) = wanted.items()
+            assert how == {"condition": "service_healthy"}
+    assert given["teacher"].settings["depends_on"].keys() == {"discovery"}
+
+
+def test_what_has_no_end_comes_back_after_a_crash():
+    restarts = {name: service.settings["restart"] for name, service in services({}).items()}
+    assert restarts.pop("mnist") == "no"
+    assert set(restarts.values()) == {"unless-stopped"}
+
+
+def test_folders_that_are_mounted_follow_the_one_that_the_user_names():
+    for service in services({"EDL_DATA_DIR": "/d"}).values():
+        for inside, outside in service.mounts.items():
+            assert outside.startswith("/d/") or inside.startswith("/run/secrets/")
 
 
 def test_relative_paths_are_those_of_the_caller(docker, tmp_path: Path):
@@ -232,6 +287,9 @@ def test_relative_paths_are_those_of_the_caller(docker, tmp_path: Path):
         pytest.param(["up"], {"NO": "compose version"}, 1, "no compose plugin", id="no compose"),
         pytest.param(["up"], {"NO": "info"}, 1, "does not reach its engine", id="no engine"),
         pytest.param(["fly"], {}, 2, "unknown argument 'fly'", id="no such command"),
+        pytest.param(["--profile"], {}, 2, "resnet50, mnist or teachers, got ''", id="no profile"),
+        pytest.param(["--profile", "x"], {}, 2, "or teachers, got 'x'", id="no such profile"),
+        pytest.param(["up", "compose", "ps"], {}, 2, "one command at a", id="two, by compose"),
         pytest.param(["up", "logs"], {}, 2, "one command at a time", id="two commands"),
         pytest.param(
             [], {"PADDLE_EDL_IMAGENET_PATH": "/no/such"}, 2, "no folder /no/such", id="no data"

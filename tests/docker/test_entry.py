@@ -1,6 +1,7 @@
 """The entry point and the health check of the image, run for real outside of it."""
 
 import fcntl
+import importlib.util
 import os
 import signal
 import subprocess
@@ -118,6 +119,79 @@ def test_whoever_holds_the_clients_lock_is_the_client(environ, tmp_path: Path):
         assert health(environ) == ""
 
 
+def test_a_server_that_listens_on_an_address_of_its_own_is_asked_there(start, environ):
+    environ["PADDLE_TRAINERS"] = "127.0.0.2,127.0.0.3"
+    port = str(free_port())
+    start("server", "--bind", "127.0.0.2", "--server_port", port)
+    wait_until(lambda: health(environ) == "", what="the server is healthy")
+
+
+@pytest.mark.parametrize(
+    ("args", "environment", "noted"),
+    [
+        (["server"], {}, "server 127.0.0.1 8180"),
+        (["server"], {"PADDLE_TRAINERS": "10.0.0.1,10.0.0.2"}, "server 10.0.0.1 8180"),
+        (["server"], {"PADDLE_TRAINERS": "localhost,10.0.0.2"}, "server 127.0.0.1 8180"),
+        (
+            ["server", "--bind=0.0.0.0", "--server_port", "81"],
+            {"PADDLE_TRAINERS": "node1,node2"},
+            "server 0.0.0.0 81",
+        ),
+        (["teacher", "--model", "m"], {}, "teacher 127.0.0.1 9292"),
+        (["teacher", "--bind", "10.0.0.7", "--port=1"], {}, "teacher 10.0.0.7 1"),
+        (["discovery"], {}, "discovery 127.0.0.1 7001"),
+        (["discovery", "--server", "[fd00::1]:7002"], {}, "discovery [fd00::1] 7002"),
+        (["client", "--node_id", "n"], {}, "client"),
+    ],
+)
+def test_what_the_health_check_asks_is_where_the_program_listens(
+    environ, tmp_path: Path, args: list[str], environment: dict[str, str], noted: str
+):
+    nothing = tmp_path / "python"
+    nothing.write_text("#!/bin/sh\n")
+    nothing.chmod(0o755)
+    ours = environ | environment | {"EDL_PYTHON": str(nothing), "EDL_CPU_SLOTS": "1"}
+    assert entry(ours, *args).returncode == 0
+    assert (Path(environ["EDL_STATE_DIR"]) / ".role").read_text() == noted + "\n"
+
+
+@pytest.mark.parametrize(
+    ("bound", "asked"),
+    [
+        ("0.0.0.0", "127.0.0.1"),
+        ("::", "[::1]"),
+        ("[::]", "[::1]"),
+        ("fd00::1", "[fd00::1]"),
+        ("10.0.0.1", "10.0.0.1"),
+    ],
+)
+def test_an_address_that_means_all_of_this_host_is_asked_by_its_loopback(
+    environ, bound: str, asked: str
+):
+    spec = importlib.util.spec_from_file_location("health", DOCKER / "health.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.url_of(bound, "7001") == f"http://{asked}:7001"
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_says_what_there_is(environ, flag: str):
+    done = entry(environ, flag)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "server     the job server" in done.stdout
+
+
+def test_a_command_that_is_not_there_is_refused_by_name(environ):
+    done = entry(environ, "nosuch", "--flag")
+    assert done.returncode == 127
+    assert "no command 'nosuch'; expected server, client, teacher" in done.stderr
+    done = entry(environ, "-x")
+    assert done.returncode == 127
+    assert "no command '-x'" in done.stderr
+
+
 def test_any_other_command_runs_as_it_stands_with_its_exit_code(environ):
     done = entry(environ, "bash", "-c", 'echo "$0"; exit 7', "a b")
     assert (done.returncode, done.stdout) == (7, "a b\n")
@@ -181,7 +255,7 @@ def test_teachers_are_asked_with_the_token_that_they_read_themselves(
     if "EDL_TOKEN" in names:  # else that file has the job server's
         del environ["EDL_TOKEN_FILE"]
     with HTTPServer(("127.0.0.1", 0), _Wants) as server:
-        (state / ".role").write_text(f"{role} {server.server_port}")
+        (state / ".role").write_text(f"{role} 127.0.0.1 {server.server_port}")
         thread = threading.Thread(target=server.handle_request)
         thread.start()
         assert (health(environ | given) == "") is is_well

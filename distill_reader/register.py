@@ -56,9 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     start_logging(args)
     try:
         config = parse_config(args)
+        probe = PortProbe(config.server, ca_file=args.ca_file)
     except DistillError as error:
         return report_error("register", error)
-    run(_register(config))
+    run(_register(config, probe))
     return 0
 
 
@@ -90,8 +91,8 @@ def parse_config(args: argparse.Namespace) -> RegistrarConfig:
     )
 
 
-async def _register(config: RegistrarConfig) -> None:
-    await register_until(config, stop_event(), PortProbe(config.server))
+async def _register(config: RegistrarConfig, probe: PortProbe) -> None:
+    await register_until(config, stop_event(), probe)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -109,7 +110,14 @@ def parser() -> argparse.ArgumentParser:
         "--server",
         required=True,
         metavar="HOST:PORT",
-        help="the teacher's address for students; also SCHEME://HOST:PORT/MODEL",
+        help="the teacher's address for students; also SCHEME://HOST:PORT/MODEL, and behind an "
+        "ingress https://HOST:PORT/PATH/MODEL",
+    )
+    add(
+        "--ca_file",
+        metavar="FILE",
+        help="certificates in PEM that the teacher's is checked against, where it speaks TLS; "
+        "default: the system's",
     )
     add("--service_token", metavar="T", help="the token of the discovery server")
     add("--token_file", metavar="FILE", help="a file that holds it; default: EDL_TEACHER_TOKEN")

@@ -17,7 +17,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@+-]*")
 _HOST = r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?)"
 _ENDPOINT = re.compile(
     rf"(?:(?P<scheme>[a-z]+(?:\+[a-z]+)?)://)?(?P<host>{_HOST}):(?P<port>[0-9]{{1,5}})"
-    r"(?:/[A-Za-z0-9_][A-Za-z0-9_.%-]*)?"
+    r"(?P<path>(?:/[A-Za-z0-9_][A-Za-z0-9_.%-]*)*)"
 )
 _MAX_SHOWN = 80
 
@@ -41,7 +41,7 @@ def is_name(value: object) -> bool:
 
 
 def check_endpoint(value: object, what: str) -> str:
-    """Return `value` if it is `[SCHEME://]HOST:PORT[/MODEL]`. Raises: UsageError."""
+    """Return `value` if it is `[SCHEME://]HOST:PORT[[/PATH]/MODEL]`. Raises: UsageError."""
     if isinstance(value, str) and len(value) <= MAX_ENDPOINT:
         match = _ENDPOINT.fullmatch(value)
         if match is not None and 1 <= int(match["port"]) <= 65535:
@@ -66,6 +66,13 @@ def host_port_of(endpoint: str) -> tuple[str, int]:
     match = _ENDPOINT.fullmatch(endpoint)
     assert match is not None, endpoint
     return match["host"].strip("[]"), int(match["port"])
+
+
+def path_of(endpoint: str) -> str:
+    """Return the path before the model of an endpoint that `check_endpoint` has accepted."""
+    match = _ENDPOINT.fullmatch(endpoint)
+    assert match is not None, endpoint
+    return match["path"].rpartition("/")[0]
 
 
 def shown(value: object) -> str:

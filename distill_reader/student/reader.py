@@ -12,6 +12,7 @@ from distill_reader.errors import UsageError
 from distill_reader.protocols.prototxt import read_config
 from distill_reader.student import options
 from distill_reader.student.batches.items import ITEM_FORMATS, ItemFormat
+from distill_reader.student.clients.access import access_of
 from distill_reader.student.clients.client import TeacherClient
 from distill_reader.student.clients.connect import connect
 from distill_reader.student.clients.endpoints import endpoints_of, servers_of
@@ -68,8 +69,9 @@ class DistillReader:
         """Use these teachers: a list of endpoints, or a text with commas.
 
         An endpoint is `host:port` (the reader finds out the protocol), or begins with `fast://`,
-        `grpc://`, `http://` (Open Inference Protocol), `serving://`, `serving+grpc://` (Paddle
-        Serving). `/MODEL` at its end names the model of a teacher that serves several.
+        `grpc://`, `http://` (Open Inference Protocol), `grpcs://`, `https://` (the same by TLS),
+        `serving://`, `serving+grpc://` (Paddle Serving). `/MODEL` at its end names the model of a
+        teacher that serves several, `/PATH/MODEL` one behind an ingress that wants a path (HTTP).
         """
         return self._set(
             teachers=endpoints_of(teachers),
@@ -184,6 +186,25 @@ class DistillReader:
             discovery_servers=(),
             service_name=None,
         )
+
+    def set_teacher_access(
+        self,
+        headers: Mapping[str, str] | None = None,
+        *,
+        ca_file: str | os.PathLike[str] | None = None,
+    ) -> Self:
+        """Show headers to all teachers, and say whose certificates are trusted.
+
+        For teachers behind an ingress, fixed or discovered. Headers need a protocol that has them:
+        HTTP or gRPC, not the fast path.
+
+        Args:
+            headers: as {"Authorization": "Bearer ..."}, which then replaces the token. `Host` is
+                the name by which an ingress finds the teacher, and whose certificate is expected.
+            ca_file: certificates in PEM that those of `https://` and `grpcs://` teachers are
+                checked against; None: the system's.
+        """
+        return self._set(access=access_of(headers, None if ca_file is None else os.fspath(ca_file)))
 
     # --- what travels
 
@@ -374,7 +395,7 @@ class DistillReader:
 
     def _connector(self, settings: ReaderSettings) -> Callable[[str], TeacherClient]:
         config = None if settings.conf_file is None else read_config(settings.conf_file).spec("")
-        return partial(connect, config=config)
+        return partial(connect, config=config, access=settings.access)
 
     def _iterate(
         self, settings: ReaderSettings, sources: Mapping[str, TeacherSource]

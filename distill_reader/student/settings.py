@@ -1,12 +1,13 @@
 """The settings of a DistillReader: from its setters, overridden by environment variables."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from distill_reader.balance.addresses import check_name, registry_addresses
 from distill_reader.errors import UsageError
+from distill_reader.student.clients.access import TeacherAccess
 from distill_reader.student.clients.endpoints import servers_of
 from distill_reader.student.options import (
     CacheOptions,
@@ -31,6 +32,7 @@ class ReaderSettings:
     ins: tuple[str | None, ...]  # name of each field of the user's tuples; None: not sent
     predicts: tuple[str, ...]  # outputs wanted, in this order
     teachers: tuple[str, ...] = ()  # endpoints; (): none are given
+    access: TeacherAccess = field(default_factory=TeacherAccess)  # headers and certificates
     teacher_batch_size: int | None = None  # most samples of one request; None: bounded by bytes
     conf_file: str | None = None  # client prototxt; None: the teachers tell what they take
     require_max_teacher: int = 1  # of a discovery service; a fixed list is used whole

@@ -16,6 +16,7 @@ from distill_reader.balance.addresses import (
     RedisAddress,
     RegistryAddress,
     host_port_of,
+    path_of,
 )
 from distill_reader.balance.registry.redis_registry import RedisRegistry
 from distill_reader.balance.tasks import end_tasks, finish, run
@@ -23,6 +24,7 @@ from distill_reader.balance.wire.client_connection import ClientConnection, Disc
 from distill_reader.balance.wire.messages import TeacherHeartbeat, heartbeat_body, withdrawal_body
 from distill_reader.errors import BadRequest, DistillError
 from distill_reader.listening import bracketed
+from distill_reader.tls import client_context, meaning_of
 
 logger = logging.getLogger(__name__)
 
@@ -192,9 +194,22 @@ class PortProbe:
     Teachers that speak the Open Inference Protocol by HTTP report that; others are not asked again.
     """
 
-    def __init__(self, server: str) -> None:
+    def __init__(self, server: str, *, ca_file: str | None = None) -> None:
+        """
+        Args:
+            server: its endpoint; of `https://` and `grpcs://` the certificate is checked.
+            ca_file: certificates in PEM to check against; None: those of the system.
+
+        Raises:
+            UsageError: the file is wrong.
+        """
+        self._server = server
         self._address = host_port_of(server)
-        self._may_say = not server.startswith(("grpc://", "serving"))
+        self._path = path_of(server)
+        self._may_say = not server.startswith(("grpc://", "grpcs://", "serving"))
+        is_tls = server.startswith(("https://", "grpcs://"))
+        self._context = client_context(ca_file) if is_tls else None
+        self._logged_s = -_LOG_EVERY_S
         self._says: bool | None = None  # None: not asked since it began to listen
         self._silent = 0  # probes in a row without any answer
         self._readiness = Readiness()
@@ -202,10 +217,11 @@ class PortProbe:
     async def __call__(self) -> bool:
         try:
             async with asyncio.timeout(_PROBE_S):
-                reader, writer = await asyncio.open_connection(*self._address)
+                reader, writer = await asyncio.open_connection(*self._address, ssl=self._context)
         except TimeoutError:
             return self._is_slow()
-        except OSError:
+        except OSError as error:
+            self._note(error)
             self._says = None
             return False
         try:
@@ -228,13 +244,20 @@ class PortProbe:
     def _is_asked(self) -> bool:
         return self._may_say and self._says is not False
 
-    @staticmethod
-    async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
+    def _note(self, error: OSError) -> None:
+        """Log what is wrong with a certificate: it does not go away by itself."""
+        wrong = meaning_of(error, self._address[0], self._server)
+        if wrong is not None and time.monotonic() - self._logged_s >= _LOG_EVERY_S:
+            self._logged_s = time.monotonic()
+            logger.warning("not registered: %s", wrong)
+
+    async def _ask(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
         """Return the HTTP status of the answer; 0: it is not HTTP. Raises: TimeoutError."""
         try:
             async with asyncio.timeout(_PROBE_S):
-                writer.write(b"GET /v2/health/ready HTTP/1.1\r\nHost: teacher\r\n")
-                writer.write(b"Connection: close\r\n\r\n")
+                host = bracketed(self._address[0])
+                head = f"GET {self._path}/v2/health/ready HTTP/1.1\r\nHost: {host}\r\n"
+                writer.write(f"{head}Connection: close\r\n\r\n".encode())
                 version, status, *_ = [*(await reader.readline()).split(), b"", b""]
         except TimeoutError:
             raise

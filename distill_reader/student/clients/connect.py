@@ -7,15 +7,19 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from distill_reader.errors import TeacherGone, TeacherTimeout, UsageError
 from distill_reader.model.specs import ModelSpec
+from distill_reader.student.clients.access import TeacherAccess
 from distill_reader.student.clients.client import TeacherClient
 from distill_reader.student.clients.endpoints import ProtocolMismatch, Target, parse_endpoint
 from distill_reader.student.clients.fast_client import open_fast
 from distill_reader.student.clients.http_connection import HttpClientConnection
 from distill_reader.tokens import read_student_token
+
+if TYPE_CHECKING:
+    from distill_reader.student.clients.grpc_connection import GrpcClientConnection
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +35,7 @@ class _Call:
 
     target: Target
     token: str
+    access: TeacherAccess
     timeout_s: float
     config: ModelSpec | None  # from a client prototxt; None: there is none
     is_trial: bool  # whether the teacher speaks this protocol is unknown
@@ -53,18 +58,21 @@ def connect(
     connect_timeout_s: float = 5.0,
     config: ModelSpec | None = None,
     token: str | None = None,
+    access: TeacherAccess = TeacherAccess(),  # noqa: B008 - frozen
 ) -> TeacherClient:
     """Connect to a teacher.
 
     Args:
         endpoint: `HOST:PORT` (finds out the protocol), or with a scheme: `fast://`, `grpc://` and
-            `http://` (Open Inference Protocol), `serving://` and `serving+grpc://` (Paddle
-            Serving); with `/NAME` at its end if the teacher serves several models.
+            `http://` (Open Inference Protocol), `grpcs://` and `https://` (the same by TLS; without
+            a port it is 443), `serving://` and `serving+grpc://` (Paddle Serving); with `/NAME` at
+            its end if the teacher serves several models, and `/PATH/NAME` behind a path of HTTP.
         model: the same as `/NAME`; None: as the endpoint says.
         protocol: as in a client's attribute `protocol`; None: as the endpoint says.
         connect_timeout_s: for each step of connecting.
         config: from a client prototxt, for Paddle Serving, which has no metadata; None: there is
             none, so the client's spec is empty there.
+        access: headers, and certificates that are trusted.
         token: of the teacher; None: from EDL_TEACHER_TOKEN_FILE or EDL_TEACHER_TOKEN; "": none.
 
     Raises:
@@ -78,10 +86,16 @@ def connect(
     call = _Call(
         target=target,
         token=read_student_token(os.environ) if token is None else token,
+        access=access,
         timeout_s=connect_timeout_s,
         config=config,
         is_trial=target.protocol is None,
     )
+    if access.headers and (target.protocol or "").startswith("fast"):
+        raise UsageError(
+            f"{endpoint}: the fast path has no headers, and such are set (set_teacher_access): use "
+            "http://, https://, grpc:// or grpcs://"
+        )
     if target.protocol is None:
         return _find_out(call)
     try:
@@ -106,6 +120,8 @@ def _find_out(call: _Call) -> TeacherClient:
         known = _found.get(address)
     order = [known] if known else []
     order += [protocol for protocol in _ORDER if protocol != known]
+    if call.access.headers:  # the fast path has none
+        order = [protocol for protocol in order if not protocol.startswith("fast")]
     tried: list[str] = []
     is_certain = True
     for protocol in order:
@@ -153,10 +169,9 @@ def _open_fast(transport: str, call: _Call) -> TeacherClient:
 
 
 def _open_oip_grpc(call: _Call) -> TeacherClient:
-    from distill_reader.student.clients.grpc_connection import GrpcClientConnection
     from distill_reader.student.clients.oip_client import OipGrpcClient
 
-    connection = GrpcClientConnection(call.target.endpoint, call.target.address, token=call.token)
+    connection = _grpc_connection(call)
     return _make(
         call,
         lambda: OipGrpcClient(connection, call.target.model, timeout_s=call.step_s),
@@ -186,10 +201,9 @@ def _open_serving_http(call: _Call) -> TeacherClient:
 
 
 def _open_serving_grpc(call: _Call) -> TeacherClient:
-    from distill_reader.student.clients.grpc_connection import GrpcClientConnection
     from distill_reader.student.clients.serving_client import ServingGrpcClient
 
-    connection = GrpcClientConnection(call.target.endpoint, call.target.address, token=call.token)
+    connection = _grpc_connection(call)
     client = ServingGrpcClient(connection, call.config)
     _make(call, lambda: client.probe(timeout_s=call.step_s), connection.close)
     return client
@@ -197,10 +211,15 @@ def _open_serving_grpc(call: _Call) -> TeacherClient:
 
 def _http_connection(call: _Call) -> HttpClientConnection:
     return HttpClientConnection(
-        call.target.endpoint,
-        call.target.address,
-        token=call.token,
-        connect_timeout_s=call.timeout_s,
+        call.target, token=call.token, access=call.access, connect_timeout_s=call.timeout_s
+    )
+
+
+def _grpc_connection(call: _Call) -> "GrpcClientConnection":
+    from distill_reader.student.clients.grpc_connection import GrpcClientConnection
+
+    return GrpcClientConnection(
+        call.target, token=call.token, access=call.access, connect_timeout_s=call.timeout_s
     )
 
 

@@ -10,10 +10,14 @@ from distill_reader.errors import DistillError, UsageError
 _SCHEMES = {  # of an endpoint -> protocol
     "fast": "fast-shm",
     "grpc": "oip-grpc",
+    "grpcs": "oip-grpc",
     "http": "oip-http",
+    "https": "oip-http",
     "serving": "serving-http",
     "serving+grpc": "serving-grpc",
 }
+_TLS = ("grpcs", "https")
+_TLS_PORT = 443
 PROTOCOLS = (
     "fast-shm", "fast-unix", "fast-tcp", "oip-grpc", "oip-http", "serving-http", "serving-grpc",
 )  # fmt: skip
@@ -36,6 +40,8 @@ class Target:
     port: int
     model: str = ""  # "": the only one that is served
     protocol: str | None = None  # None: to be found out
+    prefix: str = ""  # of the paths of HTTP, as /teachers; "": none
+    is_tls: bool = False
 
     @property
     def address(self) -> tuple[str, int]:
@@ -60,9 +66,17 @@ def parse_endpoint(
     except ValueError as error:
         raise UsageError(f"endpoint {endpoint}: {error}") from error
     is_plain = not (parts.query or parts.fragment or parts.username or parts.password)
+    if port is None and mark and scheme in _TLS:
+        port = _TLS_PORT
     if not host or not port or not is_plain:
         raise UsageError(f"endpoint {endpoint}: expected HOST:PORT or HOST:PORT/MODEL")
-    name = unquote(parts.path.strip("/"))
+    prefix, slash, last = parts.path.strip("/").rpartition("/")
+    if slash and (_SCHEMES.get(scheme) != "oip-http" or "" in prefix.split("/")):
+        raise UsageError(
+            f"endpoint {endpoint}: a path before the model ({prefix}) is for http:// and https://, "
+            "as https://HOST:PORT/PATH/MODEL"
+        )
+    name = unquote(last)
     if model and name and model != name:
         raise UsageError(f"endpoint {endpoint}: names the model {name!r}, not {model!r}")
     return Target(
@@ -71,6 +85,8 @@ def parse_endpoint(
         port=port,
         model=name or model or "",
         protocol=protocol or (_SCHEMES[scheme] if mark else None),
+        prefix=f"/{prefix}" if slash else "",
+        is_tls=bool(mark) and scheme in _TLS,
     )
 
 

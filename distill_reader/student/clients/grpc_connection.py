@@ -1,6 +1,7 @@
 """A gRPC channel to a teacher that carries bytes. Proxies of the environment are never used."""
 
 import functools
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,11 @@ from distill_reader.errors import (
     TeacherTimeout,
     UsageError,
 )
+from distill_reader.listening import bracketed
+from distill_reader.student.clients.access import TeacherAccess
 from distill_reader.student.clients.connection_guard import ConnectionGuard
-from distill_reader.student.clients.endpoints import ProtocolMismatch
+from distill_reader.student.clients.endpoints import ProtocolMismatch, Target
+from distill_reader.tls import client_context, start_tls, trusted_certificates
 
 _MAX_MESSAGE_BYTES = 512 << 20
 _LARGE_BLOCK_BYTES = 31 << 20  # glibc does not adapt to blocks of 32 MiB and more
@@ -35,14 +39,28 @@ _OPTIONS = (
 class GrpcClientConnection:
     """One thread may call at a time; any may close. TeacherGone and TeacherTimeout close it."""
 
-    def __init__(self, endpoint: str, address: tuple[str, int], *, token: str) -> None:
-        """Prepare the channel; it connects with the first call."""
+    def __init__(
+        self, target: Target, *, token: str, access: TeacherAccess, connect_timeout_s: float
+    ) -> None:
+        """Prepare the channel; it connects with the first call.
+
+        Raises:
+            TeacherGone: no server listens there, with TLS.
+            UsageError: its certificate is not trusted, or it does not speak TLS.
+        """
         _keep_memory_of_messages()
-        self.endpoint = endpoint
-        host, port = address
-        target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self._channel = grpc.insecure_channel(target, options=_OPTIONS)
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self.endpoint = endpoint = target.endpoint
+        address = f"{bracketed(target.host)}:{target.port}"
+        options: list[tuple[str, int | str]] = [*_OPTIONS]
+        if access.host is not None:
+            options.append(("grpc.default_authority", access.host))
+        if target.is_tls:
+            credentials = _credentials(target, access, connect_timeout_s)
+            self._channel = grpc.secure_channel(address, credentials, options=options)
+        else:
+            self._channel = grpc.insecure_channel(address, options=options)
+        shown = access.shown(token)
+        self._metadata = tuple((name.lower(), value) for name, value in shown.items())
         self._calls: dict[str, Callable[..., bytes]] = {}
         self._guard = ConnectionGuard(endpoint, wake=self._channel.close, close=self._channel.close)
 
@@ -72,6 +90,24 @@ class GrpcClientConnection:
 
     def close(self) -> None:
         self._guard.close()
+
+
+def _credentials(target: Target, access: TeacherAccess, timeout_s: float) -> Any:
+    """Return the credentials, once the server's certificate was seen and is trusted.
+
+    gRPC itself would only say that it cannot connect, and try again.
+    """
+    context = client_context(access.ca_file)
+    context.set_alpn_protocols(["h2"])
+    try:
+        with (
+            socket.create_connection(target.address, timeout_s) as sock,
+            start_tls(sock, context, access.server_name(target.host), target.endpoint),
+        ):
+            pass
+    except OSError as error:
+        raise TeacherGone(f"{target.endpoint}: {error}") from error
+    return grpc.ssl_channel_credentials(trusted_certificates(context))
 
 
 @functools.cache
@@ -105,7 +141,10 @@ def _meaning(endpoint: str, error: Any, timeout_s: float) -> DistillError:
     if code in (statuses.INVALID_ARGUMENT, statuses.FAILED_PRECONDITION):
         return BadRequest(text)
     if code in (statuses.UNAUTHENTICATED, statuses.PERMISSION_DENIED):
-        return UsageError(f"{text}; set EDL_TEACHER_TOKEN as on the teacher")
+        return UsageError(
+            f"{text}; set EDL_TEACHER_TOKEN as on the teacher, or what an ingress wants by "
+            "set_teacher_access(headers=...)"
+        )
     if code in (statuses.INTERNAL, statuses.UNKNOWN, statuses.ABORTED, statuses.DATA_LOSS):
         return TeacherFailed(text)
     return TeacherGone(text)

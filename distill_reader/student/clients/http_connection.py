@@ -4,6 +4,7 @@ import http.client
 import io
 import json
 import socket
+import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +23,18 @@ from distill_reader.errors import (
     UsageError,
 )
 from distill_reader.protocols import stream
+from distill_reader.student.clients.access import TeacherAccess
 from distill_reader.student.clients.connection_guard import ConnectionGuard
+from distill_reader.student.clients.endpoints import Target
+from distill_reader.tls import client_context, start_tls
 
 _MAX_ANSWER_BYTES = 4 << 30
+_CLOSED = (  # by the server, between two requests
+    ConnectionError,
+    http.client.BadStatusLine,
+    ssl.SSLEOFError,
+    ssl.SSLZeroReturnError,
+)
 _MAX_TEXT = 2000  # characters of an error's body
 _JOIN_BUFFERS = 16  # more buffers are copied into one, which costs less than a system call each
 
@@ -53,12 +63,21 @@ class HttpClientConnection:
     """Only one thread may ask at a time; any may close. TeacherGone and TeacherTimeout close it."""
 
     def __init__(
-        self, endpoint: str, address: tuple[str, int], *, token: str, connect_timeout_s: float
+        self, target: Target, *, token: str, access: TeacherAccess, connect_timeout_s: float
     ) -> None:
-        """Connect. Raises: TeacherGone: no server listens there."""
-        self.endpoint = endpoint
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._connection = http.client.HTTPConnection(*address, timeout=connect_timeout_s)
+        """Connect.
+
+        Raises:
+            TeacherGone: no server listens there.
+            UsageError: its certificate is not trusted, or it does not speak TLS.
+        """
+        self.endpoint = endpoint = target.endpoint
+        self.prefix = target.prefix
+        self._headers = access.shown(token)
+        self._host = access.host
+        self._name = access.server_name(target.host)
+        self._context = client_context(access.ca_file) if target.is_tls else None
+        self._connection = http.client.HTTPConnection(*target.address, timeout=connect_timeout_s)
         self._connection.response_class = self._response  # type: ignore[assignment]
         self._deadline_s = 0.0  # of the answer that is waited for
         self._sock: socket.socket | None = (
@@ -68,6 +87,7 @@ class HttpClientConnection:
         try:
             self._connect()
         except OSError as error:
+            self._connection.close()
             raise TeacherGone(f"{endpoint}: {error}") from error
 
     def request(
@@ -86,6 +106,7 @@ class HttpClientConnection:
 
         Raises:
             TeacherGone, TeacherTimeout.
+            UsageError: it was connected again, and the certificate is not trusted now.
         """
         if len(buffers) > _JOIN_BUFFERS:
             buffers = [b"".join(buffers)]
@@ -95,7 +116,7 @@ class HttpClientConnection:
                 try:
                     was_used = self._sock is not None and self._connection.sock is not None
                     return self._exchange(method, path, buffers, all_headers, timeout_s)
-                except (ConnectionError, http.client.BadStatusLine):
+                except _CLOSED:
                     # Servers close idle connections: connect again, that is not a failure.
                     if not was_used or self._guard.is_closed:
                         raise
@@ -122,7 +143,13 @@ class HttpClientConnection:
         status = answer.status
         text = f"{self.endpoint}: HTTP {status}: {answer.text()}"
         if status in (401, 403):
-            raise UsageError(f"{text}; set EDL_TEACHER_TOKEN as on the teacher")
+            raise UsageError(
+                f"{text}; set EDL_TEACHER_TOKEN as on the teacher, or what an ingress wants by "
+                "set_teacher_access(headers=...)"
+            )
+        if 300 <= status < 400:
+            where = answer.headers.get("location", "elsewhere")
+            raise UsageError(f"{text}; it sends requests to {where}: name that as the endpoint")
         if status in (429, 503):
             raise TeacherBusy(text, delay_s=_delay_of(answer.headers.get("retry-after", "")))
         if status in (408, 504):
@@ -137,6 +164,10 @@ class HttpClientConnection:
 
     def _connect(self) -> None:
         self._connection.connect()
+        if self._context is not None:
+            self._connection.sock = start_tls(
+                self._connection.sock, self._context, self._name, self.endpoint
+            )
         self._sock = self._connection.sock
         if self._guard.is_closed:  # closed while it connected, and could not be woken
             raise ConnectionAbortedError("the connection is closed")
@@ -154,7 +185,9 @@ class HttpClientConnection:
             self._connect()
         size = sum(map(len, buffers))
         self._deadline_s = time.monotonic() + timeout_s + size / stream.MIN_RATE
-        connection.putrequest(method, path)
+        connection.putrequest(method, self.prefix + path, skip_host=self._host is not None)
+        if self._host is not None:
+            connection.putheader("Host", self._host)
         for name, value in headers.items():
             connection.putheader(name, value)
         if buffers or method == "POST":

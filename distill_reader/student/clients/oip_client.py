@@ -134,7 +134,11 @@ class OipHttpClient:
         self._connection = connection
         live = connection.request("GET", "/v2/health/live", timeout_s=timeout_s)
         if live.status in (400, 404, 405, 501):
-            raise ProtocolMismatch(f"{self.endpoint}: HTTP {live.status} for /v2/health/live")
+            raise ProtocolMismatch(
+                f"{self.endpoint}: HTTP {live.status} for {connection.prefix}/v2/health/live "
+                "(behind an ingress a path may be missing, as in http://HOST:PORT/PATH/MODEL, or "
+                "the header Host, by set_teacher_access)"
+            )
         if live.status != 200:
             connection.refuse(live)
         self._model = model or _only(self.endpoint, self._list_models(timeout_s))

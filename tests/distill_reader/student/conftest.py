@@ -35,7 +35,7 @@ def reach(clean, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None
         group = Teachers(*used)
         monkeypatch.setattr(
             "distill_reader.student.reader.connect",
-            lambda endpoint, config=None: group.connect(endpoint),
+            lambda endpoint, **_: group.connect(endpoint),
         )
 
     yield reach

@@ -4,6 +4,7 @@ They serve the model of local_teacher.SPEC. Nothing of ours is used but its func
 """
 
 import json
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -132,6 +133,7 @@ class OipGrpcTeacher:
         typed: bool = False,  # answers with typed contents
         before: Callable[[Any], object] = lambda _context: None,  # of an inference
         max_batch_size: int | None = None,  # of the model; None: it does not say
+        credentials: grpc.ServerCredentials | None = None,  # None: no TLS
     ) -> None:
         self._models, self._typed, self._before = models, typed, before
         self.metadata: list[dict[str, str]] = []  # of the calls
@@ -158,7 +160,11 @@ class OipGrpcTeacher:
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler("inference.GRPCInferenceService", handlers),)
         )
-        self.port = self._server.add_insecure_port("127.0.0.1:0")
+        self.port = (
+            self._server.add_insecure_port("127.0.0.1:0")
+            if credentials is None
+            else self._server.add_secure_port("127.0.0.1:0", credentials)
+        )
         self.endpoint = f"127.0.0.1:{self.port}"
         self._server.start()
 
@@ -205,7 +211,8 @@ class OipGrpcTeacher:
 class HttpTeacher:
     """An HTTP/1.1 server of one function: (method, path, headers, body) -> answer."""
 
-    def __init__(self, answer: "Answer") -> None:
+    def __init__(self, answer: "Answer", context: ssl.SSLContext | None = None) -> None:
+        """`context`: for TLS; None: it speaks none."""
         teacher = self
         self.connections = 0
         self.paths: list[str] = []
@@ -245,6 +252,8 @@ class HttpTeacher:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        if context is not None:
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         self.port = self._server.server_address[1]
         self.endpoint = f"127.0.0.1:{self.port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))

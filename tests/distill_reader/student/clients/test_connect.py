@@ -67,7 +67,11 @@ def test_an_endpoint_is_understood(text, expected):
         ("host:70000", "Port out of range"),
         ("u:p@host:1", "expected HOST:PORT"),
         ("host:1?x", "expected HOST:PORT"),
-        ("https://host:1", "unknown protocol 'https'; possible are fast://, grpc://"),
+        ("ftp://host:1", "unknown protocol 'ftp'; possible are fast://, grpc://"),
+        ("grpc://host:1/path/model", "a path before the model .path. is for http:// and https://"),
+        ("host:1/path/model", "a path before the model .path. is for http:// and https://"),
+        ("http://host:1/a//model", "a path before the model"),
+        ("https://:1", "expected HOST:PORT"),
     ],
 )
 def test_an_endpoint_that_is_none_is_refused_by_name(text, reason):

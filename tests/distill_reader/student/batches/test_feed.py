@@ -22,6 +22,13 @@ def item(*values: float) -> ReaderItem:
     return KIND.item((np.array(values),))
 
 
+def feed_of(*items: ReaderItem) -> Feed:
+    feed = Feed(1 << 20)
+    for each in items:
+        feed.add(each)
+    return feed
+
+
 def answer(request: Request) -> tuple[np.ndarray]:
     """The model of these tests: y = 2 x."""
     return (np.concatenate(request.feeds(0)) * 2,)
@@ -45,41 +52,44 @@ def popped(feed: Feed, max_bytes: int = 1 << 30) -> list[list[float]]:
     return [x.tolist() for x, _ in results]
 
 
-def test_whole_batches_are_joined_up_to_the_bytes_that_a_request_may_have():
-    feed = Feed(1 << 20)
-    for _ in range(5):
-        feed.add(item(1, 2, 3))
-    limits = RequestLimits(join_bytes=7 * ROW, most_bytes=1000)
-    assert [sizes(take(feed, limits)) for _ in range(3)] == [[3, 3], [3, 3], [3]]
+@pytest.mark.parametrize(
+    ("batches", "limits", "requests"),
+    [
+        pytest.param(
+            [(1, 2, 3)] * 5,
+            RequestLimits(join_bytes=7 * ROW, most_bytes=1000),
+            [[3, 3], [3, 3], [3]],
+            id="whole batches are joined up to the bytes that a request may have",
+        ),
+        pytest.param(
+            [(1, 2)] * 5,
+            RequestLimits(join_bytes=1 << 20, most_bytes=1 << 20, join_samples=4),
+            [[2, 2], [2, 2], [2]],
+            id="batches are joined up to a number of samples",
+        ),
+        pytest.param(
+            [range(10)],
+            RequestLimits(join_bytes=4 * ROW, most_bytes=4 * ROW),
+            [[4], [3], [3]],
+            id="a large batch is split into even parts",
+        ),
+        pytest.param(
+            [range(10)],
+            RequestLimits(join_bytes=4 * ROW, most_bytes=10 * ROW),
+            [[10]],
+            id="a batch that exceeds what is joined, but not the most, goes whole",
+        ),
+    ],
+)
+def test_how_batches_are_cut_into_requests(batches, limits, requests):
+    feed = feed_of(*(item(*batch) for batch in batches))
+    assert [sizes(take(feed, limits)) for _ in requests] == requests
     assert feed.take(limits, "a") is None
-
-
-def test_batches_are_joined_up_to_a_number_of_samples():
-    feed = Feed(1 << 20)
-    for _ in range(5):
-        feed.add(item(1, 2))
-    limits = RequestLimits(join_bytes=1 << 20, most_bytes=1 << 20, join_samples=4)
-    assert sizes(take(feed, limits)) == [2, 2]
-
-
-def test_a_large_batch_is_split_into_even_parts():
-    feed = Feed(1 << 20)
-    feed.add(item(*range(10)))
-    limits = RequestLimits(join_bytes=4 * ROW, most_bytes=4 * ROW)
-    assert [sizes(take(feed, limits)) for _ in range(3)] == [[4], [3], [3]]
-
-
-def test_a_batch_that_exceeds_what_is_joined_but_not_the_most_goes_whole():
-    feed = Feed(1 << 20)
-    feed.add(item(*range(10)))
-    assert sizes(take(feed, RequestLimits(join_bytes=4 * ROW, most_bytes=10 * ROW))) == [10]
 
 
 @pytest.mark.parametrize("batch", [1, 3, 64])
 def test_no_request_has_more_samples_than_the_user_wants(batch: int):
-    feed = Feed(1 << 20)
-    for _ in range(7):
-        feed.add(item(*range(batch)))
+    feed = feed_of(*(item(*range(batch)) for _ in range(7)))
     limits = RequestLimits(join_bytes=1 << 20, most_bytes=1 << 20, samples=5)
     total = 0
     while (request := feed.take(limits, "a")) is not None:
@@ -123,9 +133,7 @@ def test_of_many_shapes_no_one_is_joined_so_far_that_the_first_item_waits_for_it
 
 
 def test_answers_in_any_order_come_out_in_the_generators_order():
-    feed = Feed(1 << 20)
-    for value in range(4):
-        feed.add(item(value))
+    feed = feed_of(*map(item, range(4)))
     requests = [take(feed, RequestLimits(join_bytes=1, most_bytes=100)) for _ in range(4)]
     for index in (2, 1, 3):
         feed.answered(requests[index], answer(requests[index]), "a")
@@ -135,8 +143,7 @@ def test_answers_in_any_order_come_out_in_the_generators_order():
 
 
 def test_a_split_batch_is_put_together_in_order():
-    feed = Feed(1 << 20)
-    feed.add(item(*range(9)))
+    feed = feed_of(item(*range(9)))
     requests = [take(feed, RequestLimits(join_bytes=1, most_bytes=3 * ROW)) for _ in range(3)]
     for request in reversed(requests):
         assert not feed.is_ready
@@ -145,18 +152,14 @@ def test_a_split_batch_is_put_together_in_order():
 
 
 def test_what_a_lost_teacher_had_goes_first():
-    feed = Feed(1 << 20)
-    for value in range(4):
-        feed.add(item(value))
+    feed = feed_of(*map(item, range(4)))
     lost = take(feed, RequestLimits(join_bytes=2 * ROW, most_bytes=100))
     feed.give_back(lost, "a")
     assert np.concatenate(take(feed, teacher="b").feeds(0)).tolist() == [0, 1, 2, 3]
 
 
 def test_what_lost_teachers_had_waits_in_order_whichever_is_lost_first():
-    feed = Feed(1 << 20)
-    for value in range(6):
-        feed.add(item(value))
+    feed = feed_of(*map(item, range(6)))
     limits = RequestLimits(join_bytes=2 * ROW, most_bytes=100)
     first, second = take(feed, limits, "a"), take(feed, limits, "b")
     feed.give_back(first, "a")
@@ -165,9 +168,7 @@ def test_what_lost_teachers_had_waits_in_order_whichever_is_lost_first():
 
 
 def test_what_a_lost_teacher_had_is_asked_for_in_small_requests():
-    feed = Feed(1 << 20)
-    for value in range(12):
-        feed.add(item(value))
+    feed = feed_of(*map(item, range(12)))
     limits = RequestLimits(join_bytes=8 * ROW, most_bytes=100)
     feed.give_back(take(feed, limits), "a")
     requests = [take(feed, limits, "b") for _ in range(5)]
@@ -175,8 +176,7 @@ def test_what_a_lost_teacher_had_is_asked_for_in_small_requests():
 
 
 def test_the_first_answer_to_a_late_request_counts():
-    feed = Feed(1 << 20)
-    feed.add(item(7))
+    feed = feed_of(item(7))
     late = take(feed)
     feed.hedge(late)
     assert not feed.has_hedge("a")  # it has it already
@@ -189,8 +189,7 @@ def test_the_first_answer_to_a_late_request_counts():
 
 
 def test_an_answer_that_comes_before_anybody_took_the_hedge_withdraws_it():
-    feed = Feed(1 << 20)
-    feed.add(item(7))
+    feed = feed_of(item(7))
     late = take(feed)
     feed.hedge(late)
     feed.answered(late, answer(late), "a")
@@ -198,8 +197,7 @@ def test_an_answer_that_comes_before_anybody_took_the_hedge_withdraws_it():
 
 
 def test_a_request_is_given_to_others_only_when_all_that_have_it_are_lost():
-    feed = Feed(1 << 20)
-    feed.add(item(7))
+    feed = feed_of(item(7))
     late = take(feed)
     feed.hedge(late)
     feed.take_hedge("b")
@@ -211,9 +209,7 @@ def test_a_request_is_given_to_others_only_when_all_that_have_it_are_lost():
 
 
 def test_of_a_refused_request_each_item_is_asked_alone_and_the_one_at_fault_raises_in_order():
-    feed = Feed(1 << 20)
-    for value in range(3):
-        feed.add(item(value))
+    feed = feed_of(*map(item, range(3)))
     singles = feed.refused(take(feed), BadRequest("some"), "a")
     assert [single.samples for single in singles] == [1, 1, 1]
     feed.answered(singles[0], answer(singles[0]), "a")
@@ -226,8 +222,7 @@ def test_of_a_refused_request_each_item_is_asked_alone_and_the_one_at_fault_rais
 
 
 def test_what_one_teacher_refuses_is_asked_of_another_and_an_error_when_there_is_none():
-    feed = Feed(1 << 20)
-    feed.add(item(7))
+    feed = feed_of(item(7))
     assert feed.refused(take(feed), BadRequest("a: no"), "a") == []
     feed.judge(["a", "b"], ["a", "b"], 0.0)
     assert not feed.has_waiting_for("a")
@@ -271,8 +266,7 @@ def test_who_has_failed_is_asked_again_only_when_no_other_teacher_is_left():
 
 
 def test_a_request_that_is_too_large_waits_again_in_two_parts():
-    feed = Feed(1 << 20)
-    feed.add(item(1, 2, 3, 4))
+    feed = feed_of(item(1, 2, 3, 4))
     assert feed.too_large(take(feed), "a")
     small = RequestLimits(join_bytes=2 * ROW, most_bytes=2 * ROW)
     requests = [take(feed, small, "b") for _ in range(2)]
@@ -284,8 +278,7 @@ def test_a_request_that_is_too_large_waits_again_in_two_parts():
 
 
 def test_the_generators_error_comes_behind_its_last_item():
-    feed = Feed(1 << 20)
-    feed.add(item(7))
+    feed = feed_of(item(7))
     feed.end(ValueError("broken file"))
     assert not feed.is_ready
     request = take(feed)
@@ -296,8 +289,7 @@ def test_the_generators_error_comes_behind_its_last_item():
 
 
 def test_at_the_end_nothing_is_raised_even_if_no_teacher_is_left():
-    feed = Feed(1 << 20)
-    feed.add(item(7))
+    feed = feed_of(item(7))
     request = take(feed)
     feed.answered(request, answer(request), "a")
     feed.end()
@@ -308,9 +300,7 @@ def test_at_the_end_nothing_is_raised_even_if_no_teacher_is_left():
 
 
 def test_no_teacher_is_raised_where_the_next_answer_is_missing_and_forgotten_when_one_is_back():
-    feed = Feed(1 << 20)
-    feed.add(item(1))
-    feed.add(item(2))
+    feed = feed_of(item(1), item(2))
     first = take(feed, RequestLimits(join_bytes=1, most_bytes=100))
     feed.answered(first, answer(first), "a")
     feed.suspend(NoTeacher("for 3 s"))
@@ -324,9 +314,7 @@ def test_no_teacher_is_raised_where_the_next_answer_is_missing_and_forgotten_whe
 
 
 def test_skipping_lets_items_go_without_predictions_until_a_teacher_is_back():
-    feed = Feed(1 << 20)
-    for value in range(3):
-        feed.add(item(value))
+    feed = feed_of(*map(item, range(3)))
     first = take(feed, RequestLimits(join_bytes=1, most_bytes=100))
     on_its_way = take(feed, RequestLimits(join_bytes=1, most_bytes=100))
     feed.answered(first, answer(first), "a")
@@ -378,9 +366,7 @@ def test_an_item_larger_than_the_bound_passes_alone():
 
 
 def test_the_consumer_takes_no_more_at_once_than_it_wants():
-    feed = Feed(1 << 20)
-    for value in range(4):
-        feed.add(item(value))
+    feed = feed_of(*map(item, range(4)))
     request = take(feed)
     feed.answered(request, answer(request), "a")
     assert popped(feed, max_bytes=1) == [[0]]

@@ -51,8 +51,9 @@ class Guard:
             return
         if not self._has_token(request):
             raise Unauthorized(
-                "Authorization: expected 'Bearer TOKEN' with the server's token "
-                "(EDL_TOKEN or --token_file)" + _REMEDIES.get(request.path, "")
+                "Authorization: expected 'Bearer TOKEN' with the server's token (EDL_TOKEN, or "
+                "EDL_TOKEN_FILE or --token_file: where `edl run` or start_job_server.sh made it, "
+                "the file `token` in its folder)" + _REMEDIES.get(request.path, "")
             )
 
     def has_cookie(self, request: Request) -> bool:

@@ -183,7 +183,7 @@ class GrpcServer:
                 grpc.StatusCode.UNAUTHENTICATED,
                 "this teacher wants a token: send the metadata authorization: Bearer TOKEN",
             )
-        if not self._open_calls.acquire(timeout=_OPEN_S):
+        if not self._open_calls.acquire(blocking=False):  # waiting would hold a thread, too
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls without the token")
         try:
             return self._read(messages, context, _OPEN_S)

@@ -2,6 +2,7 @@
 
 import re
 import struct
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -167,6 +168,34 @@ def test_a_body_that_is_no_object_is_refused_and_the_connection_goes_on(client, 
     assert answer["type"] == "error"
     assert "a message is a JSON object" in answer["error"]
     assert client.ask(REGISTER)["type"] == "register"
+
+
+@pytest.mark.parametrize("token", ["", "s3cret"])
+def test_nothing_that_a_stranger_sends_writes_a_traceback(redis_server, run, caplog, token):
+    server = run(LocalDiscovery, redis_server.url, config=replace(PATIENT, token=token))
+    texts = [
+        b'{"type": "teacher", "service": "svc", "server": "h:1", "lease_s": 5, "info": "\\ud800"}',
+        b'{"type": "student", "token": "\\ud800", "service": "svc", "student": "a", "session": 1}',
+        b'{"type": "meet", "nonce": "\\ud800"}',
+        b'{"type": "prove", "proof": "\\ud800"}',
+        b'{"type": "\\ud800"}',
+        b'{"type": "register", "service_name": "\\ud800", "seq": 1, "num": 1}',
+        b'{"type": "register", "service_name": "svc", "seq": 1, "num": ' + b"9" * 5000 + b"}",
+        b'{"type": ' + b"[" * 50_000 + b"}",
+    ]
+    for text in texts:
+        client = run(RawClient, server.endpoint)
+        client.send(HEAD.pack(MAGIC, HEAD.size + len(text)) + text)
+        assert client.receive()
+    for request in (
+        b"GET /services\xff HTTP/1.1\r\nAuthorization: Bearer \xff\r\n\r\n",
+        b"GET " + b"x" * 100_000,
+    ):
+        client = run(RawClient, server.endpoint)
+        client.send(request)
+        with suppress(ConnectionError):
+            client.sock.recv(100)
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 @pytest.mark.parametrize(

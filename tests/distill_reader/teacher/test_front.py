@@ -240,6 +240,59 @@ def test_every_route_but_health_wants_the_token(start_front):
     assert (unknown.status_code, "double" in unknown.text) == (404, False)
 
 
+_HELLO = struct.Struct("<4sHHI")
+STRANGE = [
+    b"GET /v2/models/%ff%fe HTTP/1.1\r\nHost: t\r\n\r\n",
+    b"GET /v2/models/\xff HTTP/1.1\r\nHost: t\r\n\r\n",
+    b"\xff\xff\xff / HTTP/1.1\r\nHost: t\r\n\r\n",
+    b"GET http://[x/ HTTP/1.1\r\nHost: t\r\n\r\n",
+    *(
+        b"POST /v2/models/double/infer HTTP/1.1\r\nHost: t\r\n" + header + b"\r\n\r\n{}"
+        for header in (
+            b"Authorization: Bearer \xff\r\nContent-Length: 2",
+            b"Authorization: \xed\xa0\x80\r\nContent-Length: 2",
+            b"Content-Length: \xb2",
+            b"Content-Encoding: \xff\r\nContent-Length: 2",
+            b"Inference-Header-Content-Length: \xb2\r\nContent-Length: 2",
+            b"Transfer-Encoding: \xff",
+        )
+    ),
+    *(
+        _HELLO.pack(wire.MAGIC, 1, 0, len(text)) + text
+        for text in (
+            b'{"token": "\\ud800"}',
+            b'{"model": "\\ud800"}',
+            b'{"nonce": "\\ud800"}',
+            b'{"nonce": ' + b"[" * 1000 + b"}",
+            b'{"nonce": ' + b"9" * 3000 + b"}",
+            b"\xff\xfe",
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("token", ["", "secret"])
+def test_nothing_that_a_stranger_sends_writes_a_traceback(start_front, caplog, token):
+    running = start_front(token=token)
+    for data in STRANGE:
+        with contextlib.suppress(OSError), connect(running) as sock:
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+            receive_all(sock)
+    with grpc.insecure_channel(f"127.0.0.1:{running.port}") as channel:
+        for method in (
+            f"/{SERVICE}/ModelInfer",
+            f"/{SERVICE}/ModelReady",
+            "/grpc.health.v1.Health/Check",
+        ):
+            for metadata in ((("authorization-bin", b"\xff"),), (("authorization", "Bearer "),)):
+                with pytest.raises(grpc.RpcError):
+                    channel.unary_unary(f"/{method}")(b"\xff\xff", metadata=metadata, timeout=30)
+    assert running.http("GET", "/v2/health/live").ok
+    assert not [record for record in caplog.records if record.exc_info]
+    assert "Traceback" not in caplog.text
+
+
 def test_a_path_that_is_no_text_does_not_end_grpc(start_front):
     running = start_front()
     with connect(running) as sock:

@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from job_server.api.codec import decode, encode
@@ -19,6 +20,17 @@ from job_server.api.wire import (
     Way,
 )
 from tests.support import free_port, wait_until
+
+
+def make_part(
+    pod_id: str = "a", pod_rank: int = 0, ranks: tuple[int, ...] = (0,), **fields: Any
+) -> PlanPod:
+    """Return a pod of a plan on this machine: a slot and a port for each rank."""
+    given: dict[str, Any] = {
+        "node_id": "node", "addr": "127.0.0.1", "slots": ranks,
+        "ports": tuple(20000 + rank for rank in ranks), **fields,
+    }  # fmt: skip
+    return PlanPod(pod_id=pod_id, pod_rank=pod_rank, ranks=ranks, **given)
 
 
 def make_plan(

@@ -29,7 +29,7 @@ from pod_runtime import processes
 from pod_runtime.env import RUN_MARKER, PodEnv, pod_environment
 from pod_runtime.segment_header import SlotHeader, read_newest
 from pod_runtime.shim_wire import read_exit, request
-from tests.pod_runtime.fake_job_server import FakeJobServer, make_plan
+from tests.pod_runtime.fake_job_server import FakeJobServer, make_part, make_plan
 from tests.programs import loaded_by
 from tests.support import free_port, wait_until
 
@@ -89,15 +89,9 @@ class PodUnderTest:
         start_stage(self.server, 1, self)
 
     def part(self, pod_rank: int = 0, first_rank: int = 0) -> PlanPod:
-        return PlanPod(
-            pod_id=self.pod_id,
-            pod_rank=pod_rank,
-            node_id="node",
-            addr="127.0.0.1",
-            slots=tuple(range(len(self.ports))),
-            ranks=tuple(range(first_rank, first_rank + len(self.ports))),
-            ports=self.ports,
-        )
+        slots = tuple(range(len(self.ports)))
+        ranks = tuple(first_rank + slot for slot in slots)
+        return make_part(self.pod_id, pod_rank, ranks, slots=slots, ports=self.ports)
 
     def log(self, rank: int, stage: int) -> str:
         path = self.work / "log" / f"trainer_{rank}.stage_{stage}.log"

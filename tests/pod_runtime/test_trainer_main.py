@@ -174,6 +174,15 @@ for number in {signals}:
 """
 
 
+def fake_paddle(folder: Path, *signals: signal.Signals) -> None:
+    """Let scripts of this folder import it; it takes these signals."""
+    base = folder / "paddle" / "base"
+    base.mkdir(parents=True)
+    (base.parent / "__init__.py").write_text("from . import base\n")
+    numbers = [int(each) for each in signals]
+    (base / "__init__.py").write_text(FAKE_PADDLE.format(signals=numbers))
+
+
 @pytest.mark.parametrize(
     ("number", "code", "output"),
     [
@@ -184,11 +193,7 @@ for number in {signals}:
 def test_sigterm_is_taken_back_from_paddle_and_a_crash_keeps_its_words(
     script, number, code, output
 ):
-    folder = script.folder / "paddle" / "base"
-    folder.mkdir(parents=True)
-    (folder.parent / "__init__.py").write_text("from . import base\n")
-    signals = [int(signal.SIGTERM), int(signal.SIGABRT)]
-    (folder / "__init__.py").write_text(FAKE_PADDLE.format(signals=signals))
+    fake_paddle(script.folder, signal.SIGTERM, signal.SIGABRT)
     text = f"import os, time, paddle\nos.kill(os.getpid(), {int(number)})\ntime.sleep(60)\n"
     done, _ = script.run(text)
     assert (done.returncode, done.stdout) == (code, output)
@@ -197,10 +202,7 @@ def test_sigterm_is_taken_back_from_paddle_and_a_crash_keeps_its_words(
 
 
 def test_a_handler_of_the_script_is_in_force_again_after_paddle_was_imported(script):
-    folder = script.folder / "paddle" / "base"
-    folder.mkdir(parents=True)
-    (folder.parent / "__init__.py").write_text("from . import base\n")
-    (folder / "__init__.py").write_text(FAKE_PADDLE.format(signals=[int(signal.SIGTERM)]))
+    fake_paddle(script.folder, signal.SIGTERM)
     done, _ = script.run(
         "import os, signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
         "import paddle\nos.kill(os.getpid(), signal.SIGTERM)\nimport time; time.sleep(60)\n"

@@ -238,16 +238,6 @@ def test_training_that_completes_during_a_pause_is_not_forgotten():
         made.pause()
 
 
-def test_a_crash_during_the_durable_cut_still_ends_in_a_pause():
-    made = trains(world())
-    made.pause()
-    tell(made, "pod_0_0", ReportKind.FAILED, 1, rank=0, code=1)
-    made.run_until(PAUSED)
-    assert made.job.budget.failures == 0
-    made.resume()
-    trains(made)
-
-
 def test_a_pause_does_not_wait_for_ever_for_a_client_that_never_confirms():
     made = trains(world(prepare_timeout_s=10.0, elastic=False))
     made.pause()

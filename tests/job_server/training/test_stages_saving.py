@@ -89,6 +89,7 @@ def test_a_trainer_that_dies_in_the_cut_of_a_pause_costs_no_step_that_is_in_memo
     made.crash()
     step = newest(made)
     made.run_until(PAUSED)
+    assert made.job.budget.failures == 0
     resumes_at(made, step)
 
 

@@ -203,44 +203,14 @@ def kill(world: World, n: int) -> None:
 
 
 USUAL = (
-    client,
-    clients,
-    launcher,
-    launchers,
-    deliver,
-    deliver_all,
-    overtake,
-    repeat,
-    train,
-    rounds,
-    a_while,
-    to_deadline,
-)
+    client, clients, launcher, launchers, deliver, deliver_all, overtake, repeat, train, rounds,
+    a_while, to_deadline,
+)  # fmt: skip
 TROUBLE = (
-    kill_trainer,
-    kill_prepared,
-    refuse_join,
-    no_longer_joins,
-    kill_launcher,
-    terminate_pod,
-    kill_shim,
-    ports_fail,
-    hang,
-    script_fails,
-    kill_client,
-    client_leaves,
-    cut_link,
-    power,
-    server,
-    restart_server,
-    resize,
-    pause,
-    resume,
-    stop,
-    stop_at_once,
-    fill_disks,
-    kill,
-)
+    kill_trainer, kill_prepared, refuse_join, no_longer_joins, kill_launcher, terminate_pod,
+    kill_shim, ports_fail, hang, script_fails, kill_client, client_leaves, cut_link, power,
+    server, restart_server, resize, pause, resume, stop, stop_at_once, fill_disks, kill,
+)  # fmt: skip
 ACTIONS = st.tuples(
     st.one_of(st.sampled_from(USUAL), st.just(rounds), st.sampled_from(TROUBLE)),
     st.integers(0, 19),

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from job_server.api.wire import (
     Order,
-    PlanPod,
     PodOrders,
     PodReport,
     PodStagePhase,
@@ -55,25 +54,14 @@ from pod_runtime.launcher.decisions import (
     next_deadline,
 )
 from pod_runtime.launcher.reports import attach_status
-from tests.pod_runtime.fake_job_server import make_plan
+from tests.pod_runtime.fake_job_server import make_part, make_plan
 
 NOW = 100.0
 
 
-def part(pod_id: str = "a", pod_rank: int = 0, ranks: tuple[int, ...] = (0, 1)) -> PlanPod:
-    return PlanPod(
-        pod_id=pod_id,
-        pod_rank=pod_rank,
-        node_id="node",
-        addr="127.0.0.1",
-        slots=ranks,
-        ranks=ranks,
-        ports=tuple(20000 + rank for rank in ranks),
-    )
-
-
 def plan(stage: int, order: Order, **fields: Any) -> StagePlan:
-    return make_plan(stage, order, (part(), part("b", 1, (2, 3))), **fields)
+    pods = (make_part("a", 0, (0, 1)), make_part("b", 1, (2, 3)))
+    return make_plan(stage, order, pods, **fields)
 
 
 class Simulated:
@@ -314,7 +302,7 @@ def test_a_second_attempt_at_a_preparation_waits_until_the_first_is_gone():
 
 def joins(order: Order = Order.PREPARE, **fields: Any) -> StagePlan:
     """Stage 2, in which pod a has moved to ranks 2 and 3."""
-    pods = (part("b", 0, (0, 1)), part("a", 1, (2, 3)))
+    pods = (make_part("b", 0, (0, 1)), make_part("a", 1, (2, 3)))
     return make_plan(2, order, pods, way=Way.JOIN, **fields)
 
 
@@ -612,7 +600,7 @@ def test_what_a_trainer_raised_counts_more_than_how_its_process_was_torn_down(co
 
 def test_in_a_world_of_one_nobody_is_a_victim():
     pod = Simulated()
-    alone = make_plan(1, Order.START, (part(ranks=(0,)),))
+    alone = make_plan(1, Order.START, (make_part(),))
     pod.told(alone)
     (failed,) = reports(pod.die(0, -6))
     assert not failed.peer_lost
@@ -801,7 +789,7 @@ def test_a_pod_knows_its_trainers_by_new_ranks_once_its_standby_has_lost_another
     pod.told(whole)
     pod.all_hello(2)
     pod.all_say(Prepared(), 2)
-    left = (part("b", 0, (0, 1)),)
+    left = (make_part("b", 0, (0, 1)),)
     actions = pod.told(replace(whole, order=Order.GO, pods=left, missing_pods=("a",)))
     assert [a.ranks for a in of(actions, Renumber)] == [{2: 0, 3: 1}]
     assert [rank for rank, _ in sent(actions, Go)] == [0, 1]

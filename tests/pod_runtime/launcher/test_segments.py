@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from job_server.api.wire import Order, PlanPod, RestoreFrom, SnapshotRef, StagePlan, Way
+from job_server.api.wire import Order, RestoreFrom, SnapshotRef, StagePlan, Way
 from pod_runtime import shim_wire
 from pod_runtime.channel_wire import SegmentMade
 from pod_runtime.launcher.channel import close_all
@@ -24,19 +24,14 @@ from pod_runtime.segment_header import (
     read_newest,
 )
 from pod_runtime.shim_wire import ShimError
+from tests.pod_runtime.fake_job_server import make_part
 from tests.support import wait_until
 
 DIGEST = "d" * 64
 PLAN = StagePlan(
     job_id="job", stage=2, flag=0, way=Way.REPLACE, order=Order.GO, master="127.0.0.1:9000",
     max_trainers=3,
-    pods=tuple(
-        PlanPod(
-            pod_id=f"pod_{rank}", pod_rank=rank, node_id="node", addr="127.0.0.1",
-            slots=(rank,), ranks=(rank,), ports=(9000 + rank,),
-        )
-        for rank in range(3)
-    ),
+    pods=tuple(make_part(f"pod_{rank}", rank, (rank,)) for rank in range(3)),
 )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from pod_runtime.launcher.trainers import (
 )
 from pod_runtime.log_tail import read_tail
 from pod_runtime.orphans import remove_shared_memory
+from tests.pod_runtime.fake_job_server import make_part
 from tests.programs import run_code
 from tests.support import free_port, wait_until
 
@@ -137,15 +138,7 @@ def test_defaults_give_way_to_what_the_user_has_set():
 
 
 def plan_pod(*ports: int) -> PlanPod:
-    return PlanPod(
-        pod_id="a",
-        pod_rank=0,
-        node_id="n",
-        addr="127.0.0.1",
-        slots=(0,),
-        ranks=tuple(range(len(ports))),
-        ports=ports,
-    )
+    return make_part(ranks=tuple(range(len(ports))), ports=ports)
 
 
 def test_a_port_that_somebody_listens_on_is_found_and_one_in_time_wait_is_not():

@@ -1,9 +1,11 @@
 """States for tests that need no framework, and the state of a loop in this process."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
+from pod_runtime.trainer.data.source import make_source
 from pod_runtime.trainer.layout import make_layout
 from pod_runtime.trainer.loop.loop import current_stage
 from pod_runtime.trainer.membership.stage import TrainerStage
@@ -54,3 +56,12 @@ def this_stage() -> TrainerStage:
 def finish_writing() -> None:
     """Wait for the checkpoint that this process is writing."""
     this_stage().state_manager.finish_writing()
+
+
+def source_of(train_set: Any, **more: Any) -> Any:
+    """Return what a loop reads that was given this, and of the other arguments only `more`."""
+    given: dict[str, Any] = {
+        "batch_size": None, "shuffle": None, "drop_last": None, "collate_fn": None,
+        "num_workers": None, "has_reader": False,
+    }  # fmt: skip
+    return make_source(train_set, **(given | more))

@@ -22,11 +22,11 @@ from paddle.io import (
     random_split,
 )
 
-from pod_runtime.trainer.data.source import make_source
 from pod_runtime.trainer.errors import StateError, UsageError
 from pod_runtime.trainer.progress.ledger import RunInfo
 from pod_runtime.trainer.progress.loop_status import LoopStatus, check_same_run
 from pod_runtime.trainer.progress.progress import fresh_status
+from tests.pod_runtime.trainer.states import source_of
 
 
 class Numbers(Dataset):
@@ -71,14 +71,6 @@ class Named(DataLoader):
     """A loader that changes nothing."""
 
 
-def source(train_set: Any, **more: Any) -> Any:
-    given: dict[str, Any] = {
-        "batch_size": None, "shuffle": None, "drop_last": None, "collate_fn": None,
-        "num_workers": None, "has_reader": False,
-    }  # fmt: skip
-    return make_source(train_set, **(given | more))
-
-
 def test_a_plain_loader_is_taken_over():
     def collate(samples: list[Any]) -> list[Any]:
         return samples
@@ -89,14 +81,14 @@ def test_a_plain_loader_is_taken_over():
         Numbers(), batch_size=16, shuffle=True, drop_last=True, num_workers=3, timeout=7,
         collate_fn=collate, worker_init_fn=init, prefetch_factor=4,
     )  # fmt: skip
-    found = source(loader)
+    found = source_of(loader)
     assert (found.length, found.batch_size, found.shuffle, found.drop_last) == (100, 16, True, True)
     assert (found.num_workers, found.collate) == (3, collate)
     options = dict(found.worker_options)
     assert (options["timeout"], options["worker_init_fn"], options["prefetch_factor"]) == (
         7, init, 4,
     )  # fmt: skip
-    assert source(loader, batch_size=8, shuffle=False).batch_size == 8
+    assert source_of(loader, batch_size=8, shuffle=False).batch_size == 8
 
 
 @pytest.mark.parametrize(
@@ -112,7 +104,7 @@ def test_a_plain_loader_is_taken_over():
 )
 def test_samplers_by_which_each_sample_comes_once_are_known(batch_sampler, shuffle):
     for kind in (DataLoader, Named):
-        found = source(kind(Numbers(), batch_sampler=batch_sampler))
+        found = source_of(kind(Numbers(), batch_sampler=batch_sampler))
         assert (found.batch_size, found.shuffle) == (16, shuffle)
 
 
@@ -157,7 +149,7 @@ def test_a_sampler_of_ones_own_is_refused_by_name(batch_sampler, name, more):
     where = more.get("name", "train_set")
     text = f"{where}: the DataLoader's {name}.*decides which samples come.*reader="
     with pytest.raises(UsageError, match=text):
-        source(DataLoader(Numbers(), batch_sampler=batch_sampler), **more)
+        source_of(DataLoader(Numbers(), batch_sampler=batch_sampler), **more)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +173,7 @@ def test_a_sampler_of_ones_own_is_refused_by_name(batch_sampler, name, more):
 )
 def test_data_that_cannot_be_right_are_refused(train_set, more, text):
     with pytest.raises(UsageError, match=text):
-        source(train_set, **more)
+        source_of(train_set, **more)
 
 
 @pytest.mark.parametrize(
@@ -194,12 +186,12 @@ def test_data_that_cannot_be_right_are_refused(train_set, more, text):
     ],
 )
 def test_map_style_datasets_of_any_kind_are_taken(dataset):
-    found = source(dataset, batch_size=4)
+    found = source_of(dataset, batch_size=4)
     assert (found.length, found.shuffle) == (10, True)
 
 
 def status(dataset: Any) -> LoopStatus:
-    found = source(dataset, batch_size=4)
+    found = source_of(dataset, batch_size=4)
     run = RunInfo(
         seed=1, epochs=1, dataset_length=found.length, shuffle=True, drop_last=False,
         subset=found.subset,

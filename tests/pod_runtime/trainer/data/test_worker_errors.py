@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from pod_runtime.trainer.data.readers import ShardOrder, ThreadReader, loader_items
-from pod_runtime.trainer.data.source import make_source
 from pod_runtime.trainer.data.worker_errors import (
     CarryingCollate,
     Failed,
@@ -18,6 +17,7 @@ from pod_runtime.trainer.data.worker_errors import (
 )
 from pod_runtime.trainer.progress.batches import BatchPlan, Cursor, rank_shards
 from pod_runtime.trainer.progress.ledger import RunInfo
+from tests.pod_runtime.trainer.states import source_of
 
 
 class BrokenError(ValueError):
@@ -87,15 +87,7 @@ def test_the_loop_gets_the_error_of_a_real_worker_after_the_batches_before_it():
     model = paddle.nn.Linear(2, 2)
     optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
     adapter = paddle_adapter.PaddleAdapter(model, optimizer, header_size=4)
-    source = make_source(
-        Numbers(),
-        batch_size=2,
-        shuffle=False,
-        drop_last=False,
-        collate_fn=None,
-        num_workers=1,
-        has_reader=False,
-    )
+    source = source_of(Numbers(), batch_size=2, shuffle=False, num_workers=1)
     run = RunInfo(seed=0, epochs=1, dataset_length=8, shuffle=False, drop_last=False)
     plan = BatchPlan(batch_size=2, shards=1, dataset_length=8)
     order = ShardOrder(run, plan, rank_shards(0, 1, 1))

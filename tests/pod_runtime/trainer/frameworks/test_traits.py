@@ -143,19 +143,10 @@ def test_a_large_model_in_evaluation_mode_takes_few_words():
 @pytest.mark.parametrize(
     "name",
     [
-        "SGD",
-        "Momentum",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "Adadelta",
-        "RMSProp",
-        "Lamb",
-        "NAdam",
-        "Rprop",
+        "SGD", "Momentum", "Adagrad", "Adam", "AdamW", "Adamax", "Adadelta", "RMSProp", "Lamb",
+        "NAdam", "Rprop",
     ],
-)
+)  # fmt: skip
 def test_training_alone_changes_nothing_that_would_have_to_be_carried(name):
     for grouped in (False, True):
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm2D(8), nn.Dropout(0.3), nn.Linear(1, 2))

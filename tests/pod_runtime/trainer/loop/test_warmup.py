@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from pod_runtime.processes import descendants
-from pod_runtime.trainer.data.source import make_source
 from pod_runtime.trainer.data.step import Step
 from pod_runtime.trainer.loop.warmup import WarmupStep
 from pod_runtime.trainer.progress.batches import Cursor
+from tests.pod_runtime.trainer.states import source_of
 
 paddle = pytest.importorskip("paddle")
 
@@ -37,15 +37,7 @@ def step_of(dataset: Numbers) -> Step:
     optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
     return WarmupStep(
         PaddleAdapter(model, optimizer, header_size=4),
-        make_source(
-            dataset,
-            batch_size=8,
-            shuffle=False,
-            drop_last=False,
-            collate_fn=None,
-            num_workers=2,
-            has_reader=False,
-        ),
+        source_of(dataset, batch_size=8, shuffle=False, num_workers=2),
         shards=2,
         seed=0,
         loss="mean",

@@ -32,6 +32,11 @@ class Training:
         stage.go()
         return stage
 
+    def start_and_step(self, world_size: int) -> Stage:
+        stage = self.start(world_size)
+        stage.wait_step(1)
+        return stage
+
     def join(self, old: Stage, ranks: list[int | None], **options: object) -> Stage:
         return self.job.join(old, ranks, *self.args, **options)  # type: ignore[arg-type]
 
@@ -70,8 +75,7 @@ def training(launch: Callable[..., FakeLauncher]) -> Callable[..., Training]:
 
 def test_trainers_come_and_go_rank_0_too_and_those_that_stay_keep_their_process(training):
     made = training(3)
-    stage = made.start(1)
-    stage.wait_step(1)
+    stage = made.start_and_step(1)
     first = stage.trainers[0].process.pid
     stage = made.change(stage, [0, None, None], give_to=[1])  # rank 2 is on another node
     assert stage.trainers[0].process.pid == first
@@ -85,8 +89,7 @@ def test_trainers_come_and_go_rank_0_too_and_those_that_stay_keep_their_process(
 
 def test_those_that_stay_have_the_state_and_who_comes_new_wants_it_from_its_node(training):
     made = training(3)
-    stage = made.start(2)
-    stage.wait_step(1)
+    stage = made.start_and_step(2)
     new = made.join(stage, [1, 0, None])
     new.wait_prepared()
     stage.cut(patient=True)
@@ -99,8 +102,7 @@ def test_those_that_stay_have_the_state_and_who_comes_new_wants_it_from_its_node
 
 def test_who_comes_new_with_an_edited_script_trains_with_nobody(training):
     made = training(2)
-    stage = made.start(1)
-    stage.wait_step(1)
+    stage = made.start_and_step(1)
     new = made.job.join(stage, [0, None], *made.args, "--save_steps", "7")
     new.wait_prepared()
     stage.cut(patient=True)
@@ -114,8 +116,7 @@ def test_who_comes_new_with_an_edited_script_trains_with_nobody(training):
 
 def test_a_change_that_is_off_costs_no_step_whatever_it_had_come_to(training):
     made = training(3)
-    stage = made.start(2)
-    stage.wait_step(1)
+    stage = made.start_and_step(2)
     begun = made.join(stage, [0, 1, None], env={"COUNTING_FAILS": "1"})
     assert begun.trainers[2].process.wait(60) == 1
     begun.drop()
@@ -133,8 +134,7 @@ def test_a_change_that_is_off_costs_no_step_whatever_it_had_come_to(training):
 @pytest.mark.slow
 def test_a_process_stays_through_so_many_changes_and_then_says_that_it_will_not(training):
     made = training(2)
-    stage = made.start(2)
-    stage.wait_step(1)
+    stage = made.start_and_step(2)
     for _ in range(MOST_GROUPS):
         stage = made.change(stage, [1, 0])
     assert [said.get("stage") for said in stage.wait_all("cannot_join")] == [None, None]

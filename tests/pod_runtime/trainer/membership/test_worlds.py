@@ -40,6 +40,13 @@ def prepared_beside(job: FakeLauncher) -> tuple[Stage, Stage]:
     return old, new
 
 
+def finish_anew(job: FakeLauncher, restore_from: tuple[int, int], *args: str) -> None:
+    """Let one trainer of a next stage begin from there, and train to the end."""
+    stage = job.start(1, *(args or out(job)), restore_from=restore_from)
+    stage.go()
+    finish(stage)
+
+
 def finish(stage: Stage) -> None:
     (stage.launcher.folder / "hurry").touch()
     assert stage.codes() == [0] * len(stage.trainers), stage.logs()
@@ -112,9 +119,7 @@ def test_a_rank_that_dies_before_its_update_costs_the_step_in_flight_only(launch
     stage.go()
     assert stage.codes() == [75, -signal.SIGKILL], stage.logs()
     assert job.newest() == (1, 5)
-    stage = job.start(1, *out(job), restore_from=(1, 5))
-    stage.go()
-    finish(stage)
+    finish_anew(job, (1, 5))
 
 
 def test_a_trainer_that_is_told_to_end_puts_its_last_step_away_first(launch):
@@ -128,9 +133,7 @@ def test_a_trainer_that_is_told_to_end_puts_its_last_step_away_first(launch):
     assert stage.codes() == [75, 75], stage.logs()
     left = job.newest()
     assert left[1] >= stage.trainers[0].words("step")[-1]["step"]
-    stage = job.start(1, *out(job), restore_from=left)
-    stage.go()
-    finish(stage)
+    finish_anew(job, left)
 
 
 def test_a_script_may_begin_one_training_after_the_other_and_keeps_nothing_of_it_open(launch):
@@ -166,9 +169,7 @@ def test_a_trainer_that_waits_for_a_frozen_peer_ends_when_it_is_told_to_and_lose
     left = job.newest()
     assert left[1] >= stage.trainers[0].words("step")[-1]["step"]
     stage.end()
-    stage = job.start(1, *out(job), restore_from=left)
-    stage.go()
-    finish(stage)
+    finish_anew(job, left)
 
 
 def test_parked_trainers_go_on_when_the_cut_is_off(launch):
@@ -206,9 +207,7 @@ def test_a_cut_while_a_rank_waits_for_data_voids_the_step_and_redoes_it(launch, 
     assert stage.drained() == 2
     stage.end()
     gate.unlink()
-    stage = job.start(1, *args, restore_from=(1, 2))
-    stage.go()
-    finish(stage)
+    finish_anew(job, (1, 2), *args)
 
 
 def test_a_cut_during_evaluation_parks_there_and_evaluates_again_afterwards(launch, tmp_path: Path):

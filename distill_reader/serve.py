@@ -49,7 +49,8 @@ On the port
   Paddle Serving    HTTP POST /GeneralModelService/inference (protobuf or JSON), and gRPC; its
                     requests name no model: they are for the first --model, or in HTTP for
                     /MODEL/GeneralModelService/inference
-  /metrics          for Prometheus;  /v2/health/live, /v2/health/ready  for probes
+  /metrics          for Prometheus
+  health, without a token:  /v2/health/live, /v2/health/ready;  gRPC grpc.health.v1.Health
 
 Predictors are processes: one per GPU of --gpu_ids (--thread N: N per GPU), or N on the CPU. If one
 dies or hangs, it is restarted, and its batch is computed again.

@@ -375,9 +375,10 @@ def test_edl_has_the_verb_and_loads_it_when_it_is_called(verb):
 
 def test_a_token_of_the_environment_is_wanted(start):
     server = start(EDL_TOKEN="secret")
-    assert server.http("GET", "/v2/health/live").status_code == 401
+    assert server.http("GET", "/v2").status_code == 401
     shown = {"Authorization": "Bearer secret"}
-    assert server.http("GET", "/v2/health/live", headers=shown).ok
+    assert server.http("GET", "/v2", headers=shown).ok
+    assert server.http("GET", "/v2/health/ready").ok  # probes have none
 
 
 def test_a_model_is_described_in_one_line():

@@ -38,7 +38,8 @@ _PROBE_S = 1.0
 _WITHDRAW_S = 1.5
 _SAYING = (200, 400, 503)  # HTTP statuses of a teacher that reports whether it is ready
 _ANOTHER = 20  # probes in a row without an answer: it may be another teacher, which does not report
-_EVERYWHERE = ("0.0.0.0", "::")  # addresses that a server listens on, and no client connects to
+# Addresses that a server listens on and no client connects to, and the families that reach it.
+_EVERYWHERE = {"0.0.0.0": socket.AF_INET, "::": socket.AF_UNSPEC}
 _RESTART_S = 2.0  # a teacher that is not ready for less may just restart a predictor
 
 
@@ -334,7 +335,7 @@ async def register_until(
 async def _register(config: RegistrarConfig, is_alive: Callable[[], Awaitable[bool]]) -> None:
     host, port = host_port_of(config.server)
     if host in _EVERYWHERE:
-        host = await _own_address(config.addresses)
+        host = await _own_address(config.addresses, _EVERYWHERE[host])
         config = replace(config, server=f"{bracketed(host)}:{port}")
     await Registrar(config, is_alive).run()
 
@@ -388,7 +389,7 @@ class RegistrarThread:
         return self._readiness.note(self._is_ready())
 
 
-async def _own_address(addresses: Sequence[RegistryAddress]) -> str:
+async def _own_address(addresses: Sequence[RegistryAddress], family: socket.AddressFamily) -> str:
     """Return the address of this host as a registry sees it. Sends nothing.
 
     Waits until a registry has a name, and this host a network: in containers, names come later.
@@ -398,7 +399,7 @@ async def _own_address(addresses: Sequence[RegistryAddress]) -> str:
         reasons: list[str] = []
         for address in addresses:
             try:
-                return await _address_towards(*address.host_port)
+                return await _address_towards(*address.host_port, family)
             except OSError as error:
                 reasons.append(f"{address}: {error}")
         if time.monotonic() - logged_s >= _LOG_EVERY_S:
@@ -411,10 +412,16 @@ async def _own_address(addresses: Sequence[RegistryAddress]) -> str:
         await asyncio.sleep(_RETRY_S)
 
 
-async def _address_towards(host: str, port: int) -> str:
+async def _address_towards(host: str, port: int, family: socket.AddressFamily) -> str:
     """Raises: OSError: the name is unknown, or no network leads there."""
-    loop = asyncio.get_running_loop()
-    family, kind, _, _, there = (await loop.getaddrinfo(host, port, type=socket.SOCK_DGRAM))[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(there)
-        return str(probe.getsockname()[0])
+    failure = OSError("it has no address")
+    for found, kind, _, _, there in await asyncio.get_running_loop().getaddrinfo(
+        host, port, family=family, type=socket.SOCK_DGRAM
+    ):
+        try:
+            with socket.socket(found, kind) as probe:
+                probe.connect(there)
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            failure = error
+    raise failure

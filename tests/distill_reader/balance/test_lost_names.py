@@ -121,6 +121,30 @@ class TestATeacherThatIsToFindItsOwnAddress:
             registrar.stop()
         wait_until(lambda: not server.teachers())
 
+    def test_is_found_by_the_family_that_it_listens_on(self, run, monkeypatch):
+        server = run(LocalDiscovery)
+        look_up = socket.getaddrinfo
+
+        def both(host: Any, *args: Any, **options: Any) -> Any:
+            if host != NAME:
+                return look_up(host, *args, **options)
+            port, family, kind, *_ = args
+            names = ("127.0.0.1",) if family == socket.AF_INET else ("::1", "127.0.0.1")
+            return [each for name in names for each in look_up(name, port, 0, kind)]
+
+        monkeypatch.setattr(socket, "getaddrinfo", both)
+        config = RegistrarConfig(
+            addresses=registry_addresses(f"{NAME}:{server.port}", "where"),
+            service="svc",
+            server="0.0.0.0:9292",
+        )
+        registrar = RegistrarThread(config, lambda: True)
+        registrar.start()
+        try:
+            wait_until(lambda: server.teachers() == {"127.0.0.1:9292"})
+        finally:
+            registrar.stop()
+
     def test_asks_the_next_registry_meanwhile(self, run):
         server = run(LocalDiscovery)
         config = RegistrarConfig(

@@ -1,5 +1,6 @@
 """The Dockerfile copies what exists, runs without root, and passes its linter."""
 
+import contextlib
 import fnmatch
 import json
 import os
@@ -7,9 +8,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path, PurePosixPath
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.docker.compose import DOCKER
 from tests.support import ROOT
@@ -113,6 +118,71 @@ def test_it_runs_as_a_user_with_a_health_check_and_an_entry_point_that_exist():
     for program in ours:
         assert (ROOT / program.removeprefix("/opt/edl/")).exists()
     assert os.access(DOCKER / "entry.sh", os.X_OK)
+
+
+# --- the packages
+
+EXTRAS = ("gpu", "distill", "redis", "examples", "summary")
+
+
+def pinned() -> dict[str, Requirement]:
+    """Return what requirements.txt pins for the Python of the tests, by name."""
+    lines = (DOCKER / "requirements.txt").read_text().splitlines()
+    found = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    used = [each for each in found if each.marker is None or each.marker.evaluate()]
+    return {canonicalize_name(each.name): each for each in used}
+
+
+def needed() -> dict[str, list[Requirement]]:
+    """Return what the image needs beside EDL and Paddle, and what that needs where it is here."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    texts = [*project["dependencies"], "paddlepaddle"]
+    texts += [each for extra in EXTRAS for each in project["optional-dependencies"][extra]]
+    left = [(Requirement(text), "") for text in texts]
+    found: dict[str, list[Requirement]] = {}
+    seen = set()
+    while left:
+        requirement, extra = left.pop()
+        name = canonicalize_name(requirement.name)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        if name not in ("edl", "paddlepaddle"):
+            found.setdefault(name, []).append(requirement)
+        for wanted in ("", *requirement.extras):
+            if (name, wanted) in seen or name == "edl":
+                continue
+            seen.add((name, wanted))
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                left += [(Requirement(text), wanted) for text in metadata.requires(name) or ()]
+    return found
+
+
+def test_the_image_has_every_package_that_edl_needs_in_one_version_that_suits_all():
+    pins = pinned()
+    wanted = needed()
+    assert wanted.keys() <= pins.keys()
+    for name, requirements in wanted.items():
+        (pin,) = pins[name].specifier
+        assert pin.operator == "=="
+        for requirement in requirements:
+            assert requirement.specifier.contains(pin.version, prereleases=True), requirement
+
+
+def test_the_image_has_no_package_that_nobody_needs():
+    pytest.importorskip("paddle", reason="needs packages of its own")
+    assert pinned().keys() - needed().keys() <= {"async-timeout"}  # of older patches of Python 3.11
+
+
+def test_a_change_of_edl_makes_no_layer_of_packages_anew():
+    before = [rest for _, rest in instructions()]
+    at = next(number for number, rest in enumerate(before) if "requirements.txt" in rest)
+    packages = next(number for number, rest in enumerate(before) if "pip check" in rest)
+    for rest in before[: packages + 1]:
+        assert "pyproject.toml" not in rest
+    assert before[at] == "docker/requirements.txt /opt/"
+    copies = [rest for word, rest in of_last_stage() if word == "COPY"]
+    assert copies[0] == "--from=packages /opt/venv /opt/venv"
+    assert copies[1] == "--from=edl /edl/opt/venv /opt/venv"
 
 
 def test_paddle_is_the_version_that_the_tests_run_with():

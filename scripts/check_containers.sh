@@ -111,14 +111,15 @@ wait_for() {
 container() { stack "$1" compose ps --all --quiet "$2"; }
 is_healthy() { [ "$(docker inspect --format '{{.State.Health.Status}}' "$(container "$1" "$2")")" = healthy ]; }
 
-# cold_up PROFILE SERVICE...: starts what is not there yet, until the engine calls every service healthy.
+# cold_up PROFILE SERVICE...: starts what is not there yet, until the engine calls every service healthy. $what is
+# that in other words.
 cold_up() {
     local profile="$1" begin each
     shift
     begin="$(now)"
     stack "$profile" up >/dev/null 2>"$work/up.log" || { cat "$work/up.log" >&2 && die "$profile: up failed"; }
     for each in "$@"; do wait_for "$each is healthy" is_healthy "$profile" "$each"; done
-    row "$profile: up to healthy" "$(minus "$(now)" "$begin") s ($*)"
+    row "$profile: ${what:-up to healthy}" "$(minus "$(now)" "$begin") s ($*)"
 }
 
 # Leaves the job as it is in $state, $step, $stage, $trainers, $committed_at and $redone.
@@ -200,4 +201,4 @@ stack teachers compose run --rm -T -e PADDLE_DISTILL_BALANCE_SERVER=discovery:70
 row "teachers: a student by discovery" "ended after $(minus "$(now)" "$begin") s"
 docker kill "$(container teachers redis)" >/dev/null
 docker kill "$(container teachers teacher)" >/dev/null
-cold_up teachers redis discovery teacher
+what="Redis and the teacher killed, up to healthy" cold_up teachers redis discovery teacher

@@ -273,6 +273,8 @@ def _options(limits: FrontLimits) -> list[tuple[str, int]]:
         # Clients that ping more often are disconnected; ours and Triton's ping less.
         ("grpc.http2.min_ping_interval_without_data_ms", 5000),
         ("grpc.keepalive_permit_without_calls", 1),
+        # A client whose host has vanished must not hold a watch of health for ever.
+        ("grpc.keepalive_time_ms", 60_000),
         ("grpc.so_reuseport", 0),  # a port in use is an error, not half of the requests
     ]
 

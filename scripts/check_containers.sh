@@ -111,8 +111,8 @@ wait_for() {
 container() { stack "$1" compose ps --all --quiet "$2"; }
 is_healthy() { [ "$(docker inspect --format '{{.State.Health.Status}}' "$(container "$1" "$2")")" = healthy ]; }
 
-# cold_up PROFILE SERVICE...: starts what is not there yet, until the engine calls every service healthy. $what is
-# that in other words.
+# cold_up PROFILE SERVICE...: starts what is not there yet, until the engine calls every service healthy.
+# $what names the row of the table, if it is no start from nothing.
 cold_up() {
     local profile="$1" begin each
     shift

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from job_server.api.wire import DesiredState, PodStagePhase
+from job_server.api.wire import DesiredState, Order, PodStagePhase, Way
 from job_server.cluster.placement import Cluster, find_node
 from job_server.jobs.work import Goal
 from job_server.training.job import GONE, TERMINATED, Cause, CauseKind, Job, JobStage, TrainingPod
@@ -90,14 +90,15 @@ def _silent_pods(work: Work) -> list[TrainingPod]:
 def _may_be_needed(job: Job, pod: TrainingPod) -> bool:
     """Return whether the pod is only needed for the state it holds, once its client is back.
 
-    To be written, where the job pauses or ends; else to start from, while nothing else starts.
+    To be written, where the job pauses or ends; else to start from, while no other trainers start.
     """
     stage = job.active
     over = stage is None or stage.over is not None or stage.all_in(*GONE)
     if not over or pod.pod_id not in job.progress.snapshots:
         return False
-    waits = job.preparing is None and pod.desired is DesiredState.HOLD
-    return job.goal is not Goal.RUN or waits
+    preparing = job.preparing
+    begins = preparing is not None and (preparing.phase, preparing.way) != (Order.PREPARE, Way.START)
+    return job.goal is not Goal.RUN or (not begins and pod.desired is DesiredState.HOLD)
 
 
 def _reaches(work: Work, stage: JobStage) -> bool:

@@ -423,8 +423,11 @@ def same_but_progress(old: Job, new: Job) -> bool:
     Nothing needs writing if only what every heartbeat changes differs, how far a pod has started,
     or which pods of the active stage have parked: until all have, that changes nothing, and
     launchers report it again when they attach. (If the server is killed during a cut, the pause
-    counts from its restart.)
+    counts from its restart.) Who holds a state of which stage is written: a launcher may be gone
+    when the server is back.
     """
+    if old.progress.snapshots is not new.progress.snapshots and _held(old) != _held(new):
+        return False
     for before, now in ((old.active, new.active), (old.preparing, new.preparing)):
         if before is not now and not _same_but_reports(before, now):
             return False
@@ -436,6 +439,10 @@ def same_but_progress(old: Job, new: Job) -> bool:
         lineage=new.lineage if _same_but_stop(old, new) else old.lineage,
     )
     return held == new
+
+
+def _held(job: Job) -> dict[str, int]:
+    return {pod_id: ref.stage for pod_id, ref in job.progress.snapshots.items()}
 
 
 def _same_but_reports(before: JobStage | None, now: JobStage | None) -> bool:

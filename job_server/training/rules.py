@@ -27,7 +27,7 @@ from job_server.training.allocation import (
     make_pods,
 )
 from job_server.training.changes import may_change, store_script_clock, take_next
-from job_server.training.fencing import count_fenced, fenced_at, lose_silent
+from job_server.training.fencing import count_fenced, fenced_at, is_silent, lose_silent
 from job_server.training.halting import halt
 from job_server.training.job import (
     COMPLETED,
@@ -213,6 +213,9 @@ def _advance_prepare(work: Work, stage: JobStage, active: JobStage | None) -> No
     if not ready or work.now < job.budget.retry_at or stage.standby:
         return
     if stage.way is Way.START:
+        for pod in work.job.pods:  # what they hold is out of the new trainers' reach
+            if pod.desired is DesiredState.HOLD and is_silent(work, pod):
+                work.release(pod.pod_id)
         enter_start(work)
         return
     if active is None or active.resuming:

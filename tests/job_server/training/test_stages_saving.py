@@ -360,6 +360,42 @@ def test_a_job_whose_nodes_were_all_cut_off_goes_on_from_what_their_shims_hold()
     assert records(made)[-1].first_step == step + 1
 
 
+def test_a_server_that_is_killed_knows_every_node_that_holds_the_state():
+    made = world(stop_after_s=5.0, slots=1)
+    made.has_path = False
+    ahead(made)
+    made.stop_server()
+    made.rounds(20)  # the clients stop their pods
+    step = newest(made)
+    made.power_off(made.nodes["a"])
+    made.start_server()
+    made.run_until(JobState.RECOVERING)
+    trains(made)
+    assert [each.first_step for each in records(made)[:2]] == [1, step + 1]
+
+
+def test_nodes_that_are_cut_off_keep_the_state_though_the_server_is_started_again():
+    """It tries a start at first, as it has just not heard of them yet."""
+    made = world(stop_after_s=5.0)
+    made.has_path = False
+    ahead(made)
+    made.cut_off()
+    made.rounds(60)
+    step = newest(made)
+    made.stop_server()
+    made.start_server()
+    for sim in made.nodes.values():  # as the server reads them from its database
+        sim.registered, sim.seen_at = True, made.now
+    made.send(Tick())
+    assert made.job.preparing is not None
+    made.rounds(60)
+    assert made.job.state is JobState.WAITING
+    made.reconnect()
+    trains(made)
+    made.rounds(12)
+    assert step + 1 in [each.first_step for each in records(made)]
+
+
 @pytest.mark.parametrize("max_preemptions", [None, 0])
 def test_nodes_that_are_cut_off_one_after_the_other_keep_the_state_as_well(max_preemptions):
     """The last heartbeats of two nodes never come at the same moment."""

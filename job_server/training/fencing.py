@@ -96,8 +96,8 @@ def _may_be_needed(job: Job, pod: TrainingPod) -> bool:
     over = stage is None or stage.over is not None or stage.all_in(*GONE)
     if not over or pod.pod_id not in job.progress.snapshots:
         return False
-    preparing = job.preparing
-    begins = preparing is not None and (preparing.phase, preparing.way) != (Order.PREPARE, Way.START)
+    next_one = job.preparing
+    begins = next_one is not None and (next_one.phase, next_one.way) != (Order.PREPARE, Way.START)
     return job.goal is not Goal.RUN or (not begins and pod.desired is DesiredState.HOLD)
 
 

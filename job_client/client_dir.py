@@ -23,7 +23,7 @@ class ClientDir:
             self.pods_dir.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(log_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise SetupError(f"--log_dir: cannot write {log_dir}: {error.strerror}") from None
+            raise _unwritable(log_dir, error) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -33,7 +33,11 @@ class ClientDir:
                 "folder of its own"
             ) from None
         self.log_dir = log_dir
-        self.marker = self._read_marker()
+        try:
+            self.marker = self._read_marker()
+        except OSError as error:
+            self.close()
+            raise _unwritable(log_dir, error) from None
 
     def _read_marker(self) -> str:
         """Return the mark of this folder's processes: made once, and unique."""
@@ -54,3 +58,7 @@ class ClientDir:
 
     def close(self) -> None:
         os.close(self._lock)
+
+
+def _unwritable(log_dir: Path, error: OSError) -> SetupError:
+    return SetupError(f"--log_dir: cannot write {log_dir}: {error.strerror}")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from job_client.agent import EndMode
+from job_client.client_dir import ClientDir
 from job_client.errors import FatalError, SetupError
 from job_server.api.errors import Conflict, Unauthorized
 from job_server.api.wire import DesiredState, JobSpec, JobStatus, PodPhase
@@ -346,6 +347,12 @@ def test_two_clients_cannot_share_a_folder(start_client, make_config, server):
     start_client()
     with pytest.raises(SetupError, match="another job client runs in"):
         start_client()
+
+
+def test_a_folder_whose_marker_cannot_be_written_is_refused_by_name(tmp_path):
+    (tmp_path / "marker").mkdir()  # where a file is to be
+    with pytest.raises(SetupError, match="--log_dir: cannot write"):
+        ClientDir(tmp_path)
 
 
 def test_folder_paths_longer_than_a_socket_name_may_be_work(start_client, server, tmp_path):

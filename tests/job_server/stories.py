@@ -488,6 +488,7 @@ class Story:
         self.store.is_full, self.store.fails_in, self.store.dies_in = False, None, None
         for machine in self.machines.values():
             machine.client = machine.link = True
+        self.sync()
         for job in self.jobs:
             if job.entry is not None and job.job.state is JobState.PAUSED:
                 self.service.ask(job.job.spec.job_id, ResumeAsked())

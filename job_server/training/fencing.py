@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from job_server.api.wire import DesiredState, Order, PodStagePhase, Way
+from job_server.api.wire import DesiredState, Order, PodStagePhase
 from job_server.cluster.placement import Cluster, find_node
 from job_server.jobs.work import Goal
+from job_server.training.allocation import newest_in_memory
 from job_server.training.job import GONE, TERMINATED, Cause, CauseKind, Job, JobStage, TrainingPod
 from job_server.training.moves import lose
 from job_server.training.work import Work
@@ -90,15 +91,19 @@ def _silent_pods(work: Work) -> list[TrainingPod]:
 def _may_be_needed(job: Job, pod: TrainingPod) -> bool:
     """Return whether the pod is only needed for the state it holds, once its client is back.
 
-    To be written, where the job pauses or ends; else to start from, while no other trainers start.
+    To be written, where the job pauses or ends; else to start from, until other trainers start.
     """
-    stage = job.active
-    over = stage is None or stage.over is not None or stage.all_in(*GONE)
-    if not over or pod.pod_id not in job.progress.snapshots:
+    if pod.pod_id not in job.progress.snapshots:
         return False
-    next_one = job.preparing
-    begins = next_one is not None and (next_one.phase, next_one.way) != (Order.PREPARE, Way.START)
-    return job.goal is not Goal.RUN or (not begins and pod.desired is DesiredState.HOLD)
+    stage, preparing = job.active, job.preparing
+    over = stage is None or stage.over is not None or stage.all_in(*GONE)
+    if job.goal is not Goal.RUN:
+        return over
+    if pod.desired is not DesiredState.HOLD:
+        return False
+    newest = newest_in_memory(job)
+    begins = preparing is not None and preparing.phase not in (Order.PREPARE, Order.CUT)
+    return not begins and (over or (newest is not None and pod.pod_id in newest.pods))
 
 
 def _reaches(work: Work, stage: JobStage) -> bool:

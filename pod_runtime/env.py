@@ -114,17 +114,18 @@ class TrainerEnv:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Self:
-        """Read what `trainer_environment` or `paddle.distributed.launch` made, if either did.
+        """Read what the launcher, `paddle.distributed.launch` or torchrun made, if any did.
 
         Raises:
             EnvError: a variable is malformed, or the rank is not below the world size.
         """
-        world_size = _whole(environ, "PADDLE_TRAINERS_NUM", low=1, default=1)
-        rank = _whole(environ, "PADDLE_TRAINER_ID", low=0, default=0)
+        rank_name, size_name = "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM"
+        if size_name not in environ and {"RANK", "WORLD_SIZE"} <= environ.keys():  # torchrun's
+            rank_name, size_name = "RANK", "WORLD_SIZE"
+        world_size = _whole(environ, size_name, low=1, default=1)
+        rank = _whole(environ, rank_name, low=0, default=0)
         if rank >= world_size:
-            raise EnvError(
-                f"PADDLE_TRAINER_ID: {rank} is not below PADDLE_TRAINERS_NUM, {world_size}"
-            )
+            raise EnvError(f"{rank_name}: {rank} is not below {size_name}, {world_size}")
         channel = environ.get(CHANNEL) or None
         run_dir = environ.get("EDL_RUN_DIR")
         pod_dir = environ.get("EDL_POD_DIR")

@@ -39,7 +39,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--preload",
         default="",
         metavar="MODULE,...",
-        help="installed modules that warm spares import besides Paddle, if the job has spares",
+        help="installed modules that warm spares import besides the trainers' framework",
     )
     parser.add_argument("script", help="training script; arguments after it are the script's")
     parser.add_argument("args", nargs=argparse.REMAINDER)

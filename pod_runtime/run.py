@@ -89,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="warm trainers per pod (1), for a quick recovery; 150 MB each",
     )
-    add("--preload", metavar="MODULE,...", help="what spares import besides Paddle")
+    add("--preload", metavar="MODULE,...", help="what spares import besides the framework")
     add(
         "--standby",
         type=int,

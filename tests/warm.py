@@ -1,13 +1,14 @@
-"""Start Python processes that have Paddle imported already, for tests that need many.
+"""Start Python processes that have their framework imported already, for tests that need many.
 
-The first test that wants one starts a server, which imports Paddle once and forks for each script.
-A fork runs its script as `__main__`, in an environment, a folder and a session of its own, and ends
-as an interpreter ends. It has the hash seed of the other forks, and no modules but Paddle and what
-Paddle imports. In a new interpreter the import takes two seconds.
+The first test that wants one starts a server, which imports Paddle, or PyTorch, once and forks for
+each script. A fork runs its script as `__main__`, in an environment, a folder and a session of its
+own, and ends as an interpreter ends. It has the hash seed of the other forks, and no modules but
+the framework and what that imports. In a new interpreter the import takes two seconds.
 """
 
 import atexit
 import functools
+import importlib
 import json
 import os
 import random
@@ -25,7 +26,7 @@ from typing import Any
 
 from tests.support import ROOT
 
-# What Paddle and Python read when they start. The same for all; a script's own may say the same.
+# What frameworks and Python read at their start. The same for all; a script's own may say the same.
 STARTUP = {"PYTHONWARNINGS": "ignore", "GLOG_minloglevel": "2", "OMP_NUM_THREADS": "1"}
 
 
@@ -71,7 +72,7 @@ def start(
         out: descriptor for its output.
         err: the same for its errors; None: `out`.
     """
-    server = _server()
+    server = _server(_framework_of(Path(argv[0])))
     order = {"argv": list(argv), "env": dict(env), "cwd": str(cwd or Path.cwd())}
     return WarmProcess(server, server.ask(order, out, out if err is None else err)["pid"])
 
@@ -95,12 +96,12 @@ def run(
 class _Server:
     """The process that forks; it ends with this one."""
 
-    def __init__(self) -> None:
+    def __init__(self, framework: str) -> None:
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.warm", str(theirs.fileno())],
+                [sys.executable, "-m", "tests.warm", framework, str(theirs.fileno())],
                 cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
                 env={**os.environ, **STARTUP},
             )  # fmt: skip
@@ -120,14 +121,19 @@ class _Server:
 
 
 @functools.cache
-def _server() -> _Server:
-    return _Server()
+def _server(framework: str) -> _Server:
+    return _Server(framework)
+
+
+def _framework_of(script: Path) -> str:
+    lines = script.read_text().splitlines()
+    return "torch" if any(line.startswith("import torch") for line in lines) else "paddle"
 
 
 # --- the server's side
 
 
-def _serve(orders: socket.socket) -> None:
+def _serve(framework: str, orders: socket.socket) -> None:
     """Fork for each order; returns in the forks alone, with `sys.argv` set."""
     while True:
         data, fds, _flags, _address = socket.recv_fds(orders, 1 << 20, 2)
@@ -147,7 +153,7 @@ def _serve(orders: socket.socket) -> None:
                 os.close(ready)
                 os.close(in_session)
                 orders.close()
-                _become(order, *fds)
+                _become(framework, order, *fds)
                 return
             os.close(in_session)
             os.read(ready, 1)  # ends when the fork has its session, which tests kill
@@ -158,9 +164,8 @@ def _serve(orders: socket.socket) -> None:
         orders.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def _become(order: dict[str, Any], out: int, err: int) -> None:
+def _become(framework: str, order: dict[str, Any], out: int, err: int) -> None:
     import numpy as np
-    import paddle
 
     os.dup2(out, 1)
     os.dup2(err, 2)
@@ -173,14 +178,15 @@ def _become(order: dict[str, Any], out: int, err: int) -> None:
     # As separate interpreters do, forks begin with random numbers of their own.
     random.seed()
     np.random.seed()
-    paddle.seed(random.getrandbits(31))
+    made = sys.modules[framework]
+    (made.seed if framework == "paddle" else made.manual_seed)(random.getrandbits(31))
 
 
 def _main() -> None:
-    import paddle  # noqa: F401  this is what takes long
-
+    framework = sys.argv[1]
+    importlib.import_module(framework)  # this is what takes long
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    _serve(framework, socket.socket(fileno=int(sys.argv[2])))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     script = sys.argv[0]
     sys.path[0] = str(Path(script).resolve().parent)

@@ -220,6 +220,8 @@ class Launcher:
                 f"hello: pid {connection.peer_pid} is not rank {hello.rank} of stage {hello.stage}"
             )
         self._connections[name] = connection
+        if hello.adapter:
+            self._pool.preload_adapter(hello.adapter)
 
     def _on_death(self, trainer: TrainerProcess) -> None:
         name = trainer.key, trainer.rank

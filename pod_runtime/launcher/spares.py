@@ -18,7 +18,6 @@ from pod_runtime.processes import die_with_parent, set_priority
 
 logger = logging.getLogger(__name__)
 
-PRELOAD = ("pod_runtime.trainer.elastic", "pod_runtime.trainer.frameworks.paddle.adapter")
 MARK = "EDL_SPARE"  # in the environment of a spare and of what it starts: tells whose they are
 
 
@@ -108,7 +107,7 @@ class Spares:
     """The spares that wait. For the launcher's main thread only."""
 
     def __init__(self, preload: Sequence[str], log_dir: Path) -> None:
-        self._preload = tuple(preload)
+        self.preload = tuple(preload)  # modules that the next ones import
         self._log_dir = log_dir
         self._spares: list[Spare] = []
         self._made = 0
@@ -119,7 +118,7 @@ class Spares:
     def start(self, env: Mapping[str, str]) -> Spare:
         """Start one more. Raises SpawnError."""
         self._made += 1
-        spare = Spare(str(self._made), self._preload, env, self._log_dir / "spares.log")
+        spare = Spare(str(self._made), self.preload, env, self._log_dir / "spares.log")
         self._spares.append(spare)
         logger.info("warming a spare trainer (pid %d)", spare.process.pid)
         return spare

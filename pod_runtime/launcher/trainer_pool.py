@@ -9,13 +9,17 @@ from job_server.api.wire import StagePlan
 from pod_runtime.env import POD_ID, PodEnv, spare_environment, trainer_environment
 from pod_runtime.launcher.console import Console
 from pod_runtime.launcher.network import interface_of
-from pod_runtime.launcher.spares import PRELOAD, Spare, Spares
+from pod_runtime.launcher.spares import Spare, Spares
 from pod_runtime.launcher.state import Key
 from pod_runtime.launcher.trainers import TrainerProcess, is_script, with_defaults
 from pod_runtime.orphans import kill_orphans, noted_forks, reap_adopted, remove_shared_memory
 from pod_runtime.processes import read
 
 Name = tuple[Key, int]  # ((stage, attempt), rank)
+
+
+_LOOP = "pod_runtime.trainer.elastic"
+_USUAL_ADAPTER = "pod_runtime.trainer.frameworks.paddle.adapter"  # until a trainer has said which
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +44,8 @@ class TrainerPool:
         self._channel = channel
         self._trainers: dict[Name, TrainerProcess] = {}
         self._console = Console() if config.console else None
-        self.spares = Spares((*PRELOAD, *config.preload), config.log_dir)
+        self.spares = Spares((), config.log_dir)
+        self.preload_adapter(_USUAL_ADAPTER)
         self._dead_pids: set[int] = set()  # until `sweep` has removed what they left in /dev/shm
 
     def __iter__(self) -> Iterator[TrainerProcess]:
@@ -80,6 +85,10 @@ class TrainerPool:
     def can_warm(self) -> bool:
         """Whether trainers are Python scripts: only those can be run by a spare."""
         return is_script(self._config.command)
+
+    def preload_adapter(self, module: str) -> None:
+        """Have the next spares import the adapter of the trainers' framework."""
+        self.spares.preload = (_LOOP, module, *self._config.preload)
 
     def warm_spare(self) -> Spare:
         """Start a spare. Raises SpawnError."""

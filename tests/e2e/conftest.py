@@ -25,8 +25,9 @@ def counting_cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
         step_s: float = 0.05,
         workers: int = 0,
         checkpoint: str = "--checkpoint {out}/checkpoint",
+        program: str = "count_train.py",
     ) -> Cluster:
-        trainer = ROOT / "tests" / "e2e" / "count_train.py"
+        trainer = ROOT / "tests" / "e2e" / program
         script = (
             "{python} -m pod_runtime.launch --log_dir {out}/log " + str(trainer) + " "
             f"--samples {samples} --epochs {epochs} --step_s {step_s} --workers {workers} "

@@ -142,8 +142,18 @@ def test_a_trainer_finds_its_rank_in_every_plan_by_its_place_in_its_pod():
         own_rank(replace(PLAN, pods=PLAN.pods[:1]), second)
 
 
-def test_outside_edl_each_rank_is_a_pod_on_a_node_of_its_own():
-    env = TrainerEnv.read({"PADDLE_TRAINERS_NUM": "3", "PADDLE_TRAINER_ID": "2"})
+@pytest.mark.parametrize(
+    "environ",
+    [
+        pytest.param(
+            {"PADDLE_TRAINERS_NUM": "3", "PADDLE_TRAINER_ID": "2"}, id="Paddle's launcher"
+        ),
+        pytest.param({"WORLD_SIZE": "3", "RANK": "2"}, id="torchrun"),
+    ],
+)
+def test_outside_edl_each_rank_is_a_pod_on_a_node_of_its_own(environ):
+    env = TrainerEnv.read(environ)
+    assert env.rank == 2
     plan = plan_outside_edl(env)
     assert (plan.world_size, plan.max_trainers, plan.master) == (3, 3, "")
     assert [(pod.node_id, pod.ranks) for pod in plan.pods] == [

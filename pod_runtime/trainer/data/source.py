@@ -9,7 +9,14 @@ import numpy as np
 
 from pod_runtime.trainer.errors import UsageError
 
-_WORKER_OPTIONS = ("use_shared_memory", "timeout", "worker_init_fn", "prefetch_factor")
+_IN_ORDER = ("SequenceSampler", "SequentialSampler")  # Paddle's and PyTorch's
+_HOLD_OTHERS = ("ConcatDataset", "ComposeDataset", "StackDataset")
+_WORKER_OPTIONS = {  # of each framework's loader, besides num_workers
+    "paddle": ("use_shared_memory", "timeout", "worker_init_fn", "prefetch_factor"),
+    "torch": (
+        "timeout", "worker_init_fn", "prefetch_factor", "pin_memory", "multiprocessing_context",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +31,7 @@ class DataSource:
     collate: Callable[[list[Any]], Any] | None  # None: the framework's default
     num_workers: int
     worker_options: Mapping[str, Any]
-    subset: int | None = None  # checksum of the indices of Paddle's subsets; None: there are none
+    subset: int | None = None  # checksum of the indices of Subset objects; None: there are none
 
 
 def make_source(
@@ -85,31 +92,36 @@ def make_source(
 
 
 def subset_digest(dataset: Any) -> int | None:
-    """Return a checksum of the indices that Paddle's subsets in `dataset` hold; None: none do.
+    """Return a checksum of the indices that a framework's subsets in `dataset` hold; None: none do.
 
-    `random_split` draws their samples by Paddle's generator: without `paddle.seed` before it they
-    differ between processes.
+    `random_split` draws their samples by the framework's generator: unless that is seeded before,
+    they differ between processes.
     """
-    kind = _paddles(dataset)
+    kind = _frameworks_own(dataset)
     if kind == "Subset":
         mine: int | None = zlib.crc32(np.asarray(dataset.indices, np.int64).tobytes())
         parts = [mine, subset_digest(dataset.dataset)]
     else:
-        inner = dataset.datasets if kind in ("ConcatDataset", "ComposeDataset") else ()
+        held = dataset.datasets if kind in _HOLD_OTHERS else ()
+        inner = held.values() if isinstance(held, dict) else held  # a StackDataset by names
         parts = [subset_digest(each) for each in inner]
     if all(part is None for part in parts):
         return None
     return zlib.crc32(repr(parts).encode())
 
 
-def _paddles(thing: Any) -> str:
+def _frameworks_own(thing: Any) -> str:
     """Return the name of the class if it is the framework's own; "" for any other."""
     kind = type(thing)
-    return kind.__name__ if _is_paddles(kind) else ""
+    return kind.__name__ if _is_frameworks(kind) else ""
 
 
-def _is_paddles(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "paddle"
+def _is_frameworks(kind: type) -> bool:
+    return _framework_of(kind) in _WORKER_OPTIONS
+
+
+def _framework_of(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 def _is_loader(thing: Any) -> bool:
@@ -117,14 +129,15 @@ def _is_loader(thing: Any) -> bool:
 
 
 def _check_map_style(name: str, dataset: Any, what: str) -> None:
-    # Paddle's IterableDataset has both methods; they raise.
+    # An IterableDataset may have both methods; they raise.
     is_stream = any(
-        each.__name__ == "IterableDataset" and _is_paddles(each) for each in type(dataset).__mro__
+        each.__name__ == "IterableDataset" and _is_frameworks(each)
+        for each in type(dataset).__mro__
     )
     if is_stream or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise UsageError(
             f"{name}: {what} is a stream, without __getitem__ and __len__: no sample can be found "
-            f"by its index. Pass a map-style dataset (paddle.io.Dataset); or leave train_set out, "
+            f"by its index. Pass a map-style dataset; or leave train_set out, "
             f"and read the stream by reader= with batch_size= and steps_per_epoch=, each sample at "
             f"least once"
         )
@@ -133,13 +146,13 @@ def _check_map_style(name: str, dataset: Any, what: str) -> None:
 def _take_over(name: str, loader: Any) -> dict[str, Any]:
     """Return the options of a loader that does nothing else."""
     for kind in type(loader).__mro__:
-        if _is_paddles(kind) and kind.__name__ == "DataLoader":
+        if _is_frameworks(kind) and kind.__name__ == "DataLoader":
             break
         if kind is object or {"__iter__", "__call__", "__next__"} & vars(kind).keys():
             raise UsageError(
-                f"{name}: what {type(loader).__name__} yields is not what paddle.io.DataLoader "
-                f"would, and the loop reads the dataset itself. Pass a paddle.io.DataLoader; do "
-                f"what is yours in the dataset or in collate_fn"
+                f"{name}: what {type(loader).__name__} yields is not what the framework's own "
+                f"DataLoader would, and the loop reads the dataset itself. Pass that; do what is "
+                f"yours in the dataset or in collate_fn"
             )
     sampler = loader.batch_sampler
     if sampler is None:
@@ -148,13 +161,15 @@ def _take_over(name: str, loader: Any) -> dict[str, Any]:
             f"and batch_size="
         )
     return {
-        "batch_size": sampler.batch_size if _paddles(sampler) else None,
+        "batch_size": sampler.batch_size if _frameworks_own(sampler) else None,
         "drop_last": bool(getattr(sampler, "drop_last", False)),
         "shuffle": _is_shuffled(name, sampler, len(loader.dataset)),
         "collate": loader.collate_fn,
         "num_workers": loader.num_workers,
         "worker_options": {
-            name: getattr(loader, name) for name in _WORKER_OPTIONS if hasattr(loader, name)
+            name: getattr(loader, name)
+            for name in _WORKER_OPTIONS[_framework_of(kind)]
+            if hasattr(loader, name)
         },
     }
 
@@ -165,18 +180,18 @@ def _is_shuffled(name: str, sampler: Any, length: int) -> bool:
     Raises:
         UsageError: neither is known.
     """
-    kind = _paddles(sampler)
+    kind = _frameworks_own(sampler)
     order = sampler
+    if kind == "BatchSampler" and _frameworks_own(sampler.sampler) == "DistributedSampler":
+        sampler, kind = sampler.sampler, "DistributedBatchSampler"
     if kind == "DistributedBatchSampler":  # its part of the samples is what the loop decides
         if len(sampler.dataset) == length:
             return bool(sampler.shuffle)
     elif kind == "BatchSampler":
         order = sampler.sampler
-        kind = _paddles(order)
-        is_whole = kind in ("SequenceSampler", "RandomSampler") and length == (
-            len(order.data_source)
-        )
-        if is_whole and kind == "SequenceSampler":
+        kind = _frameworks_own(order)
+        is_whole = kind in (*_IN_ORDER, "RandomSampler") and length == len(order.data_source)
+        if is_whole and kind in _IN_ORDER:
             return False
         is_plain = is_whole and not (
             order.replacement or order.generator is not None or len(order) != length
@@ -186,16 +201,16 @@ def _is_shuffled(name: str, sampler: Any, length: int) -> bool:
     raise UsageError(
         f"{name}: the DataLoader's {_called(order)} decides which samples come, and the loop "
         f"decides that itself: each once per epoch, in their order or shuffled. Pass the dataset "
-        f"(of some samples: paddle.io.Subset), or reader= for an order of your own"
+        f"(of some samples: a Subset), or reader= for an order of your own"
     )
 
 
 def _called(order: Any) -> str:
     text = type(order).__name__
-    if _paddles(order) == "RandomSampler":
+    if _frameworks_own(order) == "RandomSampler":
         text += " (with replacement, num_samples or a generator, or over other data)"
-    elif _paddles(order):
-        text += " (over other data)" if "Distributed" in text or "Sequence" in text else ""
+    elif _frameworks_own(order):
+        text += " (over other data)" if "Distributed" in text or "Sequen" in text else ""
     return text
 
 

@@ -79,6 +79,7 @@ class Step(ABC):
         """
         self.samples = samples
         self.is_updated = False
+        self.max_norm: float | None = None  # None: gradients are not clipped
         self.samples_done = 0  # by this rank
         self._adapter = adapter
         self._ranges = ranges
@@ -172,6 +173,21 @@ class Step(ABC):
             )
         self._finish()
         self.is_updated = True
+
+    def clip(self, max_norm: float) -> None:
+        """Clip the summed gradients at this global norm before the optimizer steps.
+
+        The norm is that of all of the optimizer's gradients of the whole batch, over all trainers;
+        so the update does not depend on their number.
+
+        Raises:
+            UsageError: the norm is not above 0, or the update was made.
+        """
+        if not max_norm > 0:
+            raise UsageError(f"step.clip(max_norm): expected a number above 0, got {max_norm!r}")
+        if self.is_updated:
+            raise UsageError("step.clip(max_norm): call it before step.update()")
+        self.max_norm = float(max_norm)
 
     def _close_shard(self) -> None:
         if self._open:

@@ -145,12 +145,13 @@ class Adapter(Protocol):
         `contribute`, this rank adds zeros. Raises PeerLost.
         """
 
-    def apply(self, *, filled_shards: int, lr_factor: float) -> None:
+    def apply(self, *, filled_shards: int, lr_factor: float, max_norm: float | None = None) -> None:
         """Take over what was exchanged, let the optimizer step, clear the gradients.
 
         Args:
             filled_shards: of the global batch; buffers move by the mean over these.
             lr_factor: multiplies the learning rate of this step.
+            max_norm: clip the summed gradients at this global norm; None: do not.
         """
 
     def drop_step(self) -> None:

@@ -102,8 +102,8 @@ def _check_same_data(adapter: Adapter, source: DataSource, world_size: int) -> N
     if (everyone != mine * world_size).any():
         raise UsageError(
             f"evaluate: the trainers have different data (here {source.length} samples in batches "
-            f"of {source.batch_size}); paddle.io.random_split draws others in every process: "
-            f"call paddle.seed(...) before it"
+            f"of {source.batch_size}); random_split draws others in every process, unless the "
+            f"framework's seed is set before it"
         )
 
 

@@ -53,6 +53,7 @@ class Loop:
         keep_checkpoints: int = 3,
         shards: int | None = None,
         loss: str = "mean",
+        scheduler: Any | None = None,
         scaler: Any | None = None,
         policy: Policy | None = None,
         lr_warmup_steps: int = 0,
@@ -69,7 +70,7 @@ class Loop:
         """Join the stage, take over its state, and return when training may begin.
 
         Args:
-            train_set: a map-style dataset, or a `paddle.io.DataLoader`, whose dataset, batch size
+            train_set: a map-style dataset, or the framework's DataLoader, whose dataset, batch size
                 (as the global one), order, collate_fn and workers are taken over.
             epochs: passes over the data, those before a restore included.
             batch_size: of the global batch, over all trainers.
@@ -77,6 +78,9 @@ class Loop:
             shards: V, into how many a global batch is cut; fixed for the run. None: as stored,
                 else the most trainers that the job may have.
             loss: "mean" if the loss is the mean over a shard, "sum" if it is the sum.
+            scheduler: the optimizer's learning rate scheduler, or a list of them; of PyTorch, where
+                an optimizer does not know its own.
+            scaler: the framework's loss scaler.
             policy: "fixed_global", "linear", or a callable (old_world, new_world) -> Scale;
                 None: the job's, "fixed_global" unless it was submitted with another.
             lr_warmup_steps: for "linear", after a jump of the world size.
@@ -107,6 +111,7 @@ class Loop:
             snapshot_steps=snapshot_steps,
             all_reduce=all_reduce,
         )
+        _show_log()
         before, Loop._newest = Loop._newest, self
         if before is not None and before._finished:
             before._let_go()
@@ -137,6 +142,7 @@ class Loop:
                 model,
                 optimizer,
                 header_size=header_size,
+                schedulers=_listed(scheduler),
                 scaler=scaler,
                 extra=extra,
                 all_reduce=all_reduce,
@@ -269,7 +275,7 @@ class Loop:
         """Return the sums over `test_set` of what `fn(*batch)` returns, over all ranks.
 
         Every rank calls it. The model evaluates without gradients. A cut-over that comes within
-        starts it again in the next stage. Of a `paddle.io.DataLoader`, dataset, batch size,
+        starts it again in the next stage. Of a DataLoader, dataset, batch size,
         drop_last, collate_fn and workers are taken over.
         """
         source = make_source(
@@ -322,7 +328,7 @@ class Loop:
         """Return this rank's shards of `dataset` from the cursor on, for a reader of one's own.
 
         Samples are cut as those of the training set: `dataset` has as many. Of a
-        `paddle.io.DataLoader`, dataset and workers are taken over, and batches stay in the host's
+        DataLoader, dataset and workers are taken over, and batches stay in the host's
         memory. `with_ids`: the samples' ids, (N,) int64, come before the fields.
         """
         source = make_source(
@@ -465,6 +471,25 @@ class Loop:
         self._entered().stage.member.end_after_peer_lost(
             error, state_is_committed=step is None or not step.is_updated
         )
+
+
+def _show_log() -> None:
+    """Show what the loop logs, epochs and metrics above all, where nobody has set up logging.
+
+    Paddle does so when it is imported; PyTorch does not.
+    """
+    ours = logging.getLogger("pod_runtime")
+    if not ours.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        ours.addHandler(handler)
+        ours.setLevel(logging.INFO)
+
+
+def _listed(thing: Any | None) -> list[Any]:
+    if thing is None:
+        return []
+    return list(thing) if isinstance(thing, list | tuple) else [thing]
 
 
 # --- for others in this process: `trainer_main` asks when the script has raised

@@ -154,6 +154,7 @@ class TrainingStep(Step):
         self._adapter.apply(
             filled_shards=stage.progress.batches.filled_shards(self.samples),
             lr_factor=stage.progress.scaling.lr_factor(self.number),
+            max_norm=self.max_norm,
         )
 
     def _drawn(self) -> int | None:

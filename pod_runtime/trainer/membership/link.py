@@ -56,12 +56,15 @@ class StatePreview:
 class LauncherLink:
     """The conversation of one trainer in one stage."""
 
-    def __init__(self, name: str, *, rank: int, stage: int, pid: int, joins: bool = False) -> None:
+    def __init__(
+        self, name: str, *, rank: int, stage: int, pid: int, joins: bool = False, adapter: str = ""
+    ) -> None:
         """Connect and send hello.
 
         Args:
             name: of the launcher's abstract socket.
             joins: this trainer can form a next stage's group while it trains.
+            adapter: module of its framework's adapter.
 
         Raises:
             LinkError: no launcher listens there.
@@ -90,7 +93,7 @@ class LauncherLink:
         self.resumed_id = -1  # highest id of a cut that is off
         self._last_step_at = 0.0
         self._metrics: dict[str, float] | None = None  # not sent yet; None: none
-        self.send(TrainerHello(rank=rank, stage=stage, pid=pid, joins=joins))
+        self.send(TrainerHello(rank=rank, stage=stage, pid=pid, joins=joins, adapter=adapter))
 
     def send(self, message: TrainerMessage, fds: tuple[int, ...] = ()) -> None:
         """Send a message; `fds` stay open here.

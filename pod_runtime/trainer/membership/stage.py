@@ -103,6 +103,7 @@ class StageJoiner:
             stage=env.stage or 0,
             pid=os.getpid(),
             joins=not self.adapter.why_no_second_group(),
+            adapter=type(self.adapter).__module__,
         )
         self._next_group = NextGroupFormer(self.adapter, self._link)
         if env.pod_dir is not None:

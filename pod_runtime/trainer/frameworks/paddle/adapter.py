@@ -59,6 +59,7 @@ class PaddleAdapter:
         optimizer: Any,
         *,
         header_size: int,
+        schedulers: Sequence[Any] = (),
         scaler: Any | None = None,
         extra: Mapping[str, Any] | None = None,
         all_reduce: str = "flat",
@@ -75,7 +76,7 @@ class PaddleAdapter:
         Raises:
             UsageError: the model cannot be trained elastically; the text says what to change.
         """
-        check_arguments(model, optimizer, {} if extra is None else extra)
+        check_arguments(model, optimizer, schedulers, {} if extra is None else extra)
         parameters = trained_parameters(model, optimizer)
         if on_host is None:
             on_host = bool(parameters[0].place.is_cpu_place())
@@ -301,12 +302,16 @@ class PaddleAdapter:
                 '(all_reduce="overlapped"): evaluate, freeze and unfreeze before or after that'
             )
 
-    def apply(self, *, filled_shards: int, lr_factor: float) -> None:
+    def apply(self, *, filled_shards: int, lr_factor: float, max_norm: float | None = None) -> None:
         if self._world_size > 1:
             self._exchange.put_back(filled_shards)
         else:
             changes = {dtype: self._buffers.changes(dtype) for dtype in self._buffers.dtypes}
             self._buffers.apply(changes, filled_shards)
+        if max_norm is not None:
+            if self._scaler is not None:
+                self._scaler.unscale_(self._optimizer)
+            paddle.nn.utils.clip_grad_norm_(optimizer_parameters(self._optimizer), max_norm)
         usual = contextlib.nullcontext()
         with usual if lr_factor == 1.0 else self._learning_rate(lr_factor):
             if self._scaler is None:

@@ -29,8 +29,10 @@ _WHOLE_STEPS = 3
 _EVERY = 16  # of the parameters one is looked at, in later steps
 
 
-def check_arguments(model: Any, optimizer: Any, extra: Mapping[str, Any]) -> None:
-    """Check that these are one model, one optimizer, and objects that do not train.
+def check_arguments(
+    model: Any, optimizer: Any, schedulers: Sequence[Any], extra: Mapping[str, Any]
+) -> None:
+    """Check that these are one model, one optimizer, its schedulers, and objects that do not train.
 
     Raises:
         UsageError: they are not; the text says what to pass.
@@ -57,6 +59,11 @@ def check_arguments(model: Any, optimizer: Any, extra: Mapping[str, Any]) -> Non
         raise UsageError(
             "optimizer: LBFGS computes the loss itself, several times in a step; the loop steps "
             "optimizers that take the gradients as they are"
+        )
+    if any(each is not optimizer._learning_rate for each in schedulers):
+        raise UsageError(
+            "scheduler: it is not the optimizer's; with Paddle, pass it to the optimizer as "
+            "learning_rate=, and not to the loop"
         )
     _check_extra(extra, {id(each) for each in model.parameters()})
 

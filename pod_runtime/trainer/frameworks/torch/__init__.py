@@ -1,0 +1,1 @@
+"""What is PyTorch's alone. Nothing outside this folder imports it, but `choose`."""

@@ -1,0 +1,189 @@
+"""Refuse what would go wrong silently: arguments, schedulers, and gradients that were touched."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pod_runtime.trainer.errors import UsageError
+from pod_runtime.trainer.frameworks.torch.unowned import owned_parameters
+
+_ONE_OPTIMIZER = (
+    "the loop steps one optimizer: put all layers that are trained into one torch.nn.Module (a "
+    "ModuleList), and give one optimizer groups of parameters: "
+    "Adam([{'params': a.parameters()}, {'params': b.parameters(), 'lr': 0.1}]). Optimizers that "
+    "take turns, as in a GAN, are not supported"
+)
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+
+
+def check_arguments(
+    model: Any,
+    optimizer: Any,
+    schedulers: Sequence[Any],
+    extra: Mapping[str, Any],
+    all_reduce: str,
+) -> None:
+    """Check that these are one model, one optimizer, its schedulers, and objects that do not train.
+
+    Raises:
+        UsageError: they are not; the text says what to pass.
+    """
+    if type(model).__name__ in _WRAPPERS:
+        raise UsageError(
+            f"model: pass the bare model, not {type(model).__name__}: the loop sums gradients"
+        )
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model: expected one torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"optimizer: expected one torch.optim.Optimizer, got a {type(optimizer).__name__}; "
+            f"{_ONE_OPTIMIZER}"
+        )
+    if type(optimizer).__name__ == "LBFGS":
+        raise UsageError(
+            "optimizer: LBFGS computes the loss itself, several times in a step; the loop steps "
+            "optimizers that take the gradients as they are"
+        )
+    if all_reduce != "flat":
+        raise UsageError(
+            f"all_reduce: {all_reduce!r} is not there for PyTorch; leave it out ('flat')"
+        )
+    for scheduler in schedulers:
+        if not callable(getattr(scheduler, "state_dict", None)) or (
+            getattr(scheduler, "optimizer", None) is not optimizer
+        ):
+            raise UsageError(
+                f"scheduler: expected a scheduler of the loop's optimizer, got a "
+                f"{type(scheduler).__name__}"
+            )
+    if not isinstance(extra, Mapping):
+        raise UsageError(f"extra: expected a dict of objects, got {type(extra).__name__}")
+    known = {id(each) for each in model.parameters()}
+    for name, thing in extra.items():
+        _check_extra(name, thing, known)
+
+
+def _check_extra(name: str, thing: Any, known: set[int]) -> None:
+    kind = type(thing).__name__
+    if isinstance(thing, torch.optim.Optimizer):
+        raise UsageError(
+            f"extra: {name!r} is an optimizer ({kind}), which would step by this trainer's own "
+            f"gradients; {_ONE_OPTIMIZER}"
+        )
+    if isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
+        raise UsageError(f"extra: {name!r} is a {kind}; pass it as scheduler=")
+    if isinstance(thing, torch.amp.GradScaler):
+        raise UsageError(f"extra: {name!r} is a {kind}; pass it as scaler=")
+    if isinstance(thing, nn.Module):
+        for path, parameter in thing.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise UsageError(
+                    f"extra: {name!r} is a Module with a trainable parameter ({path}) that is not "
+                    f"the model's. Is it trained? Then {_ONE_OPTIMIZER}. If not, freeze it: "
+                    f"{name}.requires_grad_(False)"
+                )
+    for method in ("state_dict", "load_state_dict"):
+        if not callable(getattr(thing, method, None)):
+            raise UsageError(f"extra: {name!r}, a {kind}, has no {method}; give it one")
+
+
+def trained_parameters(model: Any, optimizer: Any) -> list[Any]:
+    """Return what the optimizer trains, in the model's order.
+
+    Raises:
+        UsageError: the model cannot be trained in shards; the text says what to change.
+    """
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise UsageError(
+                f"model: {name or 'it'} is a SyncBatchNorm, whose statistics depend on the number "
+                f"of trainers; use BatchNorm: the loop merges its statistics per shard"
+            )
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+            raise UsageError(f"model: {name} has sparse gradients; create it with sparse=False")
+        if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():
+            raise UsageError(
+                f"model: {name or 'it'} has no parameters before its first batch; give it one "
+                f"before you make the optimizer and the Loop"
+            )
+    trained = [each for each in model.parameters() if each.requires_grad]
+    if not trained:
+        raise UsageError("model: none of its parameters is trained (all have requires_grad=False)")
+    devices = {each.device for each in model.parameters()}
+    if len(devices) > 1:
+        raise UsageError(
+            f"model: its parameters are on {len(devices)} devices; a trainer has one: "
+            f"model.to('cuda')"
+        )
+    known = owned_parameters(optimizer)
+    owned = [each for each in trained if id(each) in known]
+    if not owned:
+        raise UsageError("optimizer: none of its parameters is one of the model's; pass that model")
+    return owned
+
+
+class SchedulerCheck:
+    """Sees that a scheduler that drives the optimizer was passed to the loop."""
+
+    def __init__(self, optimizer: Any, schedulers: Sequence[Any]) -> None:
+        self._optimizer = optimizer
+        self._is_known = bool(schedulers)
+        # In the warm-up of a prepared trainer a script calls scheduler.step(), and the optimizer
+        # does not step: no reason to warn.
+        optimizer._opt_called = True
+        self.check()
+
+    def check(self) -> None:
+        """Check again: a scheduler may be made after the loop.
+
+        Raises:
+            UsageError: one was not passed.
+        """
+        wrapped = getattr(self._optimizer.step, "_wrapped_by_lr_sched", False)
+        if wrapped and not self._is_known:
+            raise UsageError(
+                "scheduler: the optimizer has a learning rate scheduler, whose state would be lost "
+                "when trainers change; make it before the loop, and pass it: "
+                "Loop(model, optimizer, ..., scheduler=scheduler)"
+            )
+
+
+class TorchGradientMarks:
+    """Detects gradients that were touched after a backward pass: they are this rank's part only.
+
+    PyTorch counts changes in place; another tensor is seen by its identity.
+    """
+
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        owned = owned_parameters(optimizer)
+        self._named = [(n, p) for n, p in model.named_parameters() if id(p) in owned]
+        self._marks: list[Any] = []
+
+    def note(self) -> None:
+        """Remember gradients as they are."""
+        self._marks = [_mark(each) for _name, each in self._named]
+
+    def forget(self) -> None:
+        self._marks = []
+
+    def check(self) -> None:
+        """Check that what was noted is unchanged.
+
+        Raises:
+            UsageError: it is not.
+        """
+        for (name, parameter), mark in zip(self._named, self._marks, strict=False):
+            if _mark(parameter) != mark:
+                raise UsageError(
+                    f"gradients: that of {name} was changed after step.backward(loss). Until "
+                    f"step.update() each trainer has a part of the gradient only, so what is done "
+                    f"to it would depend on their number. Clip by step.clip(max_norm), scale the "
+                    f"loss, pass a loss scaler as scaler=; step.update() clears gradients itself"
+                )
+
+
+def _mark(parameter: Any) -> Any:
+    grad = parameter.grad
+    return None if grad is None else (grad.data_ptr(), grad._version)

@@ -1,0 +1,162 @@
+"""Sum gradients and buffers of a PyTorch model over the ranks of one step."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from pod_runtime.trainer.errors import UsageError
+
+
+def sum_dtype(dtype: Any) -> Any:
+    """Return the type in which values of type `dtype` are summed.
+
+    Half precision is summed in float32: sums over ranks must not depend on their number more than
+    rounding does. Whole numbers (counters among the buffers) are summed as float64.
+
+    Raises:
+        UsageError: there is none, as for complex numbers.
+    """
+    if dtype in (torch.float32, torch.float64):
+        return dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        return torch.float32
+    if not (dtype.is_complex or dtype.is_floating_point):
+        return torch.float64
+    raise UsageError(f"tensors of type {dtype} cannot be summed over trainers")
+
+
+class _Flat:
+    """A flat tensor of one type, and a view of it for each of some tensors, after a front."""
+
+    def __init__(self, tensors: Sequence[Any], dtype: Any, device: Any, front: int = 0) -> None:
+        size = front + sum(tensor.numel() for tensor in tensors)
+        self.tensor = torch.zeros(max(size, 1), dtype=dtype, device=device)
+        self.views = []
+        for tensor in tensors:
+            self.views.append(self.tensor[front : front + tensor.numel()].view(tensor.shape))
+            front += tensor.numel()
+
+    def gather(self, tensors: Sequence[Any | None]) -> None:
+        """Copy each tensor to its place; None leaves zeros."""
+        with torch.no_grad():
+            for view, tensor in zip(self.views, tensors, strict=True):
+                if tensor is None:
+                    view.zero_()
+                else:
+                    view.copy_(tensor)
+
+    def scatter(self, tensors: Sequence[Any | None]) -> None:
+        """Copy each place back into its tensor; None is left out."""
+        with torch.no_grad():
+            for view, tensor in zip(self.views, tensors, strict=True):
+                if tensor is not None:
+                    tensor.copy_(view if tensor.is_floating_point() else view.round())
+
+
+class TorchShardBuffers:
+    """Keeps batch-norm statistics and other buffers: every shard begins with those of the step.
+
+    After the step a buffer is its old value plus the mean, over the shards that are not empty, of
+    the change that each made to it; so it does not matter which rank computed which shard.
+    """
+
+    def __init__(self, model: Any) -> None:
+        kept = set(model.state_dict(keep_vars=True))
+        self.tensors = [each for name, each in model.named_buffers() if name in kept]
+        by_type: dict[Any, list[Any]] = {}
+        for each in self.tensors:
+            by_type.setdefault(sum_dtype(each.dtype), []).append(each)
+        self._groups = [
+            (mine, _Flat(mine, dtype, mine[0].device), _Flat(mine, dtype, mine[0].device))
+            for dtype, mine in by_type.items()
+        ]
+        self._changes: dict[Any, Any] = {}
+
+    def sizes(self) -> dict[Any, int]:
+        """Return how many elements change, by type."""
+        return {start.tensor.dtype: start.tensor.numel() for _mine, start, _now in self._groups}
+
+    def begin_step(self) -> None:
+        for tensors, start, _now in self._groups:
+            start.gather(tensors)
+            self._changes[start.tensor.dtype] = torch.zeros_like(start.tensor)
+
+    def end_shard(self) -> None:
+        for tensors, start, now in self._groups:
+            now.gather(tensors)
+            self._changes[start.tensor.dtype] += now.tensor - start.tensor
+            start.scatter(tensors)
+
+    def changes(self) -> dict[Any, Any]:
+        """Return the sums of the changes of this rank's shards, by type."""
+        return self._changes
+
+    def apply(self, changes: dict[Any, Any], filled_shards: int) -> None:
+        """Move the buffers by `changes` / `filled_shards`."""
+        for tensors, start, now in self._groups:
+            torch.add(start.tensor, changes[start.tensor.dtype] / filled_shards, out=now.tensor)
+            now.scatter(tensors)
+
+
+class TorchGradientExchange:
+    """One flat tensor per type: header, presence of each gradient, buffer changes, gradients."""
+
+    def __init__(
+        self, parameters: Sequence[Any], buffers: TorchShardBuffers, header_size: int
+    ) -> None:
+        self._parameters = list(parameters)
+        self._buffers = buffers
+        self._header_size = header_size
+        self._presence: list[float] = []
+        sizes = buffers.sizes()
+        dtypes = {sum_dtype(each.dtype) for each in self._parameters} | set(sizes)
+        self._groups: list[tuple[list[int], _Flat, int, int]] = []
+        # float64, where there is one, carries the header: its numbers are exact there.
+        for position, dtype in enumerate(sorted(dtypes, key=str, reverse=True)):
+            mine = [i for i, each in enumerate(self._parameters) if sum_dtype(each.dtype) == dtype]
+            front = header_size + len(self._parameters) if position == 0 else 0
+            changes = sizes.get(dtype, 0)
+            device = self._parameters[0].device
+            flat = _Flat([self._parameters[i] for i in mine], dtype, device, front + changes)
+            self._groups.append((mine, flat, front, changes))
+
+    def run(
+        self, header: Sequence[float], contribute: bool, reduce: Callable[[Any], None]
+    ) -> list[float]:
+        """Sum over all ranks; return the header's sums. The local gradients stay as they are."""
+        grads = [each.grad if contribute else None for each in self._parameters]
+        for position, (mine, flat, front, changes) in enumerate(self._groups):
+            flat.gather([grads[index] for index in mine])
+            if position == 0:
+                present = [float(grad is not None) for grad in grads]
+                numbers = torch.tensor([*header, *present], dtype=flat.tensor.dtype)
+                flat.tensor[:front] = numbers
+            if changes:
+                place = flat.tensor[front : front + changes]
+                if contribute:
+                    place.copy_(self._buffers.changes()[flat.tensor.dtype])
+                else:
+                    place.zero_()
+            reduce(flat.tensor)
+        found: list[float] = self._groups[0][1].tensor[: self._groups[0][2]].tolist()
+        self._presence = found[self._header_size :]
+        return found[: self._header_size]
+
+    def put_back(self, filled_shards: int) -> None:
+        """Replace gradients and buffers by what was summed."""
+        moved = {}
+        for mine, flat, front, changes in self._groups:
+            flat.scatter([self._target(index) for index in mine])
+            if changes:
+                moved[flat.tensor.dtype] = flat.tensor[front : front + changes]
+        self._buffers.apply(moved, filled_shards)
+
+    def _target(self, index: int) -> Any | None:
+        """Return the gradient to overwrite; None: no rank's shard used the parameter."""
+        parameter = self._parameters[index]
+        if self._presence[index] == 0:
+            return None
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad

@@ -1,0 +1,506 @@
+"""The adapter for PyTorch, in this process: states, gradients, buffers, precision, refusals."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.optim import lr_scheduler  # noqa: E402
+
+from pod_runtime.trainer.errors import StateError, UsageError  # noqa: E402
+from pod_runtime.trainer.frameworks.adapter import GroupSpec  # noqa: E402
+from pod_runtime.trainer.frameworks.choose import make_adapter  # noqa: E402
+from pod_runtime.trainer.frameworks.torch.adapter import TorchAdapter  # noqa: E402
+from pod_runtime.trainer.frameworks.torch.gradients import (  # noqa: E402
+    TorchGradientExchange,
+    TorchShardBuffers,
+)
+from pod_runtime.trainer.frameworks.torch.state import from_plain, to_plain  # noqa: E402
+
+HEADER = 3
+
+
+class Counts:
+    """An object of the script's own that belongs to the state, as a moving average of weights."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"mean": torch.zeros(2), "deep": {"n": 0}, "name": "a"}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+class Training:
+    """A model with batch norm, and what trains it."""
+
+    def __init__(self, kind: str, seed: int = 1, dtype: Any = torch.float32) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)
+        ).to(dtype)
+        self.scheduler: Any = None
+        scaler, extra = None, {}
+        halves = [
+            {"params": self.model[0].parameters()},
+            {"params": [*self.model[1].parameters(), *self.model[3].parameters()], "lr": 0.05},
+        ]
+        self.optimizer: Any
+        match kind:
+            case "momentum":
+                self.optimizer = torch.optim.SGD(halves, lr=0.1, momentum=0.9)
+            case "milestones":
+                self.optimizer = torch.optim.Adam(halves, lr=0.1)
+                self.scheduler = lr_scheduler.MultiStepLR(self.optimizer, [2, 4], 0.5)
+                self.extra = Counts()
+                extra = {"counts": self.extra}
+            case "plateau":
+                self.optimizer = torch.optim.AdamW(halves, lr=0.1, amsgrad=True)
+                self.scheduler = lr_scheduler.ReduceLROnPlateau(self.optimizer, patience=1)
+            case "one cycle":
+                self.optimizer = torch.optim.RMSprop(halves, lr=0.1, momentum=0.9)
+                self.scheduler = lr_scheduler.OneCycleLR(self.optimizer, 0.2, total_steps=9)
+            case "in sequence":
+                self.optimizer = torch.optim.Adagrad(halves, lr=0.1)
+                warmup = lr_scheduler.LinearLR(self.optimizer, 0.1, total_iters=2)
+                later = lr_scheduler.CosineAnnealingLR(self.optimizer, 5)
+                self.scheduler = lr_scheduler.SequentialLR(self.optimizer, [warmup, later], [2])
+            case "scaler":
+                self.optimizer = torch.optim.Adam(halves, lr=0.1)
+                scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        self.adapter = make_adapter(
+            self.model,
+            self.optimizer,
+            header_size=HEADER,
+            schedulers=[] if self.scheduler is None else [self.scheduler],
+            scaler=scaler,
+            extra=extra,
+        )
+        assert isinstance(self.adapter, TorchAdapter)
+        self.dtype = dtype
+
+    def step(self, seed: int) -> None:
+        """One global batch of two shards, the second one short."""
+        data = torch.from_numpy(np.random.RandomState(seed).randn(6, 4)).to(self.dtype)
+        self.adapter.begin_step()
+        for piece in (data[:4], data[4:]):
+            loss = (self.model(self.adapter.to_batch(piece)) ** 2).mean()
+            self.adapter.backward(loss, len(piece) / 6)
+            self.adapter.end_shard()
+        self.adapter.exchange([0.0, 0.0, 6.0], True)
+        self.adapter.apply(filled_shards=2, lr_factor=1.0)
+        if self.scheduler is not None:
+            is_plateau = isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau)
+            self.scheduler.step(*([1.0] if is_plateau else []))
+
+    def take(self) -> tuple[Any, bytearray, dict[str, Any]]:
+        layout = self.adapter.layout()
+        data = bytearray(layout.total_bytes)
+        self.adapter.copy_out(memoryview(data))
+        return layout, data, json.loads(json.dumps(self.adapter.scalars()))
+
+    def load(self, other: "Training") -> None:
+        layout, data, scalars = other.take()
+        self.adapter.load(layout, memoryview(data), scalars)
+
+
+KINDS = ["momentum", "milestones", "plateau", "one cycle", "in sequence", "scaler"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_that_is_carried_over_trains_on_bit_by_bit(kind, dtype):
+    one, other = Training(kind, dtype=dtype), Training(kind, seed=2, dtype=dtype)
+    for number in range(3):
+        one.step(number)
+    before = one.take()
+    other.step(7)  # as a prepared trainer that has made more than a fresh one
+    other.load(one)
+    assert other.take()[1:] == before[1:]
+    for number in range(3, 7):
+        one.step(number)
+        other.step(number)
+    assert other.take()[1:] == one.take()[1:]
+    assert one.take()[1] != before[1]
+
+
+def test_a_state_from_before_the_first_step_leaves_nothing_of_a_later_one():
+    fresh, used = Training("momentum"), Training("momentum", seed=2)
+    used.step(1)
+    used.load(fresh)
+    assert [spec.name for spec in used.take()[0].specs] == [
+        spec.name for spec in fresh.take()[0].specs
+    ]
+
+
+def test_a_state_is_keyed_by_structured_names():
+    training = Training("milestones")
+    training.step(1)
+    names = [spec.name for spec in training.adapter.layout().specs]
+    assert {"model/1.running_mean", "optimizer/3.weight.exp_avg", "optimizer/3.weight.step"} <= set(
+        names
+    )
+
+
+def test_a_model_that_is_compiled_has_the_names_of_the_plain_one():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    adapter = TorchAdapter(torch.compile(model, backend="eager"), optimizer, header_size=HEADER)
+    assert [spec.name for spec in adapter.layout().specs] == ["model/weight", "model/bias"]
+
+
+def test_tied_weights_and_a_layout_in_memory_of_their_own_are_carried():
+    def made(seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(5, 5), nn.Linear(5, 5))
+        model[2].weight = model[1].weight
+        return model.to(memory_format=torch.channels_last)
+
+    models = [made(1), made(2)]
+    one, other = [
+        TorchAdapter(each, torch.optim.SGD(each.parameters(), lr=0.1), header_size=HEADER)
+        for each in models
+    ]
+    layout = one.layout()
+    data = bytearray(layout.total_bytes)
+    one.copy_out(memoryview(data))
+    other.load(layout, memoryview(data), one.scalars())
+    assert models[1][2].weight is models[1][1].weight
+    assert models[1][0].weight.is_contiguous(memory_format=torch.channels_last)
+    for left, right in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_objects_of_the_script_travel_with_the_state():
+    one, other = Training("milestones"), Training("milestones", seed=2)
+    one.extra.state = {"mean": torch.tensor([1.0, 2.0]), "deep": {"n": 7}, "name": "b"}
+    other.load(one)
+    assert other.extra.state["mean"].tolist() == [1.0, 2.0]
+    assert (other.extra.state["deep"], other.extra.state["name"]) == ({"n": 7}, "b")
+
+
+def test_options_that_the_script_sets_travel_and_can_be_loaded_again():
+    one, other = Training("momentum"), Training("momentum", seed=2)
+    for group in one.optimizer.param_groups:
+        group["lr"] = 0.025
+    one.model[1].eval()
+    one.model[3].weight.requires_grad_(False)
+    other.load(one)
+
+    def as_said() -> bool:
+        return (
+            [group["lr"] for group in other.optimizer.param_groups] == [0.025, 0.025]
+            and [layer.training for layer in other.model] == [True, False, True, True]
+            and not other.model[3].weight.requires_grad
+        )
+
+    assert as_said()
+    other.optimizer.param_groups[0]["lr"] = 9.0
+    other.model.train()
+    other.model[3].weight.requires_grad_(True)
+    other.adapter.load_again()
+    assert as_said()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Counter({30: 1, 60: 2}), {1: "a"}, {"a": [1, (2.5, None)]}, (0.9, 0.999), float("inf"), {},
+        {"~pairs": 1},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_plain_values_come_back_as_they_were(value):
+    back = from_plain(json.loads(json.dumps(to_plain("it", value))))
+    assert back == value
+    assert type(back) is type(value)
+
+
+def test_what_is_not_plain_is_refused_by_name():
+    with pytest.raises(StateError, match=r"lr\.f: a function cannot be stored"):
+        to_plain("lr", {"f": json.dumps})
+
+
+def weight_after(cuts: list[int], **apply: Any) -> Any:
+    """Train one step of a batch of 7 that is cut so; return how far the weight went."""
+    torch.manual_seed(3)
+    model = nn.Linear(4, 2)  # without batch norm, whose statistics belong to the shard
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    adapter = TorchAdapter(model, optimizer, header_size=HEADER)
+    adapter.begin_step()
+    for piece in torch.randn(7, 4, generator=torch.Generator().manual_seed(0)).tensor_split(cuts):
+        adapter.backward((model(piece) ** 2).mean(), len(piece) / 7)
+        adapter.end_shard()
+    adapter.exchange([0.0] * HEADER, True)
+    adapter.apply(**{"filled_shards": len(cuts) + 1, "lr_factor": 1.0, **apply})
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    return model.weight.detach() - before
+
+
+def test_accumulated_shards_give_the_gradient_of_the_whole_batch():
+    assert torch.allclose(weight_after([]), weight_after([3, 6]), atol=1e-6)
+
+
+def test_the_learning_rate_of_one_step_is_scaled_and_put_back():
+    assert torch.allclose(weight_after([], lr_factor=0.5), 0.5 * weight_after([]))
+
+
+def test_gradients_are_clipped_by_the_norm_of_the_whole_batch():
+    free, clipped = weight_after([3, 6]), weight_after([3, 6], max_norm=0.01)
+    assert clipped.norm() <= 0.1 * 0.01 < free.norm()
+    assert torch.allclose(clipped / clipped.norm(), free / free.norm(), atol=1e-4)
+
+
+def test_buffers_move_by_the_mean_change_of_the_shards():
+    norm = nn.BatchNorm1d(2, momentum=0.5)
+    optimizer = torch.optim.SGD(norm.parameters(), lr=0.1)
+    adapter = TorchAdapter(norm, optimizer, header_size=HEADER)
+    adapter.begin_step()
+    for value in (2.0, 4.0):
+        norm(torch.full((3, 2), value))
+        adapter.end_shard()
+        assert norm.running_mean.tolist() == [0.0, 0.0], "the next shard begins with the step's"
+    adapter.exchange([0.0] * HEADER, True)
+    adapter.apply(filled_shards=2, lr_factor=1.0)
+    assert norm.running_mean.tolist() == [1.5, 1.5]  # half of the mean of 2 and 4
+    assert norm.num_batches_tracked.item() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_what_two_ranks_would_exchange_adds_up(dtype):
+    """Doubling stands for the all-reduce of two equal ranks."""
+    norm = nn.BatchNorm1d(2, momentum=0.5)
+    used = nn.Parameter(torch.zeros(3, 2, dtype=dtype))
+    unused, other = nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(3, 2))
+    used.grad = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]).to(dtype)
+    other.grad = torch.full((3, 2), 0.25)
+    buffers = TorchShardBuffers(norm)
+    exchange = TorchGradientExchange([used, unused, other], buffers, HEADER)
+    buffers.begin_step()
+    norm(torch.full((3, 2), 4.0))
+    buffers.end_shard()
+
+    def double(tensor: Any) -> None:
+        tensor.mul_(2)
+
+    for _ in range(2):  # it leaves the local gradients alone, so it may be repeated
+        assert exchange.run([1.0, 0.0, 3.0], True, double) == [2.0, 0.0, 6.0]
+        assert used.grad.tolist()[0] == [1.0, 2.0]
+    exchange.put_back(filled_shards=2)
+    assert used.grad.tolist() == [[2.0, 4.0], [6.0, 8.0], [10.0, 12.0]]
+    assert used.grad.dtype == dtype
+    assert other.grad.tolist() == [[0.5, 0.5]] * 3
+    assert unused.grad is None, "no rank had a gradient: the optimizer has to skip it"
+    assert norm.running_mean.tolist() == [2.0, 2.0]
+    # A rank without data adds zeros.
+    assert exchange.run([0.0, 1.0, 0.0], False, double) == [0.0, 2.0, 0.0]
+
+
+def test_a_rank_without_a_shard_gets_the_gradients_of_the_others():
+    weight = nn.Parameter(torch.zeros(2, 1))
+    exchange = TorchGradientExchange([weight], TorchShardBuffers(nn.Linear(1, 1)), HEADER)
+
+    def others(tensor: Any) -> None:
+        tensor.copy_(torch.tensor([0.0, 0.0, 4.0, 1.0, 7.0, 8.0]))
+
+    assert exchange.run([0.0, 0.0, 0.0], True, others) == [0.0, 0.0, 4.0]
+    exchange.put_back(filled_shards=1)
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [[7.0], [8.0]]
+
+
+def test_a_world_of_one_needs_no_group():
+    training = Training("momentum")
+    training.adapter.form_group(GroupSpec(rank=0, world_size=1, master="", generation=1))
+    values = np.array([1.0, 2.0])
+    training.adapter.all_reduce(values)
+    assert values.tolist() == [1.0, 2.0]
+    assert training.adapter.exchange([1.0, 2.0, 3.0], True) == [1.0, 2.0, 3.0]
+
+
+def test_an_evaluation_leaves_frozen_batch_norms_as_the_script_has_set_them():
+    training = Training("momentum")
+    training.model[1].eval()
+    before = training.adapter.scalars()
+    with training.adapter.evaluation():
+        assert not any(layer.training for layer in training.model.modules())
+        assert not torch.is_grad_enabled()
+        assert training.adapter.scalars() == before, "a snapshot has the modes of the training"
+    assert [layer.training for layer in training.model] == [True, False, True, True]
+
+
+def test_modes_that_a_script_sets_to_what_they_are_count_as_set():
+    training = Training("momentum")
+    training.adapter.watch()
+    training.model[0].train()
+    training.model[1].training = False
+    assert training.adapter.watched() == ({"0": True, "1": False}, False)
+    assert "train" not in vars(training.model[0])
+
+
+def test_what_no_state_can_carry_is_named_once():
+    training = Training("momentum")
+    assert training.adapter.uncarried_changes() == []
+    training.step(1)
+    assert training.adapter.uncarried_changes() == [], "training alone changes nothing"
+    training.model[0].register_forward_hook(lambda *_: None)
+    training.model[2] = nn.Tanh()
+    assert training.adapter.uncarried_changes() == ["hooks of layer 0", "layer 2"]
+    assert training.adapter.uncarried_changes() == []
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (lambda: Training("milestones"), "made by SGD, this script uses Adam"),
+        (
+            lambda: Training("momentum", dtype=torch.float64),
+            r"0\.weight: the state holds float32, the model float64",
+        ),
+    ],
+)
+def test_a_state_of_another_optimizer_or_precision_is_refused_and_changes_nothing(other, text):
+    one, target = Training("momentum"), other()
+    one.step(1)
+    before = target.take()
+    with pytest.raises(StateError, match=text):
+        target.load(one)
+    assert target.take() == before
+
+
+def lazy() -> Any:
+    return nn.LazyLinear(2)
+
+
+def frozen() -> Any:
+    return nn.Linear(2, 2).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (lambda: nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)), "1 is a SyncBatchNorm"),
+        (lambda: nn.Sequential(nn.Embedding(3, 2, sparse=True)), "0 has sparse gradients"),
+        (frozen, "none of its parameters is trained"),
+        (lambda: nn.DataParallel(nn.Linear(2, 2)), "pass the bare model, not DataParallel"),
+        (lambda: [nn.Linear(2, 2)], "model: expected one torch.nn.Module, got list"),
+        (lazy, "has no parameters before its first batch"),
+    ],
+)
+def test_a_model_that_cannot_be_elastic_is_refused_with_the_remedy(
+    model: Callable[[], Any], text: str
+):
+    made = model()
+    parameters = list(made.parameters() if isinstance(made, nn.Module) else made[0].parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    with pytest.raises(UsageError, match=text):
+        make_adapter(made, optimizer, header_size=HEADER)
+
+
+def test_an_optimizer_of_other_parameters_is_refused():
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    both = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    with pytest.raises(UsageError, match="is not one of the model's"):
+        TorchAdapter(model, both, header_size=HEADER)
+    with pytest.raises(UsageError, match="none of its parameters is one of the model's"):
+        TorchAdapter(model, torch.optim.SGD(other.parameters(), lr=0.1), header_size=HEADER)
+
+
+EXTRAS = [
+    (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), "'x' is an optimizer"),
+    (lambda m: nn.Linear(2, 2), "a trainable parameter"),
+    (lambda m: object(), "has no state_dict"),
+    (lambda m: torch.amp.GradScaler("cpu"), "pass it as scaler="),
+]
+
+
+@pytest.mark.parametrize(("extra", "text"), EXTRAS, ids=[text for _make, text in EXTRAS])
+def test_extra_objects_that_would_train_or_cannot_be_carried_are_refused(extra, text):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=text):
+        TorchAdapter(model, optimizer, header_size=HEADER, extra={"x": extra(model)})
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["before the loop", "after it"])
+def test_a_scheduler_that_was_not_passed_is_refused(is_late):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if not is_late:
+        lr_scheduler.StepLR(optimizer, 1)
+        with pytest.raises(UsageError, match="pass it: Loop"):
+            TorchAdapter(model, optimizer, header_size=HEADER)
+        return
+    adapter = TorchAdapter(model, optimizer, header_size=HEADER)
+    lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(UsageError, match="pass it: Loop"):
+        adapter.apply(filled_shards=1, lr_factor=1.0)
+
+
+def begun() -> tuple[Any, Any]:
+    """Return an adapter and its model after the backward pass of its only shard."""
+    model = nn.Linear(2, 2)
+    adapter = TorchAdapter(model, torch.optim.SGD(model.parameters(), lr=0.1), header_size=HEADER)
+    adapter.begin_step()
+    adapter.backward(model(torch.ones(1, 2)).sum(), 1.0)
+    return adapter, model
+
+
+def replace_gradient(model: Any) -> None:
+    model.weight.grad = model.weight.grad * 2
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        pytest.param(lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1e-3), id="clipped"),
+        pytest.param(lambda m: m.zero_grad(), id="cleared"),
+        pytest.param(replace_gradient, id="replaced"),
+        pytest.param(lambda m: m.bias.grad.mul_(0.5), id="scaled in place"),
+    ],
+)
+def test_gradients_that_are_changed_before_the_update_are_refused(touch):
+    adapter, model = begun()
+    touch(model)
+    with pytest.raises(UsageError, match=r"was changed after step\.backward"):
+        adapter.exchange([0.0] * HEADER, True)
+
+
+def test_gradients_may_be_read_and_several_losses_added():
+    adapter, model = begun()
+    assert model.weight.grad.norm() > 0
+    adapter.backward(model(torch.ones(1, 2)).sum(), 1.0)
+    assert adapter.exchange([1.0] * HEADER, True) == [1.0] * HEADER
+
+
+def test_a_second_optimizer_is_refused_and_what_is_frozen_may_change():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    adapter = TorchAdapter(
+        model, torch.optim.SGD(model[0].parameters(), lr=0.1), header_size=HEADER
+    )
+    assert adapter.unowned() == ["1.weight", "1.bias"]
+    model[1].bias.requires_grad_(False)
+    adapter.begin_step()
+    with torch.no_grad():
+        model[1].bias.add_(1)
+    adapter.check_unowned()
+    with torch.no_grad():
+        model[1].weight.add_(1)
+    with pytest.raises(UsageError, match=r"1\.weight has changed, and the loop's optimizer"):
+        adapter.check_unowned()
+
+
+def test_gradients_sent_during_the_backward_pass_are_not_there():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="'overlapped' is not there for PyTorch"):
+        TorchAdapter(model, optimizer, header_size=HEADER, all_reduce="overlapped")

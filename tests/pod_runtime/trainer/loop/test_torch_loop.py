@@ -1,0 +1,255 @@
+"""The loop with PyTorch: its loaders and samplers, checkpoints, and torchrun."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file  # noqa: E402
+from torch.utils.data import (  # noqa: E402
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    random_split,
+)
+
+from pod_runtime import elastic  # noqa: E402
+from pod_runtime.trainer.data.source import DataSource, make_source  # noqa: E402
+from pod_runtime.trainer.errors import UsageError  # noqa: E402
+from pod_runtime.verify import main as verify  # noqa: E402
+from tests.pod_runtime.trainer.fake_launcher import SCRIPTS  # noqa: E402
+
+DATA = TensorDataset(torch.arange(20.0).unsqueeze(1), torch.arange(20))
+
+
+def source(train_set: Any) -> DataSource:
+    return make_source(
+        train_set, batch_size=None, shuffle=None, drop_last=None, collate_fn=None,
+        num_workers=None, has_reader=False,
+    )  # fmt: skip
+
+
+def test_what_a_loader_does_is_taken_over():
+    found = source(DataLoader(DATA, batch_size=6, shuffle=True, drop_last=True, num_workers=2))
+    assert (found.batch_size, found.shuffle, found.drop_last) == (6, True, True)
+    assert (found.num_workers, found.length) == (2, 20)
+    assert not source(DataLoader(DATA, batch_size=6)).shuffle
+    sampler = DistributedSampler(DATA, num_replicas=3, rank=1, shuffle=True)
+    assert source(DataLoader(DATA, batch_size=6, sampler=sampler)).shuffle
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("loader", "text"),
+    [
+        (
+            lambda: DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 20, 20), batch_size=4),
+            "WeightedRandomSampler decides which samples come",
+        ),
+        (
+            lambda: DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True), batch_size=4),
+            "RandomSampler .with replacement",
+        ),
+        (
+            lambda: DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=7), batch_size=4),
+            "RandomSampler .with replacement, num_samples",
+        ),
+        (
+            lambda: DataLoader(
+                DATA, shuffle=True, generator=torch.Generator().manual_seed(1), batch_size=4
+            ),
+            "or a generator",
+        ),
+        (
+            lambda: DataLoader(DATA, batch_sampler=BatchSampler(range(5), 2, drop_last=False)),
+            "range decides which samples come",
+        ),
+        (lambda: DataLoader(DATA, batch_size=None), "makes no batches"),
+        (lambda: DataLoader(Stream(), batch_size=2), "Stream is a stream"),
+    ],
+)
+def test_a_loader_that_does_more_is_refused_by_name(loader, text):
+    with pytest.raises(UsageError, match=text):
+        source(loader())
+
+
+def test_subsets_are_known_by_their_samples():
+    def digest(dataset: Any) -> int | None:
+        return source(DataLoader(dataset, batch_size=2)).subset
+
+    def halves(seed: int) -> Any:
+        return random_split(DATA, [10, 10], generator=torch.Generator().manual_seed(seed))[0]
+
+    assert digest(DATA) is None
+    assert digest(halves(1)) == digest(halves(1)) != digest(halves(2))
+    assert digest(ConcatDataset([DATA, halves(1)])) != digest(ConcatDataset([DATA, halves(2)]))
+    assert digest(StackDataset(a=halves(1), b=halves(1))) != digest(StackDataset(halves(2)))
+    assert digest(Subset(DATA, [1, 2])) is not None
+
+
+class Drawing(Dataset):
+    """Draws from PyTorch's generator, as random augmentation does."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return torch.rand(2), index
+
+
+def train(checkpoint: Path | None, *, epochs: int, workers: int = 0) -> tuple[Any, list[int]]:
+    """Return the weights, and the order in which samples came."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    loader = DataLoader(Drawing(), batch_size=6, shuffle=True, num_workers=workers)
+    loop = elastic.Loop(
+        model, optimizer, loader, epochs=epochs, shards=2, scheduler=scheduler,
+        checkpoint=checkpoint,
+    )  # fmt: skip
+    seen = []
+    for epoch in loop.epochs():
+        for step in epoch:
+            for inputs, index in step:
+                seen += index.tolist()
+                step.backward((model(inputs) ** 2).mean())
+            step.clip(1.0)
+            step.update()
+            scheduler.step()
+    return torch.cat([each.detach().flatten() for each in model.parameters()]), seen
+
+
+def test_workers_read_the_same_and_draw_the_same():
+    weights, seen = train(None, epochs=2)
+    by_workers, seen_by_workers = train(None, epochs=2, workers=2)
+    assert seen == seen_by_workers
+    assert sorted(seen[:20]) == list(range(20)) != seen[:20]
+    assert torch.equal(weights, by_workers)
+
+
+def test_a_training_that_was_left_goes_on_as_if_it_had_not_been(tmp_path):
+    expected, _seen = train(None, epochs=4)
+    train(tmp_path / "ckpt", epochs=2)
+    weights, seen = train(tmp_path / "ckpt", epochs=4)
+    assert torch.equal(weights, expected)
+    assert len(seen) == 2 * 20
+
+
+def test_a_checkpoint_is_loaded_without_edl(tmp_path):
+    weights, _seen = train(tmp_path / "ckpt", epochs=1)
+    newest = sorted(tmp_path.glob("ckpt/stage_*/step_*/model.safetensors"))[-1]
+    model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+    model.load_state_dict(load_file(newest))
+    assert torch.equal(torch.cat([each.flatten() for each in model.state_dict().values()]), weights)
+
+
+def test_an_evaluation_sums_over_all_samples_without_gradients():
+    model = torch.nn.Linear(1, 1)
+    loop = elastic.Loop(
+        model, torch.optim.SGD(model.parameters(), 0.1), DATA, batch_size=4, epochs=1
+    )
+
+    def judge(inputs: Any, index: Any) -> dict[str, Any]:
+        assert not model(inputs).requires_grad
+        return {"n": len(inputs), "index": index.sum()}
+
+    assert loop.evaluate(DataLoader(DATA, batch_size=7), judge) == {"n": 20, "index": 190}
+
+
+def test_a_norm_that_is_not_above_zero_is_refused():
+    model = torch.nn.Linear(1, 1)
+    loop = elastic.Loop(
+        model, torch.optim.SGD(model.parameters(), 0.1), DATA, batch_size=4, epochs=1
+    )
+    for epoch in loop.epochs():
+        for step in epoch:
+            for value in (0, -1.0, float("nan")):
+                with pytest.raises(UsageError, match=r"step\.clip\(max_norm\): expected a number"):
+                    step.clip(value)
+            for inputs, _index in step:
+                step.backward(model(inputs).mean())
+            step.update()
+            with pytest.raises(UsageError, match="call it before"):
+                step.clip(1.0)
+
+
+@pytest.mark.full
+def test_a_world_of_torchrun_trains_checkpoints_and_resumes(tmp_path: Path):
+    def launch(epochs: int) -> list[tuple[str, ...]]:
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2",
+            "--standalone", str(SCRIPTS / "launched_torch.py"), str(tmp_path), str(epochs),
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        said = [(tmp_path / f"said.{rank}").read_text() for rank in range(2)]
+        pattern = r"rank (\d) of 2: (\d+) steps, sum ([\d.]+), weight (\w+)"
+        return [found.groups() for text in said if (found := re.search(pattern, text))]
+
+    first = launch(1)
+    assert [(rank, steps, total) for rank, steps, total, _ in first] == [
+        ("0", "4", "28.5"), ("1", "4", "28.5"),
+    ]  # fmt: skip
+    assert first[0][3] == first[1][3], "both ranks have the same weights"
+    second = launch(2)
+    assert [(rank, steps) for rank, steps, *_ in second] == [("0", "8"), ("1", "8")]
+    assert second[0][3] == second[1][3] != first[0][3]
+    assert verify([str(tmp_path / "ckpt")]) == 0
+
+
+ALONE = """
+import sys
+sys.modules["{other}"] = None  # as where it is not installed
+import numpy as np
+import {framework} as framework
+from pod_runtime import elastic
+{make}
+data = [np.full(3, i, "float32") / 20 for i in range(20)]
+loop = elastic.Loop(model, optimizer, data, batch_size=6, epochs=2, checkpoint=sys.argv[1])
+for epoch in loop.epochs():
+    for step in epoch:
+        for batch in step:
+            step.backward((model(batch) ** 2).mean())
+        step.update()
+assert loop.step_count == 8
+"""
+MAKE = {
+    "paddle": "model = framework.nn.Linear(3, 1)\n"
+    "optimizer = framework.optimizer.SGD(0.1, parameters=model.parameters())",
+    "torch": "model = framework.nn.Linear(3, 1)\n"
+    "optimizer = framework.optim.SGD(model.parameters(), 0.1)",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("framework", "other"), [("torch", "paddle"), ("paddle", "torch")])
+def test_either_framework_is_enough(tmp_path, framework, other):
+    pytest.importorskip(framework)
+    script = ALONE.format(framework=framework, other=other, make=MAKE[framework])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, str(tmp_path / "ckpt")],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    # The loop shows what it logs where the framework has set up no logging.
+    assert done.stderr.count("checkpoint stage_00000001/step_0000000008 written") == 1

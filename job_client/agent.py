@@ -38,7 +38,7 @@ from pod_runtime import env, processes
 logger = logging.getLogger(__name__)
 
 TICK_S = 1.0  # all events wake the loop; the tick is for what only time changes
-FENCE_GRACE_S = 1.0  # the server takes the pods for ended 2 s after `stop_after`
+FENCE_GRACE_S = 1.0  # the server takes the pods for ended 6 s after `stop_after`
 SAVE_STALL_S = 60.0  # a writer that writes nothing for so long is given up
 SHOW_EVERY_S = 2.0  # its progress, in the log
 GOODBYE_S = 5.0  # for a server that has to hear where the last state is
@@ -126,8 +126,7 @@ class Agent:
         )
         self._link.start()
         while self._end is None and self._failure is None:
-            self._reconcile()
-            self._wake.wait(TICK_S)
+            self._wake.wait(self._reconcile())
         if self._failure is not None:
             self._link.close()
             raise self._failure
@@ -246,16 +245,18 @@ class Agent:
 
     # --- the loop
 
-    def _reconcile(self) -> None:
+    def _reconcile(self) -> float:
+        """Do what is to be done now; return how long to wait for something new."""
         with self._lock:
             plan, silent_s = self._plan, time.monotonic() - self._contact_at
             pods = dict(self._pods)
         limit_s = self._config.stop_after_s
         if limit_s is not None and silent_s >= limit_s:
             self._fence(pods, limit_s)
-            return
+            return TICK_S
+        wait_s = TICK_S if limit_s is None else min(TICK_S, limit_s - silent_s)
         if plan is None:
-            return
+            return wait_s
         for action in plan_changes([pod.local() for pod in pods.values()], plan.pods):
             match action:
                 case StartPod(spec):
@@ -275,6 +276,7 @@ class Agent:
             known = pods.get((spec.job_id, spec.pod_id))
             if known is not None and is_same_job(known.spec.submitted_at, spec.submitted_at):
                 known.save(spec.save)
+        return wait_s
 
     def _release(self, key: PodKey, reason: str) -> None:
         with self._lock:

@@ -28,6 +28,7 @@ from pod_runtime.shim_wire import PodExit, ShimError
 logger = logging.getLogger(__name__)
 
 SHIM_DIED = "shim died"
+ANSWER_S = 2.0  # a shim that takes longer to answer is stopped, or the machine is overloaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,7 @@ class PodSupervisor:
         self._shim: ShimProcess | None = None  # None: not started yet, or never
         self._exit: PodExit | None = None  # None: not ended
         self._cancel = threading.Event()  # set by a stop: start nothing any more
+        self._ended = threading.Event()
         self._stop_grace_s: float | None = None  # None: not being stopped
         self._stop_reason = ""
         self._killed = False
@@ -162,7 +164,7 @@ class PodSupervisor:
             shim = self._shim
         logger.info("pod %s: stop, grace %g s: %s", self.spec.pod_id, grace_s, reason)
         if shim is not None:
-            self._ask({"op": "stop", "grace_s": grace_s})
+            self._spawn(lambda: self._end({"op": "stop", "grace_s": grace_s}, grace_s))
         self._context.changed()
 
     def kill(self, reason: str) -> None:
@@ -176,7 +178,7 @@ class PodSupervisor:
             shim = self._shim
         logger.info("pod %s: kill: %s", self.spec.pod_id, reason)
         if shim is not None:
-            self._ask({"op": "kill"})
+            self._spawn(lambda: self._end({"op": "kill"}, 0.0))
         self._context.changed()
 
     def save(self, order: Save | None) -> None:
@@ -228,11 +230,40 @@ class PodSupervisor:
         chosen = self._context.config.grace_s
         return grace_s if chosen is None else chosen
 
-    def _ask(self, request: dict[str, object]) -> None:
+    def _ask(self, request: dict[str, object]) -> bool:
+        """Return whether the shim has answered."""
         try:
-            shim_wire.request(self.folder, request)
+            shim_wire.request(self.folder, request, timeout_s=ANSWER_S)
         except ShimError as error:  # it is about to end, or dead: its thread will notice
             logger.debug("pod %s: %s", self.spec.pod_id, error)
+            return False
+        return True
+
+    def _end(self, request: dict[str, object], grace_s: float) -> None:
+        """Have the shim end the pod; after the grace, without a shim that was stopped (SIGSTOP).
+
+        The state that it holds is lost with it. One that only is slow to answer is waited for.
+        """
+        deadline = time.monotonic() + grace_s
+        self._ask(request)
+        while not self._ended.wait(max(0.0, deadline - time.monotonic())):
+            if not self._ask({"op": "status"}) and self._shim_is_stopped():
+                break
+            deadline = time.monotonic() + ANSWER_S
+        if not self._ended.is_set():
+            logger.error("pod %s: its shim was stopped; killing all of it", self.spec.pod_id)
+            self._clean(except_pid=None)
+
+    def _shim_is_stopped(self) -> bool:
+        with self._lock:
+            shim = self._shim
+        if shim is None or not shim.is_alive():
+            return False
+        try:
+            text = Path(f"/proc/{shim.pid}/stat").read_text()
+        except OSError:  # it has ended
+            return False
+        return text.rpartition(")")[2].split()[0] in ("T", "t")
 
     # --- its thread
 
@@ -280,9 +311,9 @@ class PodSupervisor:
             ",".join(map(str, spec.slots)), shim.pid,
         )  # fmt: skip
         if killed:
-            self._ask({"op": "kill"})
+            self._spawn(lambda: self._end({"op": "kill"}, 0.0))
         elif stop_grace_s is not None:
-            self._ask({"op": "stop", "grace_s": stop_grace_s})
+            self._spawn(lambda: self._end({"op": "stop", "grace_s": stop_grace_s}, stop_grace_s))
         self._context.changed()
         self._follow(shim)
 
@@ -378,6 +409,7 @@ class PodSupervisor:
             if self._exit == ended:
                 return
             self._exit, self._phase = ended, PodPhase.EXITED
+            self._ended.set()
         logger.info("pod %s: exited: %s", self.spec.pod_id, ended.reason)
         self._context.changed()
 

@@ -431,9 +431,11 @@ def same_but_progress(old: Job, new: Job) -> bool:
     for before, now in ((old.active, new.active), (old.preparing, new.preparing)):
         if before is not now and not _same_but_reports(before, now):
             return False
+    estimated = None not in (old.estimated_run_time_s, new.estimated_run_time_s)
     held = replace(
         old,
         progress=new.progress,
+        estimated_run_time_s=(new if estimated else old).estimated_run_time_s,
         active=new.active,
         preparing=new.preparing,
         lineage=new.lineage if _same_but_stop(old, new) else old.lineage,

@@ -165,9 +165,9 @@ def _enter(work: Work, event: Event) -> None:
         case NodeReported():
             pod_exits.node_reported(work, event.node_id, event.pods)
         case RunTimeStatic():
-            if work.job.estimated_run_time_s != event.seconds:
-                work.set(estimated_run_time_s=event.seconds)
+            if work.job.estimated_run_time_s is None:  # every one would drive the others out
                 work.note(f"estimated run time: {event.seconds:g} s", lasting=False)
+            work.set(estimated_run_time_s=event.seconds)
         case ServerRestarted():
             _restarted(work)
         case LauncherAttached() | LauncherReported() if work.job.state.ended or work.job.legacy:

@@ -134,6 +134,18 @@ def test_when_a_shim_is_killed_the_rest_of_its_pod_goes_too(start_client, server
     assert marked(tmp_path) == []
 
 
+@pytest.mark.parametrize("want", [DesiredState.KILL, DesiredState.HOLD])
+def test_a_pod_whose_shim_is_stopped_is_ended_without_it(start_client, server, tmp_path, want):
+    start_client("setsid sleep 600 & echo $! > ../child; wait")
+    server.want_until(PodPhase.RUNNING, pod(grace_s=0.5))
+    child = pid_in(tmp_path / "pods" / "child")
+    os.kill(shim_pid(tmp_path), signal.SIGSTOP)
+    state = server.want_until(PodPhase.EXITED, pod(want=want, grace_s=0.5))
+    assert state.reason.startswith("shim died")
+    assert not state.holds
+    assert is_gone(child)
+
+
 def test_a_failing_package_script_is_reported_with_its_code_and_its_last_words(
     start_client, server, tmp_path
 ):

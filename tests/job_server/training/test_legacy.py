@@ -105,6 +105,18 @@ def test_the_estimated_run_time_is_kept(service, client):
     assert status["estimated_run_time_s"] == 3600
 
 
+def test_estimates_that_come_again_and_again_drive_no_event_out(service, client):
+    submit(service)
+    for seconds in range(1, 6):
+        body = {"job_id": "default_job", "estimated_run_time": seconds}
+        assert client.post("/rest/1.0/post/job_runtime_static", json=body).status_code == 200
+    assert client.get("/api/v1/jobs/default_job").get_json()["estimated_run_time_s"] == 5
+    events = client.get("/api/v1/jobs/default_job/events").get_json()["events"]
+    assert [event["text"] for event in events if "estimated" in event["text"]] == [
+        "estimated run time: 1 s"
+    ]
+
+
 @pytest.mark.parametrize(
     ("body", "status"),
     [

@@ -1,5 +1,6 @@
 """Form the process group of a stage."""
 
+import atexit
 import os
 import socket
 from datetime import timedelta
@@ -34,28 +35,28 @@ def form(spec: GroupSpec, device: Any) -> None:
         )
     if spec.world_size == 1:
         return
-    host, port = _master(spec)
+    host = spec.master.rpartition(":")[0] or os.environ["MASTER_ADDR"]
     if device.type == "cpu":
         _choose_interface(host)
+    ours: dict[str, Any] = {}  # outside EDL torchrun says where the ranks meet
     try:
-        store = dist.TCPStore(host, port, spec.world_size, spec.rank == 0, timeout=_TIMEOUT)
+        if spec.master:
+            port = int(spec.master.rpartition(":")[2])
+            store = dist.TCPStore(host, port, spec.world_size, spec.rank == 0, timeout=_TIMEOUT)
+            ours = {"store": store, "rank": spec.rank, "world_size": spec.world_size}
         dist.init_process_group(
-            "gloo" if device.type == "cpu" else "nccl",
-            store=store,
-            rank=spec.rank,
-            world_size=spec.world_size,
-            timeout=_TIMEOUT,
+            "gloo" if device.type == "cpu" else "nccl", timeout=_TIMEOUT, **ours
         )
     except RuntimeError as error:
         raise PeerLost(f"the group of {spec.world_size} was not formed: {error}") from error
     _formed = spec
+    atexit.register(_leave)
 
 
-def _master(spec: GroupSpec) -> tuple[str, int]:
-    if spec.master:
-        host, _, port = spec.master.rpartition(":")
-        return host, int(port)
-    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])  # of torchrun
+def _leave() -> None:
+    """Let go of the group: its threads end the process by SIGABRT if they outlive its end."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _choose_interface(master: str) -> None:

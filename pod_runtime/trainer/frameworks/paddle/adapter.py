@@ -189,6 +189,7 @@ class PaddleAdapter:
     # --- state
 
     def layout(self) -> StateLayout:
+        self._buffers.own.take_back()
         return self._state.layout()
 
     def copy_out(self, target: memoryview, start: int = 0, stop: int | None = None) -> None:
@@ -198,6 +199,7 @@ class PaddleAdapter:
         return self._state.scalars()
 
     def load(self, layout: StateLayout, data: memoryview, scalars: Mapping[str, Any]) -> None:
+        self._buffers.own.take_back()
         self._state.load(layout, data, scalars)
         self._unowned.forget()
 

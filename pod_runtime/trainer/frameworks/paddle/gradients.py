@@ -7,6 +7,7 @@ import paddle
 from paddle import nn
 
 from pod_runtime.trainer.errors import UsageError
+from pod_runtime.trainer.frameworks.buffers import OwnBuffers
 from pod_runtime.trainer.frameworks.paddle.flat import (
     DeviceFlat,
     Flat,
@@ -26,7 +27,8 @@ class ShardBuffers:
     """
 
     def __init__(self, model: Any, on_host: bool) -> None:
-        self.tensors = changing_buffers(model)
+        self.own = own_buffers(model)
+        self.tensors = [*running_statistics(model), *self.own.tensors]
         self.dtypes = sorted({flat_dtype(dtype_name(tensor)) for tensor in self.tensors})
         make = HostFlat if on_host else DeviceFlat
         self._groups: list[tuple[list[Any], list[Slice], Flat, Flat, int]] = []
@@ -41,11 +43,13 @@ class ShardBuffers:
         return {start.dtype: size for _t, _p, start, _now, size in self._groups}
 
     def begin_step(self) -> None:
+        self.own.take_back()
         for tensors, slices, start, _now, size in self._groups:
             start.gather(tensors, slices)
             self._changes[start.dtype] = start.values(0, size) * 0
 
     def end_shard(self) -> None:
+        self.own.take_back()
         for tensors, slices, start, now, size in self._groups:
             now.swap(tensors, slices, start)
             self._changes[start.dtype] += now.values(0, size) - start.values(0, size)
@@ -167,17 +171,21 @@ def trained_parameters(model: Any, optimizer: Any) -> list[Any]:
     return owned
 
 
-def changing_buffers(model: Any) -> list[Any]:
-    """Return the tensors that a forward pass may change: batch norm's statistics and buffers.
-
-    Paddle keeps the statistics among the parameters, with stop_gradient.
-    """
+def running_statistics(model: Any) -> list[Any]:
+    """Return batch norm's statistics, which Paddle keeps among the parameters."""
     found: dict[int, Any] = {}
     for layer in model.sublayers(include_self=True):
         if isinstance(layer, nn.layer.norm._BatchNormBase | nn.BatchNorm):
             found |= {id(each): each for each in (layer._mean, layer._variance)}
-    kept = {id(tensor) for tensor in model.state_dict().values()}
-    for _name, buffer in model.named_buffers():
-        if id(buffer) in kept:
-            found[id(buffer)] = buffer
     return list(found.values())
+
+
+def own_buffers(model: Any) -> OwnBuffers:
+    """Return the buffers that belong to a model's state."""
+    kept = {id(tensor) for tensor in model.state_dict().values()}
+    return OwnBuffers(model.named_sublayers(include_self=True), kept, _copy)
+
+
+def _copy(source: Any, target: Any) -> None:
+    with paddle.no_grad():
+        paddle.assign(source.detach(), target)

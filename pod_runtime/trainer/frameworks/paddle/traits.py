@@ -236,6 +236,8 @@ class Traits:
             found[f"forward of {who}"] = layer.__dict__.get("forward")
             for attribute, value in _loose_tensors(layer):
                 found[f"{attribute} of {who}, a tensor outside of its state_dict"] = _version(value)
+        for name, parameter in self._model.named_parameters():
+            found[f"parameter {name}, which is another one now"] = id(parameter)
         optimizer = self._optimizer
         found["the optimizer's grad_clip"] = type(getattr(optimizer, "_grad_clip", None))
         found["the optimizer's weight decay"] = type(getattr(optimizer, "regularization", None))

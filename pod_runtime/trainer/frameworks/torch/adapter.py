@@ -124,6 +124,7 @@ class TorchAdapter:
     # --- state
 
     def layout(self) -> StateLayout:
+        self._buffers.own.take_back()
         return self._state.layout()
 
     def copy_out(self, target: memoryview, start: int = 0, stop: int | None = None) -> None:
@@ -133,6 +134,7 @@ class TorchAdapter:
         return self._state.scalars()
 
     def load(self, layout: StateLayout, data: memoryview, scalars: Mapping[str, Any]) -> None:
+        self._buffers.own.take_back()
         self._state.load(layout, data, scalars)
         self._unowned.forget()
 

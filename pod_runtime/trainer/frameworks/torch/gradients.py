@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from pod_runtime.trainer.errors import UsageError
+from pod_runtime.trainer.frameworks.buffers import OwnBuffers
 
 
 def sum_dtype(dtype: Any) -> Any:
@@ -62,10 +63,10 @@ class TorchShardBuffers:
     """
 
     def __init__(self, model: Any) -> None:
-        kept = set(model.state_dict(keep_vars=True))
-        self.tensors = [each for name, each in model.named_buffers() if name in kept]
+        kept = {id(each) for each in model.state_dict(keep_vars=True).values()}
+        self.own = OwnBuffers(model.named_modules(), kept, _copy)
         by_type: dict[Any, list[Any]] = {}
-        for each in self.tensors:
+        for each in self.own.tensors:
             by_type.setdefault(sum_dtype(each.dtype), []).append(each)
         self._groups = [
             (mine, _Flat(mine, dtype, mine[0].device), _Flat(mine, dtype, mine[0].device))
@@ -78,11 +79,13 @@ class TorchShardBuffers:
         return {start.tensor.dtype: start.tensor.numel() for _mine, start, _now in self._groups}
 
     def begin_step(self) -> None:
+        self.own.take_back()
         for tensors, start, _now in self._groups:
             start.gather(tensors)
             self._changes[start.tensor.dtype] = torch.zeros_like(start.tensor)
 
     def end_shard(self) -> None:
+        self.own.take_back()
         for tensors, start, now in self._groups:
             now.gather(tensors)
             self._changes[start.tensor.dtype] += now.tensor - start.tensor
@@ -97,6 +100,11 @@ class TorchShardBuffers:
         for tensors, start, now in self._groups:
             torch.add(start.tensor, changes[start.tensor.dtype] / filled_shards, out=now.tensor)
             now.scatter(tensors)
+
+
+def _copy(source: Any, target: Any) -> None:
+    with torch.no_grad():
+        target.copy_(source)
 
 
 class TorchGradientExchange:

@@ -152,6 +152,8 @@ class TorchTraits:
             found[f"forward of {who}"] = vars(layer).get("forward")
             for attribute, value in _loose_tensors(layer):
                 found[f"{attribute} of {who}, a tensor outside of its state_dict"] = _version(value)
+        for name, parameter in self._model.named_parameters():
+            found[f"parameter {name}, which is another one now"] = id(parameter)
         return found
 
 

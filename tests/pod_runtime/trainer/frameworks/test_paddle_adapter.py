@@ -241,6 +241,42 @@ def test_buffers_move_by_the_mean_change_of_the_shards():
     assert norm._mean.tolist() == [1.5, 1.5]  # half of the mean of 2 and 4
 
 
+class Replacing(nn.Layer):
+    """Counts its calls in a buffer, by a new tensor each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 1)
+        self.register_buffer("calls", paddle.zeros([1]))
+
+    def forward(self, inputs: Any) -> Any:
+        self.calls = self.calls + 1
+        return self.inner(inputs)
+
+
+def test_a_buffer_that_is_replaced_in_a_forward_pass_counts_as_one_that_is_written_to():
+    model = Replacing()
+    adapter = PaddleAdapter(
+        model, paddle.optimizer.SGD(0.1, parameters=model.parameters()), header_size=HEADER
+    )
+    for number in (1, 2):
+        adapter.begin_step()
+        for _ in range(2):
+            adapter.backward(model(paddle.ones([1, 2])).sum(), 0.5)
+            adapter.end_shard()
+            assert model.calls.item() == number - 1, "the next shard begins with the step's"
+        adapter.exchange([0.0] * HEADER, True)
+        adapter.apply(filled_shards=2, lr_factor=1.0)
+        assert model.calls.item() == number
+    model.calls = paddle.full([1], 7.0)
+    layout, data, _scalars = take(adapter)
+    spec = next(each for each in layout.specs if each.name == "model/calls")
+    assert np.frombuffer(data, np.float32, 1, spec.offset).item() == 7.0
+    model.calls = paddle.zeros([2])
+    with pytest.raises(UsageError, match=r"its buffer calls is \[1\] paddle.float32, and was rep"):
+        adapter.begin_step()
+
+
 @pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 def test_what_two_ranks_would_exchange_adds_up(on_host, dtype):

@@ -275,6 +275,43 @@ def test_buffers_move_by_the_mean_change_of_the_shards():
     assert norm.num_batches_tracked.item() == 1
 
 
+class Replacing(nn.Module):
+    """Counts its calls in a buffer, by a new tensor each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, inputs: Any) -> Any:
+        self.calls = self.calls + 1
+        return inputs * self.weight
+
+
+def test_a_buffer_that_is_replaced_in_a_forward_pass_counts_as_one_that_is_written_to():
+    model = Replacing()
+    own = model.calls
+    adapter = TorchAdapter(model, torch.optim.SGD(model.parameters(), lr=0.1), header_size=HEADER)
+    for number in (1, 2):
+        adapter.begin_step()
+        for _ in range(2):
+            adapter.backward(model(torch.ones(1, 2)).sum(), 0.5)
+            adapter.end_shard()
+            assert model.calls.item() == number - 1, "the next shard begins with the step's"
+        adapter.exchange([0.0] * HEADER, True)
+        adapter.apply(filled_shards=2, lr_factor=1.0)
+        assert model.calls.item() == number
+    model.calls = torch.full((1,), 7.0)
+    data = bytearray(adapter.layout().total_bytes)
+    adapter.copy_out(memoryview(data))
+    spec = next(each for each in adapter.layout().specs if each.name == "model/calls")
+    assert np.frombuffer(data, np.float32, 1, spec.offset).item() == 7.0
+    assert model.calls is own
+    model.calls = torch.zeros(2)
+    with pytest.raises(UsageError, match=r"its buffer calls is \[1\] torch.float32, and was rep"):
+        adapter.begin_step()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_what_two_ranks_would_exchange_adds_up(dtype):
     """Doubling stands for the all-reduce of two equal ranks."""
@@ -354,7 +391,10 @@ def test_what_no_state_can_carry_is_named_once():
     assert training.adapter.uncarried_changes() == [], "training alone changes nothing"
     training.model[0].register_forward_hook(lambda *_: None)
     training.model[2] = nn.Tanh()
-    assert training.adapter.uncarried_changes() == ["hooks of layer 0", "layer 2"]
+    training.model[3].bias = nn.Parameter(torch.zeros(1))
+    assert training.adapter.uncarried_changes() == [
+        "hooks of layer 0", "layer 2", "parameter 3.bias, which is another one now",
+    ]  # fmt: skip
     assert training.adapter.uncarried_changes() == []
 
 

@@ -200,12 +200,14 @@ def test_what_no_state_can_carry_is_named_once():
     model.cache = paddle.ones([2])
     optimizer._grad_clip = None
     optimizer._param_groups[1]["params"].pop()
+    model.head.bias = model.head.create_parameter(model.head.bias.shape)
     assert sorted(traits.uncarried_changes()) == [
         "cache of layer Net, a tensor outside of its state_dict",
         "center of layer Net, a tensor outside of its state_dict",
         "forward of layer tail",
         "hooks of layer head",
         "layer drop",
+        "parameter head.bias, which is another one now",
         "the optimizer's grad_clip",
         "the optimizer's parameters",
     ]

@@ -1,0 +1,56 @@
+"""Keep a model's buffers the tensors that they were built as.
+
+A forward pass may put another tensor in a buffer's place (`self.mean = 0.9 * self.mean + ...`)
+rather than write into it. The state and the merging of shards know the tensors as they were built,
+so what stands in their place is copied into them, and they are put back.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from pod_runtime.trainer.errors import UsageError
+
+
+class OwnBuffers:
+    """The buffers of some layers that belong to the state. Of either framework."""
+
+    def __init__(
+        self, named_layers: Iterable[tuple[str, Any]], kept: set[int], copy: Callable[..., Any]
+    ) -> None:
+        """
+        Args:
+            kept: ids of the tensors that belong to the state.
+            copy: copies the values of its first argument, a tensor, into the second.
+        """
+        self._copy = copy
+        self._places = [
+            (layer._buffers, key, own, f"{name}.{key}".removeprefix("."))
+            for name, layer in named_layers
+            for key, own in layer._buffers.items()
+            if id(own) in kept
+        ]
+
+    @property
+    def tensors(self) -> list[Any]:
+        """The buffers, each once."""
+        return list({id(own): own for _buffers, _key, own, _name in self._places}.values())
+
+    def take_back(self) -> None:
+        """Copy what stands in a buffer's place into the buffer, and put that back.
+
+        Raises:
+            UsageError: it is no tensor of the same shape and type.
+        """
+        for buffers, key, own, name in self._places:
+            now = buffers.get(key)
+            if now is own:
+                continue
+            shape, dtype = getattr(now, "shape", None), getattr(now, "dtype", None)
+            if shape is None or list(shape) != list(own.shape) or dtype != own.dtype:
+                raise UsageError(
+                    f"model: its buffer {name} is {list(own.shape)} {own.dtype}, and was replaced "
+                    f"by {'None' if now is None else f'{list(shape or [])} {dtype}'}: it could not "
+                    f"be carried; keep shape and type, or leave it out of the model's state_dict"
+                )
+            self._copy(now, own)
+            buffers[key] = own

@@ -247,6 +247,7 @@ class Replacing(nn.Layer):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(2, 1)
+        self.calls: Any
         self.register_buffer("calls", paddle.zeros([1]))
 
     def forward(self, inputs: Any) -> Any:

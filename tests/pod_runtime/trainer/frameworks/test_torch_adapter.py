@@ -281,6 +281,7 @@ class Replacing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
+        self.calls: Any
         self.register_buffer("calls", torch.zeros(1))
 
     def forward(self, inputs: Any) -> Any:

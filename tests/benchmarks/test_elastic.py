@@ -47,6 +47,7 @@ def processes_of(folder: Path) -> list[list[str]]:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_random_planned_changes_redo_no_step(tmp_path: Path):
     values = run(tmp_path, "benchmarks/resize.py", "--only", "random", "--changes", "3")["random"]
     assert values["changes"] == 3

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.timeout(600)
-def test_changes_and_kills_lose_no_sample(counting_cluster: Callable[..., Cluster]) -> None:
+def test_changes_and_a_kill_lose_no_sample(counting_cluster: Callable[..., Cluster]) -> None:
     cluster = counting_cluster(
         slots=2, samples=480, epochs=10_000, workers=1, program="count_train_torch.py"
     )
@@ -27,11 +27,5 @@ def test_changes_and_kills_lose_no_sample(counting_cluster: Callable[..., Cluste
         assert (status.stages[-1].way, status.redone_steps) == (Way.REPLACE, 0)
         cluster.wait_steps(5)
     cluster.kill(cluster.trainers()[0])
-    cluster.wait_steps(5)
-    cluster.kill(cluster.launchers()[0])
-    cluster.wait_steps(5)
-    cluster.kill_everything()
-    cluster.start_server()
-    cluster.start_client()
     cluster.wait_steps(5)
     finish_and_check(cluster)

@@ -171,6 +171,7 @@ def distilled(teacher: str, *more: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_paddle_launcher_distils_on_two_trainers_what_one_would(teacher, tmp_path):
     alone = train(*distilled(teacher), cwd=tmp_path, EDL_MAX_TRAINERS="2")
     assert alone.returncode == 0, alone.stderr
@@ -266,6 +267,7 @@ def test_what_a_pod_has_trained_is_not_trained_again(tmp_path):
     assert json.loads((tmp_path / "again.json").read_text())["accuracy"] is None
 
 
+@pytest.mark.slow
 def test_the_three_steps_of_the_readme_run(teacher, tmp_path):
     (shown,) = re.findall(r"^```diff\n(.*?)^```$", (FOLDER / "README.md").read_text(), re.M | re.S)
     lines = shown.splitlines()

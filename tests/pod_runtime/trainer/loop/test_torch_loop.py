@@ -191,7 +191,7 @@ def test_a_norm_that_is_not_above_zero_is_refused():
                 step.clip(1.0)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_world_of_torchrun_trains_checkpoints_and_resumes(tmp_path: Path):
     def launch(epochs: int) -> list[tuple[str, ...]]:
         command = [

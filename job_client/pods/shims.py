@@ -1,6 +1,7 @@
 """Start the shim of a pod, and follow it."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -8,7 +9,9 @@ from pathlib import Path
 
 from job_client.errors import PodStartError
 from job_client.pods.pod_folder import ShimProcess, read_shim
+from job_server.api.wire import SnapshotRef
 from pod_runtime import shim_wire
+from pod_runtime.segment_header import read_newest
 from pod_runtime.shim_wire import PodExit, ShimError
 
 START_TIMEOUT_S = 30.0  # a machine that swaps is slow, not broken
@@ -73,6 +76,29 @@ def follow(folder: Path) -> PodExit | None:
         raise ShimError(f"{folder}: watch: {error}") from error
     finally:
         line.close()
+
+
+def newest_held(folder: Path, timeout_s: float) -> SnapshotRef | None:
+    """Return the newest state that the shim of `folder` holds; None: none, or it does not answer.
+
+    Launchers report that as well, but the server may not have heard of it while they lived.
+    """
+    try:
+        _, fds = shim_wire.request(folder, {"op": "get", "stage": None}, timeout_s=timeout_s)
+    except ShimError:
+        return None
+    try:
+        found = [header for fd in fds if (header := read_newest(fd)) is not None]
+    finally:
+        for fd in fds:
+            os.close(fd)
+    newest = max(found, key=lambda header: header.stamp, default=None)
+    if newest is None:
+        return None
+    stamp = newest.stamp
+    return SnapshotRef(
+        stage=stamp.stage, step=stamp.step, digest=newest.digest, serial=stamp.serial
+    )
 
 
 def wait_closed(folder: Path) -> None:

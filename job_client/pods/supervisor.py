@@ -18,7 +18,15 @@ from job_client.pods import folders, pod_folder, shims
 from job_client.pods.pod_folder import ShimProcess
 from job_client.pods.saving import SaveAttempt
 from job_client.reconcile import LocalPod
-from job_server.api.wire import NodePod, PodPhase, PodState, Save, SavePhase, SaveState
+from job_server.api.wire import (
+    NodePod,
+    PodPhase,
+    PodState,
+    Save,
+    SavePhase,
+    SaveState,
+    SnapshotRef,
+)
 from pod_runtime import env, processes, shim_wire
 from pod_runtime.log_tail import last_lines
 from pod_runtime.orphans import KILL_WAIT_S, noted_forks, remove_shared_memory
@@ -63,6 +71,7 @@ class PodSupervisor:
         self._cpu_before: tuple[float, float] | None = None  # (CPU seconds, at); None: no sample
         self._saving: SaveAttempt | None = None  # None: nothing is to be written
         self._holds = True  # its shim may be there; False: it is gone, and its memory with it
+        self._snapshot: SnapshotRef | None = None  # held as the pod had ended; None: none known
         self._last_save: SaveState | None = None  # by its client as that was ended; None: nothing
         self._untold = False  # the server may not know of that
 
@@ -101,6 +110,7 @@ class PodSupervisor:
             memory_bytes=memory_bytes,
             save=self._last_save if self._saving is None else self._saving.state,
             holds=self._holds,
+            snapshot=self._snapshot,
             submitted_at=self.spec.submitted_at,
         )
 
@@ -138,6 +148,7 @@ class PodSupervisor:
             if ended is None:
                 self._set(PodPhase.RUNNING)
             else:  # the shim stays for what it holds, or is about to end
+                self._snapshot = shims.newest_held(self.folder, ANSWER_S)
                 self._finish(ended)
             self._spawn(self._adopted)
         elif ended is not None:
@@ -361,6 +372,7 @@ class PodSupervisor:
             ended = ended or pod_folder.read_exit(self.folder)
             if ended is not None:
                 self._clean(except_pid=shim.pid)
+                self._snapshot = shims.newest_held(self.folder, ANSWER_S)
                 self._finish(ended)
                 shims.wait_closed(self.folder)  # the shim may stay, for the state that it holds
                 if not shim.is_alive():

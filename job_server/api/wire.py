@@ -206,6 +206,15 @@ class PodPhase(Enum):
     EXITED = "exited"  # no process but, perhaps, the shim that holds a snapshot
 
 
+class SnapshotRef(Message, frozen=True, kw_only=True):
+    """The newest complete snapshot that a pod's shim holds."""
+
+    stage: Int
+    step: Int  # global steps committed since the job began
+    digest: str = ""  # of the layout: names, shapes and types
+    serial: Int = 0  # states of one stage in order; what follows an epoch shares its last step
+
+
 class PodState(Message, frozen=True, kw_only=True):
     pod_id: str
     job_id: str
@@ -219,6 +228,7 @@ class PodState(Message, frozen=True, kw_only=True):
     memory_bytes: Int = 0
     save: SaveState | None = None  # None: nothing was to be written
     holds: bool = True  # EXITED: its shim is there, with what it holds
+    snapshot: SnapshotRef | None = None  # EXITED: what it held then; None: nothing, or not known
     submitted_at: float = 0.0  # of the job that it was started for; 0: not known
 
 
@@ -261,15 +271,6 @@ class Order(Enum):
     CUT = "cut"  # agree on a step, finish it, put the state away, park
     RESUME = "resume"  # the change was abandoned: parked trainers go on
     END = "end"  # the stage is over: stop its trainers, keep the launcher
-
-
-class SnapshotRef(Message, frozen=True, kw_only=True):
-    """The newest complete snapshot that a pod's shim holds."""
-
-    stage: Int
-    step: Int  # global steps committed since the job began
-    digest: str = ""  # of the layout: names, shapes and types
-    serial: Int = 0  # states of one stage in order; what follows an epoch shares its last step
 
 
 class RestoreFrom(Message, frozen=True, kw_only=True):

@@ -1,12 +1,12 @@
 """Assign ids, ranks and ports to pods, and choose the state that a stage starts from. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from job_server.api.wire import PlanPod, RestoreFrom
 from job_server.cluster.placement import Site, deal_ports, find_node, gather, place
 from job_server.training.job import Job, JobStage, TrainingPod, age, occupied
-from job_server.training.work import Work
+from job_server.training.work import Work, silent_pods
 
 
 def find_sites(work: Work, count: int, first: str = "") -> tuple[Site, ...]:
@@ -87,12 +87,14 @@ def registered_site(work: Work, pod: TrainingPod) -> Site:
     return site
 
 
-def choose_restore(job: Job) -> RestoreFrom | None:
+def choose_restore(work: Work) -> RestoreFrom | None:
     """Return the newest state: a snapshot in memory, or what the last pause or end has saved.
 
-    None: the newest checkpoint, or a fresh start.
+    What silent nodes hold is out of reach. None: the newest checkpoint, or a fresh start.
     """
-    source, saved = newest_in_memory(job), job.ending.saved
+    job = work.job
+    silent = {pod.pod_id for pod in silent_pods(work)}
+    source, saved = newest_in_memory(job, silent), job.ending.saved
     if saved is None or (source is not None and age(saved) < age(source)):
         return source
     return RestoreFrom(
@@ -114,8 +116,8 @@ def unsaved(job: Job) -> RestoreFrom | None:
     return source
 
 
-def newest_in_memory(job: Job) -> RestoreFrom | None:
-    """Return the newest snapshot that can be reached. None: there is none.
+def newest_in_memory(job: Job, silent: Collection[str] = ()) -> RestoreFrom | None:
+    """Return the newest snapshot that pods hold, but for silent ones. None: there is none.
 
     A snapshot of an older stage than the newest that ever reported one does not count: the
     checkpoint path holds a newer state.
@@ -123,7 +125,9 @@ def newest_in_memory(job: Job) -> RestoreFrom | None:
     within_reach = [
         (age(ref), pod.pod_id)
         for pod in job.pods
-        if not pod.released and (ref := job.progress.snapshots.get(pod.pod_id))
+        if not pod.released
+        and pod.pod_id not in silent
+        and (ref := job.progress.snapshots.get(pod.pod_id))
     ]
     if not within_reach:
         return None
@@ -133,6 +137,32 @@ def newest_in_memory(job: Job) -> RestoreFrom | None:
         return None
     pods = tuple(pod_id for state, pod_id in within_reach if state == newest)
     return RestoreFrom(stage=stage, step=step, serial=serial, pods=pods)
+
+
+def is_superseded(job: Job, pod_id: str) -> bool:
+    """Return whether the state that a pod holds cannot be needed any more.
+
+    This is the one rule by which a training lets go of states. Until the active stage has reported
+    one of its own, every older one may be what the next start begins from: any stage may be lost,
+    also one that is about to start, and a node that is silent may come back.
+    """
+    stage = job.active
+    return (
+        stage is not None
+        and stage.committed
+        and job.snapshot_stage >= stage.stage
+        and stage.member(pod_id) is None
+    )
+
+
+def may_hold(job: Job, pod_id: str) -> bool:
+    """Return whether a pod that cannot be asked may hold a state.
+
+    One of a stage that trains, or did, may have made its first just when nothing was heard of it.
+    """
+    stages = [stage for stage in (job.retiring, job.active) if stage is not None]
+    trained = any(stage.committed and stage.member(pod_id) is not None for stage in stages)
+    return trained or pod_id in job.progress.snapshots
 
 
 def is_in_trainers_only(job: Job) -> bool:

@@ -1,36 +1,18 @@
-"""Detect unreachable pods, and decide when their further steps can be ignored (fenced). Pure."""
+"""Give up unreachable pods, and decide when their further steps can be ignored (fenced). Pure."""
 
 from dataclasses import replace
 
-from job_server.api.wire import DesiredState, Order, PodStagePhase
+from job_server.api.wire import DesiredState, PodStagePhase
 from job_server.cluster.placement import Cluster, find_node
 from job_server.jobs.work import Goal
-from job_server.training.allocation import newest_in_memory
+from job_server.training.allocation import may_hold
 from job_server.training.job import GONE, TERMINATED, Cause, CauseKind, Job, JobStage, TrainingPod
 from job_server.training.moves import lose
-from job_server.training.work import Work
+from job_server.training.work import Work, is_silent, silent_pods
 
 # Beyond `stop_after_s`. A client terminates its pods then and kills them 1 s later; where a shim
 # does not answer it takes 4 s, and a busy machine is slower.
 FENCE_MARGIN_S = 6.0
-
-
-def is_silent(work: Work, pod: TrainingPod) -> bool:
-    """Return whether the heartbeats of the pod's node and of its launcher are too late."""
-    return work.now >= silent_at(work.job, pod, work.cluster)
-
-
-def silent_at(job: Job, pod: TrainingPod, cluster: Cluster) -> float:
-    """Return when the pod counts as silent if nothing is received until then."""
-    heard = max(job.progress.heard.get(pod.pod_id, job.grace_from), job.grace_from)
-    return max(heard + cluster.launcher_silence_s, client_silent_at(job, pod, cluster))
-
-
-def client_silent_at(job: Job, pod: TrainingPod, cluster: Cluster) -> float:
-    """Return when the pod's client counts as gone if nothing is received from it until then."""
-    view = find_node(cluster, pod.site.node_id)
-    seen = view.seen_at if view is not None else job.grace_from
-    return max(seen, job.grace_from) + cluster.silence_s
 
 
 def fenced_at(job: Job, pod: TrainingPod, cluster: Cluster) -> float | None:
@@ -66,46 +48,20 @@ def lose_silent(work: Work) -> None:
                 work.note("a pod answers again", lasting=False)
             # The other pods get the full time to answer.
             work.set(grace_from=work.now, waiting="")
-    for pod in _silent_pods(work):
+    for pod in silent_pods(work):
         in_force = active is not None and active.member(pod.pod_id) is not None
-        if (in_force and cut_off) or _may_be_needed(job, pod):
+        if pod.desired is DesiredState.HOLD or (in_force and cut_off):
             continue
-        if pod.desired is DesiredState.HOLD:
-            work.release(pod.pod_id)
-        elif work.job.pod(pod.pod_id) == pod:
-            lose(work, pod.pod_id, _silent_cause(work, pod), confirmed=False, holds=True)
+        if not _is_to_be_written(job, pod) and work.job.pod(pod.pod_id) == pod:
+            holds = may_hold(job, pod.pod_id)
+            lose(work, pod.pod_id, _silent_cause(work, pod), confirmed=False, holds=holds)
 
 
-def _silent_pods(work: Work) -> list[TrainingPod]:
-    """Return the silent pods that are not released. Cheap where all nodes answer, as nearly always:
-    a job may have a thousand pods.
-    """
-    cluster = work.cluster
-    silence_s = cluster.silence_s
-    answer = {view.node.node_id for view in cluster.nodes if work.now < view.seen_at + silence_s}
-    return [
-        pod
-        for pod in work.job.pods
-        if pod.site.node_id not in answer and not pod.released and is_silent(work, pod)
-    ]
-
-
-def _may_be_needed(job: Job, pod: TrainingPod) -> bool:
-    """Return whether the pod is only needed for the state it holds, once its client is back.
-
-    To be written, where the job pauses or ends; else to start from, until other trainers start.
-    """
-    if pod.pod_id not in job.progress.snapshots:
-        return False
-    stage, preparing = job.active, job.preparing
+def _is_to_be_written(job: Job, pod: TrainingPod) -> bool:
+    """Return whether a pause or an end waits for the state that the pod of an ended stage holds."""
+    stage = job.active
     over = stage is None or stage.over is not None or stage.all_in(*GONE)
-    if job.goal is not Goal.RUN:
-        return over
-    if pod.desired is not DesiredState.HOLD:
-        return False
-    newest = newest_in_memory(job)
-    begins = preparing is not None and preparing.phase not in (Order.PREPARE, Order.CUT)
-    return not begins and (over or (newest is not None and pod.pod_id in newest.pods))
+    return job.goal is not Goal.RUN and over and pod.pod_id in job.progress.snapshots
 
 
 def _reaches(work: Work, stage: JobStage) -> bool:
@@ -165,7 +121,8 @@ def _give_up_fenced(work: Work, stage: JobStage) -> None:
     for pod in pods:
         cause = _silent_cause(work, pod)
         text = f"{cause.text}; its client has stopped it by now"
-        lose(work, pod.pod_id, replace(cause, text=text), confirmed=True, holds=True)
+        holds = may_hold(work.job, pod.pod_id)
+        lose(work, pod.pod_id, replace(cause, text=text), confirmed=True, holds=holds)
 
 
 def _is_fenced(work: Work, pod: TrainingPod) -> bool:

@@ -22,7 +22,6 @@ from job_server.cluster.placement import find_node
 from job_server.jobs.pod_reports import without
 from job_server.jobs.work import Goal
 from job_server.training.allocation import newest_in_memory, unsaved
-from job_server.training.fencing import client_silent_at, is_silent
 from job_server.training.job import (
     GONE,
     TERMINATED,
@@ -39,10 +38,11 @@ from job_server.training.moves import (
     fail_active,
     fail_preparing,
     finish,
+    let_go,
     neutral,
     order_end,
 )
-from job_server.training.work import Work
+from job_server.training.work import Work, client_silent_at, is_silent
 
 SAVE_AGAIN_S = 10.0  # between two rounds in which no client could write the state
 SAVE_STALL_S = 60.0  # without new bytes until a client that writes a state counts as stuck
@@ -314,10 +314,9 @@ def _not_saved(work: Work, held: Halt, source: RestoreFrom) -> None:
         work.set(ending=replace(job.ending, discard=True))
         work.note(f"step {source.step} could not be written for {duration(keep_s)}")
         return
-    holding = newest_in_memory(job)
     for pod in job.pods:
-        holds = holding is not None and pod.pod_id in holding.pods
-        work.release(pod.pod_id, hold=holds)
+        if not pod.leaving:
+            let_go(work, pod.pod_id)
     if held.kept_since is None:
         work.note(
             f"{f'failed: {job.ending.failed}; ' if job.ending.failed else ''}"

@@ -31,6 +31,7 @@ from job_server.jobs.pod_reports import missing_at
 from job_server.jobs.work import Goal
 from job_server.training import legacy, pod_exits, reports
 from job_server.training.accounting import accrue, name_state, script_runs
+from job_server.training.allocation import may_hold
 from job_server.training.changes import (
     DUE_SLACK_S,
     SCRIPT_STORE_S,
@@ -41,7 +42,7 @@ from job_server.training.changes import (
     resize,
     scripted,
 )
-from job_server.training.fencing import client_silent_at, fenced_at, is_silent, silent_at
+from job_server.training.fencing import fenced_at
 from job_server.training.halting import SAVE_STALL_S, halt_deadline, resume, save_deadline
 from job_server.training.job import HaltPhase, Job, JobProgress, JobStage, same_but_progress
 from job_server.training.moves import lose
@@ -55,7 +56,7 @@ from job_server.training.rules import (
     start_deadline,
 )
 from job_server.training.standby import standby_times
-from job_server.training.work import Work
+from job_server.training.work import Work, client_silent_at, is_silent, silent_at
 
 ANNOUNCE_WAITING_S = 10.0  # a missing client is no news before
 
@@ -249,7 +250,8 @@ def _resize(work: Work, asked: Resize) -> None:
 def _assume_dead(work: Work) -> bool:
     """Count unreachable pods as stopped, on the operator's word. Return whether there were any."""
     found = False
-    for stage in work.job.stages:
+    job = work.job
+    for stage in job.stages:
         for member in stage.members:
             if member.phase is PodStagePhase.LOST:
                 work.move(stage, member.pod.pod_id, PodStagePhase.ENDED)
@@ -257,7 +259,8 @@ def _assume_dead(work: Work) -> bool:
     for pod in work.job.pods:
         if not pod.leaving and is_silent(work, pod):
             text = f"pod {pod.pod_id} is assumed dead by an operator"
-            lose(work, pod.pod_id, pod_exits.preempted(work, pod, text), confirmed=True)
+            cause, holds = pod_exits.preempted(work, pod, text), may_hold(job, pod.pod_id)
+            lose(work, pod.pod_id, cause, confirmed=True, holds=holds)
             found = True
     if found:
         work.set(cut_off=False, waiting="")

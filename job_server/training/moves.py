@@ -6,7 +6,15 @@ true, and `reports` by what happened.
 
 from dataclasses import replace
 
-from job_server.api.wire import JobState, Order, PlanPod, PodStagePhase, Way
+from job_server.api.wire import (
+    DesiredState,
+    JobState,
+    Order,
+    PlanPod,
+    PodStagePhase,
+    SnapshotRef,
+    Way,
+)
 from job_server.jobs.work import Goal
 from job_server.training.accounting import (
     close_attempt,
@@ -16,7 +24,13 @@ from job_server.training.accounting import (
     stand_still,
     update_record,
 )
-from job_server.training.allocation import choose_restore, is_local_on_all_nodes, lay_out, unsaved
+from job_server.training.allocation import (
+    choose_restore,
+    is_local_on_all_nodes,
+    is_superseded,
+    lay_out,
+    unsaved,
+)
 from job_server.training.job import (
     COMPLETED,
     GONE,
@@ -28,6 +42,7 @@ from job_server.training.job import (
     RetryLater,
     StagePod,
     TrainingPod,
+    age,
 )
 from job_server.training.work import Work
 
@@ -110,7 +125,7 @@ def enter_start(work: Work) -> None:
         member if member.phase in COMPLETED else replace(member, phase=PodStagePhase.READY)
         for member in stage.members
     )
-    restore = choose_restore(job)
+    restore = choose_restore(work)
     stage = replace(
         stage,
         phase=Order.START,
@@ -194,7 +209,7 @@ def commit(work: Work, *, snapshot_is_current: bool = False) -> None:
     assert stage is not None
     stage = replace(stage, phase=Order.GO, since=work.now, committed_at=work.now)
     if stage.overlaps:
-        restore = choose_restore(job)
+        restore = choose_restore(work)
         base = None if restore is None else restore.step
         if restore is not None and snapshot_is_current:
             restore = replace(
@@ -237,10 +252,36 @@ def dismiss_leavers(work: Work) -> None:
             let_go(work, pod.pod_id)
 
 
-def let_go(work: Work, pod_id: str) -> None:
-    """Release a pod; its shim stays if it holds a snapshot."""
-    holds = pod_id in work.job.progress.snapshots
-    work.release(pod_id, hold=holds)
+def let_go(work: Work, pod_id: str, *, holds: bool | None = None) -> None:
+    """Release a pod. Its shim stays while the state that it holds may be needed.
+
+    Args:
+        holds: whether there is such a state; None: if one was reported.
+    """
+    job = work.job
+    if holds is None:
+        holds = pod_id in job.progress.snapshots
+    work.release(pod_id, hold=holds and not is_superseded(job, pod_id))
+
+
+def release_superseded(work: Work) -> None:
+    """Release the held pods whose state nobody needs any more."""
+    for pod in work.job.pods:
+        if pod.desired is DesiredState.HOLD and is_superseded(work.job, pod.pod_id):
+            work.release(pod.pod_id)
+
+
+def record_snapshot(work: Work, pod_id: str, snapshot: SnapshotRef | None) -> None:
+    """Record which state a pod's shim holds. None, or one older than is known, says nothing."""
+    job = work.job
+    active = job.active
+    if snapshot is None or active is None or snapshot.stage > active.stage:
+        return
+    known = job.progress.snapshots.get(pod_id)
+    if known is None or age(snapshot) > age(known):
+        work.progress(snapshots={**job.progress.snapshots, pod_id: snapshot})
+    if snapshot.stage > job.snapshot_stage:
+        work.set(snapshot_stage=snapshot.stage)
 
 
 def abandon(work: Work, why: str) -> None:
@@ -253,7 +294,7 @@ def abandon(work: Work, why: str) -> None:
     work.set(preparing=None)
     for pod_id in stage.pod_ids:
         if pod_id not in stay:
-            work.release(pod_id)
+            let_go(work, pod_id)
     if active is not None and active.over is None and stage.phase is Order.CUT:
         work.set(active=replace(active, resuming=True))
     _put_off(work, stage)
@@ -422,11 +463,9 @@ def lose(work: Work, pod_id: str, cause: Cause, *, confirmed: bool, holds: bool 
 
     Args:
         confirmed: no trainer of it runs; otherwise it could only not be reached.
-        holds: its shim is there and may hold a snapshot.
+        holds: its shim is there, and holds a state or may do so.
     """
-    job = work.job
-    snapshot = holds and pod_id in job.progress.snapshots
-    work.release(pod_id, hold=snapshot)
+    let_go(work, pod_id, holds=holds)
     leave_out_missing(work)
     job = work.job
     place = PodStagePhase.ENDED if confirmed else PodStagePhase.LOST

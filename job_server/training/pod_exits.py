@@ -30,10 +30,9 @@ from job_server.jobs.pod_reports import (
     without,
 )
 from job_server.training.faults import fault_of_pod
-from job_server.training.fencing import client_silent_at
 from job_server.training.job import Cause, CauseKind, JobStage, TrainingPod, age
-from job_server.training.moves import let_go, lose
-from job_server.training.work import Work
+from job_server.training.moves import let_go, lose, record_snapshot
+from job_server.training.work import Work, client_silent_at
 
 
 def node_reported(work: Work, node_id: str, states: tuple[PodState, ...]) -> None:
@@ -57,6 +56,8 @@ def _named(work: Work, pod: TrainingPod, state: PodState) -> None:
     holds = state.holds and (state.exit_code is not None or state.signal is not None)
     if not holds:
         work.progress(snapshots=without(work.job.progress.snapshots, pod.pod_id))
+    elif not pod.released:
+        record_snapshot(work, pod.pod_id, state.snapshot)
     if not pod.leaving:
         exited(
             work,
@@ -176,6 +177,7 @@ def exited(
         words = last_words(lines) or reason
         fault = fault_of_pod(f"pod {pod.pod_id}", code=code, words=words)
         cause = replace(cause, faults=() if fault is None else (fault,))
+    holds = holds and pod.pod_id in work.job.progress.snapshots
     lose(work, pod.pod_id, cause, confirmed=True, holds=holds)
 
 

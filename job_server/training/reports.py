@@ -30,7 +30,6 @@ from job_server.training.job import (
     CauseKind,
     JobStage,
     StagePod,
-    age,
 )
 from job_server.training.moves import (
     dismiss_leavers,
@@ -39,6 +38,7 @@ from job_server.training.moves import (
     failure,
     join_otherwise,
     reallocate_ports,
+    record_snapshot,
     renumber,
 )
 from job_server.training.pod_exits import launcher_exited
@@ -195,20 +195,8 @@ def _dispatch(work: Work, stage: JobStage, member: StagePod, report: PodReport) 
 
 
 def _record_heartbeat(work: Work, pod_id: str, snapshot: SnapshotRef | None) -> None:
-    progress = work.job.progress
-    work.progress(heard={**progress.heard, pod_id: work.now})
-    active = work.job.active
-    if snapshot is None or active is None or snapshot.stage > active.stage:
-        return
-    known = progress.snapshots.get(pod_id)
-    if known is None or age(snapshot) > age(known):
-        work.progress(snapshots={**progress.snapshots, pod_id: snapshot})
-    if snapshot.stage > work.job.snapshot_stage:
-        work.set(snapshot_stage=snapshot.stage)
-    if active.committed and snapshot.stage == active.stage:
-        for pod in work.job.pods:
-            if pod.desired is DesiredState.HOLD and active.member(pod.pod_id) is None:
-                work.release(pod.pod_id)
+    work.progress(heard={**work.job.progress.heard, pod_id: work.now})
+    record_snapshot(work, pod_id, snapshot)
 
 
 def _record_joins(work: Work, stage: JobStage, pod_id: str, report: PodReport) -> None:

@@ -27,7 +27,7 @@ from job_server.training.allocation import (
     make_pods,
 )
 from job_server.training.changes import may_change, store_script_clock, take_next
-from job_server.training.fencing import count_fenced, fenced_at, is_silent, lose_silent
+from job_server.training.fencing import count_fenced, fenced_at, lose_silent
 from job_server.training.halting import halt
 from job_server.training.job import (
     COMPLETED,
@@ -49,6 +49,8 @@ from job_server.training.moves import (
     fail_preparing,
     failure,
     finish,
+    let_go,
+    release_superseded,
 )
 from job_server.training.pod_exits import finish_unsupervised
 from job_server.training.reports import forget_retired
@@ -197,7 +199,7 @@ def _give_up_preparing(work: Work, stage: JobStage) -> None:
     text = f"not {what} within {waited_s:.0f} s: {', '.join(late) or 'no pod'}"
     if stage.way is Way.START and stage.phase is Order.PREPARE:
         for pod_id in late:
-            work.release(pod_id)
+            let_go(work, pod_id)
     if stage.phase is Order.END:
         work.set(preparing=replace(stage, since=work.now))
         return
@@ -213,9 +215,6 @@ def _advance_prepare(work: Work, stage: JobStage, active: JobStage | None) -> No
     if not ready or work.now < job.budget.retry_at or stage.standby:
         return
     if stage.way is Way.START:
-        for pod in work.job.pods:  # what they hold is out of the new trainers' reach
-            if pod.desired is DesiredState.HOLD and is_silent(work, pod):
-                work.release(pod.pod_id)
         enter_start(work)
         return
     if active is None or active.resuming:
@@ -383,10 +382,10 @@ def _begin_start(work: Work) -> None:
     stay = [pod for pod in job.known_pods(job.recovery_pods) if pod.usable]
     for pod in job.pods:
         if pod.usable and pod not in stay:
-            work.release(pod.pod_id)
+            let_go(work, pod.pod_id)
     job = work.job
     stay = stay[: job.target]
-    source = choose_restore(job)
+    source = choose_restore(work)
     home = _home(job, stay, source)
     sites = find_sites(work, job.target - len(stay), first=home)
     size = len(stay) + len(sites)
@@ -481,6 +480,7 @@ RULES: tuple[Callable[[Work], None], ...] = (
     _kill_stuck,
     _recover,
     forget_retired,
+    release_superseded,
     _forget_released,
     _change,
     _stand_by,

@@ -1,10 +1,11 @@
-"""Hold a training while one step changes it. Pure."""
+"""Hold a training while one step changes it, and say which of its pods are silent. Pure."""
 
 from dataclasses import replace
 
 from job_server.api.wire import PodStagePhase
+from job_server.cluster.placement import Cluster, find_node
 from job_server.jobs.work import StepWork
-from job_server.training.job import Job, JobStage
+from job_server.training.job import Job, JobStage, TrainingPod
 
 
 class Work(StepWork[Job]):
@@ -37,3 +38,35 @@ class Work(StepWork[Job]):
             member, phase=phase, step=step, snapshot_is_current=snapshot_is_current, durable=durable
         )
         self.set_stage(held.with_member(changed))
+
+
+def is_silent(work: Work, pod: TrainingPod) -> bool:
+    """Return whether the heartbeats of the pod's node and of its launcher are too late."""
+    return work.now >= silent_at(work.job, pod, work.cluster)
+
+
+def silent_at(job: Job, pod: TrainingPod, cluster: Cluster) -> float:
+    """Return when the pod counts as silent if nothing is received until then."""
+    heard = max(job.progress.heard.get(pod.pod_id, job.grace_from), job.grace_from)
+    return max(heard + cluster.launcher_silence_s, client_silent_at(job, pod, cluster))
+
+
+def client_silent_at(job: Job, pod: TrainingPod, cluster: Cluster) -> float:
+    """Return when the pod's client counts as gone if nothing is received from it until then."""
+    view = find_node(cluster, pod.site.node_id)
+    seen = view.seen_at if view is not None else job.grace_from
+    return max(seen, job.grace_from) + cluster.silence_s
+
+
+def silent_pods(work: Work) -> list[TrainingPod]:
+    """Return the silent pods that are not released. Cheap where all nodes answer, as nearly always:
+    a job may have a thousand pods.
+    """
+    cluster = work.cluster
+    silence_s = cluster.silence_s
+    answer = {view.node.node_id for view in cluster.nodes if work.now < view.seen_at + silence_s}
+    return [
+        pod
+        for pod in work.job.pods
+        if pod.site.node_id not in answer and not pod.released and is_silent(work, pod)
+    ]

@@ -219,6 +219,21 @@ def test_a_client_writes_what_the_server_orders_and_says_so(start_client, server
     server.wait_state("pod_0_0", lambda state: state.save is None, "not told to save")
 
 
+def test_a_client_says_what_the_shim_of_an_ended_pod_holds_and_the_next_one_does(
+    start_client, server, tmp_path
+):
+    client = start_client()
+    server.want_until(PodPhase.RUNNING, pod())
+    hold(tmp_path / POD_DIR, places(tmp_path))
+    assert server.wait_phase("pod_0_0", PodPhase.RUNNING).snapshot is None
+    ended = [server.want_until(PodPhase.EXITED, pod(want=DesiredState.HOLD))]
+    client.end(EndMode.KEEP)
+    server.reports.clear()
+    start_client()
+    ended.append(server.wait_phase("pod_0_0", PodPhase.EXITED))
+    assert [each.snapshot and each.snapshot.step for each in ended] == [12, 12]
+
+
 def test_a_client_that_is_ended_writes_the_newest_state_and_the_next_one_knows(
     start_client, server, tmp_path
 ):

@@ -43,9 +43,10 @@ from job_server.jobs.events import (
     StopAsked,
     Tick,
 )
+from job_server.jobs.work import Goal
 from job_server.training import machine, views
 from job_server.training.allocation import unsaved
-from job_server.training.job import HaltPhase, Job, JobStage, same_but_progress
+from job_server.training.job import HaltPhase, Job, JobStage, age, same_but_progress
 from job_server.training.views import PodView
 
 HEARTBEAT_S = 1.0
@@ -119,6 +120,13 @@ class SimPod:
     snapshot: SnapshotRef | None = None  # in its shim
     tail: bool = False  # its launcher has exited 0, its script goes on
     save: SaveState | None = None  # what its client writes of that, or has written
+    holds: bool = True  # its shim is there
+
+    def die(self) -> None:
+        """End with its shim, as a client finds it that starts after a loss of power."""
+        if self.phase is not PodPhase.EXITED:
+            self.end(signal=9)
+        self.snapshot, self.holds = None, False
 
     def end(self, code: int | None = None, signal: int | None = None) -> None:
         self.phase, self.code, self.signal, self.launcher = PodPhase.EXITED, code, signal, None
@@ -169,6 +177,7 @@ class World:
         self.script_fails = 0  # how many more package scripts fail
         self.clients_lie = False  # a pod may live that its client reports as exited
         self.has_path = True  # the script has a checkpoint path, which all nodes see
+        self.halted = False  # a pause or an end was begun
         self.full: set[str] = set()  # nodes that can write nothing; "path": nobody can write there
         self.save_rounds = 2  # so many reports does the writing of a state take
         self.stuck = False  # no byte is written any more
@@ -241,6 +250,7 @@ class World:
 
     def check(self, before: Job) -> None:
         job = self.job
+        self.halted |= job.goal is not Goal.RUN
         status = views.job_status(job, self.now, 0)
         lived_s = self.end_or_now(job) + self.set_back_s - job.submitted_at
         assert abs(status.account.total_s - lived_s) < 1e-6
@@ -278,9 +288,26 @@ class World:
             return
         self.committed_alone += 1
         for node_id in {member.pod.node_id for member in stage.members}:
-            held = [pod.snapshot for pod in self.nodes[node_id].pods.values()]
             wanted = SnapshotRef(stage=source.stage, step=source.step, serial=source.serial)
-            assert wanted in held, f"{node_id} has {held}, not {wanted}"
+            pods = self.nodes[node_id].pods.values()
+            # One that has lost its power just now says so, and its trainers start again.
+            assert any(pod.snapshot == wanted or not pod.holds for pod in pods), (node_id, wanted)
+
+    def check_release(self, pod: SimPod) -> None:
+        """The newest state of a job is let go of only once a later stage has one of its own."""
+        job, known = self.job, pod.snapshot
+        if job.state.ended or job.done or job.ending.discard:
+            return
+        if known is None or known.step <= self.durable or known.stage < job.snapshot_stage:
+            return
+        if job.ending.saved is not None and age(job.ending.saved) >= age(known):
+            return
+        if known.stage > job.snapshot_stage and self.halted:
+            return  # docs/known-limits.md: never heard of
+        others = [p.snapshot for sim in self.nodes.values() for p in sim.pods.values() if p != pod]
+        assert any(ref is not None and age(ref) >= age(known) for ref in others), (
+            f"{pod.pod_id} of {job.spec.job_id} held the newest state, {known}"
+        )
 
     def check_kept(self, job: Job, before: Job) -> None:
         """No pause and no end lets go of the newest state, unless somebody asked for that."""
@@ -347,6 +374,8 @@ class World:
             self.reconcile(sim, wanted)
         named = {pod.pod_id for pod in views.node_pods(self.job).get(sim.node.node_id, ())}
         for pod_id in [pod_id for pod_id in sim.pods if pod_id not in named]:
+            if sim.node.saves:
+                self.check_release(sim.pods[pod_id])
             del sim.pods[pod_id]
         self.report(sim)
 
@@ -448,7 +477,8 @@ class World:
                 signal=pod.signal,
                 reason="the package script failed" if pod.code == 3 else "",
                 save=saved or pod.save,
-                holds=not leaving,
+                holds=pod.holds and not leaving,
+                snapshot=pod.snapshot if pod.phase is PodPhase.EXITED else None,
             )
             for pod in sim.pods.values()
         )

@@ -1,11 +1,14 @@
 """No pause and no end of a job lets its newest state go, unless somebody wants that."""
 
+import itertools
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from job_server.api import wire
-from job_server.api.wire import JobState, PodPhase, PodStagePhase
+from job_server.api.wire import JobState, Order, PodPhase, PodStagePhase
 from job_server.jobs.events import NodeReported, PauseAsked, StopAsked, Tick
 from job_server.training import views
 from job_server.training.job import HaltPhase
@@ -416,6 +419,84 @@ def test_nodes_that_are_cut_off_one_after_the_other_keep_the_state_as_well(max_p
     made.run_until(JobState.RUNNING)
     trains(made)
     assert [each.first_step for each in records(made)[:2]] == [1, step + 1]
+
+
+def cut_off_and_back(**spec: Any) -> tuple[World, int]:
+    """Return a job whose only state is held by two nodes that were cut off, and its step."""
+    made = world(stop_after_s=5.0, slots=1, **spec)
+    made.has_path = False
+    ahead(made)
+    made.cut_off()
+    made.rounds(60)
+    step = newest(made)
+    made.reconnect()
+    return made, step
+
+
+def goes_on_from(made: World, step: int) -> None:
+    """Heal all, and check that no stage but the first has begun before `step`."""
+    made.heal()
+    made.run_until(JobState.RUNNING)
+    made.rounds(12)
+    begun = [each.first_step for each in records(made)[1:] if each.first_step is not None]
+    assert begun, made.reasons
+    assert min(begun) > step, (begun, made.reasons)
+
+
+def test_nodes_that_fall_silent_while_a_stage_starts_from_their_state_keep_it():
+    made, step = cut_off_and_back()
+    made.run_to(Order.START)
+    assert made.preparing.restore_from is not None
+    made.cut_off()
+    made.rounds(60)
+    goes_on_from(made, step)
+
+
+@pytest.mark.parametrize("gap", [1, 4, 13])
+@pytest.mark.parametrize(
+    "what", list(itertools.permutations(["silent", "back", "crash", "killed"])), ids="-".join
+)
+def test_whatever_happens_to_a_stage_that_begins_from_a_state_that_is_kept(what, gap):
+    """Nodes silent and back, trainers that crash, the server killed: in any order."""
+    made, step = cut_off_and_back()
+
+    def crash() -> None:
+        if any(launcher.run is not None for _, _, launcher in made.launchers()):
+            made.crash()
+
+    def kill_server() -> None:
+        made.stop_server()
+        made.rounds(2)
+        made.start_server()
+
+    happen: dict[str, Callable[[], None]] = {
+        "silent": made.cut_off,
+        "back": made.reconnect,
+        "crash": crash,
+        "killed": kill_server,
+    }
+    for name in what:
+        made.rounds(gap)
+        happen[name]()
+        if name == "silent":
+            made.rounds(14)
+    goes_on_from(made, step)
+
+
+@pytest.mark.parametrize("back", ["at once", "when the server has given them up"])
+def test_a_state_that_its_launcher_could_not_report_any_more_is_known_from_the_client(back):
+    """The network is cut between a commit and the stage's first snapshot."""
+    made = world(stop_after_s=5.0, slots=1)
+    made.has_path = False
+    made.run_until(JobState.RUNNING)
+    while made.job.progress.step < 1:
+        made.round()
+    made.cut_off()
+    made.rounds(12 if back == "at once" else 60)
+    assert not made.job.progress.snapshots
+    step = newest(made)
+    made.reconnect()
+    goes_on_from(made, step)
 
 
 def test_a_pause_that_is_called_off_while_no_node_answers_recovers_when_they_do():

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from job_server.api.wire import JobSpec, Node
 
-LATE_HEARTBEATS = 3  # a node or launcher whose heartbeat is so many late counts as silent
+SILENT_HEARTBEATS = 4  # a node or launcher not heard for so many heartbeats counts as silent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +26,7 @@ class Cluster:
     """All registered nodes, in the order in which they are to be filled."""
 
     nodes: tuple[NodeView, ...] = ()
-    heartbeat_s: float = 1.0  # of clients
-    launcher_heartbeat_s: float | None = None  # None: as clients; longer where there are many pods
-    behind_s: float = 0.0  # how long the server has not heard what was sent to it
+    heartbeat_s: float = 1.0
     promised: int = 0  # pods for which teachers are about to leave slots; see `reservations`
     by_id: Mapping[str, NodeView] = field(init=False, repr=False, compare=False)
 
@@ -37,14 +35,8 @@ class Cluster:
 
     @property
     def silence_s(self) -> float:
-        """How long a node may be silent before it counts as lost."""
-        return (1 + LATE_HEARTBEATS) * self.heartbeat_s + self.behind_s
-
-    @property
-    def launcher_silence_s(self) -> float:
-        """How long a launcher may be silent before it counts as lost."""
-        own_s = self.heartbeat_s if self.launcher_heartbeat_s is None else self.launcher_heartbeat_s
-        return own_s + LATE_HEARTBEATS * self.heartbeat_s + self.behind_s
+        """How long a node or launcher may be silent before it counts as lost."""
+        return SILENT_HEARTBEATS * self.heartbeat_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from job_server.api import wire
 from job_server.api.errors import Conflict, NotFound
-from job_server.cluster.placement import Cluster, NodeView
+from job_server.cluster.placement import SILENT_HEARTBEATS, Cluster, NodeView
 from job_server.server.polls import Topic
 
 FORGET_AFTER_S = 3600.0  # a node without pods that is silent for so long is forgotten
@@ -38,8 +38,6 @@ class NodeRegistry:
 
     def __init__(self, heartbeat_s: float) -> None:
         self.heartbeat_s = heartbeat_s
-        self.launcher_heartbeat_s = heartbeat_s
-        self.behind_s = 0.0  # as of `Cluster`
         self.nodes: dict[str, KnownNode] = {}
         self._members = 0  # how often nodes have registered or left
         self._changes = 0  # ... and reported
@@ -52,8 +50,7 @@ class NodeRegistry:
         return known
 
     def is_alive(self, known: KnownNode, now: float) -> bool:
-        limits = Cluster(heartbeat_s=self.heartbeat_s, behind_s=self.behind_s)
-        return now < known.seen_at + limits.silence_s
+        return now < known.seen_at + SILENT_HEARTBEATS * self.heartbeat_s
 
     def put(self, known: KnownNode) -> None:
         """Add a node, or enter that it has registered again."""
@@ -91,7 +88,6 @@ class NodeRegistry:
             held: another number where what other jobs hold may have changed.
             others: returns the slots and the ports that each other job holds.
         """
-        limits = (self.heartbeat_s, self.launcher_heartbeat_s, self.behind_s)
         before, nodes = memo.cluster, memo.cluster.nodes
         if (memo.held, memo.members) != (held, self._members):
             slots, ports = others()
@@ -102,14 +98,8 @@ class NodeRegistry:
                 for view, known in zip(nodes, self.nodes.values(), strict=True)
             )
         memo.held, memo.members, memo.changes = held, self._members, self._changes
-        same = (before.heartbeat_s, before.launcher_heartbeat_s, before.behind_s) == limits
-        if nodes is not before.nodes or not same:
-            memo.cluster = Cluster(
-                nodes=nodes,
-                heartbeat_s=self.heartbeat_s,
-                launcher_heartbeat_s=self.launcher_heartbeat_s,
-                behind_s=self.behind_s,
-            )
+        if nodes is not before.nodes or before.heartbeat_s != self.heartbeat_s:
+            memo.cluster = Cluster(nodes=nodes, heartbeat_s=self.heartbeat_s)
         return memo.cluster
 
     def forgettable(self, now: float) -> list[str]:

@@ -48,7 +48,7 @@ def is_silent(work: Work, pod: TrainingPod) -> bool:
 def silent_at(job: Job, pod: TrainingPod, cluster: Cluster) -> float:
     """Return when the pod counts as silent if nothing is received until then."""
     heard = max(job.progress.heard.get(pod.pod_id, job.grace_from), job.grace_from)
-    return max(heard + cluster.launcher_silence_s, client_silent_at(job, pod, cluster))
+    return max(heard + cluster.silence_s, client_silent_at(job, pod, cluster))
 
 
 def client_silent_at(job: Job, pod: TrainingPod, cluster: Cluster) -> float:

@@ -16,6 +16,7 @@ import paddle
 
 from pod_runtime.trainer.errors import StateError, UsageError
 from pod_runtime.trainer.frameworks.paddle.traits import Traits
+from pod_runtime.trainer.frameworks.plain_values import nested, unflatten
 from pod_runtime.trainer.layout import (
     ITEM_BYTES,
     StateLayout,
@@ -101,7 +102,7 @@ class PaddleState:
             found["scaler"] = _plain("scaler", self._scaler.state_dict())
         if self._extra:
             found["extra"] = {
-                name: _strip(_nested(name, thing)) for name, thing in self._extra.items()
+                name: _strip(nested(name, thing)) for name, thing in self._extra.items()
             }
         return found
 
@@ -331,7 +332,7 @@ class PaddleState:
     def _extra_tensors(self) -> list[tuple[str, Any]]:
         found = []
         for name, thing in self._extra.items():
-            for path, value in _nested(name, thing).items():
+            for path, value in nested(name, thing).items():
                 if _is_tensor(value):
                     found.append((f"extra/{name}/{path}", value))
         return found
@@ -346,7 +347,7 @@ class PaddleState:
                 if owner == name:
                     flat[rest] = _tensor(source, spec)
             if flat:
-                thing.set_state_dict(_unflatten(flat))
+                thing.set_state_dict(unflatten(flat))
 
 
 def optimizer_parameters(optimizer: Any) -> list[Any]:
@@ -427,36 +428,8 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, paddle.Tensor | np.ndarray)
 
 
-def _nested(name: str, thing: Any) -> dict[str, Any]:
-    """Return an object's state as {path: leaf}."""
-    flat: dict[str, Any] = {}
-
-    def walk(prefix: str, value: Any) -> None:
-        if isinstance(value, Mapping) and value:
-            for key, item in value.items():
-                if not isinstance(key, str) or "/" in key:
-                    raise StateError(f"extra {name}: keys must be text without '/', got {key!r}")
-                walk(f"{prefix}/{key}" if prefix else key, item)
-        else:
-            flat[prefix] = value
-
-    walk("", thing.state_dict())
-    return flat
-
-
 def _strip(flat: Mapping[str, Any]) -> dict[str, Any]:
     return {path: _plain(path, value) for path, value in flat.items() if not _is_tensor(value)}
-
-
-def _unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for path, value in flat.items():
-        *parents, last = path.split("/")
-        place = nested
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = value
-    return nested
 
 
 def _plain(name: str, value: Any) -> Any:

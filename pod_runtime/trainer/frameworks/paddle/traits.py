@@ -13,11 +13,11 @@ import numpy as np
 import paddle
 from paddle import nn
 
+from pod_runtime.trainer.frameworks.plain_values import differ, is_plain
+
 Found = dict[str, dict[str, Any]]  # owner -> attribute -> value
 
-_PLAIN = frozenset((bool, int, float, str, type(None)))
 _ALL = "layers"  # stands for all of them
-_LONGEST = 16  # of the lists of such values that are taken
 _OF_LAYERS = frozenset(vars(nn.Layer())) - {"training"}  # the framework's own, of any layer
 # What the framework itself changes, or what the state holds elsewhere.
 _OF_OPTIMIZERS = frozenset(
@@ -64,7 +64,7 @@ class Traits:
             differs = {
                 name: list(value) if isinstance(value, tuple) else value
                 for name, value in values.items()
-                if (name not in built or _differ(built[name], value))
+                if (name not in built or differ(built[name], value))
                 and (name == "training" or owner not in self._caching)
             }
             if differs:
@@ -92,7 +92,7 @@ class Traits:
             every = changed.get(_ALL, {}) if owner.startswith("layer/") else {}
             wanted = {**self._built.get(owner, {}), **every, **changed.get(owner, {})}
             for name, value in wanted.items():
-                if name not in values or _differ(values[name], value):
+                if name not in values or differ(values[name], value):
                     before = self._built.get(owner, {}).get(name)
                     _set(self._things[owner], name, tuple(value) if _is_tuple(before) else value)
         return sorted(changed.keys() - self._things.keys() - {_ALL})
@@ -212,7 +212,7 @@ class Traits:
         found = {
             name: value
             for name, value in _attributes(thing).items()
-            if name not in skipped and _is_plain(value)
+            if name not in skipped and is_plain(value)
         }
         if kind == "layer" and self._evaluates is not None:
             found["training"] = self._evaluates.get(id(thing), thing.training)
@@ -270,23 +270,8 @@ def _loose_tensors(layer: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _is_plain(value: Any) -> bool:
-    kind = type(value)
-    if kind is list or kind is tuple:
-        return len(value) <= _LONGEST and all(type(each) in _PLAIN for each in value)
-    return kind in _PLAIN
-
-
 def _is_tuple(value: Any) -> bool:
     return isinstance(value, tuple)
-
-
-def _differ(one: Any, other: Any) -> bool:
-    if one is other:
-        return False
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return list(one) != list(other)
-    return bool(one != other) and not (one != one and other != other)  # NaN is as it was
 
 
 def _set(thing: Any, name: str, value: Any) -> None:

@@ -1,7 +1,6 @@
 """The loop's `Adapter` for PyTorch. Only this folder imports it."""
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -24,8 +23,6 @@ from pod_runtime.trainer.frameworks.torch.gradients import TorchGradientExchange
 from pod_runtime.trainer.frameworks.torch.state import TorchState, terms_of
 from pod_runtime.trainer.frameworks.torch.unowned import TorchUnownedParameters
 from pod_runtime.trainer.layout import StateLayout
-
-logger = logging.getLogger(__name__)
 
 
 class TorchAdapter:

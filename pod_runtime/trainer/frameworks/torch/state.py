@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from pod_runtime.trainer.errors import StateError, UsageError
+from pod_runtime.trainer.frameworks.plain_values import nested, unflatten
 from pod_runtime.trainer.frameworks.torch.traits import TorchTraits
 from pod_runtime.trainer.layout import (
     StateLayout,
@@ -100,7 +101,7 @@ class TorchState:
             found["extra"] = {
                 name: {
                     path: to_plain(path, value)
-                    for path, value in _nested(name, thing).items()
+                    for path, value in nested(name, thing).items()
                     if not _is_tensor(value)
                 }
                 for name, thing in self._extra.items()
@@ -270,7 +271,7 @@ class TorchState:
         return [
             (f"extra/{name}/{path}", value)
             for name, thing in self._extra.items()
-            for path, value in _nested(name, thing).items()
+            for path, value in nested(name, thing).items()
             if _is_tensor(value)
         ]
 
@@ -284,7 +285,7 @@ class TorchState:
                 if owner == name:
                     flat[rest] = _tensor(source, spec)
             if flat:
-                thing.load_state_dict(_unflatten(flat))
+                thing.load_state_dict(unflatten(flat))
 
 
 def terms_of(model: Any, optimizer: Any, device: Any) -> dict[str, Any]:
@@ -414,31 +415,3 @@ def from_plain(value: Any) -> Any:
         case kind:
             made = {from_plain(key): from_plain(item) for key, item in inner}
             return Counter(made) if kind == "counter" else made
-
-
-def _nested(name: str, thing: Any) -> dict[str, Any]:
-    """Return an object's state as {path: leaf}."""
-    flat: dict[str, Any] = {}
-
-    def walk(prefix: str, value: Any) -> None:
-        if isinstance(value, Mapping) and value:
-            for key, item in value.items():
-                if not isinstance(key, str) or "/" in key:
-                    raise StateError(f"extra {name}: keys must be text without '/', got {key!r}")
-                walk(f"{prefix}/{key}" if prefix else key, item)
-        else:
-            flat[prefix] = value
-
-    walk("", thing.state_dict())
-    return flat
-
-
-def _unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for path, value in flat.items():
-        *parents, last = path.split("/")
-        place = nested
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = value
-    return nested

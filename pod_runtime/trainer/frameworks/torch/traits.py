@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from pod_runtime.trainer.frameworks.plain_values import differ, is_plain
+
 Found = dict[str, dict[str, Any]]  # owner -> attribute -> value
 
-_PLAIN = frozenset((bool, int, float, str, type(None)))
-_LONGEST = 16  # of the lists of such values that are taken
 _OF_LAYERS = frozenset(vars(nn.Module())) - {"training"}  # the framework's own, of any layer
 _WATCH = "train"  # an attribute that stands before the method while modes are watched
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -45,7 +45,7 @@ class TorchTraits:
             differs = {
                 name: list(value) if isinstance(value, tuple) else value
                 for name, value in values.items()
-                if name not in built or _differ(built[name], value)
+                if name not in built or differ(built[name], value)
             }
             if differs:
                 found[owner] = differs
@@ -57,7 +57,7 @@ class TorchTraits:
         for owner, values in self._read().items():
             wanted = {**self._built.get(owner, {}), **changed.get(owner, {})}
             for name, value in wanted.items():
-                if name not in values or _differ(values[name], value):
+                if name not in values or differ(values[name], value):
                     before = self._built.get(owner, {}).get(name)
                     _set(things[owner], name, tuple(value) if type(before) is tuple else value)
 
@@ -137,7 +137,7 @@ class TorchTraits:
         found = {
             name: value
             for name, value in vars(thing).items()
-            if name not in _OF_LAYERS and _is_plain(value)
+            if name not in _OF_LAYERS and is_plain(value)
         }
         if self._evaluates is not None:
             found["training"] = self._evaluates.get(id(thing), thing.training)
@@ -165,21 +165,6 @@ def _loose_tensors(layer: Any) -> Iterator[tuple[str, Any]]:
         is_computed = isinstance(value, torch.Tensor) and value.requires_grad  # by weight_norm, say
         if isinstance(value, torch.Tensor | np.ndarray) and not is_computed:
             yield name, value
-
-
-def _is_plain(value: Any) -> bool:
-    kind = type(value)
-    if kind is list or kind is tuple:
-        return len(value) <= _LONGEST and all(type(each) in _PLAIN for each in value)
-    return kind in _PLAIN
-
-
-def _differ(one: Any, other: Any) -> bool:
-    if one is other:
-        return False
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return list(one) != list(other)
-    return bool(one != other) and not (one != one and other != other)  # NaN is as it was
 
 
 def _set(thing: Any, name: str, value: Any) -> None:

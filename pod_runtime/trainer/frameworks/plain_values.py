@@ -1,0 +1,55 @@
+"""Plain values of a state: what layers say of themselves, and objects of the script."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pod_runtime.trainer.errors import StateError
+
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+_LONGEST = 16  # of the lists of such values that are taken
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is a number, a text, None, or a short list of those."""
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return len(value) <= _LONGEST and all(type(each) in _PLAIN for each in value)
+    return kind in _PLAIN
+
+
+def differ(one: Any, other: Any) -> bool:
+    """Return whether two plain values differ; NaN is as it was, and a list as a tuple."""
+    if one is other:
+        return False
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return list(one) != list(other)
+    return bool(one != other) and not (one != one and other != other)  # NaN is as it was
+
+
+def nested(name: str, thing: Any) -> dict[str, Any]:
+    """Return an object's state as {path: leaf}."""
+    flat: dict[str, Any] = {}
+
+    def walk(prefix: str, value: Any) -> None:
+        if isinstance(value, Mapping) and value:
+            for key, item in value.items():
+                if not isinstance(key, str) or "/" in key:
+                    raise StateError(f"extra {name}: keys must be text without '/', got {key!r}")
+                walk(f"{prefix}/{key}" if prefix else key, item)
+        else:
+            flat[prefix] = value
+
+    walk("", thing.state_dict())
+    return flat
+
+
+def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the nested form of what `nested` returned."""
+    whole: dict[str, Any] = {}
+    for path, value in flat.items():
+        *parents, last = path.split("/")
+        place = whole
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    return whole

@@ -18,10 +18,9 @@ from mnist_data import NO_LABEL, DataError, ImageSet, choose, load
 from mnist_models import INPUT, MODELS, OUTPUT, save_teacher
 from mnist_options import parse
 
-from distill_reader import DistillReader, kl_divergence
 from distill_reader.errors import DistillError
+from edl import DistillReader, elastic, kl_divergence
 from edl.option_types import OptionError
-from pod_runtime import elastic
 
 
 def choose_device(options: argparse.Namespace) -> None:

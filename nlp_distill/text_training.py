@@ -10,7 +10,7 @@ import paddle.nn.functional as F
 from paddle import nn
 from text_data import DataError, TextSet, collate
 
-from pod_runtime import elastic
+from edl import elastic
 
 _TEST_BATCH = 256
 

@@ -30,9 +30,8 @@ from text_models import INPUT, OUTPUT, STUDENTS, teachers_classes
 from text_options import parse_student
 from text_training import Training, choose_device
 
-from distill_reader import DistillReader, kl_divergence
 from distill_reader.errors import DistillError
-from pod_runtime import elastic
+from edl import DistillReader, elastic, kl_divergence
 
 
 class Student:

@@ -24,7 +24,7 @@ from text_options import parse_teacher
 from text_training import Training, choose_device
 
 from distill_reader.errors import DistillError
-from pod_runtime import elastic
+from edl import elastic
 
 
 def train(options) -> None:

@@ -23,8 +23,8 @@ from distill_reader.errors import DistillError
 from distill_reader.model.normalization import Normalization
 from distill_reader.student.labels.losses import soft_cross_entropy
 from distill_reader.student.reader import DistillReader
+from edl import elastic
 from edl.option_types import OptionError
-from pod_runtime import elastic
 
 IMAGE, SCORE = "image", "score"
 

@@ -22,8 +22,8 @@ from options import parse
 from schedules import make_schedule
 from transforms import mixup
 
+from edl import elastic
 from edl.option_types import OptionError
-from pod_runtime import elastic
 from pod_runtime.env import TrainerEnv
 from pod_runtime.trainer.tensorboard.summary import RunLog
 

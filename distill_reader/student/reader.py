@@ -1,7 +1,7 @@
 """The student's reader: yields the user's batches with the teachers' predictions."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -350,11 +350,11 @@ class DistillReader:
         """Read from `reader`, which yields a tuple of arrays per batch, samples on axis 0."""
         return self._set_generator(reader, "batch")
 
-    def __call__(self) -> Iterator[Any]:
+    def __call__(self) -> Generator[Any, None, None]:
         """Return one pass over the generator.
 
         Threads and connections start with the first item, and end with the last one, an error,
-        `close` or a `break`.
+        a `break` out of the `for`, or `close` of what is returned.
 
         Raises:
             UsageError: something is not set, or a variable PADDLE_DISTILL_* is wrong.
@@ -399,7 +399,7 @@ class DistillReader:
 
     def _iterate(
         self, settings: ReaderSettings, sources: Mapping[str, TeacherSource]
-    ) -> Iterator[Any]:
+    ) -> Generator[Any, None, None]:
         labels = Labels(settings.predicts, settings.wire_predicts, settings.top_k)
         item_format: ItemFormat = ITEM_FORMATS[self._kind](
             settings.sent, len(settings.ins), len(labels.arrays), settings.padding, labels.arrays

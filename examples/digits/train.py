@@ -10,7 +10,7 @@ import paddle
 import paddle.nn.functional as F
 from digits import make
 
-from pod_runtime import elastic
+from edl import elastic
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", choices=["lenet", "resnet50"], default="lenet")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from digits import Digits, LeNet
 from torch.utils.data import DataLoader
 
-from pod_runtime import elastic
+from edl import elastic
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--epochs", type=int, default=20)

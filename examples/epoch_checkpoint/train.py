@@ -19,7 +19,7 @@ import paddle
 import paddle.distributed as dist
 import paddle.nn.functional as F
 
-from pod_runtime import HDFSClient, TrainStatus, load_checkpoint, save_checkpoint
+from edl import HDFSClient, TrainStatus, load_checkpoint, save_checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "digits"))
 from digits import make

@@ -1,4 +1,4 @@
-"""The interface of training scripts: `from pod_runtime import elastic`.
+"""The interface of training scripts: `from edl import elastic`.
 
 loop = elastic.Loop(model, optimizer, train_loader, epochs=10, checkpoint="ckpt")
 for epoch in loop.epochs():

@@ -397,7 +397,10 @@ def test_setters_return_the_reader_and_the_configuration_can_be_printed(make, ca
             "conf_file: nowhere is not a file",
         ),
         (
-            lambda: DistillReader(["image"], ["total"]).set_no_teacher_timeout(1, "wait"),
+            lambda: DistillReader(["image"], ["total"]).set_no_teacher_timeout(
+                1,
+                "wait",  # type: ignore[arg-type]
+            ),
             "policy: ",
         ),
         (lambda: DistillReader(["image"], ["total"]).set_timeout(0), "timeout_s: expected seconds"),

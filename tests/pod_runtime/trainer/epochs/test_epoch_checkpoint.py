@@ -8,6 +8,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ class Training:
             )
 
     @property
-    def state(self) -> dict[str, object]:
+    def state(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer}
 
     def epoch(self, number: int) -> None:
@@ -346,7 +347,7 @@ def test_checkpoints_of_the_elastic_loop_are_not_taken_for_an_empty_path(tmp_pat
             "keep_checkpoints: expected",
         ),
         (lambda path, t: TrainStatus(-2), "epoch_no: expected"),
-        (lambda path, t: TrainStatus("3"), "epoch_no: expected"),
+        (lambda path, t: TrainStatus("3"), "epoch_no: expected"),  # type: ignore[arg-type]
         (lambda path, t: load_checkpoint(None, path, fs="hdfs", **t.state), "fs: expected"),
         (lambda path, t: load_checkpoint(None, path, fs=object(), **t.state), "fs: object has no"),
     ],

@@ -287,6 +287,7 @@ def test_what_cannot_pass_is_not_repeated():
 
 @pytest.mark.parametrize("make", ["local", "webhdfs"])
 def test_the_methods_of_paddles_classes_do_what_they_say(make, tmp_path, request):
+    fs: LocalFS | HDFSClient
     if make == "local":
         fs, root = LocalFS(), str(tmp_path / "fs")
     else:

@@ -374,7 +374,7 @@ def test_evaluation_sums_over_all_samples_without_gradients():
     assert modes == [(False, True)] * 3
     assert model.training
     with pytest.raises(elastic.UsageError, match="must return a dict of sums, it returned float"):
-        loop.evaluate(DATA, lambda batch: 1.0, batch_size=7)
+        loop.evaluate(DATA, lambda batch: 1.0, batch_size=7)  # type: ignore[arg-type, return-value]
     names = iter([{"a": 1}, {"b": 1}, {"a": 1}])
     with pytest.raises(elastic.UsageError, match="the same names for every batch"):
         loop.evaluate(DATA, lambda batch: next(names), batch_size=7)

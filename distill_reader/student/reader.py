@@ -16,6 +16,7 @@ from distill_reader.student.clients.access import access_of
 from distill_reader.student.clients.client import TeacherClient
 from distill_reader.student.clients.connect import connect
 from distill_reader.student.clients.endpoints import endpoints_of, servers_of
+from distill_reader.student.labels.frameworks import Framework, check_framework, tensor_maker
 from distill_reader.student.labels.labels import Labels
 from distill_reader.student.services import Services, combination_of
 from distill_reader.student.session import ReaderSession, SessionLock
@@ -205,6 +206,26 @@ class DistillReader:
                 checked against; None: the system's.
         """
         return self._set(access=access_of(headers, None if ca_file is None else os.fspath(ca_file)))
+
+    # --- what you get
+
+    def set_tensors(self, framework: Framework | None) -> Self:
+        """Yield tensors of the student's framework instead of numpy arrays.
+
+        All arrays and numpy numbers become tensors, the fields' as the predictions', except texts
+        and types that the frameworks do not have. In an elastic loop it is not needed: the loop
+        makes tensors of what `reader=` yields, and moves them to the model's device.
+
+        Args:
+            framework: "torch": tensors in host memory, which they share with the arrays. "paddle":
+                tensors on Paddle's current device. None, the default: arrays, as they are.
+
+        Raises:
+            UsageError: there is no such framework, or it is not installed.
+        """
+        if framework is not None:
+            check_framework(framework)
+        return self._set(tensors=framework)
 
     # --- what travels
 
@@ -414,6 +435,9 @@ class DistillReader:
             key_positions=settings.key_positions,
         )
         try:
-            yield from session.results()
+            if settings.tensors is None:
+                yield from session.results()
+            else:
+                yield from map(tensor_maker(settings.tensors), session.results())
         finally:
             session.close()

@@ -9,6 +9,7 @@ from distill_reader.balance.addresses import check_name, registry_addresses
 from distill_reader.errors import UsageError
 from distill_reader.student.clients.access import TeacherAccess
 from distill_reader.student.clients.endpoints import servers_of
+from distill_reader.student.labels.frameworks import Framework
 from distill_reader.student.options import (
     CacheOptions,
     CombinedService,
@@ -53,6 +54,7 @@ class ReaderSettings:
         CombinedService, ...
     ] = ()  # services whose predictions are combined; (): one service
     combined_kind: OutputKind = "probabilities"  # what those are
+    tensors: Framework | None = None  # of which items are made; None: they stay numpy arrays
 
     def __post_init__(self) -> None:
         _check_names(self.ins, self.predicts)

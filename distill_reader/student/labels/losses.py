@@ -1,21 +1,20 @@
 """Losses of a student that learns from soft labels, after Hinton, Vinyals and Dean.
 
-"Distilling the Knowledge in a Neural Network", 2015, arXiv 1503.02531. The only module of the
-student that imports PaddlePaddle. All losses are scalars: means over samples, differentiable in the
-student's logits. The teacher's tensors have no gradient.
+"Distilling the Knowledge in a Neural Network", 2015, arXiv 1503.02531. All losses are scalars:
+means over samples, differentiable in the student's logits. The teacher's tensors have no gradient.
+All tensors are of the student's framework, PyTorch or Paddle, and on one device.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
-import paddle
-from paddle import Tensor
-from paddle.nn import functional
+from distill_reader.student.labels.frameworks import TensorFunctions, check_tensor, functions_of
 
+Tensor = Any  # of PyTorch or of Paddle
 # Values and indices of the top k, (..., k) each, as `set_top_k(dense=False)` yields them.
 TopTensors = tuple[Tensor, Tensor]
 
 _NO_SHARE = 1e-30  # Paddle's exp(-inf) is not 0 everywhere
-_HALVES = (paddle.float16, paddle.bfloat16)
 
 
 def soft_cross_entropy(student_logits: Tensor, soft_labels: Tensor | TopTensors) -> Tensor:
@@ -31,12 +30,14 @@ def soft_cross_entropy(student_logits: Tensor, soft_labels: Tensor | TopTensors)
 
     Raises:
         ValueError: shapes disagree.
+        TypeError: something is no tensor, as numpy's arrays are not.
     """
-    log_shares = _log_softmax(_precise(student_logits))
+    f = functions_of(student_logits)
+    log_shares = f.log_softmax(f.precise(student_logits))
     if isinstance(soft_labels, tuple | list):
-        return _top_cross_entropy(log_shares, *_checked_top(student_logits, soft_labels))
+        return _top_cross_entropy(f, log_shares, *_checked_top(f, student_logits, soft_labels))
     _check_same_shape(student_logits, "soft_labels", soft_labels)
-    return -_expected(_fixed(soft_labels, log_shares), log_shares).mean()
+    return -_expected(f, f.fixed(soft_labels, log_shares), log_shares).mean()
 
 
 def kl_divergence(
@@ -55,16 +56,18 @@ def kl_divergence(
 
     Raises:
         ValueError: shapes disagree, or `temperature` <= 0.
+        TypeError: something is no tensor, as numpy's arrays are not.
     """
     _check_temperature(temperature)
-    log_shares = _log_softmax(_precise(student_logits) / temperature)
+    f = functions_of(student_logits)
+    log_shares = f.log_softmax(f.precise(student_logits) / temperature)
     if isinstance(teacher_logits, tuple | list):
-        teacher_logits, indices = _checked_top(student_logits, teacher_logits)
-        log_shares = paddle.take_along_axis(log_shares, indices, -1)
+        teacher_logits, indices = _checked_top(f, student_logits, teacher_logits)
+        log_shares = f.take(log_shares, indices)
     else:
         _check_same_shape(student_logits, "teacher_logits", teacher_logits)
-    wanted = _log_softmax(_fixed(teacher_logits, log_shares) / temperature)
-    return _expected(wanted.exp(), wanted - log_shares).mean() * temperature**2
+    wanted = f.log_softmax(f.fixed(teacher_logits, log_shares) / temperature)
+    return _expected(f, wanted.exp(), wanted - log_shares).mean() * temperature**2
 
 
 def distillation_loss(
@@ -92,70 +95,61 @@ def distillation_loss(
 
     Raises:
         ValueError: shapes disagree, `temperature` <= 0, or `alpha` is not in [0, 1].
+        TypeError: something is no tensor, as numpy's arrays are not.
     """
     _check_temperature(temperature)
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha: expected a weight in [0, 1], got {alpha}")
-    batch = student_logits.shape[:1]
+    f = functions_of(student_logits)
+    check_tensor("labels", labels)
+    batch = list(student_logits.shape[:1])
     if student_logits.ndim != 2 or list(labels.shape) not in (batch, [*batch, 1]):
         raise ValueError(
             f"labels: expected shape [B] or [B, 1] for student_logits [B, C], got "
             f"{list(labels.shape)} for {list(student_logits.shape)}"
         )
-    hard = functional.cross_entropy(_precise(student_logits), labels.reshape(batch))
-    soft = soft_cross_entropy(_precise(student_logits) / temperature, soft_labels)
+    logits = f.precise(student_logits)
+    hard = f.cross_entropy(logits, labels.reshape(batch))
+    soft = soft_cross_entropy(logits / temperature, soft_labels)
     return alpha * temperature**2 * soft + (1 - alpha) * hard
 
 
-def _precise(logits: Tensor) -> Tensor:
-    """Return logits in a precision in which exponentials neither overflow nor vanish."""
-    return logits.astype(paddle.float32) if logits.dtype in _HALVES else logits
-
-
-def _log_softmax(logits: Tensor) -> Tensor:
-    """Return log(softmax) over the last axis. Paddle's own ends at -64 on the CPU."""
-    shifted = logits - logits.max(axis=-1, keepdim=True).detach()
-    return shifted - paddle.logsumexp(shifted, axis=-1, keepdim=True)
-
-
-def _fixed(values: Tensor, like: Tensor) -> Tensor:
-    return values.detach().astype(like.dtype)
-
-
-def _top_cross_entropy(log_shares: Tensor, values: Tensor, indices: Tensor) -> Tensor:
-    values = _fixed(values, log_shares)
-    own = paddle.take_along_axis(log_shares, indices, -1)
-    entropy = _expected(values, own)
+def _top_cross_entropy(
+    f: TensorFunctions, log_shares: Tensor, values: Tensor, indices: Tensor
+) -> Tensor:
+    values = f.fixed(values, log_shares)
+    own = f.take(log_shares, indices)
+    entropy = _expected(f, values, own)
     if log_shares.shape[-1] > indices.shape[-1]:
         rest = (1 - values.sum(axis=-1)).clip(min=0)
         # The rest is not spread over classes that the student rules out by logits of -inf.
-        total, classes = _finite_sum(log_shares)
-        own_total, own_classes = _finite_sum(own)
-        entropy += rest * (total - own_total) / (classes - own_classes).clip(min=1)
+        total, classes = _finite_sum(f, log_shares)
+        own_total, own_classes = _finite_sum(f, own)
+        entropy = entropy + rest * (total - own_total) / (classes - own_classes).clip(min=1)
     return -entropy.mean()
 
 
-def _expected(shares: Tensor, values: Tensor) -> Tensor:
+def _expected(f: TensorFunctions, shares: Tensor, values: Tensor) -> Tensor:
     """Return the sum of shares * values over the last axis.
 
     A class without a share adds nothing, even if its value is infinite (by a logit of -inf).
     """
-    has_share = shares > _NO_SHARE
-    return (shares * paddle.where(has_share, values, paddle.zeros_like(values))).sum(axis=-1)
+    return (shares * f.where(shares > _NO_SHARE, values)).sum(axis=-1)
 
 
-def _finite_sum(values: Tensor) -> tuple[Tensor, Tensor]:
+def _finite_sum(f: TensorFunctions, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sum of the finite values over the last axis, and their number."""
-    is_finite = paddle.isfinite(values)
-    kept = paddle.where(is_finite, values, paddle.zeros_like(values))
-    return kept.sum(axis=-1), is_finite.astype(values.dtype).sum(axis=-1)
+    is_finite = values.isfinite()
+    return f.where(is_finite, values).sum(axis=-1), f.fixed(is_finite, values).sum(axis=-1)
 
 
-def _checked_top(student_logits: Tensor, top: Sequence[Tensor]) -> TopTensors:
-    """Return values and indices if they fit the logits. Raises: ValueError."""
+def _checked_top(f: TensorFunctions, student_logits: Tensor, top: Sequence[Tensor]) -> TopTensors:
+    """Return values and indices if they fit the logits. Raises: ValueError, TypeError."""
     if len(top) != 2:
         raise ValueError(f"soft labels: expected (values, indices), got {len(top)} tensors")
     values, indices = top
+    check_tensor("soft labels: values", values)
+    check_tensor("soft labels: indices", indices)
     classes = student_logits.shape[-1]
     shape = list(indices.shape)
     if (
@@ -168,10 +162,11 @@ def _checked_top(student_logits: Tensor, top: Sequence[Tensor]) -> TopTensors:
             f"for student_logits {list(student_logits.shape)}, got {list(values.shape)} and "
             f"{shape}"
         )
-    return values, indices.detach().astype(paddle.int64)
+    return values, f.places(indices)
 
 
 def _check_same_shape(student_logits: Tensor, name: str, other: Tensor) -> None:
+    check_tensor(name, other)
     if list(student_logits.shape) != list(other.shape):
         raise ValueError(
             f"{name}: expected the shape of student_logits {list(student_logits.shape)}, got "

@@ -1,0 +1,42 @@
+"""PyTorch's part of the losses and of the reader; see TensorFunctions."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def from_array(array: np.ndarray[Any, Any]) -> Tensor:
+    if not (array.flags.writeable and array.dtype.isnative and min(array.strides, default=0) >= 0):
+        array = np.array(array, array.dtype.newbyteorder("="))  # what torch cannot share
+    return torch.from_numpy(array)
+
+
+def precise(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    return functional.log_softmax(logits, dim=-1)
+
+
+def fixed(values: Tensor, like: Tensor) -> Tensor:
+    return values.detach().to(like.dtype)
+
+
+def places(indices: Tensor) -> Tensor:
+    return indices.detach().long()
+
+
+def take(values: Tensor, indices: Tensor) -> Tensor:
+    return torch.take_along_dim(values, indices, dim=-1)
+
+
+def where(condition: Tensor, values: Tensor) -> Tensor:
+    return torch.where(condition, values, torch.zeros_like(values))
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(logits, labels)

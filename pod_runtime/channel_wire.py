@@ -66,6 +66,7 @@ class Stepped:
     total_steps: int | None = None  # None: not known
     step_s: float | None = None  # None: too early to say
     metrics: dict[str, float] | None = None  # None: unchanged
+    promise: str = ""  # what the training promises, for people; "": an old trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,7 +112,7 @@ def _as_text(path: str, run: RunInfo, result: LedgerCheck) -> list[str]:
             origin = f"from stage {entry.restored_stage}, step {entry.restored_step}"
         lines.append(
             f"  stage {entry.stage}: {steps}, {entry.world_size} trainers, "
-            f"batch {entry.batch_size}, began {origin}"
+            f"batch {entry.batch_size}, promise {entry.promise or 'rounding'}, began {origin}"
         )
     for each in result.superseded:
         row = each.row

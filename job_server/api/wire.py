@@ -414,6 +414,7 @@ class PodReport(Message, frozen=True, kw_only=True):
     total_steps: Int | None = None  # None: not known
     step_s: float | None = None  # mean duration of recent steps; None: no step yet
     metrics: dict[str, float] | None = None  # None: unchanged
+    promise: str = ""  # what the training promises, for people; "": not known
     submitted_at: float = 0.0  # of the job that the pod was started for; 0: not known
 
     def __post_init__(self) -> None:
@@ -775,6 +776,7 @@ class JobStatus(Message, frozen=True, kw_only=True):
     account: Account
     stages: tuple[StageRecord, ...]
     teachers: TeacherStatus | None  # None: a training
+    promise: str = ""  # what the training promises when pods change; "": not known
     warnings: tuple[str, ...] = ()  # the job goes on, but perhaps not as its user wants
     saving: SaveState | None = None  # what is being written now; None: nothing is
     saved: Saved | None = None  # what was written at the last pause or end; None: nothing was

@@ -518,6 +518,7 @@ def _job_text(status: wire.JobStatus) -> str:
 def _training_facts(status: wire.JobStatus) -> list[tuple[str, str]]:
     return [
         ("step", f"{steps_of_total(status)}, epoch {status.epoch}"),
+        *([("promise", status.promise)] if status.promise else []),
         ("metrics", ", ".join(f"{k} {v:.4g}" for k, v in status.metrics.items()) or "-"),
         ("counted", f"{status.failures} failures, {status.preemptions} preemptions, "
                     f"{status.resizes} resizes, {status.redone_steps} steps redone"),

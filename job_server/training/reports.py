@@ -270,6 +270,7 @@ def _advance_step(work: Work, pod_id: str, report: PodReport) -> None:
         epoch=max(progress.epoch, report.epoch) if newer else progress.epoch,
         total_steps=progress.total_steps if report.total_steps is None else report.total_steps,
         metrics=progress.metrics if report.metrics is None else dict(report.metrics),
+        promise=report.promise or progress.promise,
         stepped_at=work.now if newer else progress.stepped_at,
         steps={**progress.steps, pod_id: max(progress.steps.get(pod_id, 0), report.step)},
     )

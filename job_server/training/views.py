@@ -213,6 +213,7 @@ def job_status(job: Job, now: float, revision: int) -> JobStatus:
         account=account_at(job, now),
         stages=tuple(_live(job, record) for record in job.records),
         teachers=None,
+        promise=progress.promise,
         warnings=tuple(text for text in (plain_warning(job),) if text),
         saving=progress.saving if _is_saving(job) else None,
         saved=job.ending.saved,

@@ -96,6 +96,7 @@ class StageRun:
     first_step: int | None = None  # of this stage; None: not yet
     total_steps: int | None = None  # None: not known
     step_s: float | None = None  # None: too early to say
+    promise: str = ""  # of the training, for people; "": not known
     metrics: dict[str, float] | None = None  # None: no trainer has sent any
     durable: str = ""  # where a trainer has written the state they parked with; "": nowhere
     parked_as: SnapshotRef | None = None  # the snapshot that its trainers took; None: not yet
@@ -326,6 +327,7 @@ def _stepped(run: StageRun, rank: int, message: Stepped) -> StageRun:
         first_step=message.step if made_one else run.first_step,
         total_steps=run.total_steps if message.total_steps is None else message.total_steps,
         step_s=run.step_s if message.step_s is None else message.step_s,
+        promise=message.promise or run.promise,
     )
     # The metrics of one trainer, not a mixture: those of the pod's lowest rank.
     if message.metrics is not None and rank == min(t.rank for t in run.trainers):
@@ -414,5 +416,6 @@ def report_on(run: StageRun, kind: ReportKind, **fields: Any) -> PodReport:
         total_steps=run.total_steps,
         step_s=run.step_s,
         metrics=run.metrics,
+        promise=run.promise,
         **fields,
     )

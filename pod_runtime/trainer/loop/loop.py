@@ -51,6 +51,7 @@ class Loop:
         checkpoint: str | os.PathLike[str] | None = None,
         save_steps: int = 200,
         keep_checkpoints: int = 3,
+        promise: str = "rounding",
         shards: int | None = None,
         loss: str = "mean",
         scheduler: Any | None = None,
@@ -75,6 +76,9 @@ class Loop:
             epochs: passes over the data, those before a restore included.
             batch_size: of the global batch, over all trainers.
             checkpoint: folder or fsspec URL; None: no checkpoints.
+            promise: what holds when the number of trainers changes. "rounding": the result depends
+                on it by rounding only. "statistics": as with data parallel training, at its speed:
+                each trainer computes its share of a batch in one piece.
             shards: V, into how many a global batch is cut; fixed for the run. None: as stored,
                 else the most trainers that the job may have.
             loss: "mean" if the loss is the mean over a shard, "sum" if it is the sum.
@@ -103,6 +107,7 @@ class Loop:
             checkpoint=None if checkpoint is None else os.fspath(checkpoint),
             save_steps=save_steps,
             keep_checkpoints=keep_checkpoints,
+            promise=promise,
             shards=shards,
             loss=loss,
             policy=policy,

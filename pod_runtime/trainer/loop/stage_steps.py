@@ -89,6 +89,7 @@ class StageSteps:
                 epoch=progress.cursor.epoch,
                 total_steps=progress.total_steps,
                 step_s=self._step_s,
+                promise=progress.promise,
                 at_once=at_once,
             )
 

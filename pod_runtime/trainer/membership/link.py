@@ -177,7 +177,14 @@ class LauncherLink:
         return start
 
     def send_step(
-        self, *, step: int, epoch: int, total_steps: int | None, step_s: float, at_once: bool
+        self,
+        *,
+        step: int,
+        epoch: int,
+        total_steps: int | None,
+        step_s: float,
+        promise: str,
+        at_once: bool,
     ) -> None:
         """Send `step`, unless one was sent just now or the launcher does not read."""
         now = time.monotonic()
@@ -188,7 +195,14 @@ class LauncherLink:
         self._last_step_at = now
         metrics, self._metrics = self._metrics, None
         self.send(
-            Stepped(step=step, epoch=epoch, total_steps=total_steps, step_s=step_s, metrics=metrics)
+            Stepped(
+                step=step,
+                epoch=epoch,
+                total_steps=total_steps,
+                step_s=step_s,
+                metrics=metrics,
+                promise=promise,
+            )
         )
 
     def set_metrics(self, metrics: Mapping[str, float]) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from pod_runtime.trainer.data.step import WEIGHTS
 from pod_runtime.trainer.errors import UsageError
+from pod_runtime.trainer.progress.promises import check_promise
 from pod_runtime.trainer.progress.scaling import check_policy
 
 ALL_REDUCE = ("flat", "overlapped")
@@ -20,6 +21,7 @@ class LoopSettings:
     save_steps: int
     keep_checkpoints: int
     shards: int | None  # None: as stored, else the most trainers
+    promise: str
     loss: str
     policy: Any  # None: the job's
     lr_warmup_steps: int
@@ -49,7 +51,13 @@ class LoopSettings:
             raise UsageError(
                 f"all_reduce: expected one of {', '.join(ALL_REDUCE)}, got {self.all_reduce!r}"
             )
+        if self.promise == "statistics" and self.shards is not None:
+            raise UsageError(
+                f"shards: with promise='statistics' a batch has as many shards as there are "
+                f"trainers, got {self.shards}; leave it out"
+            )
         try:
+            check_promise(self.promise)
             if self.policy is not None:
                 check_policy(self.policy)
         except ValueError as error:

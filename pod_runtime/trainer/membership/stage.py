@@ -24,7 +24,11 @@ from pod_runtime.trainer.membership.state_manager import CarriedState, StateMana
 from pod_runtime.trainer.membership.terms import check_same_terms, check_terms_of_state, to_text
 from pod_runtime.trainer.progress.agreement import HEADER_SIZE
 from pod_runtime.trainer.progress.ledger import LedgerFile, RunInfo
-from pod_runtime.trainer.progress.loop_status import LoopStatus, check_same_run
+from pod_runtime.trainer.progress.loop_status import (
+    LoopStatus,
+    check_same_run,
+    continued_promise,
+)
 from pod_runtime.trainer.progress.progress import TrainingProgress, fresh_status, scaling_for
 from pod_runtime.trainer.state.checkpoint import CheckpointStore
 from pod_runtime.trainer.state.checkpoint_writer import CheckpointWriter
@@ -199,6 +203,8 @@ class StageJoiner:
     @property
     def shards(self) -> int:
         """The number of shards, V, before the state is known; a stored one is preferred."""
+        if self._settings.promise == "statistics":
+            return self._plan.world_size
         return self._settings.shards or self._plan.max_trainers
 
     def enter(self) -> TrainerStage:
@@ -312,6 +318,7 @@ class StageJoiner:
                 batch_size=self._source.batch_size,
                 shards=self.shards,
                 reference_world=plan.world_size,
+                promise=self._settings.promise,
             ),
             carried=carried,
             loaded=self._loaded,
@@ -401,12 +408,16 @@ class StageJoiner:
         """
         run, shards, where = self._run(), self._settings.shards, f"the state of step {status.step}"
         check_same_run(status, run=run, batch_size=self._source.batch_size, where=where)
+        promise = continued_promise(status, self._settings.promise, where)
+        if promise != status.promise:
+            logger.info("promise: %s was made with %r, goes on with %r",
+                        where, status.promise, promise)  # fmt: skip
         if shards is not None and shards != status.shards:
             raise StateError(
                 f"shards: {where} was made with {status.shards}, this script says {shards}; V is "
                 f"fixed for a run: leave it out, or start afresh with another checkpoint path"
             )
-        return status.for_run(run)
+        return replace(status.for_run(run), promise=promise)
 
     @contextmanager
     def _as_victim(self) -> Iterator[None]:
@@ -431,7 +442,11 @@ class StageJoiner:
     ) -> TrainerStage:
         settings, plan, link, rank = self._settings, self._plan, self._link, self._rank
         policy = plan.policy if settings.policy is None else settings.policy
-        if policy == "fixed_global" and plan.max_trainers > status.shards:
+        if (
+            status.promise == "rounding"
+            and policy == "fixed_global"
+            and plan.max_trainers > status.shards
+        ):
             raise UsageError(
                 f"shards: {status.shards} are too few for the {plan.max_trainers} trainers that "
                 f"the job may have; start the training with shards={plan.max_trainers} or more, "
@@ -448,6 +463,8 @@ class StageJoiner:
             stage=restored.stage,
             steps_per_epoch=settings.steps_per_epoch,
         )
+        if rank == 0:
+            logger.info("promise: %s", progress.promise)
         auto = settings.snapshot_steps == "auto"
         snapshots = NodeSnapshots(
             self.adapter,

@@ -38,6 +38,7 @@ class BatchPlan:
     dataset_length: int | None  # None: a stream, whose epochs have `steps_per_epoch` batches
     drop_last: bool = False
     steps_per_epoch: int | None = None  # only for streams
+    is_even: bool = False  # shards differ by one sample at most; else all are full but the last
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -49,7 +50,7 @@ class BatchPlan:
 
     @property
     def micro_batch(self) -> int:
-        """Samples of a full shard."""
+        """Samples of a full shard; of the largest one where they are even."""
         return -(-self.batch_size // self.shards)
 
     @property
@@ -72,11 +73,15 @@ class BatchPlan:
 
     def shard(self, batch_samples: int, shard: int) -> tuple[int, int]:
         """Return [start, stop) of one shard within a batch of `batch_samples`; may be empty."""
+        if self.is_even:
+            return batch_samples * shard // self.shards, batch_samples * (shard + 1) // self.shards
         start = min(shard * self.micro_batch, batch_samples)
         return start, min(start + self.micro_batch, batch_samples)
 
     def filled_shards(self, batch_samples: int) -> int:
         """Return how many shards of a batch are not empty."""
+        if self.is_even:
+            return min(self.shards, batch_samples)
         return -(-batch_samples // self.micro_batch)
 
     def advance(self, cursor: Cursor) -> Cursor:

@@ -56,6 +56,7 @@ class StageEntry:
     batch_size: int
     epoch_samples: int  # that count in an epoch
     restored_drawn: str | None = None  # of all rows of `restored_stage` up to `restored_step`
+    promise: str = ""  # in force; "": by an older version, "rounding"
     rows: tuple[Row, ...] = ()
 
     def __post_init__(self) -> None:

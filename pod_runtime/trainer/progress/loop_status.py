@@ -8,6 +8,7 @@ from job_server.api.wire import WireError, decode, encode
 from pod_runtime.trainer.errors import StateError
 from pod_runtime.trainer.progress.batches import Cursor
 from pod_runtime.trainer.progress.ledger import RunInfo, StageEntry
+from pod_runtime.trainer.progress.promises import PROMISES
 from pod_runtime.trainer.progress.scaling import Scaling
 
 
@@ -18,7 +19,7 @@ class LoopStatus:
     stage: int  # that committed the newest step
     cursor: Cursor
     samples_seen: int  # committed, over all epochs
-    shards: int  # V: fixed for the run
+    shards: int  # V: fixed for the run; with `statistics` that of the first stage
     batch_size: int  # at the reference world
     run: RunInfo
     scaling: Scaling
@@ -26,6 +27,7 @@ class LoopStatus:
     finished: bool = False  # nothing is left to train
     stopped: bool = False  # the script ended the training before its last epoch
     run_id: str = ""  # kept through all continuations; "": of an older version
+    promise: str = "rounding"  # one of promises.PROMISES
     terms: str = ""  # the trainers' arguments, by `terms.to_text`; "": of an older version
 
     @property
@@ -63,6 +65,24 @@ class LoopStatus:
             return decode(cls, data)
         except (WireError, ValueError) as error:
             raise StateError(f"train status: {error}") from error
+
+
+def continued_promise(stored: LoopStatus, promise: str, where: str) -> str:
+    """Return the promise under which the training of `stored` goes on.
+
+    The weaker one may follow the stronger one, from now on. Not the other way round: what was
+    trained depends on when there were how many trainers, and nothing takes that out again.
+
+    Raises:
+        StateError: the script wants the stronger one.
+    """
+    if PROMISES.index(promise) > PROMISES.index(stored.promise):
+        raise StateError(
+            f"promise: {where} was made with {stored.promise!r}, this script says {promise!r}, "
+            f"which what was trained so far does not keep; continue with "
+            f"promise={stored.promise!r}, or start afresh with another checkpoint path"
+        )
+    return promise
 
 
 def check_same_run(stored: LoopStatus, *, run: RunInfo, batch_size: int, where: str) -> None:

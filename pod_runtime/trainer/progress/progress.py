@@ -7,6 +7,7 @@ from job_server.api.wire import encode
 from pod_runtime.trainer.progress.batches import BatchPlan, Cursor, next_epoch
 from pod_runtime.trainer.progress.ledger import Ledger, LedgerFile, RunInfo, StageEntry
 from pod_runtime.trainer.progress.loop_status import LoopStatus
+from pod_runtime.trainer.progress.promises import promise_text
 from pod_runtime.trainer.progress.scaling import Policy, Scaling, first_scaling, rescale, shards_for
 
 
@@ -20,12 +21,16 @@ class TrainingProgress:
         self.stage = stage
         self.cursor = before.cursor
         self.scaling = scaling
+        by_share = before.promise == "statistics"
         self.batches = BatchPlan(
             batch_size=scaling.batch_size,
-            shards=shards_for(scaling, before.batch_size, before.shards),
+            shards=scaling.world_size
+            if by_share
+            else shards_for(scaling, before.batch_size, before.shards),
             dataset_length=before.run.dataset_length,
             drop_last=before.run.drop_last,
             steps_per_epoch=steps_per_epoch,
+            is_even=by_share,
         )
         self.version = 0  # +1 with every change of the committed state
         self._before = before
@@ -36,6 +41,11 @@ class TrainingProgress:
     @property
     def run(self) -> RunInfo:
         return self._before.run
+
+    @property
+    def promise(self) -> str:
+        """What the training promises, and its number of shards, for people."""
+        return promise_text(self._before.promise, self.batches.shards)
 
     @property
     def total_steps(self) -> int:
@@ -60,6 +70,7 @@ class TrainingProgress:
             batch_size=self.scaling.batch_size,
             epoch_samples=self.batches.epoch_samples,
             restored_drawn=self._ledger.newest_drawn,
+            promise=self._before.promise,
         )
         if file is not None:
             file.begin_run(self.run, self._ledger.stages, self._before.run_id)
@@ -139,7 +150,9 @@ class TrainingProgress:
         )
 
 
-def fresh_status(*, run: RunInfo, batch_size: int, shards: int, reference_world: int) -> LoopStatus:
+def fresh_status(
+    *, run: RunInfo, batch_size: int, shards: int, reference_world: int, promise: str = "rounding"
+) -> LoopStatus:
     """Return the status of a training that has not begun."""
     return LoopStatus(
         stage=0,
@@ -148,6 +161,7 @@ def fresh_status(*, run: RunInfo, batch_size: int, shards: int, reference_world:
         shards=shards,
         batch_size=batch_size,
         run=run,
+        promise=promise,
         scaling=first_scaling(batch_size, reference_world),
     )
 

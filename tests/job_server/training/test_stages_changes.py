@@ -459,10 +459,11 @@ def test_progress_alone_need_not_be_written():
     made = trains(world())
     before = made.job
     step = before.progress.step + 1
-    tell(made, "pod_0_0", ReportKind.PROGRESS, 1, step=step, metrics={"loss": 0.5})
+    said = {"metrics": {"loss": 0.5}, "promise": "statistics"}
+    tell(made, "pod_0_0", ReportKind.PROGRESS, 1, step=step, **said)
     assert made.job.progress.step == step
     assert same_but_progress(before, made.job)
-    assert made.status.metrics == {"loss": 0.5}
+    assert (made.status.metrics, made.status.promise) == ({"loss": 0.5}, "statistics")
 
 
 def test_the_script_clock_is_worth_a_write_every_five_seconds():

@@ -454,11 +454,13 @@ def test_first_step_is_told_at_once_and_then_progress_every_heartbeat():
     pod = Simulated()
     pod.load(step=4)
     assert ReportKind.FIRST_STEP in kinds(pod.say(1, Stepped(step=5)))
-    assert kinds(pod.say(0, Stepped(step=5, metrics={"loss": 2.0}))) == []
+    said = Stepped(step=5, metrics={"loss": 2.0}, promise="rounding, 3 shards")
+    assert kinds(pod.say(0, said)) == []
     assert next_deadline(pod.pod) == NOW + 1.0
     (progress,) = reports(pod.wait(1.0))
     assert progress.kind is ReportKind.PROGRESS
     assert (progress.step, progress.metrics) == (5, {"loss": 2.0})
+    assert progress.promise == "rounding, 3 shards"
 
 
 def test_what_is_logged_between_the_restore_and_the_first_step_is_no_first_step():

@@ -70,6 +70,48 @@ def test_a_step_reads_the_samples_that_it_names():
     assert (loop.rank, loop.world_size, loop.step_count, loop.shards_per_batch) == (0, 1, 8, 4)
 
 
+@pytest.mark.filterwarnings("ignore:When training, we now always track global mean")
+def test_one_trainer_that_promises_statistics_trains_as_a_plain_loop(caplog):
+    def build() -> tuple[Any, Any]:
+        paddle.seed(5)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1D(4), nn.Linear(4, 1))
+        return model, paddle.optimizer.Adam(0.05, parameters=model.parameters())
+
+    caplog.set_level(logging.INFO)
+    model, optimizer = build()
+    loop = elastic.Loop(model, optimizer, DATA, batch_size=6, epochs=3, promise="statistics")
+    batches = []
+    for epoch in loop.epochs():
+        for step in epoch:
+            for batch in step:
+                batches.append(batch)
+                step.backward((model(batch) ** 2).mean())
+            step.update()
+    assert [len(each) for each in batches] == [6, 6, 6, 2] * 3
+    assert "promise: statistics" in caplog.text
+    plain, optimizer = build()
+    for batch in batches:
+        (plain(batch) ** 2).mean().backward()
+        optimizer.step()
+        optimizer.clear_grad()
+    for (name, ours), theirs in zip(
+        model.state_dict().items(), plain.state_dict().values(), strict=True
+    ):
+        assert np.array_equal(ours.numpy(), theirs.numpy()), name
+
+
+def test_a_promise_may_be_weakened_when_a_training_goes_on_but_not_strengthened(tmp_path, capsys):
+    train(*make(checkpoint=tmp_path, epochs=1))
+    train(*make(checkpoint=tmp_path, epochs=2, promise="statistics"))
+    text = r"promise: the state of step 8 was made with 'statistics', this script says 'rounding'"
+    with pytest.raises(elastic.StateError, match=f"{text}.*continue with promise='statistics', or"):
+        make(checkpoint=tmp_path, epochs=3)
+    assert verify([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "stage 1: steps 1-4, 1 trainers, batch 6, promise rounding, began afresh" in out
+    assert "stage 2: steps 5-8, 1 trainers, batch 6, promise statistics, began from stage 1" in out
+
+
 def test_a_training_that_could_keep_nothing_does_not_begin(tmp_path):
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(elastic.CheckpointError, match="cannot be written: Not a directory"):
@@ -582,6 +624,12 @@ def test_a_policy_decides_batch_and_learning_rate_from_the_first_world_on(tmp_pa
         ({"save_steps": 0}, "save_steps: "),
         ({"keep_checkpoints": 0}, "keep_checkpoints: "),
         ({"shards": 0}, "shards: "),
+        ({"promise": "fast"}, "promise: expected one of statistics, rounding, got 'fast'"),
+        ({"promise": "bits"}, "promise: 'bits' is not there yet; 'rounding' comes nearest to it"),
+        (
+            {"promise": "statistics", "shards": 2},
+            "shards: with promise='statistics' a batch has as many shards as there are trainers",
+        ),
         ({"loss": "median"}, "loss: expected one of mean, sum, got 'median'"),
         ({"policy": "cubic"}, "policy: expected fixed_global, linear or a callable"),
         ({"snapshot_steps": "often"}, "snapshot_steps: expected auto, or a whole number"),

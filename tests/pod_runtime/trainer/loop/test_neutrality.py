@@ -60,13 +60,17 @@ def distance(one: dict[str, np.ndarray], other: dict[str, np.ndarray], prefix: s
     return float(np.linalg.norm(left - right) / np.linalg.norm(left))
 
 
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="PyTorch is not installed"
+)
+
+
 def case(name: str, script: str, worlds: tuple[int, ...], *, overlaps: bool, asks: bool) -> Any:
     """One story: Paddle's short ones are told in each run, and PyTorch's *replace*."""
     is_short = worlds == THREE_CHANGES and (script == "towers.py" or name == "replace")
     marks = [] if is_short else [pytest.mark.slow]
     if script == "towers_torch.py":
-        no_torch = importlib.util.find_spec("torch") is None
-        marks.append(pytest.mark.skipif(no_torch, reason="PyTorch is not installed"))
+        marks.append(needs_torch)
     return pytest.param(script, worlds, overlaps, asks, marks=marks, id=f"{script[:-3]}, {name}")
 
 
@@ -128,6 +132,39 @@ def test_changes_do_not_change_what_is_trained(
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "script", ["towers.py", pytest.param("towers_torch.py", marks=needs_torch)]
+)
+def test_shares_of_data_parallel_training_count_each_sample_once_with_its_weight(
+    launch, script: str
+):
+    """What sees no batch trains as alone, with 11 samples for 4 trainers, too; batch norm not."""
+    arguments = ("--promise", "statistics", "--max_norm", "1e9")  # the norm is that of both towers
+    alone = launch(script, 4, "alone")
+    expected = train_alone(alone, *arguments)
+    job = launch(script, 4, "changed")
+    hurry = job.folder / "hurry"
+    out = ("--out", str(job.folder), "--step_s", "0.5", "--hurry", str(hurry), *arguments)
+    stage = job.start(4, *out)
+    prepared = prepare(job, 3, out)
+    stage.go()
+    stage.wait_all("step")
+    new = change(job, stage, 3, out, prepared, alone=False)
+    hurry.touch()
+    assert new.codes() == [0] * 3, new.logs()
+    assert {said["promise"] for said in new.wait_all("step")} == {"statistics"}
+    last = new.restored_from[1]
+    ids = sample_ids(job.folder, stage.number, 4)
+    ids = {step: found for step, found in ids.items() if step < last and found}
+    ids |= sample_ids(job.folder, new.number, 3)
+    assert ids == sample_ids(alone.folder, 1, 1), "the same samples in every global batch"
+    found = dict(np.load(job.folder / "final.npz"))
+    assert distance(expected, found, "plain") <= TOLERANCE
+    assert distance(expected, found, "noisy") > TOLERANCE
+    assert verify([str(job.run_dir)]) == 0
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("all_reduce", ["flat", pytest.param("overlapped", marks=pytest.mark.slow)])
 def test_trainers_that_stay_and_trainers_that_join_train_the_same(launch, all_reduce: str):
     """From one to three, and on with two of them, whose ranks change places."""
@@ -170,3 +207,15 @@ def test_gradients_that_are_sent_during_the_backward_pass_train_the_same(launch)
         for trainer in stage.trainers:
             said = trainer.log.read_text().count("gradients changed after they were sent")
             assert said == len(twice), "a rank says it once"
+
+
+@needs_torch
+@pytest.mark.timeout(300)
+def test_shares_train_what_distributed_data_parallel_trains(launch):
+    job = launch("shares_torch.py", 2)
+    stage = job.start(2, "--out", str(job.folder))
+    stage.go()
+    assert stage.codes() == [0, 0], stage.logs()
+    for rank in range(2):
+        samples, worst = (job.folder / f"worst.{rank}").read_text().split()
+        assert (int(samples), float(worst) < 1e-12) == (8, True), worst

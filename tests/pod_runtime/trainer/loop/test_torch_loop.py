@@ -255,3 +255,32 @@ def test_either_framework_is_enough(tmp_path, framework, other):
     assert done.returncode == 0, done.stderr
     # The loop shows what it logs where the framework has set up no logging.
     assert done.stderr.count("checkpoint stage_00000001/step_0000000008 written") == 1
+
+
+def test_one_trainer_that_promises_statistics_trains_as_a_plain_loop():
+    def build() -> tuple[Any, Any]:
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(1, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
+        )
+        return model, torch.optim.Adam(model.parameters(), 0.1)
+
+    model, optimizer = build()
+    loop = elastic.Loop(model, optimizer, DATA, batch_size=6, epochs=3, promise="statistics")
+    batches = []
+    for epoch in loop.epochs():
+        for step in epoch:
+            for inputs, _index in step:
+                batches.append(inputs)
+                step.backward((model(inputs) ** 2).mean())
+            step.update()
+    assert [len(each) for each in batches] == [6, 6, 6, 2] * 3
+    plain, optimizer = build()
+    for inputs in batches:
+        optimizer.zero_grad()
+        (plain(inputs) ** 2).mean().backward()
+        optimizer.step()
+    for (name, ours), theirs in zip(
+        model.state_dict().items(), plain.state_dict().values(), strict=True
+    ):
+        assert torch.equal(ours, theirs), name

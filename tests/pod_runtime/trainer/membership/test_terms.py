@@ -62,7 +62,7 @@ def said(terms: Sequence[Mapping[str, Any]]) -> list[str]:
 def settings(**changed: Any) -> dict[str, Any]:
     given: dict[str, Any] = {
         "epochs": 3, "seed": 1, "checkpoint": "ckpt", "save_steps": 200, "keep_checkpoints": 3,
-        "shards": None, "loss": "mean", "policy": None, "lr_warmup_steps": 0,
+        "promise": "rounding", "shards": None, "loss": "mean", "policy": None, "lr_warmup_steps": 0,
         "steps_per_epoch": None, "snapshot_steps": "auto", "all_reduce": "flat",
     }  # fmt: skip
     return LoopSettings(**given | changed).terms()
@@ -82,6 +82,7 @@ def test_ranks_that_were_told_the_same_may_begin():
         ({"seed": 1_700_000_001}, "seed: rank 1 was told 1700000001, rank 0 1"),
         ({"epochs": 4}, "epochs: rank 1 was told 4, rank 0 3"),
         ({"shards": 8}, "shards: rank 1 was told 8, rank 0 None"),
+        ({"promise": "statistics"}, "promise: rank 1 was told 'statistics', rank 0 'rounding'"),
         ({"loss": "sum"}, "loss: rank 1 was told 'sum', rank 0 'mean'"),
         ({"policy": "linear"}, "policy: rank 1 was told 'linear', rank 0 None"),
         ({"lr_warmup_steps": 9}, "lr_warmup_steps: rank 1 was told 9, rank 0 0"),

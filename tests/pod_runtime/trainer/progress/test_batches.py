@@ -13,12 +13,13 @@ from pod_runtime.trainer.progress.batches import (
 )
 
 plans = st.builds(
-    lambda length, batch, shards, drop: BatchPlan(
-        batch_size=batch, shards=shards, dataset_length=length, drop_last=drop
+    lambda length, batch, shards, drop, even: BatchPlan(
+        batch_size=batch, shards=shards, dataset_length=length, drop_last=drop, is_even=even
     ),
     st.integers(1, 300),
     st.integers(1, 64),
     st.integers(1, 12),
+    st.booleans(),
     st.booleans(),
 )
 
@@ -39,7 +40,9 @@ def test_batches_tile_an_epoch_and_shards_tile_a_batch(plan):
         pieces = [plan.shard(stop - start, shard) for shard in range(plan.shards)]
         assert [low for low, _ in pieces[1:]] == [high for _, high in pieces[:-1]]
         assert (pieces[0][0], pieces[-1][1]) == (0, stop - start)
-        assert max(high - low for low, high in pieces) <= plan.micro_batch
+        sizes = [high - low for low, high in pieces]
+        assert max(sizes) <= plan.micro_batch
+        assert not plan.is_even or max(sizes) - min(sizes) <= 1
         assert sum(high > low for low, high in pieces) == plan.filled_shards(stop - start)
         end = stop
     assert end == plan.epoch_samples

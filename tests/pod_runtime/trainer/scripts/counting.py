@@ -30,6 +30,7 @@ parser.add_argument("--padding", type=int, default=0, help="parameters besides, 
 parser.add_argument("--evaluate_while", type=Path, help="evaluate as long as this file exists")
 parser.add_argument("--slow", type=Path, help="evaluate once, slowly while this file exists")
 parser.add_argument("--starve", type=Path, help="rank 1 gets no data while this file exists")
+parser.add_argument("--promise", default="rounding")
 parser.add_argument("--fail_at", type=int, default=-1, help="rank 1 dies in this step, unreduced")
 parser.add_argument("--own_seed", action="store_true", help="every process makes its own")
 parser.add_argument("--until", type=Path, help="once this file exists, no epoch follows")
@@ -91,7 +92,7 @@ loop = elastic.Loop(
     model, optimizer, data, batch_size=32, epochs=args.epochs, checkpoint=args.checkpoint,
     save_steps=args.save_steps, keep_checkpoints=args.keep,
     snapshot_steps=args.snapshot_steps or "auto", reader=starving if args.starve else None,
-    all_reduce=args.all_reduce, seed=os.getpid() if args.own_seed else 0,
+    all_reduce=args.all_reduce, promise=args.promise, seed=os.getpid() if args.own_seed else 0,
 )  # fmt: skip
 for epoch in loop.epochs():
     for step in epoch:

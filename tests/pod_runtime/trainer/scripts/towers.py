@@ -26,6 +26,8 @@ parser.add_argument("--step_s", type=float, default=0.0)
 parser.add_argument("--hurry", type=Path, help="once this file exists, steps do not sleep")
 parser.add_argument("--shards", type=int)
 parser.add_argument("--wrong_sample", type=int, default=-1)
+parser.add_argument("--max_norm", type=float, default=1.0)
+parser.add_argument("--promise", default="rounding")
 parser.add_argument("--checkpoint")
 parser.add_argument("--all_reduce", default="flat")
 parser.add_argument("--twice", action="store_true", help="backward twice per shard")
@@ -78,11 +80,11 @@ freeze(model.plain[0], True)
 scheduler = paddle.optimizer.lr.StepDecay(0.05, step_size=5, gamma=0.9)
 optimizer = paddle.optimizer.Momentum(
     scheduler, parameters=model.parameters(), weight_decay=1e-3,
-    grad_clip=nn.ClipGradByGlobalNorm(1.0),
+    grad_clip=nn.ClipGradByGlobalNorm(args.max_norm),
 )  # fmt: skip
 loop = elastic.Loop(
     model, optimizer, Noisy(), batch_size=32, epochs=args.epochs, seed=3, shards=args.shards,
-    checkpoint=args.checkpoint, all_reduce=args.all_reduce,
+    checkpoint=args.checkpoint, all_reduce=args.all_reduce, promise=args.promise,
 )  # fmt: skip
 ids = (args.out / f"ids.{STAGE}.{loop.rank}.jsonl").open("a")
 for epoch in loop.epochs():

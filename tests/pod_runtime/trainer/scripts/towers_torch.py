@@ -24,6 +24,8 @@ parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--step_s", type=float, default=0.0)
 parser.add_argument("--hurry", type=Path, help="once this file exists, steps do not sleep")
 parser.add_argument("--wrong_sample", type=int, default=-1)
+parser.add_argument("--max_norm", type=float, default=1.0)
+parser.add_argument("--promise", default="rounding")
 parser.add_argument("--checkpoint")
 args = parser.parse_args()
 SAMPLES = 203  # batches of 32: the last one has 11, so that shards of it are empty
@@ -76,7 +78,7 @@ optimizer = torch.optim.Adam(
 scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [4, 9, 14], 0.5)
 loop = elastic.Loop(
     model, optimizer, DataLoader(Noisy(), batch_size=32, shuffle=True), epochs=args.epochs, seed=3,
-    checkpoint=args.checkpoint, scheduler=scheduler,
+    checkpoint=args.checkpoint, scheduler=scheduler, promise=args.promise,
 )  # fmt: skip
 ids = (args.out / f"ids.{STAGE}.{loop.rank}.jsonl").open("a")
 for epoch in loop.epochs():
@@ -87,7 +89,7 @@ for epoch in loop.epochs():
             weight = 1 + 1e-4 * (index == args.wrong_sample).double().unsqueeze(1)
             step.backward((weight * ((plain - targets) ** 2 + (noisy - targets) ** 2)).mean())
         print(json.dumps([step.number, step.sample_ids]), file=ids, flush=True)
-        step.clip(1.0)
+        step.clip(args.max_norm)
         step.update()
         scheduler.step()
         if step.number == 3:

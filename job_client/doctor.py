@@ -12,7 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -25,36 +25,47 @@ from job_server.api.command_line import OptionParser
 from pod_runtime.cgroups import memory_limit, usable_cores
 
 GIB = 1 << 30
-PADDLE_TIMEOUT_S = 120  # a GPU build on a cold disk takes its time
+FRAMEWORK_TIMEOUT_S = 120  # a GPU build on a cold disk takes its time
 INSTALL_PAGE = "https://www.paddlepaddle.org.cn/en/install/quick"
+TORCH_INSTALL_PAGE = "https://pytorch.org/get-started/locally/"
 NEWEST_ON_PYPI = "2.6.2"  # of paddlepaddle-gpu
 # Compute capabilities from which on that build has no kernels of its own.
 _TOO_NEW_FOR_PYPI = (9, 0)
 
-# Runs in a process of its own: importing a framework may crash, hang, or take GPU memory.
-_ASK_PADDLE = """
-import json, sys
-out = {}
+# Run in a process of its own: importing a framework may crash, hang, or take GPU memory.
+_ASK = """
+import json
+out = {{}}
 try:
+    {code}
+except ImportError as error:
+    out["missing"] = str(error)
+except Exception as error:
+    out["error"] = str(error)[-2000:]
+print("\\n" + json.dumps(out))
+"""
+_ASK_PADDLE = """
     import paddle
     out["version"] = paddle.__version__
     out["cuda"] = bool(paddle.is_compiled_with_cuda())
     if out["cuda"]:
         out["cuda_version"] = str(paddle.version.cuda())
         out["gpus"] = paddle.device.cuda.device_count()
-        if out["gpus"]:
-            paddle.device.set_device("gpu:0")
-            x = paddle.ones([64, 64])
-            out["product"] = float(paddle.matmul(x, x).sum())
-    else:
-        paddle.device.set_device("cpu")
+    if not out["cuda"] or out["gpus"]:
+        paddle.device.set_device("gpu:0" if out["cuda"] else "cpu")
         x = paddle.ones([64, 64])
         out["product"] = float(paddle.matmul(x, x).sum())
-except ImportError as error:
-    out["missing"] = str(error)
-except Exception as error:
-    out["error"] = str(error)[-2000:]
-print("\\n" + json.dumps(out))
+"""
+_ASK_TORCH = """
+    import torch
+    out["version"] = str(torch.__version__)
+    out["cuda"] = torch.version.cuda is not None
+    if out["cuda"]:
+        out["cuda_version"] = torch.version.cuda
+        out["gpus"] = torch.cuda.device_count()
+    if not out["cuda"] or out["gpus"]:
+        x = torch.ones(64, 64, device="cuda:0" if out["cuda"] else "cpu")
+        out["product"] = float((x @ x).sum())
 """
 
 
@@ -94,34 +105,52 @@ def judge_python(version: tuple[int, int, int]) -> Finding:
     return ok("Python", text)
 
 
-def judge_paddle(answer: dict[str, Any], capabilities: Sequence[tuple[int, int]]) -> Finding:
-    """Judge Paddle's own check, on a machine with GPUs of these compute capabilities."""
-    install = f"install the build for your CUDA from {INSTALL_PAGE}"
+def judge_frameworks(
+    answers: Mapping[str, Mapping[str, Any]], capabilities: Sequence[tuple[int, int]]
+) -> list[Finding]:
+    """Judge the frameworks' own checks: one of the two is enough.
+
+    Args:
+        answers: by "Paddle" and "PyTorch", what `ask_framework` returned.
+        capabilities: compute capabilities of this machine's GPUs; (): it has none.
+    """
+    there = {name: answer for name, answer in answers.items() if "missing" not in answer}
+    if there:
+        return [_judge_framework(name, there[name], capabilities) for name in there]
+    remedy = "pip install 'edl[paddle]' or 'edl[torch]'"
+    if capabilities:
+        remedy = f"install the build for your CUDA: {INSTALL_PAGE} or {TORCH_INSTALL_PAGE}"
+    found = "neither Paddle nor PyTorch is installed"
+    return [fail("framework", found, f"{remedy}; other frameworks do without the elastic loop")]
+
+
+def _judge_framework(
+    name: str, answer: Mapping[str, Any], capabilities: Sequence[tuple[int, int]]
+) -> Finding:
+    page = INSTALL_PAGE if name == "Paddle" else TORCH_INSTALL_PAGE
+    install = f"install the build for your CUDA from {page}"
     too_new = [capability for capability in capabilities if capability >= _TOO_NEW_FOR_PYPI]
-    if too_new:
+    if name == "Paddle" and too_new:
         shown = ".".join(map(str, max(too_new)))
         install += (
             f" (paddlepaddle-gpu {NEWEST_ON_PYPI}, the newest on PyPI, may not run on this "
             f"card's compute capability {shown})"
         )
-    if "missing" in answer:
-        remedy = install if capabilities else "pip install 'edl[paddle]'"
-        return fail("Paddle", "not installed", f"{remedy}; other frameworks do without")
     version = str(answer.get("version", "?"))
     if "error" in answer:
         last = (str(answer["error"]).strip().splitlines() or ["?"])[-1]
-        return fail("Paddle", f"{version} does not compute: {last[:200]}", install)
+        return fail(name, f"{version} does not compute: {last[:200]}", install)
     if answer.get("product") != 64.0**3 and not (answer.get("cuda") and not answer.get("gpus")):
-        return fail("Paddle", f"{version} computes a wrong product", install)
+        return fail(name, f"{version} computes a wrong product", install)
     if not capabilities:
-        return ok("Paddle", f"{version}, on the CPU")
+        return ok(name, f"{version}, on the CPU")
     if not answer.get("cuda"):
-        return warn("Paddle", f"{version} for CPU only, though there are GPUs", install)
+        return warn(name, f"{version} for CPU only, though there are GPUs", install)
     if not answer.get("gpus"):
         remedy = f"the driver may be too old for CUDA {answer.get('cuda_version', '?')}; {install}"
-        return fail("Paddle", f"{version} for CUDA sees no GPU", remedy)
+        return fail(name, f"{version} for CUDA sees no GPU", remedy)
     return ok(
-        "Paddle",
+        name,
         f"{version}, CUDA {answer.get('cuda_version', '?')}, computes on {answer['gpus']} GPUs",
     )
 
@@ -208,19 +237,24 @@ def look_at_gpus(gpus: GpuSlots | None) -> list[Finding]:
     return findings
 
 
-def ask_paddle() -> dict[str, Any]:
-    """Import Paddle in a separate process and compute something."""
+def ask_frameworks() -> dict[str, dict[str, Any]]:
+    """Have each framework compute something, by name."""
+    return {"Paddle": _ask(_ASK_PADDLE), "PyTorch": _ask(_ASK_TORCH)}
+
+
+def _ask(code: str) -> dict[str, Any]:
+    """Run this in a separate process, and return what it says."""
     try:
         process = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", _ASK_PADDLE],
+            [sys.executable, "-W", "ignore", "-c", _ASK.format(code=code.strip())],
             capture_output=True,
             text=True,
-            timeout=PADDLE_TIMEOUT_S,
+            timeout=FRAMEWORK_TIMEOUT_S,
             check=False,
             stdin=subprocess.DEVNULL,
         )
     except subprocess.TimeoutExpired:
-        return {"error": f"no answer within {PADDLE_TIMEOUT_S} s"}
+        return {"error": f"no answer within {FRAMEWORK_TIMEOUT_S} s"}
     try:
         answer = json.loads(process.stdout.strip().splitlines()[-1])
     except (ValueError, IndexError):
@@ -229,10 +263,10 @@ def ask_paddle() -> dict[str, Any]:
     return answer if isinstance(answer, dict) else {"error": f"it printed {answer!r}"}
 
 
-def look_at_paddle(gpus: GpuSlots | None) -> list[Finding]:
+def look_at_frameworks(gpus: GpuSlots | None) -> list[Finding]:
     looks = [] if gpus is None else [gpus.look(index) for index in gpus.indices]
     capabilities = [look.capability or (0, 0) for look in looks]
-    return [judge_paddle(ask_paddle(), capabilities)]
+    return judge_frameworks(ask_frameworks(), capabilities)
 
 
 def look_at_shared_memory() -> list[Finding]:
@@ -292,7 +326,7 @@ def examine(log_dir: Path, wanted: tuple[int, int], visible: str | None) -> list
     looks: Iterable[Callable[[], list[Finding]]] = (
         lambda: [judge_python((version.major, version.minor, version.micro))],
         lambda: look_at_gpus(gpus),
-        lambda: look_at_paddle(gpus),
+        lambda: look_at_frameworks(gpus),
         look_at_memory,
         look_at_shared_memory,
         lambda: look_at_disk(log_dir),

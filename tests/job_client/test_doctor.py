@@ -1,5 +1,6 @@
 """What the doctor says of machines, good and bad; and of this one."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -13,13 +14,12 @@ from tests.job_client.test_gpus import FakeNvml, gpu
 GIB = doctor.GIB
 OK, WARN, FAIL = Severity.OK, Severity.WARN, Severity.FAIL
 WORKS = {"version": "3.3.1", "cuda": True, "cuda_version": "12.6", "gpus": 1, "product": 64.0**3}
+MISSING = {"missing": "no module"}
 
 
 @pytest.mark.parametrize(
     ("answer", "capabilities", "verdict", "text"),
     [
-        ({"missing": "no module"}, [], FAIL, "pip install 'edl[paddle]'"),
-        ({"missing": "no module"}, [(8, 0)], FAIL, doctor.INSTALL_PAGE),
         ({"version": "3.3.1", "cuda": False, "product": 64.0**3}, [], OK, "on the CPU"),
         ({"version": "3.3.1", "cuda": False, "product": 64.0**3}, [(8, 0)], WARN, "CPU only"),
         (WORKS, [(9, 0)], OK, "computes on 1 GPUs"),
@@ -31,9 +31,45 @@ WORKS = {"version": "3.3.1", "cuda": True, "cuda_version": "12.6", "gpus": 1, "p
     ],
 )  # fmt: skip
 def test_what_is_said_of_paddle(answer, capabilities, verdict, text):
-    finding = doctor.judge_paddle(answer, capabilities)
+    (finding,) = doctor.judge_frameworks({"Paddle": answer, "PyTorch": MISSING}, capabilities)
+    assert finding.what == "Paddle"
     assert finding.verdict is verdict
     assert text in f"{finding.found} {finding.remedy}"
+
+
+TORCH = {"version": "2.13.0", "cuda": False, "product": 64.0**3}
+
+
+@pytest.mark.parametrize(
+    ("answer", "capabilities", "verdict", "text"),
+    [
+        (TORCH, [], OK, "2.13.0, on the CPU"),
+        (TORCH, [(9, 0)], WARN, f"for CPU only, though there are GPUs {doctor.TORCH_INSTALL_PAGE}"),
+        ({"version": "2.13.0", "error": "x"}, [(9, 0)], FAIL, "2.13.0 does not compute: x"),
+    ],
+)
+def test_pytorch_alone_is_enough_and_judged_by_itself(answer, capabilities, verdict, text):
+    (finding,) = doctor.judge_frameworks({"Paddle": MISSING, "PyTorch": answer}, capabilities)
+    assert finding.what == "PyTorch"
+    assert finding.verdict is verdict
+    said = f"{finding.found} {finding.remedy}".replace("install the build for your CUDA from ", "")
+    assert text in said
+
+
+def test_both_frameworks_are_judged_where_both_are():
+    found = doctor.judge_frameworks({"Paddle": WORKS, "PyTorch": TORCH}, [])
+    assert [(each.what, each.verdict) for each in found] == [("Paddle", OK), ("PyTorch", OK)]
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "text"),
+    [([], "pip install 'edl[paddle]' or 'edl[torch]'"), ([(8, 0)], doctor.TORCH_INSTALL_PAGE)],
+)
+def test_without_any_framework_it_says_how_to_get_one(capabilities, text):
+    answers = {"Paddle": MISSING, "PyTorch": MISSING}
+    (finding,) = doctor.judge_frameworks(answers, capabilities)
+    assert (finding.what, finding.verdict) == ("framework", FAIL)
+    assert text in finding.remedy
 
 
 @pytest.mark.parametrize(
@@ -94,7 +130,7 @@ def test_a_gpu_in_use_is_shown_with_who_is_on_it():
 
 
 def test_this_machine_is_examined_without_a_crash(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(doctor, "ask_paddle", lambda: {"version": "3.3.1", "product": 64.0**3})
+    monkeypatch.setattr(doctor, "ask_frameworks", lambda: {"PyTorch": TORCH})
     code = doctor.main(["--json", "--log_dir", str(tmp_path / "a" / "b")])
     findings = json.loads(capsys.readouterr().out)["findings"]
     assert code == int(any(each["verdict"] == "fail" for each in findings))
@@ -102,9 +138,9 @@ def test_this_machine_is_examined_without_a_crash(monkeypatch, tmp_path, capsys)
 
 
 def test_the_exit_code_is_1_when_something_fails(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(doctor, "ask_paddle", lambda: {"missing": "no"})
+    monkeypatch.setattr(doctor, "ask_frameworks", lambda: {"Paddle": MISSING})
     assert doctor.main(["--log_dir", str(tmp_path)]) == 1
-    assert "fail  Paddle" in capsys.readouterr().out
+    assert "fail  framework" in capsys.readouterr().out
 
 
 def test_a_wrong_port_range_is_a_wrong_command_line(capsys):
@@ -113,6 +149,11 @@ def test_a_wrong_port_range_is_a_wrong_command_line(capsys):
 
 
 @pytest.mark.full
-def test_paddle_is_asked_in_a_process_of_its_own():
-    pytest.importorskip("paddle", reason="asks Paddle")
-    assert doctor.ask_paddle()["product"] == 64.0**3
+def test_each_framework_is_asked_in_a_process_of_its_own():
+    answers = doctor.ask_frameworks()
+    assert set(answers) == {"Paddle", "PyTorch"}
+    for name, module in (("Paddle", "paddle"), ("PyTorch", "torch")):
+        if importlib.util.find_spec(module) is None:
+            assert "missing" in answers[name]
+        else:
+            assert answers[name]["product"] == 64.0**3

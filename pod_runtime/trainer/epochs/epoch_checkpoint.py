@@ -274,6 +274,14 @@ def _open_state(
     scaler: Any,
     extra: Mapping[str, Any] | None,
 ) -> "State":
-    from pod_runtime.trainer.epochs.paddle_epochs import open_state
+    try:
+        from pod_runtime.trainer.epochs.paddle_epochs import open_state
+    except ModuleNotFoundError as error:
+        if error.name != "paddle":
+            raise
+        raise UsageError(
+            "load_checkpoint and save_checkpoint are for Paddle, which is not installed here; a "
+            "PyTorch script has its checkpoints by elastic.Loop(checkpoint=...)"
+        ) from error
 
     return open_state(exe, main_program, model, optimizer, scaler, extra or {})

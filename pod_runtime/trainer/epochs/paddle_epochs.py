@@ -94,6 +94,11 @@ def open_state(
             raise UsageError(
                 "optimizer: missing; pass optimizer= with model=, its momentum is half of the state"
             )
+        if not isinstance(model, paddle.nn.Layer):
+            raise UsageError(
+                f"model: expected a paddle.nn.Layer, got {type(model).__name__}; a PyTorch script "
+                "has its checkpoints by elastic.Loop(checkpoint=...)"
+            )
         inner = model._layers if isinstance(model, paddle.DataParallel) else model
         return PaddleState(inner, optimizer, scaler, extra)
     if paddle.in_dynamic_mode():

@@ -338,6 +338,10 @@ def test_checkpoints_of_the_elastic_loop_are_not_taken_for_an_empty_path(tmp_pat
     [
         (lambda path, t: load_checkpoint(None, path), "model: missing; in dynamic graph"),
         (lambda path, t: load_checkpoint(None, path, model=t.model), "optimizer: missing"),
+        (
+            lambda path, t: load_checkpoint(None, path, model=object(), optimizer=t.optimizer),
+            r"model: expected a paddle.nn.Layer, got object; .* elastic.Loop\(checkpoint=",
+        ),
         (lambda path, t: load_checkpoint(None, "", **t.state), "path: is empty"),
         (lambda path, t: save_checkpoint(None, path, **t.state), "train_status: expected"),
         (
@@ -355,6 +359,13 @@ def test_checkpoints_of_the_elastic_loop_are_not_taken_for_an_empty_path(tmp_pat
 def test_wrong_calls_are_refused_with_the_remedy(tmp_path, call, says):
     with pytest.raises(UsageError, match=says):
         call(tmp_path / "ckpt", Training())
+
+
+def test_without_paddle_the_calls_say_what_a_script_for_pytorch_does(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "paddle", None)  # as where it is not installed
+    monkeypatch.delitem(sys.modules, "pod_runtime.trainer.epochs.paddle_epochs", raising=False)
+    with pytest.raises(UsageError, match=r"are for Paddle, .* elastic.Loop\(checkpoint="):
+        load_checkpoint(None, tmp_path)
 
 
 def test_a_folder_that_cannot_be_read_is_one_sentence(tmp_path):

@@ -230,7 +230,13 @@ class TorchAdapter:
     # --- data and numbers
 
     def seed(self, key: int) -> None:
-        torch.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
+        key &= 0x7FFFFFFFFFFFFFFF
+        if self._device.type != "cpu":
+            torch.manual_seed(key)
+            return
+        # `torch.manual_seed` takes a millisecond: for each kind of device that may be used later
+        # it formats the stack. A model on the CPU draws from this generator alone.
+        torch.default_generator.manual_seed(key)
 
     def draw(self) -> int:
         return int(torch.empty((), dtype=torch.int64).random_())

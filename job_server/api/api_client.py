@@ -50,7 +50,7 @@ P = TypeVar("P")
 ApiError = JobServerError  # its name for those who only call
 
 CONNECT_TIMEOUT_S = 5.0
-MAX_METRICS, MAX_NAME_CHARS = 500, 200  # of one report, far below what a body may hold
+MAX_NAME_CHARS = 200  # of a metric; with MAX_METRICS far below what a body may hold
 _REJECTED: Mapping[int, type[Rejected]] = {
     401: Unauthorized,
     403: Forbidden,
@@ -209,7 +209,7 @@ class ApiClient:
                 for name, value in report.metrics.items()
                 if math.isfinite(value)
             )
-            report = replace(report, metrics=dict(itertools.islice(sent, MAX_METRICS)))
+            report = replace(report, metrics=dict(itertools.islice(sent, wire.MAX_METRICS)))
         return self._call(routes.REPORT, job_id, pod_id, body=report).server_id
 
     def query_pods(self, job_id: str) -> wire.OriginalPods:

@@ -4,10 +4,13 @@ A message may be late, doubled or out of order: each function checks whether the
 something new about a stage that still counts, and otherwise changes nothing.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from job_server.api.text import describe_exit
 from job_server.api.wire import (
+    MAX_METRICS,
+    TRAIN_LOSS,
     Attach,
     DesiredState,
     Order,
@@ -269,11 +272,23 @@ def _advance_step(work: Work, pod_id: str, report: PodReport) -> None:
         best_step=max(progress.best_step, report.step),
         epoch=max(progress.epoch, report.epoch) if newer else progress.epoch,
         total_steps=progress.total_steps if report.total_steps is None else report.total_steps,
-        metrics=progress.metrics if report.metrics is None else dict(report.metrics),
+        metrics=_merged(progress.metrics, report.metrics),
         promise=report.promise or progress.promise,
         stepped_at=work.now if newer else progress.stepped_at,
         steps={**progress.steps, pod_id: max(progress.steps.get(pod_id, 0), report.step)},
     )
+
+
+def _merged(before: Mapping[str, float], now: Mapping[str, float] | None) -> Mapping[str, float]:
+    """Return the newest value of each metric.
+
+    Trainers that have begun just now know none but the loss of their steps. That one is never an
+    old one: it is left out of a report where it is not finite.
+    """
+    if now is None:
+        return before
+    old = {name: value for name, value in before.items() if name != TRAIN_LOSS and name not in now}
+    return dict([*old.items(), *now.items()][-MAX_METRICS:])
 
 
 def _cut_is_on(work: Work) -> bool:

@@ -25,7 +25,7 @@ class DataSource:
 
     dataset: Any | None  # None: a stream, which `reader` reads
     length: int | None  # None: a stream
-    batch_size: int  # global
+    batch_size: int  # global: all samples of an update
     shuffle: bool
     drop_last: bool
     collate: Callable[[list[Any]], Any] | None  # None: the framework's default
@@ -43,11 +43,13 @@ def make_source(
     collate_fn: Callable[[list[Any]], Any] | None,
     num_workers: int | None,
     has_reader: bool,
+    accumulation_steps: int = 1,
     name: str = "train_set",
 ) -> DataSource:
     """Read a dataset or a loader; the script's own arguments have priority over the loader's.
 
     Args:
+        accumulation_steps: batches that make one of the source's.
         name: of the argument, for errors.
 
     Raises:
@@ -71,6 +73,7 @@ def make_source(
         )
     if not isinstance(size, int | np.integer) or size < 1:
         raise UsageError(f"batch_size: expected a whole number of at least 1, got {size!r}")
+    size = int(size) * accumulation_steps
     length = None if dataset is None else len(dataset)
     drop = _first(drop_last, taken.get("drop_last"), False)
     if length is not None and length < (size if drop else 1):
@@ -81,7 +84,7 @@ def make_source(
     return DataSource(
         dataset=dataset,
         length=length,
-        batch_size=int(size),
+        batch_size=size,
         shuffle=_first(shuffle, taken.get("shuffle"), dataset is not None),
         drop_last=drop,
         collate=collate_fn if collate_fn is not None else taken.get("collate"),

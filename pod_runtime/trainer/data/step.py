@@ -110,8 +110,8 @@ class Step(ABC):
         """Return a shard's batch as tensors."""
 
     @abstractmethod
-    def _finish(self) -> None:
-        """Sum the gradients and let the optimizer step."""
+    def _finish(self) -> Any:
+        """Sum the gradients, let the optimizer step, and return the loss."""
 
     @property
     def is_rehearsal(self) -> bool:
@@ -152,8 +152,14 @@ class Step(ABC):
         self._adapter.backward(loss, samples / self.samples, is_last)
         self._weighed = self._at
 
-    def update(self) -> None:
+    def update(self) -> Any:
         """Sum the gradients over all ranks, let the optimizer step, clear the gradients.
+
+        Returns:
+            The training loss: its mean over the samples of the global batch, over all trainers.
+            Where a shard has several calls of `backward`, their sum. A tensor without dimensions
+            and without a gradient, on the model's device, which is only waited for where the
+            script reads it (`float(loss)`). In the warm-up step it is this trainer's alone.
 
         Raises:
             UsageError: it was called before, or before all shards were computed.
@@ -171,8 +177,9 @@ class Step(ABC):
                 "step.update(): no gradient came from this step's last shard; write "
                 "step.backward(loss) instead of loss.backward()"
             )
-        self._finish()
+        loss = self._finish()
         self.is_updated = True
+        return loss
 
     def clip(self, max_norm: float) -> None:
         """Clip the summed gradients at this global norm before the optimizer steps.

@@ -123,13 +123,16 @@ class Adapter(Protocol):
     # --- a step
 
     def begin_step(self) -> None:
-        """Remember the buffers: every shard starts from these values. And those `unowned`."""
+        """Remember the buffers: every shard starts from these values. And those `unowned`.
+
+        The step's loss starts from 0.
+        """
 
     def end_shard(self) -> None:
         """Note how this shard changed the buffers, and put them back."""
 
     def backward(self, loss: Any, weight: float, is_last: bool = False) -> None:
-        """Accumulate the gradient of `loss` times `weight`.
+        """Accumulate the gradient of `loss` times `weight`, and that number itself.
 
         Args:
             is_last: of the step's last shard, so that gradients may be sent from now on.
@@ -139,10 +142,17 @@ class Adapter(Protocol):
         """
 
     def exchange(self, header: Sequence[float], contribute: bool) -> list[float]:
-        """Sum gradients, buffer changes and `header` over all ranks; return the header's sums.
+        """Sum gradients, buffer changes, loss and `header` over all ranks.
 
-        Leaves the local gradients as they were, so that it can be called again. Without
-        `contribute`, this rank adds zeros. Raises PeerLost.
+        Returns the header's sums. Leaves the local gradients as they were, so that it can be
+        called again. Without `contribute`, this rank adds zeros. Raises PeerLost.
+        """
+
+    def step_loss(self) -> Any:
+        """Return the sum of what went through `backward`, a tensor without dimensions.
+
+        Over all ranks as the last `exchange` summed it; before one, that of this rank. It is on the
+        model's device, and nothing has waited for it there.
         """
 
     def apply(self, *, filled_shards: int, lr_factor: float, max_norm: float | None = None) -> None:

@@ -53,6 +53,7 @@ class Loop:
         keep_checkpoints: int = 3,
         promise: str = "rounding",
         shards: int | None = None,
+        accumulation_steps: int = 1,
         loss: str = "mean",
         scheduler: Any | None = None,
         scaler: Any | None = None,
@@ -81,6 +82,10 @@ class Loop:
                 each trainer computes its share of a batch in one piece.
             shards: V, into how many a global batch is cut; fixed for the run. None: as stored,
                 else the most trainers that the job may have.
+            accumulation_steps: batches that make one update. It takes all of them as its global
+                batch, in so many times the shards; steps, `steps_per_epoch` and `save_steps` count
+                updates. At an epoch's end an update may take fewer; `drop_last` leaves these out.
+                With "statistics" a trainer computes its share of an update in so many pieces.
             loss: "mean" if the loss is the mean over a shard, "sum" if it is the sum.
             scheduler: the optimizer's learning rate scheduler, or a list of them; of PyTorch, where
                 an optimizer does not know its own.
@@ -115,6 +120,7 @@ class Loop:
             steps_per_epoch=steps_per_epoch,
             snapshot_steps=snapshot_steps,
             all_reduce=all_reduce,
+            accumulation_steps=accumulation_steps,
         )
         _show_log()
         before, Loop._newest = Loop._newest, self
@@ -129,6 +135,7 @@ class Loop:
             collate_fn=collate_fn,
             num_workers=num_workers,
             has_reader=reader is not None,
+            accumulation_steps=accumulation_steps,
         )
         if self._source.length is None and steps_per_epoch is None:
             raise UsageError(
@@ -313,21 +320,23 @@ class Loop:
                     return found
 
     def log(self, **metrics: float) -> None:
-        """Show these numbers with the job's progress; those of rank 0 count."""
+        """Show these numbers with the job's progress; those of rank 0 count.
+
+        The training loss of the newest step is shown beside them, as `train_loss`.
+        """
         if self._is_warming_up:
             return
         steps = self._entered()
         values = {name: self._adapter.to_float(value) for name, value in metrics.items()}
+        shown = steps.log(values)
         if self.rank == 0:
             logger.info(
                 "epoch %d, step %d: %s",
                 steps.cursor.epoch,
                 steps.cursor.global_step,
-                ", ".join(f"{name} {value:.6g}" for name, value in values.items()),
+                ", ".join(f"{name} {value:.6g}" for name, value in shown.items()),
             )
-        if steps.stage.link is not None:
-            steps.stage.link.set_metrics(values)
-            steps.report(at_once=True)
+        steps.report(at_once=True)
 
     def shards(self, dataset: Any, *, with_ids: bool = False) -> ShardSource:
         """Return this rank's shards of `dataset` from the cursor on, for a reader of one's own.
@@ -381,7 +390,8 @@ class Loop:
             if not step.is_updated:
                 raise UsageError(
                     f"step {step.number}: step.update() is missing; call it once per step, after "
-                    f"`for batch in step:`"
+                    f"`for batch in step:`. If an update shall take several batches, say so by "
+                    f"Loop(accumulation_steps=N), and call it in each step"
                 )
             self._open_step = None
             try:

@@ -1,11 +1,14 @@
 """Make and commit the steps of one stage, on this rank."""
 
 import logging
+import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from job_server.api.wire import TRAIN_LOSS
 from pod_runtime.trainer.data.readers import ShardOrder, ShardRange
 from pod_runtime.trainer.data.source import DataSource
 from pod_runtime.trainer.data.step import Step
@@ -38,6 +41,9 @@ class StageSteps:
         self.order = ShardOrder(progress.run, progress.batches, shards)
         self.feed = ShardFeed(stage, source, self.order, factory)
         self.evaluated_at = -1  # version of the progress at the last evaluation
+        self._loss: tuple[int, Any] | None = None  # a step's number and loss; None: none was made
+        self._warned_of_loss = False  # that it is no number
+        self._logged: dict[str, float] = {}  # by the script
         self._step_s = 0.0  # smoothed; 0: no step yet
         self._committed_at = time.monotonic()
 
@@ -90,8 +96,33 @@ class StageSteps:
                 total_steps=progress.total_steps,
                 step_s=self._step_s,
                 promise=progress.promise,
+                metrics=self.metrics,
                 at_once=at_once,
             )
+
+    def note_loss(self, step: int, loss: Any) -> None:
+        """This is the newest training loss; it is read when it is shown."""
+        self._loss = step, loss
+
+    def log(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Show these numbers from now on; return them and the loss."""
+        self._logged = {**self._logged, **metrics}
+        return {**self._train_loss(), **metrics}
+
+    def metrics(self) -> dict[str, float] | None:
+        """Return what is shown; None: nothing."""
+        return {**self._train_loss(), **self._logged} or None
+
+    def _train_loss(self) -> dict[str, float]:
+        """Read the loss of the newest step, which may wait for the device."""
+        if self._loss is None:
+            return {}
+        step, tensor = self._loss
+        loss = self.stage.adapter.to_float(tensor)
+        if not (math.isfinite(loss) or self._warned_of_loss):
+            self._warned_of_loss = True
+            logger.warning("step %d: the training loss is %g", step, loss)
+        return {TRAIN_LOSS: loss}
 
     def _check_script(self) -> None:
         adapter = self.stage.adapter
@@ -141,7 +172,7 @@ class TrainingStep(Step):
         seed_shard(self._adapter, self._steps.seed, *shard_range.key)
         return self._adapter.to_batch(found.batch)
 
-    def _finish(self) -> None:
+    def _finish(self) -> Any:
         stage = self._steps.stage
         try:
             self.result = result = stage.member.exchange(self.samples_done, self._drawn())
@@ -157,6 +188,9 @@ class TrainingStep(Step):
             lr_factor=stage.progress.scaling.lr_factor(self.number),
             max_norm=self.max_norm,
         )
+        loss = self._adapter.step_loss()
+        self._steps.note_loss(self.number, loss)
+        return loss
 
     def _drawn(self) -> int | None:
         """Return the sum of the hashes of what was read; None: some of it is not known."""

@@ -67,9 +67,11 @@ class WarmupStep(Step):
         samples = range(shard_range.samples)
         return self._adapter.to_batch(_read(self._adapter, self._source, samples, self._seed))
 
-    def _finish(self) -> None:
+    def _finish(self) -> Any:
+        loss = self._adapter.step_loss()
         if not self._is_over():
             self._adapter.apply(filled_shards=1, lr_factor=1.0)
+        return loss
 
 
 def _read(adapter: Adapter, source: DataSource, samples: range, seed: int) -> Any:

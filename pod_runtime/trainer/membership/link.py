@@ -8,7 +8,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -92,7 +92,6 @@ class LauncherLink:
         self.cut: Cut | None = None  # the newest that is not off; None: there is none
         self.resumed_id = -1  # highest id of a cut that is off
         self._last_step_at = 0.0
-        self._metrics: dict[str, float] | None = None  # not sent yet; None: none
         self.send(TrainerHello(rank=rank, stage=stage, pid=pid, joins=joins, adapter=adapter))
 
     def send(self, message: TrainerMessage, fds: tuple[int, ...] = ()) -> None:
@@ -184,30 +183,30 @@ class LauncherLink:
         total_steps: int | None,
         step_s: float,
         promise: str,
+        metrics: Callable[[], dict[str, float] | None],
         at_once: bool,
     ) -> None:
-        """Send `step`, unless one was sent just now or the launcher does not read."""
+        """Send `step`, unless one was sent just now or the launcher does not read.
+
+        Args:
+            metrics: called if it is sent; None: they are as before.
+        """
         now = time.monotonic()
         if now - self._last_step_at < STEP_PERIOD_S and not at_once:
             return
         if not self._writable.poll(0):
             return  # a stopped launcher must not stop the training
         self._last_step_at = now
-        metrics, self._metrics = self._metrics, None
         self.send(
             Stepped(
                 step=step,
                 epoch=epoch,
                 total_steps=total_steps,
                 step_s=step_s,
-                metrics=metrics,
+                metrics=metrics(),
                 promise=promise,
             )
         )
-
-    def set_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Send these with the next `step`."""
-        self._metrics = dict(metrics)
 
     def _receive(self) -> tuple[dict[str, Any], tuple[int, ...]]:
         try:

@@ -28,6 +28,7 @@ class LoopSettings:
     steps_per_epoch: int | None  # None: by the dataset's length
     snapshot_steps: int | str
     all_reduce: str
+    accumulation_steps: int = 1
 
     def __post_init__(self) -> None:
         for name, low in (
@@ -36,6 +37,7 @@ class LoopSettings:
             ("save_steps", 1),
             ("keep_checkpoints", 1),
             ("lr_warmup_steps", 0),
+            ("accumulation_steps", 1),
         ):
             _check_whole(name, getattr(self, name), low)
         for name in ("shards", "steps_per_epoch"):

@@ -203,9 +203,11 @@ class StageJoiner:
     @property
     def shards(self) -> int:
         """The number of shards, V, before the state is known; a stored one is preferred."""
-        if self._settings.promise == "statistics":
-            return self._plan.world_size
-        return self._settings.shards or self._plan.max_trainers
+        settings = self._settings
+        shards = settings.shards or self._plan.max_trainers
+        if settings.promise == "statistics":
+            shards = self._plan.world_size
+        return shards * settings.accumulation_steps
 
     def enter(self) -> TrainerStage:
         """Return when the stage is committed and training may begin.
@@ -412,10 +414,12 @@ class StageJoiner:
         if promise != status.promise:
             logger.info("promise: %s was made with %r, goes on with %r",
                         where, status.promise, promise)  # fmt: skip
-        if shards is not None and shards != status.shards:
+        said = None if shards is None else shards * self._settings.accumulation_steps
+        if said not in (None, status.shards):
             raise StateError(
-                f"shards: {where} was made with {status.shards}, this script says {shards}; V is "
-                f"fixed for a run: leave it out, or start afresh with another checkpoint path"
+                f"shards: {where} was made with {status.shards} per update, this script says "
+                f"{said}; V is fixed for a run: leave it out, or start afresh with another "
+                f"checkpoint path"
             )
         return replace(status.for_run(run), promise=promise)
 
@@ -462,6 +466,7 @@ class StageJoiner:
             ),
             stage=restored.stage,
             steps_per_epoch=settings.steps_per_epoch,
+            accumulation_steps=settings.accumulation_steps,
         )
         if rank == 0:
             logger.info("promise: %s", progress.promise)

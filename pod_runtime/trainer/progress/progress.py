@@ -15,7 +15,13 @@ class TrainingProgress:
     """The mutable part of `LoopStatus`. Every rank keeps an equal one."""
 
     def __init__(
-        self, before: LoopStatus, scaling: Scaling, *, stage: int, steps_per_epoch: int | None
+        self,
+        before: LoopStatus,
+        scaling: Scaling,
+        *,
+        stage: int,
+        steps_per_epoch: int | None,
+        accumulation_steps: int = 1,
     ) -> None:
         """Continue from `before` as stage `stage`, at the scaling that holds now."""
         self.stage = stage
@@ -24,7 +30,7 @@ class TrainingProgress:
         by_share = before.promise == "statistics"
         self.batches = BatchPlan(
             batch_size=scaling.batch_size,
-            shards=scaling.world_size
+            shards=scaling.world_size * accumulation_steps
             if by_share
             else shards_for(scaling, before.batch_size, before.shards),
             dataset_length=before.run.dataset_length,

@@ -466,6 +466,21 @@ def test_progress_alone_need_not_be_written():
     assert (made.status.metrics, made.status.promise) == ({"loss": 0.5}, "statistics")
 
 
+def test_metrics_stay_until_they_are_reported_again_but_for_the_training_loss():
+    made = trains(world())
+
+    def shown(**metrics: float) -> dict[str, float]:
+        step = made.job.progress.step + 1
+        tell(made, "pod_0_0", ReportKind.PROGRESS, 1, step=step, metrics=metrics)
+        return made.status.metrics
+
+    assert shown(train_loss=0.5, accuracy=0.9) == {"train_loss": 0.5, "accuracy": 0.9}
+    # The trainers of the next stage know nothing else, until their script evaluates.
+    assert shown(train_loss=0.4) == {"train_loss": 0.4, "accuracy": 0.9}
+    assert shown(accuracy=0.8) == {"accuracy": 0.8}, "a loss that is no number does not come"
+    assert len(shown(**{f"name{number}": 1.0 for number in range(600)})) == 500
+
+
 def test_the_script_clock_is_worth_a_write_every_five_seconds():
     made = trains(world(script=ScriptSpec(kind=ScriptKind.ALTERNATE, interval_s=900.0)))
     writes = 0

@@ -235,6 +235,7 @@ class PaddleAdapter:
 
     def backward(self, loss: Any, weight: float, is_last: bool = False) -> None:
         self._marks.check()
+        self._buffers.loss.add(loss, weight)
         if is_last and self._world_size > 1 and isinstance(self._exchange, OverlappedExchange):
             self._follow_frozen()
             self._exchange.arm()
@@ -254,6 +255,9 @@ class PaddleAdapter:
             return [float(value) for value in header]
         self._follow_frozen()
         return self._exchange.run(header, contribute, self._reduce)
+
+    def step_loss(self) -> Any:
+        return self._buffers.loss.value
 
     def _follow_frozen(self) -> None:
         """Exchange what is trained now: a script may unfreeze layers as the training goes on."""

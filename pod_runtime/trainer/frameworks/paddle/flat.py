@@ -103,6 +103,10 @@ class HostFlat:
         """Write consecutive elements (numbers, an array, or another flat's `values`)."""
         self.array[offset : offset + len(values)] = values
 
+    def write_front(self, before: Sequence[float], number: Any, after: Sequence[float]) -> None:
+        """Write numbers to the front, amid them the one of a tensor of one element."""
+        self.write(0, [*before, float(number), *after])
+
     def values(self, offset: int, size: int) -> Any:
         """Return elements that support arithmetic; shares memory."""
         return self.array[offset : offset + size]
@@ -143,6 +147,12 @@ class DeviceFlat:
             values = paddle.to_tensor(np.asarray(values, self.dtype))
         if values.shape[0]:
             self._replace([(offset, values.astype(self.dtype))])
+
+    @paddle.no_grad()  # type: ignore[untyped-decorator]
+    def write_front(self, before: Sequence[float], number: Any, after: Sequence[float]) -> None:
+        parts = [paddle.to_tensor(np.asarray(each, self.dtype)) for each in (before, after)]
+        number = number.reshape([1]).astype(self.dtype)  # nothing waits for it
+        self.write(0, paddle.concat([parts[0], number, parts[1]]))
 
     def values(self, offset: int, size: int) -> Any:
         return self.tensor[offset : offset + size]

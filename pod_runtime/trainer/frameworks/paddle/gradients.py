@@ -20,13 +20,16 @@ from pod_runtime.trainer.frameworks.paddle.state import dtype_name, optimizer_pa
 
 
 class ShardBuffers:
-    """Keeps batch-norm statistics and other buffers: every shard begins with those of the step.
+    """Keeps the loss, batch-norm statistics and other buffers of a step's shards.
+
+    Every shard begins with the buffers of the step.
 
     After the step a buffer is its old value plus the mean, over the shards that are not empty, of
     the change that each made to it; so it does not matter which rank computed which shard.
     """
 
     def __init__(self, model: Any, on_host: bool) -> None:
+        self.loss = StepLoss()
         self.own = own_buffers(model)
         self.tensors = [*running_statistics(model), *self.own.tensors]
         self.dtypes = sorted({flat_dtype(dtype_name(tensor)) for tensor in self.tensors})
@@ -43,6 +46,7 @@ class ShardBuffers:
         return {start.dtype: size for _t, _p, start, _now, size in self._groups}
 
     def begin_step(self) -> None:
+        self.loss.begin_step()
         self.own.take_back()
         for tensors, slices, start, _now, size in self._groups:
             start.gather(tensors, slices)
@@ -65,8 +69,37 @@ class ShardBuffers:
             now.scatter(tensors, slices)
 
 
+class StepLoss:
+    """The weighed losses of a step's shards, added up on their device: nobody waits for them."""
+
+    def __init__(self) -> None:
+        self._zero = paddle.zeros([])
+        self._mine = self._zero
+        self.value = self._zero  # over all ranks, once they have exchanged
+
+    def begin_step(self) -> None:
+        self.value = self._mine = self._zero
+
+    def add(self, loss: Any, weight: float) -> None:
+        """Add a shard's; a loss of several elements counts by their sum, as its gradient does."""
+        loss = loss.detach()
+        if loss.dtype not in (paddle.float32, paddle.float64):
+            loss = loss.astype("float32")
+        if loss.ndim:
+            loss = loss.sum()
+        part = loss if weight == 1.0 else loss * weight
+        self.value = self._mine = part if self._mine is self._zero else self._mine + part
+
+    def mine(self, contribute: bool) -> Any:
+        """Return what this rank adds to the sum over all."""
+        return self._mine if contribute else self._zero
+
+
 class GradientExchange:
-    """One flat tensor per type: header, presence of each gradient, buffer changes, gradients."""
+    """One flat tensor per type: header, loss, presence of each gradient, buffer changes, gradients.
+
+    On a device the loss goes to the flat tensor there: no number is waited for.
+    """
 
     def __init__(
         self, parameters: Sequence[Any], buffers: ShardBuffers, header_size: int, on_host: bool
@@ -85,7 +118,7 @@ class GradientExchange:
                 for index, each in enumerate(self.parameters)
                 if flat_dtype(dtype_name(each)) == dtype
             ]
-            front = header_size + len(self.parameters) if position == 0 else 0
+            front = header_size + 1 + len(self.parameters) if position == 0 else 0
             changes = buffers.sizes().get(dtype, 0)
             slices, size = lay_out(
                 [self.parameters[index] for index in mine], dtype, front + changes
@@ -101,15 +134,16 @@ class GradientExchange:
             flat.gather([grads[index] for index in mine], slices)  # zeros where there is none
             if position == 0:
                 present = [0.0 if grad is None else 1.0 for grad in grads]
-                flat.write(0, [*header, *present])
+                flat.write_front(header, self._buffers.loss.mine(contribute), present)
             changes = self._buffers.sizes().get(flat.dtype, 0)
             if changes:
                 mine_changed = self._buffers.changes(flat.dtype)
                 flat.write(front, mine_changed if contribute else mine_changed * 0)
             reduce(flat.tensor)
         first = self._groups[0][2]
-        numbers = first.numbers(0, self._header_size + len(self.parameters))
-        self._presence = numbers[self._header_size :]
+        numbers = first.numbers(0, self._header_size + 1 + len(self.parameters))
+        self._buffers.loss.value = first.tensor[self._header_size].clone()
+        self._presence = numbers[self._header_size + 1 :]
         return numbers[: self._header_size]
 
     def put_back(self, filled_shards: int) -> None:

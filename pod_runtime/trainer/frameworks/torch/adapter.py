@@ -167,6 +167,7 @@ class TorchAdapter:
 
     def backward(self, loss: Any, weight: float, is_last: bool = False) -> None:
         self._marks.check()
+        self._buffers.loss.add(loss, weight)
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
         loss.backward(torch.full_like(loss, weight))
@@ -184,6 +185,9 @@ class TorchAdapter:
                 trained_parameters(self._model, self._optimizer), self._buffers, self._header_size
             )
         return self._exchange.run(header, contribute, self._reduce)
+
+    def step_loss(self) -> Any:
+        return self._buffers.loss.value
 
     def _what_is_frozen(self) -> list[bool | int]:
         count = sum(len(group["params"]) for group in self._optimizer.param_groups)

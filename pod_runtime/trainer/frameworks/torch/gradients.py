@@ -56,7 +56,9 @@ class _Flat:
 
 
 class TorchShardBuffers:
-    """Keeps batch-norm statistics and other buffers: every shard begins with those of the step.
+    """Keeps the loss, batch-norm statistics and other buffers of a step's shards.
+
+    Every shard begins with the buffers of the step.
 
     After the step a buffer is its old value plus the mean, over the shards that are not empty, of
     the change that each made to it; so it does not matter which rank computed which shard.
@@ -65,6 +67,7 @@ class TorchShardBuffers:
     def __init__(self, model: Any) -> None:
         kept = {id(each) for each in model.state_dict(keep_vars=True).values()}
         self.own = OwnBuffers(model.named_modules(), kept, _copy)
+        self.loss = TorchStepLoss(next(iter(model.parameters())).device)
         by_type: dict[Any, list[Any]] = {}
         for each in self.own.tensors:
             by_type.setdefault(sum_dtype(each.dtype), []).append(each)
@@ -79,6 +82,7 @@ class TorchShardBuffers:
         return {start.tensor.dtype: start.tensor.numel() for _mine, start, _now in self._groups}
 
     def begin_step(self) -> None:
+        self.loss.begin_step()
         self.own.take_back()
         for tensors, start, _now in self._groups:
             start.gather(tensors)
@@ -107,8 +111,35 @@ def _copy(source: Any, target: Any) -> None:
         target.copy_(source)
 
 
+class TorchStepLoss:
+    """The weighed losses of a step's shards, added up on their device: nobody waits for them."""
+
+    def __init__(self, device: Any) -> None:
+        self._zero = torch.zeros((), device=device)
+        self._mine = self._zero
+        self.value = self._zero  # over all ranks, once they have exchanged
+
+    def begin_step(self) -> None:
+        self.value = self._mine = self._zero
+
+    def add(self, loss: Any, weight: float) -> None:
+        """Add a shard's; a loss of several elements counts by their sum, as its gradient does."""
+        loss = loss.detach()
+        loss = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
+        loss = loss.sum() if loss.dim() else loss
+        part = loss if weight == 1.0 else loss * weight
+        self.value = self._mine = part if self._mine is self._zero else self._mine + part
+
+    def mine(self, contribute: bool) -> Any:
+        """Return what this rank adds to the sum over all."""
+        return self._mine if contribute else self._zero
+
+
 class TorchGradientExchange:
-    """One flat tensor per type: header, presence of each gradient, buffer changes, gradients."""
+    """One flat tensor per type: header, loss, presence of each gradient, buffer changes, gradients.
+
+    The loss goes from the device to the flat tensor there: no number is waited for.
+    """
 
     def __init__(
         self, parameters: Sequence[Any], buffers: TorchShardBuffers, header_size: int
@@ -123,7 +154,7 @@ class TorchGradientExchange:
         # float64, where there is one, carries the header: its numbers are exact there.
         for position, dtype in enumerate(sorted(dtypes, key=str, reverse=True)):
             mine = [i for i, each in enumerate(self._parameters) if sum_dtype(each.dtype) == dtype]
-            front = header_size + len(self._parameters) if position == 0 else 0
+            front = header_size + 1 + len(self._parameters) if position == 0 else 0
             changes = sizes.get(dtype, 0)
             device = self._parameters[0].device
             flat = _Flat([self._parameters[i] for i in mine], dtype, device, front + changes)
@@ -138,8 +169,9 @@ class TorchGradientExchange:
             flat.gather([grads[index] for index in mine])
             if position == 0:
                 present = [float(grad is not None) for grad in grads]
-                numbers = torch.tensor([*header, *present], dtype=flat.tensor.dtype)
+                numbers = torch.tensor([*header, 0.0, *present], dtype=flat.tensor.dtype)
                 flat.tensor[:front] = numbers
+                flat.tensor[self._header_size] = self._buffers.loss.mine(contribute)
             if changes:
                 place = flat.tensor[front : front + changes]
                 if contribute:
@@ -147,8 +179,10 @@ class TorchGradientExchange:
                 else:
                     place.zero_()
             reduce(flat.tensor)
-        found: list[float] = self._groups[0][1].tensor[: self._groups[0][2]].tolist()
-        self._presence = found[self._header_size :]
+        front = self._groups[0][1].tensor[: self._groups[0][2]]
+        self._buffers.loss.value = front[self._header_size].clone()
+        found: list[float] = front.tolist()
+        self._presence = found[self._header_size + 1 :]
         return found[: self._header_size]
 
     def put_back(self, filled_shards: int) -> None:

@@ -290,6 +290,8 @@ def test_what_two_ranks_would_exchange_adds_up(on_host, dtype):
     buffers = ShardBuffers(norm, on_host)
     exchange = GradientExchange([used, unused, norm_weight], buffers, HEADER, on_host)
     buffers.begin_step()
+    for loss, weight in ((paddle.to_tensor([0.5, 0.75]), 2.0), (norm_weight.sum() * 0 + 1, 0.25)):
+        buffers.loss.add(loss.astype(dtype), weight)
     norm(paddle.full([3, 2], 4.0))
     buffers.end_shard()
 
@@ -299,6 +301,8 @@ def test_what_two_ranks_would_exchange_adds_up(on_host, dtype):
     for _ in range(2):  # it leaves the local gradients alone, so it may be repeated
         assert exchange.run([1.0, 0.0, 3.0], True, double) == [2.0, 0.0, 6.0]
         assert used.grad.astype("float32").tolist()[0] == [1.0, 2.0]
+        assert (buffers.loss.value.item(), buffers.loss.value.shape) == (5.5, [])
+        assert buffers.loss.value.stop_gradient
     exchange.put_back(filled_shards=2)
     assert used.grad.astype("float32").tolist() == [[2.0, 4.0], [6.0, 8.0], [10.0, 12.0]]
     assert used.grad.dtype == used.dtype
@@ -307,16 +311,19 @@ def test_what_two_ranks_would_exchange_adds_up(on_host, dtype):
     assert norm._mean.tolist() == [2.0, 2.0]
     # A rank without data adds zeros.
     assert exchange.run([0.0, 1.0, 0.0], False, double) == [0.0, 2.0, 0.0]
+    assert buffers.loss.value.item() == 0.0
 
 
 def test_a_rank_without_a_shard_gets_the_gradients_of_the_others():
     weight = nn.Linear(2, 1).weight
-    exchange = GradientExchange([weight], ShardBuffers(nn.Linear(1, 1), True), HEADER, True)
+    buffers = ShardBuffers(nn.Linear(1, 1), True)
+    exchange = GradientExchange([weight], buffers, HEADER, True)
 
     def others(tensor: Any) -> None:
-        paddle.assign(paddle.to_tensor([0.0, 0.0, 4.0, 1.0, 7.0, 8.0]), tensor)
+        paddle.assign(paddle.to_tensor([0.0, 0.0, 4.0, 2.5, 1.0, 7.0, 8.0]), tensor)
 
     assert exchange.run([0.0, 0.0, 0.0], True, others) == [0.0, 0.0, 4.0]
+    assert buffers.loss.value.item() == 2.5
     exchange.put_back(filled_shards=1)
     assert weight.grad.tolist() == [[7.0], [8.0]]
 

@@ -324,6 +324,8 @@ def test_what_two_ranks_would_exchange_adds_up(dtype):
     buffers = TorchShardBuffers(norm)
     exchange = TorchGradientExchange([used, unused, other], buffers, HEADER)
     buffers.begin_step()
+    for loss, weight in ((torch.tensor([0.5, 0.75]), 2.0), (used.sum() + 1, 0.25)):
+        buffers.loss.add(loss, weight)
     norm(torch.full((3, 2), 4.0))
     buffers.end_shard()
 
@@ -333,6 +335,8 @@ def test_what_two_ranks_would_exchange_adds_up(dtype):
     for _ in range(2):  # it leaves the local gradients alone, so it may be repeated
         assert exchange.run([1.0, 0.0, 3.0], True, double) == [2.0, 0.0, 6.0]
         assert used.grad.tolist()[0] == [1.0, 2.0]
+        assert buffers.loss.value.tolist() == 5.5
+        assert not buffers.loss.value.requires_grad
     exchange.put_back(filled_shards=2)
     assert used.grad.tolist() == [[2.0, 4.0], [6.0, 8.0], [10.0, 12.0]]
     assert used.grad.dtype == dtype
@@ -341,16 +345,19 @@ def test_what_two_ranks_would_exchange_adds_up(dtype):
     assert norm.running_mean.tolist() == [2.0, 2.0]
     # A rank without data adds zeros.
     assert exchange.run([0.0, 1.0, 0.0], False, double) == [0.0, 2.0, 0.0]
+    assert buffers.loss.value.tolist() == 0.0
 
 
 def test_a_rank_without_a_shard_gets_the_gradients_of_the_others():
     weight = nn.Parameter(torch.zeros(2, 1))
-    exchange = TorchGradientExchange([weight], TorchShardBuffers(nn.Linear(1, 1)), HEADER)
+    buffers = TorchShardBuffers(nn.Linear(1, 1))
+    exchange = TorchGradientExchange([weight], buffers, HEADER)
 
     def others(tensor: Any) -> None:
-        tensor.copy_(torch.tensor([0.0, 0.0, 4.0, 1.0, 7.0, 8.0]))
+        tensor.copy_(torch.tensor([0.0, 0.0, 4.0, 2.5, 1.0, 7.0, 8.0]))
 
     assert exchange.run([0.0, 0.0, 0.0], True, others) == [0.0, 0.0, 4.0]
+    assert buffers.loss.value.item() == 2.5
     exchange.put_back(filled_shards=1)
     assert weight.grad is not None
     assert weight.grad.tolist() == [[7.0], [8.0]]

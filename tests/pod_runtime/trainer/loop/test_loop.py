@@ -47,7 +47,7 @@ def train(loop: elastic.Loop, model: Any, *, stop_at: int | None = None) -> list
         for step in epoch:
             if step.number == stop_at:
                 return read
-            assert step.index == step.number % -(-len(DATA) // 6), "also where a process goes on"
+            assert step.index == step.number % epoch.steps, "also where a process goes on"
             batches = []
             for batch in step:
                 batches.append(batch.numpy())
@@ -271,7 +271,7 @@ def test_a_training_that_was_left_goes_on_as_if_it_had_not_been(tmp_path, caplog
         ({"seed": 4}, "seed: the state of step 8 was made with 3, this script says 4"),
         ({"train_set": DATA[:10]}, "dataset_length: .* made with 20, this script says 10"),
         ({"shuffle": False}, "shuffle: "),
-        ({"shards": 2}, "shards: .* made with 1, this script says 2; V is fixed for a run"),
+        ({"shards": 2}, "shards: .* made with 1 per update, this script says 2; V is fixed for"),
     ],
 )
 def test_a_state_of_other_data_or_batches_is_refused(tmp_path, change, text):
@@ -308,8 +308,46 @@ def test_forgetting_update_is_an_error():
     steps = iter(next(iter(loop.epochs())))
     for batch in next(steps):
         assert batch.shape == [6, 3]
-    with pytest.raises(elastic.UsageError, match=r"step 0: step\.update\(\) is missing"):
+    text = r"step 0: step\.update\(\) is missing.*say so by Loop\(accumulation_steps=N\)"
+    with pytest.raises(elastic.UsageError, match=text):
         next(steps)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"shards": 2}], ids=str)
+def test_accumulation_is_a_larger_batch_in_as_many_more_shards(tmp_path, arguments: dict[str, int]):
+    loop, model = make(accumulation_steps=3, batch_size=3, checkpoint=tmp_path, **arguments)
+    shards = loop.shards_per_batch
+    assert shards == 3 * arguments.get("shards", 1)  # outside EDL there is one trainer
+    plain, other = make(batch_size=9, shards=shards)
+    assert len(read := train(loop, model)) == 6  # of 9, 9 and 2 samples in each of two epochs
+    assert read == train(plain, other)
+    assert np.array_equal(model.weight.numpy(), other.weight.numpy())
+    # The same training goes on, in the words of before.
+    again, model = make(batch_size=9, shards=shards, checkpoint=tmp_path, epochs=3)
+    assert len(train(again, model)) == 3
+    text = r"shards: the state of step 9 was made with \d per update, this script says 15"
+    with pytest.raises(elastic.StateError, match=text):
+        make(accumulation_steps=3, batch_size=3, shards=5, checkpoint=tmp_path, epochs=4)
+
+
+def test_accumulation_bounds_the_memory_of_a_trainers_share():
+    loop, model = make(accumulation_steps=3, batch_size=4, promise="statistics", epochs=1)
+    sizes = []
+    for epoch in loop.epochs():
+        for step in epoch:
+            for shard in step:
+                sizes.append(len(shard))
+                step.backward((model(shard) ** 2).mean())
+            step.update()
+    assert sizes == [4, 4, 4, 2, 3, 3]
+
+
+def test_accumulation_counts_for_what_drop_last_leaves_out():
+    loop, model = make(accumulation_steps=2, batch_size=6, drop_last=True)
+    assert [len(ids) for _number, ids, _values in train(loop, model)] == [12, 12]
+    text = "20 samples give no batch of 24 with drop_last=True"
+    with pytest.raises(elastic.UsageError, match=text):
+        make(accumulation_steps=4, batch_size=6, drop_last=True)
 
 
 @pytest.mark.parametrize(
@@ -489,6 +527,40 @@ def test_metrics_are_logged(caplog):
     assert "epoch 0, step 0: accuracy 0.25, loss 2" in caplog.text
 
 
+@pytest.mark.parametrize("kind", ["mean", "sum"])
+def test_update_returns_the_mean_loss_of_the_batch_however_it_is_cut(caplog, kind):
+    loop, model = make(shards=4, loss=kind, epochs=1)
+    expected, found = [], []
+    for epoch in loop.epochs():
+        for step in epoch:
+            batch = np.stack([DATA[sample] for sample in step.sample_ids])
+            whole = (model(paddle.to_tensor(batch)) ** 2).mean().item()
+            expected.append(whole * (1.5 if step.number == 1 else 1.0))
+            for shard in step:
+                for weight in (1.0, 0.5) if step.number == 1 else (1.0,):  # of two calls the sum
+                    losses = weight * model(shard) ** 2
+                    step.backward(losses.mean() if kind == "mean" else losses.sum())
+            loss = step.update()
+            assert loss.stop_gradient
+            found.append(float(loss))
+    with caplog.at_level(logging.INFO):
+        loop.log(accuracy=0.25)
+    assert found == pytest.approx(expected)
+    assert f"epoch 1, step 4: train_loss {found[-1]:.6g}, accuracy 0.25" in caplog.text
+
+
+def test_a_loss_that_is_no_number_is_said_once(caplog):
+    loop, model = make(epochs=1)
+    for epoch in loop.epochs():
+        for step in epoch:
+            for shard in step:
+                step.backward((model(shard) * float("nan")).mean())
+            step.update()
+            loop.log(accuracy=0.25)
+    assert caplog.text.count("the training loss is nan") == 1
+    assert "step 0: the training loss is nan" in caplog.text
+
+
 def test_a_reader_of_a_stream_is_asked_for_as_many_steps_as_was_said(tmp_path):
     asked = []
 
@@ -630,6 +702,7 @@ def test_a_policy_decides_batch_and_learning_rate_from_the_first_world_on(tmp_pa
             {"promise": "statistics", "shards": 2},
             "shards: with promise='statistics' a batch has as many shards as there are trainers",
         ),
+        ({"accumulation_steps": 0}, "accumulation_steps: expected a whole number of at least 1"),
         ({"loss": "median"}, "loss: expected one of mean, sum, got 'median'"),
         ({"policy": "cubic"}, "policy: expected fixed_global, linear or a callable"),
         ({"snapshot_steps": "often"}, "snapshot_steps: expected auto, or a whole number"),

@@ -1,6 +1,8 @@
 """Any number of trainers, changed at any step, trains what one trainer trains."""
 
 import importlib.util
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,18 @@ def train_alone(launcher: FakeLauncher, *args: str) -> dict[str, np.ndarray]:
     stage.go()
     assert stage.codes() == [0], stage.logs()
     return dict(np.load(launcher.folder / "final.npz"))
+
+
+def losses(folder: Path, steps: int) -> np.ndarray:
+    """Return the loss of each step, in which all ranks of all stages have to agree."""
+    found: dict[int, set[float]] = {}
+    for path in folder.glob("losses.*.jsonl"):
+        for line in path.read_text().splitlines():
+            step, loss = json.loads(line)
+            found.setdefault(step, set()).add(loss)
+    assert sorted(found) == list(range(steps))
+    assert all(len(each) == 1 for each in found.values()), found
+    return np.array([found[step].pop() for step in range(steps)])
 
 
 def prepare(job: FakeLauncher, world_size: int, out: tuple[str, ...]) -> Stage:
@@ -123,6 +137,7 @@ def test_changes_do_not_change_what_is_trained(
     assert distance(expected, found, "plain") <= TOLERANCE
     assert distance(expected, found, "noisy") <= TOLERANCE  # batch norm's statistics included
     assert distance(expected, found, "unused") == 0
+    assert losses(changed.folder, 21) == pytest.approx(losses(alone.folder, 21), rel=1e-7)
     assert verify([str(changed.run_dir)]) == 0
 
     # The comparison is sharp enough to notice one sample whose weight is off by 1e-4.
@@ -203,6 +218,8 @@ def test_gradients_that_are_sent_during_the_backward_pass_train_the_same(launch)
         found = dict(np.load(job.folder / "final.npz"))
         for tower in ("plain", "noisy"):
             assert distance(expected, found, tower) <= TOLERANCE
+        alone = losses(job.folder.parent / "alone", 21)
+        assert losses(job.folder, 21) == pytest.approx(alone, rel=1e-7)
         assert distance(expected, found, "unused") == 0
         for trainer in stage.trainers:
             said = trainer.log.read_text().count("gradients changed after they were sent")

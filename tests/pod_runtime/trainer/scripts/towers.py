@@ -87,6 +87,7 @@ loop = elastic.Loop(
     checkpoint=args.checkpoint, all_reduce=args.all_reduce, promise=args.promise,
 )  # fmt: skip
 ids = (args.out / f"ids.{STAGE}.{loop.rank}.jsonl").open("a")
+losses = (args.out / f"losses.{STAGE}.{loop.rank}.jsonl").open("a")
 for epoch in loop.epochs():
     model.train()
     for step in epoch:
@@ -97,7 +98,9 @@ for epoch in loop.epochs():
             if args.twice:  # the same gradients change once more, by nothing
                 step.backward((model.plain(inputs) * 0).mean())
         print(json.dumps([step.number, step.sample_ids]), file=ids, flush=True)
-        step.update()
+        loss = step.update()
+        if not step.is_warmup:
+            print(json.dumps([step.number, float(loss)]), file=losses, flush=True)
         scheduler.step()
         if step.number == 3:
             freeze(model.plain[0], False)

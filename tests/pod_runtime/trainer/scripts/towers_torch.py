@@ -81,6 +81,7 @@ loop = elastic.Loop(
     checkpoint=args.checkpoint, scheduler=scheduler, promise=args.promise,
 )  # fmt: skip
 ids = (args.out / f"ids.{STAGE}.{loop.rank}.jsonl").open("a")
+losses = (args.out / f"losses.{STAGE}.{loop.rank}.jsonl").open("a")
 for epoch in loop.epochs():
     model.train()
     for step in epoch:
@@ -90,7 +91,9 @@ for epoch in loop.epochs():
             step.backward((weight * ((plain - targets) ** 2 + (noisy - targets) ** 2)).mean())
         print(json.dumps([step.number, step.sample_ids]), file=ids, flush=True)
         step.clip(args.max_norm)
-        step.update()
+        loss = step.update()
+        if not step.is_warmup:
+            print(json.dumps([step.number, float(loss)]), file=losses, flush=True)
         scheduler.step()
         if step.number == 3:
             model.plain[0].requires_grad_(True)

@@ -13,6 +13,7 @@ from job_server.cluster.change_script import parse_script, timeline
 from job_server.server.app import create_app
 from job_server.server.config import ServerConfig, read_config
 from job_server.server.guard import Guard
+from job_server.server.hearing import OwnHeartbeat
 from job_server.server.http_server import WaitressServer
 from job_server.server.service import JobService
 from job_server.server.store import Store
@@ -65,8 +66,10 @@ def _serve(config: ServerConfig) -> int:
             config.db,
         )
         here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.bind, config.bind)
+        url, engine = _url(here, server.port), service.engine
+        OwnHeartbeat(engine.registry.hearing, url, config.token, engine.lock).start()
         with listed(
-            _url(here, server.port),
+            url,
             token_file=config.token_file,
             folder=Path(config.db).parent,
             environ=os.environ,

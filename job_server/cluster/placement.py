@@ -27,6 +27,7 @@ class Cluster:
 
     nodes: tuple[NodeView, ...] = ()
     heartbeat_s: float = 1.0
+    late_s: float = 0.0  # how late the server hears what is sent to it
     promised: int = 0  # pods for which teachers are about to leave slots; see `reservations`
     by_id: Mapping[str, NodeView] = field(init=False, repr=False, compare=False)
 
@@ -36,7 +37,7 @@ class Cluster:
     @property
     def silence_s(self) -> float:
         """How long a node or launcher may be silent before it counts as lost."""
-        return SILENT_HEARTBEATS * self.heartbeat_s
+        return SILENT_HEARTBEATS * self.heartbeat_s + self.late_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

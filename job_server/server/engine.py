@@ -34,6 +34,7 @@ TICK_S = 5.0  # a job that has not ended is stepped at least so often
 PROGRESS_WRITE_S = 30.0  # progress alone is written at least so often
 RETRY_S = 5.0  # after a step that failed
 LATE_S = TICK_S  # the timer logs when it is later than this
+WARN_EVERY_S = 30.0
 DEAD_AFTER_S = 3 * TICK_S  # ... and than this counts as dead
 MAX_ROUNDS = 10  # of one job giving slots to another; the timer goes on with the rest
 
@@ -101,6 +102,7 @@ class Engine:
         self._timer = threading.Thread(target=self._run_timer, name="timer", daemon=True)
         self.timer_due = math.inf  # monotonic: when its next round is to begin
         self._closing = False
+        self._warned_at = -math.inf  # monotonic: when the log last said how late it hears
         self._load()
 
     def _load(self) -> None:
@@ -201,6 +203,7 @@ class Engine:
     def tick(self) -> float:
         """Step the jobs that are due; return the seconds until the next one is."""
         now = self.now()
+        self._warn_of_late_hearing()
         for entry in list(self.jobs.values()):
             if entry.due_at <= now:
                 self._set_due(entry)  # before the step, which may find nothing to change
@@ -218,6 +221,16 @@ class Engine:
         due = [entry.due_at for entry in self.jobs.values()]
         # Something that is due again at once must not keep the lock.
         return min(max(min(due, default=math.inf) - self.now(), 0.002), TICK_S)
+
+    def _warn_of_late_hearing(self) -> None:
+        late_s = self.registry.hearing.late_s
+        if late_s > LATE_S and time.monotonic() > self._warned_at + WARN_EVERY_S:
+            self._warned_at = time.monotonic()
+            logger.warning(
+                "what is sent to the server is heard %.0f s late: the machine is too busy; nobody "
+                "counts as silent for that time",
+                late_s,
+            )
 
     def _set_due(self, entry: JobEntry) -> None:
         now = self.now()

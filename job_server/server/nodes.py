@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from job_server.api import wire
 from job_server.api.errors import Conflict, NotFound
 from job_server.cluster.placement import SILENT_HEARTBEATS, Cluster, NodeView
+from job_server.server.hearing import Hearing
 from job_server.server.polls import Topic
 
 FORGET_AFTER_S = 3600.0  # a node without pods that is silent for so long is forgotten
@@ -38,6 +39,7 @@ class NodeRegistry:
 
     def __init__(self, heartbeat_s: float) -> None:
         self.heartbeat_s = heartbeat_s
+        self.hearing = Hearing(heartbeat_s)
         self.nodes: dict[str, KnownNode] = {}
         self._members = 0  # how often nodes have registered or left
         self._changes = 0  # ... and reported
@@ -50,7 +52,8 @@ class NodeRegistry:
         return known
 
     def is_alive(self, known: KnownNode, now: float) -> bool:
-        return now < known.seen_at + SILENT_HEARTBEATS * self.heartbeat_s
+        silence_s = SILENT_HEARTBEATS * self.heartbeat_s + self.hearing.late_s
+        return now < known.seen_at + silence_s
 
     def put(self, known: KnownNode) -> None:
         """Add a node, or enter that it has registered again."""
@@ -98,8 +101,10 @@ class NodeRegistry:
                 for view, known in zip(nodes, self.nodes.values(), strict=True)
             )
         memo.held, memo.members, memo.changes = held, self._members, self._changes
-        if nodes is not before.nodes or before.heartbeat_s != self.heartbeat_s:
-            memo.cluster = Cluster(nodes=nodes, heartbeat_s=self.heartbeat_s)
+        late_s = self.hearing.late_s
+        limits = (self.heartbeat_s, late_s)
+        if nodes is not before.nodes or (before.heartbeat_s, before.late_s) != limits:
+            memo.cluster = Cluster(nodes=nodes, heartbeat_s=self.heartbeat_s, late_s=late_s)
         return memo.cluster
 
     def forgettable(self, now: float) -> list[str]:

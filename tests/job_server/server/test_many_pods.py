@@ -1,10 +1,13 @@
 """A job of many pods: what each message costs the server."""
 
 import cProfile
+import json
 import pstats
+import time
 
 import pytest
 
+from benchmarks import heartbeats
 from job_server.api import wire
 from job_server.api.codec import from_json
 from job_server.server.service import JobService
@@ -128,3 +131,31 @@ def test_pods_that_fall_silent_are_found_by_the_clock_while_the_others_report():
     pods.service.engine.tick()
     assert pods.status().state is wire.JobState.RECOVERING
     assert f"neither node {gone}" in pods.status().reason
+
+
+def test_nobody_counts_as_silent_for_the_time_in_which_the_server_heard_nothing():
+    pods = Pods(2)
+    gone, left = pods.nodes
+    hearing = pods.service.engine.registry.hearing
+    pods.now += 30.0
+    hearing.heard(time.monotonic() - 30.0)  # what came since is not taken up yet
+    pods.service.engine.tick()
+    assert pods.status().state is wire.JobState.RUNNING
+    pods.now += 6.0  # it looks again every five seconds, in any case
+    pods.beat(left)
+    hearing.heard(time.monotonic())
+    pods.service.engine.tick()
+    assert pods.status().state is wire.JobState.RECOVERING
+    assert f"neither node {gone}" in pods.status().reason
+
+
+@pytest.mark.full
+def test_the_short_form_of_the_benchmark_finds_a_lost_node_and_no_other(monkeypatch, tmp_path):
+    path = tmp_path / "figures.json"
+    short = ["--nodes", "4", "--slots", "2", "--jobs", "2", "--seconds", "3", "--warm_s", "0"]
+    monkeypatch.setattr("sys.argv", ["heartbeats", *short, "--json", str(path)])
+    assert heartbeats.main() == 0
+    figures = json.loads(path.read_text())
+    assert figures["pods"] == 8
+    assert figures["false_alarms"] == figures["refused"] == 0
+    assert figures["lost_node_noticed_s"] > 1

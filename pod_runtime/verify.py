@@ -19,6 +19,7 @@ from pod_runtime.trainer.errors import ElasticError
 from pod_runtime.trainer.progress.batches import permutation
 from pod_runtime.trainer.progress.ledger import LEDGER_NAME, RunInfo, StageEntry, read_content
 from pod_runtime.trainer.progress.ledger_check import Gap, LedgerCheck, check_ledger
+from pod_runtime.trainer.state.best_checkpoints import read_best
 from pod_runtime.trainer.state.checkpoint import CheckpointStore
 from pod_runtime.trainer.state.storage import open_storage
 
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps(_as_json(run, result), indent=1))
     else:
-        print("\n".join(_as_text(args.path, run, result)))
+        print("\n".join([*_as_text(args.path, run, result), *_best(args.path)]))
     return 0 if result.is_proven else 1
 
 
@@ -135,6 +136,19 @@ def _as_text(path: str, run: RunInfo, result: LedgerCheck) -> list[str]:
     if result.is_proven:
         lines.append(f"OK: {result.steps} steps, each counted once")
     return lines
+
+
+def _best(path: str) -> list[str]:
+    """Name the best checkpoints of a checkpoint path."""
+    try:
+        found = read_best(open_storage(path))
+    except (ElasticError, OSError) as error:
+        return [f"best checkpoints: cannot be read: {error}"]
+    return [
+        f"best {head.get('metric')}: {head.get('value')} at step {head.get('step')}, epoch "
+        f"{head.get('epoch')}: {path}/{folder}"
+        for folder, head in found
+    ]
 
 
 def _unknown_draws(result: LedgerCheck) -> list[str]:

@@ -20,9 +20,11 @@ from pod_runtime.trainer.errors import (
     UsageError,
 )
 from pod_runtime.trainer.loop.loop import Loop
+from pod_runtime.trainer.progress.best import BestCheckpoint
 from pod_runtime.trainer.progress.scaling import Scale
 
 __all__ = [
+    "BestCheckpoint",
     "CheckpointError",
     "ElasticError",
     "Epoch",

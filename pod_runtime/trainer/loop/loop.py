@@ -23,6 +23,7 @@ from pod_runtime.trainer.membership.link import StageStart
 from pod_runtime.trainer.membership.settings import LoopSettings
 from pod_runtime.trainer.membership.stage import StageJoiner, TrainerStage
 from pod_runtime.trainer.membership.termination import on_sigterm
+from pod_runtime.trainer.progress.best import BestCheckpoint, check_metric, find_best
 from pod_runtime.trainer.progress.scaling import Policy
 
 logger = logging.getLogger(__name__)
@@ -280,6 +281,61 @@ class Loop:
         It is enough that one rank calls it. The final checkpoint is written as at the last epoch.
         """
         self._stop_asked = not self._is_warming_up
+
+    def save_best(self, metric: str, value: float, *, mode: str = "max") -> BestCheckpoint:
+        """Keep a checkpoint of the present state if `value` is the best so far; return the best.
+
+        It is in `checkpoint`/best/METRIC, until a better one replaces it, and nothing goes on from
+        there by itself. Which value is the best is part of the state. All ranks call it with the
+        same value, such as sums of `evaluate` give; within a step, after `step.update()`. It
+        returns when the checkpoint is written. One that cannot be written is logged, and does not
+        count.
+
+        Args:
+            metric: its name; one that `log` shows, say.
+            mode: "max" if a higher value is better, "min" if a lower one is.
+
+        Raises:
+            UsageError: an argument is wrong, or ranks have different values.
+        """
+        try:
+            check_metric(metric, mode)
+        except ValueError as error:
+            raise UsageError(f"save_best: {error}") from error
+        if self._settings.checkpoint is None:
+            raise UsageError("save_best: it needs Loop(checkpoint=...), below which it writes")
+        steps, step = self._entered(), self._open_step
+        cursor, number = steps.cursor, self._adapter.to_float(value)
+        found = BestCheckpoint(
+            metric=metric,
+            mode=mode,
+            value=number,
+            stage=steps.stage.progress.stage,
+            step=cursor.global_step + (step is not None),
+            epoch=cursor.epoch,
+        )
+        if self._is_warming_up:
+            return found
+        if step is not None and not step.is_updated:
+            raise UsageError("save_best: call it after step.update(), or after the epoch's steps")
+        before = find_best(steps.stage.progress.best, metric)
+        if before is not None and before.mode != mode:
+            raise UsageError(f"save_best: {metric} was kept with mode={before.mode!r} so far")
+        with self._surviving():
+            if steps.stage.member.agree(number) is None:
+                raise UsageError(
+                    f"save_best: {metric} is not the same on all trainers (here {number:g}); give "
+                    f"it what loop.evaluate has summed over all of them"
+                )
+            if isinstance(step, TrainingStep):
+                before = step.best.get(metric, before)
+            if not found.beats(before):
+                return found if before is None else before
+            if isinstance(step, TrainingStep):
+                step.best[metric] = found  # when it is committed
+            else:
+                steps.keep_best(found)
+        return found
 
     def evaluate(
         self, test_set: Any, fn: Fn, *, batch_size: int | None = None, collate_fn: Any = None

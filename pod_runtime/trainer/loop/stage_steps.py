@@ -18,6 +18,7 @@ from pod_runtime.trainer.loop.shard_feed import ReaderFactory, ShardFeed
 from pod_runtime.trainer.membership.stage import TrainerStage
 from pod_runtime.trainer.progress.agreement import ExchangeResult
 from pod_runtime.trainer.progress.batches import Cursor, Ids, rank_shards
+from pod_runtime.trainer.progress.best import BestCheckpoint
 from pod_runtime.trainer.progress.drawn import hash_samples
 
 logger = logging.getLogger(__name__)
@@ -77,10 +78,22 @@ class StageSteps:
         self._committed_at = now
         self._step_s += (took - self._step_s) * (_SMOOTHING if self._step_s else 1.0)
         self.report(at_once=False)  # before a snapshot, which may take longer the first time
+        if step.best:
+            for best in step.best.values():
+                self.keep_best(best)
+            self.restart_clock()
         stage.state_manager.after_step(self._step_s, result.request)
         if result.cut:
             stage.member.park()
             self.restart_clock()
+
+    def keep_best(self, best: BestCheckpoint) -> None:
+        """Keep a checkpoint of the committed state. All ranks call it."""
+        progress = self.stage.progress
+        if self.stage.member.keep_best(best):
+            progress.note_best(best)
+            self.log({f"best_{best.metric}": best.value})
+            self.report(at_once=True)
 
     def restart_clock(self) -> None:
         """Leave the time until now out of the next step's."""
@@ -150,6 +163,7 @@ class TrainingStep(Step):
             loss=steps.loss,
         )
         self.result: ExchangeResult | None = None  # None: no update was made yet
+        self.best: dict[str, BestCheckpoint] = {}  # its state is the best so far, by metric
         self._steps = steps
         self._ids: list[Ids | None] = []  # of what was read, by shard; None: not known
 

@@ -28,6 +28,7 @@ from pod_runtime.trainer.progress.agreement import (
     read_ballots,
     read_header,
 )
+from pod_runtime.trainer.progress.best import BestCheckpoint
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,27 @@ class StageMember:
         votes = np.array([float(stop), request.snapshot, float(request.renew)])
         self._adapter.all_reduce(votes)
         return bool(votes[0]), SnapshotRequest(snapshot=float(votes[1] >= 1), renew=bool(votes[2]))
+
+    def agree(self, value: float) -> float | None:
+        """Return `value` if it is the same on all ranks, else None. All ranks call it."""
+        first = np.array([value])
+        self._adapter.broadcast(first.view(np.uint8), 0)
+        mine = np.array([value])
+        return None if self.any_of_us(first.tobytes() != mine.tobytes()) else value
+
+    def keep_best(self, best: BestCheckpoint) -> bool:
+        """Have rank 0 write the committed state as the best of a metric, and wait for it.
+
+        A process that trains on could be ended before it is written. All ranks call it, and watch
+        each other meanwhile. Returns whether it was written; if not, rank 0 has logged why.
+
+        Raises:
+            PeerLost: a rank is gone, or this one has to end.
+            InUseError: on rank 0; another training has taken over the folder of checkpoints.
+        """
+        self._state_manager.start_best(best)
+        self._wait_while(lambda: self._state_manager.is_writing_best)
+        return not self.any_of_us(self._state_manager.has_best_failed)
 
     def write_final(self) -> None:
         """Have rank 0 write the last checkpoint, and try again until it is there.

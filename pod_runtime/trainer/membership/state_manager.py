@@ -5,7 +5,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pod_runtime.channel_wire import Drained
 from pod_runtime.segment_header import Stamp
@@ -14,8 +14,10 @@ from pod_runtime.trainer.frameworks.adapter import Adapter
 from pod_runtime.trainer.membership.link import LauncherLink, StageStart
 from pod_runtime.trainer.membership.node_snapshots import NodeSnapshots
 from pod_runtime.trainer.progress.agreement import AgreedCut, SnapshotRequest
+from pod_runtime.trainer.progress.best import BestCheckpoint, with_best
 from pod_runtime.trainer.progress.loop_status import LoopStatus
 from pod_runtime.trainer.progress.progress import TrainingProgress
+from pod_runtime.trainer.state.best_checkpoints import best_store
 from pod_runtime.trainer.state.checkpoint import CheckpointStore
 from pod_runtime.trainer.state.checkpoint_writer import CheckpointWriter
 from pod_runtime.trainer.state.host_state import HostState, SaveTarget
@@ -72,6 +74,7 @@ class StateManager:
         self._link = link
         self._snapshots = snapshots
         self._writer = (writer or CheckpointWriter(store)) if store else None
+        self._best_writer: CheckpointWriter | None = None  # None: there was no best one yet
         self._owner = None if store is None else store.owner
         self._save_steps = save_steps
         self._snapshot_steps = snapshot_steps
@@ -152,6 +155,31 @@ class StateManager:
         """The committed state is in a snapshot, or cannot be put into one."""
         snapshots = self._snapshots
         return not snapshots.can_take or snapshots.complete == snapshots.now
+
+    # --- best checkpoints
+
+    def start_best(self, best: BestCheckpoint) -> None:
+        """Begin the checkpoint of the committed state as the best of a metric. Only rank 0 does.
+
+        Raises:
+            InUseError: another training has taken over the folder of checkpoints.
+        """
+        self._end_if_replaced()
+        if self._writer is None:
+            return
+        self._best_writer = CheckpointWriter(best_store(self._writer.store, best))
+        state = self._capture(is_own=True)  # the usual buffer may be on its way to the disk
+        status = replace(state.status, best=with_best(state.status.best, best))
+        self._best_writer.start(replace(state, status=status))
+
+    @property
+    def is_writing_best(self) -> bool:
+        return self._best_writer is not None and self._best_writer.busy
+
+    @property
+    def has_best_failed(self) -> bool:
+        """The newest best checkpoint was not written."""
+        return self._best_writer is not None and self._best_writer.has_failed
 
     # --- at the end of a stage
 
@@ -339,16 +367,20 @@ class StateManager:
                 return SaveTarget.of(self._writer.store.storage.name, 1, None).checkpoint
         return ""
 
-    def _capture(self) -> HostState:
+    def _capture(self, *, is_own: bool = False) -> HostState:
+        """Return a copy of the state; `is_own`: in memory of its own."""
         layout = self._adapter.layout()
-        if len(self._buffer) != layout.total_bytes:
-            self._buffer = bytearray(layout.total_bytes)
-        self._adapter.copy_out(memoryview(self._buffer))
+        buffer = self._buffer
+        if is_own or len(buffer) != layout.total_bytes:
+            buffer = bytearray(layout.total_bytes)
+        if not is_own:
+            self._buffer = buffer
+        self._adapter.copy_out(memoryview(buffer))
         return HostState(
             status=self._progress.status(),
             scalars=self._adapter.scalars(),
             layout=layout,
-            data=memoryview(self._buffer),
+            data=memoryview(buffer),
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any, Self
 from job_server.api.wire import WireError, decode, encode
 from pod_runtime.trainer.errors import StateError
 from pod_runtime.trainer.progress.batches import Cursor
+from pod_runtime.trainer.progress.best import BestCheckpoint
 from pod_runtime.trainer.progress.ledger import RunInfo, StageEntry
 from pod_runtime.trainer.progress.promises import PROMISES
 from pod_runtime.trainer.progress.scaling import Scaling
@@ -28,6 +29,7 @@ class LoopStatus:
     stopped: bool = False  # the script ended the training before its last epoch
     run_id: str = ""  # kept through all continuations; "": of an older version
     promise: str = "rounding"  # one of promises.PROMISES
+    best: tuple[BestCheckpoint, ...] = ()  # by metric
     terms: str = ""  # the trainers' arguments, by `terms.to_text`; "": of an older version
 
     @property

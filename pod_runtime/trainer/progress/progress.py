@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from job_server.api.wire import encode
 from pod_runtime.trainer.progress.batches import BatchPlan, Cursor, next_epoch
+from pod_runtime.trainer.progress.best import BestCheckpoint, with_best
 from pod_runtime.trainer.progress.ledger import Ledger, LedgerFile, RunInfo, StageEntry
 from pod_runtime.trainer.progress.loop_status import LoopStatus
 from pod_runtime.trainer.progress.promises import promise_text
@@ -43,6 +44,7 @@ class TrainingProgress:
         self._samples_seen = before.samples_seen
         self._ledger = Ledger(before.ledger)
         self._stopped = before.stopped
+        self.best = before.best  # by metric
 
     @property
     def run(self) -> RunInfo:
@@ -111,6 +113,14 @@ class TrainingProgress:
         self._stopped = True
         self.version += 1
 
+    def note_best(self, best: BestCheckpoint) -> None:
+        """A checkpoint of this state is kept.
+
+        The version stays: a trainer that goes on from the step's snapshot evaluates again, and
+        comes to the same.
+        """
+        self.best = with_best(self.best, best)
+
     @property
     def epoch_is_over(self) -> bool:
         return self.batches.steps_left(self.cursor.offset) == 0
@@ -153,6 +163,7 @@ class TrainingProgress:
             ledger=(),
             finished=self.is_finished,
             stopped=self._stopped,
+            best=self.best,
         )
 
 

@@ -5,14 +5,17 @@ PATH/stage_%08d/step_%010d/model.safetensors       parameters and buffers, by st
                            extra.safetensors       tensors of `extra=`, where there are any
                            train_status.json       progress, ledger, scheduler, loss scaler
                            manifest.json           run, time, sizes and SHA-256 of all of these
+PATH/best/METRIC/...       the best checkpoint of a metric, which is not one to go on from
 PATH/owner.json            which training writes here, and that it lives
 """
 
 import logging
 import re
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from typing import Any
 
 from pod_runtime.trainer.errors import CheckpointError
 from pod_runtime.trainer.progress.loop_status import LoopStatus
@@ -50,16 +53,28 @@ class CheckpointId:
 class CheckpointStore:
     """The checkpoints of one training, under one path."""
 
-    def __init__(self, storage: Storage, keep: int = 3, owner: Owner | None = None) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        keep: int = 3,
+        owner: Owner | None = None,
+        *,
+        commit: Callable[[str, bytes], None] | None = None,
+        head: Mapping[str, Any] | None = None,
+    ) -> None:
         """
         Args:
             owner: of `storage`; None: this one only reads, or somebody else sees to that.
+            commit: writes manifests; None: the owner, else the storage does.
+            head: what they say besides; None: nothing.
         """
         if keep < 1:
             raise ValueError(f"keep_checkpoints: must be at least 1, got {keep}")
         self.storage = storage
         self.keep = keep
         self.owner = owner
+        self._commit = commit if owner is None else owner.commit
+        self._head = head or {}
 
     def highest_stage(self) -> int:
         """Return the highest stage that has a folder, torn ones included; 0 if none has.
@@ -117,8 +132,9 @@ class CheckpointStore:
                     "step": made.step,
                     "run_id": host_state.status.run_id,
                     "written_at": round(time.time(), 3),
+                    **self._head,
                 },
-                commit=None if self.owner is None else self.owner.commit,
+                commit=self._commit,
             )
         except OSError as error:
             remove_checkpoint(self.storage, made)

@@ -1,6 +1,7 @@
 """The loop outside EDL, in this process: a world of one, misuse, resuming, policies, streams."""
 
 import contextlib
+import json
 import logging
 import os
 import re
@@ -19,6 +20,8 @@ from paddle import nn
 from pod_runtime import elastic
 from pod_runtime.trainer.loop.loop import committed_step, explain_error
 from pod_runtime.trainer.progress.batches import permutation
+from pod_runtime.trainer.state.checkpoint import CheckpointStore
+from pod_runtime.trainer.state.storage import open_storage
 from pod_runtime.verify import main as verify
 from tests.pod_runtime.trainer.fake_launcher import SCRIPTS
 from tests.pod_runtime.trainer.states import finish_writing, this_stage
@@ -559,6 +562,92 @@ def test_a_loss_that_is_no_number_is_said_once(caplog):
             loop.log(accuracy=0.25)
     assert caplog.text.count("the training loss is nan") == 1
     assert "step 0: the training loss is nan" in caplog.text
+
+
+def bests(folder: Path) -> list[str]:
+    return sorted(str(path.parent.relative_to(folder)) for path in folder.rglob("manifest.json"))
+
+
+def test_the_best_checkpoint_is_kept_where_no_resume_looks_for_it(tmp_path, capsys, caplog):
+    def evaluate(loop: elastic.Loop, model: Any, values: list[float]) -> list[tuple[int, float]]:
+        found = []
+        for epoch, value in zip(loop.epochs(), values, strict=True):
+            finish_writing()
+            for step in epoch:
+                for batch in step:
+                    step.backward((model(batch) ** 2).mean())
+                step.update()
+            best = loop.save_best("loss", paddle.to_tensor(value, "float64"), mode="min")
+            found.append((best.epoch, best.value))
+        return found
+
+    nan = float("nan")
+    first = evaluate(*make(checkpoint=tmp_path, epochs=4), [nan, 3.0, 3.0, 2.0])
+    assert first[1:] == [(1, 3.0), (1, 3.0), (3, 2.0)]
+    assert first[0][0] == 0, "what is no number is not kept"
+    kept = "stage_00000001/step_0000000016"
+    assert bests(tmp_path / "best") == [f"loss/{kept}"]
+    # The next run goes on from the newest state, and knows what was the best one.
+    (tmp_path / "stage_00000001" / "step_0000000016").rename(tmp_path / "away")
+    assert evaluate(*make(checkpoint=tmp_path, epochs=5), [2.5, 2.5]) == [(3, 2.5), (3, 2.5)]
+    assert "restored step 12 of stage 1" in caplog.text
+    assert evaluate(*make(checkpoint=tmp_path, epochs=6), [2.5]) == [(3, 2.5)]
+    manifest = json.loads(next((tmp_path / "best").rglob("manifest.json")).read_text())
+    shown = {name: manifest[name] for name in ("metric", "mode", "value", "epoch", "step")}
+    assert shown == {"metric": "loss", "mode": "min", "value": 2.5, "epoch": 3, "step": 16}
+    assert verify([str(tmp_path)]) == 0
+    where = f"{tmp_path}/best/loss/stage_00000002/step_0000000016"
+    assert f"best loss: 2.5 at step 16, epoch 3: {where}\n" in capsys.readouterr().out
+    assert verify([str(tmp_path / "best" / "loss")]) == 0, "it is a checkpoint like the others"
+
+
+def test_a_best_checkpoint_may_be_kept_amid_an_epoch(tmp_path):
+    loop, model = make(checkpoint=tmp_path, epochs=1)
+    weights = []
+    for epoch in loop.epochs():
+        for step in epoch:
+            for batch in step:
+                step.backward((model(batch) ** 2).mean())
+            with pytest.raises(elastic.UsageError, match=r"call it after step\.update"):
+                loop.save_best("score", 1.0)
+            step.update()
+            weights.append(model.weight.numpy().copy())
+            best = loop.save_best("score", [1.0, 3.0, 2.0, 1.0][step.number])
+            assert best.step == min(step.number + 1, 2)
+    found = CheckpointStore(open_storage(str(tmp_path / "best" / "score"))).load_newest()
+    assert found is not None
+    state, each = found
+    assert (each.step, state.status.step) == (2, 2)
+    spec = next(each for each in state.layout.specs if each.name == "model/weight")
+    assert np.array_equal(np.frombuffer(state.data, "float32", 3, spec.offset), weights[1][:, 0])
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "metric", "mode", "text"),
+    [
+        (True, "a/b", "max", "save_best: metric: expected a name of letters.*got 'a/b'"),
+        (True, "loss", "least", "save_best: mode: expected one of max, min, got 'least'"),
+        (False, "loss", "min", r"save_best: it needs Loop\(checkpoint="),
+    ],
+)
+def test_a_best_checkpoint_that_could_not_be_kept_is_refused(
+    tmp_path, checkpoint, metric, mode, text
+):
+    loop, _model = make(checkpoint=tmp_path if checkpoint else None)
+    with pytest.raises(elastic.UsageError, match=text):
+        loop.save_best(metric, 1.0, mode=mode)
+
+
+def test_a_best_checkpoint_that_cannot_be_written_does_not_count(tmp_path, caplog):
+    loop, _model = make(checkpoint=tmp_path)
+    (tmp_path / "best").write_text("no folder")
+    assert loop.save_best("score", 2.0).value == 2.0
+    assert "step 0 failed, training goes on" in caplog.text
+    (tmp_path / "best").unlink()
+    assert loop.save_best("score", 1.0).value == 1.0, "the best that could be written"
+    assert bests(tmp_path / "best") == ["score/stage_00000001/step_0000000000"]
+    with pytest.raises(elastic.UsageError, match="score was kept with mode='max' so far"):
+        loop.save_best("score", 1.0, mode="min")
 
 
 def test_a_reader_of_a_stream_is_asked_for_as_many_steps_as_was_said(tmp_path):

@@ -26,6 +26,9 @@ class Group:
     def all_reduce(self, values: Any) -> None:
         values += np.array(self.peers.pop(0))
 
+    def broadcast(self, data: Any, source: int) -> None:
+        assert source == 0
+
 
 class StateManager:
     def __init__(self) -> None:
@@ -76,6 +79,12 @@ UNHASHED = [0.0] * 9
 COMMITS = [0.0, 0.0, 3.0, 0.0, 0.0, 0.0, *UNHASHED]
 VOID = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, *UNHASHED]
 CUT_AND_VOID = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, *UNHASHED]
+
+
+def test_ranks_see_that_one_of_them_has_another_value():
+    member, _state_manager = make(Group([0.0], [1.0]))
+    assert member.agree(0.1) == 0.1
+    assert member.agree(0.1) is None
 
 
 def test_a_peer_that_waits_for_data_is_waited_for_with_the_same_gradients():

@@ -85,6 +85,44 @@ def test_kills_lose_no_sample_and_count_none_twice(launch):
     finish(stage)
 
 
+def test_the_best_checkpoint_outlives_changes_kills_and_retention(launch):
+    job = launch("counting.py", 3)
+    folder = job.folder / "ckpt"
+    args = out(job, "--best", "--checkpoint", str(folder), "--save_steps", "2", "--keep", "1")
+    stage = job.start(2, *args)
+    stage.go()
+    kept = "best/accuracy/stage_00000001/step_0000000014"  # two epochs of seven steps
+    wait_until((folder / kept / "manifest.json").exists, 120)
+    stage.wait_step(15)
+    assert not (folder / "best/accuracy/stage_00000001/step_0000000007").exists()
+    stage.trainers[0].process.send_signal(signal.SIGKILL)
+    assert stage.codes() == [-signal.SIGKILL, 75], stage.logs()
+    stage = job.start(1, *args, restore_from=job.newest())
+    stage.go()
+    stage.wait_step(17)
+    stage.cut()
+    restore_from = (stage.number, stage.drained())
+    stage.end()
+    stage = job.start(3, *args, restore_from=restore_from)
+    stage.go()
+    finish(stage)
+    for trainer in stage.trainers:  # the last epoch's value is not the best one
+        assert f'[2, 0.9, 1, 14, "{kept}"]' in trainer.log.read_text()
+    store = CheckpointStore(open_storage(str(folder)))
+    assert [each.step for each in store.found()] == [21]
+    newest = store.load_newest()
+    assert newest is not None
+    assert [(each.metric, each.value, each.step) for each in newest[0].status.best] == [
+        ("accuracy", 0.9, 14)
+    ]
+    best = CheckpointStore(open_storage(str(folder / "best" / "accuracy"))).load_newest()
+    assert best is not None
+    assert (best[0].status.step, best[0].status.best) == (14, newest[0].status.best)
+    spec = next(each for each in best[0].layout.specs if each.name == "model/seen")
+    seen = np.frombuffer(best[0].data, np.float64, 203, spec.offset)
+    assert (seen == 2).all(), "the model as it was evaluated"
+
+
 def test_ranks_that_make_their_own_seeds_are_refused_at_a_fresh_start_and_none_hangs(launch):
     job = launch("counting.py", 2)
     stage = job.start(2, *out(job, "--own_seed"))

@@ -31,6 +31,7 @@ MAX_POLL_S = 60.0  # the longest a server holds a long poll
 MAX_RUN_TIME_S = 366 * 86400.0
 MAX_STAGE = 10**12  # later stages must still fit into 16 digits, as all integers in our JSON
 STOP_AFTER_RANGE_S = (0.1, MAX_RUN_TIME_S)
+EXIT_REPORT_S = 30.0  # for so long a launcher tries to say how it ended, before it exits
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from job_server.api.text import describe_exit
 from job_server.api.wire import (
+    EXIT_REPORT_S,
     DesiredState,
     Order,
     PodPhase,
@@ -185,12 +186,15 @@ def _finished(work: Work, pod: TrainingPod) -> bool:
     """Enter that a pod has exited 0. Return False if it had nothing to complete.
 
     Only the trainers or the launcher of an elastic training can say that it is complete: the
-    script's last line may exit 0 although the launcher was killed.
+    script's last line may exit 0 although the launcher was killed. That a training is elastic may
+    not be known yet, so every launcher that would have been heard must have said that it is done.
     """
     stage = _completing(work, pod)
     if stage is None and not pod.launcher_done:
         return False
-    if work.job.elastic and not (pod.launcher_done or work.job.done):
+    heard = work.job.progress.heard.get(pod.pod_id)
+    was_killed = heard is not None and work.now < heard + EXIT_REPORT_S
+    if (work.job.elastic or was_killed) and not (pod.launcher_done or work.job.done):
         return False
     if stage is not None:
         work.move(stage, pod.pod_id, PodStagePhase.FINISHED)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from job_server.api.text import describe_exit
-from job_server.api.wire import Attach, PodReport, ReportKind, StagePlan
+from job_server.api.wire import EXIT_REPORT_S, Attach, PodReport, ReportKind, StagePlan
 from pod_runtime.channel_wire import (
     Go,
     LauncherMessage,
@@ -44,7 +44,6 @@ from pod_runtime.shim_wire import LineSocket, ShimError, connect
 
 logger = logging.getLogger(__name__)
 
-_EXIT_FLUSH_S = 30.0  # how long the last report waits for a server that is away
 _STOP_FLUSH_S = 2.0  # ... where the pod is being stopped
 _CONSOLE_S = 2.0
 _FRESH_SNAPSHOT = (ReportKind.DRAINED, ReportKind.ENDED, ReportKind.FAILED)
@@ -462,7 +461,7 @@ class Launcher:
             reason=exit_now.reason,
         )
         self._report(report)
-        patience_s = _EXIT_FLUSH_S if self._pod.leaving is None else _STOP_FLUSH_S
+        patience_s = EXIT_REPORT_S if self._pod.leaving is None else _STOP_FLUSH_S
         if not self._link.flush(patience_s):
             logger.warning("the job server is away: it does not know that this pod ends")
         self._link.close()

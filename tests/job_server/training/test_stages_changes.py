@@ -296,12 +296,14 @@ def test_a_pod_that_has_finished_stops_a_change_of_a_job_without_the_loop():
     made = world(elastic=False)
     made.run_until(RUNNING)
     made.resize(3)
+    tell(made, "pod_0_0", ReportKind.EXITED, 1, code=0)
     made.nodes["a"].pods["pod_0_0"].end(code=0)
     made.client_acts(made.nodes["a"])
     assert made.job.preparing is None or made.preparing.phase is not Order.PREPARE
     member = made.active.member("pod_0_0")
     assert member
     assert member.phase is PodStagePhase.FINISHED
+    tell(made, "pod_1_0", ReportKind.EXITED, 1, code=0)
     made.nodes["a"].pods["pod_1_0"].end(code=0)
     made.rounds(3)
     assert made.job.state is SUCCEEDED

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from job_server.api.wire import (
+    EXIT_REPORT_S,
     DesiredState,
     JobState,
     Order,
@@ -163,9 +164,32 @@ def test_a_launcher_that_is_killed_after_the_training_was_complete_spoils_nothin
     assert made.job.budget.failures == 0
 
 
-def test_a_plain_script_that_exits_0_has_succeeded_with_or_without_its_launchers_word():
-    """Nobody but its exit code can tell, and a plain training may not know how to go on."""
+def test_a_launcher_that_is_killed_before_its_trainers_are_known_to_be_elastic_is_no_success():
+    """The OOM killer comes while they build the model."""
+    made = world(total_steps=40)
+    made.run_until(RUNNING)
+    assert not made.job.elastic
+    for pod_id in ("pod_0_0", "pod_1_0"):
+        kill_launcher(made, pod_id)
+    assert made.job.state is JobState.RECOVERING
+    made.run_until(JobState.SUCCEEDED)
+    assert made.job.progress.step == 40
+
+
+def test_a_plain_script_whose_launcher_was_killed_has_not_succeeded_either():
     made = trains(world(elastic=False))
+    kill_launcher(made, "pod_0_0")
+    made.run_until(JobState.RECOVERING)
+    made.run_until(RUNNING)
+    assert made.job.budget.failures == 1
+
+
+def test_a_plain_script_that_exits_0_has_succeeded_where_its_launcher_could_tell_nobody():
+    """It gives up after a while, and a plain training may not know how to go on."""
+    made = trains(world(elastic=False))
+    made.stop_server()
+    made.pass_time(EXIT_REPORT_S + 1)
+    made.start_server()
     for pod_id in ("pod_0_0", "pod_1_0"):
         kill_launcher(made, pod_id)
     assert made.job.state is JobState.SUCCEEDED

@@ -74,7 +74,10 @@ class Agent:
         self._node_id = config.node_id or client_dir.default_node_id()
         self._addr = config.addr or own_address(config.server_url)
         self._job_id: str | None = None  # None: any job that comes by folder
+        self._folders: tuple[str, ...] = ()  # of `--jobs_dir`, as it was read last
+        self._unread = ""  # why `--jobs_dir` cannot be read; "": it can
         self._pods_dir = client_dir.pods_dir
+        self._client = client_dir.marker[:8]
         self._pods: dict[PodKey, PodSupervisor] = {}
         self._lock = threading.Lock()  # guards _pods, _plan, _end and _contact_at
         self._wake = WakeEvent()
@@ -192,10 +195,22 @@ class Agent:
             job_id=self._job_id,
             stop_after_s=self._config.stop_after_s,
             saves=True,
-            folders=(
-                () if self._config.jobs_dir is None else folders.list_jobs(self._config.jobs_dir)
-            ),
+            client=self._client,
+            folders=self._list_jobs(),
         )
+
+    def _list_jobs(self) -> tuple[str, ...]:
+        """Return the jobs in `--jobs_dir`; those known last where it cannot be read now."""
+        if self._config.jobs_dir is None:
+            return ()
+        try:
+            self._folders = folders.list_jobs(self._config.jobs_dir)
+            self._unread = ""
+        except OSError as error:
+            if self._unread != str(error):
+                logger.warning("--jobs_dir: %s; its jobs stay as they were", error)
+            self._unread = str(error)
+        return self._folders
 
     def _take_plan(self, plan: NodePlan) -> None:
         with self._lock:
@@ -224,6 +239,7 @@ class Agent:
             node_id=self._node_id,
             pods=tuple(pod.state(table) for pod in pods),
             slots=usage,
+            client=self._client,
         )
 
     def _note_reported(self, report: NodeReport) -> None:
@@ -254,6 +270,8 @@ class Agent:
         if limit_s is not None and silent_s >= limit_s:
             self._fence(pods, limit_s)
             return TICK_S
+        for pod in pods.values():
+            pod.keep_folder()
         wait_s = TICK_S if limit_s is None else min(TICK_S, limit_s - silent_s)
         if plan is None:
             return wait_s
@@ -306,7 +324,7 @@ class Agent:
             states = tuple(replace(pod.state(), holds=False) for pod in self._pods.values())
             untold = any(pod.local().untold for pod in self._pods.values())
             self._link.say_goodbye(
-                NodeReport(node_id=self._node_id, pods=states, leaving=True),
+                NodeReport(node_id=self._node_id, pods=states, leaving=True, client=self._client),
                 patience_s=GOODBYE_S if untold else 0.0,
             )
         for key in list(self._pods):

@@ -62,7 +62,8 @@ Action = StartPod | StopPod | KillPod | ReleasePod
 def plan_changes(current: Iterable[LocalPod], wanted: Iterable[NodePod]) -> list[Action]:
     """Return what to do now: kills and stops first, then releases, then starts.
 
-    A pod that has exited is never started again: the server gives its successor a new id. Nor is a
+    A pod that has exited is never started again: the server gives its successor a new id. So does
+    it for a pod that ran, and that this client does not know: another may still have it. Nor is a
     stop taken back. The server decides whether two pods that it wants may share a slot; a pod that
     is stopping keeps its slots until it has exited. A pod of an earlier job of the same id is not
     the one that is wanted. `wanted` is the server's newest plan; do not call after a failed poll,
@@ -89,7 +90,10 @@ def plan_changes(current: Iterable[LocalPod], wanted: Iterable[NodePod]) -> list
     starts = [
         StartPod(pod)
         for key, pod in plan.items()
-        if pod.want is DesiredState.RUN and key not in local and busy.isdisjoint(pod.slots)
+        if pod.want is DesiredState.RUN
+        and not pod.started
+        and key not in local
+        and busy.isdisjoint(pod.slots)
     ]
     order: Mapping[type, int] = {KillPod: 0, StopPod: 1, ReleasePod: 2}
     return [*sorted(ends, key=lambda action: order[type(action)]), *starts]

@@ -217,7 +217,8 @@ class NodeLink:
         try:
             plan = api.register_node(node)
         except Conflict as error:
-            block = None if self._ever else self._blocks.next()
+            ports_taken = not self._ever and str(error).startswith("port_low")
+            block = self._blocks.next() if ports_taken else None
             if block is None:
                 raise
             self._ports = block
@@ -265,9 +266,7 @@ class NodeLink:
             self._register_again(f"the server refuses this node: {error}")
             logger.warning("the server refuses this node, pods go on: %s", error)
         elif isinstance(error, Conflict):
-            raise SetupError(
-                f"--port_range: {error}; give --port_range LOW-HIGH with ports of its own, or auto"
-            )
+            raise SetupError(f"this node is refused: {error}")
         else:
             raise FatalError(f"--job_server: it refuses this node: {error}")
 
@@ -320,14 +319,17 @@ class NodeLink:
         return sent_at
 
     def _register_changes(self, api: NodeApi) -> None:
-        """Register again when a slot has become usable or unusable."""
+        """Register again when a slot has become usable or unusable, or a job by folder has come."""
         with self._lock:
             before = self._node
         if before is None:
             return
-        slots = self._do.node().slots
-        if slots != before.slots:
-            for slot in slots:
-                if not slot.usable:
-                    logger.warning("slot %d is not usable: %s", slot.index, slot.reason)
-            self._register(api)
+        node = self._do.node()
+        if node.folders != before.folders:
+            logger.info("jobs by folder: %s", ", ".join(node.folders) or "none")
+        elif node.slots == before.slots:
+            return
+        for slot in node.slots:
+            if not slot.usable and slot not in before.slots:
+                logger.warning("slot %d is not usable: %s", slot.index, slot.reason)
+        self._register(api)

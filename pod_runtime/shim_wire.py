@@ -24,7 +24,8 @@ Requests, each `{"op": ...}`, and their answers:
 
 A shim whose script has ended stays as long as it holds a segment: until `release`, or until no
 request and no watcher has come for `LINGER_S` (after a SIGTERM to the shim itself:
-`SIGNALLED_LINGER_S`). A refused request answers {"ok": false, "error": text}.
+`SIGNALLED_LINGER_S`). A refused request answers {"ok": false, "error": text}. On SIGHUP it listens
+again where its socket is gone, with its folder.
 """
 
 import array

@@ -1,5 +1,6 @@
 """Make the folder that a pod runs in, and find its script."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -31,14 +32,16 @@ class Recipe:
 
 
 def list_jobs(jobs_dir: Path) -> tuple[str, ...]:
-    """Return the jobs that can run from `jobs_dir`: its direct subfolders with a train.sh."""
+    """Return the jobs that can run from `jobs_dir`: its direct subfolders with a train.sh.
+
+    Raises:
+        OSError: `jobs_dir` cannot be read, say because its file server is away.
+    """
     found = []
-    for entry in sorted(jobs_dir.iterdir()):
-        try:
-            _job_folder(jobs_dir, entry.name)
-        except PodStartError:
-            continue
-        found.append(entry.name)
+    for name in sorted(os.listdir(jobs_dir)):
+        with contextlib.suppress(PodStartError):
+            _job_folder(jobs_dir, name)
+            found.append(name)
     return tuple(found)
 
 
@@ -54,11 +57,14 @@ def _job_folder(jobs_dir: Path, name: str) -> Path:
         raise PodStartError(str(error)) from None
     folder = jobs_dir / name
     script = folder / TRAIN_SH
-    root = jobs_dir.resolve()
-    if folder.resolve() != root / name or script.resolve() != root / name / TRAIN_SH:
-        raise PodStartError(f"folder: {name} is a link out of --jobs_dir {jobs_dir}")
-    if not script.is_file():
-        raise PodStartError(f"folder: {name} has no {TRAIN_SH} in --jobs_dir {jobs_dir}")
+    try:
+        root = jobs_dir.resolve()
+        if folder.resolve() != root / name or script.resolve() != root / name / TRAIN_SH:
+            raise PodStartError(f"folder: {name} is a link out of --jobs_dir {jobs_dir}")
+        if not script.is_file():
+            raise PodStartError(f"folder: {name} has no {TRAIN_SH} in --jobs_dir {jobs_dir}")
+    except (OSError, RuntimeError) as error:  # not to be read, or a link that leads to itself
+        raise PodStartError(f"folder: {name} in --jobs_dir {jobs_dir}: {error}") from None
     return folder
 
 

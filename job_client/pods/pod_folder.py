@@ -57,6 +57,11 @@ def prepare(folder: Path, pod: NodePod) -> None:
     shim_wire.write_json(folder / "pod.json", encode(pod))
 
 
+def is_gone(folder: Path) -> bool:
+    """Return whether somebody has deleted the folder of a pod that was prepared."""
+    return not (folder / "pod.json").exists()
+
+
 def release(folder: Path) -> None:
     """Mark the folder as released; its log stays."""
     try:

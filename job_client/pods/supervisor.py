@@ -5,6 +5,7 @@ pods do not depend on the life of the client.
 """
 
 import logging
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -275,6 +276,19 @@ class PodSupervisor:
         except OSError:  # it has ended
             return False
         return text.rpartition(")")[2].split()[0] in ("T", "t")
+
+    def keep_folder(self) -> None:
+        """Make the folder anew where somebody has deleted it, and have the shim listen there."""
+        shim = self._shim
+        if shim is None or not pod_folder.is_gone(self.folder) or not shim.is_alive():
+            return
+        logger.error("pod %s: %s was deleted, with its log", self.spec.pod_id, self.folder)
+        try:
+            pod_folder.prepare(self.folder, self.spec)
+        except OSError as error:
+            logger.error("pod %s: %s", self.spec.pod_id, error)
+            return
+        processes.send_signal(shim.pid, shim.start_time, signal.SIGHUP)
 
     # --- its thread
 

@@ -174,7 +174,7 @@ class ApiClient:
         return self._call(routes.LIST_NODES).nodes
 
     def register_node(self, node: wire.Node) -> wire.NodePlan:
-        """Register; Conflict: another node on the same address uses the same ports."""
+        """Register; Conflict: another client has its id, or uses its ports on the same address."""
         return self._call(routes.REGISTER_NODE, body=node)
 
     def node_plan(self, node_id: str, revision: int = -1, timeout_s: float = 0) -> wire.NodePlan:

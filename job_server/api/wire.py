@@ -93,9 +93,12 @@ class Node(Message, frozen=True, kw_only=True):
     folders: tuple[str, ...] = ()  # jobs it can run by `--jobs_dir`; unused where job_id is set
     stop_after_s: float | None = None  # None: its pods keep running while the server is away
     saves: bool = False  # it understands `NodePod.save`; clients of the version before do not
+    client: str = ""  # the same as long as its log folder lives; "": of the version before
 
     def __post_init__(self) -> None:
         check_id("node_id", self.node_id)
+        if self.client:
+            check_id("client", self.client)
         if self.job_id is not None:
             check_id("job_id", self.job_id)
         if not self.addr or len(self.addr) > 255 or any(c in self.addr for c in " ,/;"):
@@ -185,6 +188,7 @@ class NodePod(Message, frozen=True, kw_only=True):
     save: Save | None = None  # None: nothing is to be written
     last_save: bool = False  # if the client is ended, it writes the state that its pods hold
     submitted_at: float = 0.0  # of the job: its id may be used again; 0: not known
+    started: bool = False  # a client had it running: one that does not know it leaves it be
 
     def __post_init__(self) -> None:
         check_id("pod_id", self.pod_id)
@@ -250,6 +254,7 @@ class NodeReport(Message, frozen=True, kw_only=True):
     pods: tuple[PodState, ...] = ()
     slots: tuple[SlotUsage, ...] = ()
     leaving: bool = False  # the client ends in an orderly way and has stopped its pods
+    client: str = ""  # as in Node
 
 
 # --- stages: launcher <-> server --------------------------------------------------------------

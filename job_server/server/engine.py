@@ -493,8 +493,9 @@ class Engine:
 
     def add_node(self, node: wire.Node) -> KnownNode:
         """Add a node, or replace it."""
-        self.store.save_node(node.node_id, wire.encode(node))
         known = self.registry.nodes.get(node.node_id)
+        if known is None or known.node != node:  # a full disk keeps nobody out who was here before
+            self.store.save_node(node.node_id, wire.encode(node))
         if known is None:
             known = self.known(node)
             logger.info("node %s: %d slots at %s", node.node_id, len(node.slots), node.addr)

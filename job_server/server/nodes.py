@@ -64,8 +64,20 @@ class NodeRegistry:
         self._members += 1
         return self.nodes.pop(node_id)
 
-    def check_ports(self, node: wire.Node, now: float) -> None:
-        """Raise Conflict if another live node on the same address uses ports of `node`'s range."""
+    def check(self, node: wire.Node, now: float) -> None:
+        """Refuse a node that takes what a live one has.
+
+        Raises:
+            Conflict: another client has its id, or uses its ports on the same address.
+        """
+        same = self.nodes.get(node.node_id)
+        heard = same is not None and same.report is not None and self.is_alive(same, now)
+        if same is not None and heard and not _is_same_client(node.client, same.node.client):
+            raise Conflict(
+                f"node_id: {node.node_id!r} is the node of another job client, at "
+                f"{same.node.addr}; give one of the two another --node_id. One that was killed "
+                f"counts as gone after {SILENT_HEARTBEATS * self.heartbeat_s:g} s"
+            )
         for known in self.nodes.values():
             other = known.node
             if (
@@ -78,7 +90,7 @@ class NodeRegistry:
                 raise Conflict(
                     f"port_low: {node.port_low}-{node.port_high} overlaps "
                     f"{other.port_low}-{other.port_high} of node {other.node_id!r} on {node.addr}; "
-                    "give one of the two another --port_range"
+                    "give one of the two another --port_range, or auto"
                 )
 
     def cluster(
@@ -118,9 +130,11 @@ class NodeRegistry:
         """Store a heartbeat; return whether placement may change with it.
 
         Raises:
-            NotFound: the node is not registered.
+            NotFound: the node is not registered, or now is that of another client.
         """
         known = self.get(node_id)
+        if not _is_same_client(report.client, known.node.client):
+            raise NotFound(f"node {node_id[:100]!r} was taken over by another client; register it")
         changed = not self.is_alive(known, now) or _strangers(known.report) != _strangers(report)
         self._changes += 1
         known.seen_at, known.report, known.changed = now, report, self._changes
@@ -158,6 +172,10 @@ def _refreshed(view: NodeView, known: KnownNode) -> NodeView:
         strangers=_strangers(known.report),
         memory_used=_memory_used(known.report),
     )
+
+
+def _is_same_client(one: str, other: str) -> bool:
+    return one == other or not (one and other)
 
 
 def _strangers(report: wire.NodeReport | None) -> dict[int, str]:

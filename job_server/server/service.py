@@ -350,10 +350,10 @@ class JobService:
         """Add a node, or replace it; return its NodePlan.
 
         Raises:
-            Conflict: another live node on the same address uses the same ports.
+            Conflict: another client has its id, or uses its ports on the same address.
         """
         with self.engine.lock:
-            self.engine.registry.check_ports(node, self.now())
+            self.engine.registry.check(node, self.now())
             return self.engine.add_node(node).plan.poll(-1, 0)
 
     def plan(self, node_id: str, revision: int, timeout_s: float) -> JsonReply:

@@ -33,6 +33,7 @@ def node_pods(job: TeacherJob) -> dict[str, tuple[NodePod, ...]]:
             service=job.service,
             ports=pod.ports,
             submitted_at=job.submitted_at,
+            started=pod.phase not in (None, PodPhase.STARTING),
         )
         found[pod.site.node_id] = (*found.get(pod.site.node_id, ()), wanted)
     return found

@@ -13,6 +13,7 @@ from job_server.api.wire import (
     NodePod,
     Order,
     PlanPod,
+    PodPhase,
     Save,
     StagePlan,
     StageRecord,
@@ -62,6 +63,7 @@ def node_pods(job: Job) -> dict[str, tuple[NodePod, ...]]:
             save=_save(job, pod),
             last_save=node_id == home,
             submitted_at=job.submitted_at,
+            started=pod.phase not in (None, PodPhase.STARTING),
         )
         found[node_id] = (*found.get(node_id, ()), wanted)
     return found

@@ -88,9 +88,28 @@ class Shim:
 
     def _woken(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            if set(os.read(self._wake, 4096)) & {signal.SIGTERM, signal.SIGINT}:
+            numbers = set(os.read(self._wake, 4096))
+            if numbers & {signal.SIGTERM, signal.SIGINT}:
                 self.signalled = True
                 self.script.stop(_grace_of_environment(), "the shim was told to end")
+            if signal.SIGHUP in numbers and not (self.pod_dir / "sock").exists():
+                self._listen_again()
+
+    def _listen_again(self) -> None:
+        """Answer in the folder that the client has made anew, since somebody deleted it."""
+        try:
+            _introduce(self.pod_dir, self.script.command)
+            listener = shim_wire.bind(self.pod_dir)
+        except OSError as error:
+            sys.stderr.write(f"shim: {self.pod_dir} is gone: {error}\n")
+            return
+        listener.setblocking(False)
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        self._selector.register(listener, selectors.EVENT_READ, None)
+        self._listener = listener
+        if self.exit is not None:
+            self._write_exit(self.exit)
 
     def _after_reaping(self) -> None:
         if self.exit is not None:
@@ -273,10 +292,20 @@ def _wake_on_signals() -> int:
     os.set_blocking(wake, False)
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     return wake
+
+
+def _introduce(pod_dir: Path, command: list[str]) -> None:
+    """Write which process is the shim of this folder."""
+    me = {
+        "pid": os.getpid(),
+        "start_time": processes.start_time(os.getpid()),
+        "pod_id": os.environ.get("EDL_POD_ID", pod_dir.name),
+        "argv": command,
+    }
+    shim_wire.write_json(pod_dir / "shim.json", me)
 
 
 def main(argv: list[str]) -> int:
@@ -292,13 +321,7 @@ def main(argv: list[str]) -> int:
         os.setsid()
     processes.set_child_subreaper()
     wake = _wake_on_signals()
-    me = {
-        "pid": os.getpid(),
-        "start_time": processes.start_time(os.getpid()),
-        "pod_id": os.environ.get("EDL_POD_ID", pod_dir.name),
-        "argv": command,
-    }
-    shim_wire.write_json(pod_dir / "shim.json", me)
+    _introduce(pod_dir, command)
     listener = shim_wire.bind(pod_dir)
     listener.setblocking(False)
     script = PodScript(command, pod_dir / "log")

@@ -22,6 +22,7 @@ class PodScript:
     """The pod's script and everything that descends from it."""
 
     def __init__(self, command: list[str], log: Path) -> None:
+        self.command = command
         self.pid: int | None = None  # None: it could not be started
         self.wait_status: int | None = None  # None: it runs
         self.error = ""  # why the script could not be started

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -144,6 +145,28 @@ def test_a_pod_whose_shim_is_stopped_is_ended_without_it(start_client, server, t
     assert state.reason.startswith("shim died")
     assert not state.holds
     assert is_gone(child)
+
+
+def test_a_pod_whose_folder_was_deleted_is_told_to_end_and_still_shows_what_it_holds(
+    start_client, server, tmp_path
+):
+    start_client("sleep 600")
+    server.want_until(PodPhase.RUNNING, pod())
+    folder = tmp_path / "log" / "pods" / "pod_0_0"
+    shutil.rmtree(folder)
+
+    wait_until((folder / "sock").exists)
+    fd = os.memfd_create("segment")
+    os.write(fd, b"state")
+    segment = {"pod_id": "pod_0_0", "stage": 1, "size_bytes": 5}
+    shim_wire.request(folder, {"op": "put", "segment": segment}, (fd,))
+    os.close(fd)
+    state = server.want_until(PodPhase.EXITED, pod(want=DesiredState.HOLD))
+    assert (state.signal, state.holds) == (signal.SIGTERM, True)
+    assert shim_wire.request(folder, {"op": "status"})[0]["segments"]
+    server.want()
+    wait_until(lambda: marked(tmp_path) == [])
+    assert (folder / "released").exists()
 
 
 def test_a_failing_package_script_is_reported_with_its_code_and_its_last_words(
@@ -320,6 +343,31 @@ def test_jobs_come_by_folder_and_only_by_folder(start_client, server, tmp_path):
     assert log.read_text().split() == ["from", "a", str(tmp_path / "pods" / "one" / "pod_0_0")]
 
 
+def test_a_job_whose_folder_comes_later_is_served_and_none_is_lost_while_they_cannot_be_read(
+    start_client, server, tmp_path
+):
+    jobs = tmp_path / "jobs"
+
+    def make_job(name: str) -> None:
+        (jobs / name).mkdir(parents=True)
+        (jobs / name / "train.sh").write_text("sleep 600\n")
+
+    def served() -> tuple[str, ...]:
+        return server.nodes[-1].folders if server.nodes else ()
+
+    make_job("a")
+    start_client(jobs_dir=jobs, script=None, job_id=None)
+    wait_until(lambda: served() == ("a",))
+    make_job("b")
+    wait_until(lambda: served() == ("a", "b"))
+    jobs.rename(tmp_path / "away")  # as a file server does
+    told = len(server.reports)
+    wait_until(lambda: len(server.reports) > told + 10)
+    assert served() == ("a", "b")
+    (tmp_path / "away").rename(jobs)
+    server.want_until(PodPhase.RUNNING, pod(folder="b"))
+
+
 def test_a_slot_that_is_not_there_is_no_place_to_start(start_client, server):
     start_client()
     assert server.want_until(PodPhase.EXITED, pod(slots=(7,))).reason == "slot 7 is not one of 4"
@@ -333,11 +381,11 @@ def test_a_report_says_what_a_pod_uses(start_client, server):
 
 
 def test_taken_ports_end_the_client_with_the_remedy(start_client, server):
-    server.refuse = Conflict("port_low: node-b at 127.0.0.1 has 20000-21999")
+    server.refuse = Conflict("port_low: node-b has 20000-21999; give another --port_range")
     client = start_client()
     client.join()
     assert isinstance(client.result, SetupError)
-    assert "give --port_range LOW-HIGH" in str(client.result)
+    assert "give another --port_range" in str(client.result)
 
 
 def test_with_automatic_ports_a_taken_block_makes_it_try_the_next(start_client, server):

@@ -27,6 +27,16 @@ def test_only_real_subfolders_with_a_script_are_jobs(jobs_config):
     assert list_jobs(jobs_config.jobs_dir) == ("a", "b")
 
 
+def test_links_that_lead_to_themselves_are_no_jobs_and_hide_no_others(jobs_config):
+    jobs = jobs_config.jobs_dir
+    (jobs / "loop").symlink_to("loop")
+    (jobs / "looped_script").mkdir()
+    (jobs / "looped_script" / "train.sh").symlink_to("train.sh")
+    assert list_jobs(jobs) == ("a", "b")
+    with pytest.raises(PodStartError, match="folder: loop in --jobs_dir"):
+        recipe_for(jobs_config, pod(folder="loop"))
+
+
 def test_a_job_may_have_a_package_script(jobs_config):
     assert recipe_for(jobs_config, pod(folder="a")).package_sh is None
     assert recipe_for(jobs_config, pod(folder="b")).package_sh is not None

@@ -84,6 +84,10 @@ def test_ends_come_before_starts_so_that_slots_are_freed_first():
     assert kinds(plan_changes(pods, plan)) == ["KillPod", "StopPod", "ReleasePod", "StartPod"]
 
 
+def test_a_pod_that_ran_elsewhere_or_before_is_not_started_a_second_time():
+    assert plan_changes([], [replace(wanted(RUN), started=True)]) == []
+
+
 def test_pods_of_two_jobs_may_have_the_same_id():
     plan = [wanted(RUN, "a", "job"), wanted(RUN, "a", "other")]
     assert plan_changes([local(RUNNING)], plan) == [StartPod(plan[1])]

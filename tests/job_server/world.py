@@ -5,6 +5,7 @@ doubled and overtaken whenever a test says so. Steps are global: stage s makes o
 its trainers train, as in an all-reduce; so the world can see when two worlds would both count.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -106,6 +107,7 @@ class Launcher:
     kills_done: set[str] = field(default_factory=set)
     ports_fail: bool = False
     done: bool = False
+    done_at: float = math.inf
     hangs: bool = False  # does and says nothing more; its trainers go on
 
 
@@ -384,7 +386,8 @@ class World:
         if pod is None:
             held = [p for p in sim.pods.values() if p.phase is not PodPhase.EXITED]
             busy = {s for p in held for s in p.slots}
-            if wanted.want is DesiredState.RUN and busy.isdisjoint(wanted.slots):
+            may_start = wanted.want is DesiredState.RUN and not wanted.started
+            if may_start and busy.isdisjoint(wanted.slots):
                 pod = sim.pods[wanted.pod_id] = SimPod(wanted.pod_id, wanted.slots)
                 if self.script_fails:
                     self.script_fails -= 1
@@ -674,14 +677,14 @@ class World:
         source = plan.restore_from
         if source is None:
             return self.durable
-        if source.path:
-            homes = {(pod.node_id, source.stage, source.step) for pod in plan.pods}
-            assert homes & self.in_run_folders or not source.spare, f"no node has {source}"
-            return max(source.step, self.durable)
         nodes = {pod.node_id for pod in plan.pods}  # nobody reads another's memory
         held = [p.snapshot for name in nodes for p in self.nodes[name].pods.values()]
         # The server may not have heard of the newest.
         steps = [s.step for s in held if s and s.stage == source.stage and s.step >= source.step]
+        if source.path and not steps:
+            homes = {(pod.node_id, source.stage, source.step) for pod in plan.pods}
+            assert homes & self.in_run_folders or not source.spare, f"no node has {source}"
+            return max(source.step, self.durable)
         return max(steps, default=self.durable)
 
     def tell(
@@ -861,6 +864,10 @@ class World:
                     pod.end(code=self.tail_code)
         for sim, pod, launcher in self.launchers():
             if launcher.done and not launcher.outbox:
+                launcher.done_at = min(launcher.done_at, self.now)
+                hears = sim.link and self.up
+                if not hears and self.now < launcher.done_at + wire.EXIT_REPORT_S:
+                    continue
                 pod.launcher, pod.tail = None, True
                 report = PodReport(kind=ReportKind.EXITED, stage=0, code=0)
                 if sim.link:

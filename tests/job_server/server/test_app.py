@@ -380,6 +380,43 @@ def test_two_live_nodes_do_not_deal_the_same_ports(client):
     Launchers(client, "node-a", port_low=21000, port_high=21090)  # itself, again
 
 
+def test_a_live_node_is_one_clients_and_another_gets_it_once_that_is_silent():
+    clock = [1_000_000.0]
+    with open_service(now=lambda: clock[0]) as service:
+        client = browse(service)
+
+        def says(who: str) -> int:
+            report = wire.encode(wire.NodeReport(node_id="node-a", client=who))
+            return client.post("/api/v1/nodes/node-a/report", json=report).status_code
+
+        def registers(who: str) -> Any:
+            return client.post("/api/v1/nodes", json=wire.encode(cpu_node(client=who)))
+
+        assert registers("one").status_code == 200
+        assert says("one") == 200
+        assert_refused(registers("two"), 409, "--node_id")
+        assert registers("").status_code == 200  # the version before says nothing
+        assert registers("one").status_code == 200  # itself, again
+        assert says("one") == 200
+        clock[0] += 60
+        assert registers("two").status_code == 200
+        assert (says("one"), says("two")) == (404, 200)
+        assert registers("one").status_code == 409
+
+
+def test_the_plan_says_which_pods_a_client_had_running(client):
+    submit(client)
+    launchers = Launchers(client)
+    plan = launchers.plan()
+    assert [pod.started for pod in plan.values()] == [False, False]
+    states = [
+        {"pod_id": pod_id, "job_id": "digits", "phase": phase}
+        for pod_id, phase in zip(sorted(plan), ("starting", "running"), strict=True)
+    ]
+    client.post("/api/v1/nodes/node-a/report", json={"node_id": "node-a", "pods": states})
+    assert [pod.started for _, pod in sorted(launchers.plan().items())] == [False, True]
+
+
 def test_a_node_that_leaves_is_off_the_list(client):
     submit(client)
     Launchers(client)

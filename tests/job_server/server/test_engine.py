@@ -286,6 +286,21 @@ def test_that_the_server_was_away_is_entered_before_all_else_once_it_can_be_writ
         service.close()
 
 
+def test_a_node_that_was_here_before_comes_back_to_a_server_whose_disk_is_full(tmp_path):
+    """Or its client, without an answer, would stop its pods."""
+    path = tmp_path / "server.db"
+    with open_service(path) as service:
+        service.register(cpu_node())
+    with open_service(path) as service:
+        service.engine.store.connection.execute(
+            "CREATE TRIGGER busy BEFORE INSERT ON nodes BEGIN SELECT RAISE(FAIL, 'disk full'); END"
+        )
+        client = browse(service)
+        assert client.post("/api/v1/nodes", json=wire.encode(cpu_node())).status_code == 200
+        other = wire.encode(cpu_node("node-b", addr="10.0.0.2"))
+        assert client.post("/api/v1/nodes", json=other).status_code == 503
+
+
 def test_a_job_that_waits_for_slots_gets_none_of_another_job_when_the_server_restarts(tmp_path):
     path = tmp_path / "server.db"
     with open_service(path, now=lambda: 1_000_000.0) as service:

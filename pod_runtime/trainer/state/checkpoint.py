@@ -65,7 +65,7 @@ class CheckpointStore:
         """
         Args:
             owner: of `storage`; None: this one only reads, or somebody else sees to that.
-            commit: writes manifests; None: the owner, else the storage does.
+            commit: writes manifests where there is no owner; None: the storage does.
             head: what they say besides; None: nothing.
         """
         if keep < 1:
@@ -73,7 +73,7 @@ class CheckpointStore:
         self.storage = storage
         self.keep = keep
         self.owner = owner
-        self._commit = commit if owner is None else owner.commit
+        self._commit = commit
         self._head = head or {}
 
     def highest_stage(self) -> int:
@@ -134,7 +134,7 @@ class CheckpointStore:
                     "written_at": round(time.time(), 3),
                     **self._head,
                 },
-                commit=self._commit,
+                commit=self._commit if self.owner is None else self.owner.commit,
             )
         except OSError as error:
             remove_checkpoint(self.storage, made)

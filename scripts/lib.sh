@@ -61,15 +61,20 @@ borrow_line() {
     "$1" -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))'
 }
 
-# Makes $root/.venv with these extras of pyproject.toml ($1), once: a stamp holds the digest of what it
-# was made from. "dev" contains all that "examples" needs, so either is satisfied by it.
+# Makes $root/.venv with these extras of pyproject.toml ($1) and a framework ($2: paddle, unless told
+# torch), once: a stamp holds the digest of what it was made from. "dev" contains all that "examples"
+# needs, and both frameworks. What is in .venv already and fits is left there.
 # Leaves the interpreter in $python.
 ensure_venv() {
-    local extras="$1" venv="$root/.venv" digest stamp log base="" framework=paddle
+    local extras="$1" framework="${2:-paddle}" venv="$root/.venv" digest stamp made log base="" size="about 250 MB"
     python="$venv/bin/python"
+    made="$venv/.made-for-$extras"
+    if [ "$framework" = torch ]; then
+        made="$made-torch" size="with PyTorch as pip finds it: for CUDA some GB"
+    fi
     digest="$(cat "$root/pyproject.toml" "$root/setup.py" "${BASH_SOURCE[0]}" | sha256sum | cut -d ' ' -f 1)"
     log="$venv/install.log"
-    for stamp in "$venv/.made-for-dev" "$venv/.made-for-$extras"; do
+    for stamp in "$venv/.made-for-dev" "$made"; do
         if [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$digest" ]; then
             return
         fi
@@ -82,21 +87,21 @@ ensure_venv() {
         rm -rf "$venv"
         "$base" -m venv "$venv" || die "$venv could not be made; is the disk full or read-only?"
     fi
-    rm -f "$venv"/.made-for-*
-    if [ "$(gpu_count)" -gt 0 ]; then
-        if "$python" "$root/scripts/gpu_paddle.py" >/dev/null 2>&1; then
+    rm -f "$made"
+    if [ "$framework" = paddle ] && [ "$(gpu_count)" -gt 0 ]; then
+        if "$python" "$root/scripts/gpu_check.py" paddle >/dev/null 2>&1; then
             framework=gpu
-        elif "$base" "$root/scripts/gpu_paddle.py" >/dev/null 2>&1; then
+        elif "$base" "$root/scripts/gpu_check.py" paddle >/dev/null 2>&1; then
             say "  $base has a Paddle that runs on this GPU: it is used."
             borrow_line "$base" >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
             framework=gpu
         fi
     fi
     : >"$log"
-    quietly "Installing EDL and what it needs into .venv, once (about 250 MB, a minute or two)" "$log" \
+    quietly "Installing EDL and what it needs into .venv, once ($size, a minute or two)" "$log" \
         "$python" -m pip install --disable-pip-version-check --no-input --progress-bar off \
         --editable "${root}[$framework,$extras]" || exit 1
-    printf '%s\n' "$digest" >"$venv/.made-for-$extras"
+    printf '%s\n' "$digest" >"$made"
 }
 
 # For programs that need EDL but no test tools: $EDL_PYTHON, else .venv, else the caller's Python

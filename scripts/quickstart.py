@@ -5,6 +5,7 @@ promised held; 1 that something did not; 130 after Ctrl-C, with everything clean
 """
 
 import argparse
+import importlib.util
 import itertools
 import os
 import signal
@@ -36,6 +37,7 @@ from scripts.quickstart_io import (  # noqa: E402
 )
 from scripts.quickstart_plan import (  # noqa: E402
     RECIPES,
+    TRAIN_IMAGES,
     Director,
     Pace,
     Recipe,
@@ -47,7 +49,12 @@ from scripts.quickstart_plan import (  # noqa: E402
     plan_acts,
 )
 
-EXAMPLE = ROOT / "examples" / "digits"
+EXAMPLES = {"paddle": ROOT / "examples" / "digits", "torch": ROOT / "examples" / "digits_torch"}
+INSTALL_PAGES = {
+    "paddle": "https://www.paddlepaddle.org.cn/en/install/quick (the newest paddlepaddle-gpu that "
+    "pip finds by itself, 2.6.2, does not run on newer GPUs)",
+    "torch": "https://pytorch.org/get-started/locally/",
+}
 SILENCE_S = 120.0  # without a step or a change: something hangs
 LOOK_S = 0.2
 TRIAL_EPOCHS = 4
@@ -56,6 +63,7 @@ TAIL_S = 20.0  # that training may go on behind the last act
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
+    framework: str  # "paddle" or "torch"
     model: str
     pods: int  # at most; the job starts with one fewer
     epochs: int | None  # None: as many as outlast the acts on this machine
@@ -67,6 +75,21 @@ class Config:
     @property
     def recipe(self) -> Recipe:
         return RECIPES[self.model]
+
+    @property
+    def example(self) -> Path:
+        return EXAMPLES[self.framework]
+
+    @property
+    def model_options(self) -> list[str]:
+        """What the script takes to choose its model; PyTorch's has one."""
+        return ["--model", self.model] if self.framework == "paddle" else []
+
+    @property
+    def threads(self) -> int | None:
+        """Of each trainer; None: it computes on a GPU."""
+        asked = os.environ.get("OMP_NUM_THREADS", "")
+        return None if self.gpus else int(asked) if asked.isdecimal() else 1
 
 
 # --- the acts -----------------------------------------------------------------------------------
@@ -82,17 +105,19 @@ def train_alone(config: Config, processes: Processes, screen: Screen) -> tuple[f
     """
     started = time.monotonic()
     argv = [
-        sys.executable, str(EXAMPLE / "train.py"), "--model", config.model,
-        "--epochs", str(TRIAL_EPOCHS), "--images", str(config.recipe.trial_images),
-        "--batch_size", str(config.recipe.batch_size), "--checkpoint", str(config.out / "alone"),
+        sys.executable, str(config.example / "train.py"), *config.model_options,
+        "--epochs", str(TRIAL_EPOCHS), "--batch_size", str(config.recipe.batch_size),
+        "--checkpoint", str(config.out / "alone"),
     ]  # fmt: skip
-    env = {**processes.env, "EDL_MAX_TRAINERS": str(config.pods), "OMP_NUM_THREADS": "1"}
+    if config.recipe.trial_images < TRAIN_IMAGES:
+        argv += ["--images", str(config.recipe.trial_images)]
+    env = {**processes.env, "EDL_MAX_TRAINERS": str(config.pods)}
     log = processes.log("alone")
     epochs: list[tuple[float, float]] = []  # when each ended, in time and in processor time
     with (
         log.open("w") as copy,
         subprocess.Popen(
-            argv, env=env, cwd=EXAMPLE, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            argv, env=env, cwd=config.example, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, start_new_session=True,
         ) as process,
     ):  # fmt: skip
@@ -104,13 +129,13 @@ def train_alone(config: Config, processes: Processes, screen: Screen) -> tuple[f
                 if "accuracy" in line:
                     used = trainer.cpu_times()
                     epochs.append((time.monotonic() - started, used.user + used.system))
-                    screen.live(line.strip().rpartition(" - ")[2])
+                    screen.live(line[line.find("epoch") :].strip())
         except BaseException:
             process.kill()
             raise
     if process.returncode or len(epochs) < 2:
         raise QuickstartError(
-            f"{EXAMPLE / 'train.py'} alone ended with exit code {process.returncode}; "
+            f"{config.example / 'train.py'} alone ended with exit code {process.returncode}; "
             f"{log} ends so:\n{tail(log)}"
         )
     took = [
@@ -161,8 +186,8 @@ def start_job(config: Config, epochs: int, api: ApiClient, processes: Processes)
         [
             sys.executable, "-m", "job_client", "--job_server", api.url,
             "--log_dir", str(config.out / "logs"), "--pod_path", str(config.out / "pods"),
-            *slots, "--port_range", "auto", "--grace_s", "5", str(EXAMPLE / "train.sh"),
-            "--model", config.model, "--epochs", str(epochs), "--seed", str(config.seed),
+            *slots, "--port_range", "auto", "--grace_s", "5", str(config.example / "train.sh"),
+            *config.model_options, "--epochs", str(epochs), "--seed", str(config.seed),
             "--batch_size", str(config.recipe.batch_size), "--lr", str(config.recipe.lr),
             "--checkpoint", str(config.out / "checkpoint"),
         ],
@@ -212,7 +237,9 @@ def direct(
                 f"the logs are in {config.out / 'logs'}"
             )
         images_per_s = pace.steps_per_s and pace.steps_per_s * config.recipe.batch_size
-        screen.live(view.live_line(status, images_per_s, pace.still_s, screen.style))
+        screen.live(
+            view.live_line(status, images_per_s, pace.still_s, config.threads, screen.style)
+        )
         before = status
         processes.check()
         time.sleep(LOOK_S)
@@ -282,9 +309,12 @@ def plan_epochs(config: Config, processes: Processes, screen: Screen) -> int:
     """Return how many epochs suit this machine, as the script alone shows it."""
     if config.epochs is not None:
         return config.epochs
-    screen.news("first the script alone, as any Paddle script, to learn how fast it is here")
+    screen.news("first the script alone, as any script, to learn how fast it is here")
     speed, startup_s = train_alone(config, processes, screen)
-    screen.news(f"{speed:,.0f} images/s, and {startup_s:.1f} s to the first step")
+    screen.news(
+        f"{speed:,.0f} images/s by {view.workers(1, config.threads)}, and {startup_s:.1f} s to its "
+        "first step"
+    )
     cores = None if config.gpus else usable_cores()
     acts = len(plan_acts(config.pods))
     return epochs_for(acts, config.gap_s, speed, startup_s, config.pods, cores)
@@ -293,8 +323,11 @@ def plan_epochs(config: Config, processes: Processes, screen: Screen) -> int:
 def run(config: Config, screen: Screen) -> bool:
     style = screen.style
     kind = "GPUs" if config.gpus else "CPU slots"
-    screen.say(style.bold(f"EDL quickstart: {config.model} on 1,797 handwritten digits"))
-    screen.say(f"  {config.pods} {kind}, one trainer each; everything goes to {config.out}")
+    name = {"paddle": "PaddlePaddle", "torch": "PyTorch"}[config.framework]
+    title = f"EDL quickstart: {config.model} in {name} on 1,797 handwritten digits"
+    screen.say(style.bold(title))
+    each = "" if config.threads is None else f" of {view.plural(config.threads, 'thread')}"
+    screen.say(f"  {config.pods} {kind}, one trainer{each} each; everything goes to {config.out}")
     processes = Processes(config.out)
     try:
         api = start_server(config, processes)
@@ -325,6 +358,7 @@ def run(config: Config, screen: Screen) -> bool:
 
 def parse(argv: list[str] | None = None) -> Config:
     parser = argparse.ArgumentParser(prog="quickstart.sh", description=__doc__.splitlines()[0])
+    parser.add_argument("--framework", choices=sorted(EXAMPLES), default="paddle")
     parser.add_argument("--model", choices=sorted(RECIPES), default="lenet")
     parser.add_argument("--pods", type=int, help="the most pods; default: 3, or the GPUs up to 4")
     parser.add_argument("--epochs", type=int, help="default: as many as this needs to show itself")
@@ -333,7 +367,14 @@ def parse(argv: list[str] | None = None) -> Config:
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto")
     parser.add_argument("--out", type=Path, help="folder for all that is written; must not exist")
     args = parser.parse_args(argv)
-    usable, why_not = usable_gpus() if args.device != "cpu" else (0, "")
+    if args.framework == "torch" and args.model != "lenet":
+        parser.error(f"argument --model: {args.model} is only there with --framework paddle")
+    if importlib.util.find_spec(args.framework) is None:
+        parser.error(
+            f"argument --framework: {args.framework} is not installed for {sys.executable}; "
+            f"./scripts/quickstart.sh --framework {args.framework} installs it"
+        )
+    usable, why_not = usable_gpus(args.framework) if args.device != "cpu" else (0, "")
     pods = args.pods if args.pods is not None else (min(4, usable) if usable >= 2 else 3)
     for name, value, low in (("--pods", pods, 2), ("--epochs", args.epochs, 1)):
         if value is not None and value < low:
@@ -350,6 +391,7 @@ def parse(argv: list[str] | None = None) -> Config:
     except OSError as error:
         parser.error(f"argument --out: {out}: {error.strerror}; name a folder that can be made")
     return Config(
+        framework=args.framework,
         model=args.model,
         pods=pods,
         epochs=args.epochs,
@@ -360,7 +402,7 @@ def parse(argv: list[str] | None = None) -> Config:
     )
 
 
-def usable_gpus() -> tuple[int, str]:
+def usable_gpus(framework: str) -> tuple[int, str]:
     """Return how many GPUs the trainers can use, and why not more where GPUs are seen."""
     try:
         seen = int(subprocess.check_output(["nvidia-smi", "--list-gpus"]).count(b"GPU "))
@@ -371,7 +413,7 @@ def usable_gpus() -> tuple[int, str]:
     if seen == 1:
         return 1, "this machine has one GPU, and pods that come and go need two or more"
     probe = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "gpu_paddle.py")],
+        [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), framework],
         capture_output=True,
         text=True,
         check=False,
@@ -380,9 +422,8 @@ def usable_gpus() -> tuple[int, str]:
         return seen, ""
     said = (probe.stdout.strip() or probe.stderr.strip()[-300:]).splitlines()
     return 0, (
-        f"{said[-1] if said else 'Paddle does not run on the GPUs'}. For the GPUs, install the "
-        "build that fits your driver into .venv: https://www.paddlepaddle.org.cn/en/install/quick "
-        "(the newest paddlepaddle-gpu that pip finds by itself, 2.6.2, does not run on newer GPUs)"
+        f"{said[-1] if said else 'it does not run on the GPUs'}. For the GPUs, install the build "
+        f"that fits your driver into .venv: {INSTALL_PAGES[framework]}"
     )
 
 

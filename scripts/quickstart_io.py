@@ -72,6 +72,7 @@ class Processes:
             **os.environ,
             "PATH": f"{folder}{os.pathsep}{os.environ.get('PATH', '')}",
             "PYTHONWARNINGS": "ignore:No ccache found",
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # alone as in the pods
             "PADDLE_JOB_ID": JOB_ID,
             "EDL_TOKEN_FILE": str(out / "token"),
             MARKER: self._marker,

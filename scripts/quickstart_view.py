@@ -101,12 +101,26 @@ def _stage_line(
     return "  ".join(parts)
 
 
-def live_line(status: JobStatus, images_per_s: float | None, still_s: float, style: Style) -> str:
+def workers(trainers: int, threads: int | None) -> str:
+    """Return who computes; `threads` of each trainer, None: each has a GPU."""
+    if threads is None:
+        return f"{plural(trainers, 'trainer')} on {plural(trainers, 'GPU')}"
+    return f"{plural(trainers, 'trainer')} of {plural(threads, 'thread')}"
+
+
+def live_line(
+    status: JobStatus,
+    images_per_s: float | None,
+    still_s: float,
+    threads: int | None,
+    style: Style,
+) -> str:
     """Return the line that is painted over and over below the news.
 
     Args:
         images_per_s: over the last seconds; None: not known.
         still_s: since a step or a new stage was seen.
+        threads: of each trainer; None: each computes on a GPU.
     """
     stage = next((each for each in reversed(committed(status.stages))), None)
     trainers = stage.trainers if stage is not None else 0
@@ -123,7 +137,7 @@ def live_line(status: JobStatus, images_per_s: float | None, still_s: float, sty
         parts.append(style.yellow(f"trainers are starting, {still_s:.1f} s"))
     elif status.state is JobState.RUNNING:
         if images_per_s:
-            parts.append(f"{images_per_s:,.0f} images/s")
+            parts.append(f"{images_per_s:,.0f} images/s by {workers(trainers, threads)}")
     else:
         state = status.state.value.lower().replace("_", " ")
         parts.append(style.yellow(f"{state}, {still_s:.1f} s"))

@@ -29,7 +29,7 @@ class Checkout:
     def __init__(self, folder: Path) -> None:
         self.root = folder / "clone with a blank"
         (self.root / "scripts").mkdir(parents=True)
-        for name in ("pyproject.toml", "setup.py", "scripts/lib.sh"):
+        for name in ("pyproject.toml", "setup.py", "scripts/lib.sh", "scripts/quickstart.sh"):
             shutil.copy(ROOT / name, self.root / name)
         self.python = folder / "python-that-notes"
         self.python.write_text(FAKE_PYTHON)
@@ -37,7 +37,9 @@ class Checkout:
         self.calls = folder / "calls"
 
     def install(self, extras: str, **env: str) -> subprocess.CompletedProcess[str]:
-        script = f'source scripts/lib.sh; ensure_venv {extras}; echo "has $python"'
+        return self.run(f'source scripts/lib.sh; ensure_venv {extras}; echo "has $python"', **env)
+
+    def run(self, script: str, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             ["bash", "-euo", "pipefail", "-c", script],
             cwd=self.root,
@@ -91,6 +93,22 @@ def test_what_the_tests_need_contains_what_the_quickstart_needs_but_not_the_reve
     checkout.install("examples")
     checkout.install("dev")
     assert len(checkout.pip_calls()) == 2
+
+
+def test_torch_is_installed_only_where_it_is_asked_for_and_leaves_paddle_there(checkout: Checkout):
+    for script in ("quickstart.sh --pods 2", "quickstart.sh --framework torch", "quickstart.sh"):
+        assert checkout.run(f"bash scripts/{script}").returncode == 0
+    assert [call.rpartition("[")[2] for call in checkout.pip_calls()] == [
+        "paddle,examples]", "torch,examples]",
+    ]  # fmt: skip
+    assert checkout.run("bash scripts/quickstart.sh --framework=torch").returncode == 0
+    assert len(checkout.pip_calls()) == 2, "the second time it is there"
+
+
+def test_what_the_tests_need_contains_torch(checkout: Checkout):
+    checkout.install("dev")
+    checkout.install("examples torch")
+    assert len(checkout.pip_calls()) == 1
 
 
 def test_a_failed_installation_is_shown_fails_and_is_tried_again(checkout: Checkout):

@@ -60,6 +60,7 @@ def strays(out: Path) -> list[str]:
     "options",
     [
         pytest.param(["--pods", "2", "--gap_s", "1"], id="short"),
+        pytest.param(["--framework", "torch"], id="torch", marks=pytest.mark.slow),
         pytest.param([], id="as it is", marks=pytest.mark.slow),
     ],
 )
@@ -79,7 +80,8 @@ def test_the_quickstart_ends_well_and_leaves_nothing_running(
 
 @pytest.mark.timeout(600)
 def test_ctrl_c_in_the_middle_of_training_cleans_up_everything(start: Start, tmp_path: Path):
-    quickstart = start("--epochs", "5000", "--pods", "2")
+    pytest.importorskip("torch")  # so that the other framework's quickstart is seen as well
+    quickstart = start("--framework", "torch", "--pods", "2", "--gap_s", "60")
     screen = tmp_path / "screen"
     wait_until(
         lambda: "stage 1" in screen.read_text() or quickstart.poll() is not None, timeout_s=240
@@ -88,6 +90,7 @@ def test_ctrl_c_in_the_middle_of_training_cleans_up_everything(start: Start, tmp
     quickstart.send_signal(signal.SIGINT)
     assert quickstart.wait(120) == 130
     assert "has been stopped" in screen.read_text()
+    assert "images/s by 1 trainer of 1 thread" in screen.read_text()
     assert strays(tmp_path / "out") == []
 
 
@@ -98,6 +101,11 @@ def test_ctrl_c_in_the_middle_of_training_cleans_up_everything(start: Start, tmp
         pytest.param(["--epochs", "0"], "--epochs: must be at least 1, got 0", id="no epoch"),
         pytest.param(["--gap_s", "0"], "--gap_s: must be between 0.5 and 3600, got 0", id="gap"),
         pytest.param(["--model", "vgg"], "invalid choice: 'vgg'", id="unknown model"),
+        pytest.param(
+            ["--framework", "torch", "--model", "resnet50"],
+            "--model: resnet50 is only there with --framework paddle",
+            id="a model that PyTorch's example lacks",
+        ),
     ],
 )
 def test_a_wrong_command_line_is_named_and_starts_nothing(

@@ -73,31 +73,36 @@ def test_an_abandoned_change_is_told_once():
 
 
 def test_the_live_line_shows_trainers_progress_loss_and_speed():
-    line = live_line(status(stage(1, 2)), 2345.6, 4.2, PLAIN)
+    line = live_line(status(stage(1, 2)), 2345.6, 4.2, 1, PLAIN)
     assert line == (
-        "##.  ============------------  step 70/140  loss 0.1250  accuracy 0.975  2,346 images/s"
+        "##.  ============------------  step 70/140  loss 0.1250  accuracy 0.975  2,346 images/s "
+        "by 2 trainers of 1 thread"
     )
 
 
+def test_the_live_line_says_where_the_trainers_have_gpus():
+    assert live_line(status(stage(1, 2)), 9.0, 0.0, None, PLAIN).endswith("by 2 trainers on 2 GPUs")
+
+
 def test_the_live_line_names_the_state_while_no_step_is_made():
-    line = live_line(status(stage(1, 2), state=JobState.CUTTING_OVER), 2345.6, 4.2, PLAIN)
+    line = live_line(status(stage(1, 2), state=JobState.CUTTING_OVER), 2345.6, 4.2, 1, PLAIN)
     assert line.endswith("  cutting over, 4.2 s")
     assert "images/s" not in line
 
 
 def test_the_live_line_tells_of_trainers_that_start():
     job = status(stage(1, 2, first_step_at=None), metrics={}, step=0)
-    assert live_line(job, None, 4.2, PLAIN).endswith("  trainers are starting, 4.2 s")
+    assert live_line(job, None, 4.2, 1, PLAIN).endswith("  trainers are starting, 4.2 s")
 
 
 def test_the_live_line_lives_with_a_job_that_has_said_nothing_yet():
     job = status(state=JobState.WAITING, metrics={}, total_steps=None, step=0)
-    assert live_line(job, None, 4.2, PLAIN) == "...  step 0  waiting, 4.2 s"
+    assert live_line(job, None, 4.2, 1, PLAIN) == "...  step 0  waiting, 4.2 s"
 
 
 def test_colour_changes_no_word():
     job = status(stage(1, 2), stage(2, 3))
-    assert without_colour(live_line(job, None, 0.0, FULL)).startswith("■■■  ━")
+    assert without_colour(live_line(job, None, 0.0, 1, FULL)).startswith("■■■  ━")
     plain_news = news(None, job, PLAIN)
     coloured = [without_colour(line) for line in news(None, job, FULL)]
     assert [line.replace("■", "#").replace("·", ".") for line in coloured] == plain_news

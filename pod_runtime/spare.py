@@ -1,46 +1,124 @@
-"""Wait as a warm spare: an interpreter that has imported the framework, to become a trainer.
+"""Wait as a warm spare: an interpreter that has imported the framework, to become trainers.
 
-    python -m pod_runtime.spare FD MODULE...
+    python -m pod_runtime.spare FD NICE MODULE...
 
-Started by the launcher, which sends one JSON line over the socket FD when it needs a trainer:
-{"argv": [...], "env": {...}, "log": PATH}. The spare then runs the training script as
-`trainer_main` does. Standard library only, except for MODULE...
+Started by the launcher, at a low priority perhaps, to which it says `ready` on the socket FD, or
+`ready forks` where a fork of it can train. From then on it has the priority NICE. For a trainer the
+launcher sends one JSON line: {"argv", "env", "log", "fork", "mark"}. The spare runs that training
+script as `trainer_main` does: itself, or in a fork, which says {"pid"}. A spare that forks is never
+used up. Standard library only, except for MODULE...
 """
 
 import contextlib
+import ctypes
+import gc
 import importlib
 import importlib.util
 import json
 import os
 import socket
+import stat
 import sys
 import sysconfig
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from pod_runtime.processes import may_raise_priority, set_priority
+from pod_runtime.processes import die_with_parent, set_priority
 from pod_runtime.trainer_main import keep_sigterm_quiet, run
 
-_GENTLE = 19  # nice: an import can double the time of a training's small steps
+MARK = "EDL_SPARE"  # in the environment of a spare and of what it starts: tells whose they are
+_MEMORY_DEVICES = 1  # major number of /dev/null, /dev/urandom and their like
+_ENV_BEGIN, _ENV_END = 47, 48  # in /proc/self/stat, counted from behind the name
 
 
 def main(argv: Sequence[str]) -> None:
     launcher = socket.socket(fileno=int(argv[0]))
-    usual = os.getpriority(os.PRIO_PROCESS, 0)
-    gentle = may_raise_priority()  # else it could never be raised again
-    if gentle:
-        set_priority(_GENTLE)
+    launcher_pid = os.getppid()
     keep_sigterm_quiet()
-    preload(argv[1:])
-    if gentle:
-        set_priority(usual)
+    preload(argv[2:])
+    set_priority(int(argv[1]))
+    forks = can_fork()
+    if forks:
+        gc.collect()
+        gc.freeze()  # else the first collection of a fork would copy all of these objects
     with contextlib.suppress(OSError):  # the launcher did not wait, and has sent its order
-        launcher.sendall(b"ready\n")
-    with launcher.makefile("r", encoding="utf-8") as lines:
-        line = lines.readline()
+        launcher.sendall(b"ready forks\n" if forks else b"ready\n")
+    order = wait_for_order(launcher, launcher_pid)
     launcher.close()
-    if line:  # else the launcher does not need it, or is gone
-        become_trainer(json.loads(line))
+    if order is not None:  # else the launcher does not need it, or is gone
+        become_trainer(order)
+
+
+def can_fork() -> bool:
+    """Whether a fork of this process could train.
+
+    A fork loses all threads but one, and a device that its parent has opened does not work in it.
+    """
+    pid = os.fork()  # before which OpenBLAS ends its threads, to start them anew when needed
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    files = map(int, os.listdir("/proc/self/fd"))
+    return len(os.listdir("/proc/self/task")) == 1 and not any(map(_is_device, files))
+
+
+def _is_device(fd: int) -> bool:
+    try:
+        found = os.fstat(fd)
+    except OSError:  # that by which they were listed
+        return False
+    return stat.S_ISCHR(found.st_mode) and os.major(found.st_rdev) != _MEMORY_DEVICES
+
+
+def wait_for_order(launcher: socket.socket, launcher_pid: int) -> dict[str, object] | None:
+    """Return, in the process that is to be a trainer, the order for it. None: there is none."""
+    with launcher.makefile("r", encoding="utf-8") as lines:
+        for line in lines:
+            order: dict[str, object] = json.loads(line)
+            if not order["fork"]:
+                return order
+            if _fork(launcher_pid):
+                _own_mark(str(order["mark"]))
+                _own_random_numbers()
+                # A launcher that did not wait for this has ended the spare, and reads no more.
+                launcher.sendall(json.dumps({"pid": os.getpid()}).encode() + b"\n")
+                return order
+    return None
+
+
+def _fork(launcher_pid: int) -> bool:
+    """Fork a child of the launcher; return whether this is the child.
+
+    Its first parent ends at once. So it becomes a child of the launcher, which is the subreaper.
+    """
+    between = os.fork()
+    if between:
+        os.waitpid(between, 0)
+        return False
+    between = os.getpid()
+    if os.fork():
+        os._exit(0)
+    while os.getppid() == between:
+        time.sleep(0.000_5)
+    die_with_parent(launcher_pid)
+    return True
+
+
+def _own_mark(mark: str) -> None:
+    """Show another mark, of the same length, in the environment that this process began with."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = int(fields[_ENV_BEGIN]), int(fields[_ENV_END])
+    name = f"{MARK}=".encode()
+    at = (b"\0" + ctypes.string_at(begin, end - begin)).index(b"\0" + name)
+    ctypes.memmove(begin + at + len(name), mark.encode(), len(mark))
+
+
+def _own_random_numbers() -> None:
+    """Draw new seeds: two forks would have the same random numbers."""
+    for name in ("numpy.random", "torch"):  # Python does so itself; Paddle has drawn none yet
+        if name in sys.modules:
+            sys.modules[name].seed()
 
 
 def preload(modules: Iterable[str]) -> None:

@@ -59,8 +59,7 @@ class Director:
     """Decides when the next act is due, by how the job goes on. Knows no clock.
 
     Each stage trains for `gap_s` from its first step on, however long the machine took to get
-    there. So a busy machine takes longer, but by no more than its trainers need to start. A kill
-    waits twice as long: the spares that the last change used up are replaced meanwhile.
+    there. So a busy machine takes longer, but by no more than its trainers need to start.
     """
 
     def __init__(self, acts: tuple[Act, ...], gap_s: float) -> None:
@@ -73,8 +72,7 @@ class Director:
         """Return what to do now, each act once; `now` is monotonic, in seconds."""
         if not self._acts:
             return None
-        turns = 1 if self._acts[0].kill_rank is None else 2
-        if not self._is_quiet(status, now, turns * self._gap_s):
+        if not self._is_quiet(status, now, self._gap_s):
             return None
         self._still_since = now
         return self._acts.popleft()

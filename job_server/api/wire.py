@@ -347,6 +347,7 @@ class PodOrders(Message, frozen=True, kw_only=True):
     heartbeat_s: float
     leave: bool = False  # no stage needs this pod any more: end the trainers and exit 0
     spares: Int = 0  # warm processes that the launcher is to keep
+    adapter: str = ""  # module that they import, as the job's trainers have said; "": not known
 
 
 class ReportKind(Enum):
@@ -418,6 +419,7 @@ class PodReport(Message, frozen=True, kw_only=True):
     peer_lost: bool = False  # FAILED: a victim of another trainer's death, not the cause
     elastic: bool = False  # a trainer of this stage has called the elastic loop
     joins: bool = False  # all its trainers can form the next group while they train
+    adapter: str = ""  # module of their framework's adapter; "": not known
     highest_stage: Int = 0  # STAGE_TOO_LOW
     total_steps: Int | None = None  # None: not known
     step_s: float | None = None  # mean duration of recent steps; None: no step yet

@@ -543,6 +543,7 @@ class Engine:
             heartbeat_s=self.registry.heartbeat_s,
             leave=orders.leave,
             spares=orders.spares,
+            adapter=orders.adapter,
         )
         return to_json(message)
 

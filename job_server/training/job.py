@@ -355,6 +355,7 @@ class Job:
     served: tuple[PlanPod, ...] = ()  # the last committed pods
     legacy_nodes: tuple[Node, ...] = ()  # of the original's clients; (): ours serve it
     elastic: bool = False  # a trainer has called the elastic loop
+    adapter: str = ""  # module of its framework's adapter, which spares import; "": not known
     done: bool = False  # training is complete; its pods are about to exit
     fresh: bool = True  # the next start is the first or follows a pause: no recovery
     cut_off: bool = False  # no pod of the active stage can be reached

@@ -146,6 +146,8 @@ def reported(work: Work, pod_id: str, report: PodReport) -> None:
         return
     if report.elastic and not work.job.elastic:
         work.set(elastic=True)
+    if report.adapter not in ("", work.job.adapter):
+        work.set(adapter=report.adapter)
     if report.kind is ReportKind.EXITED:
         launcher_exited(work, pod, report)
         return

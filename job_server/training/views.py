@@ -40,6 +40,7 @@ class PodView:
     plans: tuple[StagePlan, ...] = ()
     leave: bool = False
     spares: int = 0
+    adapter: str = ""
 
 
 def node_pods(job: Job) -> dict[str, tuple[NodePod, ...]]:
@@ -108,7 +109,7 @@ def pod_orders(job: Job) -> dict[str, PodView]:
         places = tuple(place for place, (ids, _) in enumerate(plans) if pod.pod_id in ids)
         if places not in views:
             own = tuple(plans[place][1] for place in places)
-            views[places] = PodView(plans=own, spares=job.spec.spares)
+            views[places] = PodView(plans=own, spares=job.spec.spares, adapter=job.adapter)
         found[pod.pod_id] = views[places]
     return found
 

@@ -14,7 +14,7 @@ from pod_runtime.channel_wire import (
     Resume,
     Welcome,
 )
-from pod_runtime.launcher.reports import due_reports, makes_progress
+from pod_runtime.launcher.reports import due_reports, makes_progress, starts_after_cut
 from pod_runtime.launcher.state import (
     ELASTIC_GRACE_S,
     TRAINS,
@@ -23,6 +23,7 @@ from pod_runtime.launcher.state import (
     Leaving,
     StageRun,
     TrainerState,
+    awaits_spare,
     find_run,
     new_ranks,
     renumbered,
@@ -75,6 +76,8 @@ class Renumber:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmSpare:
     """Start a spare; answered by `spare_started`, or by `spares_counted` if that fails."""
+
+    hurry: bool = False  # trainers wait for it, or for the one that imports already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +140,8 @@ def decide(pod: LauncherState, now: float) -> tuple[LauncherState, tuple[Action,
     pod, kills = _kill_on_demand(pod)
     actions += kills
     if going is None:
-        actions += _spawn(pod)
+        pod, more = _start(pod)
+        actions += more
         pod, more = _warm(pod, now)
         actions += more
     pod, reports = due_reports(pod, now)
@@ -160,8 +164,7 @@ def next_deadline(pod: LauncherState) -> float | None:
     ]
     if any(makes_progress(run) for run in pod.runs):
         times.append(pod.progress_at)
-    wanted = pod.orders.spares if pod.orders is not None else 0
-    if pod.quiet_since is not None and not pod.warming and pod.spares < wanted:
+    if pod.quiet_since is not None and _lacks_spare(pod):
         times.append(pod.quiet_since + QUIET_S)
     if pod.alive_at is not None:
         times.append(pod.alive_at)
@@ -287,6 +290,7 @@ def _go_on(
         step=run.step,
         epoch=run.epoch,
         total_steps=run.total_steps,
+        adapter=run.adapter,
     )
     message = Go(plan=plan)
     actions: list[Action] = [
@@ -343,6 +347,16 @@ def _kill_on_demand(pod: LauncherState) -> tuple[LauncherState, list[Action]]:
     return replace(pod, kills_done=frozenset(done)), actions
 
 
+def _start(pod: LauncherState) -> tuple[LauncherState, list[Action]]:
+    """Start a stage's trainers, of a spare if that is as quick."""
+    spawns = _spawn(pod)
+    if not awaits_spare(pod) or not (spawns or any(map(starts_after_cut, pod.plans))):
+        return pod, spawns
+    if pod.hurried:
+        return pod, []
+    return replace(pod, hurried=True), [WarmSpare(hurry=True)]
+
+
 def _spawn(pod: LauncherState) -> list[Action]:
     """Start a stage's trainers: while older ones train if its way allows it, else after them."""
     for plan in pod.plans:
@@ -371,10 +385,16 @@ def _warm(pod: LauncherState, now: float) -> tuple[LauncherState, list[Action]]:
     quiet = settled and len(trains) == 1 and trains[0].first_step is not None
     since = (now if pod.quiet_since is None else pod.quiet_since) if quiet else None
     pod = replace(pod, quiet_since=since)
-    wanted = pod.orders.spares if pod.orders is not None else 0
-    if since is None or now < since + QUIET_S or pod.warming or pod.spares >= wanted:
+    if since is None or now < since + QUIET_S or not _lacks_spare(pod):
         return pod, []
     return pod, [WarmSpare()]
+
+
+def _lacks_spare(pod: LauncherState) -> bool:
+    wanted = pod.orders.spares if pod.orders is not None else 0
+    if pod.forks:
+        wanted = min(wanted, 1)  # it makes any number of trainers
+    return not pod.warming and pod.spares < wanted
 
 
 def _hold_at_hand(pod: LauncherState) -> tuple[LauncherState, list[Action]]:

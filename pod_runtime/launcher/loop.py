@@ -11,12 +11,18 @@ import os
 import queue
 import selectors
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 
 from job_server.api.text import describe_exit
-from job_server.api.wire import EXIT_REPORT_S, Attach, PodReport, ReportKind, StagePlan
+from job_server.api.wire import (
+    EXIT_REPORT_S,
+    Attach,
+    PodOrders,
+    PodReport,
+    ReportKind,
+    StagePlan,
+)
 from pod_runtime.channel_wire import (
     Go,
     LauncherMessage,
@@ -152,14 +158,20 @@ class Launcher:
     def _on_link(self, event: LinkEvent) -> None:
         match event:
             case server_link.AttachAnswered(orders):
+                self._heed(orders)
                 self._pod = state.attached(self._pod, orders)
             case server_link.OrdersChanged(orders):
+                self._heed(orders)
                 self._pod = state.ordered(self._pod, orders)
             case server_link.NotWanted(reason):
                 logger.info("the server does not want this pod any more: %s", reason)
                 self._pod = state.leave(self._pod, state.Leaving(code=0, reason=reason))
             case server_link.LauncherRefused(reason):
                 self._pod = state.leave(self._pod, state.Leaving(code=1, reason=reason))
+
+    def _heed(self, orders: PodOrders) -> None:
+        if orders.adapter:  # else what its own trainers have said holds, or what is usual
+            self._pool.preload_adapter(orders.adapter)
 
     def _on_shim_gone(self) -> None:
         logger.error("the pod's shim is gone: ending the trainers")
@@ -256,7 +268,7 @@ class Launcher:
             self._status = self._attach_now()  # before the server gets a report about it
             for action in actions:
                 self._act(action)
-            again = decisions.Spawn | decisions.Invite
+            again = decisions.Spawn | decisions.Invite | decisions.WarmSpare
             if not any(isinstance(action, again) for action in actions):
                 break
         while self._reaped:
@@ -272,8 +284,8 @@ class Launcher:
                     (k, ranks.get(r, r) if k == key else r): connection
                     for (k, r), connection in self._connections.items()
                 }
-            case decisions.WarmSpare():
-                self._warm_spare()
+            case decisions.WarmSpare(hurry=hurry):
+                self._warm_spare(hurry=hurry)
             case decisions.Invite(key=key, plan=plan):
                 self._invite(key, plan)
             case decisions.Move(key=key, rank=rank):
@@ -332,15 +344,21 @@ class Launcher:
             self._connections[new] = self._connections.pop(old)
         self._send(new, message)
 
-    def _warm_spare(self) -> None:
+    def _warm_spare(self, *, hurry: bool) -> None:
+        importing = next((each for each in self._pool.spares if not each.ready), None)
+        if importing is not None:
+            importing.hurry()
+            return
         try:
             if not self._pool.can_warm:
                 raise SpawnError(-1, "--spares: only Python scripts can be run by a spare")
             spare = self._pool.warm_spare()
         except SpawnError as error:
             logger.warning("no spares: %s", error.reason)
-            self._pod = state.spares_counted(self._pod, sys.maxsize, warming=False)
+            self._pod = state.spare_failed(self._pod)
             return
+        if hurry:
+            spare.hurry()
         self._selector.register(spare, selectors.EVENT_READ, spare)
         self._pod = state.spare_started(self._pod)
 
@@ -350,9 +368,10 @@ class Launcher:
             logger.warning("a spare (pid %d) has died; its log: spares.log", spare.process.pid)
             self._selector.unregister(spare)
             self._pool.spares.drop(spare)
-            # Whatever killed it would kill the next one: no more are started until a change.
-            self._pod = state.spares_counted(self._pod, sys.maxsize, warming=False)
+            self._pod = state.spare_failed(self._pod)
             return
+        use = "any number of trainers" if spare.forks else "one trainer"
+        logger.info("a spare (pid %d) is ready, for %s", spare.process.pid, use)
         self._count_spares()
 
     def _count_spares(self) -> None:
@@ -361,7 +380,8 @@ class Launcher:
             if isinstance(key.data, Spare) and key.data not in spares:  # a trainer now
                 self._selector.unregister(key.data)
         warming = any(not spare.ready for spare in spares)
-        self._pod = state.spares_counted(self._pod, len(spares), warming=warming)
+        forks = next((spare.forks for spare in spares if spare.ready), None)
+        self._pod = state.spares_counted(self._pod, len(spares), warming=warming, forks=forks)
 
     def _send_with_segments(self, name: Name, message: LauncherMessage) -> None:
         """Send a trainer a message, with the segments of the state that it is about."""

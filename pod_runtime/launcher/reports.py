@@ -11,6 +11,7 @@ from pod_runtime.launcher.state import (
     TRAINS,
     LauncherState,
     StageRun,
+    awaits_spare,
     find_joining,
     find_run,
     report_on,
@@ -24,6 +25,8 @@ def due_reports(pod: LauncherState, now: float) -> tuple[LauncherState, list[Pod
     for plan in pod.plans:
         key = (plan.stage, plan.attempt)
         run = find_run(pod, key)
+        if run is None and starts_after_cut(plan) and awaits_spare(pod):
+            continue  # not READY: the training need not stand still while it imports
         joining = find_joining(pod, key) if run is None else None
         for report in (
             _status_reports(plan, run) if joining is None else _reports_of_join(plan, joining)
@@ -80,6 +83,11 @@ def _status_reports(plan: StagePlan, run: StageRun | None) -> list[PodReport]:
     if run.trouble is not None:
         reports.append(run.trouble)
     return reports
+
+
+def starts_after_cut(plan: StagePlan) -> bool:
+    """Whether a stage is prepared whose trainers start when those before have stopped."""
+    return plan.order is Order.PREPARE and plan.way is Way.DRAIN
 
 
 def _reports_without_trainers(plan: StagePlan) -> list[PodReport]:

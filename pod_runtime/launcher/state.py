@@ -6,6 +6,7 @@ what has to be done then.
 """
 
 import signal
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -103,6 +104,7 @@ class StageRun:
     previewed: SnapshotRef | None = None  # what its prepared trainers were shown last
     done_step: int | None = None  # None: training is not complete
     joining: JoinAttempt | None = None  # None: they are not asked to join another stage
+    adapter: str = ""  # module of its trainers' framework; "": none has said
 
     @property
     def key(self) -> Key:
@@ -174,6 +176,8 @@ class LauncherState:
     progress_at: float = 0.0  # when the next PROGRESS is due
     spares: int = 0  # warm processes, those that still import included
     warming: bool = False  # one of them imports
+    hurried: bool = False  # a trainer waits for that one
+    forks: bool | None = None  # a spare stays when it makes a trainer; None: not known
     quiet_since: float | None = None  # since when nothing but training happens; None: more does
     at_hand: tuple[Key, int] | None = None  # run and cut whose segments are at hand; None: none
     alive_at: float | None = None  # when ALIVE is due, if no other report is; None: not attached
@@ -239,6 +243,7 @@ def received(pod: LauncherState, key: Key, rank: int, message: TrainerMessage) -
             run = _with_trainer(
                 run, rank, elastic=True, joins=message.joins, parked_at=None, cut_sent=0, **reset
             )
+            run = replace(run, adapter=message.adapter)
         case Prepared():
             run = _with_trainer(run, rank, prepared=True)
         case Formed(stage=stage, attempt=attempt):
@@ -305,9 +310,22 @@ def spare_started(pod: LauncherState) -> LauncherState:
     return replace(pod, spares=pod.spares + 1, warming=True)
 
 
-def spares_counted(pod: LauncherState, count: int, *, warming: bool) -> LauncherState:
-    """A spare is ready, has died, or became a trainer."""
-    return replace(pod, spares=count, warming=warming)
+def spares_counted(
+    pod: LauncherState, count: int, *, warming: bool, forks: bool | None = None
+) -> LauncherState:
+    """A spare is ready, has died, or became a trainer. `forks` None: no more is known than was."""
+    forks = pod.forks if forks is None else forks
+    hurried = pod.hurried and warming
+    return replace(pod, spares=count, warming=warming, hurried=hurried, forks=forks)
+
+
+def spare_failed(pod: LauncherState) -> LauncherState:
+    """A spare could not be started, or has died.
+
+    Whatever killed it would kill the next one: no more are started until a change, and no trainer
+    waits for one again.
+    """
+    return replace(pod, spares=sys.maxsize, warming=False, hurried=False, forks=False)
 
 
 def leave(pod: LauncherState, leaving: Leaving) -> LauncherState:
@@ -374,6 +392,16 @@ def renumbered(run: StageRun, pod_id: str) -> tuple[StageRun, dict[int, int]]:
     return replace(run, trainers=trainers), changed
 
 
+def awaits_spare(pod: LauncherState) -> bool:
+    """Whether the pod's next trainers should wait for a spare that imports, or is to be started.
+
+    They would import as long themselves. A spare that forks is there for the trainers after them.
+    """
+    if pod.orders is None or pod.forks is False:
+        return False
+    return pod.warming or (pod.spares == 0 and pod.orders.spares > 0 and pod.orders.adapter != "")
+
+
 def find_joining(pod: LauncherState, key: Key) -> StageRun | None:
     """Return the run whose trainers are asked to join the attempt `key`; None: there is none."""
     return next((r for r in pod.runs if r.joining is not None and r.joining.key == key), None)
@@ -413,6 +441,7 @@ def report_on(run: StageRun, kind: ReportKind, **fields: Any) -> PodReport:
         epoch=run.epoch,
         elastic=run.elastic,
         joins=run.joins,
+        adapter=run.adapter,
         total_steps=run.total_steps,
         step_s=run.step_s,
         metrics=run.metrics,

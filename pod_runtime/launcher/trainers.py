@@ -12,9 +12,10 @@ from pathlib import Path
 
 from job_server.api.wire import PlanPod
 from pod_runtime.errors import SpawnError
-from pod_runtime.launcher.spares import MARK, Spares
+from pod_runtime.launcher.spares import Forked, Spares
 from pod_runtime.log_tail import read_tail
 from pod_runtime.processes import die_with_parent
+from pod_runtime.spare import MARK
 
 _ESSENCE_CHARS = 300
 _TRAINER_MAIN = str(Path(__file__).parents[1] / "trainer_main.py")
@@ -54,7 +55,7 @@ class TrainerProcess:
                 taken = None
                 if spares is not None and is_script(argv):
                     taken = spares.take(argv[1:], env, log_path)
-                self._process = (
+                self._process: subprocess.Popen[bytes] | Forked = (
                     taken.process
                     if taken is not None
                     else subprocess.Popen(

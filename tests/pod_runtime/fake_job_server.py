@@ -73,6 +73,7 @@ class FakeJobServer:
         self.server_id = "server-1"
         self._plans: tuple[StagePlan, ...] = ()
         self._leave = False
+        self.spares, self.adapter = 0, ""
         self._revision = 1
         self._changed = threading.Condition()
         self._http: ThreadingHTTPServer | None = None
@@ -148,6 +149,8 @@ class FakeJobServer:
             plans=self._plans,
             heartbeat_s=self.heartbeat_s,
             leave=self._leave,
+            spares=self.spares,
+            adapter=self.adapter,
         )
 
     def _answer(self, handler: BaseHTTPRequestHandler, body: bytes) -> None:

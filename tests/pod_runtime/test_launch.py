@@ -153,6 +153,20 @@ def make_pod(server: FakeJobServer, tmp_path: Path) -> Iterator[Callable[..., Po
         pod.end()
 
 
+def parent(pid: int) -> int:
+    process = processes.read(pid)
+    assert process is not None
+    return process.ppid
+
+
+def command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def wait_gone(pod: PodUnderTest, orphan: int) -> None:
+    wait_until(lambda: orphan not in pod.living(), what="the orphan is gone")
+
+
 def open_segments(pid: int) -> int:
     """Return how many descriptors of segments a process holds."""
     found = 0
@@ -289,10 +303,35 @@ def test_trainers_killed_by_order_are_killed_once_and_their_helpers_with_them(se
     assert failed.reason == ""
     helper = re.search(r"helper (\d+)", pod.log(1, 1))
     assert helper is not None
-    wait_until(lambda: int(helper[1]) not in pod.living(), what="the orphan is gone")
+    wait_gone(pod, int(helper[1]))
     assert {env["PADDLE_TRAINER_ID"] for env in pod.living().values() if "EDL_STAGE" in env} == {
         "0"
     }
+
+
+def test_a_crash_soon_after_a_change_finds_the_spare_that_made_its_trainers(server, make_pod):
+    server.spares = 1
+    pod = make_pod()
+    # A module of its own in place of a framework's: what is imported makes no difference here.
+    pod.train("--adapter", "pod_runtime.trainer.frameworks.adapter", "--helper")
+    wait_until(lambda: "is ready, for any number of trainers" in pod.console(), 300)
+    found = re.search(r"warming a spare trainer \(pid (\d+)\)", pod.console())
+    assert found is not None
+    spare = int(found[1])
+    for stage in (2, 3):  # a change; a crash of its trainers, at once
+        server.say(make_plan(stage - 1, Order.END, (pod.part(),)))
+        server.wait_told(ReportKind.ENDED, stage - 1)
+        start_stage(server, stage, pod)
+        begun = re.search(r"helper (\d+)", pod.log(0, stage))
+        assert begun is not None
+        helper = int(begun[1])
+        trainer = parent(helper)
+        assert command(trainer) == command(spare), "it is a fork of it"
+        assert parent(trainer) == pod.launcher()
+        os.kill(trainer, signal.SIGKILL)
+        assert server.wait_told(ReportKind.FAILED, stage).code == -signal.SIGKILL
+        wait_gone(pod, helper)
+    assert pod.console().count("warming a spare") == 1
 
 
 def test_a_trainer_that_lost_its_peer_is_a_victim_and_the_cause_is_told_too(server, make_pod):

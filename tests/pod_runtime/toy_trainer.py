@@ -2,6 +2,7 @@
 
 python toy_trainer.py [--steps N] [--plain SECONDS] [--fail STEP] [--say_too_low] [--exit CODE]
                       [--helper] [--snapshot] [--ignore_sigterm] [--print TEXT] [--hold FILE]
+                      [--adapter MODULE]
 """
 
 import argparse
@@ -28,6 +29,7 @@ parser.add_argument("--snapshot", action="store_true")
 parser.add_argument("--ignore_sigterm", action="store_true")
 parser.add_argument("--print", dest="text")
 parser.add_argument("--hold", help="no step follows the fifth while this file exists")
+parser.add_argument("--adapter", default="")
 args = parser.parse_args()
 
 rank = int(os.environ["PADDLE_TRAINER_ID"])
@@ -73,7 +75,7 @@ def hear_at_once() -> dict[str, Any]:
     return received[0]
 
 
-say("hello", rank=rank, stage=stage, pid=os.getpid())
+say("hello", rank=rank, stage=stage, pid=os.getpid(), adapter=args.adapter)
 welcome, segment_fds = hear()
 held = [header.stamp.stage for fd in segment_fds if (header := read_newest(fd)) is not None]
 print("welcome", json.dumps({"stages": held}))

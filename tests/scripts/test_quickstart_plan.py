@@ -80,10 +80,10 @@ def test_an_act_comes_when_its_stage_has_trained_for_a_gap():
     assert looks(director, (second, 96), (second, 200)) == [Act(pods=1), None], "each act once"
 
 
-def test_a_kill_waits_twice_as_long_for_its_spares():
+def test_a_kill_waits_no_longer_than_a_change():
     director = Director((Act(kill_rank=1),), gap_s=5.0)
     job = status(stage(1, 2))
-    assert looks(director, (job, 1), (job, 10.5), (job, 11)) == [None, None, Act(kill_rank=1)]
+    assert looks(director, (job, 1), (job, 5.5), (job, 6)) == [None, None, Act(kill_rank=1)]
 
 
 def test_a_change_that_was_given_up_holds_up_nothing():

@@ -69,6 +69,18 @@ def test_a_stage_goes_through_its_phases_and_each_pod_is_told_its_part():
     ]
 
 
+def test_a_pod_that_comes_later_is_told_the_framework_of_the_others():
+    """So that it imports that before its first trainer is wanted, and keeps a spare."""
+    made = trains(world())
+    assert made.orders("pod_0_0").adapter == ""
+    tell(made, "pod_1_0", ReportKind.PROGRESS, 1, step=7, adapter="framework.adapter")
+    made.stop_server()
+    made.start_server()
+    made.resize(3)
+    made.run_until(JobState.CUTTING_OVER)
+    assert made.orders("pod_2_0").adapter == "framework.adapter"
+
+
 def test_a_leaving_pod_holds_its_snapshot_until_the_next_stage_has_one():
     made = trains(world())
     made.resize(1)

@@ -1,5 +1,6 @@
-"""Warm spares, as real processes: they become the trainer that they stand in for."""
+"""Warm spares, as real processes: they fork trainers, or become the one that they stand in for."""
 
+import ctypes
 import json
 import os
 import signal
@@ -10,16 +11,23 @@ from pathlib import Path
 
 import pytest
 
-from job_server.api.wire import Order, PodOrders
+from job_server.api.wire import Order, PodOrders, ReportKind, StagePlan, Way
 from pod_runtime.launcher import decisions as launcher_decisions
-from pod_runtime.launcher.decisions import QUIET_S, WarmSpare
-from pod_runtime.launcher.spares import MARK, Spares
-from pod_runtime.launcher.state import spare_started, spares_counted
+from pod_runtime.launcher.decisions import QUIET_S, SendReport, Spawn, WarmSpare
+from pod_runtime.launcher.spares import Spare, Spares
+from pod_runtime.launcher.state import ordered, spare_failed, spare_started, spares_counted
 from pod_runtime.launcher.trainers import TrainerProcess
-from pod_runtime.processes import is_alive, may_raise_priority, read, start_time
+from pod_runtime.processes import (
+    is_alive,
+    may_raise_priority,
+    read,
+    set_child_subreaper,
+    start_time,
+)
+from pod_runtime.spare import MARK
 from tests.pod_runtime.launcher.test_launcher_state import NOW, Simulated, plan, preparing
 from tests.programs import run_code
-from tests.support import wait_until
+from tests.support import ROOT, wait_until
 
 TELL = """
 import json, os, sys
@@ -44,22 +52,32 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def subreaper():
+    """Be what a launcher is: the parent of what a spare forks."""
+    set_child_subreaper()
+    yield
+    ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)
+
+
 @pytest.fixture
 def spares(tmp_path: Path):
-    # Without Paddle, which takes a second to import: what is imported is another test's business.
+    # Without a framework, which takes seconds to import: what is imported is another test's affair.
     made = Spares((), tmp_path / "log")
     yield made
     made.end_all()
 
 
-def ready(spares: Spares, env: dict[str, str] | None = None) -> None:
+def ready(spares: Spares, env: dict[str, str] | None = None) -> Spare:
     spare = spares.start({"PATH": os.environ["PATH"], "OLD": "1", **(env or {})})
 
     def is_ready() -> bool:
-        assert spare.receive()
+        assert spare.receive(), "the spare has died"
         return spare.ready
 
-    wait_until(is_ready, 60)
+    spare.hurry()  # else the imports wait for a processor behind all else
+    wait_until(is_ready, 300)
+    return spare
 
 
 def start(spares: Spares, script: Path, *args: str) -> TrainerProcess:
@@ -88,28 +106,45 @@ def end(trainer: TrainerProcess) -> int:
 
 
 def test_a_script_finds_what_it_finds_when_it_is_started_itself(spares, script):
-    ready(spares)
-    pid = next(iter(spares)).process.pid
-    trainer = start(spares, script, "--epochs", "3")
-    assert trainer.pid == pid
-    assert end(trainer) == 0
-    warm = told(script)
-    (script.parent / "trainer.log").unlink()
-    trainer = start(spares, script, "--epochs", "3")  # no spare is left
-    assert trainer.pid != pid
+    trainer = start(spares, script, "--epochs", "3")  # there is no spare
     assert end(trainer) == 0
     cold = told(script)
-    for each in (warm, cold):
-        env = each["env"]
-        assert isinstance(env, dict)
-        assert env.pop(MARK, "") == ("1" if each is warm else "")
-        for name in ("LC_CTYPE", "OLDPWD"):
-            env.pop(name, None)
-    assert warm == cold
+    spare = ready(spares)
+    for number in range(2):
+        (script.parent / "trainer.log").unlink()
+        trainer = start(spares, script, "--epochs", "3")
+        assert trainer.pid != spare.process.pid
+        assert end(trainer) == 0, trainer.last_words()
+        warm = told(script)
+        assert list(spares) == [spare], "it makes trainers, and stays"
+        for each, mark in ((warm, trainer.marks[MARK]), (cold, "")):
+            env = each["env"]
+            assert isinstance(env, dict)
+            assert env.pop(MARK, "") == mark
+            for name in ("LC_CTYPE", "OLDPWD"):
+                env.pop(name, None)
+        assert warm == cold, number
     assert warm["argv"] == [str(script), "--epochs", "3"]
     assert warm["beside"] == 7
     assert "OLD" not in warm["env"]  # type: ignore[operator]
     assert warm["nice"] == os.getpriority(os.PRIO_PROCESS, 0)
+
+
+THREAD = "import threading as t, time; t.Thread(target=time.sleep, args=[600], daemon=True).start()"
+DEVICE = "import os; os.openpty()"
+NOTHING = "import threading"
+
+
+@pytest.mark.parametrize(("imported", "forks"), [(THREAD, False), (DEVICE, False), (NOTHING, True)])
+def test_a_spare_forks_only_where_a_fork_loses_nothing(spares, script, imported, forks):
+    (script.parent / "sitecustomize.py").write_text(imported)
+    spare = ready(spares, {"PYTHONPATH": str(script.parent)})
+    assert spare.forks == forks
+    trainer = start(spares, script)
+    assert (trainer.pid == spare.process.pid) == (not forks)
+    assert list(spares) == ([spare] if forks else [])
+    assert end(trainer) == 0, trainer.last_words()
+    assert told(script)["argv"] == [str(script)]
 
 
 def test_a_script_behind_a_link_finds_what_lies_beside_it(spares, script):
@@ -139,7 +174,10 @@ def test_a_script_that_fails_leaves_its_error_as_its_last_words(spares, script):
 
 
 ENDS = """
-import os, signal
+import os, random, signal
+import numpy, paddle, torch
+drawn = paddle.randn([1]).item(), torch.randn(1).item(), numpy.random.rand(), random.random()
+print("drawn", *drawn, flush=True)
 for number in (signal.SIGTERM, signal.SIGSEGV):
     pid = os.fork()
     if pid == 0:
@@ -148,19 +186,27 @@ for number in (signal.SIGTERM, signal.SIGSEGV):
 """
 
 
-def test_a_trainer_with_paddle_says_nothing_of_a_sigterm_and_all_of_a_crash(tmp_path, script):
+def test_forks_of_a_spare_with_frameworks_are_trainers_like_others(tmp_path, script):
     script.write_text(ENDS)
-    spares = Spares(("paddle",), tmp_path / "log")
+    spares = Spares(("paddle", "torch", "numpy.random"), tmp_path / "log")
+    drawn = set()
     try:
-        ready(spares)
-        assert end(start(spares, script)) == 0
+        spare = ready(spares)
+        assert spare.forks
+        for _ in range(2):
+            (tmp_path / "trainer.log").unlink(missing_ok=True)
+            assert end(start(spares, script)) == 0
+            log = (tmp_path / "trainer.log").read_text()
+            numbers, _, log = log.partition("\n")
+            drawn.update(numbers.split()[1:])
+            # Paddle says nothing of a SIGTERM, and all of a crash.
+            quiet, _, loud = log.partition("ended by 15\n")
+            assert quiet == ""
+            assert "`Segmentation fault` is detected" in loud
+            assert loud.endswith("ended by 11\n")
     finally:
         spares.end_all()
-    log = (tmp_path / "trainer.log").read_text()
-    quiet, _, loud = log.partition("ended by 15\n")
-    assert quiet == ""
-    assert "`Segmentation fault` is detected" in loud
-    assert loud.endswith("ended by 11\n")
+    assert len(drawn) == 8, "each has random numbers of its own"
 
 
 def test_a_spare_that_still_imports_is_taken_and_hurries(spares, script):
@@ -173,8 +219,7 @@ def test_a_spare_that_still_imports_is_taken_and_hurries(spares, script):
 
 
 def test_a_spare_that_died_unnoticed_is_no_loss(spares, script):
-    ready(spares)
-    spare = next(iter(spares))
+    spare = ready(spares)
     os.kill(spare.process.pid, signal.SIGKILL)
     spare.process.wait()
     trainer = start(spares, script)
@@ -182,7 +227,7 @@ def test_a_spare_that_died_unnoticed_is_no_loss(spares, script):
     assert told(script)["argv"] == [str(script)]
 
 
-def test_what_a_trainer_that_was_a_spare_forked_is_found_by_the_spares_mark(script):
+def test_what_a_trainer_forked_is_found_by_its_mark_and_no_other_trainers_with_it(script):
     code = f"""
 import os, sys
 from pathlib import Path
@@ -194,13 +239,20 @@ processes.set_child_subreaper()
 spares = Spares((), Path({str(script.parent)!r}))
 spare = spares.start({{}})
 wait_until(lambda: spare.receive() and spare.ready)
-trainer = TrainerProcess(stage=4, attempt=0, rank=2, argv=[sys.executable, {str(script)!r}, "fork"],
-                         env={{}}, log_path=Path({str(script.parent)!r}) / "log", spares=spares)
+def start():
+    return TrainerProcess(
+        stage=4, attempt=0, rank=2, argv=[sys.executable, {str(script)!r}, "fork"],
+        env={{}}, log_path=Path({str(script.parent)!r}) / "log", spares=spares)
+trainer, other = start(), start()
 trainer.reap()
-killed = orphans.kill_orphans(trainer.marks, ())
+other.reap()
+killed = orphans.kill_orphans(trainer.marks, [spare.process.pid])
 print(len(killed), killed == orphans.reap_adopted(()), len(processes.descendants(os.getpid())))
+killed |= orphans.kill_orphans(other.marks, [spare.process.pid])
+spares.end_all()
+print(len(killed), len(processes.descendants(os.getpid())))
 """
-    assert run_code(code) == "1 True 0\n"
+    assert run_code(code) == "1 True 2\n2 0\n"
 
 
 @pytest.mark.parametrize(
@@ -217,24 +269,34 @@ def test_only_what_is_installed_is_imported_ahead(tmp_path, script, module, why)
     assert "--preload: pytest" not in log
 
 
-def test_a_spare_ends_with_its_launcher(tmp_path):
-    code = (
-        "import sys, time; from pathlib import Path\n"
-        "from pod_runtime.launcher.spares import Spares\n"
-        "s = Spares((), Path(sys.argv[1])); print(s.start({}).process.pid, "
-        "flush=True); time.sleep(600)"
-    )
+def test_a_spare_and_what_it_forked_end_with_their_launcher(tmp_path, script):
+    script.write_text("import time; time.sleep(600)")
+    code = f"""
+import os, sys, time
+from pathlib import Path
+from pod_runtime import processes
+from pod_runtime.launcher.spares import Spares
+from tests.support import wait_until
+processes.set_child_subreaper()
+spares = Spares((), Path({str(tmp_path)!r}))
+spare = spares.start({{}})
+wait_until(lambda: spare.receive() and spare.ready)
+taken = spares.take([{str(script)!r}], {{}}, Path({str(tmp_path / "log")!r}))
+print(spare.process.pid, taken.process.pid, processes.read(taken.process.pid).ppid == os.getpid(),
+      flush=True)
+time.sleep(600)
+"""
     launcher = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
     assert launcher.stdout is not None
-    pid = int(launcher.stdout.readline())
-    started = start_time(pid)
-    assert started is not None
+    *pids, is_child = launcher.stdout.readline().split()
+    assert is_child == "True"
+    begun = [(int(pid), start_time(int(pid)) or 0) for pid in pids]
     launcher.kill()
     launcher.wait(30)
     launcher.stdout.close()
-    wait_until(lambda: not is_alive(pid, started), 30)
+    wait_until(lambda: not any(is_alive(pid, started) for pid, started in begun), 30)
 
 
 def test_importing_is_gentle_only_where_the_priority_can_be_raised_again():
@@ -252,12 +314,9 @@ def test_importing_is_gentle_only_where_the_priority_can_be_raised_again():
 # --- when the launcher starts one -----------------------------------------------------------------
 
 
-def wants(pod: Simulated, spares: int) -> None:
+def wants(pod: Simulated, spares: int, adapter: str = "") -> None:
     assert pod.pod.orders is not None
-    orders = PodOrders(
-        server_id="s", revision=99, plans=pod.pod.plans, heartbeat_s=1.0, spares=spares
-    )
-    pod.pod = replace(pod.pod, orders=orders)
+    pod.pod = replace(pod.pod, orders=replace(pod.pod.orders, spares=spares, adapter=adapter))
 
 
 def warms(pod: Simulated, now: float) -> bool:
@@ -274,10 +333,19 @@ def test_a_spare_is_started_late_and_one_at_a_time():
     assert warms(pod, NOW + QUIET_S)
     pod.pod = spare_started(pod.pod)
     assert not warms(pod, NOW + QUIET_S + 60)
-    pod.pod = spares_counted(pod.pod, 1, warming=False)
+    pod.pod = spares_counted(pod.pod, 1, warming=False, forks=False)
     assert warms(pod, NOW + QUIET_S + 61)
     pod.pod = spares_counted(pod.pod, 2, warming=False)
     assert not warms(pod, NOW + QUIET_S + 90)
+
+
+def test_one_spare_that_forks_is_enough():
+    pod = Simulated()
+    pod.train()
+    wants(pod, 2)
+    assert warms(pod, NOW + QUIET_S)
+    pod.pod = spares_counted(pod.pod, 1, warming=False, forks=True)
+    assert not warms(pod, NOW + QUIET_S + 60)
 
 
 def test_no_spare_is_started_beside_a_preparation():
@@ -286,3 +354,78 @@ def test_no_spare_is_started_beside_a_preparation():
     pod.told(plan(1, Order.GO), preparing())
     wants(pod, 1)
     assert not warms(pod, NOW + 100)
+
+
+def comes(pod: Simulated, *plans: StagePlan) -> list[object]:
+    """Tell a pod of its plans, in a job whose framework is known; return what it does."""
+    orders = PodOrders(
+        server_id="s", revision=1, plans=plans, heartbeat_s=1.0, spares=1, adapter="some.adapter"
+    )
+    pod.pod = ordered(pod.pod, orders)
+    return pod.settle()
+
+
+def spawns(actions: list[object]) -> bool:
+    return any(isinstance(action, Spawn) for action in actions)
+
+
+@pytest.mark.parametrize("way", [Way.REPLACE, Way.JOIN, Way.START])
+def test_a_new_pods_first_trainers_are_made_of_a_spare_that_stays(way):
+    order = Order.START if way is Way.START else Order.PREPARE
+    pod = Simulated()
+    assert comes(pod, plan(4, order, way=way)) == [WarmSpare(hurry=True)]
+    pod.pod = spare_started(pod.pod)
+    assert not spawns(pod.settle())
+    pod.pod = spares_counted(pod.pod, 1, warming=False, forks=True)
+    assert spawns(pod.settle())
+    # A crash a moment later finds the same one.
+    comes(pod, plan(4, Order.END, way=way))
+    pod.die(0, -signal.SIGKILL, 4)
+    actions = pod.die(1, -signal.SIGKILL, 4)
+    actions += comes(pod, plan(5, Order.START, way=Way.START))
+    assert spawns(actions)
+    assert not any(isinstance(action, WarmSpare) for action in actions)
+
+
+def test_a_pod_is_ready_for_a_change_by_drain_when_its_spare_is():
+    """Else the training would stand still while that imports."""
+
+    def is_ready(actions: list[object]) -> bool:
+        kinds = [action.report.kind for action in actions if isinstance(action, SendReport)]
+        return ReportKind.READY in kinds
+
+    pod = Simulated()
+    actions = comes(pod, plan(4, Order.PREPARE, way=Way.DRAIN))
+    assert actions == [WarmSpare(hurry=True)]
+    pod.pod = spare_started(pod.pod)
+    assert not is_ready(pod.settle())
+    pod.pod = spares_counted(pod.pod, 1, warming=False, forks=True)
+    assert is_ready(pod.settle())
+
+
+def test_trainers_are_started_without_a_spare_that_does_not_come_or_does_not_stay():
+    pod = Simulated()
+    comes(pod, plan(4, Order.START))
+    pod.pod = spare_failed(pod.pod)
+    assert spawns(pod.settle())
+    pod.pod = spares_counted(pod.pod, 0, warming=False)
+    pod.die(0, 1, 4)
+    pod.die(1, 1, 4)
+    assert spawns(comes(pod, plan(5, Order.START))), "nothing is waited for twice"
+    pod = Simulated()
+    pod.pod = spares_counted(pod.pod, 0, warming=False, forks=False)
+    assert spawns(comes(pod, plan(4, Order.START)))
+
+
+def test_a_spare_that_imports_late_hurries_when_a_trainer_waits_for_it():
+    pod = Simulated()
+    pod.train()
+    wants(pod, 1)
+    assert warms(pod, NOW + QUIET_S)
+    pod.pod = spare_started(pod.pod)
+    actions = comes(pod, plan(1, Order.GO), plan(2, Order.PREPARE, way=Way.REPLACE))
+    assert WarmSpare(hurry=True) in actions
+    assert not spawns(actions)
+    assert not warms(pod, pod.now), "once"
+    pod.pod = spares_counted(pod.pod, 1, warming=False, forks=True)
+    assert spawns(pod.settle())

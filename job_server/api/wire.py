@@ -332,6 +332,7 @@ class StagePlan(Message, frozen=True, kw_only=True):
     halt: str = ""  # with CUT: the job is to "pause" or to "stop"; "": neither
     submitted_at: float = 0.0  # of the job: ids are used again; 0: a server of the version before
     take_over: bool = False  # of the job
+    min_trainers: Int = 0  # of the job; 0: a server of the version before
 
     @property
     def world_size(self) -> int:
@@ -621,6 +622,10 @@ class JobSpec(Message, frozen=True, kw_only=True):
         if self.pods is not None:
             return self.pods
         return self.min_pods if self.kind is JobKind.TEACHER else self.max_pods
+
+    @property
+    def min_trainers(self) -> int:
+        return self.min_pods * self.slots_per_pod
 
     @property
     def max_trainers(self) -> int:

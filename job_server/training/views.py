@@ -127,6 +127,7 @@ def _plan(job: Job, stage: JobStage) -> StagePlan:
         master=f"{first.addr}:{first.ports[0]}",
         restore_from=stage.restore_from,
         max_trainers=job.spec.max_trainers,
+        min_trainers=job.spec.min_trainers,
         durable=_cutting_for_halt(job),
         patient=_cutting_for_join(job),
         cut=stage.cut,

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar, NoReturn
 
 from pod_runtime.channel_wire import Done
@@ -16,15 +17,18 @@ from pod_runtime.trainer.errors import PeerLost, StageChanged, UsageError
 from pod_runtime.trainer.frameworks.adapter import Adapter
 from pod_runtime.trainer.frameworks.choose import make_adapter
 from pod_runtime.trainer.loop.evaluation import Fn, evaluate
+from pod_runtime.trainer.loop.measure import MeasuringStep, smallest_shard
 from pod_runtime.trainer.loop.script_changes import ScriptChanges
 from pod_runtime.trainer.loop.stage_steps import StageSteps, TrainingStep, shortened
 from pod_runtime.trainer.loop.warmup import WarmupStep
 from pod_runtime.trainer.membership.link import StageStart
+from pod_runtime.trainer.membership.restore import own_state
 from pod_runtime.trainer.membership.settings import LoopSettings
 from pod_runtime.trainer.membership.stage import StageJoiner, TrainerStage
 from pod_runtime.trainer.membership.termination import on_sigterm
 from pod_runtime.trainer.progress.best import BestCheckpoint, check_metric, find_best
 from pod_runtime.trainer.progress.scaling import Policy
+from pod_runtime.trainer.progress.shard_choice import choose_shards, sizes_to_measure
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +85,9 @@ class Loop:
             promise: what holds when the number of trainers changes. "rounding": the result depends
                 on it by rounding only. "statistics": as with data parallel training, at its speed:
                 each trainer computes its share of a batch in one piece.
-            shards: V, into how many a global batch is cut; fixed for the run. None: as stored,
-                else the most trainers that the job may have.
+            shards: V, into how many a global batch is cut; fixed for the run. None: as stored; at a
+                fresh start the most trainers that the job may have, or more where fewer trainers
+                would often wait for each other: what shards cost is then measured, and logged.
             accumulation_steps: batches that make one update. It takes all of them as its global
                 batch, in so many times the shards; steps, `steps_per_epoch` and `save_steps` count
                 updates. At an epoch's end an update may take fewer; `drop_last` leaves these out.
@@ -144,6 +149,8 @@ class Loop:
             )
         self._reader_factory = reader
         self._stop_asked = False
+        self._smallest_shard = smallest_shard(_listed(model))
+        self._shards_asked = False  # the script knows V
         self._is_noted = False  # what the model is like before the first step
         self._epoch: Epoch | None = None  # None: none was asked for
         env = TrainerEnv.read(os.environ)
@@ -186,9 +193,7 @@ class Loop:
         return self._steps
 
     def _adopt(self, stage: TrainerStage) -> StageSteps:
-        self._steps = StageSteps(
-            stage, self._source, loss=self._settings.loss, factory=self._reader_factory
-        )
+        self._steps = self._make_steps(stage)
         unowned = self._adapter.unowned()
         if unowned and self.rank == 0 and stage.progress.cursor.global_step == 0:
             logger.warning(
@@ -199,6 +204,11 @@ class Loop:
         if stage.link is not None:
             on_sigterm(stage.member.end_soon, stage.member.end_if_waiting)
         return self._steps
+
+    def _make_steps(self, stage: TrainerStage) -> StageSteps:
+        return StageSteps(
+            stage, self._source, loss=self._settings.loss, factory=self._reader_factory
+        )
 
     def _move(self, start: StageStart) -> None:
         """Go on in the next stage, in the middle of this script: the launcher has committed it."""
@@ -235,6 +245,7 @@ class Loop:
     @property
     def shards_per_batch(self) -> int:
         """V: into how many shards a global batch is cut."""
+        self._shards_asked = True
         return self._entered().stage.progress.batches.shards
 
     def epochs(self) -> Iterator[Epoch]:
@@ -417,6 +428,7 @@ class Loop:
                 f"shards: the dataset has {source.length} samples, the training set "
                 f"{self._source.length}, or they are others; pass the same to Loop as train_set"
             )
+        self._shards_asked = True
         return self._entered().feed.shards(source, with_ids=with_ids)
 
     # --- steps
@@ -439,6 +451,8 @@ class Loop:
             self._changes.steps_reached_with_state()
         else:
             self._changes.steps_reached(self._steps.cursor)
+        if self._entered().stage.worlds is not None:
+            yield from self._choose_shards(self._entered().stage)
         steps = self._entered()
         while not (steps.stage.progress.is_finished or steps.stage.progress.epoch_is_over):
             step = self._open_step = steps.begin()
@@ -485,6 +499,45 @@ class Loop:
             self._changes.state_loaded_in_body(self._steps.cursor)
         self._joiner.settled()
         self._entered().restart_clock()
+
+    def _choose_shards(self, stage: TrainerStage) -> Iterator[Step]:
+        """Settle V; yield a step that does not count, if costs are to be measured for that."""
+        progress, source, worlds = stage.progress, self._source, stage.worlds
+        assert worlds is not None
+        usual, batch_size = progress.batches.shards, progress.batches.batch_size
+        sizes = sizes_to_measure(batch_size, worlds, self._smallest_shard)
+        shards, why = usual, ""
+        if sizes is None:
+            pass  # no other number suits these worlds better
+        elif self._reader_factory is not None or source.dataset is None:
+            why = "the most trainers: data that come by reader= are not read for measuring"
+        elif (source.length or 0) < sizes[1]:
+            why = "the most trainers: there is less data than a batch"
+        else:
+            before = own_state(self._adapter, progress.status())
+            step = self._open_step = MeasuringStep(
+                self._adapter,
+                source,
+                sizes=sizes,
+                shards=usual,
+                seed=self._settings.seed,
+                loss=self._settings.loss,
+                cursor=lambda: progress.cursor,
+            )
+            yield step
+            self._open_step = None
+            self._adapter.drop_step()
+            self._adapter.load(before.layout, before.data, before.scalars)
+            choice = choose_shards(batch_size, worlds, step.cost, smallest=self._smallest_shard)
+            shards, why = choice.shards, f"measured: {choice}"
+        with self._surviving():
+            agreed = stage.member.agree_on_shards(None if self._shards_asked else shards)
+        progress.choose_shards(usual if agreed is None else agreed)
+        if self.rank == 0:
+            if agreed is None:
+                why = "the most trainers, as the script asked for it before the first step"
+            logger.info("promise: %s%s", progress.promise, why and f" ({why})")
+        self._steps = self._make_steps(replace(stage, worlds=None))
 
     def _meet_between_steps(self) -> None:
         # Within a step the update is made and not committed: no state to put away. The cut waits.

@@ -113,6 +113,15 @@ class StageMember:
         self._adapter.all_reduce(votes)
         return bool(votes[0])
 
+    def agree_on_shards(self, mine: int | None) -> int | None:
+        """Return the number of shards that rank 0 has chosen; None: on some rank it is fixed.
+
+        All ranks call it.
+        """
+        votes = np.array([float((mine or 0) if self.rank == 0 else 0), float(mine is None)])
+        self._adapter.all_reduce(votes)
+        return None if votes[1] else round(votes[0])
+
     def end_epoch(self, stop: bool) -> tuple[bool, SnapshotRequest]:
         """Agree on whether it was the last epoch, and on what is done then. All ranks call it."""
         request = self._state_manager.request_after_epoch()

@@ -89,7 +89,7 @@ class StateRestore:
         if source == self.rank and self.carried is not None:
             # A snapshot rather than the model itself: its script may have touched that since, as a
             # scheduler does at the end of an epoch.
-            held = self.carried.host_state() or _own_state(self.adapter, self.carried.status)
+            held = self.carried.host_state() or own_state(self.adapter, self.carried.status)
         return self._share(held, source)
 
     def _load_local(self, wanted: RestoreFrom) -> Restored:
@@ -203,7 +203,7 @@ class StateRestore:
             return self._load(state, from_checkpoint=from_checkpoint)
         head = np.zeros(4, np.int64)
         if self.rank == source:
-            sent = state or _own_state(self.adapter, fresh)
+            sent = state or own_state(self.adapter, fresh)
             meta = np.frombuffer(sent.meta(), np.uint8).copy()
             data = np.frombuffer(sent.data, np.uint8).copy()
             head[:] = (meta.size, data.size, state is None, self.stage)
@@ -265,7 +265,8 @@ def _newest_of(store: CheckpointStore) -> _Read:
     return read
 
 
-def _own_state(adapter: Adapter, status: LoopStatus) -> HostState:
+def own_state(adapter: Adapter, status: LoopStatus) -> HostState:
+    """Return this rank's state as it is now, in memory of its own."""
     layout = adapter.layout()
     data = bytearray(layout.total_bytes)
     adapter.copy_out(memoryview(data))

@@ -51,6 +51,9 @@ class TrainerStage:
     member: StageMember
     link: LauncherLink | None  # None: outside EDL
     is_saved: bool  # nothing was left to train, and the state came from an intact checkpoint
+    # The numbers of trainers that the job may have, where the number of shards is to be chosen for
+    # them before the first step. None: it is settled.
+    worlds: range | None = None
 
 
 class StageJoiner:
@@ -468,7 +471,17 @@ class StageJoiner:
             steps_per_epoch=settings.steps_per_epoch,
             accumulation_steps=settings.accumulation_steps,
         )
-        if rank == 0:
+        # At a fresh start nothing depends on V yet.
+        is_open = (
+            restored.came_from is None
+            and status.promise == "rounding"
+            and policy == "fixed_global"
+            and settings.shards is None
+            and settings.accumulation_steps == 1
+            and 0 < plan.min_trainers < plan.max_trainers
+        )
+        worlds = range(plan.min_trainers, plan.max_trainers + 1) if is_open else None
+        if rank == 0 and worlds is None:
             logger.info("promise: %s", progress.promise)
         auto = settings.snapshot_steps == "auto"
         snapshots = NodeSnapshots(
@@ -510,6 +523,7 @@ class StageJoiner:
             member=member,
             link=link,
             is_saved=progress.is_finished and restored.from_checkpoint,
+            worlds=worlds,
         )
 
 

@@ -50,6 +50,13 @@ class TrainingProgress:
     def run(self) -> RunInfo:
         return self._before.run
 
+    def choose_shards(self, shards: int) -> None:
+        """Cut batches into so many shards; only before the first step."""
+        assert self.cursor.global_step == 0
+        self._before = replace(self._before, shards=shards)
+        self.batches = replace(self.batches, shards=shards)
+        self.version += 1
+
     @property
     def promise(self) -> str:
         """What the training promises, and its number of shards, for people."""

@@ -233,6 +233,7 @@ class FakeLauncher:
         self.folder = folder
         self.run_dir = folder / "run"
         self.script = SCRIPTS / script
+        self.min_trainers = 0  # 0: not told
         self.max_trainers = max_trainers
         self.submitted_at = 1.0  # of the job
         self.take_over = False
@@ -411,6 +412,7 @@ class FakeLauncher:
         plan = StagePlan(
             job_id="job", stage=number, flag=0, way=Way.DRAIN, order=Order.START, pods=pods,
             master=f"127.0.0.1:{port}", restore_from=restore, max_trainers=self.max_trainers,
+            min_trainers=self.min_trainers,
             submitted_at=self.submitted_at, take_over=self.take_over,
         )  # fmt: skip
         return pod_env, plan

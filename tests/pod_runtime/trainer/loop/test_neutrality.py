@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -236,3 +237,47 @@ def test_shares_train_what_distributed_data_parallel_trains(launch):
     for rank in range(2):
         samples, worst = (job.folder / f"worst.{rank}").read_text().split()
         assert (int(samples), float(worst) < 1e-12) == (8, True), worst
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "script", ["towers.py", pytest.param("towers_torch.py", marks=needs_torch)]
+)
+def test_the_number_of_shards_is_measured_at_a_fresh_start_and_nothing_of_that_counts(
+    launch, script: str
+):
+    job = launch(script, 3)
+    job.min_trainers = 1
+    out = ("--out", str(job.folder), "--batch", "96")
+    stage = job.start(2, *out)
+    stage.go()
+    assert stage.codes() == [0, 0], stage.logs()
+    (promise,) = {said["promise"] for said in stage.wait_all("step")}
+    (digits,) = re.findall(r"^rounding, (\d) shards$", promise)
+    shards = int(digits)
+    assert 3 <= shards <= 6
+    assert f"promise: {promise} (measured: {shards} shards, " in stage.trainers[0].log.read_text()
+    # What goes on, goes on with as many.
+    again = job.start(3, *out, "--epochs", "4", restore_from=job.newest())
+    again.go()
+    assert again.codes() == [0] * 3, again.logs()
+    assert {said["promise"] for said in again.wait_all("step")} == {promise}
+    assert verify([str(job.run_dir)]) == 0
+
+    alone = launch(script, 3, "alone")
+    arguments = ("--batch", "96", "--epochs", "4", "--shards", str(shards))
+    expected = train_alone(alone, *arguments)
+    found = dict(np.load(job.folder / "final.npz"))
+    for tower in ("plain", "noisy", "unused"):
+        assert distance(expected, found, tower) <= TOLERANCE
+
+
+@pytest.mark.timeout(300)
+def test_a_number_of_shards_that_a_script_was_told_stays(launch):
+    job = launch("towers.py", 3)
+    job.min_trainers = 1
+    stage = job.start(2, "--out", str(job.folder), "--batch", "96", "--asks", "--epochs", "1")
+    stage.go()
+    assert stage.codes() == [0, 0], stage.logs()
+    assert {said["promise"] for said in stage.wait_all("step")} == {"rounding, 3 shards"}
+    assert "as the script asked for it before the first step" in stage.logs()

@@ -26,6 +26,8 @@ parser.add_argument("--step_s", type=float, default=0.0)
 parser.add_argument("--hurry", type=Path, help="once this file exists, steps do not sleep")
 parser.add_argument("--shards", type=int)
 parser.add_argument("--wrong_sample", type=int, default=-1)
+parser.add_argument("--batch", type=int, default=32)
+parser.add_argument("--asks", action="store_true", help="rank 1 asks for the number of shards")
 parser.add_argument("--max_norm", type=float, default=1.0)
 parser.add_argument("--promise", default="rounding")
 parser.add_argument("--checkpoint")
@@ -83,9 +85,12 @@ optimizer = paddle.optimizer.Momentum(
     grad_clip=nn.ClipGradByGlobalNorm(args.max_norm),
 )  # fmt: skip
 loop = elastic.Loop(
-    model, optimizer, Noisy(), batch_size=32, epochs=args.epochs, seed=3, shards=args.shards,
-    checkpoint=args.checkpoint, all_reduce=args.all_reduce, promise=args.promise,
+    model, optimizer, Noisy(), batch_size=args.batch, epochs=args.epochs, seed=3,
+    shards=args.shards, checkpoint=args.checkpoint, all_reduce=args.all_reduce,
+    promise=args.promise,
 )  # fmt: skip
+if args.asks and loop.rank == 1:
+    assert loop.shards_per_batch == 3
 ids = (args.out / f"ids.{STAGE}.{loop.rank}.jsonl").open("a")
 losses = (args.out / f"losses.{STAGE}.{loop.rank}.jsonl").open("a")
 for epoch in loop.epochs():

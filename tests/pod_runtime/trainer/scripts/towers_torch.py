@@ -23,7 +23,10 @@ parser.add_argument("--out", type=Path, required=True)
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--step_s", type=float, default=0.0)
 parser.add_argument("--hurry", type=Path, help="once this file exists, steps do not sleep")
+parser.add_argument("--shards", type=int)
 parser.add_argument("--wrong_sample", type=int, default=-1)
+parser.add_argument("--batch", type=int, default=32)
+parser.add_argument("--asks", action="store_true", help="rank 1 asks for the number of shards")
 parser.add_argument("--max_norm", type=float, default=1.0)
 parser.add_argument("--promise", default="rounding")
 parser.add_argument("--checkpoint")
@@ -77,9 +80,12 @@ optimizer = torch.optim.Adam(
 )
 scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [4, 9, 14], 0.5)
 loop = elastic.Loop(
-    model, optimizer, DataLoader(Noisy(), batch_size=32, shuffle=True), epochs=args.epochs, seed=3,
-    checkpoint=args.checkpoint, scheduler=scheduler, promise=args.promise,
+    model, optimizer, DataLoader(Noisy(), batch_size=args.batch, shuffle=True),
+    epochs=args.epochs, seed=3, checkpoint=args.checkpoint, scheduler=scheduler,
+    promise=args.promise, shards=args.shards,
 )  # fmt: skip
+if args.asks and loop.rank == 1:
+    assert loop.shards_per_batch == 3
 ids = (args.out / f"ids.{STAGE}.{loop.rank}.jsonl").open("a")
 losses = (args.out / f"losses.{STAGE}.{loop.rank}.jsonl").open("a")
 for epoch in loop.epochs():

@@ -18,19 +18,19 @@ DistillError
 
 
 class DistillError(Exception):
-    """Base class of all errors of this package."""
+    """Any of these."""
 
 
 class UsageError(DistillError, ValueError):
-    """An argument, option or file is wrong."""
+    """An argument, option or file is wrong; names it and the remedy."""
 
 
 class ModelError(DistillError):
-    """A model folder cannot be served."""
+    """A model folder cannot be served; names the file."""
 
 
 class BadRequest(DistillError):
-    """The teacher cannot answer this request, now or later."""
+    """The teacher cannot answer this request, now or later; names the tensor."""
 
 
 class ModelNotFound(BadRequest):
@@ -46,7 +46,7 @@ class FastPathError(DistillError):
 
 
 class ReaderError(DistillError):
-    """The user's generator failed."""
+    """The user's generator failed; its exception is the cause."""
 
 
 class NoTeacher(DistillError):

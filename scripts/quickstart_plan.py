@@ -75,7 +75,11 @@ class Director:
         if not self._is_quiet(status, now, self._gap_s):
             return None
         self._still_since = now
-        return self._acts.popleft()
+        act = self._acts.popleft()
+        if act.kill_rank is None:
+            return act
+        # On a very busy machine the change before may have been given up: then there are fewer.
+        return Act(kill_rank=min(act.kill_rank, committed(status.stages)[-1].trainers - 1))
 
     def is_over(self, status: JobStatus, now: float) -> bool:
         """Return whether all acts were made, and their last stage has trained for a gap."""

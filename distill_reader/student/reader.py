@@ -95,6 +95,7 @@ class DistillReader:
         Args:
             discovery_servers: `host:port` of one or several servers, or `redis://host:port` to use
                 their Redis directly: a list, or a text with commas. All share one registry.
+            teacher_service_name: the service whose teachers are wanted, as they have registered.
             require_max_teacher: the most teachers to use at once, 1 or more.
         """
         return self._set(
@@ -110,7 +111,10 @@ class DistillReader:
         return self._set(require_max_teacher=require_max_teacher)
 
     def set_teacher_batch_size(self, teacher_batch_size: int = 1) -> Self:
-        """Limit the samples of one request; by default its size is limited, to 4 to 12 MiB."""
+        """Limit the samples of one request; by default its bytes are, to 4 to 12 MiB.
+
+        Teachers join requests of all students by themselves, so this is rarely needed.
+        """
         if teacher_batch_size is None:
             raise UsageError("teacher_batch_size: expected an integer of 1 or more, got None")
         return self._set(teacher_batch_size=teacher_batch_size)
@@ -265,6 +269,7 @@ class DistillReader:
                 or several of equal length, each with its padding value. None, the default: no
                 padding.
             value: the padding value, if `fields` is one name.
+            multiple_of: lengths become the next multiple of it.
             outputs: outputs with a value per position, which are cut to the sample's length. The
                 others stay as they are. None: there are none; an error if a teacher reports an
                 output that may have one.
@@ -294,7 +299,7 @@ class DistillReader:
         """Let teachers send only the `k` largest values of the last axis, with their indices.
 
         Args:
-            k: None, the default: all values.
+            k: how many; None, the default: all values.
             of: what the outputs are: "probabilities" or "logits".
             rest: "uniform": the rest of the mass is spread evenly over the other classes;
                 "renormalize": they get nothing, and the k values sum to 1.

@@ -18,19 +18,19 @@ PEER_LOST_EXIT_CODE = 75  # EX_TEMPFAIL: what the launcher reads as "a victim, n
 
 
 class ElasticError(PodRuntimeError):
-    """Root of what the elastic loop raises."""
+    """Any of these."""
 
 
 class UsageError(ElasticError):
-    """The text says what to write instead."""
+    """The script uses the loop in a way that cannot be right; says what to write instead."""
 
 
 class StateError(ElasticError):
-    """The text names the value that differs, both sides of it, and the remedy."""
+    """A state does not fit this script, its data or its model; names what differs."""
 
 
 class CheckpointError(ElasticError):
-    """The text names the folder and the reason."""
+    """A checkpoint could not be written or read; names the folder and the reason."""
 
 
 class InUseError(CheckpointError):
@@ -42,7 +42,7 @@ class SnapshotError(ElasticError):
 
 
 class LinkError(ElasticError):
-    """The channel to the launcher cannot be used."""
+    """The launcher is gone, or sent something unknown. Not for scripts to handle."""
 
 
 class StageChanged(Exception):  # noqa: N818  not an error
@@ -55,4 +55,4 @@ class StageChanged(Exception):  # noqa: N818  not an error
 
 
 class PeerLost(ElasticError):  # noqa: N818  the word of the protocol
-    """A collective operation failed because another rank is gone."""
+    """Another trainer is gone; this one ends, and is started again. Not for scripts to handle."""

@@ -96,6 +96,13 @@ def test_a_change_that_was_given_up_holds_up_nothing():
     assert director.is_over(job, 18)
 
 
+def test_behind_a_change_that_was_given_up_the_last_of_those_that_run_is_killed():
+    director = Director((Act(pods=3), Act(kill_rank=2)), gap_s=5.0)
+    alone = status(stage(1, 1))
+    seen = looks(director, (alone, 1), (alone, 6), (alone, 15), (alone, 16))
+    assert seen == [None, Act(pods=3), None, Act(kill_rank=0)]
+
+
 def test_the_speed_counts_the_evaluation_as_a_third_of_training():
     assert images_per_second(trial_images=880, epoch_s=2.0) == pytest.approx(500.0)
 

@@ -48,15 +48,15 @@ class ShardRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadFrom:
-    """The argument of a reader's factory: the cursor, and which shards this rank computes."""
+    """What `Loop(reader=...)` is called with: where to read from, and which shards to read."""
 
-    epoch: int
-    step: int  # global batches of this epoch that are committed
-    offset: int  # samples of this epoch that are committed
-    global_step: int
-    rank: int
-    world_size: int
-    first_shard: int
+    epoch: int  # from 0 on
+    step: int  # steps of this epoch that are done
+    offset: int  # samples of this epoch that are done
+    global_step: int  # steps of the training that are done
+    rank: int  # of this trainer
+    world_size: int  # trainers
+    first_shard: int  # of each global batch, that this trainer computes
     stop_shard: int  # not included
     micro_batch: int  # samples of a full shard
 

@@ -20,7 +20,7 @@ class EpochPosition:
 
 
 class Epoch:
-    """One pass over the data. Iterate over it once: it yields the steps that are left."""
+    """One pass over the data. Iterate over it once: `for step in epoch:`."""
 
     def __init__(self, find: Callable[[], EpochPosition], run: Callable[[], Any]) -> None:
         """`find` is called at the script's first question, and may have to wait for the answer."""
@@ -41,29 +41,41 @@ class Epoch:
 
     @property
     def number(self) -> int:
-        """0-based."""
+        """Of this epoch, from 0 on; the same in every process."""
         return self.find().number
 
     @property
     def first_step(self) -> int:
-        """Of the epoch, 0-based: above 0 after a restore."""
+        """Index of the first step that is left: above 0 where a training goes on amid an epoch."""
         return self.find().first_step
 
     @property
     def steps(self) -> int:
-        """Global batches of the epoch, those before `first_step` included."""
+        """Steps of the whole epoch, those before `first_step` included."""
         return self.find().steps
 
     def __iter__(self) -> Iterator["Step"]:
+        """Yield the steps that are left of this epoch.
+
+        Raises:
+            UsageError: a step was left without `step.update()`.
+        """
         steps: Iterator[Step] = self._run()
         return steps
 
     def __len__(self) -> int:
+        """Return how many steps are left: `steps` less `first_step`."""
         return self.steps - self.first_step
 
 
 class Step(ABC):
-    """One global batch. Iterate over it for this rank's shards, then call `update`."""
+    """One update, from one global batch: `for batch in step:`, then `step.update()`.
+
+    The global batch is cut into shards, and a trainer goes through those that are its own: all of
+    them where it is alone, none at times of a short last batch. `step.samples` is the size of the
+    global batch, `step.is_warmup` whether the step does not count: it is made once by a new
+    trainer before it takes over, so that all is ready.
+    """
 
     is_warmup = False  # True: it does not count, see docs/training-scripts.md
 
@@ -93,12 +105,12 @@ class Step(ABC):
     @property
     @abstractmethod
     def number(self) -> int:
-        """Global steps before this one, over all epochs; the same in every process."""
+        """Steps of the training before this one, over all epochs; the same in every process."""
 
     @property
     @abstractmethod
     def index(self) -> int:
-        """Steps of this epoch before this one, those before a restore included."""
+        """Steps of this epoch before this one, those of earlier processes included."""
 
     @property
     @abstractmethod
@@ -124,7 +136,11 @@ class Step(ABC):
         return self._shard_samples if self._open else None
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield each of this rank's shards, collated."""
+        """Yield the batch of each shard of this trainer, as tensors on the model's device.
+
+        It has the form that the dataset's samples get when they are collated: `for images, labels
+        in step:` for samples that are pairs. Call `step.backward(loss)` for each.
+        """
         while self._at < len(self._ranges):
             shard_range = self._ranges[self._at]
             batch = self._read(shard_range)

@@ -82,7 +82,8 @@ def load_checkpoint(
         exe: the executor of a static graph, with `main_program`; ignored in dynamic graph.
         path: folder that all nodes share, or an fsspec URL, or a path in `fs`.
         trainer_id: ignored: every trainer reads.
-        fs: see `file_systems.storage_for`.
+        fs: the file system: `LocalFS()`, `HDFSClient(...)`, one of fsspec or its URL, or an object
+            with the methods of Paddle's `fs` classes. None: `path` is a local folder or a URL.
         train_status: is set to what was found, where given.
         model, optimizer: of the training, dynamic graph; a `DataParallel` counts as what it wraps.
         scaler: the loss scaler, where there is one.
@@ -136,7 +137,7 @@ def save_checkpoint(
 
     Args:
         train_status: the epoch that was just completed.
-        trainer_id: None: as the environment says.
+        trainer_id: the rank of the caller; None: as the environment says.
         remain_all_checkpoint: None: `keep_checkpoints` stay; True: all; False: this one alone.
         exe, path, fs, main_program, model, optimizer, scaler, extra, local_cache_path: as in
             `load_checkpoint`.

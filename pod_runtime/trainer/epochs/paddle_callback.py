@@ -28,8 +28,9 @@ STOPPED = 128 + signal.SIGTERM  # what the job server reads as "was asked to go"
 
 
 class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Paddle has no types
-    """Saves at the end of every epoch and every `save_steps` steps; continues from the newest.
+    """A callback of `paddle.Model.fit` that saves, and goes on from the newest checkpoint.
 
+    It saves at the end of every epoch and every `save_steps` steps.
     Epochs that are done are passed over: neither data nor other callbacks see them. An epoch that
     was interrupted goes on after the steps that are done, or after the same share of them when
     the number of trainers is another. SIGTERM ends the training at the next step, on all trainers
@@ -44,12 +45,13 @@ class ElasticCheckpoint(paddle.callbacks.Callback):  # type: ignore[misc]  # Pad
         keep_checkpoints: int = KEEP,
         fs: Any = None,
     ) -> None:
-        """Nothing is read yet.
+        """Nothing is read before `fit` begins.
 
         Args:
             path: folder that all nodes share, or an fsspec URL, or a path in `fs`.
             save_steps: None: only at the ends of epochs.
-            fs: see `file_systems.storage_for`.
+            keep_checkpoints: how many stay, the newest ones.
+            fs: the file system, as for `load_checkpoint`.
 
         Raises:
             UsageError: an argument is wrong.

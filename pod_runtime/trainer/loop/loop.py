@@ -36,7 +36,19 @@ _SIZES = re.compile(r"shape|dimension|\bsizes?\b|\blength|InvalidArgument|broadc
 
 
 class Loop:
-    """Runs in every trainer; see README for the ten lines that it takes."""
+    """The training loop of a script, which goes on while trainers come and go.
+
+        loop = elastic.Loop(model, optimizer, train_set, batch_size=64, epochs=10, checkpoint="c")
+        for epoch in loop.epochs():
+            model.train()
+            for step in epoch:
+                for images, labels in step:
+                    step.backward(loss_of(model(images), labels))
+                step.update()
+            loop.log(accuracy=...)
+
+    Every trainer makes one. Alone, without a launcher, it is a world of one.
+    """
 
     _newest: ClassVar["Loop | None"] = None  # None: this process has not made any
     # Also of one whose making failed:
@@ -77,11 +89,18 @@ class Loop:
         """Join the stage, take over its state, and return when training may begin.
 
         Args:
-            train_set: a map-style dataset, or the framework's DataLoader, whose dataset, batch size
-                (as the global one), order, collate_fn and workers are taken over.
+            model: what is trained, a torch.nn.Module or a paddle.nn.Layer.
+            optimizer: of its parameters, of the same framework.
+            train_set: a map-style dataset (`len` and an item for each index), or the framework's
+                DataLoader, whose dataset, batch size (as the global one), order, collate_fn and
+                workers are taken over. None: `reader` alone knows the data.
             epochs: passes over the data, those before a restore included.
-            batch_size: of the global batch, over all trainers.
-            checkpoint: folder or fsspec URL; None: no checkpoints.
+            batch_size: samples of the global batch, over all trainers.
+            seed: of the data's order and of the random streams; the same on all trainers.
+            checkpoint: folder or fsspec URL, from whose newest checkpoint the training goes on;
+                None: no checkpoints.
+            save_steps: steps between two checkpoints; the ends of epochs have one anyway.
+            keep_checkpoints: how many of this training stay, the newest ones.
             promise: what holds when the number of trainers changes. "rounding": the result depends
                 on it by rounding only. "statistics": as with data parallel training, at its speed:
                 each trainer computes its share of a batch in one piece.
@@ -95,18 +114,27 @@ class Loop:
             loss: "mean" if the loss is the mean over a shard, "sum" if it is the sum.
             scheduler: the optimizer's learning rate scheduler, or a list of them; of PyTorch, where
                 an optimizer does not know its own.
-            scaler: the framework's loss scaler.
+            scaler: the framework's loss scaler, of mixed precision.
             policy: "fixed_global", "linear", or a callable (old_world, new_world) -> Scale;
                 None: the job's, "fixed_global" unless it was submitted with another.
             lr_warmup_steps: for "linear", after a jump of the world size.
-            reader: called as reader(ReadFrom), returns an iterator of (epoch, step, shard,
-                fields...) in order; called again after every cut-over.
+            shuffle: whether each epoch has an order of its own. None: as the DataLoader has it,
+                else it has.
+            drop_last: whether a short batch at an epoch's end is left out. None: as the DataLoader
+                has it, else it is not.
+            collate_fn: makes a batch of a list of samples. None: as the DataLoader has it, else the
+                framework's own.
+            num_workers: processes that read. None: as the DataLoader has it, else none.
+            reader: reads the data in place of the loop: called as reader(ReadFrom), returns an
+                iterator of (epoch, step, shard, fields...) in order, as `shards` gives them; called
+                again whenever the trainers change.
             steps_per_epoch: for a reader without a dataset.
             snapshot_steps: steps between snapshots in memory; "auto": as many as keep the stall
                 below 1 % of the time.
             all_reduce: "flat" sums all gradients at once after the last shard; "overlapped" sums
                 them bucket by bucket while the last shard's backward pass still runs.
-            extra: objects with state_dict and set_state_dict that belong to the state.
+            extra: by name, other objects that belong to the state, with state_dict and
+                set_state_dict.
 
         Raises:
             UsageError: an argument is wrong; the text says what would be right.
@@ -226,15 +254,17 @@ class Loop:
 
     @property
     def rank(self) -> int:
+        """Of this trainer, from 0 on. Do not keep it: it may change with the world size."""
         return self._joiner.rank
 
     @property
     def world_size(self) -> int:
+        """How many trainers there are now."""
         return self._joiner.world_size
 
     @property
     def step_count(self) -> int:
-        """Global steps committed since the training began."""
+        """Steps that the training has behind it, in all processes and epochs."""
         return self._entered().cursor.global_step
 
     @property
@@ -251,8 +281,8 @@ class Loop:
     def epochs(self) -> Iterator[Epoch]:
         """Yield the epochs that are left; an interrupted one goes on with the steps it still has.
 
-        An epoch is committed, with a checkpoint, when the next one is asked for. That at the end
-        of the training is written again and again until it is there.
+        An epoch is committed, with a checkpoint, when the next one is asked for. The checkpoint at
+        the end of the training is written again and again until it is there.
 
         Raises:
             UsageError: an epoch was left before its last step.
@@ -351,11 +381,21 @@ class Loop:
     def evaluate(
         self, test_set: Any, fn: Fn, *, batch_size: int | None = None, collate_fn: Any = None
     ) -> dict[str, float]:
-        """Return the sums over `test_set` of what `fn(*batch)` returns, over all ranks.
+        """Return the sums over `test_set` of what `fn(*batch)` returns, over all trainers.
 
-        Every rank calls it. The model evaluates without gradients. A cut-over that comes within
-        starts it again in the next stage. Of a DataLoader, dataset, batch size,
-        drop_last, collate_fn and workers are taken over.
+        Every trainer calls it, and computes its part of the set. The model is in evaluation mode
+        meanwhile, without gradients. If the trainers change within, it is made again.
+
+        Args:
+            test_set: a map-style dataset, or a DataLoader, whose dataset, batch size, drop_last,
+                collate_fn and workers are taken over.
+            fn: gets a batch as the model's framework has it, and returns a dict of sums (not
+                means) over its samples: {"hits": (scores.argmax(1) == labels).sum()}.
+            batch_size: samples of a batch, for a dataset.
+            collate_fn: makes a batch of a list of samples; None: the framework's own.
+
+        Raises:
+            UsageError: an argument is wrong, or `fn` returns something else.
         """
         source = make_source(
             test_set,
@@ -387,8 +427,9 @@ class Loop:
                     return found
 
     def log(self, **metrics: float) -> None:
-        """Show these numbers with the job's progress; those of rank 0 count.
+        """Show these numbers with the job's progress: `edl status`, the status page, the log.
 
+        Those of rank 0 count. A value is a number, or a tensor with one.
         The training loss of the newest step is shown beside them, as `train_loss`.
         """
         if self._is_warming_up:
@@ -406,11 +447,19 @@ class Loop:
         steps.report(at_once=True)
 
     def shards(self, dataset: Any, *, with_ids: bool = False) -> ShardSource:
-        """Return this rank's shards of `dataset` from the cursor on, for a reader of one's own.
+        """Return this trainer's shards of `dataset`, from where the training is, for `reader=`.
 
-        Samples are cut as those of the training set: `dataset` has as many. Of a
-        DataLoader, dataset and workers are taken over, and batches stay in the host's
-        memory. `with_ids`: the samples' ids, (N,) int64, come before the fields.
+        What is returned may be iterated over, or called as a generator function, as
+        `DistillReader.set_batch_generator` wants it. It yields (epoch, step, shard, fields...):
+        three numbers to be handed on as they are, then the collated samples of one shard.
+
+        Args:
+            dataset: as many samples as the training set has, in the same order. Of a DataLoader,
+                dataset and workers are taken over. Batches stay in the host's memory.
+            with_ids: whether the samples' ids, (N,) int64, come before the fields.
+
+        Raises:
+            UsageError: the dataset is another than the training set.
         """
         source = make_source(
             dataset,

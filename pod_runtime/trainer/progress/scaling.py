@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """What holds at one world size."""
+    """What holds at one world size; a `policy` of the loop's returns it."""
 
     batch_size: int  # global
     lr_factor: float = 1.0  # the optimizer's learning rate is multiplied by it

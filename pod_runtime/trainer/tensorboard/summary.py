@@ -49,7 +49,10 @@ class HasProgress(Protocol):
 
 
 class RunLog:
-    """Scalars of rank 0. On other ranks all calls do nothing, so that scripts need no `if`."""
+    """Curves for TensorBoard, which go on through changes and restarts of a training.
+
+    Those of rank 0 count; on other ranks all calls do nothing, so that scripts need no `if`.
+    """
 
     def __init__(
         self, loop: HasProgress, folder: str | os.PathLike[str], kind: str = "auto"
@@ -60,6 +63,7 @@ class RunLog:
         error in the log, and the training goes on without.
 
         Args:
+            loop: the `elastic.Loop`, or an object with `rank`, `epoch` and `step_count`.
             folder: of this run alone, on this node or shared by all; rank 0 may move.
             kind: "tensorboard" needs nothing but `pip install tensorboard` where it is looked at;
                 "visualdl" writes VisualDL's file as well; "auto" is "tensorboard".

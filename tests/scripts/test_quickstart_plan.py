@@ -99,7 +99,7 @@ def test_a_change_that_was_given_up_holds_up_nothing():
 def test_behind_a_change_that_was_given_up_the_last_of_those_that_run_is_killed():
     director = Director((Act(pods=3), Act(kill_rank=2)), gap_s=5.0)
     alone = status(stage(1, 1))
-    seen = looks(director, (alone, 1), (alone, 6), (alone, 15), (alone, 16))
+    seen = looks(director, (alone, 1), (alone, 6), (alone, 10), (alone, 11))
     assert seen == [None, Act(pods=3), None, Act(kill_rank=0)]
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -58,3 +59,9 @@ def trainer_ports() -> tuple[int, int]:
     """Return the first and the last port for the trainers of one client's pods."""
     first = _FIRST_TRAINER_PORT + _worker * 1000 + next(_counter) % 5 * _BLOCK
     return first, first + _BLOCK - 1
+
+
+def code_blocks(document: str, kind: str) -> list[str]:
+    """Return what a document shows between ```kind and ```; its path is below ROOT."""
+    text = (ROOT / document).read_text()
+    return re.findall(rf"^```{kind}\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)

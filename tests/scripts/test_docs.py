@@ -11,14 +11,9 @@ import pytest
 from job_server.api.codec import WireError
 from job_server.api.wire import JobSpec, ScriptKind, ScriptSpec
 from job_server.cluster.change_script import parse_script
-from tests.support import ROOT
+from tests.support import ROOT, code_blocks
 
 DIGITS = ROOT / "examples" / "digits"
-
-
-def blocks(document: str, language: str) -> list[str]:
-    text = (ROOT / document).read_text()
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def code(path: Path) -> list[str]:
@@ -36,7 +31,7 @@ def the_difference() -> list[str]:
 
 
 def test_the_diff_in_readme_is_the_difference_of_the_two_scripts():
-    (shown,) = blocks("README.md", "diff")
+    (shown,) = code_blocks("README.md", "diff")
     assert shown.splitlines() == the_difference()
 
 
@@ -48,7 +43,9 @@ def test_a_plain_script_becomes_elastic_by_at_most_ten_lines():
 def test_the_loop_in_the_guide_is_the_one_of_the_example():
     text = (DIGITS / "train.py").read_text()
     example = [line for line in text[text.index("for epoch in") :].splitlines() if line]
-    (guide,) = (block for block in blocks("docs/training-scripts.md", "python") if "Loop(" in block)
+    (guide,) = (
+        block for block in code_blocks("docs/training-scripts.md", "python") if "Loop(" in block
+    )
     assert guide[guide.index("for epoch in") :].splitlines() == example
 
 
@@ -69,13 +66,13 @@ def test_architecture_shows_the_layers_that_the_import_contracts_hold():
     assert shown == held
 
 
-@pytest.mark.parametrize("text", blocks("docs/change-scripts.md", "yaml"))
+@pytest.mark.parametrize("text", code_blocks("docs/change-scripts.md", "yaml"))
 def test_every_timeline_in_the_guide_is_accepted(text: str):
     spec = ScriptSpec(kind=ScriptKind.TIMELINE, text=text)
     assert parse_script(spec, JobSpec(job_id="j", max_pods=8)).change(0) is not None
 
 
-@pytest.mark.parametrize("text", blocks("docs/change-scripts.md", "csv"))
+@pytest.mark.parametrize("text", code_blocks("docs/change-scripts.md", "csv"))
 def test_every_trace_in_the_guide_is_accepted(text: str):
     spec = ScriptSpec(kind=ScriptKind.TRACE, text=text)
     assert parse_script(spec, JobSpec(job_id="j", max_pods=8)).change(2) is not None

@@ -25,6 +25,7 @@ from pod_runtime.trainer.state.storage import open_storage
 from pod_runtime.verify import main as verify
 from tests.pod_runtime.trainer.fake_launcher import SCRIPTS
 from tests.pod_runtime.trainer.states import finish_writing, this_stage
+from tests.support import code_blocks
 
 DATA = [np.full(3, i, "float32") / 10 for i in range(20)]
 
@@ -164,6 +165,18 @@ def test_a_reader_that_draws_other_samples_than_the_order_says_is_found(
     out = capsys.readouterr().out
     for where in ("epoch 0, steps 1-4", "epoch 1, steps 5-8"):
         assert f"NOT PROVEN: stage 1, {where}: the samples that trainers drew are not those" in out
+
+
+def test_a_checkpoint_is_loaded_without_edl_by_the_lines_of_the_guide(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for epochs in (1, 2):
+        loop, trained = make(checkpoint="checkpoint", epochs=epochs)
+        train(loop, trained)
+    model = nn.Linear(3, 1)
+    (lines,) = code_blocks("docs/training-scripts.md", "python paddle")
+    exec(lines, {"model": model})
+    for name, value in trained.state_dict().items():
+        np.testing.assert_array_equal(model.state_dict()[name].numpy(), value.numpy())
 
 
 def test_the_last_checkpoint_is_tried_again_until_its_path_is_mended(tmp_path, caplog, monkeypatch):

@@ -10,7 +10,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from safetensors.torch import load_file  # noqa: E402
 from torch.utils.data import (  # noqa: E402
     BatchSampler,
     ConcatDataset,
@@ -31,6 +30,7 @@ from pod_runtime.trainer.data.source import DataSource, make_source  # noqa: E40
 from pod_runtime.trainer.errors import UsageError  # noqa: E402
 from pod_runtime.verify import main as verify  # noqa: E402
 from tests.pod_runtime.trainer.fake_launcher import SCRIPTS  # noqa: E402
+from tests.support import code_blocks  # noqa: E402
 
 DATA = TensorDataset(torch.arange(20.0).unsqueeze(1), torch.arange(20))
 
@@ -153,11 +153,13 @@ def test_a_training_that_was_left_goes_on_as_if_it_had_not_been(tmp_path):
     assert len(seen) == 2 * 20
 
 
-def test_a_checkpoint_is_loaded_without_edl(tmp_path):
-    weights, _seen = train(tmp_path / "ckpt", epochs=1)
-    newest = sorted(tmp_path.glob("ckpt/stage_*/step_*/model.safetensors"))[-1]
+def test_a_checkpoint_is_loaded_without_edl_by_the_lines_of_the_guide(tmp_path, monkeypatch):
+    train(tmp_path / "checkpoint", epochs=1)
+    weights, _seen = train(tmp_path / "checkpoint", epochs=2)
+    monkeypatch.chdir(tmp_path)
     model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
-    model.load_state_dict(load_file(newest))
+    (lines,) = code_blocks("docs/training-scripts.md", "python torch")
+    exec(lines, {"model": model})
     assert torch.equal(torch.cat([each.flatten() for each in model.state_dict().values()]), weights)
 
 

@@ -86,7 +86,7 @@ def elastic_steps(batch: int, shards: int, wrap: Wrap = lambda call: call) -> An
     stage = current_stage()
     assert stage is not None
     for name in ("collate", "to_batch"):
-        setattr(stage.adapter, name, wrap(getattr(stage.adapter, name)))
+        setattr(stage.framework.data, name, wrap(getattr(stage.framework.data, name)))
     loss = wrap(lambda images, labels: F.cross_entropy(model(images), labels))
     for epoch in loop.epochs():
         for step in epoch:

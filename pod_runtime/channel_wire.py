@@ -23,7 +23,7 @@ class TrainerHello:
     stage: int
     pid: int
     joins: bool = False  # it can form a next stage's group while it trains
-    adapter: str = ""  # module of its framework's adapter, which spares import; "": an old trainer
+    adapter: str = ""  # module of its framework, which spares import; "": an old trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ Name = tuple[Key, int]  # ((stage, attempt), rank)
 
 
 _LOOP = "pod_runtime.trainer.elastic"
-_USUAL_ADAPTER = "pod_runtime.trainer.frameworks.paddle.adapter"  # until a trainer has said which
+_USUAL_ADAPTER = "pod_runtime.trainer.frameworks.paddle.framework"  # until a trainer has said which
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class TrainerPool:
         return is_script(self._config.command)
 
     def preload_adapter(self, module: str) -> None:
-        """Have the next spares import the adapter of the trainers' framework."""
+        """Have the next spares import this module of the trainers' framework."""
         self.spares.preload = (_LOOP, module, *self._config.preload)
 
     def warm_spare(self) -> Spare:

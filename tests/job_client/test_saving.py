@@ -51,7 +51,7 @@ def hold(folder: Path, places: SaveTarget | None, *, step: int = 12, fill: float
 
 
 class State:
-    """What an adapter does for a segment."""
+    """What a state does for a segment."""
 
     def __init__(self, data: memoryview) -> None:
         self.data = data

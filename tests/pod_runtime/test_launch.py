@@ -313,7 +313,7 @@ def test_a_crash_soon_after_a_change_finds_the_spare_that_made_its_trainers(serv
     server.spares = 1
     pod = make_pod()
     # A module of its own in place of a framework's: what is imported makes no difference here.
-    pod.train("--adapter", "pod_runtime.trainer.frameworks.adapter", "--helper")
+    pod.train("--adapter", "pod_runtime.trainer.frameworks.framework", "--helper")
     wait_until(lambda: "is ready, for any number of trainers" in pod.console(), 300)
     found = re.search(r"warming a spare trainer \(pid (\d+)\)", pod.console())
     assert found is not None

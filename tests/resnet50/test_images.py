@@ -21,7 +21,7 @@ from pod_runtime.trainer.data.readers import (
     loader_items,
 )
 from pod_runtime.trainer.data.source import make_source
-from pod_runtime.trainer.frameworks.paddle.adapter import PaddleAdapter
+from pod_runtime.trainer.frameworks.paddle.framework import paddle_framework
 from pod_runtime.trainer.progress.batches import BatchPlan, Cursor, rank_shards
 from pod_runtime.trainer.progress.ledger import RunInfo
 from tests.resnet50.conftest import CLASSES, FOLDER, encoded, picture
@@ -297,7 +297,7 @@ def read_all(train_set, world: int, workers: int) -> list[tuple[np.ndarray, np.n
     """Return all global batches of two epochs, put together from what each rank reads."""
     model = paddle.nn.Linear(1, 1)
     optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
-    adapter = PaddleAdapter(model, optimizer, header_size=4)
+    data = paddle_framework(model, optimizer, header_size=4).data
     source = make_source(
         train_set, batch_size=6, shuffle=True, drop_last=False, collate_fn=None,
         num_workers=workers, has_reader=False,
@@ -307,9 +307,9 @@ def read_all(train_set, world: int, workers: int) -> list[tuple[np.ndarray, np.n
     parts = {}
     for rank in range(world):
         order = ShardOrder(run, plan, rank_shards(rank, world, 3))
-        reader: ShardReader = InlineReader(source, order, adapter)
+        reader: ShardReader = InlineReader(source, order, data)
         if workers:
-            items = loader_items(source, order, Cursor(), adapter)
+            items = loader_items(source, order, Cursor(), data)
             reader = ThreadReader(partial(iter, items))
         for shard_range in order.from_cursor(Cursor()):
             taken = reader.take(shard_range, 60.0)

@@ -18,7 +18,7 @@ from pod_runtime.trainer.data.source import DataSource
 from pod_runtime.trainer.data.streams import KeyedDataset, SampleFetcher
 from pod_runtime.trainer.data.worker_errors import CarryingCollate, raise_if_failed
 from pod_runtime.trainer.errors import UsageError
-from pod_runtime.trainer.frameworks.adapter import Adapter
+from pod_runtime.trainer.frameworks.framework import FrameworkData
 from pod_runtime.trainer.progress.batches import BatchPlan, Cursor, Ids, permutation
 from pod_runtime.trainer.progress.ledger import RunInfo
 
@@ -130,11 +130,11 @@ class InlineReader:
     """Reads a map-style dataset in the loop's own thread."""
 
     def __init__(
-        self, source: DataSource, order: ShardOrder, adapter: Adapter, *, is_ahead: bool = False
+        self, source: DataSource, order: ShardOrder, data: FrameworkData, *, is_ahead: bool = False
     ) -> None:
-        self._fetcher = SampleFetcher(source.dataset, adapter, order.run.seed, is_ahead=is_ahead)
+        self._fetcher = SampleFetcher(source.dataset, data, order.run.seed, is_ahead=is_ahead)
         self._order = order
-        self._collate = source.collate or adapter.collate
+        self._collate = source.collate or data.collate
 
     def take(self, shard_range: ShardRange, timeout_s: float) -> ShardBatch:
         ids = self._order.ids(shard_range)
@@ -219,7 +219,7 @@ def loader_items(
     source: DataSource,
     order: ShardOrder,
     cursor: Cursor,
-    adapter: Adapter,
+    data: FrameworkData,
     *,
     on_host: bool = False,
 ) -> Iterator[ShardBatch]:
@@ -238,10 +238,10 @@ def loader_items(
             sent.put((shard_range, ids))
             yield [(shard_range.epoch, sample_id) for sample_id in ids.tolist()]
 
-    loader = adapter.loader(
-        KeyedDataset(source.dataset, adapter, order.run.seed),
+    loader = data.loader(
+        KeyedDataset(source.dataset, data, order.run.seed),
         batches(),
-        collate=CarryingCollate(source.collate or adapter.collate),
+        collate=CarryingCollate(source.collate or data.collate),
         options={"num_workers": source.num_workers, **source.worker_options},
         on_host=on_host,
     )
@@ -290,7 +290,7 @@ class ShardSource:
         source: DataSource,
         order: ShardOrder,
         cursor: Cursor,
-        adapter: Adapter,
+        data: FrameworkData,
         *,
         with_ids: bool = False,
         note: Callable[[ShardBatch], None] | None = None,
@@ -300,7 +300,7 @@ class ShardSource:
         self._source = source
         self._order = order
         self._cursor = cursor
-        self._adapter = adapter
+        self._data = data
         self._with_ids = with_ids
         self._by_workers: Iterator[ShardBatch] | None = None  # None: no workers, or iterated over
         if source.num_workers > 0:
@@ -325,7 +325,7 @@ class ShardSource:
             yield from self._start_workers() if items is None else items
             return
         # What transforms batches on their way reads ahead of the training, in a thread.
-        inline = InlineReader(self._source, self._order, self._adapter, is_ahead=True)
+        inline = InlineReader(self._source, self._order, self._data, is_ahead=True)
         for shard_range in self._order.from_cursor(self._cursor):
             yield inline.take(shard_range, 0.0)
 
@@ -336,7 +336,7 @@ class ShardSource:
                 "loop.shards in the function that is Loop's reader=, which returns an iterator and "
                 "is no generator itself"
             )
-        return loader_items(self._source, self._order, self._cursor, self._adapter, on_host=True)
+        return loader_items(self._source, self._order, self._cursor, self._data, on_host=True)
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         return self()

@@ -7,7 +7,7 @@ from typing import Any
 
 from pod_runtime.trainer.data.readers import ShardRange
 from pod_runtime.trainer.errors import UsageError
-from pod_runtime.trainer.frameworks.adapter import Adapter
+from pod_runtime.trainer.frameworks.framework import Framework
 
 WEIGHTS = ("mean", "sum")
 
@@ -80,7 +80,7 @@ class Step(ABC):
     is_warmup = False  # True: it does not count, see docs/training-scripts.md
 
     def __init__(
-        self, adapter: Adapter, ranges: Sequence[ShardRange], *, samples: int, loss: str
+        self, framework: Framework, ranges: Sequence[ShardRange], *, samples: int, loss: str
     ) -> None:
         """Begin a step.
 
@@ -93,14 +93,14 @@ class Step(ABC):
         self.is_updated = False
         self.max_norm: float | None = None  # None: gradients are not clipped
         self.samples_done = 0  # by this rank
-        self._adapter = adapter
+        self._framework = framework
         self._ranges = ranges
         self._loss = loss
         self._at = 0  # shards that were handed out
         self._open = False  # the newest of them is being computed
         self._shard_samples = 0
         self._weighed = 0  # shards whose loss went through `backward`
-        adapter.begin_step()
+        framework.step.begin()
 
     @property
     @abstractmethod
@@ -165,7 +165,7 @@ class Step(ABC):
             )
         samples = self._shard_samples if self._loss == "mean" else 1
         is_last = self._at == len(self._ranges) and not self.is_warmup
-        self._adapter.backward(loss, samples / self.samples, is_last)
+        self._framework.step.backward(loss, samples / self.samples, is_last)
         self._weighed = self._at
 
     def update(self) -> Any:
@@ -216,4 +216,4 @@ class Step(ABC):
         if self._open:
             self._open = False
             self.samples_done += self._shard_samples
-            self._adapter.end_shard()
+            self._framework.step.end_shard()

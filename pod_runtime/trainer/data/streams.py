@@ -23,7 +23,7 @@ _PROBE = 20
 
 
 class FrameworkStreams(Protocol):
-    """The part of the adapter that this module needs."""
+    """What this module needs of a framework's data."""
 
     def seed(self, key: int) -> None: ...
 

@@ -9,6 +9,8 @@ import paddle
 import paddle.distributed as dist
 
 from pod_runtime.trainer.errors import StateError, UsageError
+from pod_runtime.trainer.frameworks.paddle.checks import unowned_parameters
+from pod_runtime.trainer.frameworks.paddle.gradients import own_buffers
 from pod_runtime.trainer.frameworks.paddle.state import PaddleState
 from pod_runtime.trainer.layout import StateLayout, make_layout, missing_and_surplus
 
@@ -100,7 +102,8 @@ def open_state(
                 "has its checkpoints by elastic.Loop(checkpoint=...)"
             )
         inner = model._layers if isinstance(model, paddle.DataParallel) else model
-        return PaddleState(inner, optimizer, scaler, extra)
+        unowned = unowned_parameters(inner, optimizer)
+        return PaddleState(inner, optimizer, own_buffers(inner), unowned, scaler, extra)
     if paddle.in_dynamic_mode():
         raise UsageError(
             "model: missing; in dynamic graph an executor knows no parameters: pass model= and "

@@ -1,1 +1,1 @@
-"""The adapter protocol, and one folder per framework that implements it."""
+"""The parts that the loop needs of a framework, and one folder per framework that implements it."""

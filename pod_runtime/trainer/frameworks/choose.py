@@ -1,24 +1,24 @@
-"""Choose the adapter of a training: the one place that names the frameworks."""
+"""Choose the framework of a training: the one place that names the frameworks."""
 
 from typing import Any
 
 from pod_runtime.trainer.errors import UsageError
-from pod_runtime.trainer.frameworks.adapter import Adapter
+from pod_runtime.trainer.frameworks.framework import Framework
 
 
-def make_adapter(model: Any, optimizer: Any, **options: Any) -> Adapter:
-    """Return the adapter for `model`; its framework is imported here, and not before.
+def make_framework(model: Any, optimizer: Any, **options: Any) -> Framework:
+    """Return the framework of `model`, which is imported here, and not before.
 
     Raises:
-        UsageError: the framework's adapter refuses an argument.
+        UsageError: the framework's folder refuses an argument.
     """
     models = model if isinstance(model, list | tuple) else [model]
     if any(_is_of_torch(each) for each in (optimizer, *models)):
-        from pod_runtime.trainer.frameworks.torch.adapter import TorchAdapter
+        from pod_runtime.trainer.frameworks.torch.framework import torch_framework
 
-        return TorchAdapter(model, optimizer, **options)
+        return torch_framework(model, optimizer, **options)
     try:
-        from pod_runtime.trainer.frameworks.paddle.adapter import PaddleAdapter
+        from pod_runtime.trainer.frameworks.paddle.framework import paddle_framework
     except ModuleNotFoundError as error:
         if error.name != "paddle":
             raise
@@ -26,7 +26,7 @@ def make_adapter(model: Any, optimizer: Any, **options: Any) -> Adapter:
             f"model: expected a torch.nn.Module or a paddle.nn.Layer, got {type(model).__name__}; "
             f"PaddlePaddle is not installed"
         ) from None
-    return PaddleAdapter(model, optimizer, **options)
+    return paddle_framework(model, optimizer, **options)
 
 
 def _is_of_torch(thing: Any) -> bool:

@@ -26,6 +26,11 @@ def differ(one: Any, other: Any) -> bool:
     return bool(one != other) and not (one != one and other != other)  # NaN is as it was
 
 
+def to_float(value: Any) -> float:
+    """Return a number or a one-element tensor as float."""
+    return float(value.item()) if hasattr(value, "item") else float(value)
+
+
 def nested(name: str, thing: Any) -> dict[str, Any]:
     """Return an object's state as {path: leaf}."""
     flat: dict[str, Any] = {}

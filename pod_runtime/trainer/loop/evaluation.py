@@ -9,13 +9,14 @@ import numpy as np
 from pod_runtime.trainer.data.source import DataSource
 from pod_runtime.trainer.data.worker_errors import CarryingCollate, CarryingDataset, raise_if_failed
 from pod_runtime.trainer.errors import UsageError
-from pod_runtime.trainer.frameworks.adapter import Adapter
+from pod_runtime.trainer.frameworks.framework import Framework, FrameworkData, FrameworkGroup
+from pod_runtime.trainer.frameworks.plain_values import to_float
 
 Fn = Callable[..., Mapping[str, Any]]
 
 
 def evaluate(
-    adapter: Adapter,
+    framework: Framework,
     source: DataSource,
     fn: Fn,
     *,
@@ -33,7 +34,7 @@ def evaluate(
     Raises:
         UsageError: `fn` does not return the same names for every batch, or ranks differ in data.
     """
-    _check_same_data(adapter, source, world_size)
+    _check_same_data(framework.group, source, world_size)
     length = len(source.dataset)  # type: ignore[arg-type]  # evaluation takes no stream
     size = source.batch_size
     batches = length // size if source.drop_last else -(-length // size)
@@ -42,28 +43,28 @@ def evaluate(
         for number in range(rank, batches, world_size)
     ]
     sums: dict[str, float] = {}
-    read = _read(adapter, source, mine)
-    with adapter.evaluation():
+    read = _read(framework.data, source, mine)
+    with framework.state.evaluating():
         for first in range(0, batches, world_size):
             meet()
             number = first + rank
             if number >= batches:
                 continue
-            batch = adapter.to_batch(next(read))
+            batch = framework.data.to_batch(next(read))
             found = fn(*batch) if isinstance(batch, list | tuple) else fn(batch)
             _add(sums, found, is_first=number == rank)
     next(read, None)  # nothing is left: here the framework ends the workers, and not before
-    return _sum_over_ranks(adapter, sums, rank, has_batches=rank < batches)
+    return _sum_over_ranks(framework.group, sums, rank, has_batches=rank < batches)
 
 
-def _read(adapter: Adapter, source: DataSource, batches: list[range]) -> Iterator[Any]:
+def _read(data: FrameworkData, source: DataSource, batches: list[range]) -> Iterator[Any]:
     """Yield collated batches, read ahead by workers where the source has some."""
-    collate = source.collate or adapter.collate
+    collate = source.collate or data.collate
     if not source.num_workers or not batches:
         for ids in batches:
             yield collate([source.dataset[index] for index in ids])  # type: ignore[index]
         return
-    loader = adapter.loader(
+    loader = data.loader(
         CarryingDataset(source.dataset),
         iter([list(ids) for ids in batches]),
         collate=CarryingCollate(collate),
@@ -86,10 +87,10 @@ def _add(sums: dict[str, float], found: Mapping[str, Any], *, is_first: bool) ->
             f"{sorted(found)} after {sorted(sums)}"
         )
     for name, value in found.items():
-        sums[name] += float(value.item()) if hasattr(value, "item") else float(value)
+        sums[name] += to_float(value)
 
 
-def _check_same_data(adapter: Adapter, source: DataSource, world_size: int) -> None:
+def _check_same_data(group: FrameworkGroup, source: DataSource, world_size: int) -> None:
     """Check that all ranks evaluate the same samples, before they wait for each other per batch.
 
     Raises:
@@ -98,7 +99,7 @@ def _check_same_data(adapter: Adapter, source: DataSource, world_size: int) -> N
     """
     mine = np.array([source.length or 0, source.batch_size, source.subset or 0], np.float64)
     everyone = mine.copy()
-    adapter.all_reduce(everyone)
+    group.all_reduce(everyone)
     if (everyone != mine * world_size).any():
         raise UsageError(
             f"evaluate: the trainers have different data (here {source.length} samples in batches "
@@ -108,20 +109,20 @@ def _check_same_data(adapter: Adapter, source: DataSource, world_size: int) -> N
 
 
 def _sum_over_ranks(
-    adapter: Adapter, sums: dict[str, float], rank: int, *, has_batches: bool
+    group: FrameworkGroup, sums: dict[str, float], rank: int, *, has_batches: bool
 ) -> dict[str, float]:
     """Add up; ranks without a batch learn the names from rank 0, which always has the first."""
     text = json.dumps(sorted(sums)).encode()
     size = np.array([float(len(text) if rank == 0 else 0)])
-    adapter.all_reduce(size)
+    group.all_reduce(size)
     data = np.zeros(int(size[0]), np.uint8)
     if rank == 0:
         data[:] = np.frombuffer(text, np.uint8)
-    adapter.broadcast(data, 0)
+    group.broadcast(data, 0)
     names: list[str] = json.loads(data.tobytes())
     if has_batches and names != sorted(sums):
         raise UsageError(f"evaluate: fn returned {sorted(sums)} here and {names} on rank 0")
     values = np.array([sums.get(name, 0.0) for name in names])
     if names:
-        adapter.all_reduce(values)
+        group.all_reduce(values)
     return dict(zip(names, values.tolist(), strict=True))

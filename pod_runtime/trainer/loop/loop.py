@@ -14,8 +14,8 @@ from pod_runtime.trainer.data.readers import ReadFrom, ShardSource
 from pod_runtime.trainer.data.source import make_source
 from pod_runtime.trainer.data.step import Epoch, EpochPosition, Step
 from pod_runtime.trainer.errors import PeerLost, StageChanged, UsageError
-from pod_runtime.trainer.frameworks.adapter import Adapter
-from pod_runtime.trainer.frameworks.choose import make_adapter
+from pod_runtime.trainer.frameworks.choose import make_framework
+from pod_runtime.trainer.frameworks.plain_values import to_float
 from pod_runtime.trainer.loop.evaluation import Fn, evaluate
 from pod_runtime.trainer.loop.measure import MeasuringStep, smallest_shard
 from pod_runtime.trainer.loop.script_changes import ScriptChanges
@@ -186,7 +186,7 @@ class Loop:
             settings,
             self._source,
             env,
-            make_adapter=lambda header_size: make_adapter(
+            make_framework=lambda header_size: make_framework(
                 model,
                 optimizer,
                 header_size=header_size,
@@ -197,8 +197,8 @@ class Loop:
                 join_on_gpu=env.join_on_gpu,
             ),
         )
-        self._adapter: Adapter = self._joiner.adapter
-        self._changes = ScriptChanges(self._adapter)
+        self._framework = self._joiner.framework
+        self._changes = ScriptChanges(self._framework.state)
         if not self._joiner.overlaps:
             self._entered()
 
@@ -222,7 +222,7 @@ class Loop:
 
     def _adopt(self, stage: TrainerStage) -> StageSteps:
         self._steps = self._make_steps(stage)
-        unowned = self._adapter.unowned()
+        unowned = self._framework.state.unowned()
         if unowned and self.rank == 0 and stage.progress.cursor.global_step == 0:
             logger.warning(
                 "no optimizer has %s: not trained; freeze what shall stay as it is "
@@ -346,7 +346,7 @@ class Loop:
         if self._settings.checkpoint is None:
             raise UsageError("save_best: it needs Loop(checkpoint=...), below which it writes")
         steps, step = self._entered(), self._open_step
-        cursor, number = steps.cursor, self._adapter.to_float(value)
+        cursor, number = steps.cursor, to_float(value)
         found = BestCheckpoint(
             metric=metric,
             mode=mode,
@@ -412,7 +412,7 @@ class Loop:
             while True:
                 try:
                     found = evaluate(
-                        self._adapter,
+                        self._framework,
                         source,
                         fn,
                         rank=self.rank,
@@ -435,7 +435,7 @@ class Loop:
         if self._is_warming_up:
             return
         steps = self._entered()
-        values = {name: self._adapter.to_float(value) for name, value in metrics.items()}
+        values = {name: to_float(value) for name, value in metrics.items()}
         shown = steps.log(values)
         if self.rank == 0:
             logger.info(
@@ -493,7 +493,8 @@ class Loop:
             raise UsageError("epoch: iterated over twice; use one `for step in epoch:`")
         if not self._is_noted:
             self._is_noted = True
-            self._adapter.uncarried_changes()  # the first call remembers what the model is like
+            # The first call remembers what the model is like.
+            self._framework.state.uncarried_changes()
         if self._steps is None:
             self._changes.note()
             yield from self._warm_up()
@@ -531,7 +532,7 @@ class Loop:
         # The script's own reader may transform samples: read directly they could be other inputs.
         if is_known and self._reader_factory is None:
             self._open_step = WarmupStep(
-                self._adapter,
+                self._framework,
                 self._source,
                 shards=self._joiner.shards,
                 seed=self._settings.seed,
@@ -563,9 +564,9 @@ class Loop:
         elif (source.length or 0) < sizes[1]:
             why = "the most trainers: there is less data than a batch"
         else:
-            before = own_state(self._adapter, progress.status())
+            before = own_state(self._framework.state, progress.status())
             step = self._open_step = MeasuringStep(
-                self._adapter,
+                self._framework,
                 source,
                 sizes=sizes,
                 shards=usual,
@@ -575,8 +576,8 @@ class Loop:
             )
             yield step
             self._open_step = None
-            self._adapter.drop_step()
-            self._adapter.load(before.layout, before.data, before.scalars)
+            self._framework.step.drop()
+            self._framework.state.load(before.layout, before.data, before.scalars)
             choice = choose_shards(batch_size, worlds, step.cost, smallest=self._smallest_shard)
             shards, why = choice.shards, f"measured: {choice}"
         with self._surviving():

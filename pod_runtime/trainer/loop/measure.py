@@ -10,7 +10,8 @@ from typing import Any
 
 from pod_runtime.trainer.data.readers import ShardRange
 from pod_runtime.trainer.data.source import DataSource
-from pod_runtime.trainer.frameworks.adapter import Adapter
+from pod_runtime.trainer.frameworks.framework import Framework
+from pod_runtime.trainer.frameworks.plain_values import to_float
 from pod_runtime.trainer.loop.warmup import WarmupStep
 from pod_runtime.trainer.progress.batches import Cursor
 from pod_runtime.trainer.progress.shard_choice import SMALLEST_SHARD, ShardCost, fit_cost
@@ -24,7 +25,7 @@ class MeasuringStep(WarmupStep):
 
     def __init__(
         self,
-        adapter: Adapter,
+        framework: Framework,
         source: DataSource,
         *,
         sizes: tuple[int, int],
@@ -39,7 +40,13 @@ class MeasuringStep(WarmupStep):
             cursor: where the training stands.
         """
         super().__init__(
-            adapter, source, shards=shards, seed=seed, loss=loss, enter=cursor, is_over=lambda: True
+            framework,
+            source,
+            shards=shards,
+            seed=seed,
+            loss=loss,
+            enter=cursor,
+            is_over=lambda: True,
         )
         self._sizes = sizes
         self._times: dict[int, list[float]] = {size: [] for size in sizes}
@@ -64,7 +71,7 @@ class MeasuringStep(WarmupStep):
         if not self._open:
             return
         super()._close_shard()
-        self._adapter.to_float(self._adapter.step_loss())  # waits for a device
+        to_float(self._framework.step.loss())  # waits for a device
         now = time.perf_counter()
         self._times[self._shard_samples].append(now - self._shard_at)
         small, large = self._sizes

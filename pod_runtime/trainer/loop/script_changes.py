@@ -8,15 +8,15 @@ kept; if it sets more, a state that was made after these lines cannot begin ther
 """
 
 from pod_runtime.trainer.errors import StateError
-from pod_runtime.trainer.frameworks.adapter import Adapter
+from pod_runtime.trainer.frameworks.framework import FrameworkState
 from pod_runtime.trainer.progress.batches import Cursor
 
 
 class ScriptChanges:
     """Follows the script from the loop's making to the first step of its stage."""
 
-    def __init__(self, adapter: Adapter) -> None:
-        self._adapter = adapter
+    def __init__(self, state: FrameworkState) -> None:
+        self._state = state
         self._is_pending = False  # a state was restored, and the script is not where it goes on
         self._watches = False
         self._modes: dict[str, bool] = {}  # that the body of the epoch set before the state came
@@ -25,13 +25,13 @@ class ScriptChanges:
     def watch(self) -> None:
         """The body of an epoch begins, and the state is not there yet."""
         self._watches = True
-        self._adapter.watch()
+        self._state.watch()
 
     def note(self) -> None:
         """The state comes now, or the steps begin: what was watched ends here."""
         if self._watches:
             self._watches = False
-            self._modes, self._has_set_more = self._adapter.watched()
+            self._modes, self._has_set_more = self._state.watched()
 
     def state_loaded(self, cursor: Cursor) -> None:
         """A state was loaded that goes on at `cursor`."""
@@ -52,18 +52,18 @@ class ScriptChanges:
                 f"that; the prepared trainers are started again without preparation"
             )
         self._is_pending = False
-        self._adapter.set_modes(self._modes)
+        self._state.set_modes(self._modes)
 
     def body_reached(self, cursor: Cursor) -> None:
         """The script has come to the body of an epoch."""
         if self._is_pending and cursor.step == 0:
             self._is_pending = False
-            self._adapter.load_again()
+            self._state.load_again()
 
     def steps_reached(self, cursor: Cursor) -> None:
         """The script has come to the steps of an epoch."""
         if self._is_pending and cursor.step > 0:
-            self._adapter.load_again()
+            self._state.load_again()
         self._is_pending = False
 
     def steps_reached_with_state(self) -> None:

@@ -64,7 +64,7 @@ class ShardFeed:
             source,
             self._order,
             self._stage.progress.cursor,
-            self._stage.adapter,
+            self._stage.framework.data,
             with_ids=with_ids,
             note=self._note_ids if self._factory is not None else None,
         )
@@ -93,6 +93,6 @@ class ShardFeed:
             made = self._factory(where)  # here, not in the thread: it may start worker processes
             return ThreadReader(lambda: factory_items(made))
         if source.num_workers > 0:
-            items = loader_items(source, order, cursor, self._stage.adapter)
+            items = loader_items(source, order, cursor, self._stage.framework.data)
             return ThreadReader(lambda: items)
-        return InlineReader(source, order, self._stage.adapter)
+        return InlineReader(source, order, self._stage.framework.data)

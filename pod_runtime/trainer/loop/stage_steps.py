@@ -14,6 +14,7 @@ from pod_runtime.trainer.data.source import DataSource
 from pod_runtime.trainer.data.step import Step
 from pod_runtime.trainer.data.streams import seed_shard
 from pod_runtime.trainer.errors import PeerLost, UsageError
+from pod_runtime.trainer.frameworks.plain_values import to_float
 from pod_runtime.trainer.loop.shard_feed import ReaderFactory, ShardFeed
 from pod_runtime.trainer.membership.stage import TrainerStage
 from pod_runtime.trainer.progress.agreement import ExchangeResult
@@ -131,16 +132,16 @@ class StageSteps:
         if self._loss is None:
             return {}
         step, tensor = self._loss
-        loss = self.stage.adapter.to_float(tensor)
+        loss = to_float(tensor)
         if not (math.isfinite(loss) or self._warned_of_loss):
             self._warned_of_loss = True
             logger.warning("step %d: the training loss is %g", step, loss)
         return {TRAIN_LOSS: loss}
 
     def _check_script(self) -> None:
-        adapter = self.stage.adapter
-        adapter.check_unowned()
-        changes = adapter.uncarried_changes()
+        state = self.stage.framework.state
+        state.check_unowned()
+        changes = state.uncarried_changes()
         if changes and self.stage.member.rank == 0:
             logger.warning(
                 "changed since the first step, and no state can carry it: %s. A trainer that "
@@ -157,7 +158,7 @@ class TrainingStep(Step):
         self._cursor = cursor = progress.cursor
         start, stop = progress.batches.batch(cursor.offset)
         super().__init__(
-            steps.stage.adapter,
+            steps.stage.framework,
             steps.order.of_batch(cursor.epoch, cursor.step, cursor.offset),
             samples=stop - start,
             loss=steps.loss,
@@ -183,8 +184,8 @@ class TrainingStep(Step):
     def _read(self, shard_range: ShardRange) -> Any:
         found = self._steps.feed.take(shard_range)
         self._ids.append(found.ids)
-        seed_shard(self._adapter, self._steps.seed, *shard_range.key)
-        return self._adapter.to_batch(found.batch)
+        seed_shard(self._framework.data, self._steps.seed, *shard_range.key)
+        return self._framework.data.to_batch(found.batch)
 
     def _finish(self) -> Any:
         stage = self._steps.stage
@@ -197,12 +198,12 @@ class TrainingStep(Step):
                 f"step {self.number}: {result.samples} samples were computed, its batch has "
                 f"{self.samples}; all trainers must run the same script over the same data"
             )
-        self._adapter.apply(
+        self._framework.step.apply(
             filled_shards=stage.progress.batches.filled_shards(self.samples),
             lr_factor=stage.progress.scaling.lr_factor(self.number),
             max_norm=self.max_norm,
         )
-        loss = self._adapter.step_loss()
+        loss = self._framework.step.loss()
         self._steps.note_loss(self.number, loss)
         return loss
 

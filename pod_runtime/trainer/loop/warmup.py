@@ -15,7 +15,7 @@ from pod_runtime.trainer.data.source import DataSource
 from pod_runtime.trainer.data.step import Step
 from pod_runtime.trainer.data.streams import KeyedDataset, SampleFetcher
 from pod_runtime.trainer.data.worker_errors import CarryingCollate, raise_if_failed
-from pod_runtime.trainer.frameworks.adapter import Adapter
+from pod_runtime.trainer.frameworks.framework import Framework, FrameworkData
 from pod_runtime.trainer.progress.batches import Cursor
 
 
@@ -26,7 +26,7 @@ class WarmupStep(Step):
 
     def __init__(
         self,
-        adapter: Adapter,
+        framework: Framework,
         source: DataSource,
         *,
         shards: int,
@@ -46,7 +46,7 @@ class WarmupStep(Step):
         assert source.length is not None
         samples = min(source.length, -(-source.batch_size // shards))
         first = ShardRange(epoch=0, step=0, shard=0, start=0, stop=samples)
-        super().__init__(adapter, [first], samples=samples, loss=loss)
+        super().__init__(framework, [first], samples=samples, loss=loss)
         self._source, self._seed = source, seed
         self._enter, self._is_over = enter, is_over
 
@@ -65,26 +65,27 @@ class WarmupStep(Step):
 
     def _read(self, shard_range: ShardRange) -> Any:
         samples = range(shard_range.samples)
-        return self._adapter.to_batch(_read(self._adapter, self._source, samples, self._seed))
+        data = self._framework.data
+        return data.to_batch(_read(data, self._source, samples, self._seed))
 
     def _finish(self) -> Any:
-        loss = self._adapter.step_loss()
+        loss = self._framework.step.loss()
         if not self._is_over():
-            self._adapter.apply(filled_shards=1, lr_factor=1.0)
+            self._framework.step.apply(filled_shards=1, lr_factor=1.0)
         return loss
 
 
-def _read(adapter: Adapter, source: DataSource, samples: range, seed: int) -> Any:
+def _read(data: FrameworkData, source: DataSource, samples: range, seed: int) -> Any:
     if source.num_workers == 0:
-        collate = source.collate or adapter.collate
-        return collate(SampleFetcher(source.dataset, adapter, seed).fetch(0, samples))
+        collate = source.collate or data.collate
+        return collate(SampleFetcher(source.dataset, data, seed).fetch(0, samples))
     # In a worker: a dataset may keep a file open from its first sample on, which must not happen
     # in this process, from which the workers of the real stage are forked.
     wanted: Iterator[list[Any]] = iter([[(0, sample) for sample in samples]])
-    loader = adapter.loader(
-        KeyedDataset(source.dataset, adapter, seed),
+    loader = data.loader(
+        KeyedDataset(source.dataset, data, seed),
         wanted,
-        collate=CarryingCollate(source.collate or adapter.collate),
+        collate=CarryingCollate(source.collate or data.collate),
         options={**source.worker_options, "num_workers": 1},
     )
     batch = next(loader)

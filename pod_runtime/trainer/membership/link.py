@@ -57,14 +57,21 @@ class LauncherLink:
     """The conversation of one trainer in one stage."""
 
     def __init__(
-        self, name: str, *, rank: int, stage: int, pid: int, joins: bool = False, adapter: str = ""
+        self,
+        name: str,
+        *,
+        rank: int,
+        stage: int,
+        pid: int,
+        joins: bool = False,
+        adapter: str = "",
     ) -> None:
         """Connect and send hello.
 
         Args:
             name: of the launcher's abstract socket.
             joins: this trainer can form a next stage's group while it trains.
-            adapter: module of its framework's adapter.
+            adapter: module that spares import ahead, see `Framework.module`.
 
         Raises:
             LinkError: no launcher listens there.

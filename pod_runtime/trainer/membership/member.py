@@ -16,7 +16,7 @@ from pod_runtime.trainer.errors import (
     PeerLost,
     StageChanged,
 )
-from pod_runtime.trainer.frameworks.adapter import Adapter
+from pod_runtime.trainer.frameworks.framework import FrameworkGroup, FrameworkStep
 from pod_runtime.trainer.membership.link import LauncherLink
 from pod_runtime.trainer.membership.next_group import NextGroupFormer
 from pod_runtime.trainer.membership.state_manager import RETRY_S, StateManager
@@ -37,11 +37,12 @@ _PEERS_WAIT_S = 8.0  # a waiting rank shows itself so often: gloo gives peers up
 
 
 class StageMember:
-    """Agreement with the other ranks, over the adapter's group."""
+    """Agreement with the other ranks, over their process group."""
 
     def __init__(
         self,
-        adapter: Adapter,
+        group: FrameworkGroup,
+        step: FrameworkStep,
         state_manager: StateManager,
         link: LauncherLink | None,
         rank: int,
@@ -50,7 +51,7 @@ class StageMember:
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._adapter = adapter
+        self._group, self._step = group, step
         self._state_manager = state_manager
         self._link = link  # None: outside EDL, where there are no cuts
         self._next_group = next_group  # None: as above
@@ -110,7 +111,7 @@ class StageMember:
     def any_of_us(self, mine: bool) -> bool:
         """Whether `mine` is true on any rank. All ranks call it."""
         votes = np.array([float(mine)])
-        self._adapter.all_reduce(votes)
+        self._group.all_reduce(votes)
         return bool(votes[0])
 
     def agree_on_shards(self, mine: int | None) -> int | None:
@@ -119,20 +120,20 @@ class StageMember:
         All ranks call it.
         """
         votes = np.array([float((mine or 0) if self.rank == 0 else 0), float(mine is None)])
-        self._adapter.all_reduce(votes)
+        self._group.all_reduce(votes)
         return None if votes[1] else round(votes[0])
 
     def end_epoch(self, stop: bool) -> tuple[bool, SnapshotRequest]:
         """Agree on whether it was the last epoch, and on what is done then. All ranks call it."""
         request = self._state_manager.request_after_epoch()
         votes = np.array([float(stop), request.snapshot, float(request.renew)])
-        self._adapter.all_reduce(votes)
+        self._group.all_reduce(votes)
         return bool(votes[0]), SnapshotRequest(snapshot=float(votes[1] >= 1), renew=bool(votes[2]))
 
     def agree(self, value: float) -> float | None:
         """Return `value` if it is the same on all ranks, else None. All ranks call it."""
         first = np.array([value])
-        self._adapter.broadcast(first.view(np.uint8), 0)
+        self._group.broadcast(first.view(np.uint8), 0)
         mine = np.array([value])
         return None if self.any_of_us(first.tobytes() != mine.tobytes()) else value
 
@@ -184,7 +185,7 @@ class StageMember:
             self._end_if_told()
             return is_busy()
 
-        barrier(self._adapter, look)
+        barrier(self._group, look)
 
     @property
     def is_cut(self) -> bool:
@@ -221,7 +222,7 @@ class StageMember:
             "" if cut is None else cut.halt,
         )
         votes = np.array([*ballot, float(self._state_manager.wants_renewal)])
-        self._adapter.all_reduce(votes)
+        self._group.all_reduce(votes)
         *ballots, renew = votes.tolist()
         agreed = read_ballots(ballots)
         if agreed is None:
@@ -281,7 +282,7 @@ class StageMember:
         logger.error("peer lost: %s", error)
         try:
             if state_is_committed:
-                self._adapter.drop_step()
+                self._step.drop()
                 self._state_manager.rescue()
         except LinkError as lost:
             logger.error("%s", lost)
@@ -302,7 +303,7 @@ class StageMember:
         with self._gate:
             self._waits = True
         try:
-            sums = self._adapter.exchange(header, contribute=not void)
+            sums = self._step.exchange(header, contribute=not void)
         finally:
             with self._gate:
                 self._waits = False
@@ -317,7 +318,7 @@ def exit_as_victim() -> NoReturn:
     os._exit(PEER_LOST_EXIT_CODE)
 
 
-def barrier(adapter: Adapter, is_busy: Callable[[], bool]) -> None:
+def barrier(group: FrameworkGroup, is_busy: Callable[[], bool]) -> None:
     """Return when no rank is busy any more. All ranks call it, the busy one too.
 
     The ranks show themselves meanwhile: one that waited in the next exchange would give the others
@@ -326,7 +327,7 @@ def barrier(adapter: Adapter, is_busy: Callable[[], bool]) -> None:
     pause_s = _FIRST_PAUSE_S
     while True:
         busy = np.array([float(is_busy())])
-        adapter.all_reduce(busy)
+        group.all_reduce(busy)
         if not busy[0]:
             return
         time.sleep(pause_s)

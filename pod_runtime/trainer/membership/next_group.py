@@ -11,7 +11,7 @@ from typing import Any
 from job_server.api.wire import StagePlan
 from pod_runtime.channel_wire import CannotJoin, Formed, Invitation
 from pod_runtime.trainer.errors import LinkError, PeerLost, SnapshotError
-from pod_runtime.trainer.frameworks.adapter import Adapter, GroupSpec
+from pod_runtime.trainer.frameworks.framework import FrameworkGroup, FrameworkState, GroupSpec
 from pod_runtime.trainer.frameworks.meeting import CalledOffError
 from pod_runtime.trainer.layout import StateLayout
 from pod_runtime.trainer.membership.link import LauncherLink
@@ -28,14 +28,14 @@ _END_TIMEOUT_S = 35.0  # longer than the framework waits for a peer that has die
 class _Attempt:
     """One group that is being formed."""
 
-    def __init__(self, adapter: Adapter, invitation: Invitation, layout: StateLayout) -> None:
+    def __init__(self, group: FrameworkGroup, invitation: Invitation, layout: StateLayout) -> None:
         """Start to form it; `layout`: of the state as it is now."""
         self.invitation = invitation
         self.reported = False  # the launcher knows how it ended
         self.error = ""
         self.group: Any | None = None  # None: not formed, or no longer wanted
         self.segment: SnapshotSegment | None = None  # None: none was made ahead
-        self._adapter, self._layout = adapter, layout
+        self._framework_group, self._layout = group, layout
         self._off = threading.Event()
         self._gate = threading.Lock()  # around `_is_over` and `_drop`
         self._is_over = False  # the thread has nothing left to form
@@ -60,7 +60,7 @@ class _Attempt:
         try:
             self._make_segment()
             spec = group_spec(self.invitation.plan, self.invitation.rank)
-            self.group = self._adapter.form_next(spec, self._off.is_set)
+            self.group = self._framework_group.form_next(spec, self._off.is_set)
         except CalledOffError:
             pass
         except PeerLost as error:
@@ -93,8 +93,8 @@ class _Attempt:
 class NextGroupFormer:
     """Follows the launcher's invitations. One per process."""
 
-    def __init__(self, adapter: Adapter, link: LauncherLink) -> None:
-        self._adapter, self._link = adapter, link
+    def __init__(self, group: FrameworkGroup, state: FrameworkState, link: LauncherLink) -> None:
+        self._group, self._state, self._link = group, state, link
         self._attempt: _Attempt | None = None  # None: nothing is wanted
         self._called_off: list[_Attempt] = []  # whose threads may still run
         self._begun = 0
@@ -141,7 +141,7 @@ class NextGroupFormer:
 
     def _begin(self, invitation: Invitation) -> _Attempt | None:
         plan = invitation.plan
-        why = self._adapter.why_no_second_group()
+        why = self._group.why_no_second_group()
         if self._begun >= MOST_GROUPS:
             why = _used_up()
         if why:
@@ -151,7 +151,7 @@ class NextGroupFormer:
         self._begun += 1
         self._called_off = [each for each in self._called_off if not each.is_done]
         logger.info("forming stage %d's group, as rank %d", plan.stage, invitation.rank)
-        self._attempt = _Attempt(self._adapter, invitation, self._adapter.layout())
+        self._attempt = _Attempt(self._group, invitation, self._state.layout())
         return self._attempt
 
     def _refuse(self, plan: StagePlan, why: str) -> None:

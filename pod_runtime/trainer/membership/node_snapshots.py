@@ -16,7 +16,7 @@ from job_server.api.wire import SnapshotRef, StagePlan
 from pod_runtime.channel_wire import SegmentMade, SnapshotMade
 from pod_runtime.segment_header import Stamp, read_newest
 from pod_runtime.trainer.errors import SnapshotError
-from pod_runtime.trainer.frameworks.adapter import Adapter
+from pod_runtime.trainer.frameworks.framework import FrameworkGroup, FrameworkState
 from pod_runtime.trainer.layout import StateLayout
 from pod_runtime.trainer.membership.link import LauncherLink
 from pod_runtime.trainer.progress.progress import TrainingProgress
@@ -35,7 +35,8 @@ class NodeSnapshots:
 
     def __init__(
         self,
-        adapter: Adapter,
+        group: FrameworkGroup,
+        state: FrameworkState,
         progress: TrainingProgress,
         link: LauncherLink | None,
         *,
@@ -50,7 +51,8 @@ class NodeSnapshots:
             segment: made in advance, by the first rank of its node.
             save_target: where the state is written if the job ends; None: nowhere.
         """
-        self._adapter, self._progress, self._link = adapter, progress, link
+        self._group, self._state = group, state
+        self._progress, self._link = progress, link
         self._save_target = "null" if save_target is None else json.dumps(save_target.to_json())
         self._rank = rank
         self._world_size = sum(len(ranks) for ranks in nodes)
@@ -103,7 +105,7 @@ class NodeSnapshots:
         if self._link is None:
             return
         begun = time.monotonic()
-        layout = self._adapter.layout()
+        layout = self._state.layout()
         if renew:
             self._renew(layout)
         copied_since = time.monotonic()
@@ -144,7 +146,7 @@ class NodeSnapshots:
     def meet(self) -> None:
         """Return when the snapshot of all ranks is complete. All ranks call it."""
         if self._split:
-            self._adapter.all_reduce(np.zeros(1))
+            self._group.all_reduce(np.zeros(1))
         self.settle(at_once=True)
 
     @property
@@ -176,7 +178,7 @@ class NodeSnapshots:
         """Take a snapshot of the committed state alone, as another rank is gone."""
         if self._link is None:
             return
-        layout = self._adapter.layout()
+        layout = self._state.layout()
         meta = self._meta(layout)
         if self._segment is None and self.is_first and self.wants_renewal:
             try:
@@ -188,7 +190,7 @@ class NodeSnapshots:
         # A complete one was taken at the end of the step. The script may have begun the next one
         # since: what it has changed there, say the learning rate, is changed again after a restore.
         if self.complete != self.now:
-            self._segment.write_whole(self._adapter, layout, self.now, meta)
+            self._segment.write_whole(self._state, layout, self.now, meta)
         if self.is_first:
             self._give(layout.digest)
 
@@ -205,7 +207,7 @@ class NodeSnapshots:
         if not segment.fits(len(meta), layout.total_bytes):
             self.wants_renewal = True  # before the next snapshot; this one stays incomplete
             return
-        segment.write_part(self._adapter, layout, self.now, index=self._index, meta=meta)
+        segment.write_part(self._state, layout, self.now, index=self._index, meta=meta)
         self._taken = self._unsaid = self.now
 
     def _renew(self, layout: StateLayout) -> None:
@@ -249,7 +251,7 @@ class NodeSnapshots:
         handles = np.zeros((self._world_size, 5))
         if mine is not None:
             handles[self._rank] = (mine.pid, mine.fd, mine.inode, mine.size_bytes, digest)
-        self._adapter.all_reduce(handles.reshape(-1))
+        self._group.all_reduce(handles.reshape(-1))
         pid, fd, inode, size_bytes, wanted = (int(value) for value in handles[self._node[0]])
         if not self.is_first and pid and wanted == digest:
             handle = Handle(pid=pid, fd=fd, inode=inode, size_bytes=size_bytes)
@@ -263,7 +265,7 @@ class NodeSnapshots:
                 )
         writes = np.zeros(self._world_size)
         writes[self._rank] = self._segment is not None
-        self._adapter.all_reduce(writes)
+        self._group.all_reduce(writes)
         self._split = int(writes.sum()) > int(np.count_nonzero(handles[:, 0]))
         return [rank for rank in self._node if writes[rank]]
 
@@ -277,7 +279,7 @@ class NodeSnapshots:
         self._link.send(SegmentMade(stage=stage, size_bytes=size, digest=digest), (self.fd,))
 
     def _meta(self, layout: StateLayout) -> bytes:
-        scalars = json.dumps(self._adapter.scalars())
+        scalars = json.dumps(self._state.scalars())
         return meta_bytes(self._progress.status_json(), scalars, layout, self._save_target)
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from job_server.api.wire import RestoreFrom
 from pod_runtime.segment_header import Stamp
 from pod_runtime.trainer.errors import StateError
-from pod_runtime.trainer.frameworks.adapter import Adapter
+from pod_runtime.trainer.frameworks.framework import FrameworkGroup, FrameworkState
 from pod_runtime.trainer.membership.member import barrier
 from pod_runtime.trainer.membership.state_manager import CarriedState
 from pod_runtime.trainer.progress.loop_status import LoopStatus
@@ -50,7 +50,8 @@ class LoadedAhead:
 class StateRestore:
     """One rank's part in restoring the state. All ranks of the stage `run` theirs together."""
 
-    adapter: Adapter
+    group: FrameworkGroup
+    state: FrameworkState
     rank: int
     world_size: int
     stage: int  # of this stage; only rank 0's counts
@@ -89,7 +90,7 @@ class StateRestore:
         if source == self.rank and self.carried is not None:
             # A snapshot rather than the model itself: its script may have touched that since, as a
             # scheduler does at the end of an epoch.
-            held = self.carried.host_state() or own_state(self.adapter, self.carried.status)
+            held = self.carried.host_state() or own_state(self.state, self.carried.status)
         return self._share(held, source)
 
     def _load_local(self, wanted: RestoreFrom) -> Restored:
@@ -122,7 +123,7 @@ class StateRestore:
         if self.carried is not None:
             stamp = self.carried.stamp
             have[self.rank] = (stamp.step, stamp.serial, self.carried.is_in_snapshot)
-        self.adapter.all_reduce(have.reshape(-1))
+        self.group.all_reduce(have.reshape(-1))
         best = max(have.tolist())
         wanted_step = self.wanted.step if self.wanted else 0
         holders = (have[:, :2] == best[:2]).all(axis=1) & (best[0] >= wanted_step)
@@ -168,7 +169,7 @@ class StateRestore:
         found = None if store is None else store.newest_whole()
         if found is not None and (read is None or found >= named_id):
             read, have[self.rank] = newest, (found.stage, found.step)
-        self.adapter.all_reduce(have.reshape(-1))
+        self.group.all_reduce(have.reshape(-1))
         best = max(have.tolist())
         if not best[0]:
             raise StateError(
@@ -184,7 +185,7 @@ class StateRestore:
         """Claim its folder, read and verify a checkpoint, which may take minutes."""
         with ThreadPoolExecutor(1, "checkpoint-reader") as pool:
             reading = None if read is None else pool.submit(read)
-            barrier(self.adapter, lambda: reading is not None and not reading.done())
+            barrier(self.group, lambda: reading is not None and not reading.done())
             return None if reading is None else reading.result()
 
     def _share(
@@ -203,27 +204,27 @@ class StateRestore:
             return self._load(state, from_checkpoint=from_checkpoint)
         head = np.zeros(4, np.int64)
         if self.rank == source:
-            sent = state or own_state(self.adapter, fresh)
+            sent = state or own_state(self.state, fresh)
             meta = np.frombuffer(sent.meta(), np.uint8).copy()
             data = np.frombuffer(sent.data, np.uint8).copy()
             head[:] = (meta.size, data.size, state is None, self.stage)
-        self.adapter.broadcast(head.view(np.uint8), source)
+        self.group.broadcast(head.view(np.uint8), source)
         meta_size, data_size, is_fresh, stage = (int(value) for value in head)
         if self.rank != source:
             meta, data = np.zeros(meta_size, np.uint8), np.zeros(data_size, np.uint8)
-        self.adapter.broadcast(meta, source)
-        self.adapter.broadcast(data, source)
+        self.group.broadcast(meta, source)
+        self.group.broadcast(data, source)
         if self.carried is not None:
             return self._continue(self.carried, stage)
         received = host_state_from(meta.tobytes(), data.data)
         if self.rank != source or not is_fresh:
-            self.adapter.load(received.layout, received.data, received.scalars)
+            self.state.load(received.layout, received.data, received.scalars)
         if is_fresh:
             return self._fresh(replace(fresh, run_id=received.status.run_id), stage)
         return self._restored(received, stage, from_checkpoint=from_checkpoint)
 
     def _load(self, state: HostState, *, from_checkpoint: bool = False) -> Restored:
-        self.adapter.load(state.layout, state.data, state.scalars)
+        self.state.load(state.layout, state.data, state.scalars)
         return self._restored(state, from_checkpoint=from_checkpoint)
 
     def _continue(self, carried: CarriedState, stage: int | None = None) -> Restored:
@@ -265,10 +266,10 @@ def _newest_of(store: CheckpointStore) -> _Read:
     return read
 
 
-def own_state(adapter: Adapter, status: LoopStatus) -> HostState:
+def own_state(state: FrameworkState, status: LoopStatus) -> HostState:
     """Return this rank's state as it is now, in memory of its own."""
-    layout = adapter.layout()
+    layout = state.layout()
     data = bytearray(layout.total_bytes)
-    adapter.copy_out(memoryview(data))
-    scalars = json.loads(json.dumps(adapter.scalars()))
+    state.copy_out(memoryview(data))
+    scalars = json.loads(json.dumps(state.scalars()))
     return HostState(status=status, scalars=scalars, layout=layout, data=memoryview(data))

@@ -13,7 +13,7 @@ from pod_runtime.env import TrainerEnv, own_rank, plan_outside_edl, stage_enviro
 from pod_runtime.orphans import note_forks
 from pod_runtime.trainer.data.source import DataSource
 from pod_runtime.trainer.errors import LinkError, PeerLost, SnapshotError, StateError, UsageError
-from pod_runtime.trainer.frameworks.adapter import Adapter, GroupSpec, Subgroup
+from pod_runtime.trainer.frameworks.framework import Framework, GroupSpec, Subgroup
 from pod_runtime.trainer.membership.link import LauncherLink, StageStart, StatePreview
 from pod_runtime.trainer.membership.member import StageMember, exit_as_victim
 from pod_runtime.trainer.membership.next_group import NextGroupFormer, group_spec
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 class TrainerStage:
     """What a trainer holds while it trains."""
 
-    adapter: Adapter
+    framework: Framework
     progress: TrainingProgress
     state_manager: StateManager
     member: StageMember
@@ -67,7 +67,7 @@ class StageJoiner:
         settings: LoopSettings,
         source: DataSource,
         env: TrainerEnv,
-        make_adapter: Callable[[int], Adapter],
+        make_framework: Callable[[int], Framework],
     ) -> None:
         """Connect to the launcher, and form the group.
 
@@ -79,7 +79,7 @@ class StageJoiner:
             PeerLost: outside EDL, another rank is gone.
         """
         self._settings, self._source, self._env = settings, source, env
-        self.adapter = make_adapter(HEADER_SIZE)
+        self.framework = make_framework(HEADER_SIZE)
         self._link: LauncherLink | None = None  # None: outside EDL
         self._next_group: NextGroupFormer | None = None  # None: outside EDL
         self._joined_group: Any | None = None  # None: all ranks formed it together
@@ -109,10 +109,10 @@ class StageJoiner:
             rank=env.rank,
             stage=env.stage or 0,
             pid=os.getpid(),
-            joins=not self.adapter.why_no_second_group(),
-            adapter=type(self.adapter).__module__,
+            joins=not self.framework.group.why_no_second_group(),
+            adapter=self.framework.module,
         )
-        self._next_group = NextGroupFormer(self.adapter, self._link)
+        self._next_group = NextGroupFormer(self.framework.group, self.framework.state, self._link)
         if env.pod_dir is not None:
             note_forks(env.pod_dir)
         self._take_start(self._link.wait_start())
@@ -169,26 +169,24 @@ class StageJoiner:
             self._continue(status)
 
     def _form_group(self) -> None:
-        plan, rank = self._plan, self._rank
+        plan, rank, group = self._plan, self._rank, self.framework.group
         if self._joins:
             # By `form_next`, as the trainers that stay do: they are in the middle of a step. Until
             # `go` this trainer is a world of one.
-            self._joined_group = self.adapter.form_next(group_spec(plan, rank), lambda: False)
+            self._joined_group = group.form_next(group_spec(plan, rank), lambda: False)
             return
-        self.adapter.form_group(
+        group.form(
             GroupSpec(
                 rank=rank, world_size=plan.world_size, master=plan.master, generation=plan.stage
             )
         )
-        check_same_terms(self.adapter, self._terms, rank=rank, world_size=plan.world_size)
+        check_same_terms(group, self._terms, rank=rank, world_size=plan.world_size)
         if self.overlaps:
             # Set up now what the first exchange sets up; no rank contributes anything.
-            self.adapter.begin_step()
-            self.adapter.exchange([0.0] * HEADER_SIZE, contribute=False)
+            self.framework.step.begin()
+            self.framework.step.exchange([0.0] * HEADER_SIZE, contribute=False)
             if plan.survivable_failures:
-                self.adapter.form_subgroups(
-                    [_subgroup(plan, lost) for lost in plan.survivable_failures]
-                )
+                group.form_subgroups([_subgroup(plan, lost) for lost in plan.survivable_failures])
 
     @property
     def rank(self) -> int:
@@ -242,7 +240,7 @@ class StageJoiner:
         rank, group, self._segment = self._next_group.take(start.plan)
         self._take_start(start, rank)
         self._close_segments()
-        self.adapter.adopt(group)
+        self.framework.group.adopt(group)
         self._overlaps = self._joins = False
         if rank != 0:
             self._let_go_of_store()
@@ -299,8 +297,8 @@ class StageJoiner:
         """Load the state once more, which undoes what the script has done to it since."""
         host_state = None if self._restored is None else self._restored.host_state
         assert host_state is not None
-        self.adapter.drop_step()
-        self.adapter.load(host_state.layout, host_state.data, host_state.scalars)
+        self.framework.step.drop()
+        self.framework.state.load(host_state.layout, host_state.data, host_state.scalars)
 
     def settled(self) -> None:
         """Drop the memory of the state that was loaded."""
@@ -311,7 +309,8 @@ class StageJoiner:
     def _restore(self, carried: CarriedState | None) -> Restored:
         plan = self._plan
         return StateRestore(
-            adapter=self.adapter,
+            group=self.framework.group,
+            state=self.framework.state,
             rank=self._rank,
             world_size=plan.world_size,
             stage=plan.stage,
@@ -331,11 +330,11 @@ class StageJoiner:
 
     def _wait_for_start(self) -> None:
         assert self._link is not None
-        self.adapter.drop_step()
+        self.framework.step.drop()
         prepared = self._plan
         node = next(ranks for ranks in nodes_of(prepared) if self._rank in ranks)
         if self._rank == node[0]:
-            layout = self.adapter.layout()
+            layout = self.framework.state.layout()
             try:
                 self._segment = make_segment(prepared.stage, len(node), layout)
             except SnapshotError as error:
@@ -343,7 +342,7 @@ class StageJoiner:
         self._link.send(Prepared())
         self._take_start(self._link.wait_start(self._load_ahead))
         if self._joined_group is not None:
-            self.adapter.adopt(self._joined_group)
+            self.framework.group.adopt(self._joined_group)
         if self._plan.missing_pods:
             self._go_on_in_subgroup(prepared)
 
@@ -351,7 +350,7 @@ class StageJoiner:
         """Load the state that the stage will begin from, before the change is committed."""
         host_state = read_snapshot(preview.fds, preview.stamp)
         if host_state is not None:
-            self.adapter.load(host_state.layout, host_state.data, host_state.scalars)
+            self.framework.state.load(host_state.layout, host_state.data, host_state.scalars)
             self._loaded = LoadedAhead(stamp=preview.stamp, host_state=host_state)
 
     def _go_on_in_subgroup(self, prepared: StagePlan) -> None:
@@ -362,7 +361,8 @@ class StageJoiner:
         spec = GroupSpec(
             rank=self._rank, world_size=plan.world_size, master=plan.master, generation=plan.stage
         )
-        self.adapter.use_subgroup(prepared.survivable_failures.index(plan.missing_pods), spec)
+        index = prepared.survivable_failures.index(plan.missing_pods)
+        self.framework.group.use_subgroup(index, spec)
         logger.info("goes on as rank %d of %d", self._rank, plan.world_size)
         if self._store is None:
             self._store = self._open_store()
@@ -375,7 +375,7 @@ class StageJoiner:
         """
         host_state = restored.host_state
         loaded = set() if host_state is None else {spec.name for spec in host_state.layout.specs}
-        surplus = sorted({spec.name for spec in self.adapter.layout().specs} - loaded)
+        surplus = sorted({spec.name for spec in self.framework.state.layout().specs} - loaded)
         if surplus:
             raise StateError(
                 f"the state that stage {self._plan.stage} begins from lacks {surplus[0]}, which "
@@ -391,7 +391,7 @@ class StageJoiner:
             "batch_size": source.batch_size,
             "shuffle": source.shuffle,
             "drop_last": source.drop_last,
-            **self.adapter.terms(),
+            **self.framework.terms(),
         }
 
     def _run(self) -> RunInfo:
@@ -484,8 +484,10 @@ class StageJoiner:
         if rank == 0 and worlds is None:
             logger.info("promise: %s", progress.promise)
         auto = settings.snapshot_steps == "auto"
+        framework = self.framework
         snapshots = NodeSnapshots(
-            self.adapter,
+            framework.group,
+            framework.state,
             progress,
             link,
             rank=rank,
@@ -494,7 +496,7 @@ class StageJoiner:
             save_target=self._save_target(),
         )
         state_manager = StateManager(
-            self.adapter,
+            framework.state,
             progress,
             link=link,
             snapshots=snapshots,
@@ -504,7 +506,13 @@ class StageJoiner:
             snapshot_steps=None if auto else int(settings.snapshot_steps),
         )
         member = StageMember(
-            self.adapter, state_manager, link, rank, plan.world_size, self._next_group
+            framework.group,
+            framework.step,
+            state_manager,
+            link,
+            rank,
+            plan.world_size,
+            self._next_group,
         )
         run_dir = self._env.run_dir
         file = LedgerFile(run_dir) if rank == 0 and run_dir is not None else None
@@ -517,7 +525,7 @@ class StageJoiner:
         # Only after `go`: a stage that is never committed must not appear in the ledger.
         progress.begin_stage(restored.came_from, file)
         return TrainerStage(
-            adapter=self.adapter,
+            framework=framework,
             progress=progress,
             state_manager=state_manager,
             member=member,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pod_runtime.channel_wire import Drained
 from pod_runtime.segment_header import Stamp
 from pod_runtime.trainer.errors import CheckpointError, InUseError
-from pod_runtime.trainer.frameworks.adapter import Adapter
+from pod_runtime.trainer.frameworks.framework import FrameworkState
 from pod_runtime.trainer.membership.link import LauncherLink, StageStart
 from pod_runtime.trainer.membership.node_snapshots import NodeSnapshots
 from pod_runtime.trainer.progress.agreement import AgreedCut, SnapshotRequest
@@ -52,7 +52,7 @@ class StateManager:
 
     def __init__(
         self,
-        adapter: Adapter,
+        state: FrameworkState,
         progress: TrainingProgress,
         *,
         link: LauncherLink | None,
@@ -69,7 +69,7 @@ class StateManager:
             writer: of `store`, from the stage before; it may still be writing.
             snapshot_steps: None: as often as keeps the stall below 1 % of the time.
         """
-        self._adapter = adapter
+        self._state = state
         self._progress = progress
         self._link = link
         self._snapshots = snapshots
@@ -369,16 +369,16 @@ class StateManager:
 
     def _capture(self, *, is_own: bool = False) -> HostState:
         """Return a copy of the state; `is_own`: in memory of its own."""
-        layout = self._adapter.layout()
+        layout = self._state.layout()
         buffer = self._buffer
         if is_own or len(buffer) != layout.total_bytes:
             buffer = bytearray(layout.total_bytes)
         if not is_own:
             self._buffer = buffer
-        self._adapter.copy_out(memoryview(buffer))
+        self._state.copy_out(memoryview(buffer))
         return HostState(
             status=self._progress.status(),
-            scalars=self._adapter.scalars(),
+            scalars=self._state.scalars(),
             layout=layout,
             data=memoryview(buffer),
         )

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pod_runtime.trainer.errors import StateError, UsageError
-from pod_runtime.trainer.frameworks.adapter import Adapter
+from pod_runtime.trainer.frameworks.framework import FrameworkGroup
 
 _REMEDY = (
     "every trainer has to pass the same: a value that a process makes itself, such as "
@@ -24,7 +24,7 @@ _REMEDY = (
 
 
 def check_same_terms(
-    adapter: Adapter, terms: Mapping[str, Any], *, rank: int, world_size: int
+    group: FrameworkGroup, terms: Mapping[str, Any], *, rank: int, world_size: int
 ) -> None:
     """Compare this rank's terms with those of rank 0. All ranks of the group call it.
 
@@ -39,14 +39,14 @@ def check_same_terms(
     if world_size == 1:
         return
     mine = json.loads(json.dumps(terms))
-    first = json.loads(_from_rank(adapter, 0, json.dumps(mine) if rank == 0 else None))
+    first = json.loads(_from_rank(group, 0, json.dumps(mine) if rank == 0 else None))
     differs = "" if first == mine else _describe(mine, first, rank)
     found = np.zeros(world_size)
     found[rank] = bool(differs)
-    adapter.all_reduce(found)
+    group.all_reduce(found)
     if found.any():
         source = int(np.flatnonzero(found)[0])
-        text = _from_rank(adapter, source, differs if rank == source else None)
+        text = _from_rank(group, source, differs if rank == source else None)
         others = int(np.count_nonzero(found)) - 1
         more = f" ({others} more differ from rank 0, too)" if others else ""
         raise UsageError(f"{text}{more}; {_REMEDY}")
@@ -81,14 +81,14 @@ def to_text(terms: Mapping[str, Any]) -> str:
     )
 
 
-def _from_rank(adapter: Adapter, source: int, text: str | None) -> str:
+def _from_rank(group: FrameworkGroup, source: int, text: str | None) -> str:
     """Return the text of rank `source`; `text`: None on other ranks."""
     data = np.frombuffer((text or "").encode(), np.uint8).copy()
     size = np.array([data.size], np.int64)
-    adapter.broadcast(size.view(np.uint8), source)
+    group.broadcast(size.view(np.uint8), source)
     if text is None:
         data = np.zeros(int(size[0]), np.uint8)
-    adapter.broadcast(data, source)
+    group.broadcast(data, source)
     return data.tobytes().decode()
 
 

@@ -26,7 +26,7 @@ from pod_runtime.segment_header import (
     read_slots,
 )
 from pod_runtime.trainer.errors import SnapshotError, StateError
-from pod_runtime.trainer.frameworks.adapter import Adapter
+from pod_runtime.trainer.frameworks.framework import FrameworkState
 from pod_runtime.trainer.layout import StateLayout, split_bytes
 from pod_runtime.trainer.progress.loop_status import LoopStatus
 from pod_runtime.trainer.state.host_state import HostState, host_state_from, status_from
@@ -123,7 +123,7 @@ class SnapshotSegment:
         return max((head.stamp for _, head in read_slots(self.fd, self.geometry)), default=None)
 
     def write_part(
-        self, adapter: Adapter, layout: StateLayout, stamp: Stamp, *, index: int, meta: bytes
+        self, state: FrameworkState, layout: StateLayout, stamp: Stamp, *, index: int, meta: bytes
     ) -> None:
         """Write the range of writer `index` into the older slot; the others write theirs.
 
@@ -135,10 +135,12 @@ class SnapshotSegment:
             return
         self._take_back(slot, index)
         self._write(self.geometry.meta_offset(slot), meta)
-        self._copy(adapter, layout, slot, *split_bytes(layout, self.geometry.writers, index))
+        self._copy(state, layout, slot, *split_bytes(layout, self.geometry.writers, index))
         self._declare(slot, index, _header(layout, stamp, meta))
 
-    def write_whole(self, adapter: Adapter, layout: StateLayout, stamp: Stamp, meta: bytes) -> None:
+    def write_whole(
+        self, state: FrameworkState, layout: StateLayout, stamp: Stamp, meta: bytes
+    ) -> None:
         """Write a whole state for all writers, some of which may be gone.
 
         Several survivors may do so at once, and not all with the same state: one after the other,
@@ -152,7 +154,7 @@ class SnapshotSegment:
             for index in range(self.geometry.writers):
                 self._take_back(slot, index)
             self._write(self.geometry.meta_offset(slot), meta)
-            self._copy(adapter, layout, slot, 0, layout.total_bytes)
+            self._copy(state, layout, slot, 0, layout.total_bytes)
             for index in range(self.geometry.writers):
                 self._declare(slot, index, _header(layout, stamp, meta if index == 0 else b""))
 
@@ -180,11 +182,11 @@ class SnapshotSegment:
         self._write(self.geometry.header_offset(slot, index), pack_part(header))
 
     def _copy(
-        self, adapter: Adapter, layout: StateLayout, slot: int, start: int, stop: int
+        self, state: FrameworkState, layout: StateLayout, slot: int, start: int, stop: int
     ) -> None:
         begin = self.geometry.data_offset(slot)
         with memoryview(self._map) as whole, whole[begin : begin + layout.total_bytes] as target:
-            adapter.copy_out(target, start, stop)
+            state.copy_out(target, start, stop)
 
     def _write(self, offset: int, data: bytes) -> None:
         self._map[offset : offset + len(data)] = data

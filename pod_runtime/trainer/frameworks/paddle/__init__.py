@@ -1,1 +1,1 @@
-"""PaddlePaddle behind the loop's `Adapter`."""
+"""PaddlePaddle behind the loop's `Framework`."""

@@ -15,7 +15,9 @@ import paddle
 from paddle import nn
 
 from pod_runtime.trainer.errors import UsageError
-from pod_runtime.trainer.frameworks.paddle.state import dtype_name, optimizer_parameters
+from pod_runtime.trainer.frameworks.paddle.state import optimizer_parameters
+from pod_runtime.trainer.frameworks.paddle.tensors import dtype_name
+from pod_runtime.trainer.frameworks.unowned import UnownedParameters
 from pod_runtime.trainer.layout import ITEM_BYTES
 
 _ONE_OPTIMIZER = (
@@ -93,60 +95,21 @@ def _check_extra(extra: Mapping[str, Any], known: set[int]) -> None:
                 raise UsageError(f"extra: {name!r}, a {kind}, has no {method}; give it one")
 
 
-class UnownedParameters:
-    """The model's trainable parameters that the optimizer does not have: they must not change.
+def unowned_parameters(model: Any, optimizer: Any) -> UnownedParameters:
+    """Return the watch over the model's trainable parameters that the optimizer does not have.
 
-    Checksums run at the speed of the memory, over such parameters only; most models have none.
+    Checksums run at the speed of the memory, over such parameters only.
     """
-
-    def __init__(self, model: Any, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        owned = {id(each) for each in optimizer_parameters(optimizer)}
-        self._named = [(n, p) for n, p in model.named_parameters() if id(p) not in owned]
-        self._sums: dict[str, Any] | None = None  # None: not noted
-
-    @property
-    def names(self) -> list[str]:
-        """Those that are trainable now."""
-        return [name for name, each in self._named if not each.stop_gradient]
-
-    def note(self) -> None:
-        """Remember them as they are, unless they are remembered already."""
-        if self._sums is None:
-            self._sums = self._read()
-
-    def forget(self) -> None:
-        """Forget them: they were changed by a load."""
-        self._sums = None
-
-    def check(self) -> None:
-        """Check that they are as they were noted.
-
-        Raises:
-            UsageError: the script has changed one.
-        """
-        if self._sums is None or not self._named:
-            return
-        now = self._read()
-        for name, value in now.items():
-            if self._sums.get(name, value) != value:
-                raise UsageError(
-                    f"model: {name} has changed, and the loop's optimizer does not have it: a "
-                    f"second optimizer steps by this trainer's own gradients, so trainers differ. "
-                    f"If it is trained, {_ONE_OPTIMIZER}. What the script sets by hand, the same "
-                    f"on every trainer, is frozen before: stop_gradient = True"
-                )
-        self._sums = now
-
-    def _read(self) -> dict[str, Any]:
-        if not self._named:
-            return {}
-        owned = {id(each) for each in optimizer_parameters(self._optimizer)}  # it may get more
-        return {
-            name: _checksum(each)
-            for name, each in self._named
-            if not each.stop_gradient and id(each) not in owned
-        }
+    return UnownedParameters(
+        model.named_parameters(),
+        lambda: {id(each) for each in optimizer_parameters(optimizer)},
+        is_trained=lambda each: not each.stop_gradient,
+        mark=_checksum,
+        remedy=(
+            f"If it is trained, {_ONE_OPTIMIZER}. What the script sets by hand, the same on every "
+            f"trainer, is frozen before: stop_gradient = True"
+        ),
+    )
 
 
 def _checksum(tensor: Any) -> Any:

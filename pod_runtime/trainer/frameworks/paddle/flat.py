@@ -12,7 +12,7 @@ import numpy as np
 import paddle
 
 from pod_runtime.trainer.errors import UsageError
-from pod_runtime.trainer.frameworks.paddle.state import dtype_name
+from pod_runtime.trainer.frameworks.paddle.tensors import dtype_name
 
 _HALF = ("float16", "bfloat16")
 

@@ -16,7 +16,8 @@ from pod_runtime.trainer.frameworks.paddle.flat import (
     flat_dtype,
     lay_out,
 )
-from pod_runtime.trainer.frameworks.paddle.state import dtype_name, optimizer_parameters
+from pod_runtime.trainer.frameworks.paddle.state import optimizer_parameters
+from pod_runtime.trainer.frameworks.paddle.tensors import dtype_name
 
 
 class ShardBuffers:

@@ -27,7 +27,7 @@ from pod_runtime.trainer.frameworks.paddle.gradients import (
     ShardBuffers,
     scatter_gradients,
 )
-from pod_runtime.trainer.frameworks.paddle.state import dtype_name
+from pod_runtime.trainer.frameworks.paddle.tensors import dtype_name
 
 logger = logging.getLogger(__name__)
 

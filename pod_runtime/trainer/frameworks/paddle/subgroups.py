@@ -12,7 +12,7 @@ from paddle.base import core
 from paddle.distributed.communication.group import Group
 
 from pod_runtime.trainer.errors import PeerLost
-from pod_runtime.trainer.frameworks.paddle.group import try_out
+from pod_runtime.trainer.frameworks.paddle.second_group import try_out
 from pod_runtime.trainer.frameworks.paddle.store import prompt, wait_for
 
 _FIRST_ID = 1_000_000  # far above the numbers that Paddle and scripts give to groups

@@ -1,21 +1,14 @@
-"""Carry what a script changes on model and optimizer besides tensors: modes, flags, options.
-
-Every process builds model and optimizer by the same lines of the script. So what belongs to the
-state is how they differ now from how they were built: usually nothing. What cannot be put into a
-state (a hook, a layer in another's place) is named instead.
-"""
+"""What a script changes of a Paddle training besides tensors: of layers, optimizer, scheduler."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import paddle
 from paddle import nn
 
-from pod_runtime.trainer.frameworks.plain_values import differ, is_plain
-
-Found = dict[str, dict[str, Any]]  # owner -> attribute -> value
+from pod_runtime.trainer.frameworks.base_traits import BaseTraits, Found
+from pod_runtime.trainer.frameworks.plain_values import is_plain
 
 _ALL = "layers"  # stands for all of them
 _OF_LAYERS = frozenset(vars(nn.Layer())) - {"training"}  # the framework's own, of any layer
@@ -25,17 +18,16 @@ _OF_OPTIMIZERS = frozenset(
      "_sign")
 )  # fmt: skip
 _OF_SCHEDULERS = frozenset(("keys", "verbose", "_var_name"))
+_HOOKS = ("_forward_pre_hooks", "_forward_post_hooks")
 _CACHES = frozenset(("_dropout_state", "_flat_weight"))  # of the framework's recurrent layers
 
 
-class Traits:
-    """The traits of one model and its optimizer, made when the script has built them."""
+class PaddleTraits(BaseTraits):
+    """The traits of one model, its optimizer and that one's schedulers."""
 
     def __init__(self, model: Any, optimizer: Any) -> None:
-        self._model, self._optimizer = model, optimizer
-        self._evaluates: dict[int, bool] | None = None  # modes outside of an evaluation
-        self._things = self._owners()
-        self._built = self._read()
+        self._optimizer = optimizer
+        super().__init__(model)
         # Most owners never change, and that is seen at once.
         self._quick = {
             owner: (len(_attributes(self._things[owner])), tuple(values), tuple(values.values()))
@@ -43,33 +35,28 @@ class Traits:
             if not owner.startswith("parameter/")
         }
         self._loose = {
-            owner: dict(_loose_tensors(thing))
+            owner: dict(self._loose_tensors(thing))
             for owner, thing in self._things.items()
             if owner.startswith("layer/")
         }
         self._made: dict[str, dict[str, Any]] = {}  # loose tensors that have come since, by layer
         self._caching: set[str] = set()  # layers of which one has outlived a step
-        self._structure: dict[str, Any] | None = None  # None: not noted
-        self._named: set[str] = set()
 
     # --- what a state carries
 
     def changed(self) -> Found:
-        """Return what differs from how it was built, as JSON types."""
-        found: Found = {}
-        for owner, thing in self._things.items():
-            if self._is_as_built(owner, thing):
-                continue
-            built, values = self._built.get(owner, {}), self._read_one(owner, thing)
-            differs = {
-                name: list(value) if isinstance(value, tuple) else value
-                for name, value in values.items()
-                if (name not in built or differ(built[name], value))
-                and (name == "training" or owner not in self._caching)
-            }
-            if differs:
-                found[owner] = differs
-        return self._shortened(found)
+        return self._shortened(super().changed())
+
+    def apply(self, changed: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        every = changed.get(_ALL, {})
+        wanted = {owner: each for owner, each in changed.items() if owner != _ALL}
+        if every:
+            for name, _layer in self._layers():
+                wanted[f"layer/{name}"] = {**every, **wanted.get(f"layer/{name}", {})}
+        return super().apply(wanted)
+
+    def _counts(self, owner: str, name: str) -> bool:
+        return name == "training" or owner not in self._caching
 
     def _shortened(self, found: Found) -> Found:
         """Write what most layers have once for all of them: nearly always the evaluation mode."""
@@ -85,41 +72,13 @@ class Traits:
                 found.setdefault(owner, {})["training"] = not mode
         return {_ALL: {"training": mode}} | {owner: each for owner, each in found.items() if each}
 
-    def apply(self, changed: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Set all as it was built, except `changed`; return its owners that do not exist here."""
-        self._things = self._owners()
-        for owner, values in self._read().items():
-            every = changed.get(_ALL, {}) if owner.startswith("layer/") else {}
-            wanted = {**self._built.get(owner, {}), **every, **changed.get(owner, {})}
-            for name, value in wanted.items():
-                if name not in values or differ(values[name], value):
-                    before = self._built.get(owner, {}).get(name)
-                    _set(self._things[owner], name, tuple(value) if _is_tuple(before) else value)
-        return sorted(changed.keys() - self._things.keys() - {_ALL})
-
     # --- modes
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Within it all layers evaluate, while the state keeps their modes of before."""
-        layers = self._model.sublayers(include_self=True)
-        self._evaluates = {id(layer): layer.training for layer in layers}
-        self._model.eval()
-        try:
-            yield
-        finally:
-            # One by one: a script may keep some in evaluation mode, as frozen batch norms are.
-            modes, self._evaluates = self._evaluates, None
-            for layer in layers:
-                layer.training = modes[id(layer)]
-
     def watch_modes(self) -> None:
-        """Begin to watch which modes the script sets, even to the value that they have."""
         for _name, layer in self._layers():
             layer.__dict__["training"] = int(layer.training)  # as good as the bool it is
 
     def modes_set(self) -> dict[str, bool]:
-        """Return the modes that were set since, and stop watching."""
         found = {}
         for name, layer in self._layers():
             if type(layer.training) is bool:
@@ -127,26 +86,12 @@ class Traits:
             layer.__dict__["training"] = bool(layer.training)
         return found
 
-    def set_modes(self, modes: Mapping[str, bool]) -> None:
-        for name, layer in self._layers():
-            if name in modes:
-                layer.training = modes[name]
-
     # --- what no state can carry
 
     def uncarried_changes(self) -> list[str]:
-        """Return what has changed since the first call and cannot be carried; each once."""
-        self._things, now = self._owners(), self._read_structure()
+        self._things = self._owners()
         self._note_caches()
-        if self._structure is None:
-            self._structure = now
-            return []
-        found = []
-        for name in [*self._structure, *(name for name in now if name not in self._structure)]:
-            if self._structure.get(name) != now.get(name) and name not in self._named:
-                self._named.add(name)
-                found.append(name)
-        return found
+        return super().uncarried_changes()
 
     def _note_caches(self) -> None:
         """Find layers that keep tensors they have made, as a table that grows with the input.
@@ -156,7 +101,7 @@ class Traits:
         made = {
             owner: {
                 name: value
-                for name, value in _loose_tensors(thing)
+                for name, value in self._loose_tensors(thing)
                 if self._loose.get(owner, {}).get(name) is not value
             }
             for owner, thing in self._things.items()
@@ -175,7 +120,6 @@ class Traits:
         return list(self._model.named_sublayers(include_self=True))
 
     def _owners(self) -> dict[str, Any]:
-        """Return the objects of interest, by names that are the same in every process."""
         found: dict[str, Any] = {f"layer/{name}": layer for name, layer in self._layers()}
         for name, parameter in self._model.named_parameters():
             found[f"parameter/{name}"] = parameter
@@ -193,9 +137,6 @@ class Traits:
             inner = getattr(scheduler, "learning_rate", None)  # of a LinearWarmup
             scheduler, path = inner, f"{path}/learning_rate"
         return found
-
-    def _read(self) -> Found:
-        return {owner: self._read_one(owner, thing) for owner, thing in self._things.items()}
 
     def _read_one(self, owner: str, thing: Any) -> dict[str, Any]:
         kind = owner.partition("/")[0]
@@ -227,17 +168,7 @@ class Traits:
         return len(attributes) == count and tuple(map(attributes.get, names)) == values
 
     def _read_structure(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, layer in self._layers():
-            who = f"layer {name or type(self._model).__name__}"
-            found[who] = type(layer)
-            hooks = sum(len(layer.__dict__.get(each, ())) for each in _HOOKS)
-            found[f"hooks of {who}"] = hooks
-            found[f"forward of {who}"] = layer.__dict__.get("forward")
-            for attribute, value in _loose_tensors(layer):
-                found[f"{attribute} of {who}, a tensor outside of its state_dict"] = _version(value)
-        for name, parameter in self._model.named_parameters():
-            found[f"parameter {name}, which is another one now"] = id(parameter)
+        found = super()._read_structure()
         optimizer = self._optimizer
         found["the optimizer's grad_clip"] = type(getattr(optimizer, "_grad_clip", None))
         found["the optimizer's weight decay"] = type(getattr(optimizer, "regularization", None))
@@ -248,48 +179,36 @@ class Traits:
         ]
         return found
 
+    def _hook_count(self, layer: Any) -> int:
+        return sum(len(layer.__dict__.get(each, ())) for each in _HOOKS)
+
+    def _loose_tensors(self, layer: Any) -> Iterator[tuple[str, Any]]:
+        loose = layer._non_persistable_buffer_names_set
+        buffers = [(name, each) for name, each in layer._buffers.items() if name in loose]
+        for name, value in [*vars(layer).items(), *buffers]:
+            is_tensor = isinstance(value, paddle.Tensor)
+            if not (is_tensor or isinstance(value, np.ndarray)) or name in _CACHES:
+                continue
+            # Of parameters, as by weight_norm, or by the newest forward pass.
+            is_computed = is_tensor and not value.stop_gradient
+            parts = (each for each in layer._parameters if each.startswith(f"{name}_"))
+            if not is_computed and not any(parts):
+                yield name, value
+
+    def _set(self, thing: Any, name: str, value: Any) -> None:
+        if isinstance(thing, dict):
+            thing[name] = value
+        elif isinstance(thing, paddle.Tensor):
+            if name == "learning_rate":
+                thing.optimize_attr[name] = value
+            else:
+                setattr(thing, name, value)
+        else:
+            vars(thing)[name] = value
+
+    def _tensor_version(self, value: Any) -> Any:
+        return (id(value), value.inplace_version) if value._is_initialized() else None
+
 
 def _attributes(thing: Any) -> dict[str, Any]:
     return thing if isinstance(thing, dict) else vars(thing)
-
-
-_HOOKS = ("_forward_pre_hooks", "_forward_post_hooks")
-
-
-def _loose_tensors(layer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield tensors and arrays that no state_dict holds, except those that are computed."""
-    loose = layer._non_persistable_buffer_names_set
-    buffers = [(name, each) for name, each in layer._buffers.items() if name in loose]
-    for name, value in [*vars(layer).items(), *buffers]:
-        is_tensor = isinstance(value, paddle.Tensor)
-        if not (is_tensor or isinstance(value, np.ndarray)) or name in _CACHES:
-            continue
-        # Of parameters, as by weight_norm, or by the newest forward pass.
-        is_computed = is_tensor and not value.stop_gradient
-        if not is_computed and not any(each.startswith(f"{name}_") for each in layer._parameters):
-            yield name, value
-
-
-def _is_tuple(value: Any) -> bool:
-    return isinstance(value, tuple)
-
-
-def _set(thing: Any, name: str, value: Any) -> None:
-    if isinstance(thing, dict):
-        thing[name] = value
-    elif isinstance(thing, paddle.Tensor):
-        if name == "learning_rate":
-            thing.optimize_attr[name] = value
-        else:
-            setattr(thing, name, value)
-    else:
-        vars(thing)[name] = value
-
-
-def _version(value: Any) -> Any:
-    """Return a mark that changes when a tensor is written to or replaced."""
-    if isinstance(value, np.ndarray):
-        return value.tobytes() if value.size <= 1024 else value.ctypes.data
-    if not value._is_initialized():
-        return None
-    return id(value), value.inplace_version

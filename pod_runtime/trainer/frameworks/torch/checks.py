@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pod_runtime.trainer.errors import UsageError
-from pod_runtime.trainer.frameworks.torch.unowned import owned_parameters
+from pod_runtime.trainer.frameworks.unowned import UnownedParameters
 
 _ONE_OPTIMIZER = (
     "the loop steps one optimizer: put all layers that are trained into one torch.nn.Module (a "
@@ -122,6 +122,26 @@ def trained_parameters(model: Any, optimizer: Any) -> list[Any]:
     if not owned:
         raise UsageError("optimizer: none of its parameters is one of the model's; pass that model")
     return owned
+
+
+def unowned_parameters(model: Any, optimizer: Any) -> UnownedParameters:
+    """Return the watch over the model's trainable parameters that the optimizer does not have."""
+    return UnownedParameters(
+        model.named_parameters(),
+        lambda: owned_parameters(optimizer),
+        is_trained=lambda each: each.requires_grad,
+        # PyTorch counts changes in place; another tensor is seen by its place.
+        mark=lambda each: (each._version, each.data_ptr(), float(each.detach().sum())),
+        remedy=(
+            "Give the loop's optimizer a group of parameters for it. What the script sets by hand, "
+            "the same on every trainer, is frozen before: requires_grad_(False)"
+        ),
+    )
+
+
+def owned_parameters(optimizer: Any) -> set[int]:
+    """Return the ids of an optimizer's parameters."""
+    return {id(each) for group in optimizer.param_groups for each in group["params"]}
 
 
 class SchedulerCheck:

@@ -1,16 +1,20 @@
-"""Form the process group of a stage."""
+"""The process group of a PyTorch training, from stage to stage."""
 
 import atexit
 import os
 import socket
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
+import numpy.typing as npt
 import psutil
+import torch
 import torch.distributed as dist
 
 from pod_runtime.trainer.errors import PeerLost, UsageError
-from pod_runtime.trainer.frameworks.adapter import GroupSpec
+from pod_runtime.trainer.frameworks.framework import GroupSpec, Subgroup
 
 _formed: GroupSpec | None = None  # None: this process has formed none
 
@@ -18,7 +22,63 @@ _formed: GroupSpec | None = None  # None: this process has formed none
 _TIMEOUT = timedelta(minutes=30)
 
 
-def form(spec: GroupSpec, device: Any) -> None:
+class TorchGroup:
+    """The group that this trainer is in; what a step sends goes through it, too."""
+
+    def __init__(self, device: Any) -> None:
+        self.rank, self.world_size = 0, 1
+        self._device = device
+        self._handle: Any | None = None  # None: the default one
+        self._subgroups: list[Any | None] = []  # None: one that this rank is not in
+
+    def form(self, spec: GroupSpec) -> None:
+        self.rank, self.world_size = spec.rank, spec.world_size
+        _form(spec, self._device)
+
+    def form_subgroups(self, parts: Sequence[Subgroup]) -> None:
+        try:
+            for part in parts:
+                self._subgroups.append(dist.new_group(list(part.ranks)))
+        except RuntimeError as error:
+            raise PeerLost(f"a group for a loss was not formed: {error}") from error
+
+    def use_subgroup(self, index: int, spec: GroupSpec) -> None:
+        self._handle = self._subgroups[index]
+        self.rank, self.world_size = spec.rank, spec.world_size
+
+    def why_no_second_group(self) -> str:
+        return "with PyTorch a trainer cannot form a second group yet"
+
+    def form_next(self, spec: GroupSpec, is_off: Callable[[], bool]) -> NoReturn:
+        raise PeerLost(self.why_no_second_group())
+
+    def adopt(self, group: Any) -> NoReturn:
+        raise PeerLost(self.why_no_second_group())
+
+    def all_reduce(self, values: npt.NDArray[np.float64]) -> None:
+        if self.world_size > 1:
+            tensor = torch.from_numpy(values).to(self._device)
+            self.reduce(tensor)
+            values[:] = tensor.cpu().numpy()
+
+    def broadcast(self, data: npt.NDArray[np.uint8], source: int) -> None:
+        if self.world_size > 1 and data.size:
+            tensor = torch.from_numpy(data).to(self._device)
+            try:
+                dist.broadcast(tensor, group=self._handle, group_src=source)
+            except RuntimeError as error:
+                raise PeerLost(f"broadcast from rank {source}: {error}") from error
+            data[:] = tensor.cpu().numpy()
+
+    def reduce(self, tensor: Any) -> None:
+        """Sum a tensor over all ranks, in place. Raises PeerLost."""
+        try:
+            dist.all_reduce(tensor, group=self._handle)
+        except RuntimeError as error:  # a peer closed its end
+            raise PeerLost(f"all-reduce: {error}") from error
+
+
+def _form(spec: GroupSpec, device: Any) -> None:
     """Join the group of `spec`; returns when all ranks have.
 
     Raises:

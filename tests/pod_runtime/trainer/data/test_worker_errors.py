@@ -81,18 +81,20 @@ class Numbers:
 
 
 def test_the_loop_gets_the_error_of_a_real_worker_after_the_batches_before_it():
-    paddle_adapter = pytest.importorskip("pod_runtime.trainer.frameworks.paddle.adapter")
+    pytest.importorskip("paddle")
     import paddle
+
+    from pod_runtime.trainer.frameworks.paddle.framework import paddle_framework
 
     model = paddle.nn.Linear(2, 2)
     optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
-    adapter = paddle_adapter.PaddleAdapter(model, optimizer, header_size=4)
+    data = paddle_framework(model, optimizer, header_size=4).data
     source = source_of(Numbers(), batch_size=2, shuffle=False, num_workers=1)
     run = RunInfo(seed=0, epochs=1, dataset_length=8, shuffle=False, drop_last=False)
     plan = BatchPlan(batch_size=2, shards=1, dataset_length=8)
     order = ShardOrder(run, plan, rank_shards(0, 1, 1))
     ranges = list(order.from_cursor(Cursor()))
-    items = loader_items(source, order, Cursor(), adapter)
+    items = loader_items(source, order, Cursor(), data)
     reader = ThreadReader(lambda: items)
     try:
         for shard_range, first in zip(ranges[:2], (0, 2), strict=True):

@@ -9,7 +9,7 @@ import pytest
 from paddle import nn
 
 from pod_runtime import elastic
-from pod_runtime.trainer.frameworks.paddle.adapter import PaddleAdapter
+from pod_runtime.trainer.frameworks.paddle.framework import paddle_framework
 from pod_runtime.trainer.frameworks.paddle.gradients import trained_parameters
 
 
@@ -128,8 +128,8 @@ def test_a_frozen_layer_and_the_model_itself_may_be_extra():
     one, two, both = networks()
     for parameter in two.parameters():
         parameter.stop_gradient = True
-    PaddleAdapter(one, adam(one), header_size=1, extra={"teacher": two})
-    PaddleAdapter(both, adam(both), header_size=1, extra={"itself": one})
+    paddle_framework(one, adam(one), header_size=1, extra={"teacher": two})
+    paddle_framework(both, adam(both), header_size=1, extra={"itself": one})
 
 
 # --- parameters that no optimizer has

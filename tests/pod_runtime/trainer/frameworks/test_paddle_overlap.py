@@ -8,8 +8,8 @@ import pytest
 from paddle import nn
 
 from pod_runtime.trainer.errors import PeerLost, UsageError
-from pod_runtime.trainer.frameworks.adapter import GroupSpec
-from pod_runtime.trainer.frameworks.paddle.adapter import PaddleAdapter
+from pod_runtime.trainer.frameworks.framework import GroupSpec
+from pod_runtime.trainer.frameworks.paddle.framework import paddle_framework
 from pod_runtime.trainer.frameworks.paddle.gradients import ShardBuffers
 from pod_runtime.trainer.frameworks.paddle.overlap import (
     Hooks,
@@ -17,7 +17,7 @@ from pod_runtime.trainer.frameworks.paddle.overlap import (
     ThreadReducer,
     make_buckets,
 )
-from tests.pod_runtime.trainer.frameworks.test_paddle_adapter import form_no_group
+from tests.pod_runtime.trainer.frameworks.test_paddle_framework import form_no_group
 
 HEADER = 3
 pytestmark = pytest.mark.filterwarnings("ignore:When training, we now always track")
@@ -167,30 +167,30 @@ def test_nothing_else_is_sent_while_gradients_are_on_their_way(monkeypatch):
     monkeypatch.setattr("pod_runtime.trainer.frameworks.paddle.overlap.BUCKET_BYTES", 1)
     net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     optimizer = paddle.optimizer.SGD(0.1, parameters=net.parameters())
-    adapter = PaddleAdapter(net, optimizer, header_size=HEADER, all_reduce="overlapped")
-    adapter.form_group(GroupSpec(rank=0, world_size=2, master="127.0.0.1:1", generation=1))
+    framework = paddle_framework(net, optimizer, header_size=HEADER, all_reduce="overlapped")
+    framework.group.form(GroupSpec(rank=0, world_size=2, master="127.0.0.1:1", generation=1))
     votes = paddle.zeros([1]).numpy().astype("float64")
 
     def backward() -> None:
-        adapter.begin_step()
-        adapter.backward(net(paddle.ones([4, 3])).sum(), 0.5, is_last=True)
-        adapter.end_shard()
+        framework.step.begin()
+        framework.step.backward(net(paddle.ones([4, 3])).sum(), 0.5, is_last=True)
+        framework.step.end_shard()
 
     backward()
     with pytest.raises(UsageError, match=r"between step\.backward and step\.update"):
-        adapter.all_reduce(votes)
+        framework.group.all_reduce(votes)
     net[0].weight.stop_gradient = True
     with pytest.raises(UsageError, match="freeze and unfreeze before or after"):
-        adapter.exchange([0.0] * HEADER, True)
+        framework.step.exchange([0.0] * HEADER, True)
     net[0].weight.stop_gradient = False
-    assert adapter.exchange([1.0, 0.0, 4.0], True) == [2.0, 0.0, 8.0]
-    adapter.apply(filled_shards=2, lr_factor=1.0)
-    adapter.all_reduce(votes)
+    assert framework.step.exchange([1.0, 0.0, 4.0], True) == [2.0, 0.0, 8.0]
+    framework.step.apply(filled_shards=2, lr_factor=1.0)
+    framework.group.all_reduce(votes)
 
     backward()
-    adapter.drop_step()  # a peer was lost: the step is over
+    framework.step.drop()  # a peer was lost: the step is over
     net[0].weight.stop_gradient = True  # between two steps a script may
     backward()
-    assert adapter.exchange([1.0, 0.0, 4.0], True) == [2.0, 0.0, 8.0]
-    adapter.apply(filled_shards=2, lr_factor=1.0)
+    assert framework.step.exchange([1.0, 0.0, 4.0], True) == [2.0, 0.0, 8.0]
+    framework.step.apply(filled_shards=2, lr_factor=1.0)
     assert net[0].weight.grad is None

@@ -13,8 +13,8 @@ import pytest
 from paddle import nn
 
 from pod_runtime import elastic
-from pod_runtime.trainer.frameworks.paddle.adapter import PaddleAdapter
-from pod_runtime.trainer.frameworks.paddle.traits import Traits
+from pod_runtime.trainer.frameworks.paddle.framework import paddle_framework
+from pod_runtime.trainer.frameworks.paddle.traits import PaddleTraits
 from pod_runtime.trainer.membership.stage import StageJoiner
 from tests.pod_runtime.trainer.states import finish_writing
 
@@ -98,27 +98,27 @@ def seen(model: Net, optimizer: Any) -> list[Any]:
 
 def test_what_a_script_changes_is_carried_and_what_a_process_did_before_is_not():
     model, optimizer = build()
-    adapter = PaddleAdapter(model, optimizer, header_size=1)
-    assert adapter.scalars()["traits"] == {}
+    framework = paddle_framework(model, optimizer, header_size=1)
+    assert framework.state.scalars()["traits"] == {}
     change_all(model, optimizer)
-    layout = adapter.layout()
+    layout = framework.state.layout()
     data = bytearray(layout.total_bytes)
-    adapter.copy_out(memoryview(data))
-    scalars = json.loads(json.dumps(adapter.scalars()))
+    framework.state.copy_out(memoryview(data))
+    scalars = json.loads(json.dumps(framework.state.scalars()))
 
     other, other_optimizer = build()
     fresh = seen(other, other_optimizer)
-    reader = PaddleAdapter(other, other_optimizer, header_size=1)
+    reader = paddle_framework(other, other_optimizer, header_size=1)
     other.drop.p, other.tail.bias.stop_gradient = 0.9, True  # as a warm-up step may
-    reader.load(layout, memoryview(data), scalars)
+    reader.state.load(layout, memoryview(data), scalars)
     assert seen(other, other_optimizer) == seen(model, optimizer) != fresh
-    assert reader.scalars()["traits"] == scalars["traits"], "carried on by the next one, too"
+    assert reader.state.scalars()["traits"] == scalars["traits"], "carried on by the next one, too"
 
     old = {name: value for name, value in scalars.items() if name != "traits"}
     other, other_optimizer = build()
-    reader = PaddleAdapter(other, other_optimizer, header_size=1)
+    reader = paddle_framework(other, other_optimizer, header_size=1)
     other.drop.p = 0.9
-    reader.load(layout, memoryview(data), old)
+    reader.state.load(layout, memoryview(data), old)
     assert other.drop.p == 0.9, "a state of the version before says nothing of it"
 
 
@@ -126,7 +126,7 @@ def test_a_large_model_in_evaluation_mode_takes_few_words():
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(50)))
     model[7].eval()  # so it is built
     optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
-    traits = Traits(model, optimizer)
+    traits = PaddleTraits(model, optimizer)
     model.eval()
     model[3].train()
     model[4].note = 1
@@ -156,7 +156,7 @@ def test_training_alone_changes_nothing_that_would_have_to_be_carried(name):
         rate = paddle.optimizer.lr.LinearWarmup(0.1, 2, 0.0, 0.1)
         given_rate = 0.1 if name == "Rprop" else rate  # it takes no scheduler
         optimizer = getattr(paddle.optimizer, name)(given_rate, parameters=given)
-        traits = Traits(model, optimizer)
+        traits = PaddleTraits(model, optimizer)
         assert traits.uncarried_changes() == []
         for _ in range(3):
             value = model[0](paddle.randn([6, 4])).reshape([6, 8, 1, 1])
@@ -173,7 +173,7 @@ def test_what_layers_compute_of_their_parameters_is_no_news():
         nn.utils.weight_norm(nn.Linear(4, 4)), nn.utils.spectral_norm(nn.Linear(4, 4))
     )
     optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
-    traits = Traits(model, optimizer)
+    traits = PaddleTraits(model, optimizer)
     assert traits.uncarried_changes() == []
     for _ in range(2):
         model(paddle.ones([2, 4])).mean().backward()
@@ -189,7 +189,7 @@ def test_what_no_state_can_carry_is_named_once():
     model, optimizer = build()
     model.register_buffer("center", paddle.zeros([3]), persistable=False)
     model.cache = paddle.zeros([2])
-    traits = Traits(model, optimizer)
+    traits = PaddleTraits(model, optimizer)
     model.head.register_forward_post_hook(lambda *_: None)  # before the loop: in every process
     assert traits.uncarried_changes() == []
     assert traits.uncarried_changes() == []
@@ -255,7 +255,7 @@ def test_what_a_layer_says_of_a_tensor_that_no_state_has_is_not_carried_without_
 
 def test_what_a_script_sets_on_a_layer_that_notes_its_newest_tensors_is_carried():
     model = Table()
-    traits = Traits(model, paddle.optimizer.SGD(0.1, parameters=model.parameters()))
+    traits = PaddleTraits(model, paddle.optimizer.SGD(0.1, parameters=model.parameters()))
     for _ in range(4):
         model.newest = paddle.zeros([2])
         model.length = 5
@@ -270,12 +270,12 @@ def test_what_a_script_sets_on_a_layer_that_notes_its_newest_tensors_is_carried(
 
 def test_an_evaluation_leaves_the_modes_in_the_state_as_they_are():
     model, optimizer = build()
-    adapter = PaddleAdapter(model, optimizer, header_size=1)
+    framework = paddle_framework(model, optimizer, header_size=1)
     model.norm.eval()
-    before = adapter.scalars()["traits"]
-    with adapter.evaluation():
+    before = framework.state.scalars()["traits"]
+    with framework.state.evaluating():
         assert not model.training
-        assert adapter.scalars()["traits"] == before == {"layer/norm": {"training": False}}
+        assert framework.state.scalars()["traits"] == before == {"layer/norm": {"training": False}}
     assert model.training
     assert not model.norm.training
 

@@ -530,7 +530,7 @@ def test_trainers_with_different_test_sets_are_told_before_they_wait_for_each_ot
     def with_a_peer(values: Any) -> None:
         values += [19, 6, 0]  # of whom 19 samples are known
 
-    monkeypatch.setattr(this_stage().adapter, "all_reduce", with_a_peer)
+    monkeypatch.setattr(this_stage().framework.group, "all_reduce", with_a_peer)
     monkeypatch.setattr(type(loop), "world_size", 2)
     with pytest.raises(elastic.UsageError, match=r"different data .here 20 samples.*random_split"):
         loop.evaluate(DATA, lambda batch: pytest.fail("evaluated"), batch_size=6)

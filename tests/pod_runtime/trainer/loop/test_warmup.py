@@ -31,12 +31,12 @@ class Numbers:
 
 
 def step_of(dataset: Numbers) -> Step:
-    from pod_runtime.trainer.frameworks.paddle.adapter import PaddleAdapter
+    from pod_runtime.trainer.frameworks.paddle.framework import paddle_framework
 
     model = paddle.nn.Linear(2, 2)
     optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
     return WarmupStep(
-        PaddleAdapter(model, optimizer, header_size=4),
+        paddle_framework(model, optimizer, header_size=4),
         source_of(dataset, batch_size=8, shuffle=False, num_workers=2),
         shards=2,
         seed=0,

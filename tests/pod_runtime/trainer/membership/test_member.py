@@ -13,7 +13,7 @@ from pod_runtime.trainer.progress.agreement import AgreedCut, SnapshotRequest
 
 
 class Group:
-    """An adapter whose peers contribute what the test says, call by call."""
+    """A group, and a step, whose peers contribute what the test says, call by call."""
 
     def __init__(self, *peers: list[float]) -> None:
         self.peers = list(peers)
@@ -71,7 +71,7 @@ class Channel:
 
 def make(group: Group, link: Channel | None = None) -> tuple[StageMember, StateManager]:
     state_manager = StateManager()
-    made: Any = StageMember(group, state_manager, link, rank=0, world_size=2)  # type: ignore[arg-type]
+    made: Any = StageMember(group, group, state_manager, link, rank=0, world_size=2)  # type: ignore[arg-type]
     return made, state_manager
 
 

@@ -11,7 +11,7 @@ import pytest
 from job_server.api.wire import Order, PlanPod, StagePlan, Way
 from pod_runtime.channel_wire import Invitation, TrainerMessage, to_json
 from pod_runtime.trainer.errors import LinkError, PeerLost
-from pod_runtime.trainer.frameworks.adapter import GroupSpec
+from pod_runtime.trainer.frameworks.framework import GroupSpec
 from pod_runtime.trainer.frameworks.meeting import CalledOffError
 from pod_runtime.trainer.membership.next_group import MOST_GROUPS, NextGroupFormer
 from tests.support import wait_until
@@ -27,7 +27,7 @@ PLAN = StagePlan(
 
 
 class Groups:
-    """An adapter whose groups are formed, or not, when the test says so."""
+    """Groups that are formed, or not, when the test says so."""
 
     def __init__(self) -> None:
         self.why_not = ""
@@ -64,7 +64,7 @@ class Trainer:
     def __init__(self) -> None:
         self.groups, self.link = Groups(), Channel()
         self.heard = 0
-        self.next_group = NextGroupFormer(self.groups, self.link)  # type: ignore[arg-type]
+        self.next_group = NextGroupFormer(self.groups, self.groups, self.link)  # type: ignore[arg-type]
 
     def invite(self, plan: StagePlan = PLAN, *, rank: int = 1) -> None:
         self.link.invitation = Invitation(plan=plan, rank=rank)
@@ -138,7 +138,7 @@ def test_a_group_that_cannot_be_formed_is_told_of_and_the_training_goes_on(train
     assert len(trainer.groups.specs) == 1
 
 
-def test_an_adapter_that_cannot_is_not_asked_to(trainer):
+def test_a_framework_that_cannot_is_not_asked_to(trainer):
     trainer.groups.why_not = "PaddlePaddle 9.9 has no such name"
     trainer.invite()
     assert trainer.link.said == [

@@ -37,7 +37,7 @@ class Told:
 
 
 class Trained:
-    """An adapter with nothing but a learning rate."""
+    """A state with nothing but a learning rate."""
 
     def __init__(self) -> None:
         self.rate = 0.1
@@ -54,17 +54,18 @@ class Trained:
 
 def test_a_rescue_leaves_the_state_of_a_step_as_it_was_when_the_step_had_ended():
     status = make_status(step=3)
-    adapter: Any = Trained()
+    trained: Any = Trained()
+    group: Any = None  # a world of one
     link: Any = Told()
     progress = TrainingProgress(status, status.scaling, stage=2, steps_per_epoch=None)
-    snapshots = NodeSnapshots(adapter, progress, link, rank=0, nodes=[[0]])
+    snapshots = NodeSnapshots(group, trained, progress, link, rank=0, nodes=[[0]])
 
     def kept() -> Any:
         host_state = snapshots.host_state()
         return None if host_state is None else host_state.scalars["lr"]
 
     snapshots.take(renew=True)
-    adapter.rate = 0.5  # by the body of the next step, in which a peer is lost
+    trained.rate = 0.5  # by the body of the next step, in which a peer is lost
     snapshots.rescue()
     assert kept() == 0.1
     progress.commit_step()

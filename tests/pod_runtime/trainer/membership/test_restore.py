@@ -4,6 +4,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from pod_runtime.trainer.state.storage import LocalStorage
 from tests.pod_runtime.trainer.membership.test_terms import Group
 from tests.pod_runtime.trainer.states import make_host_state, make_status
 
+LOADS_ANY: Any = SimpleNamespace(load=lambda *_: None)
 WANTED = RestoreFrom(stage=3, step=12, pods=(), path="", spare=True)
 
 
@@ -33,11 +35,10 @@ def restored(wanted: list[RestoreFrom], own: CheckpointStore | None) -> list[Res
     group = Group(len(wanted))
 
     def of_rank(rank: int) -> Restored | str:
-        adapter: Any = group.of_rank(rank)
-        adapter.load = lambda *_: None
         try:
             return StateRestore(
-                adapter=adapter,
+                group=group.of_rank(rank),
+                state=LOADS_ANY,
                 rank=rank,
                 world_size=len(wanted),
                 stage=5,
@@ -89,7 +90,8 @@ def test_a_snapshot_that_cannot_be_read_is_an_error_and_no_fresh_start():
     os.pwrite(fd, geometry.pack(), 0)
     os.pwrite(fd, pack_part(header), geometry.header_offset(0, 0))  # and nothing behind it
     alone = StateRestore(
-        adapter=Group(1).of_rank(0),
+        group=Group(1).of_rank(0),
+        state=LOADS_ANY,
         rank=0,
         world_size=1,
         stage=5,

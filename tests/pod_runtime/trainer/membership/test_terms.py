@@ -16,7 +16,7 @@ from pod_runtime.trainer.membership.terms import check_same_terms, check_terms_o
 
 
 class Group:
-    """The collective operations of an adapter, for ranks that are threads."""
+    """The collective operations of a group, for ranks that are threads."""
 
     def __init__(self, world_size: int) -> None:
         self._barrier = Barrier(world_size, timeout=60)

@@ -40,7 +40,7 @@ from tests.pod_runtime.trainer.states import make_status
 
 
 class Numbers:
-    """An adapter's state: one array, and one that belongs to the script."""
+    """A state: one array, and one that belongs to the script."""
 
     def __init__(self, length: int, extra: int = 0) -> None:
         self.array = np.zeros(length, np.float64)

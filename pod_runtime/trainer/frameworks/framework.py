@@ -1,9 +1,11 @@
-"""The adapter protocol: what the elastic loop needs of a framework.
+"""What the elastic loop needs of a framework: four small parts, which one value holds.
 
 The calls follow the life of a trainer: form a group; capture, load and broadcast a state; per step
 seed, convert, weigh, exchange, apply; leave. `exchange` changes nothing local, and the
 buffers hold the step's first values whenever no shard is being computed: so the last committed
 state can be captured at every point where ranks wait for each other.
+
+All parts are used by one thread, unless a method says otherwise.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,18 +37,10 @@ class Subgroup:
     addr: str  # of the first
 
 
-class Adapter(Protocol):
-    """One model, its optimizer and the device they live on.
+class FrameworkGroup(Protocol):
+    """The process group of this trainer, as it changes from stage to stage."""
 
-    Used by one thread, unless a method says otherwise.
-    """
-
-    def terms(self) -> dict[str, Any]:
-        """Return what has to be the same of model and optimizer on all ranks, as JSON types."""
-
-    # --- group
-
-    def form_group(self, spec: GroupSpec) -> None:
+    def form(self, spec: GroupSpec) -> None:
         """Join the group; returns when all have. A world of one forms none."""
 
     def form_subgroups(self, parts: Sequence[Subgroup]) -> None:
@@ -75,7 +69,9 @@ class Adapter(Protocol):
     def broadcast(self, data: npt.NDArray[np.uint8], source: int) -> None:
         """Overwrite `data` on every rank by that of `source`. Raises PeerLost."""
 
-    # --- state
+
+class FrameworkState(Protocol):
+    """The state of a training: model, optimizer, and what belongs to them."""
 
     def layout(self) -> StateLayout:
         """Return the layout of the state as it is now."""
@@ -120,9 +116,14 @@ class Adapter(Protocol):
     def check_unowned(self) -> None:
         """See that these are as they were. Raises UsageError: the script has changed one."""
 
-    # --- a step
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Within it the model evaluates: no gradients, evaluation mode."""
 
-    def begin_step(self) -> None:
+
+class FrameworkStep(Protocol):
+    """The gradients and the buffers of a step."""
+
+    def begin(self) -> None:
         """Remember the buffers: every shard starts from these values. And those `unowned`.
 
         The step's loss starts from 0.
@@ -148,7 +149,7 @@ class Adapter(Protocol):
         called again. Without `contribute`, this rank adds zeros. Raises PeerLost.
         """
 
-    def step_loss(self) -> Any:
+    def loss(self) -> Any:
         """Return the sum of what went through `backward`, a tensor without dimensions.
 
         Over all ranks as the last `exchange` summed it; before one, that of this rank. It is on the
@@ -164,10 +165,12 @@ class Adapter(Protocol):
             max_norm: clip the summed gradients at this global norm; None: do not.
         """
 
-    def drop_step(self) -> None:
+    def drop(self) -> None:
         """Forget gradients and put the buffers back: the state is the last committed one."""
 
-    # --- data and numbers
+
+class FrameworkData(Protocol):
+    """Batches on the training's device, and random numbers."""
 
     def seed(self, key: int) -> None:
         """Seed the framework's generators."""
@@ -196,8 +199,15 @@ class Adapter(Protocol):
             on_host: leave batches in the host's memory, for a reader that sends them elsewhere.
         """
 
-    def evaluation(self) -> AbstractContextManager[None]:
-        """Within it the model evaluates: no gradients, evaluation mode."""
 
-    def to_float(self, value: Any) -> float:
-        """Return a number or a one-element tensor as float."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """One model, its optimizer and the device they live on, as the loop sees them."""
+
+    module: str  # which a process that is kept for a later trainer imports ahead
+    # Returns what has to be the same of model and optimizer on all ranks, as JSON types.
+    terms: Callable[[], dict[str, Any]]
+    group: FrameworkGroup
+    state: FrameworkState
+    step: FrameworkStep
+    data: FrameworkData

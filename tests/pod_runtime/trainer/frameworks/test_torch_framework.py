@@ -1,4 +1,4 @@
-"""The adapter for PyTorch, in this process: states, gradients, buffers, precision, refusals."""
+"""The parts for PyTorch, in this process: states, gradients, buffers, precision, refusals."""
 
 import json
 from collections import Counter
@@ -14,14 +14,14 @@ from torch import nn  # noqa: E402
 from torch.optim import lr_scheduler  # noqa: E402
 
 from pod_runtime.trainer.errors import StateError, UsageError  # noqa: E402
-from pod_runtime.trainer.frameworks.adapter import GroupSpec  # noqa: E402
-from pod_runtime.trainer.frameworks.choose import make_adapter  # noqa: E402
-from pod_runtime.trainer.frameworks.torch.adapter import TorchAdapter  # noqa: E402
+from pod_runtime.trainer.frameworks.choose import make_framework  # noqa: E402
+from pod_runtime.trainer.frameworks.framework import GroupSpec  # noqa: E402
+from pod_runtime.trainer.frameworks.torch.framework import torch_framework  # noqa: E402
 from pod_runtime.trainer.frameworks.torch.gradients import (  # noqa: E402
     TorchGradientExchange,
     TorchShardBuffers,
 )
-from pod_runtime.trainer.frameworks.torch.state import from_plain, to_plain  # noqa: E402
+from pod_runtime.trainer.frameworks.torch.tensors import from_plain, to_plain  # noqa: E402
 
 HEADER = 3
 
@@ -76,7 +76,7 @@ class Training:
             case "scaler":
                 self.optimizer = torch.optim.Adam(halves, lr=0.1)
                 scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-        self.adapter = make_adapter(
+        self.framework = make_framework(
             self.model,
             self.optimizer,
             header_size=HEADER,
@@ -84,32 +84,31 @@ class Training:
             scaler=scaler,
             extra=extra,
         )
-        assert isinstance(self.adapter, TorchAdapter)
         self.dtype = dtype
 
     def step(self, seed: int) -> None:
         """One global batch of two shards, the second one short."""
         data = torch.from_numpy(np.random.RandomState(seed).randn(6, 4)).to(self.dtype)
-        self.adapter.begin_step()
+        self.framework.step.begin()
         for piece in (data[:4], data[4:]):
-            loss = (self.model(self.adapter.to_batch(piece)) ** 2).mean()
-            self.adapter.backward(loss, len(piece) / 6)
-            self.adapter.end_shard()
-        self.adapter.exchange([0.0, 0.0, 6.0], True)
-        self.adapter.apply(filled_shards=2, lr_factor=1.0)
+            loss = (self.model(self.framework.data.to_batch(piece)) ** 2).mean()
+            self.framework.step.backward(loss, len(piece) / 6)
+            self.framework.step.end_shard()
+        self.framework.step.exchange([0.0, 0.0, 6.0], True)
+        self.framework.step.apply(filled_shards=2, lr_factor=1.0)
         if self.scheduler is not None:
             is_plateau = isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau)
             self.scheduler.step(*([1.0] if is_plateau else []))
 
     def take(self) -> tuple[Any, bytearray, dict[str, Any]]:
-        layout = self.adapter.layout()
+        layout = self.framework.state.layout()
         data = bytearray(layout.total_bytes)
-        self.adapter.copy_out(memoryview(data))
-        return layout, data, json.loads(json.dumps(self.adapter.scalars()))
+        self.framework.state.copy_out(memoryview(data))
+        return layout, data, json.loads(json.dumps(self.framework.state.scalars()))
 
     def load(self, other: "Training") -> None:
         layout, data, scalars = other.take()
-        self.adapter.load(layout, memoryview(data), scalars)
+        self.framework.state.load(layout, memoryview(data), scalars)
 
 
 KINDS = ["momentum", "milestones", "plateau", "one cycle", "in sequence", "scaler"]
@@ -144,7 +143,7 @@ def test_a_state_from_before_the_first_step_leaves_nothing_of_a_later_one():
 def test_a_state_is_keyed_by_structured_names():
     training = Training("milestones")
     training.step(1)
-    names = [spec.name for spec in training.adapter.layout().specs]
+    names = [spec.name for spec in training.framework.state.layout().specs]
     assert {"model/1.running_mean", "optimizer/3.weight.exp_avg", "optimizer/3.weight.step"} <= set(
         names
     )
@@ -153,8 +152,10 @@ def test_a_state_is_keyed_by_structured_names():
 def test_a_model_that_is_compiled_has_the_names_of_the_plain_one():
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    adapter = TorchAdapter(torch.compile(model, backend="eager"), optimizer, header_size=HEADER)
-    assert [spec.name for spec in adapter.layout().specs] == ["model/weight", "model/bias"]
+    framework = torch_framework(
+        torch.compile(model, backend="eager"), optimizer, header_size=HEADER
+    )
+    assert [spec.name for spec in framework.state.layout().specs] == ["model/weight", "model/bias"]
 
 
 def test_tied_weights_and_a_layout_in_memory_of_their_own_are_carried():
@@ -166,13 +167,13 @@ def test_tied_weights_and_a_layout_in_memory_of_their_own_are_carried():
 
     models = [made(1), made(2)]
     one, other = [
-        TorchAdapter(each, torch.optim.SGD(each.parameters(), lr=0.1), header_size=HEADER)
+        torch_framework(each, torch.optim.SGD(each.parameters(), lr=0.1), header_size=HEADER)
         for each in models
     ]
-    layout = one.layout()
+    layout = one.state.layout()
     data = bytearray(layout.total_bytes)
-    one.copy_out(memoryview(data))
-    other.load(layout, memoryview(data), one.scalars())
+    one.state.copy_out(memoryview(data))
+    other.state.load(layout, memoryview(data), one.state.scalars())
     assert models[1][2].weight is models[1][1].weight
     assert models[1][0].weight.is_contiguous(memory_format=torch.channels_last)
     for left, right in zip(models[0].parameters(), models[1].parameters(), strict=True):
@@ -206,7 +207,7 @@ def test_options_that_the_script_sets_travel_and_can_be_loaded_again():
     other.optimizer.param_groups[0]["lr"] = 9.0
     other.model.train()
     other.model[3].weight.requires_grad_(True)
-    other.adapter.load_again()
+    other.framework.state.load_again()
     assert as_said()
 
 
@@ -235,13 +236,13 @@ def weight_after(cuts: list[int], **apply: Any) -> Any:
     model = nn.Linear(4, 2)  # without batch norm, whose statistics belong to the shard
     before = model.weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    adapter = TorchAdapter(model, optimizer, header_size=HEADER)
-    adapter.begin_step()
+    framework = torch_framework(model, optimizer, header_size=HEADER)
+    framework.step.begin()
     for piece in torch.randn(7, 4, generator=torch.Generator().manual_seed(0)).tensor_split(cuts):
-        adapter.backward((model(piece) ** 2).mean(), len(piece) / 7)
-        adapter.end_shard()
-    adapter.exchange([0.0] * HEADER, True)
-    adapter.apply(**{"filled_shards": len(cuts) + 1, "lr_factor": 1.0, **apply})
+        framework.step.backward((model(piece) ** 2).mean(), len(piece) / 7)
+        framework.step.end_shard()
+    framework.step.exchange([0.0] * HEADER, True)
+    framework.step.apply(**{"filled_shards": len(cuts) + 1, "lr_factor": 1.0, **apply})
     assert optimizer.param_groups[0]["lr"] == 0.1
     return model.weight.detach() - before
 
@@ -263,14 +264,14 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_batch():
 def test_buffers_move_by_the_mean_change_of_the_shards():
     norm = nn.BatchNorm1d(2, momentum=0.5)
     optimizer = torch.optim.SGD(norm.parameters(), lr=0.1)
-    adapter = TorchAdapter(norm, optimizer, header_size=HEADER)
-    adapter.begin_step()
+    framework = torch_framework(norm, optimizer, header_size=HEADER)
+    framework.step.begin()
     for value in (2.0, 4.0):
         norm(torch.full((3, 2), value))
-        adapter.end_shard()
+        framework.step.end_shard()
         assert norm.running_mean.tolist() == [0.0, 0.0], "the next shard begins with the step's"
-    adapter.exchange([0.0] * HEADER, True)
-    adapter.apply(filled_shards=2, lr_factor=1.0)
+    framework.step.exchange([0.0] * HEADER, True)
+    framework.step.apply(filled_shards=2, lr_factor=1.0)
     assert norm.running_mean.tolist() == [1.5, 1.5]  # half of the mean of 2 and 4
     assert norm.num_batches_tracked.item() == 1
 
@@ -292,25 +293,27 @@ class Replacing(nn.Module):
 def test_a_buffer_that_is_replaced_in_a_forward_pass_counts_as_one_that_is_written_to():
     model = Replacing()
     own = model.calls
-    adapter = TorchAdapter(model, torch.optim.SGD(model.parameters(), lr=0.1), header_size=HEADER)
+    framework = torch_framework(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), header_size=HEADER
+    )
     for number in (1, 2):
-        adapter.begin_step()
+        framework.step.begin()
         for _ in range(2):
-            adapter.backward(model(torch.ones(1, 2)).sum(), 0.5)
-            adapter.end_shard()
+            framework.step.backward(model(torch.ones(1, 2)).sum(), 0.5)
+            framework.step.end_shard()
             assert model.calls.item() == number - 1, "the next shard begins with the step's"
-        adapter.exchange([0.0] * HEADER, True)
-        adapter.apply(filled_shards=2, lr_factor=1.0)
+        framework.step.exchange([0.0] * HEADER, True)
+        framework.step.apply(filled_shards=2, lr_factor=1.0)
         assert model.calls.item() == number
     model.calls = torch.full((1,), 7.0)
-    data = bytearray(adapter.layout().total_bytes)
-    adapter.copy_out(memoryview(data))
-    spec = next(each for each in adapter.layout().specs if each.name == "model/calls")
+    data = bytearray(framework.state.layout().total_bytes)
+    framework.state.copy_out(memoryview(data))
+    spec = next(each for each in framework.state.layout().specs if each.name == "model/calls")
     assert np.frombuffer(data, np.float32, 1, spec.offset).item() == 7.0
     assert model.calls is own
     model.calls = torch.zeros(2)
     with pytest.raises(UsageError, match=r"its buffer calls is \[1\] torch.float32, and was rep"):
-        adapter.begin_step()
+        framework.step.begin()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -365,45 +368,47 @@ def test_a_rank_without_a_shard_gets_the_gradients_of_the_others():
 
 def test_a_world_of_one_needs_no_group():
     training = Training("momentum")
-    training.adapter.form_group(GroupSpec(rank=0, world_size=1, master="", generation=1))
+    training.framework.group.form(GroupSpec(rank=0, world_size=1, master="", generation=1))
     values = np.array([1.0, 2.0])
-    training.adapter.all_reduce(values)
+    training.framework.group.all_reduce(values)
     assert values.tolist() == [1.0, 2.0]
-    assert training.adapter.exchange([1.0, 2.0, 3.0], True) == [1.0, 2.0, 3.0]
+    assert training.framework.step.exchange([1.0, 2.0, 3.0], True) == [1.0, 2.0, 3.0]
 
 
 def test_an_evaluation_leaves_frozen_batch_norms_as_the_script_has_set_them():
     training = Training("momentum")
     training.model[1].eval()
-    before = training.adapter.scalars()
-    with training.adapter.evaluation():
+    before = training.framework.state.scalars()
+    with training.framework.state.evaluating():
         assert not any(layer.training for layer in training.model.modules())
         assert not torch.is_grad_enabled()
-        assert training.adapter.scalars() == before, "a snapshot has the modes of the training"
+        assert training.framework.state.scalars() == before, (
+            "a snapshot has the modes of the training"
+        )
     assert [layer.training for layer in training.model] == [True, False, True, True]
 
 
 def test_modes_that_a_script_sets_to_what_they_are_count_as_set():
     training = Training("momentum")
-    training.adapter.watch()
+    training.framework.state.watch()
     training.model[0].train()
     training.model[1].training = False
-    assert training.adapter.watched() == ({"0": True, "1": False}, False)
+    assert training.framework.state.watched() == ({"0": True, "1": False}, False)
     assert "train" not in vars(training.model[0])
 
 
 def test_what_no_state_can_carry_is_named_once():
     training = Training("momentum")
-    assert training.adapter.uncarried_changes() == []
+    assert training.framework.state.uncarried_changes() == []
     training.step(1)
-    assert training.adapter.uncarried_changes() == [], "training alone changes nothing"
+    assert training.framework.state.uncarried_changes() == [], "training alone changes nothing"
     training.model[0].register_forward_hook(lambda *_: None)
     training.model[2] = nn.Tanh()
     training.model[3].bias = nn.Parameter(torch.zeros(1))
-    assert training.adapter.uncarried_changes() == [
+    assert training.framework.state.uncarried_changes() == [
         "hooks of layer 0", "layer 2", "parameter 3.bias, which is another one now",
     ]  # fmt: skip
-    assert training.adapter.uncarried_changes() == []
+    assert training.framework.state.uncarried_changes() == []
 
 
 @pytest.mark.parametrize(
@@ -451,16 +456,16 @@ def test_a_model_that_cannot_be_elastic_is_refused_with_the_remedy(
     parameters = list(made.parameters() if isinstance(made, nn.Module) else made[0].parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     with pytest.raises(UsageError, match=text):
-        make_adapter(made, optimizer, header_size=HEADER)
+        make_framework(made, optimizer, header_size=HEADER)
 
 
 def test_an_optimizer_of_other_parameters_is_refused():
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     both = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
     with pytest.raises(UsageError, match="is not one of the model's"):
-        TorchAdapter(model, both, header_size=HEADER)
+        torch_framework(model, both, header_size=HEADER)
     with pytest.raises(UsageError, match="none of its parameters is one of the model's"):
-        TorchAdapter(model, torch.optim.SGD(other.parameters(), lr=0.1), header_size=HEADER)
+        torch_framework(model, torch.optim.SGD(other.parameters(), lr=0.1), header_size=HEADER)
 
 
 EXTRAS = [
@@ -476,7 +481,7 @@ def test_extra_objects_that_would_train_or_cannot_be_carried_are_refused(extra, 
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UsageError, match=text):
-        TorchAdapter(model, optimizer, header_size=HEADER, extra={"x": extra(model)})
+        torch_framework(model, optimizer, header_size=HEADER, extra={"x": extra(model)})
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["before the loop", "after it"])
@@ -486,21 +491,23 @@ def test_a_scheduler_that_was_not_passed_is_refused(is_late):
     if not is_late:
         lr_scheduler.StepLR(optimizer, 1)
         with pytest.raises(UsageError, match="pass it: Loop"):
-            TorchAdapter(model, optimizer, header_size=HEADER)
+            torch_framework(model, optimizer, header_size=HEADER)
         return
-    adapter = TorchAdapter(model, optimizer, header_size=HEADER)
+    framework = torch_framework(model, optimizer, header_size=HEADER)
     lr_scheduler.StepLR(optimizer, 1)
     with pytest.raises(UsageError, match="pass it: Loop"):
-        adapter.apply(filled_shards=1, lr_factor=1.0)
+        framework.step.apply(filled_shards=1, lr_factor=1.0)
 
 
 def begun() -> tuple[Any, Any]:
-    """Return an adapter and its model after the backward pass of its only shard."""
+    """Return a framework and its model after the backward pass of its only shard."""
     model = nn.Linear(2, 2)
-    adapter = TorchAdapter(model, torch.optim.SGD(model.parameters(), lr=0.1), header_size=HEADER)
-    adapter.begin_step()
-    adapter.backward(model(torch.ones(1, 2)).sum(), 1.0)
-    return adapter, model
+    framework = torch_framework(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), header_size=HEADER
+    )
+    framework.step.begin()
+    framework.step.backward(model(torch.ones(1, 2)).sum(), 1.0)
+    return framework, model
 
 
 def replace_gradient(model: Any) -> None:
@@ -517,38 +524,38 @@ def replace_gradient(model: Any) -> None:
     ],
 )
 def test_gradients_that_are_changed_before_the_update_are_refused(touch):
-    adapter, model = begun()
+    framework, model = begun()
     touch(model)
     with pytest.raises(UsageError, match=r"was changed after step\.backward"):
-        adapter.exchange([0.0] * HEADER, True)
+        framework.step.exchange([0.0] * HEADER, True)
 
 
 def test_gradients_may_be_read_and_several_losses_added():
-    adapter, model = begun()
+    framework, model = begun()
     assert model.weight.grad.norm() > 0
-    adapter.backward(model(torch.ones(1, 2)).sum(), 1.0)
-    assert adapter.exchange([1.0] * HEADER, True) == [1.0] * HEADER
+    framework.step.backward(model(torch.ones(1, 2)).sum(), 1.0)
+    assert framework.step.exchange([1.0] * HEADER, True) == [1.0] * HEADER
 
 
 def test_a_second_optimizer_is_refused_and_what_is_frozen_may_change():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    adapter = TorchAdapter(
+    framework = torch_framework(
         model, torch.optim.SGD(model[0].parameters(), lr=0.1), header_size=HEADER
     )
-    assert adapter.unowned() == ["1.weight", "1.bias"]
+    assert framework.state.unowned() == ["1.weight", "1.bias"]
     model[1].bias.requires_grad_(False)
-    adapter.begin_step()
+    framework.step.begin()
     with torch.no_grad():
         model[1].bias.add_(1)
-    adapter.check_unowned()
+    framework.state.check_unowned()
     with torch.no_grad():
         model[1].weight.add_(1)
     with pytest.raises(UsageError, match=r"1\.weight has changed, and the loop's optimizer"):
-        adapter.check_unowned()
+        framework.state.check_unowned()
 
 
 def test_gradients_sent_during_the_backward_pass_are_not_there():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UsageError, match="'overlapped' is not there for PyTorch"):
-        TorchAdapter(model, optimizer, header_size=HEADER, all_reduce="overlapped")
+        torch_framework(model, optimizer, header_size=HEADER, all_reduce="overlapped")

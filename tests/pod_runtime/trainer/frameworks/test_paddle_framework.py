@@ -1,4 +1,4 @@
-"""The adapter for Paddle, in this process: states, gradients, buffers, precision, refusals."""
+"""The parts for Paddle, in this process: states, gradients, buffers, precision, refusals."""
 
 import json
 from contextlib import nullcontext
@@ -12,10 +12,10 @@ from paddle import nn
 from paddle.distributed import parallel
 
 from pod_runtime.trainer.errors import PeerLost, StateError, UsageError
-from pod_runtime.trainer.frameworks.adapter import GroupSpec
-from pod_runtime.trainer.frameworks.paddle.adapter import PaddleAdapter
+from pod_runtime.trainer.frameworks.framework import Framework, GroupSpec
+from pod_runtime.trainer.frameworks.paddle.framework import paddle_framework
 from pod_runtime.trainer.frameworks.paddle.gradients import GradientExchange, ShardBuffers
-from pod_runtime.trainer.frameworks.paddle.group import own_flags_unsaid
+from pod_runtime.trainer.frameworks.paddle.second_group import own_flags_unsaid
 
 HEADER = 3
 pytestmark = pytest.mark.filterwarnings("ignore:When training, we now always track")
@@ -74,7 +74,7 @@ def network(seed: int = 1, dtype: str = "float32") -> Any:
 
 
 def make(kind: str, seed: int = 1) -> tuple[Any, Any, Any, Any]:
-    """Return (adapter, model, optimizer, scheduler or None) of a training of this kind."""
+    """Return (framework, model, optimizer, scheduler or None) of a training of this kind."""
     model = network(seed)
     parameters = model.parameters()
     scaler, extra, scheduler = None, {}, None
@@ -87,49 +87,49 @@ def make(kind: str, seed: int = 1) -> tuple[Any, Any, Any, Any]:
     else:
         optimizer = paddle.optimizer.AdamW(0.1, parameters=parameters)
         scaler = Scaler()
-    adapter = PaddleAdapter(model, optimizer, header_size=HEADER, scaler=scaler, extra=extra)
-    return adapter, model, optimizer, scheduler
+    framework = paddle_framework(model, optimizer, header_size=HEADER, scaler=scaler, extra=extra)
+    return framework, model, optimizer, scheduler
 
 
-def step(adapter: PaddleAdapter, model: Any, seed: int) -> None:
+def step(framework: Framework, model: Any, seed: int) -> None:
     """One global batch of two shards, the second one short."""
     data = np.random.RandomState(seed).randn(6, 4).astype("float32")
-    adapter.begin_step()
+    framework.step.begin()
     for piece in (data[:4], data[4:]):
-        loss = (model(adapter.to_batch(piece)) ** 2).mean()
-        adapter.backward(loss, len(piece) / 6)
-        adapter.end_shard()
-    adapter.exchange([0.0, 0.0, 6.0], True)
-    adapter.apply(filled_shards=2, lr_factor=1.0)
+        loss = (model(framework.data.to_batch(piece)) ** 2).mean()
+        framework.step.backward(loss, len(piece) / 6)
+        framework.step.end_shard()
+    framework.step.exchange([0.0, 0.0, 6.0], True)
+    framework.step.apply(filled_shards=2, lr_factor=1.0)
 
 
-def take(adapter: PaddleAdapter) -> tuple[Any, bytearray, dict[str, Any]]:
-    layout = adapter.layout()
+def take(framework: Framework) -> tuple[Any, bytearray, dict[str, Any]]:
+    layout = framework.state.layout()
     data = bytearray(layout.total_bytes)
-    adapter.copy_out(memoryview(data))
-    return layout, data, json.loads(json.dumps(adapter.scalars()))
+    framework.state.copy_out(memoryview(data))
+    return layout, data, json.loads(json.dumps(framework.state.scalars()))
 
 
 @pytest.mark.parametrize("kind", ["momentum", "scheduler", "scaler"])
 def test_a_state_that_is_carried_over_trains_on_bit_by_bit(kind):
-    adapter, model, _optimizer, scheduler = make(kind)
+    framework, model, _optimizer, scheduler = make(kind)
     for number in range(3):
-        step(adapter, model, number)
+        step(framework, model, number)
         if scheduler is not None:
             scheduler.step(1.0)
-    layout, data, scalars = take(adapter)
+    layout, data, scalars = take(framework)
 
     other, other_model, _other_optimizer, other_scheduler = make(kind, seed=2)
-    other.load(layout, memoryview(data), scalars)
+    other.state.load(layout, memoryview(data), scalars)
     # Taken again before any step, it is the same: nothing of it waits for the optimizer.
     assert take(other)[1:] == (data, scalars)
     for number in range(3, 6):
-        step(adapter, model, number)
+        step(framework, model, number)
         step(other, other_model, number)
         if scheduler is not None:
             scheduler.step(1.0)
             other_scheduler.step(1.0)
-    after = take(adapter)
+    after = take(framework)
     assert bytes(take(other)[1]) == bytes(after[1])
     assert take(other)[2] == after[2]
     assert [spec.name for spec in after[0].specs] == [spec.name for spec in layout.specs]
@@ -137,52 +137,51 @@ def test_a_state_that_is_carried_over_trains_on_bit_by_bit(kind):
 
 
 def test_a_state_is_keyed_by_structured_names():
-    adapter, model, _optimizer, _scheduler = make("momentum")
-    step(adapter, model, 1)
-    names = [spec.name for spec in adapter.layout().specs]
+    framework, model, _optimizer, _scheduler = make("momentum")
+    step(framework, model, 1)
+    names = [spec.name for spec in framework.state.layout().specs]
     assert "model/1._mean" in names
     assert "optimizer/3.weight.velocity" in names
 
 
 def test_master_weights_go_with_their_parameter():
     # Paddle makes them on GPUs only.
-    adapter, model, optimizer, _scheduler = make("momentum")
+    framework, model, optimizer, _scheduler = make("momentum")
     weight = model[0].weight
     optimizer._master_weights = {weight.name: paddle.full([4, 8], 1.5)}
-    layout, data, scalars = take(adapter)
+    layout, data, scalars = take(framework)
     assert "optimizer/0.weight.master_weight" in [spec.name for spec in layout.specs]
     other, other_model, other_optimizer, _scheduler = make("momentum", seed=2)
-    other.load(layout, memoryview(data), scalars)
+    other.state.load(layout, memoryview(data), scalars)
     (loaded,) = other_optimizer._master_weights.items()
     assert loaded[0] == other_model[0].weight.name
     assert (loaded[1].numpy() == 1.5).all()
 
 
 def test_objects_of_the_script_travel_with_the_state():
-    _adapter, model, _optimizer, _scheduler = make("scheduler")
+    _framework, model, _optimizer, _scheduler = make("scheduler")
     counts = Counts()
     counts.state = {"mean": paddle.to_tensor([1.0, 2.0]), "deep": {"n": 7}, "name": "b"}
-    mine = PaddleAdapter(model, _optimizer, header_size=HEADER, extra={"counts": counts})
+    mine = paddle_framework(model, _optimizer, header_size=HEADER, extra={"counts": counts})
     step(mine, model, 1)
     layout, data, scalars = take(mine)
     fresh = Counts()
     other = network(2)
     scheduler = paddle.optimizer.lr.ReduceOnPlateau(0.1, patience=1)
     optimizer = paddle.optimizer.Adam(scheduler, parameters=other.parameters())
-    PaddleAdapter(other, optimizer, header_size=HEADER, extra={"counts": fresh}).load(
-        layout, memoryview(data), scalars
-    )
+    framework = paddle_framework(other, optimizer, header_size=HEADER, extra={"counts": fresh})
+    framework.state.load(layout, memoryview(data), scalars)
     assert fresh.state["mean"].tolist() == [1.0, 2.0]
     assert (fresh.state["deep"], fresh.state["name"]) == ({"n": 7}, "b")
 
 
 def test_a_learning_rate_that_the_script_set_travels_too():
-    adapter, model, optimizer, _scheduler = make("momentum")
+    framework, model, optimizer, _scheduler = make("momentum")
     optimizer.set_lr(0.025)
-    step(adapter, model, 1)
-    layout, data, scalars = take(adapter)
+    step(framework, model, 1)
+    layout, data, scalars = take(framework)
     other, _model, other_optimizer, _scheduler = make("momentum", seed=2)
-    other.load(layout, memoryview(data), scalars)
+    other.state.load(layout, memoryview(data), scalars)
     assert other_optimizer.get_lr() == 0.025
 
 
@@ -195,13 +194,13 @@ def test_the_learning_rate_of_one_step_is_scaled_and_put_back(kind):
         if kind == "scheduler":
             rate = paddle.optimizer.lr.StepDecay(0.1, step_size=100)
         optimizer = paddle.optimizer.SGD(rate, parameters=model.parameters())
-        adapter = PaddleAdapter(model, optimizer, header_size=HEADER)
+        framework = paddle_framework(model, optimizer, header_size=HEADER)
         before = model[0].weight.numpy().copy()
-        adapter.begin_step()
-        adapter.backward(model(paddle.ones([2, 4])).mean(), 1.0)
-        adapter.end_shard()
-        adapter.exchange([0.0] * HEADER, True)
-        adapter.apply(filled_shards=1, lr_factor=factor)
+        framework.step.begin()
+        framework.step.backward(model(paddle.ones([2, 4])).mean(), 1.0)
+        framework.step.end_shard()
+        framework.step.exchange([0.0] * HEADER, True)
+        framework.step.apply(filled_shards=1, lr_factor=factor)
         moved.append(model[0].weight.numpy() - before)
         assert optimizer.get_lr() == 0.1
     assert np.allclose(moved[1], 0.5 * moved[0])
@@ -213,14 +212,16 @@ def test_accumulated_shards_give_the_gradient_of_the_whole_batch():
         paddle.seed(3)
         model = nn.Linear(4, 2)
         optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
-        adapter = PaddleAdapter(model, optimizer, header_size=HEADER)
+        framework = paddle_framework(model, optimizer, header_size=HEADER)
         data = np.random.RandomState(0).randn(7, 4).astype("float32")
-        adapter.begin_step()
+        framework.step.begin()
         for piece in np.split(data, cuts):
-            adapter.backward((model(adapter.to_batch(piece)) ** 2).mean(), len(piece) / 7)
-            adapter.end_shard()
-        adapter.exchange([0.0] * HEADER, True)
-        adapter.apply(filled_shards=len(cuts) + 1, lr_factor=1.0)
+            framework.step.backward(
+                (model(framework.data.to_batch(piece)) ** 2).mean(), len(piece) / 7
+            )
+            framework.step.end_shard()
+        framework.step.exchange([0.0] * HEADER, True)
+        framework.step.apply(filled_shards=len(cuts) + 1, lr_factor=1.0)
         return model.weight.numpy()
 
     assert np.allclose(trained([]), trained([3, 6]), atol=1e-6)
@@ -228,16 +229,16 @@ def test_accumulated_shards_give_the_gradient_of_the_whole_batch():
 
 def test_buffers_move_by_the_mean_change_of_the_shards():
     norm = nn.BatchNorm1D(2, momentum=0.5)
-    adapter = PaddleAdapter(
+    framework = paddle_framework(
         norm, paddle.optimizer.SGD(0.1, parameters=norm.parameters()), header_size=HEADER
     )
-    adapter.begin_step()
+    framework.step.begin()
     for value in (2.0, 4.0):
         norm(paddle.full([3, 2], value))
-        adapter.end_shard()
+        framework.step.end_shard()
         assert norm._mean.tolist() == [0.0, 0.0], "the next shard begins with the step's values"
-    adapter.exchange([0.0] * HEADER, True)
-    adapter.apply(filled_shards=2, lr_factor=1.0)
+    framework.step.exchange([0.0] * HEADER, True)
+    framework.step.apply(filled_shards=2, lr_factor=1.0)
     assert norm._mean.tolist() == [1.5, 1.5]  # half of the mean of 2 and 4
 
 
@@ -257,25 +258,25 @@ class Replacing(nn.Layer):
 
 def test_a_buffer_that_is_replaced_in_a_forward_pass_counts_as_one_that_is_written_to():
     model = Replacing()
-    adapter = PaddleAdapter(
+    framework = paddle_framework(
         model, paddle.optimizer.SGD(0.1, parameters=model.parameters()), header_size=HEADER
     )
     for number in (1, 2):
-        adapter.begin_step()
+        framework.step.begin()
         for _ in range(2):
-            adapter.backward(model(paddle.ones([1, 2])).sum(), 0.5)
-            adapter.end_shard()
+            framework.step.backward(model(paddle.ones([1, 2])).sum(), 0.5)
+            framework.step.end_shard()
             assert model.calls.item() == number - 1, "the next shard begins with the step's"
-        adapter.exchange([0.0] * HEADER, True)
-        adapter.apply(filled_shards=2, lr_factor=1.0)
+        framework.step.exchange([0.0] * HEADER, True)
+        framework.step.apply(filled_shards=2, lr_factor=1.0)
         assert model.calls.item() == number
     model.calls = paddle.full([1], 7.0)
-    layout, data, _scalars = take(adapter)
+    layout, data, _scalars = take(framework)
     spec = next(each for each in layout.specs if each.name == "model/calls")
     assert np.frombuffer(data, np.float32, 1, spec.offset).item() == 7.0
     model.calls = paddle.zeros([2])
     with pytest.raises(UsageError, match=r"its buffer calls is \[1\] paddle.float32, and was rep"):
-        adapter.begin_step()
+        framework.step.begin()
 
 
 @pytest.mark.parametrize("on_host", [True, False])
@@ -329,13 +330,13 @@ def test_a_rank_without_a_shard_gets_the_gradients_of_the_others():
 
 
 def test_a_world_of_one_needs_no_group():
-    adapter, model, _optimizer, _scheduler = make("momentum")
-    adapter.form_group(GroupSpec(rank=0, world_size=1, master="", generation=1))
+    framework, model, _optimizer, _scheduler = make("momentum")
+    framework.group.form(GroupSpec(rank=0, world_size=1, master="", generation=1))
     values = np.array([1.0, 2.0])
-    adapter.all_reduce(values)
+    framework.group.all_reduce(values)
     assert values.tolist() == [1.0, 2.0]
-    assert adapter.exchange([1.0, 2.0, 3.0], True) == [1.0, 2.0, 3.0]
-    with adapter.evaluation():
+    assert framework.step.exchange([1.0, 2.0, 3.0], True) == [1.0, 2.0, 3.0]
+    with framework.state.evaluating():
         assert not model.training
     assert model.training
 
@@ -344,7 +345,7 @@ def form_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test plays the other ranks."""
     monkeypatch.setattr(dist, "init_parallel_env", lambda: None)
     monkeypatch.setattr(
-        "pod_runtime.trainer.frameworks.paddle.adapter.prompt_store", lambda _master: nullcontext()
+        "pod_runtime.trainer.frameworks.paddle.group.prompt_store", lambda _master: nullcontext()
     )
 
 
@@ -356,26 +357,26 @@ def test_layers_that_the_script_unfreezes_are_exchanged_from_then_on(monkeypatch
     backbone = model[0].weight
     backbone.stop_gradient = True
     optimizer = paddle.optimizer.SGD(1.0, parameters=model.parameters())
-    adapter = PaddleAdapter(model, optimizer, header_size=HEADER)
-    adapter.form_group(GroupSpec(rank=0, world_size=2, master="127.0.0.1:1", generation=1))
+    framework = paddle_framework(model, optimizer, header_size=HEADER)
+    framework.group.form(GroupSpec(rank=0, world_size=2, master="127.0.0.1:1", generation=1))
     for frozen_now in (True, False):
         backbone.stop_gradient = frozen_now
         before = backbone.numpy().copy()
-        adapter.begin_step()
-        adapter.backward(model(paddle.ones([3, 4])).sum(), 0.5)
-        adapter.end_shard()
+        framework.step.begin()
+        framework.step.backward(model(paddle.ones([3, 4])).sum(), 0.5)
+        framework.step.end_shard()
         mine = np.zeros_like(before) if frozen_now else backbone.grad.numpy().copy()
-        assert adapter.exchange([1.0, 0.0, 3.0], True) == [2.0, 0.0, 6.0]
-        adapter.apply(filled_shards=2, lr_factor=1.0)
+        assert framework.step.exchange([1.0, 0.0, 3.0], True) == [2.0, 0.0, 6.0]
+        framework.step.apply(filled_shards=2, lr_factor=1.0)
         assert np.allclose(before - backbone.numpy(), 2 * mine)
 
 
 def test_a_rank_that_does_not_come_in_time_is_told_from_one_that_is_gone(monkeypatch):
     form_no_group(monkeypatch)
-    adapter, _model, _optimizer, _scheduler = make("momentum")
-    adapter.form_group(GroupSpec(rank=0, world_size=2, master="127.0.0.1:1", generation=1))
+    framework, _model, _optimizer, _scheduler = make("momentum")
+    framework.group.form(GroupSpec(rank=0, world_size=2, master="127.0.0.1:1", generation=1))
     clock = [0.0]
-    module = "pod_runtime.trainer.frameworks.paddle.adapter"
+    module = "pod_runtime.trainer.frameworks.paddle.group"
     monkeypatch.setattr(f"{module}.time.monotonic", lambda: clock[0])
     for said, after_s, expected in (
         ("TIMEOUT self_rank", 30.0, "did not come"),
@@ -389,48 +390,48 @@ def test_a_rank_that_does_not_come_in_time_is_told_from_one_that_is_gone(monkeyp
 
         monkeypatch.setattr(dist, "all_reduce", fail)
         with pytest.raises(PeerLost, match=rf"{expected}.*{said}"):
-            adapter.all_reduce(np.zeros(1))
+            framework.group.all_reduce(np.zeros(1))
 
 
 def test_an_evaluation_leaves_frozen_batch_norms_as_the_script_has_set_them():
-    adapter, model, _optimizer, _scheduler = make("momentum")
+    framework, model, _optimizer, _scheduler = make("momentum")
     model[1].eval()
-    with adapter.evaluation():
+    with framework.state.evaluating():
         assert not any(layer.training for layer in model.sublayers(include_self=True))
     assert model.training
     assert [layer.training for layer in model] == [True, False, True, True]
 
 
 def test_a_state_of_another_model_is_refused_before_anything_changes():
-    adapter, model, _optimizer, _scheduler = make("momentum")
-    step(adapter, model, 1)
-    layout, data, scalars = take(adapter)
+    framework, model, _optimizer, _scheduler = make("momentum")
+    step(framework, model, 1)
+    layout, data, scalars = take(framework)
     other = nn.Linear(4, 8)
     before = other.weight.numpy().copy()
-    target = PaddleAdapter(
+    target = paddle_framework(
         other, paddle.optimizer.Momentum(0.1, parameters=other.parameters()), header_size=HEADER
     )
     with pytest.raises(StateError, match="model: the state does not fit: missing: model/bias"):
-        target.load(layout, memoryview(data), scalars)
+        target.state.load(layout, memoryview(data), scalars)
     assert (other.weight.numpy() == before).all()
 
 
 def test_a_state_of_another_optimizer_or_precision_is_refused():
-    adapter, model, _optimizer, _scheduler = make("momentum")
-    step(adapter, model, 1)
-    layout, data, scalars = take(adapter)
+    framework, model, _optimizer, _scheduler = make("momentum")
+    step(framework, model, 1)
+    layout, data, scalars = take(framework)
     model = network()
-    adam = PaddleAdapter(
+    adam = paddle_framework(
         model, paddle.optimizer.Adam(0.1, parameters=model.parameters()), header_size=HEADER
     )
     with pytest.raises(StateError, match="made by Momentum, this script uses Adam"):
-        adam.load(layout, memoryview(data), scalars)
+        adam.state.load(layout, memoryview(data), scalars)
     double = network(dtype="float64")
-    wide = PaddleAdapter(
+    wide = paddle_framework(
         double, paddle.optimizer.Momentum(0.1, parameters=double.parameters()), header_size=HEADER
     )
     with pytest.raises(StateError, match=r"0\.weight: the state holds float32, the model float64"):
-        wide.load(layout, memoryview(data), scalars)
+        wide.state.load(layout, memoryview(data), scalars)
 
 
 def sync_norm() -> Any:
@@ -458,16 +459,16 @@ def test_a_model_that_cannot_be_elastic_is_refused_with_the_remedy(model, text):
     parameters = made.parameters() if isinstance(made, nn.Layer) else nn.Linear(1, 1).parameters()
     optimizer = paddle.optimizer.SGD(0.1, parameters=parameters)
     with pytest.raises(UsageError, match=text):
-        PaddleAdapter(made, optimizer, header_size=HEADER)
+        paddle_framework(made, optimizer, header_size=HEADER)
 
 
 def test_an_optimizer_of_other_parameters_is_refused():
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     both = paddle.optimizer.SGD(0.1, parameters=model.parameters() + other.parameters())
     with pytest.raises(UsageError, match=r"optimizer: its parameter .* is not one of the model's"):
-        PaddleAdapter(model, both, header_size=HEADER)
+        paddle_framework(model, both, header_size=HEADER)
     with pytest.raises(UsageError, match="none of its parameters is one of the model's"):
-        PaddleAdapter(
+        paddle_framework(
             model, paddle.optimizer.SGD(0.1, parameters=other.parameters()), header_size=HEADER
         )
 

@@ -1,0 +1,307 @@
+"""The state of a training, of any framework: tensors by structured names, and the rest as JSON.
+
+What an optimizer keeps of a parameter goes by the parameter's place in the model:
+`optimizer/features.0.weight.moment1`.
+"""
+
+import ctypes
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from pod_runtime.trainer.errors import StateError
+from pod_runtime.trainer.frameworks.base_traits import BaseTraits
+from pod_runtime.trainer.frameworks.buffers import OwnBuffers
+from pod_runtime.trainer.frameworks.plain_values import nested, unflatten
+from pod_runtime.trainer.frameworks.unowned import UnownedParameters
+from pod_runtime.trainer.layout import StateLayout, StateTensor, make_layout, missing_and_surplus
+
+logger = logging.getLogger(__name__)
+
+
+class FrameworkTensors(Protocol):
+    """How a framework's tensors and plain values are read and written: a module of its folder."""
+
+    def is_tensor(self, value: Any) -> bool:
+        """Whether it is a tensor or an array."""
+
+    def dtype_name(self, tensor: Any) -> str:
+        """Return "float32" and the like of a tensor or an array."""
+
+    def copy_bytes(self, address: int, tensor: Any, first: int, last: int) -> None:
+        """Copy a tensor's or an array's bytes from `first` to `last` to `address`."""
+
+    def fill(self, tensor: Any, source: Any, spec: StateTensor) -> None:
+        """Overwrite `tensor` by the bytes that `spec` says of `source`, (bytes,) uint8."""
+
+    def make_tensor(self, source: Any, spec: StateTensor) -> Any:
+        """Return a copy of these bytes as a tensor."""
+
+    def to_plain(self, name: str, value: Any) -> Any:
+        """Return `value` as JSON types, with all digits. Raises StateError: it is none of those."""
+
+    def from_plain(self, value: Any) -> Any:
+        """Return what `to_plain` was given."""
+
+
+class OptimizerState(Protocol):
+    """The state of one optimizer."""
+
+    kind: str  # name of its type
+
+    def tensors(self) -> list[tuple[str, Any]]:
+        """Return its tensors, by "<parameter>.<what it is>"."""
+
+    def scalars(self) -> dict[str, Any]:
+        """Return learning rate, options and schedulers, as JSON types."""
+
+    def check(self, names: Collection[str], scalars: Mapping[str, Any]) -> None:
+        """Check that a state with these tensors fits. Raises StateError."""
+
+    def load(
+        self, specs: Mapping[str, StateTensor], source: Any, scalars: Mapping[str, Any]
+    ) -> None:
+        """Take over the tensors of a state, and the numbers that stand beside them."""
+
+    def load_plain(self, scalars: Mapping[str, Any]) -> None:
+        """Take over learning rate, options and schedulers."""
+
+
+class BaseState(ABC):
+    """Model, optimizer, loss scaler and extra objects, seen as one state."""
+
+    # Prefixes of the tensors whose shapes may change while a training runs.
+    _RESHAPED: ClassVar[tuple[str, ...]] = ("",)
+
+    def __init__(
+        self,
+        tensors: FrameworkTensors,
+        optimizer: OptimizerState,
+        traits: BaseTraits,
+        buffers: OwnBuffers,
+        unowned: UnownedParameters,
+        scaler: Any | None,
+        extra: Mapping[str, Any],
+    ) -> None:
+        self._tensor_tools = tensors
+        self._optimizer = optimizer
+        self._traits = traits
+        self._buffers = buffers
+        self._unowned = unowned
+        self._scaler = scaler
+        self._extra = dict(extra)
+        self._loaded: Mapping[str, Any] = {}  # the scalars that were taken over last
+        self._watched: Mapping[str, Any] = {}  # as they were when `watch` was called
+        self._layout: StateLayout | None = None  # None: to be made
+        self._layout_key: object = None
+        self._tensors: list[Any] = []
+
+    # --- what a framework says
+
+    @abstractmethod
+    def _model_tensors(self) -> list[tuple[str, Any]]:
+        """Return the model's tensors, by "model/<name>"."""
+
+    @abstractmethod
+    def _load_scaler(self, plain: Mapping[str, Any]) -> None:
+        """Take over the loss scaler's state."""
+
+    @abstractmethod
+    def _load_object(self, thing: Any, state: dict[str, Any]) -> None:
+        """Have an object of the script take over its state."""
+
+    @abstractmethod
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Within it the model evaluates: no gradients, evaluation mode."""
+
+    # --- taking it
+
+    def layout(self) -> StateLayout:
+        """Return the layout of the state as it is now."""
+        self._buffers.take_back()
+        named = [
+            *self._model_tensors(),
+            *((f"optimizer/{name}", tensor) for name, tensor in self._optimizer.tensors()),
+            *self._extra_tensors(),
+        ]
+        self._tensors = [tensor for _name, tensor in named]
+        shapes = [tuple(each.shape) for name, each in named if name.startswith(self._RESHAPED)]
+        key = ([name for name, _tensor in named], shapes)
+        if self._layout is None or key != self._layout_key:
+            dtype_name = self._tensor_tools.dtype_name
+            self._layout = make_layout(
+                [(name, dtype_name(tensor), tuple(tensor.shape)) for name, tensor in named]
+            )
+            self._layout_key = key
+        return self._layout
+
+    def copy_out(self, target: memoryview, start: int = 0, stop: int | None = None) -> None:
+        """Copy what the last `layout()` found into `target`, between these offsets."""
+        assert self._layout is not None
+        stop = self._layout.total_bytes if stop is None else stop
+        if stop <= start:
+            return
+        anchor = (ctypes.c_char * len(target)).from_buffer(target)
+        base = ctypes.addressof(anchor)
+        copy_bytes = self._tensor_tools.copy_bytes
+        for spec, tensor in zip(self._layout.specs, self._tensors, strict=True):
+            if spec.offset >= stop:
+                break
+            first, last = max(start - spec.offset, 0), min(stop - spec.offset, spec.size_bytes)
+            if first < last:
+                copy_bytes(base + spec.offset + first, tensor, first, last)
+
+    def scalars(self) -> dict[str, Any]:
+        """Return the plain part: of optimizer, traits, loss scaler and extra objects."""
+        found = self._optimizer.scalars() | {"traits": self._traits.changed()}
+        to_plain, is_tensor = self._tensor_tools.to_plain, self._tensor_tools.is_tensor
+        if self._scaler is not None:
+            found["scaler"] = to_plain("scaler", self._scaler.state_dict())
+        if self._extra:
+            found["extra"] = {
+                name: {
+                    path: to_plain(path, value)
+                    for path, value in nested(name, thing).items()
+                    if not is_tensor(value)
+                }
+                for name, thing in self._extra.items()
+            }
+        return found
+
+    def _extra_tensors(self) -> list[tuple[str, Any]]:
+        return [
+            (f"extra/{name}/{path}", value)
+            for name, thing in self._extra.items()
+            for path, value in nested(name, thing).items()
+            if self._tensor_tools.is_tensor(value)
+        ]
+
+    # --- taking it over
+
+    def load(self, layout: StateLayout, data: memoryview, scalars: Mapping[str, Any]) -> None:
+        """Take over a state.
+
+        Raises:
+            StateError: it belongs to another model or optimizer; nothing has been changed.
+        """
+        self._buffers.take_back()
+        by_group: dict[str, dict[str, StateTensor]] = {"model": {}, "optimizer": {}, "extra": {}}
+        for spec in layout.specs:
+            group, _, name = spec.name.partition("/")
+            if group not in by_group:
+                raise StateError(
+                    f"{spec.name}: unknown kind of tensor; is the state newer than EDL?"
+                )
+            by_group[group][name] = spec
+        self._check(layout, by_group, scalars)
+        source = np.frombuffer(data, np.uint8)
+        for name, tensor in self._model_tensors():
+            self._tensor_tools.fill(tensor, source, by_group["model"][name.partition("/")[2]])
+        self._optimizer.load(by_group["optimizer"], source, scalars)
+        if self._scaler is not None and scalars.get("scaler"):
+            self._load_scaler(scalars["scaler"])
+        self._load_extra(by_group["extra"], source, scalars.get("extra", {}))
+        self._loaded = scalars
+        self._load_plain()
+        self._unowned.forget()
+
+    def load_again(self) -> None:
+        """Undo what the script has changed of options, schedulers and traits since `load`."""
+        if self._loaded:
+            self._load_plain()
+
+    def _load_plain(self) -> None:
+        self._optimizer.load_plain(self._loaded)
+        if "traits" not in self._loaded:  # a state of an older version
+            return
+        lost = self._traits.apply(self._loaded["traits"])
+        if lost:
+            logger.warning(
+                "the state has options of %s, which this script's model and optimizer do not have",
+                ", ".join(lost),
+            )
+
+    def _load_extra(
+        self, specs: Mapping[str, StateTensor], source: Any, plain: Mapping[str, Any]
+    ) -> None:
+        tools = self._tensor_tools
+        for name, thing in self._extra.items():
+            flat = {path: tools.from_plain(value) for path, value in plain.get(name, {}).items()}
+            for path, spec in specs.items():
+                owner, _, rest = path.partition("/")
+                if owner == name:
+                    flat[rest] = tools.make_tensor(source, spec)
+            if flat:
+                self._load_object(thing, unflatten(flat))
+
+    def _check(
+        self,
+        layout: StateLayout,
+        by_group: Mapping[str, Mapping[str, StateTensor]],
+        scalars: Mapping[str, Any],
+    ) -> None:
+        live = self._model_tensors()
+        wanted = {name: tuple(tensor.shape) for name, tensor in live}
+        model_specs = tuple(s for s in layout.specs if s.name.startswith("model/"))
+        difference = missing_and_surplus(
+            StateLayout(specs=model_specs, total_bytes=0, digest="", text=""), wanted
+        )
+        if difference:
+            raise StateError(f"model: the state does not fit: {difference}; use the same model")
+        for name, tensor in live:
+            stored = by_group["model"][name.partition("/")[2]].dtype
+            if stored != self._tensor_tools.dtype_name(tensor):
+                raise StateError(
+                    f"{name}: the state holds {stored}, the model "
+                    f"{self._tensor_tools.dtype_name(tensor)}; use the same precision"
+                )
+        kind = self._optimizer.kind
+        if scalars.get("optimizer", kind) != kind:
+            raise StateError(
+                f"optimizer: the state was made by {scalars['optimizer']}, this script uses "
+                f"{kind}; use the same optimizer, or another checkpoint path"
+            )
+        self._optimizer.check(by_group["optimizer"], scalars)
+        for name in scalars.get("extra", {}):
+            if name not in self._extra:
+                raise StateError(
+                    f"extra: the state holds {name!r}, this script does not; pass it in extra="
+                )
+
+    # --- what a script changes of it
+
+    def watch(self) -> None:
+        """Begin to watch what the script sets before the state is there."""
+        self._watched = self._without_modes()
+        self._traits.watch_modes()
+
+    def watched(self) -> tuple[dict[str, bool], bool]:
+        """Return the modes that were set since, and whether more was set than these."""
+        return self._traits.modes_set(), self._without_modes() != self._watched
+
+    def _without_modes(self) -> dict[str, Any]:
+        found = self.scalars()
+        for values in found["traits"].values():
+            values.pop("training", None)
+        found["traits"] = {owner: values for owner, values in found["traits"].items() if values}
+        return found
+
+    def set_modes(self, modes: Mapping[str, bool]) -> None:
+        """Set the modes of these layers."""
+        self._traits.set_modes(modes)
+
+    def uncarried_changes(self) -> list[str]:
+        """Return what has changed since the first call, and no state can carry; each once."""
+        return self._traits.uncarried_changes()
+
+    def unowned(self) -> list[str]:
+        """Return which trainable parameters of the model no optimizer has."""
+        return self._unowned.names
+
+    def check_unowned(self) -> None:
+        """See that these are as they were. Raises UsageError: the script has changed one."""
+        self._unowned.check()

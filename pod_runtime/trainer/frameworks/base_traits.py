@@ -1,0 +1,168 @@
+"""Carry what a script changes besides tensors, for any framework: modes, flags, options.
+
+Every process builds model and optimizer by the same lines of the script. So what belongs to the
+state is how they differ now from how they were built: usually nothing. What cannot be put into a
+state (a hook, a layer in another's place) is named instead.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from pod_runtime.trainer.frameworks.plain_values import differ
+
+Found = dict[str, dict[str, Any]]  # owner -> attribute -> value
+
+
+class BaseTraits(ABC):
+    """The traits of one model and its optimizer, made when the script has built them.
+
+    Layers have `training`, `eval()` and their attributes in `__dict__`, as in both frameworks.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._evaluates: dict[int, bool] | None = None  # modes outside of an evaluation
+        self._things = self._owners()
+        self._built = self._read()
+        self._structure: dict[str, Any] | None = None  # None: not noted
+        self._named: set[str] = set()
+
+    # --- what a framework says
+
+    @abstractmethod
+    def _layers(self) -> list[tuple[str, Any]]:
+        """Return all layers, by their names in the model."""
+
+    @abstractmethod
+    def _owners(self) -> dict[str, Any]:
+        """Return the objects of interest, by names that are the same in every process."""
+
+    @abstractmethod
+    def _read_one(self, owner: str, thing: Any) -> dict[str, Any]:
+        """Return an object's plain values."""
+
+    @abstractmethod
+    def _set(self, thing: Any, name: str, value: Any) -> None:
+        """Set one of these."""
+
+    @abstractmethod
+    def watch_modes(self) -> None:
+        """Begin to watch which modes the script sets, even to the value that they have."""
+
+    @abstractmethod
+    def modes_set(self) -> dict[str, bool]:
+        """Return the modes that were set since, and stop watching."""
+
+    @abstractmethod
+    def _hook_count(self, layer: Any) -> int:
+        """Return how many hooks a layer has."""
+
+    @abstractmethod
+    def _loose_tensors(self, layer: Any) -> Iterator[tuple[str, Any]]:
+        """Yield tensors and arrays that no state_dict holds, except those that are computed."""
+
+    @abstractmethod
+    def _tensor_version(self, value: Any) -> Any:
+        """Return a mark that changes when a tensor is written to or replaced."""
+
+    # --- what a state carries
+
+    def changed(self) -> Found:
+        """Return what differs from how it was built, as JSON types."""
+        found: Found = {}
+        for owner, thing in self._things.items():
+            if self._is_as_built(owner, thing):
+                continue
+            built = self._built.get(owner, {})
+            differs = {
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in self._read_one(owner, thing).items()
+                if (name not in built or differ(built[name], value)) and self._counts(owner, name)
+            }
+            if differs:
+                found[owner] = differs
+        return found
+
+    def apply(self, changed: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """Set all as it was built, except `changed`; return its owners that do not exist here."""
+        self._things = self._owners()
+        for owner, values in self._read().items():
+            built = self._built.get(owner, {})
+            for name, value in {**built, **changed.get(owner, {})}.items():
+                if name not in values or differ(values[name], value):
+                    wanted = tuple(value) if type(built.get(name)) is tuple else value
+                    self._set(self._things[owner], name, wanted)
+        return sorted(changed.keys() - self._things.keys())
+
+    def _is_as_built(self, owner: str, thing: Any) -> bool:
+        """Whether that is seen at once."""
+        return False
+
+    def _counts(self, owner: str, name: str) -> bool:
+        """Whether a state carries this attribute."""
+        return True
+
+    # --- modes
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within it all layers evaluate, while the state keeps their modes of before."""
+        layers = [layer for _name, layer in self._layers()]
+        self._evaluates = {id(layer): layer.training for layer in layers}
+        self._model.eval()
+        try:
+            yield
+        finally:
+            # One by one: a script may keep some in evaluation mode, as frozen batch norms are.
+            modes, self._evaluates = self._evaluates, None
+            for layer in layers:
+                layer.training = modes[id(layer)]
+
+    def set_modes(self, modes: Mapping[str, bool]) -> None:
+        """Set the modes of these layers."""
+        for name, layer in self._layers():
+            if name in modes:
+                layer.training = modes[name]
+
+    # --- what no state can carry
+
+    def uncarried_changes(self) -> list[str]:
+        """Return what has changed since the first call and cannot be carried; each once."""
+        now = self._read_structure()
+        if self._structure is None:
+            self._structure = now
+            return []
+        found = []
+        for name in [*self._structure, *(name for name in now if name not in self._structure)]:
+            if self._structure.get(name) != now.get(name) and name not in self._named:
+                self._named.add(name)
+                found.append(name)
+        return found
+
+    def _read_structure(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, layer in self._layers():
+            who = f"layer {name or type(self._model).__name__}"
+            found[who] = type(layer)
+            found[f"hooks of {who}"] = self._hook_count(layer)
+            found[f"forward of {who}"] = vars(layer).get("forward")
+            for attribute, value in self._loose_tensors(layer):
+                what = f"{attribute} of {who}, a tensor outside of its state_dict"
+                found[what] = self._version(value)
+        for name, parameter in self._model.named_parameters():
+            found[f"parameter {name}, which is another one now"] = id(parameter)
+        return found
+
+    def _version(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return value.tobytes() if value.size <= 1024 else value.ctypes.data
+        return self._tensor_version(value)
+
+    # --- reading
+
+    def _read(self) -> Found:
+        return {owner: self._read_one(owner, thing) for owner, thing in self._things.items()}

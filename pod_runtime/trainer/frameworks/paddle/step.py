@@ -1,0 +1,190 @@
+"""The gradients and buffers of a Paddle model in one step."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import paddle
+
+from pod_runtime.trainer.errors import UsageError
+from pod_runtime.trainer.frameworks.paddle.checks import GradientMarks
+from pod_runtime.trainer.frameworks.paddle.gradients import (
+    GradientExchange,
+    ShardBuffers,
+    trained_parameters,
+)
+from pod_runtime.trainer.frameworks.paddle.group import PaddleGroup
+from pod_runtime.trainer.frameworks.paddle.overlap import (
+    AsyncReducer,
+    Hooks,
+    OverlappedExchange,
+    TaskReducer,
+    ThreadReducer,
+)
+from pod_runtime.trainer.frameworks.paddle.state import optimizer_parameters
+from pod_runtime.trainer.frameworks.unowned import UnownedParameters
+
+
+class PaddleStep:
+    """One model and its optimizer, whose gradients go through the group."""
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        group: PaddleGroup,
+        buffers: ShardBuffers,
+        unowned: UnownedParameters,
+        *,
+        header_size: int,
+        scaler: Any | None,
+        all_reduce: str,
+        on_host: bool,
+    ) -> None:
+        """
+        Args:
+            all_reduce: one of settings.ALL_REDUCE.
+            on_host: how gradients are made flat.
+        """
+        self._model, self._optimizer = model, optimizer
+        self._group, self._buffers, self._unowned = group, buffers, unowned
+        self._scaler = scaler
+        self._header_size, self._on_host = header_size, on_host
+        self._hooks = Hooks() if all_reduce == "overlapped" else None
+        self._reducer = self._make_reducer()
+        self._exchange = self._make_exchange(trained_parameters(model, optimizer))
+        self._parameters = model.parameters()  # frozen ones, too
+        self._frozen = self._what_is_frozen()
+        owned = {id(each) for each in optimizer_parameters(optimizer)}
+        self._marks = GradientMarks([p for p in self._parameters if id(p) in owned], on_host)
+        self._weights: dict[tuple[float, Any, tuple[int, ...]], Any] = {}
+        group.on_change, group.check_free = self._start_over, self._check_closed
+
+    def begin(self) -> None:
+        self._unowned.note()
+        self._buffers.begin_step()
+
+    def end_shard(self) -> None:
+        self._buffers.end_shard()
+
+    def backward(self, loss: Any, weight: float, is_last: bool = False) -> None:
+        self._marks.check()
+        self._buffers.loss.add(loss, weight)
+        if is_last and self._group.world_size > 1 and self._hooks is not None:
+            self._follow_frozen()
+            assert isinstance(self._exchange, OverlappedExchange)
+            self._exchange.arm()
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        key = (weight, loss.dtype, tuple(loss.shape))
+        factor = self._weights.get(key)
+        if factor is None:
+            factor = self._weights[key] = paddle.full(loss.shape, weight, loss.dtype)
+        loss.backward(factor)
+        self._marks.note(for_update=is_last)
+
+    def exchange(self, header: Sequence[float], contribute: bool) -> list[float]:
+        if contribute:
+            self._marks.check()
+        if self._group.world_size == 1:
+            return [float(value) for value in header]
+        self._follow_frozen()
+        return self._exchange.run(header, contribute, self._group.reduce)
+
+    def loss(self) -> Any:
+        return self._buffers.loss.value
+
+    def _follow_frozen(self) -> None:
+        """Exchange what is trained now: a script may unfreeze layers as the training goes on."""
+        frozen = self._what_is_frozen()
+        if frozen != self._frozen:
+            self._check_closed()
+            self._frozen = frozen
+            before = self._exchange
+            self._exchange = self._make_exchange(trained_parameters(self._model, self._optimizer))
+            if isinstance(before, OverlappedExchange):
+                assert isinstance(self._exchange, OverlappedExchange)
+                self._exchange.gives_up = before.gives_up
+
+    def _what_is_frozen(self) -> list[bool | int]:
+        groups = self._optimizer._param_groups  # to which one may have been added
+        if isinstance(groups[0], dict):
+            count = sum(len(each["params"]) for each in groups)
+        else:
+            count = len(groups)
+        return [*(each.stop_gradient for each in self._parameters), count]
+
+    def _make_exchange(self, parameters: list[Any]) -> GradientExchange | OverlappedExchange:
+        if self._hooks is None:
+            return GradientExchange(parameters, self._buffers, self._header_size, self._on_host)
+        made = OverlappedExchange(
+            parameters, self._buffers, self._header_size, self._on_host, self._reducer
+        )
+        self._hooks.listen_with(made)
+        return made
+
+    def _make_reducer(self) -> AsyncReducer:
+        if self._on_host:
+            return ThreadReducer(self._group.reduce)
+        return TaskReducer(self._group.start_reduce, lambda task: task.wait())
+
+    def _start_over(self) -> None:
+        if isinstance(self._exchange, OverlappedExchange):
+            self._exchange.start_over()
+
+    def _check_closed(self) -> None:
+        """Nothing else may be sent while buckets are on their way: other ranks would mix them up.
+
+        Raises:
+            UsageError: they are.
+        """
+        if isinstance(self._exchange, OverlappedExchange) and self._exchange.is_open:
+            raise UsageError(
+                "between step.backward and step.update the gradients are on their way "
+                '(all_reduce="overlapped"): evaluate, freeze and unfreeze before or after that'
+            )
+
+    def apply(self, *, filled_shards: int, lr_factor: float, max_norm: float | None = None) -> None:
+        if self._group.world_size > 1:
+            self._exchange.put_back(filled_shards)
+        else:
+            changes = {dtype: self._buffers.changes(dtype) for dtype in self._buffers.dtypes}
+            self._buffers.apply(changes, filled_shards)
+        if max_norm is not None:
+            if self._scaler is not None:
+                self._scaler.unscale_(self._optimizer)
+            paddle.nn.utils.clip_grad_norm_(optimizer_parameters(self._optimizer), max_norm)
+        usual = contextlib.nullcontext()
+        with usual if lr_factor == 1.0 else self._learning_rate(lr_factor):
+            if self._scaler is None:
+                self._optimizer.step()
+            else:
+                self._scaler.step(self._optimizer)
+                self._scaler.update()
+        self.drop()
+
+    def drop(self) -> None:
+        if isinstance(self._exchange, OverlappedExchange):
+            self._exchange.reset()
+        self._marks.forget()
+        # Not zeroed but gone: a parameter that no shard of the next step uses must look the same
+        # to a trainer that has just been restored and to one that has run for hours.
+        self._optimizer.clear_grad(set_to_zero=False)
+
+    @contextlib.contextmanager
+    def _learning_rate(self, factor: float) -> Iterator[None]:
+        rate = self._optimizer._learning_rate
+        if isinstance(rate, paddle.optimizer.lr.LRScheduler):
+            before = rate.last_lr
+            rate.last_lr = before * factor
+            try:
+                yield
+            finally:
+                rate.last_lr = before
+        else:
+            before = float(self._optimizer.get_lr())
+            self._optimizer.set_lr(before * factor)
+            try:
+                yield
+            finally:
+                self._optimizer.set_lr(before)

@@ -1,0 +1,83 @@
+"""Read and write Paddle's tensors, by address where they are on the host."""
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import paddle
+
+from pod_runtime.trainer.errors import StateError
+from pod_runtime.trainer.layout import ITEM_BYTES, StateTensor
+
+_NUMPY = {"bfloat16": "uint16"}  # how Paddle hands out what numpy does not know
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether it is a tensor or an array."""
+    return isinstance(value, paddle.Tensor | np.ndarray)
+
+
+def dtype_name(tensor: Any) -> str:
+    """Return "float32" and the like of a tensor or an array."""
+    return str(tensor.dtype).removeprefix("paddle.")
+
+
+def copy_bytes(address: int, tensor: Any, first: int, last: int) -> None:
+    """Copy a tensor's or an array's bytes from `first` to `last` to `address`."""
+    size = last - first
+    if isinstance(tensor, np.ndarray):
+        tensor = np.ascontiguousarray(tensor)
+        ctypes.memmove(address, tensor.ctypes.data + first, size)
+        return
+    if not tensor.place.is_cpu_place():  # only what is wanted crosses the bus
+        item = ITEM_BYTES[dtype_name(tensor)]
+        tensor, first = tensor.flatten()[first // item : last // item].cpu(), 0
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    ctypes.memmove(address, tensor.data_ptr() + first, size)
+
+
+def fill(tensor: Any, source: Any, spec: StateTensor) -> None:
+    """Overwrite `tensor` by the bytes that `spec` says of `source`, (bytes,) uint8."""
+    if spec.size_bytes == 0:
+        return
+    if tensor.place.is_cpu_place() and tensor.is_contiguous():
+        piece = source[spec.offset : spec.offset + spec.size_bytes]
+        ctypes.memmove(tensor.data_ptr(), piece.ctypes.data, spec.size_bytes)
+    else:
+        tensor.set_value(make_tensor(source, spec))
+
+
+def make_tensor(source: Any, spec: StateTensor) -> Any:
+    """Return a copy of these bytes as a tensor."""
+    piece = source[spec.offset : spec.offset + spec.size_bytes]
+    array = piece.view(_NUMPY.get(spec.dtype, spec.dtype)).reshape(spec.shape)
+    made = paddle.to_tensor(array)
+    if spec.dtype == "bfloat16" and made.dtype != paddle.bfloat16:
+        made = made.view(paddle.bfloat16)
+    return made
+
+
+def to_plain(name: str, value: Any) -> Any:
+    """Return `value` as JSON types; numbers keep all their digits.
+
+    Raises:
+        StateError: it is none of those.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if is_tensor(value):
+        return np.asarray(value.numpy() if hasattr(value, "numpy") else value).tolist()
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(f"{name}.{key}", item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(name, item) for item in value]
+    raise StateError(f"{name}: a {type(value).__name__} cannot be stored; use numbers or tensors")
+
+
+def from_plain(value: Any) -> Any:
+    """Return what `to_plain` was given, up to the types of numbers and lists."""
+    return value

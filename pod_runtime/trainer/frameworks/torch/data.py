@@ -1,0 +1,72 @@
+"""Batches of a PyTorch training, and its random numbers."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+
+class TorchData:
+    """Batches on the training's device; PyTorch's generators are those of the process."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+
+    def seed(self, key: int) -> None:
+        key &= 0x7FFFFFFFFFFFFFFF
+        if self._device.type != "cpu":
+            torch.manual_seed(key)
+            return
+        # `torch.manual_seed` takes a millisecond: for each kind of device that may be used later
+        # it formats the stack. A model on the CPU draws from this generator alone.
+        torch.default_generator.manual_seed(key)
+
+    def draw(self) -> int:
+        return int(torch.empty((), dtype=torch.int64).random_())
+
+    def collate(self, samples: list[Any]) -> Any:
+        return default_collate(samples)
+
+    def to_batch(self, fields: Any) -> Any:
+        if isinstance(fields, np.ndarray):
+            fields = torch.from_numpy(fields if fields.flags.writeable else fields.copy())
+        if isinstance(fields, torch.Tensor):
+            return fields.to(self._device, non_blocking=True)
+        if isinstance(fields, tuple) and hasattr(fields, "_fields"):
+            return type(fields)(*(self.to_batch(each) for each in fields))
+        if isinstance(fields, list | tuple):
+            return type(fields)(self.to_batch(each) for each in fields)
+        if isinstance(fields, dict):
+            return {name: self.to_batch(each) for name, each in fields.items()}
+        return fields
+
+    def loader(
+        self,
+        dataset: Any,
+        index_batches: Iterator[list[Any]],
+        *,
+        collate: Callable[[list[Any]], Any] | None,
+        options: Mapping[str, Any],
+        on_host: bool = False,
+    ) -> Iterator[Any]:
+        loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_sampler=_IndexBatches(index_batches),
+            collate_fn=collate,
+            # Its own: the seed of its workers must not be drawn from the training's numbers.
+            generator=torch.Generator(),
+            **options,
+        )
+        return iter(loader)
+
+
+class _IndexBatches:
+    """Hands lists of indices to the loader, which iterates over it once."""
+
+    def __init__(self, batches: Iterator[list[Any]]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self._batches

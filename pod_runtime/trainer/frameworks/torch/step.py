@@ -1,0 +1,116 @@
+"""The gradients and buffers of a PyTorch model in one step."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from pod_runtime.trainer.frameworks.torch.checks import (
+    SchedulerCheck,
+    TorchGradientMarks,
+    trained_parameters,
+)
+from pod_runtime.trainer.frameworks.torch.gradients import TorchGradientExchange, TorchShardBuffers
+from pod_runtime.trainer.frameworks.torch.group import TorchGroup
+from pod_runtime.trainer.frameworks.unowned import UnownedParameters
+
+
+class TorchStep:
+    """One model and its optimizer, whose gradients go through the group."""
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        group: TorchGroup,
+        buffers: TorchShardBuffers,
+        unowned: UnownedParameters,
+        *,
+        header_size: int,
+        schedulers: Sequence[Any],
+        scaler: Any | None,
+    ) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._group, self._buffers, self._unowned = group, buffers, unowned
+        self._scaler, self._header_size = scaler, header_size
+        self._parameters = list(model.parameters())  # frozen ones, too
+        self._frozen = self._what_is_frozen()
+        self._exchange = self._make_exchange()
+        self._marks = TorchGradientMarks(model, optimizer)
+        self._scheduler_check = SchedulerCheck(optimizer, schedulers)
+
+    def begin(self) -> None:
+        self._unowned.note()
+        self._buffers.begin_step()
+
+    def end_shard(self) -> None:
+        self._buffers.end_shard()
+
+    def backward(self, loss: Any, weight: float, is_last: bool = False) -> None:
+        self._marks.check()
+        self._buffers.loss.add(loss, weight)
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        loss.backward(torch.full_like(loss, weight))
+        self._marks.note()
+
+    def exchange(self, header: Sequence[float], contribute: bool) -> list[float]:
+        if contribute:
+            self._marks.check()
+        if self._group.world_size == 1:
+            return [float(value) for value in header]
+        frozen = self._what_is_frozen()
+        if frozen != self._frozen:  # a script may unfreeze layers as the training goes on
+            self._frozen = frozen
+            self._exchange = self._make_exchange()
+        return self._exchange.run(header, contribute, self._group.reduce)
+
+    def loss(self) -> Any:
+        return self._buffers.loss.value
+
+    def _make_exchange(self) -> TorchGradientExchange:
+        parameters = trained_parameters(self._model, self._optimizer)
+        return TorchGradientExchange(parameters, self._buffers, self._header_size)
+
+    def _what_is_frozen(self) -> list[bool | int]:
+        count = sum(len(group["params"]) for group in self._optimizer.param_groups)
+        return [*(each.requires_grad for each in self._parameters), count]
+
+    def apply(self, *, filled_shards: int, lr_factor: float, max_norm: float | None = None) -> None:
+        self._scheduler_check.check()
+        if self._group.world_size > 1:
+            self._exchange.put_back(filled_shards)
+        else:
+            self._buffers.apply(self._buffers.changes(), filled_shards)
+        if max_norm is not None:
+            if self._scaler is not None:
+                self._scaler.unscale_(self._optimizer)
+            groups = self._optimizer.param_groups
+            torch.nn.utils.clip_grad_norm_([p for each in groups for p in each["params"]], max_norm)
+        with self._learning_rate(lr_factor):
+            if self._scaler is None:
+                self._optimizer.step()
+            else:
+                self._scaler.step(self._optimizer)
+                self._scaler.update()
+        self.drop()
+
+    def drop(self) -> None:
+        self._marks.forget()
+        # Not zeroed but gone: a parameter that no shard of the next step uses must look the same
+        # to a trainer that has just been restored and to one that has run for hours.
+        self._optimizer.zero_grad(set_to_none=True)
+
+    @contextlib.contextmanager
+    def _learning_rate(self, factor: float) -> Iterator[None]:
+        groups = self._optimizer.param_groups
+        before = [group["lr"] for group in groups]
+        if factor != 1.0:
+            for group in groups:
+                group["lr"] = group["lr"] * factor
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, before, strict=True):
+                group["lr"] = rate

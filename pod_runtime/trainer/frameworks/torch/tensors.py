@@ -1,0 +1,102 @@
+"""Read and write PyTorch's tensors, by address where they are on the host."""
+
+import ctypes
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from pod_runtime.trainer.errors import StateError
+from pod_runtime.trainer.layout import StateTensor
+
+_PAIRS = "~pairs"  # of a mapping whose keys are no text; JSON would make them text
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether it is a tensor or an array."""
+    return isinstance(value, torch.Tensor | np.ndarray)
+
+
+def dtype_name(tensor: Any) -> str:
+    """Return "float32" and the like of a tensor or an array."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def copy_bytes(address: int, tensor: Any, first: int, last: int) -> None:
+    """Copy a tensor's or an array's bytes from `first` to `last` to `address`."""
+    if isinstance(tensor, np.ndarray):
+        tensor = torch.from_numpy(np.ascontiguousarray(tensor))
+    tensor = tensor.detach()
+    if tensor.device.type != "cpu":  # only what is wanted crosses the bus
+        item = tensor.element_size()
+        tensor = tensor.flatten()[first // item : last // item].cpu()
+        last, first = last - first, 0
+    tensor = tensor.contiguous()
+    ctypes.memmove(address, tensor.data_ptr() + first, last - first)
+
+
+def fill(tensor: Any, source: Any, spec: StateTensor) -> None:
+    """Overwrite `tensor` by the bytes that `spec` says of `source`, (bytes,) uint8."""
+    if spec.size_bytes == 0:
+        return
+    tensor = tensor.detach()
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        piece = source[spec.offset : spec.offset + spec.size_bytes]
+        ctypes.memmove(tensor.data_ptr(), piece.ctypes.data, spec.size_bytes)
+    else:
+        tensor.copy_(make_tensor(source, spec))
+
+
+def make_tensor(source: Any, spec: StateTensor) -> Any:
+    """Return a copy of a tensor's bytes as a tensor on the host."""
+    piece = source[spec.offset : spec.offset + spec.size_bytes].copy()
+    dtype = getattr(torch, spec.dtype)
+    if not piece.size:
+        return torch.empty(spec.shape, dtype=dtype)
+    return torch.from_numpy(piece).view(dtype).reshape(spec.shape)
+
+
+def to_plain(name: str, value: Any) -> Any:
+    """Return `value` as JSON types; numbers keep all their digits.
+
+    Raises:
+        StateError: it is none of those.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return {_PAIRS: "tensor", "dtype": dtype_name(value), "value": value.item()}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value) and _PAIRS not in value:
+            return {key: to_plain(f"{name}.{key}", item) for key, item in value.items()}
+        kind = "counter" if isinstance(value, Counter) else "dict"
+        pairs = [[to_plain(name, key), to_plain(name, item)] for key, item in value.items()]
+        return {_PAIRS: kind, "value": pairs}
+    if isinstance(value, tuple):
+        return {_PAIRS: "tuple", "value": [to_plain(name, item) for item in value]}
+    if isinstance(value, list):
+        return [to_plain(name, item) for item in value]
+    raise StateError(f"{name}: a {type(value).__name__} cannot be stored; use numbers or tensors")
+
+
+def from_plain(value: Any) -> Any:
+    """Return what `to_plain` was given."""
+    if isinstance(value, list):
+        return [from_plain(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    if _PAIRS not in value:
+        return {key: from_plain(item) for key, item in value.items()}
+    inner = value["value"]
+    match value[_PAIRS]:
+        case "tensor":
+            return torch.tensor(inner, dtype=getattr(torch, value["dtype"]))
+        case "tuple":
+            return tuple(from_plain(item) for item in inner)
+        case kind:
+            made = {from_plain(key): from_plain(item) for key, item in inner}
+            return Counter(made) if kind == "counter" else made

@@ -1,0 +1,77 @@
+"""Watch the model's trainable parameters that no optimizer has: they must not change."""
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from pod_runtime.trainer.errors import UsageError
+
+
+class UnownedParameters:
+    """The model's trainable parameters that the optimizer does not have. Of either framework.
+
+    Most models have none.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, Any]],
+        owned: Callable[[], Collection[int]],
+        *,
+        is_trained: Callable[[Any], bool],
+        mark: Callable[[Any], Any],
+        remedy: str,
+    ) -> None:
+        """
+        Args:
+            owned: returns the ids of the parameters that the optimizer has now: it may get more.
+            is_trained: whether a parameter is not frozen.
+            mark: returns a mark of a parameter, which differs when its values differ.
+            remedy: what to do about a parameter that has changed.
+        """
+        self._owned, self._is_trained, self._mark = owned, is_trained, mark
+        self._remedy = remedy
+        before = owned()
+        self._named = [(name, each) for name, each in named_parameters if id(each) not in before]
+        self._marks: dict[str, Any] | None = None  # None: not noted
+
+    @property
+    def names(self) -> list[str]:
+        """Those that are trainable now."""
+        return [name for name, each in self._named if self._is_trained(each)]
+
+    def note(self) -> None:
+        """Remember them as they are, unless they are remembered already."""
+        if self._marks is None:
+            self._marks = self._read()
+
+    def forget(self) -> None:
+        """Forget them: they were changed by a load."""
+        self._marks = None
+
+    def check(self) -> None:
+        """Check that they are as they were noted.
+
+        Raises:
+            UsageError: the script has changed one.
+        """
+        if self._marks is None or not self._named:
+            return
+        now = self._read()
+        for name, mark in now.items():
+            if self._marks.get(name, mark) != mark:
+                raise UsageError(
+                    f"model: {name} has changed, and the loop's optimizer does not have it: a "
+                    f"second optimizer steps by this trainer's own gradients, so trainers differ. "
+                    f"{self._remedy}"
+                )
+        self._marks = now
+
+    def _read(self) -> dict[str, Any]:
+        if not self._named:
+            return {}
+        owned = self._owned()
+        return {
+            name: self._mark(each)
+            for name, each in self._named
+            if self._is_trained(each) and id(each) not in owned
+        }

@@ -14,6 +14,7 @@ from job_server.cluster.change_script import parse_script
 from tests.support import ROOT, code_blocks
 
 DIGITS = ROOT / "examples" / "digits"
+DIGITS_TORCH = ROOT / "examples" / "digits_torch"
 
 
 def code(path: Path) -> list[str]:
@@ -24,20 +25,28 @@ def code(path: Path) -> list[str]:
     return text.splitlines()[first.end_lineno :]
 
 
-def the_difference() -> list[str]:
-    before, after = code(DIGITS / "plain.py"), code(DIGITS / "train.py")
+def the_difference(example: Path) -> list[str]:
+    before, after = code(example / "plain.py"), code(example / "train.py")
     lines = list(difflib.unified_diff(before, after, n=2, lineterm=""))[2:]
     return ["..." if line.startswith("@@") else line for line in lines][1:]
 
 
 def test_the_diff_in_readme_is_the_difference_of_the_two_scripts():
     (shown,) = code_blocks("README.md", "diff")
-    assert shown.splitlines() == the_difference()
+    assert shown.splitlines() == the_difference(DIGITS)
 
 
-def test_a_plain_script_becomes_elastic_by_at_most_ten_lines():
-    added = [line for line in the_difference() if line.startswith("+") and line[1:].strip()]
-    assert len(added) <= 10
+def added(example: Path) -> list[str]:
+    return [line for line in the_difference(example) if line.startswith("+") and line[1:].strip()]
+
+
+@pytest.mark.parametrize("example", [DIGITS, DIGITS_TORCH], ids=lambda folder: folder.name)
+def test_a_plain_script_becomes_elastic_by_at_most_ten_lines(example: Path):
+    assert len(added(example)) <= 10
+
+
+def test_the_lines_are_the_same_in_both_frameworks():
+    assert added(DIGITS) == added(DIGITS_TORCH)
 
 
 def test_the_loop_in_the_guide_is_the_one_of_the_example():

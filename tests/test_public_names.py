@@ -67,3 +67,10 @@ def test_importing_edl_loads_nothing_else():
     )
     loaded = {name.split(".")[0] for name in json.loads(done.stdout)}
     assert loaded & {"numpy", "paddle", "torch", "flask", "pod_runtime", "distill_reader"} == set()
+
+
+def test_the_programs_of_the_command_start_where_there_is_no_framework():
+    code = "import sys, importlib; sys.modules |= {'paddle': None, 'torch': None}\n"
+    code += "from edl.__main__ import VERBS\n"
+    code += "for module, _ in VERBS.values(): importlib.import_module(module)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -15,7 +15,7 @@ class BestCheckpoint:
     """The state in which a metric was best so far."""
 
     metric: str
-    mode: str  # one of MODES: whether a higher or a lower value is better
+    mode: str  # "max" if a higher value is better, "min" if a lower one is
     value: float
     stage: int  # of the state
     step: int  # global steps that the state has behind it

@@ -22,6 +22,7 @@ from job_server.api.text import (
     table,
     teacher_facts,
 )
+from job_server.cli import simulate_cluster
 from job_server.cli.job_flags import add_job_flags, read_job
 from job_server.cli.logs import log_lines
 from job_server.cluster.change_script import timeline
@@ -35,8 +36,13 @@ Handler = Callable[[ApiClient, argparse.Namespace], None]
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return the exit code: 1 the server refused or is away, 2 wrong usage."""
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        args = build_parser().parse_args(sys.argv[1:] if argv is None else argv)
+        if argv[:1] == ["simulate"] and any(arg.partition("=")[0] == "--nodes" for arg in argv):
+            return simulate_cluster.main(argv[1:])
+        args = build_parser().parse_args(argv)
+    except ConfigError as error:
+        return _fail(str(error), 2)
     except SystemExit as stop:  # argparse has printed the reason
         return stop.code if isinstance(stop.code, int) else 1
     try:
@@ -190,7 +196,8 @@ def build_parser() -> argparse.ArgumentParser:
     simulate = verbs.add_parser(
         "simulate",
         help="Print what a change script would do; asks no server.",
-        description="Print what a change script would do; asks no server.",
+        description="Print what a change script would do; asks no server. With --nodes: run many "
+        "jobs on one cluster under several policies (`edl simulate --nodes 4x8 --help`).",
         allow_abbrev=False,
     )
     add_job_flags(simulate)

@@ -1,0 +1,169 @@
+"""What nodes have and trainers need, and a ledger of what is free. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Resources(NamedTuple):
+    """An amount of each kind."""
+
+    slots: int = 0  # GPUs, or CPU slots where a node has no GPU
+    cpu_milli: int = 0  # thousandths of a processor core
+    memory_mb: int = 0
+
+
+NOTHING = Resources()
+_KINDS = range(len(NOTHING))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRoom:
+    """A node that can run trainers."""
+
+    node_id: str
+    capacity: Resources
+    foreign: Resources = NOTHING  # what others use of it: web traffic, a user's own programs
+
+
+class Need(NamedTuple):
+    """One job, as the ledger sees it."""
+
+    job_id: str
+    each: Resources  # of one trainer
+    placed: Mapping[str, int]  # node -> trainers there now
+
+
+@dataclass(slots=True)
+class _Node:
+    node_id: str
+    free: list[int]  # may be below 0: others have taken what jobs use
+
+
+@dataclass(slots=True)
+class _Held:
+    each: Resources
+    before: Mapping[str, int]
+    now: dict[str, int] = field(default_factory=dict)
+    count: int = 0
+
+
+class Room:
+    """What is free on each node while an allocation is worked out. Any part can be undone."""
+
+    def __init__(
+        self, nodes: Iterable[NodeRoom], needs: Iterable[Need], max_load: float = 1.0
+    ) -> None:
+        """Take the trainers that are placed now; those on nodes that are gone are left out.
+
+        Args:
+            max_load: the part of each resource of the whole cluster that may be used.
+        """
+        self._nodes: list[_Node] = []
+        total, used = [0] * len(_KINDS), [0] * len(_KINDS)
+        for node in nodes:
+            self._nodes.append(
+                _Node(node.node_id, [node.capacity[k] - node.foreign[k] for k in _KINDS])
+            )
+            for k in _KINDS:
+                total[k] += node.capacity[k]
+                used[k] += node.foreign[k]
+        self._index = {node.node_id: i for i, node in enumerate(self._nodes)}
+        self._left = [int(total[k] * max_load) - used[k] for k in _KINDS]  # below the limit
+        self._held: dict[str, _Held] = {}
+        self._first: dict[Resources, int] = {}  # no node before this one has room for so much
+        self._journal: list[tuple[str, str, int]] = []
+        for need in needs:
+            self._held[need.job_id] = _Held(need.each, need.placed)
+            for node_id, count in need.placed.items():
+                if node_id in self._index and count:
+                    self._move(need.job_id, node_id, count)
+        self._journal.clear()
+
+    def count(self, job_id: str) -> int:
+        """Return how many trainers the job has."""
+        return self._held[job_id].count
+
+    def placed(self, job_id: str) -> dict[str, int]:
+        """Return node -> trainers of the job."""
+        return dict(self._held[job_id].now)
+
+    def crowded(self) -> list[str]:
+        """Return the nodes on which more is used than they have."""
+        return [node.node_id for node in self._nodes if min(node.free) < 0]
+
+    def is_crowding(self, job_id: str, node_id: str) -> bool:
+        """Say whether the job runs there and uses something of which there is too little."""
+        held = self._held[job_id]
+        free = self._nodes[self._index[node_id]].free
+        return node_id in held.now and any(free[k] < 0 and held.each[k] > 0 for k in _KINDS)
+
+    def is_above_limit(self, each: Resources) -> bool:
+        """Say whether more than the limit is used of something that `each` has a part in."""
+        return any(self._left[k] < 0 and each[k] > 0 for k in _KINDS)
+
+    def take(self, job_id: str) -> bool:
+        """Place one more trainer, where the job had one before if that can be; False: no room."""
+        held = self._held[job_id]
+        each = held.each
+        if any(each[k] > max(self._left[k], 0) for k in _KINDS if each[k]):
+            return False
+        for node_id, before in held.before.items():
+            if held.now.get(node_id, 0) < before and self._fits(node_id, each):
+                self._move(job_id, node_id, 1)
+                return True
+        start = self._first.get(each, 0)
+        for i in range(start, len(self._nodes)):
+            free = self._nodes[i].free
+            if all(each[k] <= free[k] for k in _KINDS if each[k]):
+                self._first[each] = i
+                self._move(job_id, self._nodes[i].node_id, 1)
+                return True
+        self._first[each] = len(self._nodes)
+        return False
+
+    def give_back(self, job_id: str, node_id: str | None = None) -> None:
+        """Take one trainer off.
+
+        Args:
+            node_id: from there; None: from the node with the fewest of the job, so that those that
+                stay are close together, and of these from the last one.
+        """
+        now = self._held[job_id].now
+        if node_id is None:
+            node_id = min(now, key=lambda each: (now[each], -self._index[each]))
+        self._move(job_id, node_id, -1)
+
+    def mark(self) -> int:
+        """Return a mark for `undo`."""
+        return len(self._journal)
+
+    def undo(self, mark: int) -> None:
+        """Undo what has happened since the mark."""
+        while len(self._journal) > mark:
+            job_id, node_id, count = self._journal.pop()
+            self._move(job_id, node_id, -count)
+            self._journal.pop()
+
+    def _fits(self, node_id: str, each: Resources) -> bool:
+        index = self._index.get(node_id)
+        return index is not None and all(
+            each[k] <= self._nodes[index].free[k] for k in _KINDS if each[k]
+        )
+
+    def _move(self, job_id: str, node_id: str, count: int) -> None:
+        held, index = self._held[job_id], self._index[node_id]
+        free, left = self._nodes[index].free, self._left
+        for k in _KINDS:
+            amount = held.each[k] * count
+            free[k] -= amount
+            left[k] -= amount
+        held.count += count
+        held.now[node_id] = held.now.get(node_id, 0) + count
+        if not held.now[node_id]:
+            del held.now[node_id]
+        if count < 0:
+            for each, first in self._first.items():
+                if first > index:
+                    self._first[each] = index
+        self._journal.append((job_id, node_id, count))

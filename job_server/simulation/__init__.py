@@ -1,0 +1,1 @@
+"""Simulate many elastic jobs on one cluster, in virtual time."""

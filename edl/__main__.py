@@ -27,6 +27,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "page": (_COMMANDS, "print a link that opens the status page in a browser"),
     "events": (_COMMANDS, "show what happened to a job"),
     "simulate": (_COMMANDS, "print what a change script, or a policy for many jobs, would do"),
+    "check": ("pod_runtime.local.check", "rehearse a training script alone, with its batches cut"),
     "verify": ("pod_runtime.verify", "prove from a run's ledger what was trained"),
     "serve": ("distill_reader.serve", "serve models to students, and to clients of Triton"),
     "discovery": ("distill_reader.discovery", "tell students which teachers to use"),

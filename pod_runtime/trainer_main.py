@@ -266,6 +266,11 @@ def _frames(
     return [(file, file.removeprefix(below), line) for file, line in frames]
 
 
+def place_of(error: BaseException, cwd: str) -> str:
+    """Return FILE:LINE where an error came from in the user's own files; "": in none."""
+    return _where(error, error.__traceback__, cwd)
+
+
 def _place(frames: list[tuple[str, str, int]]) -> str:
     return _writable(f"{frames[-1][1]}:{frames[-1][2]}") if frames else ""
 

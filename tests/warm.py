@@ -116,6 +116,8 @@ class _Server:
 
     def _close(self) -> None:
         self._lines.close()
+        # Also where a process that was forked from this one, a loader's worker, has it open, too.
+        self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self._process.wait(60)
 

@@ -18,6 +18,7 @@ from pod_runtime.trainer.frameworks.choose import make_framework
 from pod_runtime.trainer.frameworks.plain_values import to_float
 from pod_runtime.trainer.loop.evaluation import Fn, evaluate
 from pod_runtime.trainer.loop.measure import MeasuringStep, smallest_shard
+from pod_runtime.trainer.loop.rehearsal import Rehearsal, RehearsalOver
 from pod_runtime.trainer.loop.script_changes import ScriptChanges
 from pod_runtime.trainer.loop.stage_steps import StageSteps, TrainingStep, shortened
 from pod_runtime.trainer.loop.warmup import WarmupStep
@@ -32,7 +33,13 @@ from pod_runtime.trainer.progress.shard_choice import choose_shards, sizes_to_me
 
 logger = logging.getLogger(__name__)
 
-_SIZES = re.compile(r"shape|dimension|\bsizes?\b|\blength|InvalidArgument|broadcast", re.I)
+# What frameworks and Python say where sizes do not fit: `mat1 and mat2 shapes`, `input batch_size
+# (5) to match`, `iteration over a 0-d tensor`, `got 1D input`, `not enough values to unpack`.
+_SIZES = re.compile(
+    r"shape|dimension|sizes?\b|\blength|InvalidArgument|broadcast|\b\d-?D\b"
+    r"|out of (?:range|bounds)|values to unpack|\belements?\b",
+    re.I,
+)
 
 
 class Loop:
@@ -51,6 +58,7 @@ class Loop:
     """
 
     _newest: ClassVar["Loop | None"] = None  # None: this process has not made any
+    _rehearsal: ClassVar[Rehearsal | None] = None  # None: this process trains
     # Also of one whose making failed:
     _finished = False
     _steps: StageSteps | None = None  # None: prepared while an older stage trains
@@ -156,11 +164,17 @@ class Loop:
             all_reduce=all_reduce,
             accumulation_steps=accumulation_steps,
         )
+        if self._rehearsal is not None:  # it writes nothing, and reads in this process
+            self._rehearsal.begin()
+            settings = replace(settings, checkpoint=None, **self._rehearsal.settings(settings))
+            num_workers = 0
         _show_log()
         before, Loop._newest = Loop._newest, self
         if before is not None and before._finished:
             before._let_go()
         self._settings = settings
+        self._models = _listed(model)
+        self._has_checkpoint = checkpoint is not None
         self._source = make_source(
             train_set,
             batch_size=batch_size,
@@ -306,6 +320,8 @@ class Loop:
                 )
             with self._surviving():
                 self._end_epoch(self._entered().stage)
+            if self._rehearsal is not None:
+                raise RehearsalOver
         with self._surviving():
             self._finish()
 
@@ -343,7 +359,7 @@ class Loop:
             check_metric(metric, mode)
         except ValueError as error:
             raise UsageError(f"save_best: {error}") from error
-        if self._settings.checkpoint is None:
+        if not self._has_checkpoint:
             raise UsageError("save_best: it needs Loop(checkpoint=...), below which it writes")
         steps, step = self._entered(), self._open_step
         cursor, number = steps.cursor, to_float(value)
@@ -408,6 +424,8 @@ class Loop:
             name="evaluate",
         )
         self._entered()
+        if self._rehearsal is not None:
+            source = self._rehearsal.few(source)
         with self._surviving():
             while True:
                 try:
@@ -503,22 +521,49 @@ class Loop:
             self._changes.steps_reached(self._steps.cursor)
         if self._entered().stage.worlds is not None:
             yield from self._choose_shards(self._entered().stage)
+        if self._rehearsal is not None:
+            yield from self._rehearse(self._rehearsal)
         steps = self._entered()
         while not (steps.stage.progress.is_finished or steps.stage.progress.epoch_is_over):
             step = self._open_step = steps.begin()
             yield step
-            if not step.is_updated:
-                raise UsageError(
-                    f"step {step.number}: step.update() is missing; call it once per step, after "
-                    f"`for batch in step:`. If an update shall take several batches, say so by "
-                    f"Loop(accumulation_steps=N), and call it in each step"
-                )
+            _check_updated(step)
             self._open_step = None
             try:
                 self._commit(steps, step)
             except PeerLost as error:
                 self._end_after_peer_lost(error)
             steps = self._entered()  # a new object if the trainer has moved to the next stage
+
+    def _rehearse(self, rehearsal: Rehearsal) -> Iterator[Step]:
+        """Yield steps that do not count, and go on at the epoch's last batch."""
+        progress, source = self._entered().stage.progress, self._source
+        if source.dataset is None or self._reader_factory is not None:
+            rehearsal.notes.append(
+                "data that come by reader= are rehearsed by one step in shards; nothing is compared"
+            )
+            step = self._open_step = self._entered().begin()
+            yield step
+            _check_updated(step)
+            raise RehearsalOver
+        found = rehearsal.steps(
+            self._framework,
+            source,
+            self._models,
+            seed=self._settings.seed,
+            loss=self._settings.loss,
+        )
+        for each in found:
+            self._open_step = each
+            yield each
+            _check_updated(each)
+            self._open_step = None
+        progress.cursor = rehearsal.last_batch(progress.batches)
+
+    @classmethod
+    def rehearse(cls, rehearsal: Rehearsal) -> None:
+        """Have this process rehearse its first loop, instead of training."""
+        cls._rehearsal = rehearsal
 
     def _commit(self, steps: StageSteps, step: TrainingStep) -> None:
         try:
@@ -644,6 +689,15 @@ class Loop:
         step = self._open_step
         self._entered().stage.member.end_after_peer_lost(
             error, state_is_committed=step is None or not step.is_updated
+        )
+
+
+def _check_updated(step: Step) -> None:
+    if not step.is_updated:
+        raise UsageError(
+            f"step {step.number}: step.update() is missing; call it once per step, after "
+            f"`for batch in step:`. If an update shall take several batches, say so by "
+            f"Loop(accumulation_steps=N), and call it in each step"
         )
 
 

@@ -64,7 +64,7 @@ class WarmupStep(Step):
         return []
 
     def _read(self, shard_range: ShardRange) -> Any:
-        samples = range(shard_range.samples)
+        samples = range(shard_range.start, shard_range.stop)
         data = self._framework.data
         return data.to_batch(_read(data, self._source, samples, self._seed))
 

@@ -387,8 +387,23 @@ def test_other_ways_to_go_wrong_in_a_shard_are_named(body, text):
         compute()
 
 
-def test_an_error_of_sizes_in_a_shard_is_explained_and_its_step_is_known():
-    sizes = ValueError("(InvalidArgument) the shapes are [6, 3] and [2, 3]")
+@pytest.mark.parametrize(
+    "words",
+    [
+        "(InvalidArgument) the shapes are [6, 3] and [2, 3]",
+        "The size of tensor a (2) must match the size of tensor b (6) at non-singleton dimension 0",
+        "Expected input batch_size (2) to match target batch_size (6).",
+        "mat1 and mat2 shapes cannot be multiplied (2x3 and 6x3)",
+        "iteration over a 0-d tensor",
+        "both arguments to linear need to be at least 1D, but they are 0D and 2D",
+        "zero-dimensional tensor (at position 0) cannot be concatenated",
+        "not enough values to unpack (expected 6, got 2)",
+        "only one element tensors can be converted to Python scalars",
+        "index 5 is out of bounds for dimension 0 with size 2",
+    ],
+)
+def test_an_error_of_sizes_in_a_shard_is_explained_and_its_step_is_known(words):
+    sizes = ValueError(words)
     loop, model = make(shards=3)
     assert committed_step() == 0
     for step in next(iter(loop.epochs())):

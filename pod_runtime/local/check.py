@@ -1,0 +1,162 @@
+"""Rehearse a training script on this machine, alone, before pods are there to train it.
+
+    edl check --shards 3 train.py ARGS...
+
+Runs the script to the body of its loop, cuts one batch as several trainers would, and names what
+fails or differs; writes no checkpoints. Exit codes: 0 nothing was found, 1 something was, 2 a wrong
+command line.
+"""
+
+import argparse
+import ast
+import logging
+import os
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pod_runtime.trainer_main import place_of
+
+_OWN = ("edl", "pod_runtime", "paddle_edl")
+_HIDDEN = (
+    "EDL_", "PADDLE_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
+    "MASTER_PORT",
+)  # fmt: skip  # what a launcher has set: the rehearsal is a world of one
+_GUIDE = "docs/training-scripts.md"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="edl check",
+        usage="edl check [--shards N] SCRIPT [ARGS...]",
+        description="Rehearse a training script alone: what fails when its batches are cut.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--shards", type=int, default=3, metavar="N", help="of a batch (3)")
+    parser.add_argument("script", help="a Python script that uses elastic.Loop")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")
+    args = parser.parse_args(argv)
+    if args.shards < 2:
+        parser.error(f"--shards: expected 2 or more, got {args.shards}; one is the whole batch")
+    script = Path(args.script)
+    if not script.is_file():
+        parser.error(f"{script}: there is no such file")
+    if not any(_imports_edl(file) for file in _own_files(script)):
+        print(
+            f"{script}: it does not use the elastic loop: a change of the pods starts it afresh, "
+            f"and what it does not save is lost. {_GUIDE} shows the ten lines that it takes"
+        )
+        return 1
+    return _rehearse(script, [args.script, *args.args], args.shards)
+
+
+def _rehearse(script: Path, argv: list[str], shards: int) -> int:
+    from pod_runtime.trainer.loop.loop import Loop, explain_error
+    from pod_runtime.trainer.loop.rehearsal import Rehearsal, RehearsalOver
+
+    for name in [each for each in os.environ if each.startswith(_HIDDEN)]:
+        del os.environ[name]
+    rehearsal = Rehearsal(shards)
+    Loop.rehearse(rehearsal)
+    warnings = _Warnings()
+    logging.getLogger("pod_runtime").addHandler(warnings)
+    sys.argv = argv
+    sys.path[0] = str(script.resolve().parent)
+    findings: list[str] = []
+    is_over = False
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except RehearsalOver:
+        is_over = True
+    except KeyboardInterrupt:
+        raise
+    except SystemExit as left:
+        if left.code not in (None, 0):
+            findings.append(f"{script}: it left with {left.code!r} before its epoch was over")
+    except BaseException as error:  # noqa: BLE001  whatever the script raises is what was asked for
+        where = place_of(error, os.getcwd()) or str(script)
+        findings.append(f"{where}: {type(error).__name__}: {_first_lines(error)}")
+        if rehearsal.doing:
+            findings[-1] += f"\n    in {rehearsal.doing}"
+        if hint := explain_error(error):
+            findings[-1] += f"\n    {hint}"
+    if not (rehearsal.has_begun or findings):
+        findings.append(
+            f"{script}: it ended without elastic.Loop: nothing was rehearsed; give it the "
+            f"arguments that make it train"
+        )
+    elif not (is_over or findings):
+        findings.append(
+            f"{script}: it ended before its epoch was over; go through loop.epochs() and every "
+            f"step of an epoch, without break"
+        )
+    findings += [f"{rehearsal.where}: {text}" for text in [*rehearsal.findings, *warnings.texts]]
+    sys.stdout.flush()
+    for text in rehearsal.done:
+        print(f"ok: {text}")
+    for text in rehearsal.notes:
+        print(f"note: {text}")
+    for text in findings:
+        print(text)
+    count = len(findings)
+    print(f"{script}: {count or 'no'} finding{'' if count == 1 else 's'}")
+    return 1 if findings else 0
+
+
+class _Warnings(logging.Handler):
+    """Keeps what the loop warns of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _own_files(script: Path) -> Iterator[Path]:
+    """Yield a script and the modules beside it that it imports, and those that these import."""
+    waiting, seen = [script], {script}
+    while waiting:
+        file = waiting.pop()
+        yield file
+        for name in _imports(file):
+            for beside in (f"{name.replace('.', '/')}.py", f"{name.replace('.', '/')}/__init__.py"):
+                path = script.parent / beside
+                if path not in seen and path.is_file():
+                    seen.add(path)
+                    waiting.append(path)
+
+
+def _imports_edl(file: Path) -> bool:
+    return any(name.partition(".")[0] in _OWN for name in _imports(file))
+
+
+def _imports(file: Path) -> list[str]:
+    """Return the modules that a file imports; ours if it cannot be read: running it tells why."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return [_OWN[0]]
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [each.name for each in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
+        elif isinstance(node, ast.ImportFrom):
+            found += [each.name for each in node.names]
+    return found
+
+
+def _first_lines(error: BaseException) -> str:
+    """Return the text of an error without a C++ traceback."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines if "Error" in line or "(at " not in line]
+    text = " ".join(told)
+    return text if len(text) <= 500 else f"{text[:200]} ... {text[-300:]}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,217 @@
+"""`edl check`: what a rehearsal finds in scripts, of both frameworks."""
+
+import importlib.util
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from pod_runtime.local.check import main
+from tests import warm
+from tests.support import ROOT
+
+SCRIPT = {
+    "torch": """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from edl import elastic
+
+torch.manual_seed(1)
+relu, bce = nn.ReLU, F.binary_cross_entropy_with_logits
+LAYERS
+model = nn.Sequential(nn.Linear(4, 8), *layers, nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+draw = torch.rand
+""",
+    "paddle": """
+import paddle
+import paddle.nn.functional as F
+from paddle import nn
+from edl import elastic
+
+paddle.seed(1)
+relu, bce = nn.ReLU, F.binary_cross_entropy_with_logits
+LAYERS
+model = nn.Sequential(nn.Linear(4, 8), *layers, nn.Linear(8, 2))
+optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+draw = lambda *shape: paddle.rand(shape)
+""",
+}
+LOOP = """
+import numpy as np
+
+data = [(np.random.RandomState(i).randn(4).astype("float32"), np.int64(i % 2)) for i in range(100)]
+loop = elastic.Loop(model, optimizer, data, epochs=9, batch_size=15, checkpoint="ckpt", ARGUMENTS)
+for epoch in loop.epochs():
+    for step in epoch:
+        for inputs, labels in step:
+            BODY
+            step.backward(loss)
+        step.update()
+        AFTER
+    sums = loop.evaluate(data, lambda inputs, labels: {"n": len(inputs)}, batch_size=4)
+    print("evaluated", sums["n"])
+    loop.log(n=sums["n"])
+    loop.save_best("n", sums["n"])
+print("never reached")
+"""
+MEAN = "loss = F.cross_entropy(model(inputs), labels)"
+SUM = "loss = F.cross_entropy(model(inputs), labels, reduction='sum')"
+# By name: what is put into the script, what the check says, and whether that is a finding.
+CASES: dict[str, tuple[dict[str, str], str, bool]] = {
+    "clean": ({}, "ok: the batch of 15, cut into 3 shards\nok: a short batch of 11", False),
+    "fixed batch size": (
+        {"BODY": f"model(inputs + draw(15, 4)); {MEAN}"},
+        r"script\.py:\d+: \w+: .*\n    in the batch of 15, cut into 3 shards\n"
+        r"    the batch of 15 is cut into shards, and the loop's body has one of 5 here",
+        True,
+    ),
+    "squeeze": (
+        {"BODY": "loss = bce(model(inputs)[:, :1].squeeze(), labels.reshape([-1]).to(inputs.dtype)"
+                 ".reshape([len(labels)]) * 1.0 if len(labels) > 1 else draw(2))"},
+        "in a short batch of 11, whose last shard has one",
+        True,
+    ),
+    "sum": ({"BODY": SUM}, r"script\.py:\d+: loss: in 3 shards it is 0\.3\d times", True),
+    "sum that is said": ({"BODY": SUM, "ARGUMENTS": "loss='sum'"}, "no findings", False),
+    "mean for a sum": (
+        {"ARGUMENTS": "loss='sum'"}, "it is 3.00 times.*leave out Loop.loss='sum'", True,
+    ),
+    "product over the batch": (
+        {"BODY": "loss = model(inputs).sum() ** 2"},
+        r"gradients: those of 3 shards differ from those of the whole batch by \d+ %",
+        True,
+    ),
+    "class weights": (
+        {"BODY": "w = 1.0 + 0.5 * labels; l = F.cross_entropy(model(inputs), labels, "
+                 "reduction='none').reshape([-1]); loss = (w * l).sum() / w.sum()"},
+        "note: gradients: those of 3 shards differ",
+        False,
+    ),
+    "dropout": ({"LAYERS": "layers = [nn.Dropout(0.5)]"}, "note: .*random numbers", False),
+    "refused": ({"ARGUMENTS": "loss='median'"}, r"script\.py:\d+: UsageError: loss: exp", True),
+    "drop_last": (
+        {"ARGUMENTS": "drop_last=True"},
+        "cut into 3 shards\nnote: drop_last leaves 10 of 100 samples out",
+        False,
+    ),
+    "left by break": ({"AFTER": "break"}, r"UsageError: epoch 0 was left after", True),
+    "too small": (
+        {"ARGUMENTS": "shards=20"}, "batch_size: 15 samples are fewer than 20 shards", True,
+    ),
+    "no update": ({"AFTER": "pass", "step.update()": "pass"}, r"step\.update\(\) is miss", True),
+    "reader": (
+        {"ARGUMENTS": "reader=lambda where: loop.shards(data)"},
+        "note: data that come by reader= are rehearsed by one step",
+        False,
+    ),
+    "never trains": ({"loop = elastic.Loop": "exit(0)"}, "it ended without elastic.Loop", True),
+}  # fmt: skip
+ONLY_TORCH: dict[str, tuple[dict[str, str], str, bool]] = {
+    "batch norm": (
+        {"LAYERS": "layers = [nn.BatchNorm1d(8)]", "ARGUMENTS": "drop_last=True"},
+        "note: batch norm sees a shard, here of 5 samples.*\nnote: the gradients.*\n|batch norm\n",
+        False,
+    ),
+    "batch norm of one": (
+        {"LAYERS": "layers = [nn.BatchNorm1d(8)]"},
+        "Expected more than 1 value per channel.*\n    in a short batch of 11",
+        True,
+    ),
+    "unowned": (
+        {"LAYERS": "layers = [nn.Linear(8, 8)]", "optimizer = ": "optimizer = torch.optim.SGD("
+         "[*model[0].parameters(), *model[2].parameters()], 0.1)  # "},
+        r"script\.py:\d+: no optimizer has 1.weight, 1.bias: not trained",
+        True,
+    ),
+    "hook": (
+        {"AFTER": "model[0].register_forward_hook(lambda *_: None)"},
+        "changed since the first step, and no state can carry it: ",
+        True,
+    ),
+}  # fmt: skip
+RUNNER = """
+import io
+import json
+import os
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+sys.stderr = sys.stdout
+from pod_runtime.local.check import main
+
+top, found = Path.cwd(), {}
+for folder in sorted(each for each in top.iterdir() if each.is_dir()):
+    os.chdir(folder)
+    with redirect_stdout(io.StringIO()) as said:
+        code = main(["script.py", "--its", "own"])
+    found[folder.name] = (code, said.getvalue(), sorted(each.name for each in folder.iterdir()))
+(top / "found.json").write_text(json.dumps(found))
+"""
+
+
+def write(folder: Path, framework: str, changes: dict[str, str]) -> None:
+    text = SCRIPT[framework] + LOOP
+    usual = {"LAYERS": "layers = []", "ARGUMENTS": "", "BODY": MEAN, "AFTER": "pass"}
+    for old, new in (
+        changes | {name: usual[name] for name in usual if name not in changes}
+    ).items():
+        assert old in text, old
+        text = text.replace(old, new)
+    folder.mkdir(parents=True)
+    (folder / "script.py").write_text(text)
+
+
+@pytest.fixture(scope="module", params=["paddle", "torch"])
+def checked(request, tmp_path_factory) -> tuple[str, dict[str, tuple[int, str, list[str]]]]:
+    """Return the framework, and by case the exit code, what was said, and the files there."""
+    framework = request.param
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed")
+    top = tmp_path_factory.mktemp(framework)
+    for name, (changes, _text, _is_finding) in cases(framework).items():
+        write(top / name, framework, changes)
+    runner = top / "runner.py"
+    runner.write_text(f"import {framework}\n{RUNNER}")
+    done = warm.run([str(runner)], {**os.environ, "PYTHONPATH": str(ROOT)}, top)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return framework, json.loads((top / "found.json").read_text())
+
+
+def cases(framework: str) -> dict[str, tuple[dict[str, str], str, bool]]:
+    return CASES | (ONLY_TORCH if framework == "torch" else {})
+
+
+@pytest.mark.parametrize("name", CASES | ONLY_TORCH)
+def test_a_rehearsal_names_what_would_fail(checked, name: str):
+    framework, found = checked
+    if name not in found:
+        pytest.skip(f"not for {framework}")
+    _changes, text, is_finding = cases(framework)[name]
+    code, said, files = found[name]
+    assert re.search(text, said), said
+    assert code == int(is_finding), said
+    assert "never reached" not in said
+    assert files == ["script.py"], "no checkpoint is written"
+    if not is_finding and name != "reader":
+        assert "evaluated 64" in said, "also what comes after an epoch"
+
+
+def test_a_script_without_the_loop_is_not_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("import helper\nraise RuntimeError('it was run')\n")
+    Path("helper.py").write_text("import json\n")
+    assert main(["train.py"]) == 1
+    assert "train.py: it does not use the elastic loop: a change" in capsys.readouterr().out
+    for wrong, text in (
+        (["--shards", "1", "train.py"], "--shards: expected 2 or more, got 1"),
+        (["gone.py"], "gone.py: there is no such file"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            main(wrong)
+        assert left.value.code == 2
+        assert text in capsys.readouterr().err

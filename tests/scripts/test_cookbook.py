@@ -3,10 +3,16 @@
 import importlib.util
 import os
 import re
+from collections.abc import Iterator, Mapping
 
+import numpy as np
 import pytest
 
+from distill_reader.model.specs import ModelSpec, TensorSpec
+from distill_reader.model.tensors import Array
 from tests import warm
+from tests.distill_reader.student.local_teacher import LocalService, LocalTeacher
+from tests.pod_runtime.trainer.fake_launcher import FakeLauncher
 from tests.support import ROOT
 
 FRAMEWORKS = ("paddle", "torch")
@@ -36,6 +42,7 @@ import numpy as np
 from edl import elastic
 
 draw = np.random.RandomState(1)
+teachers = "TEACHERS"
 train_set = [(draw.randn(8).astype("float32"), np.int64(i % 4)) for i in range(42)]
 test_set = train_set[:10]
 """
@@ -89,16 +96,35 @@ def snippet(heading: str, framework: str) -> str:
     return "".join(code for only, code in SECTIONS[heading] if only in ("", framework))
 
 
+def judge(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+    """What the teacher says of images: probabilities of four classes."""
+    return {"score": np.full((len(inputs["image"]), 4), 0.25, np.float32)}
+
+
+@pytest.fixture(scope="module")
+def teacher() -> Iterator[str]:
+    """Return where a teacher listens."""
+    spec = ModelSpec(
+        name="teacher",
+        inputs=(TensorSpec(name="image", dtype="float32", shape=(8,)),),
+        outputs=(TensorSpec(name="score", dtype="float32", shape=(4,)),),
+    )
+    made = LocalTeacher(LocalService(spec, judge))
+    yield made.endpoint
+    made.close()
+
+
 @pytest.fixture(scope="module", params=FRAMEWORKS)
-def output(request, tmp_path_factory) -> tuple[str, dict[str, str]]:
+def output(request, tmp_path_factory, teacher: str) -> tuple[str, dict[str, str]]:
     """Return the framework, and what each section's snippet has said, by heading."""
     framework = request.param
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
     folder = tmp_path_factory.mktemp(framework)
+    data = DATA.replace("TEACHERS", teacher)
     for number, heading in enumerate(SECTIONS):
         if code := snippet(heading, framework):
-            (folder / f"{number:02}.py").write_text(BEFORE[framework] + DATA + code)
+            (folder / f"{number:02}.py").write_text(BEFORE[framework] + data + code)
     runner = folder / "all"
     runner.write_text(f"import {framework}\n{RUNNER}")
     env = {key: value for key, value in os.environ.items() if not key.startswith("EDL_")}
@@ -121,3 +147,27 @@ def test_a_snippet_of_the_cookbook_runs(output: tuple[str, dict[str, str]], head
 def test_every_section_of_the_cookbook_has_a_snippet():
     assert all(SECTIONS.values())
     assert set(SAYS) <= set(SECTIONS)
+
+
+@pytest.mark.parametrize("framework", ["torch", pytest.param("paddle", marks=pytest.mark.slow)])
+def test_two_trainers_keep_one_best_checkpoint_and_stop_together(tmp_path, framework: str):
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed")
+    script = tmp_path / "script.py"
+    code = snippet("Early stopping", framework).replace('"checkpoint"', f'"{tmp_path}/checkpoint"')
+    # The third epoch is the best one, whatever is trained.
+    value = "loss = abs(epoch.number - 2.0)"
+    code = re.sub(r"(?m)^(    loss = loop\.evaluate.*)$", rf"\1\n    {value}", code)
+    assert value in code
+    end = "\nprint('ended in', epoch.number, 'with', best.epoch, best.value, loop.step_count)\n"
+    script.write_text(BEFORE[framework] + DATA + code + end)
+    launcher = FakeLauncher(tmp_path / "job", str(script), 2)
+    try:
+        stage = launcher.start(2)
+        stage.go()
+        assert stage.codes() == [0, 0], stage.logs()
+        assert stage.logs().count("ended in 5 with 2 0.0 36") == 2, stage.logs()
+    finally:
+        launcher.close()
+    kept = [path.parent.name for path in (tmp_path / "checkpoint/best").rglob("manifest.json")]
+    assert kept == ["step_0000000018"]

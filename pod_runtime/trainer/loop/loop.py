@@ -538,9 +538,10 @@ class Loop:
     def _rehearse(self, rehearsal: Rehearsal) -> Iterator[Step]:
         """Yield steps that do not count, and go on at the epoch's last batch."""
         progress, source = self._entered().stage.progress, self._source
-        if source.dataset is None or self._reader_factory is not None:
+        if source.length is None or self._reader_factory is not None:
             rehearsal.notes.append(
-                "data that come by reader= are rehearsed by one step in shards; nothing is compared"
+                "data that come by reader= or as a stream are rehearsed by one step in shards; "
+                "nothing is compared"
             )
             step = self._open_step = self._entered().begin()
             yield step

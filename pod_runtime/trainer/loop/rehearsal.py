@@ -108,9 +108,10 @@ class Rehearsal:
 
     def last_batch(self, batches: BatchPlan) -> Cursor:
         """Return where the last batch of the first epoch begins."""
-        steps = batches.steps_left(0)
-        offset = (steps - 1) * batches.batch_size
-        return Cursor(epoch=0, step=steps - 1, offset=offset, global_step=steps - 1)
+        cursor = Cursor()
+        for _ in range(batches.steps_left(0) - 1):
+            cursor = batches.advance(cursor)
+        return cursor
 
     def _note_sizes(self, source: DataSource, size: int, smallest: int) -> None:
         length, shard = source.length or 0, -(-size // self.shards)

@@ -105,7 +105,7 @@ CASES: dict[str, tuple[dict[str, str], str, bool]] = {
     "no update": ({"AFTER": "pass", "step.update()": "pass"}, r"step\.update\(\) is miss", True),
     "reader": (
         {"ARGUMENTS": "reader=lambda where: loop.shards(data)"},
-        "note: data that come by reader= are rehearsed by one step",
+        "note: data that come by reader= or as a stream are rehearsed by one step",
         False,
     ),
     "never trains": ({"loop = elastic.Loop": "exit(0)"}, "it ended without elastic.Loop", True),

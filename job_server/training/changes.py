@@ -315,6 +315,14 @@ def resize(work: Work, pods: int) -> None:
         work.note(text, lasting=False)
 
 
+def ask_again(work: Work, stage: JobStage) -> None:
+    """Enter a change anew that somebody asked for and that a crash has undone."""
+    queue = work.job.queue
+    if stage.counts and queue.resize is None:
+        change = ManualChange(pods=stage.target, asked_at_s=work.job.progress.script_s)
+        work.set(queue=replace(queue, resize=change))
+
+
 def kill_now(work: Work, kill: Kill) -> None:
     """Kill a pod or a trainer on request. Its death does not count as a failure.
 

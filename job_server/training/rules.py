@@ -26,7 +26,13 @@ from job_server.training.allocation import (
     is_in_trainers_only,
     make_pods,
 )
-from job_server.training.changes import may_change, store_script_clock, take_next
+from job_server.training.changes import (
+    ask_again,
+    choose_way,
+    may_change,
+    store_script_clock,
+    take_next,
+)
 from job_server.training.fencing import count_fenced, fenced_at, lose_silent
 from job_server.training.halting import halt
 from job_server.training.job import (
@@ -236,13 +242,29 @@ def crash_deadline(stage: JobStage) -> float | None:
 
 def _replace_recovery(work: Work, stage: JobStage, active: JobStage, *, ready: bool) -> None:
     """Let a prepared change take the place of a recovery if it is as quick."""
+    job = work.job
     if not _is_fenced(work, active):
         return
     patience = crash_deadline(active)
     if ready:
         enter(work, Order.END)
-    elif patience is not None and work.now >= patience:
+        return
+    late = patience is not None and work.now >= patience
+    comes = set(stage.pods_in(PodStagePhase.ABSENT)) - set(active.pod_ids)
+    if late or (comes and _goes_on_with(work, len(job.usable_pods(active.pod_ids)))):
         abandon(work, "the stage before crashed, and a recovery is quicker")
+        ask_again(work, stage)
+
+
+def _goes_on_with(work: Work, pods: int) -> bool:
+    """Whether so many pods, which are left, train at once; those to add come by a change.
+
+    A pod that is to come has its script to start and its framework to import. Where it can be made
+    ready beside the training, nothing has to stand still for that.
+    """
+    if work.job.fresh or pods < max(1, work.job.spec.min_pods):
+        return False
+    return choose_way(work.job, work.cluster) in (Way.REPLACE, Way.JOIN)
 
 
 def _advance_cut(work: Work, stage: JobStage, active: JobStage) -> None:
@@ -387,7 +409,8 @@ def _begin_start(work: Work) -> None:
     stay = stay[: job.target]
     source = choose_restore(work)
     home = _home(job, stay, source)
-    sites = find_sites(work, job.target - len(stay), first=home)
+    missing = 0 if not home and _goes_on_with(work, len(stay)) else job.target - len(stay)
+    sites = find_sites(work, missing, first=home)
     size = len(stay) + len(sites)
     if size < job.target and work.now < grace_deadline(job, work.cluster) and not job.fresh:
         work.set(waiting="")  # nodes may not have registered again since the server came back

@@ -445,6 +445,49 @@ def test_a_crash_while_preparing_uses_the_prepared_stage_only_if_it_is_as_quick(
     assert [r.pods for r in records(made)] == [2, 3, 2]
 
 
+def ways(made: World) -> list[tuple[Way, int, bool]]:
+    """Return the way and the pods of each stage, and whether it was committed."""
+    return [(r.way, r.pods, r.committed_at is not None) for r in records(made)]
+
+
+def test_a_lost_pod_is_replaced_beside_the_training_where_that_can_be():
+    """Its successor has a script to start and a framework to import: nothing waits for that."""
+    made = trains(world(overlap="on"))
+    made.kill_shim("pod_1_0")
+    made.run_until(JobState.RECOVERING)
+    trains(made)
+    made.rounds(20)
+    assert ways(made) == [(Way.START, 2, True), (Way.START, 1, True), (Way.REPLACE, 2, True)]
+    assert made.job.target == 2
+    assert made.job.budget.failures == 1
+
+
+@pytest.mark.parametrize("spec", [{"overlap": "off"}, {"overlap": "on", "min_pods": 2}])
+def test_a_recovery_waits_for_a_lost_pods_successor_where_it_must(spec):
+    made = trains(world(**spec))
+    made.kill_shim("pod_1_0")
+    made.run_until(JobState.RECOVERING)
+    trains(made)
+    made.rounds(20)
+    assert ways(made) == [(Way.START, 2, True), (Way.START, 2, True)]
+
+
+def test_a_crash_does_not_wait_for_pods_that_a_change_adds_and_the_change_is_made_after_it():
+    made = trains(world(overlap="on"))
+    made.resize(3)
+    made.run_until(JobState.PREPARING)
+    made.crash("pod_0_0")
+    made.deliver(made.launcher("pod_0_0"))
+    made.round(0.1)
+    made.round(0.1)
+    trains(made)
+    made.rounds(20)
+    assert ways(made) == [
+        (Way.START, 2, True), (Way.REPLACE, 3, False), (Way.START, 2, True), (Way.REPLACE, 3, True)
+    ]  # fmt: skip
+    assert made.job.resizes == 1
+
+
 def test_a_restarted_server_goes_on_where_it_was_and_declares_nobody_dead_at_once():
     made = trains(world(pods=4))
     made.stop_server()

@@ -24,7 +24,7 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore:No ccache found")
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no package
 
-from benchmarks.harness import free_port
+from benchmarks.harness import block, free_port, interval
 
 RANK = "ALL_REDUCE_RANK"
 WORLD = 2
@@ -69,8 +69,6 @@ def steps(model: str, all_reduce: str, batch: int, bucket_bytes: int) -> Iterato
 
 
 def train(args: argparse.Namespace, rank: int) -> dict[str, Any]:
-    from benchmarks.loop_overhead import block, interval
-
     if args.cores:
         os.sched_setaffinity(0, {args.cores[rank % len(args.cores)]})
     ways = {

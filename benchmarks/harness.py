@@ -1,10 +1,12 @@
-"""Helpers for all benchmarks: ports, and the processor time of processes and of the machine."""
+"""Helpers for all benchmarks: ports, processor time of processes and of the machine, ratios."""
 
 import contextlib
+import random
 import socket
+import statistics
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -54,3 +56,18 @@ def busy_s() -> float:
 def machine_used(seconds: float = 1.0) -> float:
     """Return which share of the machine's processors is used now."""
     return psutil.cpu_percent(seconds) / 100
+
+
+def block(steps: Iterator[None], count: int) -> tuple[float, float]:
+    """Return (wall, processor) seconds per step."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(count):
+        next(steps)
+    return (time.perf_counter() - wall) / count, (time.process_time() - cpu) / count
+
+
+def interval(ratios: list[float]) -> tuple[float, float, float]:
+    """Return the median ratio and its 95 % bootstrap interval."""
+    draw = random.Random(1)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(4000))
+    return statistics.median(ratios), medians[100], medians[3899]

@@ -13,8 +13,8 @@ from that: the time spent in the loop's own code, and what more shards cost (bot
 import argparse
 import json
 import os
-import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,11 +23,14 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOG_minloglevel", "2")
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this folder is no package
+
 import numpy as np
 import paddle
 import paddle.nn.functional as F  # noqa: N812
 from paddle import nn
 
+from benchmarks.harness import block, interval
 from pod_runtime import elastic
 from pod_runtime.trainer.loop.loop import current_stage
 
@@ -94,21 +97,6 @@ def elastic_steps(batch: int, shards: int, wrap: Wrap = lambda call: call) -> An
                 step.backward(loss(images, labels))
             step.update()
             yield
-
-
-def block(steps: Iterator[None], count: int) -> tuple[float, float]:
-    """Return (wall, processor) seconds per step."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    for _ in range(count):
-        next(steps)
-    return (time.perf_counter() - wall) / count, (time.process_time() - cpu) / count
-
-
-def interval(ratios: list[float]) -> tuple[float, float, float]:
-    """Return the median ratio and its 95 % bootstrap interval."""
-    draw = random.Random(1)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(4000))
-    return statistics.median(ratios), medians[100], medians[3899]
 
 
 def compare(batch: int, shards: int, pairs: int, steps: int) -> dict[str, Any]:
